@@ -1,0 +1,105 @@
+"""``autofit.json``: the answer and its evidence, as others read it. The schema ships beside this file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from autofit.errors import InputError
+from autofit.facts import Facts, Hardware, Model, Workload
+from autofit.plan import Plan, Promise, Trial
+
+FORMAT = 1
+NAME = "autofit.json"
+MODEL_FOLDER = "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """One value of one technique, and what this machine makes of it."""
+
+    technique: str
+    value: int | str
+    kind: str
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """The answer of one tune.
+
+    Attributes:
+        format: Number of this layout; a reader refuses one that it does not know.
+        plan: The winner's value of each technique.
+        reason: Why this plan and not another, in words.
+        changes: What the winner changes in the training, a sentence each.
+        script: What no argument can carry and a script must do, a sentence each.
+        offers: Every choice that was considered, offered or not, with its reason.
+        notes: What a reader should know of the measurements.
+        seconds: Wall seconds of the whole tune; ``training_share`` of them went into training steps.
+    """
+
+    format: Literal[1] = 1
+    autofit: str
+    created: str
+    model: Model
+    workload: Workload
+    hardware: Hardware
+    versions: Mapping[str, str]
+    plan: Plan
+    promise: Promise
+    reason: str
+    changes: tuple[str, ...]
+    script: tuple[str, ...]
+    offers: tuple[Offer, ...]
+    trials: tuple[Trial, ...]
+    notes: tuple[str, ...] = ()
+    seconds: float
+    training_share: float
+    median_trial_seconds: float
+
+    @property
+    def facts(self) -> Facts:
+        """The facts that the plan was found for."""
+        return Facts(model=self.model, hardware=self.hardware, workload=self.workload, packages=self.versions)
+
+
+DOCUMENT: TypeAdapter[Document] = TypeAdapter(Document)
+
+
+def read(folder: str | Path) -> Document:
+    """The document of an output folder.
+
+    Raises:
+        InputError: There is none, or it is not one of this format.
+    """
+    path = Path(folder) / NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{folder} holds no {NAME}", hint="give the folder that `autofit tune` wrote") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{path} can't be read: {error}", hint="tune again, or with --resume in that folder") from None
+    found = raw.get("format") if isinstance(raw, dict) else None
+    if found != FORMAT:
+        raise InputError(
+            f"{path} has format {found!r}, this version reads {FORMAT}", hint="read it with the version that wrote it"
+        )
+    try:
+        return DOCUMENT.validate_python(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{path} is not valid at {where}: {first['msg']}", hint="it was edited by hand?") from None
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of the document, as it is written to ``autofit.schema.json``."""
+    found = DOCUMENT.json_schema(mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "autofit.json", **found}

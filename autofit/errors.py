@@ -1,0 +1,94 @@
+"""Every error that autofit raises on purpose, one tree.
+
+    AutofitError                 1   never raised itself
+    ├── InputError               2   what the user gave can't be used
+    │   └── ModelError           2   MODEL can't be read, or nothing can be built from it
+    ├── NothingFits              3   every plan that was tried breaks the ceiling
+    ├── PromiseBroken            4   a launch did not keep what was promised
+    ├── MachineError             5   the machine stands in the way: disk, device, a second tune
+    ├── Interrupted            130   Ctrl-C
+    └── Terminated             143   SIGTERM or SIGHUP
+
+The number is the exit code of the command line. Expected failures of a *trial* are not errors but
+values: see :mod:`autofit.plan`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class AutofitError(Exception):
+    """An error whose message a person can act on.
+
+    Args:
+        message: One line that says what came and what was wanted.
+        hint: One line that says what to do, shown after the message.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+class InputError(AutofitError):
+    """What the user gave can't be used."""
+
+    exit_code = 2
+
+
+class ModelError(InputError):
+    """MODEL can't be read, or no model can be built from its config."""
+
+
+class NothingFits(AutofitError):  # noqa: N818 - an answer more than an error
+    """Every plan that was tried breaks the ceiling."""
+
+    exit_code = 3
+
+
+class PromiseBroken(AutofitError):  # noqa: N818 - an answer more than an error
+    """A launch of the emitted files did not keep the promise."""
+
+    exit_code = 4
+
+
+class MachineError(AutofitError):
+    """The machine stands in the way: a full disk, a missing device, another tune on the same device."""
+
+    exit_code = 5
+
+
+class Interrupted(AutofitError):  # noqa: N818 - said by the user
+    """Ctrl-C. What was known until then has been written."""
+
+    exit_code = 130
+
+
+class Terminated(AutofitError):  # noqa: N818 - said by the system
+    """SIGTERM or SIGHUP. What was known until then has been written."""
+
+    exit_code = 143
+
+
+def near(word: str, known: Iterable[object]) -> str:
+    """Words for a hint: the known name nearest to ``word``, or all of them.
+
+    >>> near("micro_bach", ["micro_batch", "offload"])
+    'did you mean micro_batch?'
+    """
+    names = [str(name) for name in known]
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]}?"
+    return "known: " + ", ".join(names) if names else "none is known here"

@@ -1,0 +1,97 @@
+"""Facts that are read once: the model, the hardware, the workload, the installed packages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+Device = Literal["cuda", "cpu"]
+LaunchPath = Literal["trainer", "loop"]
+Positive = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What matters of a model: its sizes and what its class can do. No weights."""
+
+    name: str
+    task: Literal["causal-lm"] = "causal-lm"
+    architecture: str
+    model_type: str
+    parameters: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int | None
+    supports_checkpointing: bool
+    layer_classes: tuple[str, ...] = ()
+    has_experts: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The device that training will use, and its host.
+
+    Attributes:
+        precisions: What the device computes by itself, of ``fp32``, ``tf32``, ``bf16`` and ``fp16``; an
+            emulated precision is not in it.
+        total_bytes: The device's memory; on the CPU the host's (or the control group's limit).
+        free_bytes: What of it is free when asked.
+        visible_id: How ``CUDA_VISIBLE_DEVICES`` calls the device.
+        count: Devices of this kind that a process sees.
+        others_bytes: Device memory that other processes hold.
+        threads: CPU threads that ``accelerate launch`` will give to the process.
+    """
+
+    device: Device
+    name: str
+    uuid: str | None = None
+    visible_id: str = "0"
+    total_bytes: int
+    free_bytes: int
+    others_bytes: int = 0
+    host_total_bytes: int
+    host_free_bytes: int
+    precisions: tuple[str, ...]
+    capability: tuple[int, int] | None = None
+    threads: int = 1
+    driver: str | None = None
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is to be trained and inside of what.
+
+    ``micro_batch x accumulation x processes == global_batch`` holds in every plan.
+    ``limit_bytes`` is the ceiling on the device, ``host_limit_bytes`` the one on the host.
+    """
+
+    seq_len: Annotated[int, Field(ge=2)]
+    global_batch: Positive
+    processes: Positive = 1
+    limit_bytes: Positive
+    host_limit_bytes: Positive
+    launch_path: LaunchPath = "trainer"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All that a technique may look at when it says what it offers."""
+
+    model: Model
+    hardware: Hardware
+    workload: Workload
+    packages: Mapping[str, str] = field(default_factory=dict)
+
+    def has(self, package: str) -> bool:
+        """Whether a distribution is installed."""
+        return package in self.packages
+
+
+FACTS: TypeAdapter[Facts] = TypeAdapter(Facts)

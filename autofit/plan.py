@@ -1,0 +1,260 @@
+"""Plans, outcomes and promises: frozen values, JSON both ways.
+
+A *plan* gives one value to each technique. A *trial* turns a plan into an *outcome*, which is one of six
+kinds; failure is one of the expected values and no exception. The *promise* is what the winner's own
+measurements say that training will do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic_core import CoreSchema, core_schema
+
+Value = int | str
+
+
+class Plan(Mapping[str, Value]):
+    """One value per technique, by the technique's name; immutable and hashable."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Value:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == dict(other) if isinstance(other, Mapping) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"Plan({self.words()})"
+
+    def replaced(self, **values: Value) -> Plan:
+        """The same plan with some values put in place of others."""
+        return Plan({**self._values, **values})
+
+    def words(self) -> str:
+        """The plan on one line, for people and logs."""
+        return " ".join(f"{name}={value}" for name, value in self._values.items())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        values = core_schema.dict_schema(
+            core_schema.str_schema(),
+            core_schema.union_schema([core_schema.int_schema(strict=True), core_schema.str_schema(strict=True)]),
+        )
+        return core_schema.no_info_after_validator_function(
+            lambda raw: raw if isinstance(raw, Plan) else Plan(raw),
+            core_schema.union_schema([core_schema.is_instance_schema(cls), values]),
+            serialization=core_schema.plain_serializer_function_ser_schema(dict),
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "object", "additionalProperties": {"anyOf": [{"type": "integer"}, {"type": "string"}]}}
+
+
+Phase = Literal["load", "forward", "backward", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What was seen of each knob while the steps ran, in a trial or in a launch.
+
+    ``None`` means not seen. A technique reads it to tell whether its value took effect.
+    """
+
+    micro_batch: int | None = None
+    seq_len: int | None = None
+    accumulation: int | None = None
+    padding_mask: bool | None = None
+    compute_dtype: str | None = None
+    weights_dtype: str | None = None
+    gradient_scaler: bool | None = None
+    tf32: bool | None = None
+    layer_forwards: int | None = None
+    optimizer: str | None = None
+    optimizer_fused: bool | None = None
+    optimizer_momentum: float | None = None
+    optimizer_state_dtypes: tuple[str, ...] = ()
+    optimizer_state_devices: tuple[str, ...] = ()
+    parameter_devices: tuple[str, ...] = ()
+    offloaded_activation_bytes: int = 0
+    engine: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A plan that ran inside the ceiling.
+
+    Attributes:
+        step_seconds: Median seconds of one whole optimizer step, accumulation included.
+        step_seconds_spread: Half-width of a 95 % interval of that median, in seconds.
+        peak_bytes: What the device must hold under the ceiling, as its driver counts it; on the CPU the
+            peak resident set above that of the idle process.
+        allocated_bytes: Peak of the tensors alone (CUDA); on the CPU the same as ``peak_bytes``.
+        reserved_bytes: Peak of what the allocator held (CUDA); on the CPU the same as ``peak_bytes``.
+        outside_bytes: Device memory outside the allocator: context, workspaces, managed memory.
+        host_bytes: Peak resident set above that of the idle process.
+        fidelity: ``parts``: micro-steps and the optimizer step were timed apart and added up;
+            ``whole``: whole optimizer steps were timed.
+        steps: Seconds of each timed optimizer step, in order, warm-up dropped.
+        training_seconds: Seconds spent in training steps, warm-up included.
+        mfu: Model FLOPs utilisation, where the device's peak rate is known.
+    """
+
+    kind: Literal["measured"] = "measured"
+    step_seconds: Annotated[float, Field(gt=0)]
+    step_seconds_spread: float
+    samples_per_second: Annotated[float, Field(gt=0)]
+    tokens_per_second: float
+    peak_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    outside_bytes: int
+    host_bytes: int
+    limit_bytes: int
+    fidelity: Literal["parts", "whole"]
+    steps: tuple[float, ...]
+    training_seconds: float
+    loss: float
+    mfu: float | None = None
+    alloc_retries: int = 0
+    evidence: Evidence = field(default_factory=Evidence)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """The ceiling was broken, on the device or on the host; ``peak_bytes`` is the most that was seen held."""
+
+    kind: Literal["out_of_memory"] = "out_of_memory"
+    where: Literal["device", "host"]
+    phase: Phase
+    limit_bytes: int
+    peak_bytes: int
+    requested_bytes: int | None = None
+    training_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedOut:
+    """The trial took longer than it was given."""
+
+    kind: Literal["timed_out"] = "timed_out"
+    limit_seconds: float
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diverged:
+    """The loss was not finite."""
+
+    kind: Literal["diverged"] = "diverged"
+    loss: str
+    step: int
+    training_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsupported:
+    """The plan can't be had here, or a knob was ignored by the libraries."""
+
+    kind: Literal["unsupported"] = "unsupported"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crashed:
+    """The trial died of something unforeseen; its log says more."""
+
+    kind: Literal["crashed"] = "crashed"
+    reason: str
+    log_tail: str = ""
+
+
+Outcome = Annotated[
+    Measured | OutOfMemory | TimedOut | Diverged | Unsupported | Crashed, Field(discriminator="kind")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One plan that was tried. ``purpose`` is ``search`` or ``final`` (a finalist measured again)."""
+
+    number: int
+    plan: Plan
+    outcome: Outcome
+    wall_seconds: float
+    purpose: Literal["search", "final"] = "search"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What training through the emitted files will do, from the winner's measurements; see :class:`Measured`."""
+
+    launch_path: Literal["trainer", "loop"]
+    samples_per_second: float
+    tokens_per_second: float
+    step_seconds: float
+    step_seconds_spread: float
+    peak_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    outside_bytes: int
+    limit_bytes: int
+
+
+OUTCOME: TypeAdapter[Any] = TypeAdapter(Outcome)
+TRIAL: TypeAdapter[Trial] = TypeAdapter(Trial)
+
+
+def dump_json(adapter: TypeAdapter[Any], value: object) -> str:
+    """Indented JSON with only finite numbers in it."""
+    return json.dumps(adapter.dump_python(value, mode="json"), indent=1, allow_nan=False) + "\n"
+
+
+# Student's t, two-sided 95 %, by degrees of freedom; 1.96 beyond.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+def median(values: tuple[float, ...] | list[float]) -> float:
+    """The median; ``values`` must not be empty."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def spread(values: tuple[float, ...] | list[float]) -> float:
+    """Half-width of a 95 % interval of the median.
+
+    The standard error of a normal sample's median is 1.2533 times that of its mean (asymptotically), scaled
+    by Student's t for the small samples of a trial. The deviation is the robust one (1.4826 times the median
+    absolute deviation), at least half of the usual one, so that a single straggler neither rules nor vanishes.
+    One value alone says nothing of its spread: a quarter of it is returned.
+    """
+    count = len(values)
+    if count < 2:
+        return 0.25 * values[0]
+    centre = median(values)
+    mean = sum(values) / count
+    usual = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
+    robust = 1.4826 * median([abs(value - centre) for value in values])
+    t95 = _T95[count - 2] if count - 2 < len(_T95) else 1.96
+    return t95 * 1.2533 * max(robust, usual / 2) / math.sqrt(count)

@@ -1,0 +1,83 @@
+"""The one door to ``strategies/``: every technique by name, and a plan's recipe."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from autofit.errors import InputError, near
+from autofit.recipe import Recipe, ground
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from autofit.facts import Facts
+    from autofit.plan import Plan
+    from autofit.technique import Technique
+
+
+def _strategies() -> ModuleType:
+    """The package of techniques; in a bare checkout, where nothing is installed, the folder beside ``autofit/``."""
+    name = "autofit.strategies"
+    if name in sys.modules:
+        return sys.modules[name]
+    if importlib.util.find_spec(name) is not None:
+        return importlib.import_module(name)
+    folder = Path(__file__).resolve().parent.parent / "strategies"
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    if spec is None or spec.loader is None or not (folder / "__init__.py").exists():
+        raise ImportError(f"autofit's techniques are missing: no {folder}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def techniques() -> tuple[Technique, ...]:
+    """Every technique, in the order in which they fill the recipe."""
+    return cast("tuple[Technique, ...]", _strategies().ALL)
+
+
+def technique(name: str) -> Technique:
+    """The technique of that name.
+
+    Raises:
+        InputError: There is none.
+    """
+    for one in techniques():
+        if one.name == name:
+            return one
+    raise InputError(f"{name!r} is not a knob", hint=near(name, [one.name for one in techniques()]))
+
+
+def recipe(plan: Plan, facts: Facts) -> Recipe:
+    """The recipe of a plan: every technique fills its slots, in order.
+
+    Raises:
+        InputError: The plan lacks a technique or names an unknown one.
+    """
+    known = techniques()
+    missing = [one.name for one in known if one.name not in plan]
+    unknown = [name for name in plan if name not in {one.name for one in known}]
+    if missing or unknown:
+        raise InputError(
+            f"not a plan of this version: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}",
+            hint="tune again with this version",
+        )
+    filled = Recipe(plan=plan, facts=facts, emission=ground(facts))
+    for one in known:
+        value = plan[one.name]
+        filled.add(one.emit(value, plan, facts))
+        one.apply(value, filled)
+    return filled
+
+
+def changes(plan: Plan, facts: Facts) -> list[str]:
+    """What the plan changes in the training, a sentence each."""
+    said = (one.changes(plan[one.name], facts) for one in techniques())
+    return [sentence for sentence in said if sentence]

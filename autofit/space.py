@@ -1,0 +1,150 @@
+"""The space: techniques x model x machine -> the plans that may be tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autofit.errors import InputError
+from autofit.plan import Plan, Value
+from autofit.registry import technique, techniques
+from autofit.technique import Choice, Kind, Prior
+
+if TYPE_CHECKING:
+    from autofit.facts import Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The plans that may be tried.
+
+    Attributes:
+        domains: For each technique, in their order, the values that may be tried.
+        plans: Every combination that no technique objects to.
+        priors: What to expect of each value before anything was measured.
+    """
+
+    domains: Mapping[str, tuple[Value, ...]]
+    plans: tuple[Plan, ...]
+    priors: Mapping[str, Mapping[Value, Prior]]
+
+    def expected(self, plan: Plan) -> tuple[float, float]:
+        """Prior means of a plan, as logarithms of factors: seconds per sample, peak memory."""
+        priors = [self.priors[name][value] for name, value in plan.items()]
+        return sum(prior.time[0] for prior in priors), sum(prior.memory[0] for prior in priors)
+
+    def smallest(self) -> Plan:
+        """The plan that is expected to need the least memory."""
+        return min(self.plans, key=lambda plan: (self.expected(plan)[1], self.expected(plan)[0]))
+
+
+def parse_allowed(text: str) -> frozenset[Kind]:
+    """The classes of ``--allow exact,numeric,method``.
+
+    Raises:
+        InputError: A class of another name.
+    """
+    allowed = set()
+    for word in text.split(","):
+        try:
+            allowed.add(Kind(word.strip().lower()))
+        except ValueError:
+            raise InputError(
+                f"{word!r} is not a class of techniques", hint="known: " + ", ".join(kind.value for kind in Kind)
+            ) from None
+    return frozenset(allowed)
+
+
+def parse_assignment(text: str, option: str) -> tuple[str, str]:
+    """``("knob", "value")`` of ``knob=value``.
+
+    Raises:
+        InputError: Nothing on one side of the equals sign, or none.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip() or not value.strip():
+        raise InputError(f"{option} {text!r} is not KNOB=VALUE", hint=f"write it like {option} precision=bf16")
+    return name.strip(), value.strip()
+
+
+def parse_knobs(fix: Sequence[str], among: Sequence[str], facts: Facts) -> dict[str, tuple[Value, ...]]:
+    """The values that ``--fix`` and ``--among`` leave, by technique.
+
+    Raises:
+        InputError: An unknown knob or value, one that can't be had here, or a knob that is given twice.
+    """
+    given: dict[str, tuple[Value, ...]] = {}
+    for option, texts in (("--fix", fix), ("--among", among)):
+        for text in texts:
+            name, values = parse_assignment(text, option)
+            one = technique(name)
+            if name in given:
+                raise InputError(f"{name} is given twice", hint="give each knob once, by --fix or by --among")
+            words = [values] if option == "--fix" else [word.strip() for word in values.split(",")]
+            given[name] = tuple(dict.fromkeys(one.parse(word, facts) for word in words))
+    return given
+
+
+def build(
+    facts: Facts,
+    allowed: frozenset[Kind] = frozenset({Kind.EXACT, Kind.NUMERIC}),
+    given: Mapping[str, tuple[Value, ...]] | None = None,
+) -> Space:
+    """Every plan that may be tried.
+
+    A technique's plain value is always allowed. What the user names by ``given`` is allowed whatever its class.
+
+    Raises:
+        InputError: Nothing is left, or the global batch can't be split over the processes.
+    """
+    given = given or {}
+    work = facts.workload
+    if work.global_batch % work.processes:
+        batch, processes = work.global_batch, work.processes
+        below, above = batch // processes * processes, math.ceil(batch / processes) * processes
+        raise InputError(
+            f"a global batch of {batch} can't be split over {processes} processes",
+            hint=f"{' or '.join(str(b) for b in (below, above) if b)} can",
+        )
+    domains: dict[str, tuple[Value, ...]] = {}
+    for one in techniques():
+        if one.name in given:
+            domains[one.name] = given[one.name]
+            continue
+        domains[one.name] = tuple(
+            choice.value
+            for choice in one.choices(facts)
+            if choice.status == "offered" and (choice.kind in allowed or choice.value == one.plain)
+        )
+    plans: list[dict[str, Value]] = [{}]
+    objection = None
+    for one in techniques():
+        grown = []
+        for plan in plans:
+            for value in domains[one.name]:
+                reason = one.conflict(value, plan, facts)
+                if reason is None:
+                    grown.append({**plan, one.name: value})
+                else:
+                    objection = reason
+        if not grown:
+            raise InputError(
+                f"no plan is left: {objection or f'{one.name} has no value here'}",
+                hint="give --fix or --among other values, or none",
+            )
+        plans = grown
+    used = {name: {plan[name] for plan in plans} for name in domains}
+    return Space(
+        domains={name: tuple(v for v in values if v in used[name]) for name, values in domains.items()},
+        plans=tuple(Plan(plan) for plan in plans),
+        priors={
+            one.name: {value: one.prior(value, facts) for value in domains[one.name]} for one in techniques()
+        },
+    )
+
+
+def offers(facts: Facts) -> list[tuple[str, Choice]]:
+    """Every choice of every technique with what this machine makes of it, for the doctor and the report."""
+    return [(one.name, choice) for one in techniques() for choice in one.choices(facts)]

@@ -1,0 +1,147 @@
+"""The contract between the core and a technique.
+
+A technique is one file in ``strategies/``. It answers three questions: which choices it has for this model on
+this machine, each with its reason; how a choice fills the recipe; how a choice is emitted. Beyond these it says
+whether a choice really took effect, what it changes in the training, and what to expect of it before anything
+was measured.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from autofit.errors import InputError
+from autofit.plan import Evidence, Value
+
+if TYPE_CHECKING:
+    from autofit.facts import Facts
+    from autofit.recipe import Recipe
+
+
+class Kind(enum.StrEnum):
+    """What a choice does to the training."""
+
+    EXACT = "exact"
+    """The same mathematics, up to rounding order."""
+    NUMERIC = "numeric"
+    """The same method in another arithmetic."""
+    METHOD = "method"
+    """Another training method."""
+
+
+Status = Literal["offered", "on_request", "withheld"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One value of a technique, and whether it is to be had here.
+
+    ``offered`` joins the search, ``on_request`` needs ``--fix`` or ``--among``, ``withheld`` can't be had;
+    ``reason`` says why, for each of them.
+    """
+
+    value: Value
+    kind: Kind
+    status: Status
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emission:
+    """What a choice writes, by the file that carries it.
+
+    Attributes:
+        accelerate: Keys of the Accelerate YAML.
+        training_args: Fields of ``TrainingArguments``; the false ones too.
+        script: What no argument can carry and the script must do through ``autofit.load``, in words.
+    """
+
+    accelerate: Mapping[str, Any] = field(default_factory=dict)
+    training_args: Mapping[str, Any] = field(default_factory=dict)
+    script: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prior:
+    """What to expect of a choice against the technique's plain one, before anything was measured.
+
+    Each pair is a mean and a standard deviation of the natural logarithm of a factor: on the seconds per
+    sample, and on the peak memory.
+    """
+
+    time: tuple[float, float] = (0.0, 0.1)
+    memory: tuple[float, float] = (0.0, 0.1)
+
+
+class Technique(ABC):
+    """One technique. Stateless: an instance is only a name and its answers."""
+
+    name: ClassVar[str]
+    plain: ClassVar[Value]
+    """The value of a training script that never heard of the technique."""
+
+    @abstractmethod
+    def choices(self, facts: Facts) -> tuple[Choice, ...]:
+        """Every value the technique knows, offered or not, each with its reason. Simple ones first."""
+
+    @abstractmethod
+    def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
+        """What is written for the value; ``plan`` is the whole plan that it belongs to."""
+
+    def apply(self, value: Value, recipe: Recipe) -> None:  # noqa: B027 - most values need arguments only
+        """Fill the recipe's slots with what no argument carries."""
+
+    @abstractmethod
+    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
+        """Why the value did not take effect, or ``None`` where it did."""
+
+    def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
+        """Why the value can't go with the values of the techniques before it in ``ALL``, or ``None``."""
+        return None
+
+    def changes(self, value: Value, facts: Facts) -> str | None:
+        """What the value changes in the training, in one sentence; ``None`` where nothing worth saying."""
+        return None
+
+    def prior(self, value: Value, facts: Facts) -> Prior:
+        """What to expect before anything was measured."""
+        return Prior()
+
+    def parse(self, text: str, facts: Facts) -> Value:
+        """A value from the command line.
+
+        Raises:
+            InputError: The technique has no such value, or not here.
+        """
+        choices = self.choices(facts)
+        value: Value = text
+        if choices and isinstance(choices[0].value, int):
+            if not text.isascii() or not text.isdigit() or len(text) > 9:
+                raise InputError(f"{self.name}={text}: a whole number is wanted")
+            value = int(text)
+        for choice in choices:
+            if choice.value == value:
+                if choice.status == "withheld":
+                    raise InputError(f"{self.name}={text} can't be had here: {choice.reason}")
+                return choice.value
+        raise InputError(f"{self.name} has no value {text!r}", hint=self.suggest(value, facts))
+
+    def suggest(self, value: Value, facts: Facts) -> str:
+        """A hint for a value that the technique does not have."""
+        from autofit.errors import near
+
+        return near(str(value), [choice.value for choice in self.choices(facts) if choice.status != "withheld"])
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, in order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -1,0 +1,14 @@
+"""The techniques, one file each, strangers to one another; imported as ``autofit.strategies``.
+
+``ALL`` is the list, in the order in which they fill the recipe. A technique may look at the values of those
+before it when it says what it conflicts with.
+"""
+
+from .accumulation import Accumulation
+from .checkpointing import Checkpointing
+from .micro_batch import MicroBatch
+from .offload import Offload
+from .optimizer import Optimizer
+from .precision import Precision
+
+ALL = (MicroBatch(), Accumulation(), Precision(), Checkpointing(), Optimizer(), Offload())

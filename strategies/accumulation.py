@@ -1,0 +1,71 @@
+"""Gradient accumulation: micro-batches whose gradients are added up before one optimizer step.
+
+Saves: it lets a small micro-batch keep the global batch, and with it the training. Costs: gradients live
+through the whole step, and each micro-batch adds to them.
+
+Choices are the exact divisors of a process's share of the global batch, and only the one that completes the
+plan's micro-batch is ever planned: the global batch is a promise. A Trainer averages the loss over the tokens of
+the whole accumulated batch (``num_items_in_batch``); a plain loop that averages each micro-batch does the same
+where all rows are equally long.
+
+Source: ``gradient_accumulation_steps`` of Trainer; a plain Accelerate loop has to pass it itself, since the
+Accelerate YAML carries it on the DeepSpeed path only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autofit.technique import Choice, Emission, Kind, Technique, divisors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from autofit.facts import Facts
+    from autofit.plan import Evidence, Value
+    from autofit.recipe import Recipe
+
+
+class Accumulation(Technique):
+    """Micro-batches to one optimizer step."""
+
+    name = "accumulation"
+    plain = 1
+
+    def choices(self, facts: Facts) -> tuple[Choice, ...]:
+        work = facts.workload
+        if work.global_batch % work.processes:
+            return ()
+        share = work.global_batch // work.processes
+        return tuple(
+            Choice(steps, Kind.EXACT, "offered", f"{steps} micro-batches of {share // steps} make {share} rows")
+            for steps in divisors(share)
+        )
+
+    def suggest(self, value: Value, facts: Facts) -> str:
+        return (
+            f"the global batch of {facts.workload.global_batch} can be split into "
+            + ", ".join(str(choice.value) for choice in self.choices(facts))
+        )
+
+    def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
+        work = facts.workload
+        rows = int(others["micro_batch"])
+        made = rows * int(value) * work.processes
+        if made != work.global_batch:
+            return (
+                f"micro_batch {rows} x accumulation {value} x {work.processes} process(es) is {made}, "
+                f"not the global batch of {work.global_batch}"
+            )
+        return None
+
+    def apply(self, value: Value, recipe: Recipe) -> None:
+        recipe.accumulation = int(value)
+
+    def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
+        return Emission(training_args={"gradient_accumulation_steps": int(value)})
+
+    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
+        if evidence.accumulation != value:
+            return f"{evidence.accumulation} micro-batches went into an optimizer step, not {value}"
+        return None

@@ -1,0 +1,81 @@
+"""Micro-batch: the rows that go through the model at once (``per_device_train_batch_size``).
+
+Saves: activations, logits and temporaries grow in proportion to it; weights, gradients and optimizer state do
+not. Costs: below some size the device is not kept busy, and above it nothing is gained; where that is differs by
+model and device, which is why it is measured. A larger one is not always faster (mosaicml/composer #1632).
+
+Choices are the divisors of a process's share of the global batch, so that equal micro-batches make up exactly
+that: any integer that divides it, not only powers of two.
+
+Not covered: a last, smaller micro-batch; rows of different lengths, which are probed at the longest.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from autofit.technique import Choice, Emission, Kind, Prior, Technique, divisors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from autofit.facts import Facts
+    from autofit.plan import Evidence, Value
+    from autofit.recipe import Recipe
+
+
+class MicroBatch(Technique):
+    """Rows that go through the model at once."""
+
+    name = "micro_batch"
+    plain = 1
+
+    def choices(self, facts: Facts) -> tuple[Choice, ...]:
+        work = facts.workload
+        if work.global_batch % work.processes:
+            return ()
+        share = work.global_batch // work.processes
+        return tuple(
+            Choice(rows, Kind.EXACT, "offered", f"{share // rows} x {rows} rows make the {share} of a process")
+            for rows in divisors(share)
+        )
+
+    def suggest(self, value: Value, facts: Facts) -> str:
+        work = facts.workload
+        rows = int(value)
+        if rows < 1:
+            return "a micro-batch has at least one row"
+        step = rows * work.processes
+        below, above = work.global_batch // step * step, math.ceil(work.global_batch / step) * step
+        met = " or ".join(str(batch) for batch in dict.fromkeys((below, above)) if batch)
+        return (
+            f"{rows} rows on {work.processes} process(es) can't make a global batch of {work.global_batch}; "
+            f"they can make {met}, and {work.global_batch} can be made of "
+            + ", ".join(str(choice.value) for choice in self.choices(facts))
+        )
+
+    def apply(self, value: Value, recipe: Recipe) -> None:
+        recipe.micro_batch = int(value)
+
+    def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
+        return Emission(training_args={"per_device_train_batch_size": int(value)})
+
+    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
+        if evidence.micro_batch != value:
+            return f"{evidence.micro_batch} rows went through the model at once, not {value}"
+        return None
+
+    def prior(self, value: Value, facts: Facts) -> Prior:
+        """Step time is close to ``t0 + t1 x rows``: per sample it falls towards ``t1`` as the rows grow.
+
+        How fast depends on how many tokens fill the device; a few thousand do on a data-centre GPU, a few
+        hundred on a CPU. Memory is linear in the rows with an unknown share that does not depend on them.
+        """
+        rows = int(value)
+        fill_tokens = 1024 if facts.hardware.device == "cuda" else 64
+        per_sample = math.log((1 + fill_tokens / (rows * facts.workload.seq_len)) / (1 + fill_tokens / facts.workload.seq_len))
+        return Prior(
+            time=(per_sample, 0.1 + 0.1 * abs(per_sample)),
+            memory=(0.5 * math.log(rows), 0.1 + 0.25 * math.log(rows)),
+        )

@@ -1,0 +1,281 @@
+"""Offload: what waits in the host's memory while the device does not need it.
+
+- ``activations``: tensors saved for the backward pass are copied to pinned host memory and back. Saves what
+  checkpointing saves without recomputing; costs two copies over the bus. Weights, and the copies that autocast
+  makes of them, stay. Source: ``torch.autograd.graph.saved_tensors_hooks``.
+- ``optimizer``: the optimizer's state lives in pinned host memory; a step brings it in a few hundred MiB at a
+  time, steps those parameters on the device, and takes it out again. The arithmetic is the same.
+- ``fsdp2``: parameters, gradients and state on the host through PyTorch's fully sharded data parallel
+  (``fsdp_offload_params``); a layer's weights come in when it runs, and the optimizer steps on the host.
+- ``zero2``, ``zero3``: DeepSpeed's ZeRO-Offload, where DeepSpeed is installed: gradients and state (2), and the
+  parameters too (3), with a vectorized AdamW on the host. Ren et al. (arXiv 2101.06840).
+
+All of class ``exact``. The host has a ceiling of its own, since this spends it. On a CPU the device's memory is
+the host's, so there is nothing to offload to.
+
+Not covered: disks (NVMe); overlapping the copies of activations with the computation on a stream of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+from autofit.technique import Choice, Emission, Kind, Prior, Technique
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from autofit.facts import Facts
+    from autofit.plan import Evidence, Value
+    from autofit.recipe import Recipe
+    from transformers import PreTrainedModel
+
+_ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed", "zero3": "deepspeed"}
+_SMALLEST_BYTES = 1 << 20  # smaller tensors cost more to move than they free
+_CHUNK_BYTES = 256 << 20
+
+
+class Offload(Technique):
+    """What waits on the host."""
+
+    name = "offload"
+    plain = "none"
+
+    def choices(self, facts: Facts) -> tuple[Choice, ...]:
+        none = Choice("none", Kind.EXACT, "offered", "everything stays on the device")
+        if facts.hardware.device == "cpu":
+            same = "the device's memory is the host's memory"
+            return (
+                none,
+                *(
+                    Choice(value, Kind.EXACT, "withheld", same)
+                    for value in ("activations", "optimizer", "fsdp2", "zero2", "zero3")
+                ),
+            )
+        state_bytes = 16 * facts.model.parameters
+        host = facts.workload.host_limit_bytes
+
+        def fits(value: str, needed: int, reason: str) -> Choice:
+            if needed > host:
+                short = f"it needs {needed >> 20} MiB on the host, whose ceiling is {host >> 20} MiB"
+                return Choice(value, Kind.EXACT, "withheld", short)
+            return Choice(value, Kind.EXACT, "offered", reason)
+
+        deepspeed = facts.has("deepspeed")
+        fsdp2 = fits("fsdp2", state_bytes, "parameters, gradients and state on the host; Accelerate launches it")
+        if not facts.model.layer_classes:
+            fsdp2 = Choice("fsdp2", Kind.EXACT, "withheld", f"{facts.model.architecture} names no layer to shard by")
+        return (
+            none,
+            Choice("activations", Kind.EXACT, "offered", "saved tensors wait in pinned host memory"),
+            fits("optimizer", state_bytes // 2, "the optimizer's state waits in pinned host memory"),
+            fsdp2,
+            *(
+                fits(stage, state_bytes, "DeepSpeed's ZeRO-Offload")
+                if deepspeed
+                else Choice(stage, Kind.EXACT, "withheld", "deepspeed is not installed")
+                for stage in ("zero2", "zero3")
+            ),
+        )
+
+    def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
+        optimizer, precision = others["optimizer"], others["precision"]
+        if value == "optimizer" and "8bit" in str(optimizer):
+            return "bitsandbytes places its own state"
+        if value in {"fsdp2", "zero2", "zero3"} and optimizer != "adamw":
+            return f"{value} steps on the host, where {optimizer} does not run"
+        if value == "fsdp2" and precision == "fp16":
+            return "gradients on the host can't be scaled with those on the device"
+        if value in {"zero2", "zero3"} and precision == "bf16_weights":
+            return "DeepSpeed keeps a float32 copy of its own"
+        return None
+
+    def apply(self, value: Value, recipe: Recipe) -> None:
+        if value == "activations":
+            recipe.model_wraps.append(offload_activations)
+        elif value == "optimizer":
+            recipe.optimizer_wraps.append(keep_state_on_host)
+
+    def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
+        if value == "fsdp2":
+            return Emission(
+                accelerate={
+                    "distributed_type": "FSDP",
+                    "fsdp_config": {
+                        "fsdp_version": 2,
+                        "fsdp_offload_params": True,
+                        "fsdp_reshard_after_forward": True,
+                        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                        "fsdp_transformer_layer_cls_to_wrap": ",".join(facts.model.layer_classes),
+                        "fsdp_state_dict_type": "FULL_STATE_DICT",
+                        "fsdp_cpu_ram_efficient_loading": False,
+                        "fsdp_activation_checkpointing": False,
+                    },
+                }
+            )
+        if value in {"zero2", "zero3"}:
+            return Emission(
+                accelerate={
+                    "distributed_type": "DEEPSPEED",
+                    "deepspeed_config": {
+                        "zero_stage": int(str(value)[-1]),
+                        "offload_optimizer_device": "cpu",
+                        "offload_param_device": "cpu" if value == "zero3" else "none",
+                        "gradient_accumulation_steps": int(plan["accumulation"]),
+                        "gradient_clipping": 1.0,
+                        "zero3_init_flag": False,
+                        "zero3_save_16bit_model": value == "zero3",
+                    },
+                }
+            )
+        lines = {
+            "activations": ("keep activations on the host: model = setup.model(...)",),
+            "optimizer": (
+                "keep the optimizer's state on the host: "
+                "Trainer(..., optimizers=(setup.optimizer(model, learning_rate=...), None))",
+            ),
+        }
+        return Emission(accelerate={"distributed_type": "NO"}, script=lines.get(str(value), ()))
+
+    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
+        engine = _ENGINES.get(str(value), "none")
+        if evidence.engine != engine:
+            return f"the model runs under {evidence.engine}, not {engine}"
+        if value == "activations" and not evidence.offloaded_activation_bytes:
+            return "no activation was copied to the host"
+        if value == "optimizer" and "cpu" not in evidence.optimizer_state_devices:
+            return f"the optimizer's state is on {evidence.optimizer_state_devices}"
+        if value == "fsdp2" and evidence.parameter_devices != ("cpu",):
+            return f"the parameters are on {evidence.parameter_devices}"
+        return None
+
+    def prior(self, value: Value, facts: Facts) -> Prior:
+        """What crosses the bus costs time in proportion; how much of it hides is not known beforehand."""
+        return {
+            "none": Prior(time=(0.0, 0.01), memory=(0.0, 0.01)),
+            "activations": Prior(time=(0.5, 0.4), memory=(-0.4, 0.3)),
+            "optimizer": Prior(time=(0.3, 0.3), memory=(-0.3, 0.2)),
+            "fsdp2": Prior(time=(0.9, 0.5), memory=(-1.0, 0.4)),
+            "zero2": Prior(time=(0.6, 0.5), memory=(-0.7, 0.3)),
+            "zero3": Prior(time=(0.9, 0.5), memory=(-1.0, 0.4)),
+        }[str(value)]
+
+
+class HostActivations:
+    """Keeps the tensors that one forward pass saves for its backward pass on the host.
+
+    Args:
+        model: Whose parameters stay where they are, and so do tensors of a parameter's shape (autocast's copies).
+        devices: Device types whose tensors are moved.
+        pin: Whether the host memory is pinned, so that the copies run beside the host's work.
+
+    Attributes:
+        moved_bytes: Bytes copied to the host so far; :mod:`autofit.observe` reads it.
+    """
+
+    def __init__(self, model: PreTrainedModel, devices: frozenset[str] = frozenset({"cuda"}), *, pin: bool = True) -> None:
+        self.model = model
+        self.devices = devices
+        self.pin = pin
+        self.moved_bytes = 0
+        self._keep: set[tuple[int, ...]] = set()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Copy to the host, or keep; what comes back is what ``unpack`` gets."""
+        import torch
+
+        small = tensor.nbytes < _SMALLEST_BYTES
+        if small or tensor.device.type not in self.devices or tuple(tensor.shape) in self._keep:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=self.pin)
+        host.copy_(tensor, non_blocking=self.pin)
+        self.moved_bytes += tensor.nbytes
+        return (tensor.device, host)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Bring back what ``pack`` moved."""
+        if isinstance(packed, tuple):
+            device, host = packed
+            back: torch.Tensor = host.to(device, non_blocking=self.pin, copy=True)
+            return back
+        kept: torch.Tensor = packed
+        return kept
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """The context to run a forward pass in."""
+        from torch.autograd.graph import saved_tensors_hooks
+
+        if not self._keep:
+            for parameter in self.model.parameters():
+                self._keep.update({tuple(parameter.shape), tuple(reversed(parameter.shape))})
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+
+def offload_activations(model: PreTrainedModel) -> PreTrainedModel:
+    """Run every forward pass of the model with its saved tensors on the host."""
+    keeper = HostActivations(model)
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def with_host_activations(*args: Any, **kwargs: Any) -> Any:
+        with keeper.hooks():
+            return forward(*args, **kwargs)
+
+    model.forward = with_host_activations
+    model.autofit_host_activations = keeper
+    return model
+
+
+def keep_state_on_host(optimizer: torch.optim.Optimizer, chunk_bytes: int = _CHUNK_BYTES) -> torch.optim.Optimizer:
+    """Keep the state on the host between steps, and bring it to the device a chunk of parameters at a time.
+
+    The parameter groups are split so that each holds about ``chunk_bytes`` of parameters. A step then visits
+    them one by one: bring in, step, take out. State of one element (step counts) stays where it is.
+    """
+    import torch
+
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        held = math.inf
+        for parameter in group["params"]:
+            if held >= chunk_bytes:
+                groups.append({**settings, "params": []})
+                held = 0
+            groups[-1]["params"].append(parameter)
+            held += parameter.nbytes
+    optimizer.param_groups = groups
+    step = optimizer.step
+
+    def move(group: dict[str, Any], *, out: bool) -> None:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor) or value.numel() <= 1:
+                    continue
+                if not out:
+                    state[name] = value.to(parameter.device, non_blocking=True)
+                elif value.device.type != "cpu":
+                    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+                    state[name] = host.copy_(value, non_blocking=True)
+
+    @functools.wraps(step)
+    def step_in_chunks(*args: Any, **kwargs: Any) -> Any:
+        result, whole = None, optimizer.param_groups
+        try:
+            for group in whole:
+                move(group, out=False)
+                optimizer.param_groups = [group]
+                result = step(*args, **kwargs)
+                move(group, out=True)
+        finally:
+            optimizer.param_groups = whole
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # whoever reads the state next reads it whole
+        return result
+
+    optimizer.step = step_in_chunks  # type: ignore[method-assign]
+    return optimizer
