@@ -11,16 +11,17 @@ __version__ = "0.1.0"
 __all__ = ["AutofitError", "Plan", "Promise", "Result", "Setup", "__version__", "load", "tune"]
 
 if TYPE_CHECKING:
+    from autofit.answer import Result
     from autofit.errors import AutofitError
     from autofit.loading import Setup, load
     from autofit.plan import Plan, Promise
-    from autofit.tuning import Result, tune
+    from autofit.tuning import tune
 
 _HOME = {
     "AutofitError": "autofit.errors",
     "Plan": "autofit.plan",
     "Promise": "autofit.plan",
-    "Result": "autofit.tuning",
+    "Result": "autofit.answer",
     "Setup": "autofit.loading",
     "load": "autofit.loading",
     "tune": "autofit.tuning",

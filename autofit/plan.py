@@ -189,9 +189,7 @@ class Crashed:
     log_tail: str = ""
 
 
-Outcome = Annotated[
-    Measured | OutOfMemory | TimedOut | Diverged | Unsupported | Crashed, Field(discriminator="kind")
-]
+Outcome = Annotated[Measured | OutOfMemory | TimedOut | Diverged | Unsupported | Crashed, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

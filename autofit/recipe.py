@@ -113,14 +113,16 @@ class Recipe:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         trust = self.facts.model.trust_remote_code
+        auto: Any = AutoModelForCausalLM
+        built: PreTrainedModel
         dtype = getattr(torch, self.weights_dtype)
         if source is None:
             settings = AutoConfig.from_pretrained(config, trust_remote_code=trust)
-            settings.use_cache = False
             with torch.device(device or "cpu"), quick_random_weights():
-                built = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=trust)
+                built = auto.from_config(settings, dtype=dtype, trust_remote_code=trust)
         else:
-            built = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust)
+            built = auto.from_pretrained(source, dtype=dtype, trust_remote_code=trust)
+        built.config.use_cache = False  # keys and values of past tokens are for generation
         for wrap in self.model_wraps:
             built = wrap(built)
         return built
@@ -132,7 +134,9 @@ class Recipe:
             model: The model, on its device or not.
             others: Fields of ``TrainingArguments`` that are not tuned, such as ``learning_rate``.
         """
-        built = trainer_optimizer(model, self.training_arguments(**others))
+        with accelerate_state_kept():
+            args = self.training_arguments(**others)
+        built = trainer_optimizer(model, args)
         for wrap in self.optimizer_wraps:
             built = wrap(built)
         return built
@@ -152,6 +156,24 @@ class Recipe:
             "cpu": on_cpu,
         }
         return Accelerator(**{**given, **others})
+
+
+@contextlib.contextmanager
+def accelerate_state_kept() -> Iterator[None]:
+    """Keep Accelerate's process-wide state, which making ``TrainingArguments`` resets.
+
+    Without it an ``Accelerator`` that a script made before is broken afterwards
+    (``TrainingArguments._setup_devices`` calls ``AcceleratorState._reset_state``).
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    states = (AcceleratorState, GradientState, PartialState)
+    kept = [(state._shared_state, dict(state._shared_state)) for state in states]  # noqa: SLF001 - there is no other
+    yield
+    for shared, before in kept:
+        if before:
+            shared.clear()
+            shared.update(before)
 
 
 def trainer_optimizer(model: PreTrainedModel, args: TrainingArguments) -> torch.optim.Optimizer:

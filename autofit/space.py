@@ -139,9 +139,7 @@ def build(
     return Space(
         domains={name: tuple(v for v in values if v in used[name]) for name, values in domains.items()},
         plans=tuple(Plan(plan) for plan in plans),
-        priors={
-            one.name: {value: one.prior(value, facts) for value in domains[one.name]} for one in techniques()
-        },
+        priors={one.name: {value: one.prior(value, facts) for value in domains[one.name]} for one in techniques()},
     )
 
 

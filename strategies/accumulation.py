@@ -43,9 +43,8 @@ class Accumulation(Technique):
         )
 
     def suggest(self, value: Value, facts: Facts) -> str:
-        return (
-            f"the global batch of {facts.workload.global_batch} can be split into "
-            + ", ".join(str(choice.value) for choice in self.choices(facts))
+        return f"the global batch of {facts.workload.global_batch} can be split into " + ", ".join(
+            str(choice.value) for choice in self.choices(facts)
         )
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
@@ -66,6 +65,6 @@ class Accumulation(Technique):
         return Emission(training_args={"gradient_accumulation_steps": int(value)})
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
-        if evidence.accumulation != value:
+        if evidence.accumulation is not None and evidence.accumulation != value:
             return f"{evidence.accumulation} micro-batches went into an optimizer step, not {value}"
         return None

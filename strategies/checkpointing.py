@@ -20,10 +20,11 @@ from autofit.technique import Choice, Emission, Kind, Prior, Technique
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from transformers import PreTrainedModel
+
     from autofit.facts import Facts
     from autofit.plan import Evidence, Value
     from autofit.recipe import Recipe
-    from transformers import PreTrainedModel
 
 NEW_NAME_SINCE = (5, 23)
 

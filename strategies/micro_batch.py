@@ -74,7 +74,9 @@ class MicroBatch(Technique):
         """
         rows = int(value)
         fill_tokens = 1024 if facts.hardware.device == "cuda" else 64
-        per_sample = math.log((1 + fill_tokens / (rows * facts.workload.seq_len)) / (1 + fill_tokens / facts.workload.seq_len))
+        per_sample = math.log(
+            (1 + fill_tokens / (rows * facts.workload.seq_len)) / (1 + fill_tokens / facts.workload.seq_len)
+        )
         return Prior(
             time=(per_sample, 0.1 + 0.1 * abs(per_sample)),
             memory=(0.5 * math.log(rows), 0.1 + 0.25 * math.log(rows)),

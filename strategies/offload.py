@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
+    from transformers import PreTrainedModel
+
     from autofit.facts import Facts
     from autofit.plan import Evidence, Value
     from autofit.recipe import Recipe
-    from transformers import PreTrainedModel
 
 _ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed", "zero3": "deepspeed"}
 _SMALLEST_BYTES = 1 << 20  # smaller tensors cost more to move than they free
@@ -134,8 +135,10 @@ class Offload(Technique):
         lines = {
             "activations": ("keep activations on the host: model = setup.model(...)",),
             "optimizer": (
-                "keep the optimizer's state on the host: "
-                "Trainer(..., optimizers=(setup.optimizer(model, learning_rate=...), None))",
+                (
+                    "keep the optimizer's state on the host: "
+                    "Trainer(..., optimizers=(setup.optimizer(model, learning_rate=...), None))"
+                ),
             ),
         }
         return Emission(accelerate={"distributed_type": "NO"}, script=lines.get(str(value), ()))
@@ -176,7 +179,9 @@ class HostActivations:
         moved_bytes: Bytes copied to the host so far; :mod:`autofit.observe` reads it.
     """
 
-    def __init__(self, model: PreTrainedModel, devices: frozenset[str] = frozenset({"cuda"}), *, pin: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, devices: frozenset[str] = frozenset({"cuda"}), *, pin: bool = True
+    ) -> None:
         self.model = model
         self.devices = devices
         self.pin = pin
@@ -225,7 +230,7 @@ def offload_activations(model: PreTrainedModel) -> PreTrainedModel:
             return forward(*args, **kwargs)
 
     model.forward = with_host_activations
-    model.autofit_host_activations = keeper
+    vars(model)["autofit_host_activations"] = keeper  # past nn.Module, which would look for parameters in it
     return model
 
 
@@ -250,27 +255,15 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer, chunk_bytes: int = _CHU
     optimizer.param_groups = groups
     step = optimizer.step
 
-    def move(group: dict[str, Any], *, out: bool) -> None:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                if not isinstance(value, torch.Tensor) or value.numel() <= 1:
-                    continue
-                if not out:
-                    state[name] = value.to(parameter.device, non_blocking=True)
-                elif value.device.type != "cpu":
-                    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-                    state[name] = host.copy_(value, non_blocking=True)
-
     @functools.wraps(step)
     def step_in_chunks(*args: Any, **kwargs: Any) -> Any:
         result, whole = None, optimizer.param_groups
         try:
             for group in whole:
-                move(group, out=False)
+                _move_state(optimizer, group, out=False)
                 optimizer.param_groups = [group]
                 result = step(*args, **kwargs)
-                move(group, out=True)
+                _move_state(optimizer, group, out=True)
         finally:
             optimizer.param_groups = whole
         if torch.cuda.is_available():
@@ -279,3 +272,19 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer, chunk_bytes: int = _CHU
 
     optimizer.step = step_in_chunks  # type: ignore[method-assign]
     return optimizer
+
+
+def _move_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, out: bool) -> None:
+    """Move the state of a group's parameters to pinned host memory, or back to where the parameters are."""
+    import torch
+
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter, {})
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor) or value.numel() <= 1:
+                continue
+            if not out:
+                state[name] = value.to(parameter.device, non_blocking=True)
+            elif value.device.type != "cpu":
+                host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+                state[name] = host.copy_(value, non_blocking=True)

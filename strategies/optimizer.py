@@ -104,7 +104,8 @@ class Optimizer(Technique):
             "adamw": None,
             "adamw_8bit": "AdamW keeps its state in 8 bits, in blocks of 256 (embeddings stay in 32 bits).",
             "paged_adamw_8bit": "AdamW keeps its state in 8 bits, in memory that may move to the host.",
-            "adafactor": "Adafactor instead of AdamW: factored second moment, no momentum; tune the learning rate anew.",
+            "adafactor": "Adafactor instead of AdamW: factored second moment, no momentum; "
+            "tune the learning rate anew.",
             "sgd": f"SGD with momentum {MOMENTUM} instead of AdamW: tune the learning rate anew.",
         }[str(value)]
 

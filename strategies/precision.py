@@ -63,7 +63,9 @@ class Precision(Technique):
             choice(
                 "fp16", "fp16", Kind.NUMERIC,
                 "the device multiplies float16 itself; the loss is scaled",
-                "a Trainer's fp16 on a CPU silently trains in fp32" if on_cpu else f"{hardware.name} is slow at float16",
+                "a Trainer's fp16 on a CPU silently trains in fp32"
+                if on_cpu
+                else f"{hardware.name} is slow at float16",
             ),
             choice(
                 "bf16_weights", "bf16", Kind.METHOD,

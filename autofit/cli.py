@@ -1,0 +1,214 @@
+"""Words in, words out, exit code. Data goes to stdout, talk to stderr."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autofit import __version__
+from autofit.errors import AutofitError, Interrupted, NothingFits, PromiseBroken, Terminated
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Commands(click.Group):
+    """Turns errors into one line, a hint and an exit code."""
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(context)
+        except AutofitError as error:
+            click.echo(f"{'' if isinstance(error, NothingFits) else 'error: '}{error.message}", err=True)
+            if error.hint:
+                click.echo(f"\nhint: {error.hint}", err=True)
+            context.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            context.exit(Interrupted.exit_code)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, package_name="autofit-train", prog_name="autofit")
+def main() -> None:
+    """Find the fastest training configuration that fits, by short real training steps on your own device."""
+
+
+def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def add(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
+@main.command()
+@click.argument("model")
+@_options(
+    click.option("--output", default="autofit-out", show_default=True, help="Folder for the files and the trials."),
+    click.option("--device", default="auto", show_default=True, help="auto, cuda or cpu."),
+    click.option("--seq-len", type=int, help="Tokens in a row.  [default: the lesser of 1024 and the model's]"),
+    click.option("--global-batch", type=int, default=32, show_default=True, help="Rows to an optimizer step."),
+    click.option("--memory-limit", help="Ceiling: 22GiB, or 90% of what is free.  [default: 92%]"),
+    click.option("--trials", type=int, default=40, show_default=True, help="At most so many trials."),
+    click.option("--timeout", help="At most so long: 90s, 10m, 1h."),
+    click.option(
+        "--allow", default="exact,numeric", show_default=True, help="What may change: exact, numeric, method."
+    ),
+    click.option("--fix", multiple=True, metavar="KNOB=VALUE", help="Hold a knob at a value; repeatable."),
+    click.option("--among", multiple=True, metavar="KNOB=V1,V2", help="Hold a knob to some values; repeatable."),
+    click.option("--sampler", default="autofit", show_default=True, help="autofit, tpe, gp, random or grid."),
+    click.option("--launch-path", default="trainer", show_default=True, help="trainer or loop: how you will train."),
+    click.option("--record", help="Append each trial as a line of JSON to this file."),
+    click.option("--trust-remote-code", is_flag=True, help="Let the model's own code run here."),
+    click.option("--storage", help="URL of an Optuna storage, instead of a journal in the folder."),
+    click.option("--resume", is_flag=True, help="Go on with what the folder holds."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of the search and of the random tokens."),
+    click.option("--json", "as_json", is_flag=True, help="Print autofit.json to stdout, and nothing else there."),
+)
+def tune(model: str, as_json: bool, **options: Any) -> None:
+    """Find the fastest plan for MODEL and write the files that accelerate launch runs.
+
+    MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo.
+    """
+    from rich.console import Console
+
+    from autofit import report
+    from autofit.console import ConsoleEvents
+    from autofit.document import DOCUMENT
+    from autofit.plan import dump_json
+    from autofit.tuning import tune as run
+
+    talk = Console(stderr=True, highlight=False)
+    with _terminable():
+        result = run(model, events=ConsoleEvents(talk, options["trials"]), **options)
+    if as_json:
+        click.echo(dump_json(DOCUMENT, result.document), nl=False)
+    else:
+        _console().print(report.summary(result.document, folder=str(result.folder)))
+
+
+@main.command()
+@click.argument("folder", metavar="DIR")
+@click.option("--steps", type=click.IntRange(2, 1000), default=5, show_default=True, help="Timed optimizer steps.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verification as JSON to stdout.")
+def verify(folder: str, steps: int, as_json: bool) -> None:
+    """Launch the files in DIR with accelerate launch, and compare with the promise (exit 4 where it is broken)."""
+    from autofit import units
+    from autofit.plan import Measured, dump_json
+    from autofit.verify import VERIFICATION
+    from autofit.verify import verify as run
+
+    found = run(folder, steps=steps, say=lambda words: click.echo(words, err=True))
+    if as_json:
+        click.echo(dump_json(VERIFICATION, found), nl=False)
+    elif isinstance(found.outcome, Measured):
+        promise, outcome = found.promise, found.outcome
+        click.echo(
+            f"promised  {promise.samples_per_second:.4g} samples/s at {units.size(promise.peak_bytes)}\n"
+            f"launched  {outcome.samples_per_second:.4g} samples/s at {units.size(outcome.peak_bytes)} "
+            f"({found.speed_ratio:.0%} of the speed; tolerance {found.tolerance:.0%} below)\n"
+            f"ceiling   {units.size(promise.limit_bytes)}"
+        )
+    if found.broken:
+        raise PromiseBroken(
+            "the launch broke the promise: " + "; ".join(found.broken),
+            hint="is something else running here? Otherwise tune again",
+        )
+    if not as_json:
+        click.echo("kept: every knob took effect, speed and memory are as promised")
+
+
+@main.command()
+@click.option("--device", default="auto", show_default=True, help="auto, cuda or cpu.")
+@click.option("--model", default="demo", show_default=True, help="The model that the techniques are asked about.")
+@click.option("--json", "as_json", is_flag=True, help="Print the diagnosis as JSON to stdout.")
+def doctor(device: str, model: str, as_json: bool) -> None:
+    """Tell what this machine can use, and why not the rest."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from autofit import units
+    from autofit.doctor import DIAGNOSIS, examine
+    from autofit.plan import dump_json
+
+    found = examine(device, model)
+    if as_json:
+        click.echo(dump_json(DIAGNOSIS, found), nl=False)
+        return
+    hardware = found.hardware
+    click.echo(f"autofit {found.autofit} on {hardware.name} ({hardware.device})")
+    click.echo(f"memory: {units.size(hardware.free_bytes)} free of {units.size(hardware.total_bytes)}")
+    click.echo(f"computes: {', '.join(hardware.precisions)}; {hardware.threads} CPU thread(s) a process")
+    if found.cuda:
+        click.echo(f"no CUDA device: {found.cuda}")
+    click.echo("packages: " + ", ".join(f"{name} {version}" for name, version in found.packages.items()))
+    click.echo("not installed: " + (", ".join(found.missing) or "none"))
+    table = Table(box=None, pad_edge=False)
+    for heading in ("knob", "value", "class", "here", "why"):
+        table.add_column(heading, overflow="fold")
+    for offer in found.choices:
+        here = {"offered": "yes", "on_request": "on request", "withheld": "no"}[offer.status]
+        table.add_row(*(Text(str(cell)) for cell in (offer.technique, offer.value, offer.kind, here, offer.reason)))
+    _console().print(table)
+
+
+@main.command()
+@click.argument("folder", metavar="DIR")
+@click.option("--json", "as_json", is_flag=True, help="Print autofit.json to stdout.")
+def report(folder: str, as_json: bool) -> None:
+    """Show again what a tune found in DIR, and write its report.html anew."""
+    from pathlib import Path
+
+    from autofit import document as documents
+    from autofit import report as reports
+    from autofit.emit import REPORT
+    from autofit.files import write_atomically
+    from autofit.plan import dump_json
+
+    document = documents.read(folder)
+    write_atomically(Path(folder) / REPORT, reports.html(document, folder=folder))
+    if as_json:
+        click.echo(dump_json(documents.DOCUMENT, document), nl=False)
+    else:
+        _console().print(reports.summary(document, folder=folder))
+
+
+@main.command(hidden=True)
+def schema() -> None:
+    """Print the JSON schema of autofit.json."""
+    from autofit.document import schema as found
+
+    click.echo(json.dumps(found(), indent=1, sort_keys=True))
+
+
+def _console() -> Console:
+    """A console on stdout that does not cut lines where nobody can see its width."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+
+
+class _terminable:  # noqa: N801 - used like a function
+    """Lets SIGTERM and SIGHUP end a tune as Ctrl-C does: with the best so far written."""
+
+    def __enter__(self) -> None:
+        def end(number: int, _frame: object) -> None:
+            raise Terminated(f"stopped by {signal.Signals(number).name}")
+
+        self._before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    main()

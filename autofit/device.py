@@ -1,0 +1,70 @@
+"""Which device to tune on, told without importing torch and without touching the device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from autofit.errors import InputError, MachineError
+from autofit.facts import Device
+
+
+def choose_device(wanted: str) -> Device:
+    """``cuda`` or ``cpu`` for ``--device auto|cuda|cpu``.
+
+    Raises:
+        InputError: No such word.
+        MachineError: A CUDA device is wanted and can't be had, with the reason.
+    """
+    if wanted == "cpu":
+        return "cpu"
+    if wanted not in {"auto", "cuda"}:
+        raise InputError(f"--device {wanted!r} is not known", hint="auto, cuda or cpu")
+    missing = missing_cuda()
+    if missing is None:
+        return "cuda"
+    if wanted == "cuda":
+        raise MachineError(f"--device cuda: {missing}", hint="see `autofit doctor`; --device cpu works everywhere")
+    return "cpu"
+
+
+def missing_cuda() -> str | None:
+    """Why there is no CUDA device to use, or ``None`` where there is one."""
+    version = torch_cuda()
+    if version is None:
+        return "the installed torch is built without CUDA"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in {"", "-1"}:
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides every device"
+    try:
+        import pynvml
+    except ImportError:
+        return "nvidia-ml-py is not installed"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return f"the Nvidia driver does not answer ({error})"
+    try:
+        return None if pynvml.nvmlDeviceGetCount() else "the Nvidia driver has no device"
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that the installed torch was built with, read from its files; ``None`` without CUDA.
+
+    Raises:
+        MachineError: torch is not installed.
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise MachineError("torch is not installed", hint="pip install torch")
+    with contextlib.suppress(OSError):
+        text = (Path(spec.origin).parent / "version.py").read_text("utf-8")
+        found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
+        return found[1] if found else None
+    return None

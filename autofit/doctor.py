@@ -1,0 +1,86 @@
+"""What this machine can use, and why not the rest."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from autofit import __version__, space
+from autofit.device import choose_device, missing_cuda
+from autofit.document import Offer
+from autofit.facts import Facts, Hardware, Model, Workload
+from autofit.forkserver import ForkServer
+from autofit.loading import PACKAGES, installed
+from autofit.plan import dump_json
+from autofit.source import DEMO, fetch
+from autofit.worker import FACTS_FILE, JOBS, DescribeJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What the doctor found.
+
+    Attributes:
+        cuda: Why there is no CUDA device, or ``None``.
+        missing: Packages that techniques could use and that are not installed.
+    """
+
+    autofit: str
+    hardware: Hardware
+    cuda: str | None
+    packages: dict[str, str]
+    missing: tuple[str, ...]
+    choices: tuple[Offer, ...]
+
+
+DIAGNOSIS: TypeAdapter[Diagnosis] = TypeAdapter(Diagnosis)
+
+
+def examine(device: str = "auto", model: str = DEMO) -> Diagnosis:
+    """Look at the machine, and ask every technique what it would offer a model on it.
+
+    Raises:
+        MachineError: The wanted device is not there.
+        ModelError: The model can't be read.
+    """
+    chosen = choose_device(device)
+    with tempfile.TemporaryDirectory(prefix="autofit-doctor-") as scratch:
+        folder = Path(scratch)
+        config = fetch(model, folder / "model")
+        server = ForkServer(folder / "log", chosen)
+        try:
+            job = DescribeJob(name=model, config=str(config), device=chosen, trust_remote_code=False)
+            with server.ask(folder, dump_json(JOBS, job), FACTS_FILE) as answer:
+                assert answer is not None
+                hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
+                described = TypeAdapter(Model).validate_python(answer["model"])
+        finally:
+            server.close()
+    packages = installed()
+    facts = Facts(
+        model=described,
+        hardware=hardware,
+        workload=Workload(
+            seq_len=min(1024, described.max_positions or 1024),
+            global_batch=32,
+            limit_bytes=hardware.free_bytes,
+            host_limit_bytes=hardware.host_free_bytes,
+        ),
+        packages=packages,
+    )
+    return Diagnosis(
+        autofit=__version__,
+        hardware=hardware,
+        cuda=missing_cuda(),
+        packages=packages,
+        missing=tuple(name for name in PACKAGES if name not in packages),
+        choices=tuple(
+            Offer(
+                technique=name, value=choice.value, kind=choice.kind.value, status=choice.status, reason=choice.reason
+            )
+            for name, choice in space.offers(facts)
+        ),
+    )

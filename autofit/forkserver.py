@@ -1,0 +1,321 @@
+"""A process that has torch and transformers loaded, and forks one child for each job.
+
+Importing them takes seconds, a fork takes hundredths. The server never touches the device, so that each child can.
+It is the parent's child and dies with it: it sees its socket close, and asks the kernel for SIGTERM when the parent
+goes (PR_SET_PDEATHSIG); each job's process is in a session of its own, asks for SIGKILL when the server goes, and is
+killed as a group. Both are needed: the signal alone is lost where the server has not asked yet, the socket alone
+where a child has inherited it.
+
+Run by :class:`ForkServer`, as ``python -m autofit.forkserver FD DEVICE [MODULE ...]``. Messages are lines of JSON:
+``{"run": FOLDER}`` and ``{"kill": SIGNAL}`` to the server, ``{"ready": SECONDS}``, ``{"pid": PID}`` and
+``{"exit": STATUS}`` back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autofit.errors import MachineError
+from autofit.files import write_atomically, writing
+
+_PR_SET_PDEATHSIG = 1
+_ALWAYS = ("torch", "torch._dynamo", "transformers", "transformers.modeling_utils", "accelerate.commands.launch")
+# peft and bitsandbytes, which Trainer's module imports, ask for the device at import; a forked child can't use CUDA
+# once its parent has touched it
+_ON_CPU = ("transformers.trainer", "autofit.worker", "torch.utils.data")
+
+
+class ForkServer:
+    """The parent's side: starts the server, runs jobs, kills them.
+
+    Args:
+        log: File that takes what the server prints.
+        device: ``cuda`` or ``cpu``.
+        modules: Modules to load beyond the usual ones, such as the model's; what can't be loaded is left out.
+    """
+
+    def __init__(self, log: Path, device: str, modules: tuple[str, ...] = ()) -> None:
+        self.log = log
+        self.device = device
+        self.modules = modules
+        self.import_seconds = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._buffer = b""
+
+    def start(self) -> None:
+        """Start the server without waiting for it."""
+        ours, theirs = socket.socketpair()
+        # a driver that was asked once can't be used after a fork; this asks NVML instead
+        environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
+        here = str(Path(__file__).resolve().parent.parent)
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in (here, environment.get("PYTHONPATH")) if p)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "autofit.forkserver", str(theirs.fileno()), self.device, *self.modules],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+        theirs.close()
+        self._socket = ours
+        self._buffer = b""
+
+    def run(self, folder: Path, *, kill_after_seconds: float) -> int | None:
+        """Run the job in a folder and wait for its end.
+
+        Returns:
+            The exit status as ``os.waitpid`` gives it; ``None`` where it had to be killed for taking too long.
+
+        Raises:
+            MachineError: The server can't be started.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self.start()
+        self._send({"run": str(folder)})
+        deadline = None
+        late = False
+        while True:
+            wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+            message = self._receive(wait)
+            if message is None:
+                late = True
+                self._kill()
+                deadline = None
+            elif "ready" in message:
+                self.import_seconds = float(message["ready"])
+            elif "pid" in message:
+                deadline = time.monotonic() + kill_after_seconds
+            elif "exit" in message:
+                return None if late else int(message["exit"])
+
+    def _kill(self) -> None:
+        """TERM to the job's group, and KILL if it is still there three seconds later."""
+        self._send({"kill": int(signal.SIGTERM)})
+        readable, _, _ = select.select([self._socket], [], [], 3.0) if self._socket else ([], [], [])
+        if not readable:
+            self._send({"kill": int(signal.SIGKILL)})
+
+    def stop_job(self) -> None:
+        """Kill the job that is running, at once; for a parent that ends."""
+        with contextlib.suppress(MachineError):
+            self._send({"kill": int(signal.SIGKILL)})
+
+    def close(self) -> None:
+        """End the server, and with it the job that is running."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    @contextlib.contextmanager
+    def ask(self, folder: Path, job: str, answer: str) -> Iterator[dict[str, Any] | None]:
+        """Give the server a job in a scratch folder and read its answer; ``None`` where it gave none in a minute.
+
+        Raises:
+            MachineError: The job's process ended without an answer.
+        """
+        with writing(folder):
+            scratch = Path(tempfile.mkdtemp(prefix=".ask-", dir=folder))
+        try:
+            write_atomically(scratch / "job.json", job)
+            status = self.run(scratch.resolve(), kill_after_seconds=60.0)
+            if status is None:
+                yield None
+                return
+            try:
+                text = (scratch / answer).read_text("utf-8")
+            except FileNotFoundError:
+                with contextlib.suppress(OSError):
+                    shutil.copyfile(scratch / "stderr.log", folder / "failed-job.log")
+                raise MachineError(
+                    f"a helper process ended with status {os.waitstatus_to_exitcode(status)} and no answer",
+                    hint=f"its log is {folder / 'failed-job.log'}",
+                ) from None
+            yield json.loads(text)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            assert self._socket is not None
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise self._lost() from error
+
+    def _receive(self, timeout: float | None) -> dict[str, Any] | None:
+        """The next message, or ``None`` at the time-out."""
+        assert self._socket is not None
+        while b"\n" not in self._buffer:
+            readable, _, _ = select.select([self._socket], [], [], timeout)
+            if not readable:
+                return None
+            try:
+                part = self._socket.recv(65536)
+            except OSError as error:
+                raise self._lost() from error
+            if not part:
+                raise self._lost()
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _lost(self) -> MachineError:
+        status = self._process.poll() if self._process else None
+        self.close()
+        tail = ""
+        with contextlib.suppress(OSError):
+            lines = self.log.read_text("utf-8", "replace").strip().splitlines()
+            tail = lines[-1] if lines else ""
+        return MachineError(
+            f"the process that starts trials ended (status {status}){': ' + tail if tail else ''}",
+            hint=f"its log is {self.log}; go on with --resume",
+        )
+
+
+def die_with_parent(parent: int, number: int) -> None:
+    """Ask the kernel for a signal when the parent ends; end at once where it already has."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class _Server:
+    """The server's side: forks a child for each job until the socket closes."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        self.child = 0
+        self.buffer = b""
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Tell the parent, or end where it is gone."""
+        try:
+            self.control.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self.end()
+
+    def end(self, *_: object) -> NoReturn:
+        """Kill the job's group and go."""
+        self.signal(signal.SIGKILL)
+        os._exit(0)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the job's whole group."""
+        if self.child:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.child, number)
+
+    def turn(self) -> None:
+        """Wait for the parent or for the job's end, and deal with it."""
+        watched: list[Any] = [self.control]
+        ended = os.pidfd_open(self.child) if self.child else None
+        if ended is not None:
+            watched.append(ended)
+        readable, _, _ = select.select(watched, [], [])
+        if ended is not None:
+            os.close(ended)
+            if ended in readable:
+                _, status = os.waitpid(self.child, 0)
+                self.signal(signal.SIGKILL)  # what the job has left behind
+                self.child = 0
+                self.say({"exit": status})
+        if self.control in readable:
+            self.listen()
+
+    def listen(self) -> None:
+        """Do what the parent says."""
+        part = self.control.recv(65536)
+        if not part:
+            self.end()
+        self.buffer += part
+        *lines, self.buffer = self.buffer.split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "kill" in message:
+                self.signal(message["kill"])
+            elif "run" in message:
+                self.fork(Path(message["run"]))
+
+    def fork(self, folder: Path) -> None:
+        """Fork the process of a job."""
+        server = os.getpid()
+        self.child = os.fork()
+        if self.child == 0:
+            self.control.close()
+            _job(folder, server)
+        self.say({"pid": self.child})
+
+
+def serve(descriptor: int, device: str, modules: tuple[str, ...]) -> NoReturn:
+    """The server's process: load, then serve."""
+    began = time.monotonic()
+    control = socket.socket(fileno=descriptor)
+    os.set_inheritable(descriptor, False)
+    server = _Server(control)
+    signal.signal(signal.SIGTERM, server.end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(os.getppid(), signal.SIGTERM)
+    for name in (*_ALWAYS, *(_ON_CPU if device == "cpu" else ()), *modules):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    server.say({"ready": time.monotonic() - began})
+    while True:
+        server.turn()
+
+
+def _job(folder: Path, server: int) -> NoReturn:
+    """The child: a session of its own, its output in the folder, then the worker; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        die_with_parent(server, signal.SIGKILL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for stream, name in ((1, "stdout.log"), (2, "stderr.log")):
+            handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(handle, stream)
+            os.close(handle)
+        from autofit.worker import main
+
+        main(folder)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the top of the child; it must not return into the server
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), sys.argv[2], tuple(sys.argv[3:]))

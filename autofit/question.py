@@ -1,0 +1,176 @@
+"""The question: what is to be tuned, read once, kept in the output folder, and the same again on ``--resume``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from autofit import document as documents
+from autofit import space, units
+from autofit.errors import InputError, ModelError
+from autofit.facts import Facts, Hardware, LaunchPath, Model, Workload
+from autofit.files import write_atomically
+from autofit.forkserver import ForkServer
+from autofit.loading import installed
+from autofit.plan import dump_json
+from autofit.trials import finished
+from autofit.worker import FACTS_FILE, JOBS, DescribeJob
+
+REQUEST = "request.json"
+TRIALS = "trials"
+SAMPLERS = ("autofit", "tpe", "gp", "random", "grid")
+DEFAULT_CEILING = 0.92
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked for; see :func:`tune` for each field."""
+
+    model: str
+    device: str = "auto"
+    seq_len: int | None = None
+    global_batch: int = 32
+    memory_limit: str | None = None
+    launch_path: LaunchPath = "trainer"
+    trust_remote_code: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """How to search; may differ when a tune is resumed."""
+
+    trials: int = 40
+    timeout_seconds: float | None = None
+    allowed: str = "exact,numeric"
+    fix: tuple[str, ...] = ()
+    among: tuple[str, ...] = ()
+    sampler: str = "autofit"
+    storage: str | None = None
+    record: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What ``request.json`` keeps, so that ``--resume`` goes on with the same question."""
+
+    request: Request
+    facts: Facts
+
+
+STARTED: TypeAdapter[Started] = TypeAdapter(Started)
+
+
+def check(request: Request, settings: Search) -> None:
+    """Refuse what needs no machine to be refused."""
+    for name, number in (("--global-batch", request.global_batch), ("--trials", settings.trials)):
+        if not 1 <= number <= 10**7:
+            raise InputError(f"{name} {number} is out of range", hint="give a whole number from 1 on")
+    if request.seq_len is not None and not 2 <= request.seq_len <= 10**8:
+        raise InputError(f"--seq-len {request.seq_len} is out of range", hint="a row has two tokens at least")
+    if request.memory_limit is not None:
+        units.parse_limit(request.memory_limit, 1 << 40)
+    if settings.sampler not in SAMPLERS:
+        raise InputError(f"--sampler {settings.sampler!r} is not known", hint="known: " + ", ".join(SAMPLERS))
+    if request.launch_path not in {"trainer", "loop"}:
+        raise InputError(f"--launch-path {request.launch_path!r} is not known", hint="trainer or loop")
+    space.parse_allowed(settings.allowed)
+
+
+def before(folder: Path, now: Request, *, resume: bool, say: Callable[[str], None]) -> Started | None:
+    """What an earlier tune in the folder was asked, where this one goes on with it."""
+    path = folder / REQUEST
+    if not path.exists():
+        if resume:
+            say(f"nothing to resume in {folder}: a new tune begins")
+        elif any(finished(folder / TRIALS)):
+            raise InputError(f"{folder} holds trials but no {REQUEST}", hint="choose another --output")
+        return None
+    if not resume:
+        raise InputError(f"{folder} holds a tune already", hint="go on with it by --resume, or choose another --output")
+    try:
+        started = STARTED.validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        first = str(error).splitlines()[0]
+        raise InputError(f"{path} can't be read: {first}", hint="choose another --output") from error
+    then = started.request
+    for name in ("model", "seq_len", "global_batch", "memory_limit", "launch_path", "trust_remote_code"):
+        if getattr(then, name) != getattr(now, name):
+            raise InputError(
+                f"{folder} was begun with {name} {getattr(then, name)!r}, this is {getattr(now, name)!r}",
+                hint="repeat the first command with --resume, or choose another --output",
+            )
+    if now.device not in {"auto", started.facts.hardware.device}:
+        raise InputError(
+            f"{folder} was begun on {started.facts.hardware.device}, this is {now.device}",
+            hint="choose another --output",
+        )
+    versions = installed()
+    if versions != dict(started.facts.packages):
+        changed = sorted({n for n, v in versions.items() if started.facts.packages.get(n) != v})
+        raise InputError(
+            f"{folder} was begun with other versions of {', '.join(changed) or 'some packages'}",
+            hint="measurements would not compare: choose another --output",
+        )
+    return started
+
+
+def read_facts(
+    folder: Path, request: Request, device: Literal["cuda", "cpu"], server: ForkServer, say: Callable[[str], None]
+) -> Facts:
+    """Ask a process of its own about the model and the device, and keep the answer."""
+    job = DescribeJob(
+        name=request.model,
+        config=str((folder / documents.MODEL_FOLDER).resolve()),
+        device=device,
+        trust_remote_code=request.trust_remote_code,
+    )
+    with server.ask(folder, dump_json(JOBS, job), FACTS_FILE) as answer:
+        if answer is None:
+            raise ModelError(
+                f"{request.model!r} could not be built in a minute", hint="are the sizes in its config right?"
+            )
+        if "error" in answer:
+            raise ModelError(
+                f"no causal language model can be built from the config of {request.model!r}: {answer['error']}",
+                hint="is the architecture known to the installed transformers?",
+            )
+        model = TypeAdapter(Model).validate_python(answer["model"])
+        hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
+    facts = Facts(
+        model=model, hardware=hardware, workload=workload(request, model, hardware, say), packages=installed()
+    )
+    write_atomically(folder / REQUEST, dump_json(STARTED, Started(request=request, facts=facts)))
+    return facts
+
+
+def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[str], None]) -> Workload:
+    """The sizes and ceilings of the training.
+
+    Raises:
+        InputError: The ceiling is more than the device has.
+    """
+    seq_len = request.seq_len or min(1024, model.max_positions or 1024)
+    if model.max_positions and seq_len > model.max_positions:
+        say(f"rows of {seq_len} tokens are longer than the {model.max_positions} the model was made for")
+    limit = units.parse_limit(request.memory_limit or f"{DEFAULT_CEILING * 100:g}%", hardware.free_bytes)
+    if limit > hardware.total_bytes:
+        raise InputError(
+            f"--memory-limit {units.size(limit)} is more than the {units.size(hardware.total_bytes)} of "
+            f"{hardware.name}",
+            hint="give a smaller one",
+        )
+    if limit > hardware.free_bytes:
+        say(f"the ceiling of {units.size(limit)} is above the {units.size(hardware.free_bytes)} that are free now")
+    return Workload(
+        seq_len=seq_len,
+        global_batch=request.global_batch,
+        limit_bytes=limit,
+        host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING),
+        launch_path=request.launch_path,
+        seed=request.seed,
+    )

@@ -1,0 +1,328 @@
+"""The default sampler: which plan is worth the next trial, or that none is.
+
+In words: begin with the plan that is expected to be fast and sure to be small; from then on take the plan with the
+largest expected gain in throughput over the best so far, times the probability that it fits and runs; stop when no
+plan is expected to gain one per cent. As long as nothing has fitted, go towards the smallest plan.
+
+The regressions behind it are in :mod:`autofit.surrogate`. Any Optuna user can have it::
+
+    study = optuna.create_study(direction="maximize", sampler=AutofitSampler(space, limit_bytes=22 * 2**30))
+    trial = study.ask(distributions(space))
+    trial.set_constraint("memory", peak_bytes / limit_bytes - 1)
+    study.tell(trial, samples_per_second)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from autofit.journal import CONSTRAINT, REJECTED, STARTED, distributions
+from autofit.plan import Plan, Value
+from autofit.space import Space
+from autofit.surrogate import Encoded, Floats, below, encode, gain, predict, predict_memory, sharpen
+
+Bools = npt.NDArray[np.bool_]
+Verdict = Literal["measured", "out_of_memory", "timed_out", "failed", "running"]
+
+LEAST_TRIALS = 6
+LEAST_GAIN = 0.01
+_LOW_MEMORY_TRIES = 4
+_FRUITLESS_TRIES = 12
+_LIKELY = 0.6
+_ABSURD = math.log(8)
+_LEAST_NOISE = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a study says of one plan.
+
+    Attributes:
+        place: Where the plan stands in ``space.plans``.
+        seconds: Seconds per sample of a measured plan.
+        peak_bytes: Of a measured plan, or of one that ran out of memory; 0 where not known.
+        noise: Standard deviation of the logarithm of ``seconds``.
+        on_device: Whether it was the device's memory that ran out.
+    """
+
+    place: int
+    verdict: Verdict
+    seconds: float = 0.0
+    peak_bytes: float = 0.0
+    noise: float = _LEAST_NOISE
+    on_device: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """The next plan, or none.
+
+    Attributes:
+        place: Where it stands in ``space.plans``; ``None`` if nothing is worth trying.
+        expected_gain: Expected gain in throughput over the best so far, as a share of it; ``None`` while there
+            is no best.
+        reason: Why this plan, or why none, in words.
+    """
+
+    place: int | None
+    expected_gain: float | None
+    reason: str
+
+
+class AutofitSampler(optuna.samplers.BaseSampler):
+    """Optuna sampler over the plans of a space, each technique a categorical parameter.
+
+    Args:
+        space: The plans, and what to expect of them.
+        limit_bytes: The ceiling that the constraint ``memory`` is relative to.
+        not_first: Values by technique that the first trial avoids where it can.
+        seed: For parameters that are not of the space, which are sampled at random.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        limit_bytes: int,
+        not_first: Mapping[str, Collection[Value]] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.space = space
+        self.encoded = encode(space)
+        self.limit_bytes = limit_bytes
+        self._first = first_place(self.encoded, self._without(not_first or {}))
+        self._smallest = self.encoded.index[space.smallest()]
+        self._others = optuna.samplers.RandomSampler(seed=seed)
+        self._known: tuple[tuple[Seen, ...], Advice] | None = None
+
+    def advise(self, trials: Sequence[FrozenTrial]) -> Advice:
+        """The next plan, given what a study holds."""
+        seen = tuple(observations(trials, self.encoded, self.limit_bytes))
+        if self._known is None or self._known[0] != seen:
+            self._known = seen, self._advise(seen)
+        return self._known[1]
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """Every technique, at once."""
+        return dict(distributions(self.space))
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """A whole plan; the smallest one again where none is worth trying."""
+        others = [one for one in study.get_trials(deepcopy=False) if one.number != trial.number]
+        place = self.advise(others).place
+        return dict(self.space.plans[self._smallest if place is None else place])
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """A parameter that is not of the space: at random."""
+        return self._others.sample_independent(study, trial, param_name, param_distribution)
+
+    def _advise(self, seen: Sequence[Seen]) -> Advice:
+        free = ~excluded(self.encoded, seen, self.limit_bytes)
+        fitting = [one for one in seen if one.verdict == "measured" and one.peak_bytes <= self.limit_bytes]
+        if not free.any():
+            return Advice(place=None, expected_gain=None, reason="every plan was tried or is known not to fit")
+        if not fitting:
+            return self._first_that_fits(seen, free)
+        belief = believe(self.encoded, seen, self.limit_bytes)
+        best = min(math.log(one.seconds) for one in fitting)
+        expected_gain = gain(belief.time, belief.time_std, best) * belief.fits * belief.works
+        # the probability of fitting counts twice in the choice: a plan that does not fit says little of any other
+        place = self._foremost(np.where(free, expected_gain * belief.fits, -1.0), belief.memory)
+        expected = float(expected_gain[free].max())
+        measured = sum(one.verdict == "measured" for one in seen)
+        if measured >= LEAST_TRIALS and expected < LEAST_GAIN:
+            left = int(free.sum())
+            reason = f"none of the {left} plans left is expected to be {LEAST_GAIN:.0%} faster than the best"
+            return Advice(place=None, expected_gain=expected, reason=reason)
+        reason = f"expected to gain {expected:.1%} over the best, and {belief.fits[place]:.0%} likely to fit"
+        return Advice(place=place, expected_gain=expected, reason=reason)
+
+    def _first_that_fits(self, seen: Sequence[Seen], free: Bools) -> Advice:
+        """While nothing fitted: the first plan, one that likely fits, the smallest one, then a few small ones."""
+        tried = [one.place for one in seen if one.verdict != "running"]
+        broken = sum(one.verdict in {"out_of_memory", "measured"} for one in seen)
+        belief = believe(self.encoded, seen, self.limit_bytes)
+        if self._smallest in tried:
+            after = len(tried) - tried.index(self._smallest) - 1
+            if broken and after >= _LOW_MEMORY_TRIES:
+                reason = f"nothing fits: neither the smallest plan nor the {after} small ones tried after it"
+                return Advice(place=None, expected_gain=None, reason=reason)
+        if len(tried) >= _FRUITLESS_TRIES:
+            return Advice(place=None, expected_gain=None, reason=f"none of the {len(tried)} plans tried ran")
+        place, reason = self._towards_smallest(belief, free, tried=len(tried), broken=broken)
+        return Advice(place=place, expected_gain=None, reason=reason)
+
+    def _towards_smallest(self, belief: Belief, free: Bools, *, tried: int, broken: int) -> tuple[int, str]:
+        if not tried and free[self._first]:
+            return self._first, "expected to be fast, with the smallest sensible micro-batch"
+        speed = np.exp(belief.time.min() - belief.time) * belief.works
+        likely = free & (belief.fits >= _LIKELY) if broken else free
+        if broken < 2 and likely.any():
+            return self._foremost(np.where(likely, speed * belief.fits, -1.0), belief.memory), "fast, and likely to fit"
+        if free[self._smallest]:
+            return self._smallest, "the smallest plan of all"
+        small = np.where(free, np.log(belief.works) - belief.memory, -np.inf)
+        return self._foremost(small, belief.memory), "the least memory of what is left"
+
+    def _without(self, avoided: Mapping[str, Collection[Value]]) -> Bools:
+        kept = np.ones(len(self.space.plans), dtype=bool)
+        for column, (name, values) in enumerate(self.space.domains.items()):
+            keep = np.array([value not in avoided.get(name, ()) for value in values])
+            kept &= keep[self.encoded.codes[:, column]]
+        return kept
+
+    def _foremost(self, score: Floats, memory: Floats) -> int:
+        """The highest score; ties go to less memory, then to the simpler plan, then to the earlier one."""
+        tied = np.flatnonzero(score >= score.max() - 1e-9 * abs(score.max()))
+        order = np.lexsort((self.encoded.extras[tied], np.round(memory[tied], 6)))
+        return int(tied[order[0]])
+
+
+def first_place(encoded: Encoded, allowed: Bools | None = None) -> int:
+    """Where to begin: the fastest values by prior, at the smallest micro-batch that is not absurdly slow.
+
+    The smallest micro-batch is the likeliest to fit, and shows the memory that does not depend on the rows,
+    which is what the other families differ in. Absurdly slow is more than 8 times slower per sample than the
+    best micro-batch is expected to be. ``allowed`` keeps values that change the training method out of the
+    first trial.
+    """
+    allowed = np.ones(len(encoded.rows), dtype=bool) if allowed is None or not allowed.any() else allowed
+    quickest = np.where(allowed, encoded.time_mean, np.inf)
+    fastest = int(np.argmin(quickest))
+    kin = allowed & (encoded.family == encoded.family[fastest])
+    sensible = kin & (encoded.time_mean <= quickest[fastest] + _ABSURD)
+    smallest = sensible & (encoded.rows == encoded.rows[sensible].min())
+    return int(np.flatnonzero(smallest)[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Belief:
+    """What is believed of every plan: logarithms of seconds per sample and of peak bytes, and probabilities."""
+
+    time: Floats
+    time_std: Floats
+    memory: Floats
+    fits: Floats
+    works: Floats
+
+
+def believe(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> Belief:
+    """The belief about every plan after what was seen."""
+    time, time_std = _time(encoded, seen)
+    memory, memory_std = _memory(encoded, seen, limit_bytes)
+    return Belief(
+        time=time,
+        time_std=time_std,
+        memory=memory,
+        fits=below((math.log(limit_bytes) - memory) / memory_std),
+        works=_works(encoded, seen),
+    )
+
+
+def _time(encoded: Encoded, seen: Sequence[Seen]) -> tuple[Floats, Floats]:
+    """A plan that timed out counts as twice as slow as the slowest that was measured, give or take a half."""
+    measured = [one for one in seen if one.verdict == "measured"]
+    late = [one for one in seen if one.verdict == "timed_out"] if measured else []
+    values = [math.log(one.seconds) for one in measured]
+    return predict(
+        encoded,
+        encoded.time,
+        encoded.time_mean,
+        seen=np.array([one.place for one in (*measured, *late)], dtype=np.int64),
+        values=np.array(values + [max(values, default=0.0) + math.log(2)] * len(late)),
+        noise=np.array([one.noise for one in measured] + [0.5] * len(late)),
+    )
+
+
+def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[Floats, Floats]:
+    """An out-of-memory is a censored observation: 15 % above the ceiling at least, or where it was expected."""
+    measured = [one for one in seen if one.verdict == "measured" and one.peak_bytes > 0]
+    broke = [one for one in seen if one.verdict == "out_of_memory" and one.on_device]
+    places = np.array([one.place for one in measured], dtype=np.int64)
+    values = np.log(np.array([one.peak_bytes for one in measured], dtype=float))
+    noise = np.full(len(measured), _LEAST_NOISE)
+    mean, std = predict_memory(encoded, seen=places, values=values, noise=noise)
+    if broke:
+        at = np.array([one.place for one in broke], dtype=np.int64)
+        least = np.log([max(one.peak_bytes, 1.15 * limit_bytes) for one in broke])
+        mean, std = predict_memory(
+            encoded,
+            seen=np.concatenate([places, at]),
+            values=np.concatenate([values, np.maximum(least, mean[at]) if measured else least]),
+            noise=np.concatenate([noise, np.full(len(broke), 0.2)]),
+        )
+    return sharpen(encoded, mean, std, {one.place: one.peak_bytes for one in measured})
+
+
+def _works(encoded: Encoded, seen: Sequence[Seen]) -> Floats:
+    """Probability that a plan runs at all, from the failures: a value that never worked takes the blame.
+
+    Where each of a failed plan's values has worked in another plan, its family takes the blame.
+    """
+    works = np.ones(len(encoded.rows))
+    failed = [one.place for one in seen if one.verdict == "failed"]
+    if not failed:
+        return works
+    good = np.array([one.place for one in seen if one.verdict in {"measured", "out_of_memory"}], dtype=np.int64)
+    for place in failed:
+        worked = np.array(
+            [(encoded.codes[good, c] == encoded.codes[place, c]).any() for c in range(encoded.codes.shape[1])]
+        )
+        if worked.all():
+            works[encoded.family == encoded.family[place]] *= 0.3
+        for column in np.flatnonzero(~worked):
+            works[encoded.codes[:, column] == encoded.codes[place, column]] *= 0.2
+    return works
+
+
+def excluded(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> Bools:
+    """Plans that were tried, or are known not to fit: the rows at or above those that broke the ceiling."""
+    out = np.zeros(len(encoded.rows), dtype=bool)
+    for one in seen:
+        out[one.place] = True
+        if one.verdict == "out_of_memory" or one.peak_bytes > limit_bytes:
+            out |= (encoded.family == encoded.family[one.place]) & (encoded.rows >= encoded.rows[one.place])
+    return out
+
+
+def _known(params: Mapping[str, Any], encoded: Encoded) -> dict[str, Any]:
+    """The parameters that are of the space; an Optuna user may have others beside them."""
+    return {name: value for name, value in params.items() if name in encoded.names}
+
+
+def observations(trials: Sequence[FrozenTrial], encoded: Encoded, limit_bytes: int) -> list[Seen]:
+    """What a study's trials say; proposals that never ran, and trials that were interrupted, say nothing."""
+    seen = []
+    for trial in trials:
+        kind = trial.user_attrs.get("kind")
+        place = encoded.index.get(Plan(trial.user_attrs.get("plan") or _known(trial.params, encoded)))
+        cut_short = trial.state == TrialState.FAIL and kind in {STARTED, "measured", "out_of_memory", "timed_out"}
+        if place is None or kind == REJECTED or cut_short:
+            continue
+        excess = trial.constraints.get(CONSTRAINT)
+        peak = float(trial.user_attrs.get("peak_bytes", 0.0 if excess is None else (1 + excess) * limit_bytes))
+        if not trial.state.is_finished():
+            seen.append(Seen(place=place, verdict="running"))
+        elif trial.state == TrialState.COMPLETE and trial.value is not None and trial.value > 0:
+            noise = max(trial.user_attrs.get("relative_spread", 0.0) / 1.96, _LEAST_NOISE)
+            seen.append(Seen(place=place, verdict="measured", seconds=1 / trial.value, peak_bytes=peak, noise=noise))
+        elif trial.state == TrialState.PRUNED and excess is not None and excess > 0:
+            on_device = trial.user_attrs.get("where", "device") == "device"
+            seen.append(Seen(place=place, verdict="out_of_memory", peak_bytes=peak, on_device=on_device))
+        else:
+            verdict: Verdict = "timed_out" if trial.state == TrialState.PRUNED else "failed"
+            seen.append(Seen(place=place, verdict=verdict))
+    return seen

@@ -1,0 +1,299 @@
+"""What a few measured plans say about all others: two Bayesian regressions, one of time and one of memory.
+
+Both work on logarithms, where factors add up: the seconds per sample and the peak bytes of a plan are the prior's
+mean (the sum of the techniques' own :class:`~autofit.technique.Prior`) plus a residual. The residual is a Gaussian
+process whose covariance is a sum of parts that a person can name:
+
+=====================  ==============================================================================
+level                  what all plans share: model, device, sequence; hardly known beforehand
+a value's own effect   one indicator per value that is not plain, as uncertain as its prior says
+micro-batch            smooth curves of the physics: ``t1 + t0 / rows`` and ``fixed + slope x rows``
+value x micro-batch    a value may change how time and memory depend on the rows
+family                 plans that differ by nothing but the rows share what does not add up
+=====================  ==============================================================================
+
+Known error: effects that depend on *pairs* of values are seen by the family part alone, so that an unmeasured
+family is predicted as if effects added up. Source: Rasmussen and Williams, "Gaussian Processes for Machine
+Learning" (2006), algorithm 2.1; the sum of kernels is their section 2.7.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autofit.plan import Plan
+from autofit.registry import techniques
+from autofit.space import Space
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+ROWS = "micro_batch"
+FOLLOWS = "accumulation"
+"""Given the rows, the global batch leaves one accumulation: it is no degree of freedom of its own."""
+
+_LEVEL_STD = 10.0
+_GROWS, _GROWS_STD = 0.15, 1.5
+_SLOPE_STD = 0.5
+_ROUNDS = 12
+_LEVELS_ROWS = (1.0, 8.0, 64.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """The covariance of one logarithm's residual.
+
+    Attributes:
+        features: One row per plan, each column scaled to a prior standard deviation of one.
+        family_std: Standard deviation of what a family has beyond the sum of its values' effects.
+        curve_std: The same for what changes with the rows inside a family.
+    """
+
+    features: Floats
+    family_std: float
+    curve_std: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Peak memory as ``exp(fixed) + rows x exp(slope)``, both linear in the same unknowns.
+
+    The unknowns are standard normal beforehand: the level, the share that grows with the rows, and each value's
+    effect on either part.
+    """
+
+    fixed: Floats
+    slope: Floats
+    fixed_mean: Floats
+    slope_mean: Floats
+    family_std: float
+    curve_std: float
+
+    def at(self, unknowns: Floats, rows: Floats, places: Ints | slice = slice(None)) -> tuple[Floats, Floats]:
+        """Logarithm of the peak bytes, and its gradient in the unknowns, of some plans."""
+        fixed = self.fixed_mean[places] + self.fixed[places] @ unknowns
+        grown = self.slope_mean[places] + self.slope[places] @ unknowns + np.log(rows[places])
+        total = np.logaddexp(fixed, grown)
+        share = np.exp(fixed - total)[:, None]
+        return total, share * self.fixed[places] + (1 - share) * self.slope[places]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A space as numbers, computed once: one entry per plan, in the order of ``space.plans``.
+
+    Attributes:
+        names: The techniques.
+        index: Where a plan stands.
+        codes: The position of each value in its domain, a column per technique.
+        rows: The micro-batch.
+        family: A number for all else but micro-batch and accumulation.
+        extras: How many values are not plain, micro-batch and accumulation apart.
+        time_mean: Prior mean of the logarithm of the seconds per sample, up to a constant.
+        time: Covariance of the logarithm of the seconds per sample.
+        memory: The peak bytes.
+    """
+
+    names: tuple[str, ...]
+    index: Mapping[Plan, int]
+    codes: Ints
+    rows: Floats
+    family: Ints
+    extras: Ints
+    time_mean: Floats
+    time: Kernel
+    memory: Shape
+
+
+def encode(space: Space) -> Encoded:
+    """The space as numbers; about a second for 100,000 plans."""
+    plain = {one.name: one.plain for one in techniques()}
+    names = list(space.domains)
+    places = [{value: place for place, value in enumerate(space.domains[name])} for name in names]
+    codes = np.array(
+        [[place[plan[name]] for name, place in zip(names, places, strict=True)] for plan in space.plans],
+        dtype=np.int64,
+    )
+    count = len(space.plans)
+    rows = np.ones(count)
+    if ROWS in names:
+        rows = np.array([float(v) for v in space.domains[ROWS]])[codes[:, names.index(ROWS)]]
+    time_mean, memory_mean, extras = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
+    family = np.zeros(count, dtype=np.int64)
+    time_columns: list[Floats] = []
+    nothing = np.zeros(count)
+    level = np.full(count, _LEVEL_STD)
+    on_fixed = [level, nothing]
+    on_slope = [level, np.full(count, _GROWS_STD)]
+    bent = np.log((1 + 8 / rows) / 9)
+    for column, name in enumerate(names):
+        priors = [space.priors[name][value] for value in space.domains[name]]
+        time_mean += np.array([prior.time[0] for prior in priors])[codes[:, column]]
+        if name in {ROWS, FOLLOWS}:
+            continue
+        memory_mean += np.array([prior.memory[0] for prior in priors])[codes[:, column]]
+        family = family * len(priors) + codes[:, column]
+        for place, value in enumerate(space.domains[name]):
+            if value == plain.get(name, space.domains[name][0]):
+                continue
+            here = (codes[:, column] == place).astype(float)
+            extras += codes[:, column] == place
+            time_columns += [here * priors[place].time[1], here * bent * 0.1]
+            memory_std = priors[place].memory[1]
+            on_fixed += [here * memory_std, nothing]
+            on_slope += [nothing, here * math.hypot(memory_std, _SLOPE_STD)]
+    time_rows = [0.3 * np.log((1 + k / rows) / (1 + k)) for k in _LEVELS_ROWS]
+    return Encoded(
+        names=tuple(names),
+        index={plan: place for place, plan in enumerate(space.plans)},
+        codes=codes,
+        rows=rows,
+        family=np.unique(family, return_inverse=True)[1].astype(np.int64),
+        extras=extras,
+        time_mean=time_mean,
+        time=Kernel(features=np.column_stack([level, *time_rows, *time_columns]), family_std=0.06, curve_std=0.04),
+        memory=Shape(
+            fixed=np.column_stack(on_fixed),
+            slope=np.column_stack(on_slope),
+            fixed_mean=memory_mean,
+            slope_mean=memory_mean + math.log(_GROWS),
+            family_std=0.06,
+            curve_std=0.04,
+        ),
+    )
+
+
+def predict(
+    encoded: Encoded, kernel: Kernel, prior_mean: Floats, *, seen: Ints, values: Floats, noise: Floats
+) -> tuple[Floats, Floats]:
+    """Posterior mean and standard deviation of every plan.
+
+    Args:
+        encoded: The space.
+        kernel: Covariance of the residual.
+        prior_mean: What was expected of each plan.
+        seen: Which plans were observed; one may stand there more than once.
+        values: What was observed, as logarithms.
+        noise: Standard deviation of each observation.
+    """
+    own = np.einsum("ij,ij->i", kernel.features, kernel.features) + kernel.family_std**2 + kernel.curve_std**2
+    if len(seen) == 0:
+        return prior_mean, np.sqrt(own)
+    cross = kernel.features[seen] @ kernel.features.T
+    steps = np.log2(encoded.rows)
+    for place, plan in enumerate(seen):
+        kin = np.flatnonzero(encoded.family == encoded.family[plan])
+        closeness = np.exp(-0.5 * ((steps[kin] - steps[plan]) / 2.0) ** 2)
+        cross[place, kin] += kernel.family_std**2 + kernel.curve_std**2 * closeness
+    lower = np.linalg.cholesky(cross[:, seen] + np.diag(noise**2))
+    # the inverse of a small, well-kept triangle: numpy has no triangular solve, and a general one is slower
+    whitened = np.linalg.inv(lower) @ cross
+    residual = np.linalg.solve(lower, values - prior_mean[seen])
+    variance = own - np.einsum("ij,ij->j", whitened, whitened)
+    return prior_mean + whitened.T @ residual, np.sqrt(np.maximum(variance, 1e-10))
+
+
+def predict_memory(encoded: Encoded, *, seen: Ints, values: Floats, noise: Floats) -> tuple[Floats, Floats]:
+    """Posterior mean and standard deviation of the logarithm of every plan's peak bytes.
+
+    The sum of two exponentials is linearized where the observations say that it stands (Gauss and Newton, damped),
+    and is then a regression like that of time.
+
+    Args:
+        encoded: The space.
+        seen: Which plans were observed.
+        values: The logarithms of their peak bytes.
+        noise: Standard deviation of each observation.
+    """
+    shape, rows = encoded.memory, encoded.rows
+    unknowns = np.zeros(shape.fixed.shape[1])
+    same = encoded.family[seen][:, None] == encoded.family[seen][None, :]
+    steps = np.log2(rows[seen])
+    closeness = np.exp(-0.5 * ((steps[:, None] - steps[None, :]) / 2.0) ** 2)
+    own = same * (shape.family_std**2 + shape.curve_std**2 * closeness) + np.diag(noise**2)
+    for turn in range(_ROUNDS if len(seen) else 0):
+        total, slopes = shape.at(unknowns, rows, seen)
+        residual = values - total + slopes @ unknowns
+        found = slopes.T @ np.linalg.solve(slopes @ slopes.T + own, residual)
+        unknowns = found if turn == 0 else 0.5 * (unknowns + found)
+    total, slopes = shape.at(unknowns, rows)
+    kernel = Kernel(features=slopes, family_std=shape.family_std, curve_std=shape.curve_std)
+    return predict(encoded, kernel, total - slopes @ unknowns, seen=seen, values=values, noise=noise)
+
+
+def sharpen(encoded: Encoded, mean: Floats, std: Floats, peaks: Mapping[int, float]) -> tuple[Floats, Floats]:
+    """Memory predictions held to physics within the families that were measured.
+
+    Inside a family peak memory is ``fixed + slope x rows`` with nothing below zero. One measured point bounds
+    the others: it neither falls with the rows nor grows faster than they do. Two make a line. It is trusted to
+    2 % between them and to 4 % more for each factor e outside: the peak may lie in another phase of the step
+    there, where it grows faster.
+
+    Args:
+        encoded: The space.
+        mean: Predicted logarithm of the peak bytes of each plan.
+        std: Its standard deviation.
+        peaks: Measured peak bytes by plan.
+    """
+    mean, std = mean.copy(), std.copy()
+    families: dict[int, dict[float, float]] = {}
+    for plan, peak in peaks.items():
+        points = families.setdefault(int(encoded.family[plan]), {})
+        points[encoded.rows[plan]] = max(peak, points.get(encoded.rows[plan], 0.0))
+    for family, points in families.items():
+        kin = np.flatnonzero(encoded.family == family)
+        at = np.array(sorted(points))
+        bytes_at = np.array([points[row] for row in at])
+        rows = encoded.rows[kin]
+        nearest = np.abs(np.log(rows)[:, None] - np.log(at)[None, :]).argmin(axis=1)
+        ratio = np.log(rows / at[nearest])
+        low = np.log(bytes_at[nearest]) + np.minimum(ratio, 0)
+        high = np.log(bytes_at[nearest]) + np.maximum(ratio, 0)
+        kin_mean = np.clip(mean[kin], low, high)
+        kin_std = np.minimum(std[kin], 0.5 * (high - low) + 0.01)
+        if len(at) > 1:
+            slope, fixed = _line(at, bytes_at)
+            beyond = np.where((rows > at[-1]) | (rows < at[0]), np.abs(ratio), 0.0)
+            line_std = np.where(np.isin(rows, at), 0.005, 0.02) + 0.04 * beyond
+            better = line_std < kin_std
+            kin_mean = np.where(better, np.clip(np.log(fixed + slope * rows), low, high), kin_mean)
+            kin_std = np.where(better, line_std, kin_std)
+        mean[kin], std[kin] = kin_mean, kin_std
+    return mean, std
+
+
+def _line(at: Floats, values: Floats) -> tuple[float, float]:
+    """Slope and fixed part, neither below zero, through the two points that stand highest."""
+    slope = max(0.0, float((values[-1] - values[-2]) / (at[-1] - at[-2])))
+    fixed = max(0.0, float(values[-1] - slope * at[-1]))
+    return (slope, fixed) if fixed else (float(values[-1] / at[-1]), 0.0)
+
+
+def gain(mean: Floats, std: Floats, best: float) -> Floats:
+    """Expected gain of throughput over the best, as a share of it.
+
+    ``mean`` and ``std`` are of the logarithm of the seconds per sample, ``best`` is that of the best plan: the
+    mean of ``max(exp(best - y) - 1, 0)``. Jones, Schonlau and Welch (1998), for a log-normal objective.
+    """
+    ahead = best - mean
+    return np.maximum(
+        np.exp(np.minimum(ahead + std**2 / 2, 50.0)) * below((ahead + std**2) / std) - below(ahead / std), 0.0
+    )
+
+
+def below(z: Floats) -> Floats:
+    """The standard normal's distribution function, to 1e-7.
+
+    Abramowitz and Stegun 26.2.17; numpy has no error function, and scipy is not needed for anything else.
+    """
+    t = 1 / (1 + 0.2316419 * np.abs(z))
+    terms = (1.330274429, -1.821255978, 1.781477937, -0.356563782, 0.319381530)
+    series = functools.reduce(lambda total, term: total * t + term, terms, np.zeros_like(t)) * t
+    tail = np.exp(-0.5 * np.minimum(z * z, 1400.0)) / math.sqrt(2 * math.pi) * series
+    return np.where(z >= 0, 1 - tail, tail)

@@ -1,0 +1,316 @@
+"""The story, read first: facts -> space -> search -> choose -> emit.
+
+(The module is not called ``tune``: importing it would then hide the function of that name in the package.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from autofit import answer, choose, question, search, space, units
+from autofit import document as documents
+from autofit.answer import Result
+from autofit.device import choose_device
+from autofit.errors import Interrupted, NothingFits, Terminated
+from autofit.events import Events, Silent
+from autofit.facts import FACTS, Facts, LaunchPath
+from autofit.files import usable_folder, writing
+from autofit.forkserver import ForkServer
+from autofit.locks import device_lock, held
+from autofit.measure import Effort
+from autofit.plan import TRIAL, Measured, Plan, Trial, median
+from autofit.question import TRIALS, Request, Search
+from autofit.source import fetch, modeling_module
+from autofit.trials import ProcessRunner, Runner, finished
+
+if TYPE_CHECKING:
+    from autofit.choose import Decision
+    from autofit.search import Searcher
+    from autofit.space import Space
+
+LONGEST_TRIAL_SECONDS = 900.0
+FINALISTS = 3
+ROUNDS = 2
+DISAGREEMENT = 1.15
+FINAL = Effort(fidelity="whole", min_steps=3, max_steps=8, seconds=6.0, target=0.01)
+
+
+def tune(
+    model: str,
+    *,
+    output: str | Path | None = None,
+    device: str = "auto",
+    seq_len: int | None = None,
+    global_batch: int = 32,
+    memory_limit: str | int | None = None,
+    trials: int = 40,
+    timeout: str | float | None = None,
+    allow: str | Sequence[str] = "exact,numeric",
+    fix: Mapping[str, object] | Sequence[str] = (),
+    among: Mapping[str, Sequence[object]] | Sequence[str] = (),
+    sampler: str = "autofit",
+    launch_path: LaunchPath = "trainer",
+    trust_remote_code: bool = False,
+    storage: str | None = None,
+    record: str | Path | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    events: Events | None = None,
+    runner: Runner | None = None,
+) -> Result:
+    """Find the fastest training configuration that fits.
+
+    Args:
+        model: Hub id, folder or file with a ``config.json``, or ``demo``.
+        output: Folder for the answer and the trials; a temporary one by default.
+        device: ``auto``, ``cuda`` or ``cpu``.
+        seq_len: Tokens in a row; by default the lesser of 1024 and the model's longest.
+        global_batch: Rows to an optimizer step.
+        memory_limit: The ceiling: bytes, a size (``"22GiB"``) or a share of what is free (``"90%"``); by default
+            92 % of what is free.
+        trials: No more trials than these before the playoff.
+        timeout: No longer than this: seconds, or words such as ``"10m"``.
+        allow: Classes of techniques that may be used: ``exact``, ``numeric``, ``method``.
+        fix: Knobs that are held at a value.
+        among: Knobs that are held to some values.
+        sampler: ``autofit``, ``tpe``, ``gp``, ``random`` or ``grid``.
+        launch_path: ``trainer`` or ``loop``: how the training will be run.
+        trust_remote_code: Whether the model's own code may run.
+        storage: URL of an Optuna storage, instead of the journal in the output folder.
+        record: File that gets a line of JSON for each trial.
+        resume: Go on with what the output folder holds.
+        seed: Of the search and of the random tokens.
+        events: Told of what happens.
+        runner: Turns plans into outcomes; by default each trial is a process on this machine.
+
+    Raises:
+        InputError: An argument or the model can't be used.
+        NothingFits: Every plan that was tried breaks the ceiling.
+        MachineError: The machine stands in the way.
+        Interrupted: Ctrl-C; the best so far is written, if there is one.
+    """
+    request = Request(
+        model=str(model),
+        device=device,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        memory_limit=None if memory_limit is None else str(memory_limit),
+        launch_path=launch_path,
+        trust_remote_code=trust_remote_code,
+        seed=seed,
+    )
+    settings = Search(
+        trials=trials,
+        timeout_seconds=units.parse_duration(timeout) if isinstance(timeout, str) else timeout,
+        allowed=allow if isinstance(allow, str) else ",".join(allow),
+        fix=tuple(f"{k}={v}" for k, v in fix.items()) if isinstance(fix, Mapping) else tuple(fix),
+        among=tuple(f"{k}={','.join(str(v) for v in vs)}" for k, vs in among.items())
+        if isinstance(among, Mapping)
+        else tuple(among),
+        sampler=sampler,
+        storage=storage,
+        record=Path(record) if record else None,
+    )
+    question.check(request, settings)
+    folder = usable_folder(Path(output) if output else Path(tempfile.mkdtemp(prefix="autofit-")))
+    teller = events or Silent()
+    with held(folder / ".lock", f"another tune is writing {folder}", "give each tune its own --output"):
+        try:
+            return _Tune(folder, request, settings, teller, runner).run(resume=resume)
+        finally:
+            teller.close()
+
+
+@dataclass(slots=True)
+class _Tune:
+    """One tune, from the first fact to the last file."""
+
+    folder: Path
+    request: Request
+    settings: Search
+    events: Events
+    given_runner: Runner | None
+    began: float = field(default_factory=time.monotonic)
+    trials: list[Trial] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def run(self, *, resume: bool) -> Result:
+        before = question.before(self.folder, self.request, resume=resume, say=self._note)
+        device = before.facts.hardware.device if before else choose_device(self.request.device)
+        config = self.folder / documents.MODEL_FOLDER
+        if before is None:
+            fetch(self.request.model, config, trust_remote_code=self.request.trust_remote_code)
+        server = ForkServer(self.folder / "forkserver.log", device, modeling_module(config))
+        with contextlib.closing(server):
+            facts = (
+                before.facts if before else question.read_facts(self.folder, self.request, device, server, self._note)
+            )
+            with self._device(facts):
+                return self._tune(facts, config, server)
+
+    def _device(self, facts: Facts) -> contextlib.AbstractContextManager[None]:
+        if self.given_runner is not None:
+            return contextlib.nullcontext()
+        hardware = facts.hardware
+        return device_lock(hardware.uuid or hardware.visible_id if hardware.device == "cuda" else "cpu")
+
+    def _note(self, words: str) -> None:
+        self.notes.append(words)
+        self.events.note(words)
+
+    def _tune(self, facts: Facts, config: Path, server: ForkServer) -> Result:
+        settings = self.settings
+        plans = space.build(
+            facts, space.parse_allowed(settings.allowed), space.parse_knobs(settings.fix, settings.among, facts)
+        )
+        if facts.model.has_experts:
+            self._note("experts are routed by random weights here: trained ones may be less balanced, and slower")
+        self.trials = list(finished(self.folder / TRIALS))
+        searcher = search.open_searcher(
+            self.folder,
+            plans,
+            facts,
+            sampler=settings.sampler,
+            seed=self.request.seed,
+            storage=settings.storage,
+            trials=tuple(self.trials),
+        )
+        self.events.ready(facts, plans, len(self.trials))
+        runner = self.given_runner or ProcessRunner(self.folder / TRIALS, facts, config, server)
+        stopped: Interrupted | Terminated | None = None
+        decision = None
+        try:
+            self._search(searcher, runner, facts)
+            decision = self._playoff(runner, facts, plans)
+        except (KeyboardInterrupt, Interrupted) as error:
+            stopped = error if isinstance(error, Interrupted) else Interrupted("stopped by Ctrl-C")
+        except Terminated as error:
+            stopped = error
+        if stopped is not None:
+            server.stop_job()
+            server.close()
+            decision = self._decide(facts, plans)
+            if decision is None:
+                stopped.hint = "no plan was measured inside the ceiling yet; go on with --resume"
+                raise stopped
+            self._note("stopped before its end: this is the best of what was measured until then")
+        if decision is None:
+            raise NothingFits(choose.nearest_change(tuple(self.trials), plans, facts.workload.limit_bytes))
+        result = answer.write(
+            answer.compose(decision, facts, self.trials, notes=self.notes, seconds=time.monotonic() - self.began),
+            self.folder,
+            server,
+        )
+        if stopped is not None:
+            stopped.hint = f"the best so far is in {self.folder}; go on with --resume"
+            raise stopped
+        return result
+
+    def _left(self) -> float | None:
+        """Seconds left of the time that was given."""
+        given = self.settings.timeout_seconds
+        return None if given is None else given - (time.monotonic() - self.began)
+
+    def _best(self, facts: Facts) -> Trial | None:
+        """The fastest measured trial inside the ceiling."""
+        fitting = [
+            (trial.outcome.samples_per_second, trial)
+            for trial in self.trials
+            if isinstance(trial.outcome, Measured) and trial.outcome.peak_bytes <= facts.workload.limit_bytes
+        ]
+        return max(fitting, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+    def _run(
+        self, runner: Runner, facts: Facts, plan: Plan, effort: Effort, purpose: Literal["search", "final"]
+    ) -> Trial:
+        number = max((trial.number for trial in self.trials), default=-1) + 1
+        left = self._left()
+        self.events.trial_begins(number, plan, purpose, left)
+        limit = LONGEST_TRIAL_SECONDS if left is None else max(10.0, min(LONGEST_TRIAL_SECONDS, left))
+        trial = runner.run(number, plan, effort, purpose=purpose, limit_seconds=limit)
+        self.trials.append(trial)
+        if self.settings.record is not None:
+            self._record(self.settings.record, trial, facts)
+        self.events.trial_ends(trial, self._best(facts))
+        return trial
+
+    def _record(self, path: Path, trial: Trial, facts: Facts) -> None:
+        line = {
+            "facts": FACTS.dump_python(facts, mode="json"),
+            "trial": TRIAL.dump_python(trial, mode="json"),
+        }
+        with writing(path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def _search(self, searcher: Searcher, runner: Runner, facts: Facts) -> None:
+        """Ask, run, tell, until nothing is worth trying or the budget is spent."""
+        while sum(trial.purpose == "search" for trial in self.trials) < self.settings.trials:
+            left = self._left()
+            if left is not None and left < self._playoff_seconds():
+                self._note("the time is spent: the search ended before it was done")
+                return
+            plan = searcher.ask()
+            if plan is None:
+                self._note(searcher.stopped)
+                return
+            best = self._best(facts)
+            hopeless = best.outcome.step_seconds * 1.5 if best and isinstance(best.outcome, Measured) else 0.0
+            searcher.tell(self._run(runner, facts, plan, Effort(hopeless_seconds=hopeless), "search"))
+
+    def _playoff_seconds(self) -> float:
+        """What the playoff will take, from what trials took; an eighth of the time at least."""
+        walls = [trial.wall_seconds for trial in self.trials if isinstance(trial.outcome, Measured)]
+        if not walls:
+            return 0.0
+        usual = FINALISTS * ROUNDS * 1.3 * median(walls)
+        return min(usual, (self.settings.timeout_seconds or usual) / 2)
+
+    def _playoff(self, runner: Runner, facts: Facts, plans: Space) -> Decision | None:
+        """Measure the finalists again, whole and interleaved, until one of them has stood it."""
+        limit = facts.workload.limit_bytes
+        for _ in range(4):
+            finalists = [
+                plan for plan in choose.finalists(tuple(self.trials), limit, FINALISTS) if self._finals(plan) < ROUNDS
+            ]
+            if not finalists:
+                break
+            for round_number in range(ROUNDS):
+                for plan in finalists:
+                    left = self._left()
+                    if left is not None and left <= 0:
+                        self._note("the time is spent: the playoff ended before it was done")
+                        return self._decide(facts, plans)
+                    if self._finals(plan) <= round_number:
+                        self._run(runner, facts, plan, FINAL, "final")
+            for plan in finalists:
+                if self._disagree(plan):
+                    self._note(f"two measurements of {plan.words()} disagree: something else ran; measured once more")
+                    self._run(runner, facts, plan, FINAL, "final")
+            decision = self._decide(facts, plans)
+            if decision is not None and self._finals(decision.plan):
+                break
+        return self._decide(facts, plans)
+
+    def _finals(self, plan: Plan) -> int:
+        return sum(trial.purpose == "final" and trial.plan == plan for trial in self.trials)
+
+    def _disagree(self, plan: Plan) -> bool:
+        """Whether the two final measurements of a plan differ by more than a machine at rest would make them."""
+        seconds = [
+            trial.outcome.step_seconds
+            for trial in self.trials
+            if trial.purpose == "final" and trial.plan == plan and isinstance(trial.outcome, Measured)
+        ]
+        return len(seconds) == ROUNDS and max(seconds) > DISAGREEMENT * min(seconds)
+
+    def _decide(self, facts: Facts, plans: Space) -> Decision | None:
+        allowed = set(plans.plans)
+        eligible = tuple(trial for trial in self.trials if trial.plan in allowed)
+        return choose.decide(eligible, facts.workload.limit_bytes)

@@ -1,0 +1,182 @@
+"""The process of one job: it reads ``job.json`` in its folder and leaves one result file there.
+
+Jobs are ``trial`` (a plan is measured: ``outcome.json``), ``describe`` (facts are read: ``facts.json``) and ``check``
+(emitted files are loaded back: ``check.json``). It is forked by :mod:`autofit.forkserver`, which has torch and
+transformers loaded; it may also be run by itself, as ``python -m autofit.worker FOLDER``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from autofit.facts import Facts
+from autofit.files import write_atomically
+from autofit.measure import Effort, measure, run_recipe
+from autofit.memory import CeilingBroken, guard_host, meter
+from autofit.plan import OUTCOME, Crashed, Outcome, OutOfMemory, Plan, Unsupported, dump_json
+
+JOB = "job.json"
+OUTCOME_FILE = "outcome.json"
+FACTS_FILE = "facts.json"
+CHECK_FILE = "check.json"
+PROGRESS_FILE = "progress"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialJob:
+    """Measure one plan."""
+
+    kind: Literal["trial"] = "trial"
+    plan: Plan
+    facts: Facts
+    config: str
+    effort: Effort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribeJob:
+    """Read the facts of a model's config and of the device."""
+
+    kind: Literal["describe"] = "describe"
+    name: str
+    config: str
+    device: Literal["cuda", "cpu"]
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckJob:
+    """Load emitted files back."""
+
+    kind: Literal["check"] = "check"
+    folder: str
+
+
+Job = Annotated[TrialJob | DescribeJob | CheckJob, Field(discriminator="kind")]
+JOBS: TypeAdapter[Any] = TypeAdapter(Job)
+
+
+def main(folder: Path) -> None:
+    """Do the job in a folder. Every failure that can be caught becomes a result."""
+    job = JOBS.validate_json((folder / JOB).read_bytes())
+    if isinstance(job, DescribeJob):
+        write_atomically(folder / FACTS_FILE, json.dumps(_described(job), indent=1, allow_nan=False))
+        return
+    if isinstance(job, CheckJob):
+        write_atomically(folder / CHECK_FILE, json.dumps({"error": _refusal(job)}))
+        return
+    outcome = _tried(job, folder)
+    write_atomically(folder / OUTCOME_FILE, dump_json(OUTCOME, outcome))
+
+
+def _tried(job: TrialJob, folder: Path) -> Outcome:
+    """The outcome of a plan; whatever is unforeseen is a crash with its traceback, never swallowed."""
+    try:
+        return _measured(job, folder)
+    except CeilingBroken as broken:
+        work = job.facts.workload
+        return OutOfMemory(
+            where=broken.where,
+            phase="load",
+            limit_bytes=work.limit_bytes if broken.where == "device" else work.host_limit_bytes,
+            peak_bytes=broken.peak_bytes,
+        )
+    except ImportError as error:
+        traceback.print_exc()
+        return Unsupported(reason=f"a package is missing or broken: {error}")
+    except Exception as error:  # noqa: BLE001 - the top of the worker
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        return Crashed(reason=reason, log_tail=traceback.format_exc()[-4000:])
+
+
+def _measured(job: TrialJob, folder: Path) -> Outcome:
+    from autofit.launching import launch_environment, write_yaml
+    from autofit.registry import recipe as recipe_of
+
+    recipe = recipe_of(job.plan, job.facts)
+    config_file = folder / "accelerate.yaml"
+    write_yaml(config_file, dict(recipe.emission.accelerate))
+    _take_environment(launch_environment(config_file), job.facts)
+    import torch
+    from transformers import Trainer, utils
+
+    _ = Trainer  # imported before the base of memory is read
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    utils.logging.set_verbosity(logging.ERROR)
+    warm_up_threads()
+    if job.facts.hardware.device == "cpu":
+        guard_host(job.facts.workload.limit_bytes)
+    progress = folder / PROGRESS_FILE
+
+    def tell(words: str) -> None:
+        with contextlib.suppress(OSError):
+            progress.write_text(words, encoding="utf-8")
+
+    tell("load")
+    counter = meter(job.facts)
+    return measure(
+        recipe,
+        job.effort,
+        counter,
+        lambda clock: run_recipe(clock, config=Path(job.config), folder=folder),
+        tell,
+    )
+
+
+def warm_up_threads() -> None:
+    """Start the threads and load the kernels that every step needs, so that they belong to the base of memory."""
+    import torch
+
+    layer = torch.nn.Linear(256, 256)
+    layer(torch.ones(256, 256)).sum().backward()
+
+
+def _take_environment(environment: Mapping[str, str], facts: Facts) -> None:
+    """Become a process that ``accelerate launch`` has started."""
+    os.environ.update(environment)
+    if facts.hardware.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:500] if text else "no message"
+
+
+def _refusal(job: CheckJob) -> str | None:
+    """Why an emitted file was refused, or ``None``."""
+    from autofit.emit import EmissionError, check_files
+
+    try:
+        check_files(Path(job.folder))
+    except EmissionError as error:
+        return str(error)
+    return None
+
+
+def _described(job: DescribeJob) -> dict[str, Any]:
+    """The facts as JSON, or ``{"error": words}``: nearly anything can be wrong with a config."""
+    from autofit.probe import describe_hardware, describe_model
+
+    try:
+        model = describe_model(job.name, Path(job.config), trust_remote_code=job.trust_remote_code)
+    except Exception as error:  # noqa: BLE001 - libraries raise anything on a bad config; the words reach the user
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {_first_line(error)}"}
+    return {"model": model, "hardware": describe_hardware(job.device)}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,457 @@
+"""The report says what the document says, in 80 columns and in a page that trusts nobody."""
+
+import io
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from autofit import charts, findings
+from autofit.document import DOCUMENT, Document, Offer
+from autofit.facts import Facts, Hardware, Model, Workload
+from autofit.plan import (
+    Crashed,
+    Diverged,
+    Measured,
+    OutOfMemory,
+    Plan,
+    Promise,
+    TimedOut,
+    Trial,
+    Unsupported,
+    dump_json,
+)
+from autofit.registry import changes
+from autofit.report import html, summary
+from autofit.space import offers
+from autofit.units import GIB, MIB
+
+HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>'
+STEERING = "\x1b[2J\x1b[31m[bold red]\u202egnp.exe"
+
+MODEL = Model(
+    name="Qwen/Qwen2.5-0.5B",
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    parameters=494_032_768,
+    layers=24,
+    hidden_size=896,
+    vocab_size=151_936,
+    max_positions=32_768,
+    supports_checkpointing=True,
+    layer_classes=("Qwen2DecoderLayer",),
+)
+GPU = Hardware(
+    device="cuda",
+    name="NVIDIA GeForce RTX 4090",
+    total_bytes=24 * GIB,
+    free_bytes=23 * GIB,
+    others_bytes=512 * MIB,
+    host_total_bytes=64 * GIB,
+    host_free_bytes=50 * GIB,
+    precisions=("fp32", "tf32", "bf16", "fp16"),
+    capability=(8, 9),
+    threads=8,
+    driver="580.65",
+)
+CPU = Hardware(
+    device="cpu",
+    name="AMD EPYC 9554",
+    total_bytes=24 * GIB,
+    free_bytes=20 * GIB,
+    host_total_bytes=24 * GIB,
+    host_free_bytes=20 * GIB,
+    precisions=("fp32", "bf16"),
+    threads=2,
+)
+VERSIONS = {
+    "python": "3.11.9",
+    "torch": "2.11.0",
+    "transformers": "5.23.0",
+    "accelerate": "1.14.0",
+    "bitsandbytes": "0.49",
+}
+
+
+def plan(micro_batch, **others):
+    plain = {"precision": "fp32", "checkpointing": "off", "optimizer": "adamw", "offload": "none"}
+    return Plan({"micro_batch": micro_batch, "accumulation": 32 // micro_batch, **plain, **others})
+
+
+def measured(rate, peak_gib, *, relative=0.0075, device="cuda", limit_bytes=22 * GIB, **others):
+    step, peak = 32 / rate, int(peak_gib * GIB)
+    on_gpu = device == "cuda"
+    given = {
+        "step_seconds": step,
+        "step_seconds_spread": step * relative,
+        "samples_per_second": rate,
+        "tokens_per_second": rate * 1024,
+        "peak_bytes": peak,
+        "allocated_bytes": int(peak * 0.86) if on_gpu else peak,
+        "reserved_bytes": int(peak * 1.12) if on_gpu else peak,
+        "outside_bytes": 590 * MIB if on_gpu else 0,
+        "host_bytes": 1300 * MIB,
+        "limit_bytes": limit_bytes,
+        "fidelity": "parts",
+        "steps": (step, step * 1.01, step * 0.99),
+        "training_seconds": 5.0,
+        "loss": 12.0,
+    }
+    return Measured(**{**given, **others})
+
+
+def out_of_memory(phase="backward", *, limit_bytes=22 * GIB):
+    return OutOfMemory(
+        where="device",
+        phase=phase,
+        limit_bytes=limit_bytes,
+        peak_bytes=limit_bytes - 40 * MIB,
+        requested_bytes=594 * MIB,
+    )
+
+
+WINNER = plan(8, precision="bf16")
+TRIALS = [
+    (plan(1), measured(11.4, 8.9)),
+    (plan(4), measured(16.9, 13.6)),
+    (plan(8), measured(16.2, 20.1)),
+    (plan(16), out_of_memory()),
+    (plan(1, precision="bf16"), measured(19.7, 8.4)),
+    (plan(4, precision="bf16"), measured(46.1, 11.2)),
+    (WINNER, measured(51.9, 15.8)),
+    (plan(16, precision="bf16"), out_of_memory("forward")),
+    (plan(16, precision="bf16", checkpointing="full"), measured(40.3, 16.9)),
+    (plan(8, precision="bf16", optimizer="adamw_8bit"), measured(50.2, 13.1)),
+    (plan(16, precision="bf16", optimizer="adamw_8bit"), measured(51.2, 20.9)),
+    (plan(8, precision="fp16"), Diverged(loss="nan", step=2)),
+    (plan(8, precision="tf32"), measured(28.8, 20.1)),
+    (
+        plan(32, precision="bf16", checkpointing="full", offload="activations"),
+        TimedOut(limit_seconds=120, phase="backward"),
+    ),
+    (plan(8, precision="bf16", offload="zero2"), Unsupported(reason="the model runs under none, not deepspeed")),
+    (
+        plan(8, precision="bf16", offload="fsdp2"),
+        Crashed(reason="RuntimeError: no process group", log_tail="Traceback\n  File <worker>\nRuntimeError"),
+    ),
+    (plan(4, precision="bf16", optimizer="paged_adamw_8bit"), measured(44.0, 8.6)),
+    (plan(2, precision="bf16", optimizer="adamw_8bit", checkpointing="full"), measured(24.8, 4.9)),
+    (WINNER, measured(51.6, 15.8, fidelity="whole", mfu=0.41)),
+    (plan(8, precision="bf16", optimizer="adamw_8bit"), measured(50.4, 13.1, fidelity="whole")),
+    (WINNER, measured(52.0, 15.8, fidelity="whole", mfu=0.42)),
+    (plan(8, precision="bf16", optimizer="adamw_8bit"), measured(50.1, 13.1, fidelity="whole")),
+]
+
+
+def document(
+    trials=TRIALS, *, winner=WINNER, hardware=GPU, name=MODEL.name, limit_bytes=22 * GIB, path="trainer", **others
+):
+    """A document as ``autofit tune`` leaves it: the last of the winner's runs is its promise."""
+    model = replace(MODEL, name=name)
+    work = Workload(seq_len=1024, global_batch=32, limit_bytes=limit_bytes, host_limit_bytes=40 * GIB, launch_path=path)
+    facts = Facts(model=model, hardware=hardware, workload=work, packages=VERSIONS)
+    best = [run for one, run in trials if one == winner and isinstance(run, Measured)][-1]
+    first_final = next((i for i, (_, run) in enumerate(trials) if getattr(run, "fidelity", "") == "whole"), len(trials))
+    given = {
+        "autofit": "0.1.0",
+        "created": "2026-01-01T12:00:00Z",
+        "model": model,
+        "workload": work,
+        "hardware": hardware,
+        "versions": VERSIONS,
+        "plan": winner,
+        "promise": Promise(
+            launch_path=path,
+            **{
+                key: getattr(best, key)
+                for key in (
+                    "samples_per_second", "tokens_per_second", "step_seconds", "step_seconds_spread",
+                    "peak_bytes", "allocated_bytes", "reserved_bytes", "outside_bytes", "limit_bytes",
+                )
+            },
+        ),
+        "reason": "The fastest of the finalists: 52.0 samples/s, 3.6 % above the next, which is more than the noise.",
+        "changes": tuple(changes(winner, facts)),
+        "script": (),
+        "offers": tuple(
+            Offer(technique=name, value=one.value, kind=one.kind.value, status=one.status, reason=one.reason)
+            for name, one in offers(facts)
+        ),
+        "trials": tuple(
+            Trial(number=i, plan=one, outcome=run, wall_seconds=8.5, purpose="final" if i >= first_final else "search")
+            for i, (one, run) in enumerate(trials)
+        ),
+        "notes": ("Weights are random; every row was 1024 tokens long and had no padding.",),
+        "seconds": 198.0,
+        "training_share": 0.61,
+        "median_trial_seconds": 8.5,
+    }  # fmt: skip
+    return Document(**{**given, **others})
+
+
+def terminal(doc, folder="autofit-out", width=80):
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(summary(doc, folder=folder))
+    return console.file.getvalue()
+
+
+def words(text):
+    """The text's words without its line breaks."""
+    return " ".join(text.split())
+
+
+class Page(HTMLParser):
+    """The tags, the attributes and the words of a page; open tags must be closed in order."""
+
+    void = frozenset({"meta", "link", "br"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.said, self.open = set(), [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+        self.words = words(" ".join(self.said))
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.said.append(data)
+
+
+ON_CPU = {
+    "trials": [
+        (plan(1), measured(1.2, 0.61, device="cpu", limit_bytes=18 * GIB)),
+        (plan(2), measured(1.5, 0.74, device="cpu", limit_bytes=18 * GIB)),
+        (plan(8), measured(1.4, 1.9, device="cpu", limit_bytes=18 * GIB)),
+    ],
+    "winner": plan(2),
+    "hardware": CPU,
+    "limit_bytes": 18 * GIB,
+}
+DOCUMENTS = {
+    "cuda": {},
+    "cpu": ON_CPU,
+    "one trial": {"trials": [(WINNER, measured(51.9, 15.8))]},
+    "one plain trial": {"trials": [(plan(4), measured(16.9, 13.6))], "winner": plan(4)},
+    "zero spread": {"trials": [(WINNER, measured(51.9, 15.8, relative=0.0))]},
+    "hostile": {"name": HOSTILE + STEERING, "reason": HOSTILE, "notes": (HOSTILE,), "created": HOSTILE},
+    "unknown technique": {
+        "trials": [(WINNER.replaced(attention="sdpa"), measured(1.0, 1.0))],
+        "winner": WINNER.replaced(attention="sdpa"),
+        "changes": (),
+    },
+    "no offers": {"offers": (), "notes": (), "changes": (), "trials": TRIALS[6:7]},
+    "a loop": {"path": "loop", "script": ("keep activations on the host: model = setup.model(...)",)},
+    "long words": {"name": "a-very-long-name" * 12, "reason": "word" * 60, "script": ("x" * 200,)},
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+class TestEveryDocument:
+    def test_terminal_keeps_to_80_columns(self, name):
+        text = terminal(document(**DOCUMENTS[name]))
+        assert max(map(len, text.splitlines())) <= 80
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+
+    def test_both_give_the_promise_and_the_global_batch(self, name):
+        doc = document(**DOCUMENTS[name])
+        for said in (words(terminal(doc)), Page(html(doc, folder="autofit-out")).words):
+            assert "micro-batch x accumulation x processes = global batch: " in said
+            micro_batch, accumulation = doc.plan["micro_batch"], doc.plan["accumulation"]
+            assert f"{micro_batch} x {accumulation} x 1 = 32" in said
+            assert findings.number(doc.promise.samples_per_second) in said
+            assert findings.percent(doc.promise.peak_bytes / doc.promise.limit_bytes) in said
+
+    def test_page_needs_nothing_and_runs_nothing(self, name):
+        text = html(document(**DOCUMENTS[name]), folder="autofit-out")
+        page = Page(text)
+        assert text.startswith("<!doctype html>")
+        assert not page.tags & {"script", "img", "iframe", "object", "a", "base", "form"}
+        assert not re.search(r"https?:|url\(|@import|//[a-z]", text)
+        for attribute, value in page.attributes:
+            assert not attribute.startswith("on")
+            assert attribute not in {"src", "href"} or value == "data:,"
+
+    def test_survives_the_way_through_json(self, name):
+        doc = document(**DOCUMENTS[name])
+        again = DOCUMENT.validate_json(dump_json(DOCUMENT, doc))
+        assert terminal(again) == terminal(doc)
+        assert html(again, folder="x") == html(doc, folder="x")
+
+
+class TestSummary:
+    def test_says_what_a_person_needs(self):
+        said = words(terminal(document()))
+        for wanted in (
+            "Qwen/Qwen2.5-0.5B 494.0 million parameters, 24 layers, Qwen2ForCausalLM",
+            "NVIDIA GeForce RTX 4090, ceiling 22.00 GiB",
+            "precision bf16 numeric the device multiplies bfloat16 itself",
+            "52.00 ± 0.39 samples/s, 53,248 tokens/s",
+            "615.4 ± 4.6 ms for a whole optimizer step",
+            "72 % of the ceiling",
+            "15.80 GiB of 22.00 GiB",
+            "reserved 17.70 GiB",
+            "outside 590 MiB",
+            "42 % of the device's peak FLOPs (MFU)",
+            "Forward and backward run under bfloat16 autocast",
+            "nothing beyond reading training_args.json",
+            "3 min 18 s for 22 trials (median 8.5 s each); 61 % of the time went into training steps.",
+            "22 trials: 16 measured, 1 crashed, 1 unsupported, 1 diverged, 1 timed out, 2 out of memory",
+            "Weights are random",
+            "All of it, with charts: autofit-out/report.html",
+        ):
+            assert wanted in said
+
+    def test_failures_say_why(self):
+        said = words(terminal(document(TRIALS[:1] + TRIALS[6:8] + TRIALS[11:12] + TRIALS[13:16]), width=200))
+        for why in (
+            "out of memory on the device in forward: 21.96 GiB held of 22.00 GiB, 594 MiB more wanted",
+            "diverged: the loss was nan at step 2",
+            "timed out in backward, after 2 min 0 s",
+            "unsupported: the model runs under none, not deepspeed",
+            "crashed: RuntimeError: no process group",
+        ):
+            assert why in said
+
+    def test_commands_can_be_pasted(self):
+        text = terminal(document(), folder="out dir")
+        assert "accelerate launch --config_file 'out dir/accelerate.yaml' your_script.py" in words(text)
+        assert "'out dir/training_args.json'" in text
+        assert "autofit verify 'out dir'" in text
+
+    def test_a_loop_reads_the_plan_itself(self):
+        text = words(terminal(document(**DOCUMENTS["a loop"]), width=120))
+        assert "--config_file autofit-out/accelerate.yaml your_script.py Check" in text
+        assert "setup = autofit.load('autofit-out') - keep activations on the host" in text
+
+    def test_zero_spread_is_shown_as_such(self):
+        assert "51.90 ± 0.00 samples/s" in terminal(document(**DOCUMENTS["zero spread"]))
+
+    def test_a_cpu_has_one_kind_of_memory(self):
+        text = terminal(document(**ON_CPU))
+        assert "reserved" not in text
+        assert "resident memory above that of an idle process" in words(text)
+
+    def test_markup_is_no_markup(self):
+        assert "[bold red]" in terminal(document(name="[bold red]x"))
+
+    def test_what_is_left_out_is_counted(self):
+        many = [*TRIALS, *((plan(2, optimizer=f"other{i}"), measured(5.0, 5.0)) for i in range(9))]
+        assert "11 measured plans more and 1 failed trial more in report.html" in words(terminal(document(many)))
+
+
+class TestComparison:
+    def test_with_the_fastest_and_the_largest_plain_plan(self):
+        ratio, said = findings.against_plain(document())
+        assert ratio == pytest.approx(52.0 / 16.9)
+        assert "(4 x 8 plain) makes 16.90 samples/s" in said[0]
+        assert "3.08 times" in said[0]
+        assert "(8 x 4 plain) makes 16.20 samples/s" in said[1]
+
+    def test_a_plain_winner(self):
+        ratio, said = findings.against_plain(document(**ON_CPU))
+        assert ratio is None
+        assert "plain plan itself" in said[0]
+
+    def test_plain_plans_that_failed_and_none_at_all(self):
+        only = [(WINNER, measured(51.9, 15.8))]
+        assert "No plain plan was tried" in findings.against_plain(document(only))[1][0]
+        tried = document([*only, (plan(16), out_of_memory())])
+        assert "1 plain trial, and none was measured" in findings.against_plain(tried)[1][0]
+
+
+class TestStandings:
+    def test_winner_first_then_the_fastest_and_finals_outweigh_the_search(self):
+        ranked = findings.standings(document())
+        assert [one.is_winner for one in ranked][:2] == [True, False]
+        assert ranked[0].samples_per_second == 52.0
+        assert ranked[0].runs == 3
+        rates = [one.samples_per_second for one in ranked[1:]]
+        assert rates == sorted(rates, reverse=True)
+        bnb = next(one for one in ranked if one.plan == plan(8, precision="bf16", optimizer="adamw_8bit"))
+        assert bnb.samples_per_second == pytest.approx(50.25)
+
+    def test_pareto_front(self):
+        front = charts.pareto(findings.standings(document()))
+        assert [round(one.peak_bytes / GIB, 1) for one in front] == [4.9, 8.6, 11.2, 13.1, 15.8]
+
+
+class TestPage:
+    def test_hostile_words_come_out_escaped(self):
+        text = html(document(**DOCUMENTS["hostile"]), folder=HOSTILE)
+        assert "<script" not in text
+        assert "&lt;script&gt;" in text
+        assert "<img" not in text
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+
+    def test_holds_every_trial_every_offer_and_the_versions(self):
+        doc = document()
+        said = Page(html(doc, folder="out dir")).words
+        for trial in doc.trials:
+            assert findings.why(trial.outcome) in said
+        for offer in doc.offers:
+            assert offer.reason in said
+        for package, version in VERSIONS.items():
+            assert f"{package} {version}" in said
+        assert "File <worker>" in said
+        assert "3 min 18 s for 22 trials" in said
+        assert "Weights are random" in said
+        assert "accelerate launch --config_file 'out dir/accelerate.yaml'" in said
+        assert "3.08 times the speed of the fastest plan" in said
+
+    def test_a_dot_for_each_measured_trial_inside_the_chart(self):
+        doc = document()
+        drawn = charts.scatter(doc)
+        assert len(drawn.points) == 16
+        assert {point.role for point in drawn.points} == {"winner", "plain", "other"}
+        for point in drawn.points:
+            assert charts.LEFT <= point.x <= charts.RIGHT
+            assert charts.TOP <= point.y <= charts.BOTTOM
+        assert drawn.ceiling_x == charts.RIGHT
+        assert html(doc, folder="x").count("<circle class=") == 16 + 1
+
+    def test_a_far_ceiling_does_not_squeeze_the_points(self):
+        drawn = charts.scatter(document(**ON_CPU))
+        assert drawn.ceiling_x is None
+        assert [label.text for label in drawn.labels] == ["winner"]
+        assert drawn.ceiling == "ceiling 18.00 GiB"
+        assert max(point.x for point in drawn.points) > (charts.LEFT + charts.RIGHT) / 2
+        assert "beyond this chart" in html(document(**ON_CPU), folder="x")
+
+
+@pytest.mark.parametrize("end", [0.0004, 1.0, 7.3, 22.0, 99.9, 123456.0])
+def test_ticks_are_few_and_round(end):
+    found = charts.ticks(end)
+    assert 2 <= len(found) <= 6
+    assert found[0] == 0
+    assert found[-1] <= end * (1 + 1e-9)
+
+
+def test_small_words():
+    assert findings.number(0.01234) == "0.01234"
+    assert findings.number(0) == "0.00"
+    assert findings.percent(0.004) == "0.4 %"
+    assert findings.parameters(7_241_732_096) == "7.242 billion parameters"
+    assert findings.parameters(12) == "12 parameters"
+    assert findings.one_line("a\n  b" + "c" * 30, 10) == "a bcccccc…"
+    assert findings.shell_lines(["autofit", "verify", "my folder"], width=16) == [
+        "autofit verify \\",
+        "    'my folder'",
+    ]
