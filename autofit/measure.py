@@ -34,6 +34,7 @@ from autofit.plan import (
     median,
     spread,
 )
+from autofit.quiet import CpuShare
 from autofit.registry import techniques
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Clock:
     loss: float = math.nan
     done: int = 0
     accumulated: int = 0
+    cpu: CpuShare = field(default_factory=CpuShare)
     _started: float = 0.0
     _micro: list[float] = field(default_factory=list)
     _mark: float = 0.0
@@ -118,9 +120,9 @@ class Clock:
         self.phase = "backward"
 
     def backward_end(self, loss: torch.Tensor) -> None:
-        """The gradients of a micro-step are there."""
+        """The gradients of a micro-step are there; ``loss`` is its share of the step's."""
         self.meter.check()
-        self._loss = loss.detach()
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         if self.in_parts:
             now = self._now()
             self._micro.append(now - self._mark)
@@ -136,12 +138,13 @@ class Clock:
         self.training_seconds += now - self._started
         self.accumulated = len(self._micro)
         if self._loss is not None:
-            self.loss = float(self._loss)
+            self.loss, self._loss = float(self._loss), None
             if not math.isfinite(self.loss):
                 raise NotFinite(self.loss, self.done)
         self.done += 1
         if self.done == self.effort.warm_up:
             self.meter.settle()
+            self.cpu = CpuShare()
         if self.done > self.effort.warm_up:
             self.steps.append(self._whole(now))
         self.progress(f"step {self.done}")
@@ -260,6 +263,7 @@ def measure(
             requested_bytes=asked,
             training_seconds=clock.training_seconds,
         )
+    disturbance = clock.cpu.others()
     reading = meter.read()
     if reading.peak_bytes > limit:
         return OutOfMemory(
@@ -291,6 +295,7 @@ def measure(
         training_seconds=clock.training_seconds,
         loss=clock.loss,
         alloc_retries=reading.alloc_retries,
+        disturbance=disturbance,
         evidence=evidence,
         notes=("random tokens, every row at full length, no padding mask",),
     )
@@ -379,7 +384,7 @@ def run_loop(clock: Clock, accelerator: Any, model: Any, optimizer: Any, max_gra
             loss = model(**batch).loss
             clock.forward_end()
             accelerator.backward(loss)
-            clock.backward_end(loss)
+            clock.backward_end(loss / clock.accumulation)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
             optimizer.step()

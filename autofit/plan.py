@@ -117,6 +117,8 @@ class Measured:
         steps: Seconds of each timed optimizer step, in order, warm-up dropped.
         training_seconds: Seconds spent in training steps, warm-up included.
         mfu: Model FLOPs utilisation, where the device's peak rate is known.
+        disturbance: Share of the machine's CPU time that others took while the steps were timed: other processes,
+            and other guests of the host.
     """
 
     kind: Literal["measured"] = "measured"
@@ -136,6 +138,7 @@ class Measured:
     loss: float
     mfu: float | None = None
     alloc_retries: int = 0
+    disturbance: float = 0.0
     evidence: Evidence = field(default_factory=Evidence)
     notes: tuple[str, ...] = ()
 

@@ -122,7 +122,11 @@ def before(folder: Path, now: Request, *, resume: bool, say: Callable[[str], Non
 def read_facts(
     folder: Path, request: Request, device: Literal["cuda", "cpu"], server: ForkServer, say: Callable[[str], None]
 ) -> Facts:
-    """Ask a process of its own about the model and the device, and keep the answer."""
+    """Ask a process of its own about the model and the device.
+
+    Raises:
+        ModelError: No causal language model can be built from the config.
+    """
     job = DescribeJob(
         name=request.model,
         config=str((folder / documents.MODEL_FOLDER).resolve()),
@@ -141,11 +145,12 @@ def read_facts(
             )
         model = TypeAdapter(Model).validate_python(answer["model"])
         hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
-    facts = Facts(
-        model=model, hardware=hardware, workload=workload(request, model, hardware, say), packages=installed()
-    )
+    return Facts(model=model, hardware=hardware, workload=workload(request, model, hardware, say), packages=installed())
+
+
+def keep(folder: Path, request: Request, facts: Facts) -> None:
+    """Write the question down, so that it can be gone on with. From here on the folder holds a tune."""
     write_atomically(folder / REQUEST, dump_json(STARTED, Started(request=request, facts=facts)))
-    return facts
 
 
 def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[str], None]) -> Workload:

@@ -138,17 +138,18 @@ class AutofitSampler(optuna.samplers.BaseSampler):
             return self._first_that_fits(seen, free)
         belief = believe(self.encoded, seen, self.limit_bytes)
         best = min(math.log(one.seconds) for one in fitting)
-        expected_gain = gain(belief.time, belief.time_std, best) * belief.fits * belief.works
+        gains = gain(belief.time, belief.time_std, best) * belief.fits * belief.works
         # the probability of fitting counts twice in the choice: a plan that does not fit says little of any other
-        place = self._foremost(np.where(free, expected_gain * belief.fits, -1.0), belief.memory)
-        expected = float(expected_gain[free].max())
+        score = np.where(free, gains * belief.fits, -1.0)
         measured = sum(one.verdict == "measured" for one in seen)
-        if measured >= LEAST_TRIALS and expected < LEAST_GAIN:
-            left = int(free.sum())
-            reason = f"none of the {left} plans left is expected to be {LEAST_GAIN:.0%} faster than the best"
-            return Advice(place=None, expected_gain=expected, reason=reason)
-        reason = f"expected to gain {expected:.1%} over the best, and {belief.fits[place]:.0%} likely to fit"
-        return Advice(place=place, expected_gain=expected, reason=reason)
+        if gains[free].max() < LEAST_GAIN:
+            if measured >= LEAST_TRIALS:
+                reason = f"none of the {free.sum()} plans left is expected to be {LEAST_GAIN:.0%} faster than the best"
+                return Advice(place=None, expected_gain=float(gains[free].max()), reason=reason)
+            score *= belief.works > 0.5  # a trial that is made for its own sake should at least run
+        place = self._foremost(score, belief.memory)
+        reason = f"expected to gain {gains[place]:.1%} over the best, and {belief.fits[place]:.0%} likely to fit"
+        return Advice(place=place, expected_gain=float(gains[place]), reason=reason)
 
     def _first_that_fits(self, seen: Sequence[Seen], free: Bools) -> Advice:
         """While nothing fitted: the first plan, one that likely fits, the smallest one, then a few small ones."""
@@ -238,7 +239,6 @@ def _time(encoded: Encoded, seen: Sequence[Seen]) -> tuple[Floats, Floats]:
     late = [one for one in seen if one.verdict == "timed_out"] if measured else []
     values = [math.log(one.seconds) for one in measured]
     return predict(
-        encoded,
         encoded.time,
         encoded.time_mean,
         seen=np.array([one.place for one in (*measured, *late)], dtype=np.int64),
@@ -254,16 +254,16 @@ def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[F
     places = np.array([one.place for one in measured], dtype=np.int64)
     values = np.log(np.array([one.peak_bytes for one in measured], dtype=float))
     noise = np.full(len(measured), _LEAST_NOISE)
-    mean, std = predict_memory(encoded, seen=places, values=values, noise=noise)
     if broke:
         at = np.array([one.place for one in broke], dtype=np.int64)
         least = np.log([max(one.peak_bytes, 1.15 * limit_bytes) for one in broke])
-        mean, std = predict_memory(
-            encoded,
-            seen=np.concatenate([places, at]),
-            values=np.concatenate([values, np.maximum(least, mean[at]) if measured else least]),
-            noise=np.concatenate([noise, np.full(len(broke), 0.2)]),
-        )
+        if measured:
+            both, known = encoded.memory.among(np.concatenate([places, at])), np.arange(len(places))
+            expected, _ = predict_memory(both, seen=known, values=values, noise=noise)
+            least = np.maximum(least, expected[len(places) :])
+        places, values = np.concatenate([places, at]), np.concatenate([values, least])
+        noise = np.concatenate([noise, np.full(len(broke), 0.2)])
+    mean, std = predict_memory(encoded.memory, seen=places, values=values, noise=noise)
     return sharpen(encoded, mean, std, {one.place: one.peak_bytes for one in measured})
 
 

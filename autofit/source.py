@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import socket
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +50,7 @@ def fetch(name: str, into: Path, *, trust_remote_code: bool = False) -> Path:
 
 def _source(name: str, *, trust_remote_code: bool) -> Path:
     if name == DEMO:
-        return Path(__file__).parent / "demo"
+        return Path(__file__).with_name("demo.json")
     if not name.strip() or "\0" in name:
         raise ModelError(f"MODEL {name!r} is no model", hint=_WANTED)
     try:
@@ -71,11 +74,15 @@ _WANTED = "give a hub id like Qwen/Qwen2.5-0.5B, a folder or file with a config.
 
 def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     from huggingface_hub import constants, errors, hf_hub_download, snapshot_download
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()
+    # the library tries five times in half a minute; a hub that can't be reached is asked of the cache alone
+    local = constants.HF_HUB_OFFLINE or not _reachable(constants.ENDPOINT)
     try:
         if trust_remote_code:
-            return Path(snapshot_download(name, allow_patterns=["config.json", "*.py"]))
-        return Path(hf_hub_download(name, "config.json"))
+            return Path(snapshot_download(name, allow_patterns=["config.json", "*.py"], local_files_only=local))
+        return Path(hf_hub_download(name, "config.json", local_files_only=local))
     except errors.GatedRepoError as error:
         raise ModelError(
             f"{name} is gated on the hub", hint="accept its terms there and log in with `hf auth login`"
@@ -94,6 +101,19 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     except (OSError, ValueError, errors.HfHubHTTPError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"the config of {name!r} can't be had from the hub: {first}", hint=_WANTED) from error
+
+
+def _reachable(endpoint: str, timeout_seconds: float = 5.0) -> bool:
+    """Whether a connection to the hub can be made; with a proxy that is the proxy's business."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    url = urllib.parse.urlsplit(endpoint)
+    try:
+        port = url.port or (80 if url.scheme == "http" else 443)
+        with socket.create_connection((url.hostname or "", port), timeout_seconds):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def read_config(path: Path, name: str) -> dict[str, Any]:

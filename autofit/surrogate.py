@@ -19,6 +19,7 @@ Learning" (2006), algorithm 2.1; the sum of kernels is their section 2.7.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -51,13 +52,32 @@ class Kernel:
 
     Attributes:
         features: One row per plan, each column scaled to a prior standard deviation of one.
+        family: Of each plan, see :class:`Encoded`.
+        rows: Of each plan.
         family_std: Standard deviation of what a family has beyond the sum of its values' effects.
         curve_std: The same for what changes with the rows inside a family.
     """
 
     features: Floats
+    family: Ints
+    rows: Floats
     family_std: float
     curve_std: float
+
+    def own(self) -> Floats:
+        """Prior variance of each plan."""
+        squares: Floats = np.einsum("ij,ij->i", self.features, self.features)
+        return squares + (self.family_std**2 + self.curve_std**2)
+
+    def between(self, seen: Ints) -> Floats:
+        """Prior covariance of some plans, a row each, with every plan."""
+        cross = self.features[seen] @ self.features.T
+        steps = np.log2(self.rows)
+        for place, plan in enumerate(seen):
+            kin = np.flatnonzero(self.family == self.family[plan])
+            closeness = np.exp(-0.5 * ((steps[kin] - steps[plan]) / 2.0) ** 2)
+            cross[place, kin] += self.family_std**2 + self.curve_std**2 * closeness
+        return cross
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +92,37 @@ class Shape:
     slope: Floats
     fixed_mean: Floats
     slope_mean: Floats
+    family: Ints
+    rows: Floats
     family_std: float
     curve_std: float
 
-    def at(self, unknowns: Floats, rows: Floats, places: Ints | slice = slice(None)) -> tuple[Floats, Floats]:
-        """Logarithm of the peak bytes, and its gradient in the unknowns, of some plans."""
-        fixed = self.fixed_mean[places] + self.fixed[places] @ unknowns
-        grown = self.slope_mean[places] + self.slope[places] @ unknowns + np.log(rows[places])
+    def among(self, places: Ints) -> Shape:
+        """The same of some plans only."""
+        return dataclasses.replace(
+            self,
+            fixed=self.fixed[places],
+            slope=self.slope[places],
+            fixed_mean=self.fixed_mean[places],
+            slope_mean=self.slope_mean[places],
+            family=self.family[places],
+            rows=self.rows[places],
+        )
+
+    def at(self, unknowns: Floats) -> tuple[Floats, Kernel]:
+        """Each plan's logarithm of the peak bytes less its linear part, and the covariance of that part."""
+        fixed = self.fixed_mean + self.fixed @ unknowns
+        grown = self.slope_mean + self.slope @ unknowns + np.log(self.rows)
         total = np.logaddexp(fixed, grown)
-        share = np.exp(fixed - total)[:, None]
-        return total, share * self.fixed[places] + (1 - share) * self.slope[places]
+        gradient = self.slope + np.exp(fixed - total)[:, None] * (self.fixed - self.slope)
+        kernel = Kernel(
+            features=gradient,
+            family=self.family,
+            rows=self.rows,
+            family_std=self.family_std,
+            curve_std=self.curve_std,
+        )
+        return total - gradient @ unknowns, kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,82 +190,77 @@ def encode(space: Space) -> Encoded:
             on_fixed += [here * memory_std, nothing]
             on_slope += [nothing, here * math.hypot(memory_std, _SLOPE_STD)]
     time_rows = [0.3 * np.log((1 + k / rows) / (1 + k)) for k in _LEVELS_ROWS]
+    family = np.unique(family, return_inverse=True)[1].astype(np.int64)
     return Encoded(
         names=tuple(names),
         index={plan: place for place, plan in enumerate(space.plans)},
         codes=codes,
         rows=rows,
-        family=np.unique(family, return_inverse=True)[1].astype(np.int64),
+        family=family,
         extras=extras,
         time_mean=time_mean,
-        time=Kernel(features=np.column_stack([level, *time_rows, *time_columns]), family_std=0.06, curve_std=0.04),
+        time=Kernel(
+            features=np.column_stack([level, *time_rows, *time_columns]),
+            family=family,
+            rows=rows,
+            family_std=0.06,
+            curve_std=0.04,
+        ),
         memory=Shape(
             fixed=np.column_stack(on_fixed),
             slope=np.column_stack(on_slope),
             fixed_mean=memory_mean,
             slope_mean=memory_mean + math.log(_GROWS),
+            family=family,
+            rows=rows,
             family_std=0.06,
             curve_std=0.04,
         ),
     )
 
 
-def predict(
-    encoded: Encoded, kernel: Kernel, prior_mean: Floats, *, seen: Ints, values: Floats, noise: Floats
-) -> tuple[Floats, Floats]:
+def predict(kernel: Kernel, prior_mean: Floats, *, seen: Ints, values: Floats, noise: Floats) -> tuple[Floats, Floats]:
     """Posterior mean and standard deviation of every plan.
 
     Args:
-        encoded: The space.
         kernel: Covariance of the residual.
         prior_mean: What was expected of each plan.
         seen: Which plans were observed; one may stand there more than once.
         values: What was observed, as logarithms.
         noise: Standard deviation of each observation.
     """
-    own = np.einsum("ij,ij->i", kernel.features, kernel.features) + kernel.family_std**2 + kernel.curve_std**2
     if len(seen) == 0:
-        return prior_mean, np.sqrt(own)
-    cross = kernel.features[seen] @ kernel.features.T
-    steps = np.log2(encoded.rows)
-    for place, plan in enumerate(seen):
-        kin = np.flatnonzero(encoded.family == encoded.family[plan])
-        closeness = np.exp(-0.5 * ((steps[kin] - steps[plan]) / 2.0) ** 2)
-        cross[place, kin] += kernel.family_std**2 + kernel.curve_std**2 * closeness
+        return prior_mean, np.sqrt(kernel.own())
+    cross = kernel.between(seen)
     lower = np.linalg.cholesky(cross[:, seen] + np.diag(noise**2))
     # the inverse of a small, well-kept triangle: numpy has no triangular solve, and a general one is slower
     whitened = np.linalg.inv(lower) @ cross
     residual = np.linalg.solve(lower, values - prior_mean[seen])
-    variance = own - np.einsum("ij,ij->j", whitened, whitened)
+    variance = kernel.own() - np.einsum("ij,ij->j", whitened, whitened)
     return prior_mean + whitened.T @ residual, np.sqrt(np.maximum(variance, 1e-10))
 
 
-def predict_memory(encoded: Encoded, *, seen: Ints, values: Floats, noise: Floats) -> tuple[Floats, Floats]:
+def predict_memory(shape: Shape, *, seen: Ints, values: Floats, noise: Floats) -> tuple[Floats, Floats]:
     """Posterior mean and standard deviation of the logarithm of every plan's peak bytes.
 
     The sum of two exponentials is linearized where the observations say that it stands (Gauss and Newton, damped),
     and is then a regression like that of time.
 
     Args:
-        encoded: The space.
+        shape: How fixed part and slope depend on the values.
         seen: Which plans were observed.
         values: The logarithms of their peak bytes.
         noise: Standard deviation of each observation.
     """
-    shape, rows = encoded.memory, encoded.rows
+    observed, every = shape.among(seen), np.arange(len(seen))
     unknowns = np.zeros(shape.fixed.shape[1])
-    same = encoded.family[seen][:, None] == encoded.family[seen][None, :]
-    steps = np.log2(rows[seen])
-    closeness = np.exp(-0.5 * ((steps[:, None] - steps[None, :]) / 2.0) ** 2)
-    own = same * (shape.family_std**2 + shape.curve_std**2 * closeness) + np.diag(noise**2)
     for turn in range(_ROUNDS if len(seen) else 0):
-        total, slopes = shape.at(unknowns, rows, seen)
-        residual = values - total + slopes @ unknowns
-        found = slopes.T @ np.linalg.solve(slopes @ slopes.T + own, residual)
+        offset, kernel = observed.at(unknowns)
+        covariance = kernel.between(every) + np.diag(noise**2)
+        found = kernel.features.T @ np.linalg.solve(covariance, values - offset)
         unknowns = found if turn == 0 else 0.5 * (unknowns + found)
-    total, slopes = shape.at(unknowns, rows)
-    kernel = Kernel(features=slopes, family_std=shape.family_std, curve_std=shape.curve_std)
-    return predict(encoded, kernel, total - slopes @ unknowns, seen=seen, values=values, noise=noise)
+    offset, kernel = shape.at(unknowns)
+    return predict(kernel, offset, seen=seen, values=values, noise=noise)
 
 
 def sharpen(encoded: Encoded, mean: Floats, std: Floats, peaks: Mapping[int, float]) -> tuple[Floats, Floats]:

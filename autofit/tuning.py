@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -36,9 +37,13 @@ if TYPE_CHECKING:
     from autofit.space import Space
 
 LONGEST_TRIAL_SECONDS = 900.0
+LOCK = ".lock"
+FORKSERVER_LOG = "forkserver.log"
+JOURNAL = "journal.log"
 FINALISTS = 3
 ROUNDS = 2
 DISAGREEMENT = 1.15
+NOTICEABLE = 0.1
 FINAL = Effort(fidelity="whole", min_steps=3, max_steps=8, seconds=6.0, target=0.01)
 
 
@@ -119,13 +124,27 @@ def tune(
         record=Path(record) if record else None,
     )
     question.check(request, settings)
-    folder = usable_folder(Path(output) if output else Path(tempfile.mkdtemp(prefix="autofit-")))
+    folder = Path(output) if output else Path(tempfile.mkdtemp(prefix="autofit-"))
+    fresh = not folder.exists()
+    usable_folder(folder)
     teller = events or Silent()
-    with held(folder / ".lock", f"another tune is writing {folder}", "give each tune its own --output"):
+    with held(folder / LOCK, f"another tune is writing {folder}", "give each tune its own --output"):
         try:
             return _Tune(folder, request, settings, teller, runner).run(resume=resume)
         finally:
             teller.close()
+            if not (folder / question.REQUEST).exists():
+                _leave_no_trace(folder, whole=fresh)
+
+
+def _leave_no_trace(folder: Path, *, whole: bool) -> None:
+    """Take away what a tune that never began has written."""
+    if whole:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    shutil.rmtree(folder / documents.MODEL_FOLDER, ignore_errors=True)
+    for name in (FORKSERVER_LOG, JOURNAL, LOCK):
+        (folder / name).unlink(missing_ok=True)
 
 
 @dataclass(slots=True)
@@ -143,11 +162,11 @@ class _Tune:
 
     def run(self, *, resume: bool) -> Result:
         before = question.before(self.folder, self.request, resume=resume, say=self._note)
-        device = before.facts.hardware.device if before else choose_device(self.request.device)
+        device = choose_device(before.facts.hardware.device if before else self.request.device)
         config = self.folder / documents.MODEL_FOLDER
         if before is None:
             fetch(self.request.model, config, trust_remote_code=self.request.trust_remote_code)
-        server = ForkServer(self.folder / "forkserver.log", device, modeling_module(config))
+        server = ForkServer(self.folder / FORKSERVER_LOG, device, modeling_module(config))
         with contextlib.closing(server):
             facts = (
                 before.facts if before else question.read_facts(self.folder, self.request, device, server, self._note)
@@ -170,6 +189,8 @@ class _Tune:
         plans = space.build(
             facts, space.parse_allowed(settings.allowed), space.parse_knobs(settings.fix, settings.among, facts)
         )
+        if not (self.folder / question.REQUEST).exists():
+            question.keep(self.folder, self.request, facts)
         if facts.model.has_experts:
             self._note("experts are routed by random weights here: trained ones may be less balanced, and slower")
         self.trials = list(finished(self.folder / TRIALS))
@@ -201,6 +222,7 @@ class _Tune:
                 stopped.hint = "no plan was measured inside the ceiling yet; go on with --resume"
                 raise stopped
             self._note("stopped before its end: this is the best of what was measured until then")
+        self._say_if_disturbed()
         if decision is None:
             raise NothingFits(choose.nearest_change(tuple(self.trials), plans, facts.workload.limit_bytes))
         result = answer.write(
@@ -263,6 +285,15 @@ class _Tune:
             best = self._best(facts)
             hopeless = best.outcome.step_seconds * 1.5 if best and isinstance(best.outcome, Measured) else 0.0
             searcher.tell(self._run(runner, facts, plan, Effort(hopeless_seconds=hopeless), "search"))
+
+    def _say_if_disturbed(self) -> None:
+        """Say so where others took a good part of the processors while trials were timed."""
+        shares = [trial.outcome.disturbance for trial in self.trials if isinstance(trial.outcome, Measured)]
+        if shares and median(shares) > NOTICEABLE:
+            self._note(
+                f"others took {median(shares):.0%} of the processors while the trials ran: "
+                "on a quieter machine all of this is faster"
+            )
 
     def _playoff_seconds(self) -> float:
         """What the playoff will take, from what trials took; an eighth of the time at least."""

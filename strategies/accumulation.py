@@ -38,7 +38,7 @@ class Accumulation(Technique):
             return ()
         share = work.global_batch // work.processes
         return tuple(
-            Choice(steps, Kind.EXACT, "offered", f"{steps} micro-batches of {share // steps} make {share} rows")
+            Choice(steps, Kind.EXACT, "offered", f"{steps} x {share // steps} rows make the {share} of a process")
             for steps in divisors(share)
         )
 

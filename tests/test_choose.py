@@ -132,16 +132,18 @@ OUTCOMES = st.one_of(
 def test_the_winner_fits_and_none_is_better_beyond_noise(drawn):
     trials = []
     for number, (plan, what) in enumerate(drawn):
+        outcome = what
         if isinstance(what, tuple):
             seconds, jitter, peak = what
-            what = measured((seconds * (1 - jitter), seconds, seconds * (1 + jitter)), peak, FACTS)
-        trials.append(failed(number, plan, what))
+            outcome = measured((seconds * (1 - jitter), seconds, seconds * (1 + jitter)), peak, FACTS)
+        trials.append(failed(number, plan, outcome))
     decision = choose.decide(trials, LIMIT)
     clean = {
         trial.plan
         for trial in trials
         if all(
-            other.outcome.kind == "timed_out" or (other.outcome.kind == "measured" and other.outcome.peak_bytes <= LIMIT)
+            other.outcome.kind == "timed_out"
+            or (other.outcome.kind == "measured" and other.outcome.peak_bytes <= LIMIT)
             for other in trials
             if other.plan == trial.plan
         )
@@ -165,8 +167,8 @@ def test_nearest_change_names_the_tightest_peak():
     wide = failed(1, PLAIN, out_of_memory(FACTS, peak_bytes=22 * GIB))
     words = choose.nearest_change([wide, tight], SPACE, LIMIT)
     assert BF16.words() in words
-    assert "21.0 GiB" in words
-    assert "more than 23.0 GiB (--memory-limit)" in words
+    assert "21.00 GiB" in words
+    assert "more than 23.00 GiB (--memory-limit)" in words
     assert "--seq-len" in words
     assert "--allow" not in words
 
@@ -181,7 +183,7 @@ def test_nearest_change_in_the_optimizer_step_does_not_blame_the_sequence():
 
 def test_nearest_change_of_a_plan_that_ran_over_the_ceiling():
     words = choose.nearest_change([run(0, BF16, 1.0, 30 * GIB)], SPACE, LIMIT)
-    assert "needs 30.0 GiB under a ceiling of 22.0 GiB" in words
+    assert "needs 30.00 GiB under a ceiling of 22.00 GiB" in words
 
 
 def test_nearest_change_without_a_device_peak():

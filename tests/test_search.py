@@ -97,7 +97,7 @@ def test_whatever_the_landscape(seed, share, failing):
     limit = CUDA.workload.limit_bytes
     fixed, slope, pace = {}, {}, {}
 
-    def outcome(plan, number):
+    def outcome(plan, _):
         family = plan.replaced(micro_batch=0, accumulation=0)
         fixed.setdefault(family, limit * share * rng.uniform(0.1, 1.0))
         slope.setdefault(family, limit * share * rng.uniform(0.0, 0.2))
@@ -162,7 +162,7 @@ def test_it_says_what_it_expects():
 
 def test_nothing_fits_needs_the_smallest_plan_and_few_trials():
     searcher = in_memory(CUDA, CUDA_SPACE)
-    trials = play(searcher, lambda plan, number: out_of_memory(CUDA))
+    trials = play(searcher, lambda *_: out_of_memory(CUDA))
     plans = [trial.plan for trial in trials]
     assert CUDA_SPACE.smallest() in plans
     assert len(plans) <= 8
@@ -174,7 +174,7 @@ def test_nothing_fits_needs_the_smallest_plan_and_few_trials():
 def test_only_the_smallest_fits():
     small = CUDA_SPACE.smallest()
 
-    def outcome(plan, number):
+    def outcome(plan, _):
         return measured((1.0, 1.0, 1.01), GIB, CUDA) if plan == small else out_of_memory(CUDA)
 
     trials = play(in_memory(CUDA, CUDA_SPACE), outcome)
@@ -183,7 +183,7 @@ def test_only_the_smallest_fits():
 
 def test_nothing_runs_ends_too():
     searcher = in_memory(CUDA, CUDA_SPACE)
-    trials = play(searcher, lambda plan, number: Crashed(reason="no driver"))
+    trials = play(searcher, lambda *_: Crashed(reason="no driver"))
     assert len(trials) <= 12
     assert "ran" in searcher.stopped
 
@@ -239,7 +239,7 @@ def test_optunas_samplers_end_with_the_space(tmp_path, name):
 
 def test_grid_goes_in_order(tmp_path):
     searcher = open_searcher(tmp_path, CPU_SPACE, CPU, sampler="grid")
-    trials = play(searcher, lambda plan, number: measured((1.0, 1.0), GIB, CPU), limit=5)
+    trials = play(searcher, lambda *_: measured((1.0, 1.0), GIB, CPU), limit=5)
     assert [trial.plan for trial in trials] == list(CPU_SPACE.plans[:5])
 
 

@@ -1,0 +1,39 @@
+"""How quiet the machine is: what others take of its CPU time while something is measured."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+
+
+class CpuShare:
+    """Watches from its making on who uses the processors.
+
+    Other processes count, and so do other guests of the host, as far as the kernel sees them (steal time).
+    """
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._busy = _busy_seconds()
+        self._own = _own_seconds()
+
+    def others(self) -> float:
+        """The share that others took, from 0 to 1 of all processors."""
+        wall = (time.monotonic() - self._began) * (psutil.cpu_count() or 1)
+        busy = _busy_seconds() - self._busy
+        own = _own_seconds() - self._own
+        return min(1.0, max(0.0, (busy - own) / wall)) if wall > 0 else 0.0
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    # guest time is counted in user time already
+    return sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

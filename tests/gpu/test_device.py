@@ -1,0 +1,137 @@
+"""Trials on a real CUDA device: every offered choice, the ceiling, and what is left behind."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from autofit import space
+from autofit.facts import Facts, Hardware, Model, Workload
+from autofit.forkserver import ForkServer
+from autofit.loading import installed
+from autofit.measure import Effort
+from autofit.memory import device_used_bytes
+from autofit.plan import Measured, OutOfMemory, Plan, Unsupported, dump_json
+from autofit.source import fetch, modeling_module
+from autofit.trials import ProcessRunner
+from autofit.units import GIB, MIB
+from autofit.worker import FACTS_FILE, JOBS, DescribeJob
+from tests.gpu.models import LLAMA
+
+QUICK = Effort(min_steps=2, max_steps=3, seconds=1.0)
+PLAIN = Plan(
+    {
+        "micro_batch": 4,
+        "accumulation": 2,
+        "precision": "bf16",
+        "checkpointing": "off",
+        "optimizer": "adamw",
+        "offload": "none",
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    """A server, the facts of this device, and a runner factory."""
+    folder = tmp_path_factory.mktemp("gpu")
+    source = folder / "source.json"
+    source.write_text(json.dumps(LLAMA))
+    config = fetch(str(source), folder / "model")
+    server = ForkServer(folder / "server.log", "cuda", modeling_module(config))
+    job = DescribeJob(name="llama", config=str(config), device="cuda", trust_remote_code=False)
+    with server.ask(folder, dump_json(JOBS, job), FACTS_FILE) as answer:
+        from pydantic import TypeAdapter
+
+        hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
+        model = TypeAdapter(Model).validate_python(answer["model"])
+    facts = Facts(
+        model=model,
+        hardware=hardware,
+        workload=Workload(
+            seq_len=512,
+            global_batch=8,
+            limit_bytes=min(12 * GIB, int(hardware.free_bytes * 0.9)),
+            host_limit_bytes=int(hardware.host_free_bytes * 0.8),
+        ),
+        packages=installed(),
+    )
+    yield Bench(folder, config, server, facts)
+    server.close()
+
+
+class Bench:
+    def __init__(self, folder: Path, config: Path, server: ForkServer, facts: Facts) -> None:
+        self.folder, self.config, self.server, self.facts = folder, config, server, facts
+        self.number = 0
+
+    def run(self, plan: Plan, **work):
+        facts = dataclasses.replace(self.facts, workload=dataclasses.replace(self.facts.workload, **work))
+        runner = ProcessRunner(self.folder / "trials", facts, self.config, self.server)
+        self.number += 1
+        return runner.run(self.number, plan, QUICK, purpose="search", limit_seconds=300).outcome
+
+    def plan(self, **values) -> Plan:
+        return PLAIN.replaced(**values)
+
+
+def values(name):
+    """Every value that any machine may offer; what this one withholds is skipped inside the test."""
+    return {
+        "precision": ["fp32", "tf32", "bf16", "fp16", "bf16_weights"],
+        "checkpointing": ["off", "full"],
+        "optimizer": ["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"],
+        "offload": ["none", "activations", "optimizer", "fsdp2", "zero2", "zero3"],
+    }[name]
+
+
+@pytest.mark.parametrize("path", ["trainer", "loop"])
+@pytest.mark.parametrize(
+    ("name", "value"), [(n, v) for n in ("precision", "checkpointing", "optimizer", "offload") for v in values(n)]
+)
+def test_every_choice_runs_and_takes_effect(bench, path, name, value):
+    choice = next(c for n, c in space.offers(bench.facts) if n == name and c.value == value)
+    if choice.status == "withheld":
+        pytest.skip(choice.reason)
+    outcome = bench.run(bench.plan(**{name: value}), launch_path=path)
+    assert isinstance(outcome, Measured), outcome
+    assert outcome.outside_bytes > 50 * MIB
+    assert outcome.allocated_bytes <= outcome.reserved_bytes < outcome.peak_bytes <= outcome.limit_bytes
+
+
+def test_checkpointing_and_offload_save_what_they_are_for(bench):
+    big = {"micro_batch": 8, "accumulation": 1}
+    plain = bench.run(bench.plan(**big))
+    for saving in ({"checkpointing": "full"}, {"offload": "activations"}):
+        saved = bench.run(bench.plan(**big, **saving))
+        assert saved.allocated_bytes < 0.8 * plain.allocated_bytes
+    small = {"micro_batch": 1, "accumulation": 8}
+    state_bytes = 8 * bench.facts.model.parameters
+    on_device = bench.run(bench.plan(**small))
+    on_host = bench.run(bench.plan(**small, offload="optimizer"))
+    assert on_device.allocated_bytes - on_host.allocated_bytes > 0.4 * state_bytes
+    assert on_host.host_bytes - on_device.host_bytes > 0.8 * state_bytes
+
+
+def test_a_tight_ceiling_is_an_out_of_memory_by_the_device_itself(bench):
+    roomy = bench.run(bench.plan(micro_batch=8, accumulation=1))
+    tight = bench.run(bench.plan(micro_batch=8, accumulation=1), limit_bytes=int(roomy.allocated_bytes * 0.7))
+    assert isinstance(tight, OutOfMemory)
+    assert tight.where == "device"
+    assert tight.phase in {"forward", "backward", "optimizer"}
+
+
+def test_a_ceiling_below_the_context_is_out_of_memory_too(bench):
+    outcome = bench.run(bench.plan(), limit_bytes=64 * MIB)
+    assert isinstance(outcome, OutOfMemory | Unsupported)
+    assert isinstance(outcome, OutOfMemory)
+
+
+def test_memory_comes_back_after_every_trial(bench):
+    before = device_used_bytes(bench.facts.hardware.uuid)
+    bench.run(bench.plan())
+    bench.run(bench.plan(micro_batch=8, accumulation=1), limit_bytes=600 * MIB)
+    runner = ProcessRunner(bench.folder / "trials", bench.facts, bench.config, bench.server)
+    runner.settle()
+    assert device_used_bytes(bench.facts.hardware.uuid) <= before + 64 * MIB

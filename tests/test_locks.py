@@ -1,0 +1,90 @@
+"""A lock is held by one process, and dies with it however it ends."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from autofit.errors import MachineError
+from autofit.locks import device_lock, held
+
+HOLD = """
+import sys
+from pathlib import Path
+from autofit.locks import held
+with held(Path(sys.argv[1]), "message", "hint"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def take(path):
+    with held(path, "somebody is at it", "wait for them"):
+        return True
+
+
+@pytest.fixture
+def holder(tmp_path):
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield path, process
+        process.kill()
+
+
+def test_a_second_holder_is_refused_in_the_words_given(tmp_path):
+    path = tmp_path / "lock"
+    with held(path, "message", "hint"):
+        with pytest.raises(MachineError, match="somebody is at it") as caught:
+            take(path)
+        assert caught.value.hint == "wait for them"
+    assert take(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_it_is_released_when_the_body_fails(tmp_path):
+    path = tmp_path / "lock"
+    with pytest.raises(ValueError, match="body"), held(path, "message", "hint"):
+        raise ValueError("body")
+    assert take(path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_another_process_holds_it_until_it_ends(holder, number):
+    path, process = holder
+    with pytest.raises(MachineError, match="somebody is at it"):
+        take(path)
+    process.send_signal(number)
+    process.wait(10)
+    assert take(path)
+
+
+def test_a_child_process_does_not_inherit_it(tmp_path):
+    path = tmp_path / "lock"
+    with held(path, "message", "hint"):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert take(path)
+    finally:
+        child.communicate(b"\n")
+
+
+def test_a_lock_that_cant_be_made_is_a_machine_error(tmp_path):
+    with pytest.raises(MachineError, match="no lock at") as caught:
+        take(tmp_path / "none" / "lock")
+    assert "TMPDIR" in caught.value.hint
+
+
+def test_each_device_has_a_lock_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with device_lock("cpu"):
+        with pytest.raises(MachineError, match=r"another tune is measuring on this device \(cpu\)"), device_lock("cpu"):
+            pass
+        with device_lock("GPU-0/../../x:y z"):
+            pass
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"autofit-{os.getuid()}-GPU-0-------x-y-z.lock", f"autofit-{os.getuid()}-cpu.lock"]
