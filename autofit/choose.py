@@ -124,7 +124,8 @@ def _contenders(trials: Iterable[Trial], limit_bytes: int) -> tuple[list[Contend
 
 def _pool(runs: Sequence[Measured]) -> Measured:
     """All measurements of a plan as one: times of the best fidelity, memory and MFU at their most."""
-    timed = [run for run in runs if run.fidelity == "whole"] or list(runs)
+    whole = [run for run in runs if run.fidelity == "whole"] or list(runs)
+    timed = [run for run in whole if not run.disturbed] or whole
     newest = timed[-1]
     steps = tuple(step for run in timed for step in run.steps)
     seconds = median(steps) if steps else median([run.step_seconds for run in timed])

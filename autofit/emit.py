@@ -12,9 +12,11 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from yaml import YAMLError
+
 from autofit import document as documents
 from autofit.document import DOCUMENT, Document
-from autofit.errors import AutofitError
+from autofit.errors import AutofitError, InputError
 from autofit.files import write_atomically, writing
 from autofit.launching import write_yaml
 from autofit.plan import dump_json
@@ -90,7 +92,7 @@ def check_files(folder: Path) -> None:
         if changed:
             raise EmissionError(f"{ARGUMENTS}: {sorted(changed)} come back changed")
         load(folder)
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except (AttributeError, ImportError, InputError, KeyError, OSError, TypeError, ValueError, YAMLError) as error:
         raise EmissionError(f"an emitted file is refused by its reader: {error}") from error
 
 

@@ -187,8 +187,9 @@ class ForkServer:
         return message
 
     def _lost(self) -> MachineError:
-        status = self._process.poll() if self._process else None
-        self.close()
+        process = self._process
+        self.close()  # waits for its end: the socket closes a little before
+        status = process.returncode if process else None
         tail = ""
         with contextlib.suppress(OSError):
             lines = self.log.read_text("utf-8", "replace").strip().splitlines()

@@ -100,12 +100,8 @@ def _first_product(model: nn.Module, layer_classes: tuple[str, ...]) -> nn.Modul
     layer = next((module for module in model.modules() if type(module).__name__ in layer_classes), model)
     for module in layer.modules():
         weight = getattr(module, "weight", None)
-        if (
-            weight is not None
-            and weight.dim() == 2
-            and not any(module.children())
-            and "Embed" not in type(module).__name__
-        ):
+        shape = getattr(weight, "ds_shape", getattr(weight, "shape", ()))  # ZeRO-3 leaves an empty tensor behind
+        if len(shape) == 2 and not any(module.children()) and "Embed" not in type(module).__name__:
             return module
     return None
 

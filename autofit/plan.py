@@ -142,6 +142,15 @@ class Measured:
     evidence: Evidence = field(default_factory=Evidence)
     notes: tuple[str, ...] = ()
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether others took so much of the processors that the times say little.
+
+        Threads of a step wait for one another: on a CPU of two cores, another busy process was seen to make steps
+        not twice but twenty times as long.
+        """
+        return self.disturbance > 0.25
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:

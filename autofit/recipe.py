@@ -153,7 +153,8 @@ class Recipe:
         given: dict[str, Any] = {
             "gradient_accumulation_steps": self.accumulation,
             "mixed_precision": self.mixed_precision,
-            "cpu": on_cpu,
+            # told to use the CPU, Accelerate leaves its engines out
+            "cpu": on_cpu and self.emission.accelerate["distributed_type"] == "NO",
         }
         return Accelerator(**{**given, **others})
 

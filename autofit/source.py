@@ -63,7 +63,8 @@ def _source(name: str, *, trust_remote_code: bool) -> Path:
             return path
     except (OSError, RuntimeError) as error:  # a name too long for a path, a home that does not exist
         if not _HUB_ID.fullmatch(name):
-            raise ModelError(f"MODEL {name[:200]!r} can't be a path: {error}", hint=_WANTED) from error
+            why = getattr(error, "strerror", None) or error  # the error itself holds the whole name again
+            raise ModelError(f"MODEL {name[:200]!r} can't be a path: {why}", hint=_WANTED) from error
     if not _HUB_ID.fullmatch(name) or ".." in name:
         raise ModelError(f"no file or folder {name[:200]!r}, and it can't be a hub id", hint=_WANTED)
     return _from_hub(name, trust_remote_code=trust_remote_code)
@@ -91,8 +92,10 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
         raise ModelError(f"the hub has no model {name!r}, or none that you may see", hint=_WANTED) from error
     except errors.EntryNotFoundError as error:
         if isinstance(error, errors.LocalEntryNotFoundError):
-            offline = constants.HF_HUB_OFFLINE
-            why = "HF_HUB_OFFLINE is set" if offline else "the hub can't be reached"
+            status = getattr(getattr(error.__cause__, "response", None), "status_code", None)
+            why = "the hub can't be reached" if status is None else f"the hub answers with status {status}"
+            if constants.HF_HUB_OFFLINE:
+                why = "HF_HUB_OFFLINE is set"
             raise ModelError(
                 f"{name!r} is no file or folder here, and {why}",
                 hint="give a folder or file with a config.json, or try again with a connection",
@@ -134,7 +137,7 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} can't be read: {error}", hint=_WANTED) from error
     try:
-        config = json.loads(text, parse_constant=_no_constant, parse_int=_small_int)
+        config = json.loads(text, parse_constant=_no_constant, parse_int=_small_int, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}", hint="fetch the model's config.json again") from error
     if not isinstance(config, dict):
@@ -149,6 +152,12 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
 
 def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(float(text)):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return float(text)
 
 
 def _small_int(text: str) -> int:

@@ -44,7 +44,7 @@ def parse_allowed(text: str) -> frozenset[Kind]:
     """The classes of ``--allow exact,numeric,method``.
 
     Raises:
-        InputError: A class of another name.
+        InputError: A class of another name, or ``exact`` is left out, without which the batch can't be split.
     """
     allowed = set()
     for word in text.split(","):
@@ -54,6 +54,10 @@ def parse_allowed(text: str) -> frozenset[Kind]:
             raise InputError(
                 f"{word!r} is not a class of techniques", hint="known: " + ", ".join(kind.value for kind in Kind)
             ) from None
+    if Kind.EXACT not in allowed:
+        raise InputError(
+            f"--allow {text!r} leaves exact out, and no plan can do without", hint=f"write it like --allow exact,{text}"
+        )
     return frozenset(allowed)
 
 

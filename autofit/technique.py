@@ -119,7 +119,7 @@ class Technique(ABC):
         """
         choices = self.choices(facts)
         value: Value = text
-        if choices and isinstance(choices[0].value, int):
+        if isinstance(self.plain, int):
             if not text.isascii() or not text.isdigit() or len(text) > 9:
                 raise InputError(f"{self.name}={text}: a whole number is wanted")
             value = int(text)

@@ -73,8 +73,9 @@ class ProcessRunner:
         job = TrialJob(plan=plan, facts=self.facts, config=str(self.config.resolve()), effort=effort)
         write_atomically(folder / JOB, dump_json(JOBS, job))
         self.settle()
+        kills_before = memory_kills()
         status = self.server.run(folder.resolve(), kill_after_seconds=limit_seconds)
-        outcome = self._outcome(folder, status, limit_seconds)
+        outcome = self._outcome(folder, status, limit_seconds, host_ran_out=memory_kills() > kills_before)
         trial = Trial(number=number, plan=plan, outcome=outcome, wall_seconds=time.monotonic() - began, purpose=purpose)
         write_atomically(folder / TRIAL_FILE, dump_json(TRIAL, trial))
         return trial
@@ -95,7 +96,7 @@ class ProcessRunner:
         while device_used_bytes(hardware.uuid) > hardware.others_bytes + slack and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _outcome(self, folder: Path, status: int | None, limit_seconds: float) -> Outcome:
+    def _outcome(self, folder: Path, status: int | None, limit_seconds: float, *, host_ran_out: bool) -> Outcome:
         """The child's own verdict where it wrote one; else what its end tells."""
         with contextlib.suppress(FileNotFoundError, ValidationError):
             outcome: Outcome = OUTCOME.validate_json((folder / OUTCOME_FILE).read_bytes())
@@ -108,24 +109,29 @@ class ProcessRunner:
         tail = log_tail(folder)
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
-            if number == signal.SIGKILL and self._host_ran_out(folder):
-                work = self.facts.workload
+            if number == signal.SIGKILL and host_ran_out:
+                work, on_cpu = self.facts.workload, self.facts.hardware.device == "cpu"
                 return OutOfMemory(
-                    where="host", phase="load", limit_bytes=work.host_limit_bytes, peak_bytes=work.host_limit_bytes
+                    where="device" if on_cpu else "host",
+                    phase="load",
+                    limit_bytes=work.limit_bytes if on_cpu else work.host_limit_bytes,
+                    peak_bytes=max(work.limit_bytes, work.host_limit_bytes) if on_cpu else work.host_limit_bytes,
                 )
             name = signal.Signals(number).name
             return Crashed(reason=f"killed by {name} after {phase}", log_tail=tail)
         return Crashed(reason=f"ended with status {os.WEXITSTATUS(status)} after {phase}", log_tail=tail)
 
-    def _host_ran_out(self, folder: Path) -> bool:
-        """Whether the kernel's log of the control group says that it killed for memory."""
-        for events in (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")):
-            with contextlib.suppress(OSError):
-                for line in events.read_text("ascii").splitlines():
-                    name, _, count = line.partition(" ")
-                    if name == "oom_kill" and int(count) > 0:
-                        return True
-        return False
+
+def memory_kills() -> int:
+    """How many processes the kernel has killed for memory so far: of this control group, or of the machine."""
+    kills = 0
+    for counts in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat"):
+        with contextlib.suppress(OSError):
+            for line in Path(counts).read_text("ascii").splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    kills += int(count)
+    return kills
 
 
 def trial_folder(folder: Path, number: int) -> Path:

@@ -44,6 +44,7 @@ FINALISTS = 3
 ROUNDS = 2
 DISAGREEMENT = 1.15
 NOTICEABLE = 0.1
+MOST_REPEATS = 6
 FINAL = Effort(fidelity="whole", min_steps=3, max_steps=8, seconds=6.0, target=0.01)
 
 
@@ -159,6 +160,7 @@ class _Tune:
     began: float = field(default_factory=time.monotonic)
     trials: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    repeats: int = 0
 
     def run(self, *, resume: bool) -> Result:
         before = question.before(self.folder, self.request, resume=resume, say=self._note)
@@ -224,7 +226,7 @@ class _Tune:
             self._note("stopped before its end: this is the best of what was measured until then")
         self._say_if_disturbed()
         if decision is None:
-            raise NothingFits(choose.nearest_change(tuple(self.trials), plans, facts.workload.limit_bytes))
+            raise NothingFits(choose.nearest_change(tuple(self.trials), plans, facts.workload.limit_bytes, facts))
         result = answer.write(
             answer.compose(decision, facts, self.trials, notes=self.notes, seconds=time.monotonic() - self.began),
             self.folder,
@@ -261,6 +263,11 @@ class _Tune:
         if self.settings.record is not None:
             self._record(self.settings.record, trial, facts)
         self.events.trial_ends(trial, self._best(facts))
+        if isinstance(trial.outcome, Measured) and trial.outcome.disturbed and self.repeats < MOST_REPEATS:
+            self.repeats += 1
+            share = trial.outcome.disturbance
+            self._note(f"others took {share:.0%} of the processors during trial {number}: it is measured once more")
+            return self._run(runner, facts, plan, effort, purpose)
         return trial
 
     def _record(self, path: Path, trial: Trial, facts: Facts) -> None:

@@ -10,6 +10,7 @@ where all rows are equally long.
 
 Source: ``gradient_accumulation_steps`` of Trainer; a plain Accelerate loop has to pass it itself, since the
 Accelerate YAML carries it on the DeepSpeed path only.
+Not covered: rows of different lengths in a plain loop, where a mean of means weighs short rows more.
 """
 
 from __future__ import annotations
@@ -43,9 +44,8 @@ class Accumulation(Technique):
         )
 
     def suggest(self, value: Value, facts: Facts) -> str:
-        return f"the global batch of {facts.workload.global_batch} can be split into " + ", ".join(
-            str(choice.value) for choice in self.choices(facts)
-        )
+        known = ", ".join(str(choice.value) for choice in self.choices(facts))
+        return f"the global batch of {facts.workload.global_batch} can be split into {known or 'nothing'}"
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         work = facts.workload

@@ -2,7 +2,7 @@
 
 Saves: activations, logits and temporaries grow in proportion to it; weights, gradients and optimizer state do
 not. Costs: below some size the device is not kept busy, and above it nothing is gained; where that is differs by
-model and device, which is why it is measured. A larger one is not always faster (mosaicml/composer #1632).
+model and device, which is why it is measured. Source: mosaicml/composer #1632, where a larger one is not always faster.
 
 Choices are the divisors of a process's share of the global batch, so that equal micro-batches make up exactly
 that: any integer that divides it, not only powers of two.
@@ -49,10 +49,10 @@ class MicroBatch(Technique):
         step = rows * work.processes
         below, above = work.global_batch // step * step, math.ceil(work.global_batch / step) * step
         met = " or ".join(str(batch) for batch in dict.fromkeys((below, above)) if batch)
+        known = ", ".join(str(choice.value) for choice in self.choices(facts))
         return (
             f"{rows} rows on {work.processes} process(es) can't make a global batch of {work.global_batch}; "
-            f"they can make {met}, and {work.global_batch} can be made of "
-            + ", ".join(str(choice.value) for choice in self.choices(facts))
+            f"they can make {met}, and {work.global_batch} can be made of {known or 'none'}"
         )
 
     def apply(self, value: Value, recipe: Recipe) -> None:

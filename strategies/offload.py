@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 from typing import TYPE_CHECKING, Any
 
 from autofit.technique import Choice, Emission, Kind, Prior, Technique
@@ -151,6 +152,8 @@ class Offload(Technique):
             return "no activation was copied to the host"
         if value == "optimizer" and "cpu" not in evidence.optimizer_state_devices:
             return f"the optimizer's state is on {evidence.optimizer_state_devices}"
+        if engine == "deepspeed" and "CPUAdam" not in str(evidence.optimizer):
+            return f"{evidence.optimizer} stepped, not DeepSpeed's optimizer for the host"
         if value == "fsdp2" and evidence.parameter_devices != ("cpu",):
             return f"the parameters are on {evidence.parameter_devices}"
         return None
@@ -256,7 +259,7 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer, chunk_bytes: int = _CHU
     step = optimizer.step
 
     @functools.wraps(step)
-    def step_in_chunks(*args: Any, **kwargs: Any) -> Any:
+    def step_in_chunks(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         result, whole = None, optimizer.param_groups
         try:
             for group in whole:
@@ -270,7 +273,8 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer, chunk_bytes: int = _CHU
             torch.cuda.current_stream().synchronize()  # whoever reads the state next reads it whole
         return result
 
-    optimizer.step = step_in_chunks  # type: ignore[method-assign]
+    # a bound method: PyTorch's schedulers wrap what is under it
+    optimizer.step = types.MethodType(step_in_chunks, optimizer)  # type: ignore[method-assign]
     return optimizer
 
 

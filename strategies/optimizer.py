@@ -11,6 +11,10 @@
 - ``sgd``: SGD with momentum 0.9, 4 bytes a parameter. A Trainer's plain ``sgd`` has no momentum: it is asked for
   by ``optim_args``.
 
+Saves: state, which is half of the 16 bytes a parameter that plain AdamW training holds. Costs: quantizing and paging
+take time in each step; another family costs a new search for its learning rate. Sources: the papers above;
+``Trainer.get_optimizer_cls_and_kwargs`` for what each argument builds.
+
 AdamW is the reference (class ``exact``), its 8-bit state is ``numeric``, another family of optimizers is
 ``method``: it wants another learning rate, which autofit does not tune.
 

@@ -5,6 +5,7 @@
 - ``bf16``: autocast to bfloat16 over float32 weights. Saves activations, costs a bfloat16 copy of each weight
   while a step lasts. On a small device-memory budget it can need more than fp32 at a small micro-batch.
 - ``fp16``: autocast to float16 with dynamic loss scaling, for devices without bfloat16.
+  Under DeepSpeed both 16-bit precisions are its own: 16-bit weights beside a float32 copy that the optimizer steps.
 - ``bf16_weights``: weights, gradients and optimizer state in bfloat16, no autocast, no float32 master copy.
   Halves the bytes per parameter, and changes the method: with AdamW at a learning rate of 2e-5 about 70 % of the
   weights never moved in 20 steps, since the update is below half a unit in the last place.
@@ -94,6 +95,8 @@ class Precision(Technique):
         if evidence.compute_dtype != wanted:
             return f"a linear layer computed in {evidence.compute_dtype}, not {wanted}"
         weights = "bfloat16" if value == "bf16_weights" else "float32"
+        if evidence.engine == "deepspeed":  # keeps the float32 copy itself, and computes with 16-bit weights
+            weights = wanted
         if evidence.weights_dtype != weights:
             return f"the weights are {evidence.weights_dtype}, not {weights}"
         if facts.hardware.device == "cuda" and evidence.tf32 is not None and evidence.tf32 != (value == "tf32"):

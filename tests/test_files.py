@@ -58,7 +58,8 @@ def test_a_full_disk_is_a_machine_error(tmp_path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
         "path = Path(sys.argv[1])\n"
         "try:\n    files.write_atomically(path, 'x' * 100)\n"
-        "except errors.MachineError as error:\n    print(error.exit_code, path.read_text(), len(list(path.parent.iterdir())))\n"
+        "except errors.MachineError as error:\n"
+        "    print(error.exit_code, path.read_text(), len(list(path.parent.iterdir())))\n"
     )
     path = tmp_path / "file"
     path.write_text("old")

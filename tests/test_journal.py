@@ -193,10 +193,9 @@ def test_a_disk_that_takes_no_more_is_the_machine(tmp_path):
 
 def test_optuna_is_quiet_and_its_settings_stay(tmp_path, caplog):
     logger = logging.getLogger("optuna")
-    before = logger.level
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG), caplog.at_level(logging.DEBUG, "optuna"):
         open_study(tmp_path, some_trials())
-    assert logger.level == before
+        assert logger.level == logging.DEBUG
     assert [record for record in caplog.records if record.levelno < logging.WARNING] == []
 
 

@@ -6,7 +6,7 @@ import math
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -101,6 +101,7 @@ trials = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(trials)
 def test_a_trial_comes_back_from_json(trial):
     text = dump_json(TRIAL, trial)
@@ -111,6 +112,7 @@ def test_a_trial_comes_back_from_json(trial):
     assert dump_json(TRIAL, back) == text
 
 
+@settings(deadline=None)
 @given(plans)
 def test_a_plan_comes_back_from_json_with_its_types_and_order(plan):
     back = PLAN.validate_json(dump_json(PLAN, plan))
@@ -187,6 +189,7 @@ def test_a_plan_is_a_value():
 samples = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30)
 
 
+@settings(deadline=None)
 @given(samples, st.randoms())
 def test_the_median_is_the_median_in_any_order(numbers, random):
     wanted = statistics.median(numbers)
@@ -194,6 +197,7 @@ def test_the_median_is_the_median_in_any_order(numbers, random):
     assert median(numbers) == median(tuple(numbers)) == pytest.approx(wanted)
 
 
+@settings(deadline=None)
 @given(samples, st.randoms(), st.floats(0.01, 100))
 def test_the_spread_has_no_sign_no_order_and_the_unit_of_the_values(numbers, random, factor):
     wide = spread(numbers)
@@ -203,11 +207,13 @@ def test_the_spread_has_no_sign_no_order_and_the_unit_of_the_values(numbers, ran
     assert spread(numbers) == pytest.approx(wide)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1, 2), min_size=2, max_size=20), st.floats(0, 100))
 def test_the_spread_does_not_depend_on_where_the_values_are(numbers, shift):
     assert spread([number + shift for number in numbers]) == pytest.approx(spread(numbers), abs=1e-9)
 
 
+@settings(deadline=None)
 @given(st.floats(0.001, 100), st.integers(2, 20))
 def test_equal_values_have_no_spread(value, count):
     assert spread([value] * count) == pytest.approx(0, abs=1e-12)

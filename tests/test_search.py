@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from autofit import choose, journal, space
 from autofit.errors import InputError
 from autofit.plan import Crashed, OutOfMemory, Plan, TimedOut, Trial, Unsupported
-from autofit.sampler import LEAST_TRIALS, AutofitSampler
+from autofit.sampler import LEAST_TRIALS, AutofitSampler, Seen, believe
 from autofit.search import Searcher, open_searcher
-from autofit.surrogate import below, gain
+from autofit.surrogate import below, encode, gain, sharpen
 from autofit.technique import Kind
 
 from .synthetic import GIB, Landscape, cpu_facts, cuda_facts, measured, out_of_memory
@@ -254,6 +254,16 @@ def test_tpe_learns_from_what_does_not_fit(tmp_path):
     assert _get_infeasible_trial_score(told) > 0
 
 
+def test_a_proposal_that_is_no_plan_is_told_as_infeasible(tmp_path):
+    plans = space.build(cuda_facts(limit_bytes=10 * GIB))
+    searcher = open_searcher(tmp_path, plans, CUDA, sampler="random")
+    play(searcher, Landscape(facts=CUDA).outcome, limit=20)
+    rejected = [trial for trial in searcher.study.trials if trial.user_attrs["kind"] == journal.REJECTED]
+    conflicting = [trial for trial in rejected if trial.state == optuna.trial.TrialState.PRUNED]
+    assert conflicting
+    assert all(trial.constraints["memory"] > 0 for trial in conflicting)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("scipy") is not None, reason="scipy is installed")
 def test_gp_says_what_to_install(tmp_path):
     with pytest.raises(InputError, match="scipy") as caught:
@@ -322,6 +332,44 @@ def test_any_optuna_user_can_use_the_sampler():
             else:
                 study.tell(trial, state=optuna.trial.TrialState.PRUNED)
     assert study.best_value > CPU.workload.global_batch / LAND.best_seconds(CPU_SPACE) * 0.8
+
+
+def test_two_micro_batches_make_a_line_of_memory():
+    encoded = encode(CPU_SPACE)
+    kin = [place for place, plan in enumerate(CPU_SPACE.plans) if encoded.family[place] == encoded.family[0]]
+    peaks = {place: (3 + 0.5 * encoded.rows[place]) * GIB for place in kin if encoded.rows[place] in {2, 16}}
+    mean, std = sharpen(encoded, np.zeros(len(encoded.rows)), np.full(len(encoded.rows), 1.0), peaks)
+    assert np.exp(mean[kin]) / GIB == pytest.approx(3 + 0.5 * encoded.rows[kin])
+    within = [place for place in kin if 2 <= encoded.rows[place] <= 16]
+    assert std[within].max() <= 0.02
+    others = np.setdiff1d(np.arange(len(encoded.rows)), kin)
+    assert (std[others] == 1.0).all()
+
+
+def test_one_micro_batch_bounds_the_others():
+    encoded = encode(CPU_SPACE)
+    kin = np.flatnonzero(encoded.family == encoded.family[0])
+    place = next(place for place in kin if encoded.rows[place] == 4)
+    for believed in (0.0, 100.0):
+        mean, _ = sharpen(encoded, np.full(len(encoded.rows), believed), np.full(len(encoded.rows), 1.0), {place: GIB})
+        times = np.exp(mean[kin]) / GIB
+        rows = encoded.rows[kin] / 4
+        assert (times >= np.minimum(rows, 1) * 0.999).all()
+        assert (times <= np.maximum(rows, 1) * 1.001).all()
+
+
+def test_running_out_of_memory_raises_what_is_expected_of_kin():
+    encoded = encode(CUDA_SPACE)
+    limit = CUDA.workload.limit_bytes
+    first = [place for place in np.flatnonzero(encoded.family == 0) if encoded.rows[place] in {1, 2, 4}]
+    small, kin, broken = sorted(first, key=lambda place: encoded.rows[place])
+    measured_one = Seen(place=small, verdict="measured", seconds=1.0, peak_bytes=0.5 * limit)
+    before = believe(encoded, [measured_one], limit)
+    after = believe(encoded, [measured_one, Seen(place=broken, verdict="out_of_memory", peak_bytes=limit)], limit)
+    assert after.memory[broken] > np.log(limit)
+    assert after.memory[kin] > before.memory[kin]
+    on_host = Seen(place=broken, verdict="out_of_memory", peak_bytes=limit, on_device=False)
+    assert (believe(encoded, [measured_one, on_host], limit).memory == before.memory).all()
 
 
 def test_expected_gain_is_that_of_a_log_normal():

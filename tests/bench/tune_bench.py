@@ -131,6 +131,17 @@ def row(name: str, scratch: Path) -> dict[str, object]:
     }
 
 
+def line(one: dict[str, object]) -> str:
+    """A row for people."""
+    return (
+        f"{one['model']:9} ceiling {units.size(one['limit_bytes'])}: "
+        f"winner {one['winner_samples_per_second']:.1f} samples/s at {units.size(one['promise_peak_bytes'])}, "
+        f"finder {one['finder_samples_per_second']:.1f}, ratio {one['ratio']:.2f} (noise {one['noise']:.2f}); "
+        f"{one['trials']} trials, {one['out_of_memory']} out of memory, {one['seconds']:.0f} s; "
+        f"verified {one['verified']}"
+    )
+
+
 def main() -> None:
     """Print a line a model, and write all of it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -142,13 +153,7 @@ def main() -> None:
         for name in options.only.split(","):
             one = row(name, Path(scratch))
             rows.append(one)
-            print(
-                f"{name:10} ceiling {units.size(one['limit_bytes']):>9}  winner {one['winner_samples_per_second']:6.1f} "
-                f"samples/s at {units.size(one['promise_peak_bytes'])}  finder {one['finder_samples_per_second']:6.1f}  "
-                f"ratio {one['ratio']:.2f} (noise {one['noise']:.2f})  {one['trials']} trials, "
-                f"{one['out_of_memory']} out of memory, {one['seconds']:.0f} s  verified {one['verified']}",
-                flush=True,
-            )
+            print(line(one), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"processors": os.cpu_count(), "rows": rows}, indent=1))
     sys.exit(0 if all(one["verified"] for one in rows) else 4)

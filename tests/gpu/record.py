@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.gpu.models import LLAMA_1B  # noqa: E402 - run as a script
+from tests.gpu.models import LLAMA_1B
 
 
 def run(command, record):
@@ -31,7 +31,7 @@ def run(command, record):
             "stderr": done.stderr[-20000:],
         }
     )
-    print(" ".join(command), "->", done.returncode, flush=True)  # noqa: T201
+    print(" ".join(command), "->", done.returncode, flush=True)
     return done
 
 

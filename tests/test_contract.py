@@ -1,0 +1,508 @@
+"""The one test of the whole family: what every technique must do, whichever it is.
+
+A new technique is tested by being in ``ALL``. The parts below: what is said of each choice on machines of every kind;
+what is emitted; how the files lie; and, on a tiny model that really trains on the CPU, that what is chosen is what
+happens, and that the check would tell if it were not.
+"""
+
+import ast
+import copy
+import dataclasses
+import importlib
+import inspect
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autofit import space
+from autofit.choose import extras
+from autofit.errors import InputError
+from autofit.forkserver import ForkServer
+from autofit.loading import installed
+from autofit.measure import Effort
+from autofit.plan import Evidence, Measured, Plan
+from autofit.registry import changes, recipe, technique, techniques
+from autofit.technique import Emission, Kind
+from autofit.trials import ProcessRunner
+
+from .synthetic import GIB, cpu_facts, cuda_facts, model
+
+FOLDER = Path(__file__).resolve().parent.parent / "strategies"
+EVERY = frozenset(Kind)
+BARE = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0"}
+HERE = {**BARE, **installed()}
+
+
+def cpu(precisions=("fp32",), **packages):
+    facts = cpu_facts(global_batch=12)
+    return replace(facts, hardware=replace(facts.hardware, precisions=precisions), packages={**HERE, **packages})
+
+
+def cuda(capability, *, packages=HERE, host_limit_bytes=100 * GIB, launch_path="trainer", **changed):
+    precisions = ["fp32"]
+    if capability >= (8, 0):
+        precisions += ["tf32", "bf16"]
+    if capability >= (7, 0):
+        precisions.append("fp16")
+    facts = cuda_facts(global_batch=12)
+    return replace(
+        facts,
+        model=model(**changed),
+        hardware=replace(facts.hardware, capability=capability, precisions=tuple(precisions)),
+        workload=replace(facts.workload, host_limit_bytes=host_limit_bytes, launch_path=launch_path),
+        packages=packages,
+    )
+
+
+EXTRAS = {"bitsandbytes": "0.49.0", "deepspeed": "0.18.0"}
+FACTS = {
+    "cpu": replace(cpu(), packages=BARE),
+    "cpu with bfloat16": cpu(("fp32", "bf16"), **EXTRAS),
+    "cpu, no layers": replace(cpu(), model=model(layer_classes=(), supports_checkpointing=False)),
+    "cuda 6.1": cuda((6, 1), packages=BARE),
+    "cuda 7.0": cuda((7, 0), packages={**BARE, "bitsandbytes": "0.49.0"}),
+    "cuda 8.0": cuda((8, 0), packages={**BARE, **EXTRAS}),
+    "cuda 9.0": cuda((9, 0), packages={**HERE, **EXTRAS}),
+    "cuda 9.0, loop": cuda((9, 0), packages={**HERE, **EXTRAS}, launch_path="loop"),
+    "cuda 9.0, a strange model": cuda((9, 0), supports_checkpointing=False, layer_classes=(), has_experts=True),
+    "cuda 8.0, a small host": cuda((8, 0), packages={**BARE, **EXTRAS}, host_limit_bytes=GIB),
+    "cuda 8.0, older transformers": cuda((8, 0), packages={**BARE, "transformers": "5.17.2"}),
+    "three processes": replace(cpu(), workload=replace(cpu().workload, processes=3)),
+    "a batch that can't be split": replace(cpu(), workload=replace(cpu().workload, processes=5)),
+}
+each_technique = pytest.mark.parametrize("one", techniques(), ids=lambda one: one.name)
+each_machine = pytest.mark.parametrize("facts", FACTS.values(), ids=FACTS)
+
+
+def plan_with(one, value, facts):
+    """The plan nearest to the plain one that has the value; conflicts apart."""
+    plan = {other.name: other.plain for other in techniques()} | {one.name: value}
+    share = facts.workload.global_batch // facts.workload.processes
+    if one.name == "accumulation":
+        return Plan(plan | {"micro_batch": share // value})
+    return Plan(plan | {"accumulation": share // plan["micro_batch"]})
+
+
+# --- what is said ---------------------------------------------------------------------------------------------------
+
+
+@each_machine
+@each_technique
+def test_a_choice_has_a_value_a_class_a_status_and_a_reason(one, facts):
+    for choice in one.choices(facts):
+        assert type(choice.value) is type(one.plain)
+        assert type(choice.value) in {int, str}
+        assert isinstance(choice.kind, Kind)
+        assert choice.status in {"offered", "on_request", "withheld"}
+        assert choice.reason.strip()
+        assert "\n" not in choice.reason
+        assert str(choice.value).strip() == str(choice.value)
+        assert "," not in str(choice.value), "--among takes values apart at commas"
+
+
+@each_machine
+@each_technique
+def test_values_are_unique_and_the_plain_one_is_offered(one, facts):
+    choices = one.choices(facts)
+    if facts.workload.global_batch % facts.workload.processes and isinstance(one.plain, int):
+        assert choices == ()
+        return
+    values = [choice.value for choice in choices]
+    assert len(set(map(str, values))) == len(values)
+    assert [choice.status for choice in choices if choice.value == one.plain] == ["offered"]
+    assert one.choices(facts) == choices, "asked twice, answered twice"
+
+
+@each_machine
+@each_technique
+def test_a_value_is_read_back_from_its_words_or_refused_with_the_reason(one, facts):
+    for choice in one.choices(facts):
+        if choice.status == "withheld":
+            with pytest.raises(InputError, match="can't be had here") as caught:
+                one.parse(str(choice.value), facts)
+            assert choice.reason in caught.value.message
+        else:
+            back = one.parse(str(choice.value), facts)
+            assert (back, type(back)) == (choice.value, type(choice.value))
+
+
+@each_machine
+@each_technique
+def test_another_value_is_refused(one, facts):
+    for text in ("", "nonsense", "-1", "0", "1e3", "999999999", "9" * 40, "true", "Fp32", "²", "a,b"):
+        with pytest.raises(InputError) as caught:
+            one.parse(text, facts)
+        assert one.name in caught.value.message
+
+
+@each_machine
+@each_technique
+def test_what_it_changes_is_a_sentence(one, facts):
+    for choice in one.choices(facts):
+        said = one.changes(choice.value, facts)
+        if said is None:
+            assert choice.kind == Kind.EXACT or choice.value == one.plain, "nothing is said of what it changes"
+            continue
+        assert re.fullmatch(r"[A-Z0-9].*\.", said), said
+        plan = plan_with(one, choice.value, facts)
+        assert said in changes(plan, facts)
+
+
+@each_machine
+@each_technique
+def test_what_is_expected_of_it_is_finite(one, facts):
+    for choice in one.choices(facts):
+        prior = one.prior(choice.value, facts)
+        for mean, deviation in (prior.time, prior.memory):
+            assert math.isfinite(mean)
+            assert abs(mean) < 10
+            assert 0 < deviation < 10
+        if choice.value == one.plain:
+            assert (prior.time[0], prior.memory[0]) == (0, 0)
+
+
+@each_machine
+@each_technique
+def test_nothing_seen_is_no_crash(one, facts):
+    for choice in one.choices(facts):
+        for nothing in (Evidence(), Evidence(engine="deepspeed"), Evidence(engine="fsdp2"), Evidence(layer_forwards=0)):
+            said = one.in_effect(choice.value, nothing, facts)
+            assert said is None or (said.strip() and "\n" not in said)
+
+
+@each_machine
+@each_technique
+def test_a_conflict_has_words(one, facts):
+    for other in space.build(facts, EVERY).plans[::5] if facts.workload.processes != 5 else ():
+        for choice in one.choices(facts):
+            said = one.conflict(choice.value, other, facts)
+            assert said is None or (said.strip() and "\n" not in said)
+
+
+# --- what is emitted ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fields():
+    """The names that the installed libraries know, by where they are written."""
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+    from transformers import TrainingArguments
+
+    return {
+        "accelerate": {field.name for field in dataclasses.fields(ClusterConfig)},
+        "accelerate, below": set(vars(launch_command_parser().parse_args(["script.py"]))),
+        "training_args": {field.name for field in dataclasses.fields(TrainingArguments)},
+    }
+
+
+def leaves(value):
+    """Every scalar in a JSON value."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from leaves(inner)
+    else:
+        yield value
+
+
+@each_machine
+@each_technique
+def test_what_is_emitted_is_plain_json_and_never_auto(one, facts):
+    for choice in one.choices(facts):
+        emission = one.emit(choice.value, plan_with(one, choice.value, facts), facts)
+        assert isinstance(emission, Emission)
+        for part in (emission.accelerate, emission.training_args):
+            plain = dict(part)
+            assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+            assert "auto" not in {str(leaf).lower() for leaf in leaves(plain)}
+        for line in emission.script:
+            assert line.strip()
+            assert "\n" not in line
+
+
+@each_machine
+@each_technique
+def test_every_key_is_one_that_the_installed_libraries_know(one, facts, fields):
+    for choice in one.choices(facts):
+        now = replace(facts, packages={**facts.packages, **installed()})
+        emission = one.emit(choice.value, plan_with(one, choice.value, now), now)
+        assert emission.training_args.keys() <= fields["training_args"]
+        assert emission.accelerate.keys() <= fields["accelerate"]
+        for name, below in emission.accelerate.items():
+            if isinstance(below, dict):
+                assert below.keys() <= fields["accelerate, below"], name
+
+
+@each_machine
+@each_technique
+def test_a_field_that_one_value_writes_every_value_writes(one, facts):
+    """What is left out is a default, and defaults differ: SFTConfig switches bf16 and checkpointing on."""
+    for choice in one.choices(facts):
+        plain = one.emit(one.plain, plan_with(one, one.plain, facts), facts)
+        here = one.emit(choice.value, plan_with(one, choice.value, facts), facts)
+        assert here.training_args.keys() == plain.training_args.keys()
+        assert plain.accelerate.keys() <= here.accelerate.keys()
+
+
+@each_machine
+def test_all_techniques_together_collide_nowhere(facts):
+    if facts.workload.global_batch % facts.workload.processes:
+        return
+    for one in techniques():
+        for choice in one.choices(facts):
+            recipe(plan_with(one, choice.value, facts), facts)
+    for plan in space.build(facts, EVERY).plans[::11]:
+        filled = recipe(plan, facts)
+        assert filled.micro_batch * filled.accumulation * facts.workload.processes == facts.workload.global_batch
+        assert filled.emission.accelerate["mixed_precision"] in {"no", "bf16", "fp16"}
+        assert filled.emission.accelerate["distributed_type"] in {"NO", "FSDP", "DEEPSPEED"}
+
+
+def test_two_techniques_that_write_one_key_are_a_bug():
+    filled = recipe(plan_with(technique("offload"), "none", FACTS["cpu"]), FACTS["cpu"])
+    with pytest.raises(AssertionError, match="two techniques write training_args"):
+        filled.add(Emission(training_args={"optim": "sgd"}))
+    with pytest.raises(AssertionError, match="two techniques write accelerate"):
+        filled.add(Emission(accelerate={"mixed_precision": "no"}))
+
+
+# --- how the files lie ----------------------------------------------------------------------------------------------
+
+
+def files():
+    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+
+
+def test_all_is_every_file_and_every_file_is_one_technique():
+    assert sorted(one.name for one in techniques()) == files()
+    for one in techniques():
+        assert type(one).__module__ == f"autofit.strategies.{one.name}"
+
+
+def test_all_is_a_literal_tuple():
+    tree = ast.parse((FOLDER / "__init__.py").read_text("utf-8"))
+    (value,) = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ALL"
+    ]
+    assert isinstance(value, ast.Tuple)
+    assert [ast.unparse(entry) for entry in value.elts] == [f"{type(one).__name__}()" for one in techniques()]
+
+
+@each_technique
+def test_the_docstring_says_what_it_saves_and_costs_and_does_not_cover(one):
+    text = inspect.getdoc(inspect.getmodule(type(one)))
+    for wanted in (r"\bsaves?\b", r"\bcosts?\b", r"\bsources?\b", r"\bnot covered\b"):
+        assert re.search(wanted, text, re.IGNORECASE), wanted
+    assert inspect.getdoc(type(one))
+
+
+@pytest.mark.parametrize("name", files())
+def test_a_technique_imports_the_contract_and_no_other_technique(name):
+    tree = ast.parse((FOLDER / f"{name}.py").read_text("utf-8"))
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    below = {"technique", "facts", "plan", "files", "units", "errors"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{'.' * node.level}{node.module or ''}"]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for imported in names:
+            assert not imported.startswith((".", "strategies", "autofit.strategies")), imported
+            if imported.split(".")[0] == "autofit":
+                allowed = below | {"recipe"} if node in for_types else below
+                assert imported.removeprefix("autofit.") in allowed, imported
+
+
+# --- what really happens --------------------------------------------------------------------------------------------
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128,
+    "max_position_embeddings": 16, "tie_word_embeddings": False,
+}  # fmt: skip
+QUICK = Effort(fidelity="whole", min_steps=1, max_steps=1)
+
+
+def tiny(launch_path):
+    facts = cpu_facts(global_batch=4, seq_len=16, limit_bytes=2 * GIB, launch_path=launch_path)
+    sizes = {"parameters": 50_000, "layers": 2, "hidden_size": 32, "vocab_size": 128, "max_positions": 16}
+    return replace(facts, model=model(**sizes), packages=installed())
+
+
+REAL = [
+    pytest.param(path, one, choice.value, id=f"{one.name}={choice.value} by {path}")
+    for path in ("trainer", "loop")
+    for one in techniques()
+    for choice in one.choices(tiny(path))
+    if choice.status != "withheld"
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs a plan as a trial does, each in a process of its own, and each plan once."""
+    folder = tmp_path_factory.mktemp("contract")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
+    server = ForkServer(folder / "server.log", "cpu", ("transformers.models.llama.modeling_llama",))
+    known = {}
+
+    def run_once(path, one, value):
+        facts = tiny(path)
+        fitting = space.build(facts, EVERY, {one.name: (value,)}).plans
+        plan = min(fitting, key=lambda plan: (extras(plan), plan["accumulation"]))
+        if (path, plan) not in known:
+            runner = ProcessRunner(folder / "trials", facts, folder / "model", server)
+            known[path, plan] = runner.run(len(known), plan, QUICK, purpose="search", limit_seconds=60).outcome
+        return known[path, plan]
+
+    yield run_once
+    server.close()
+
+
+@pytest.mark.parametrize(("path", "one", "value"), REAL)
+def test_what_is_chosen_is_what_happens(run, path, one, value):
+    outcome = run(path, one, value)
+    assert isinstance(outcome, Measured), outcome
+    assert one.in_effect(value, outcome.evidence, tiny(path)) is None
+    assert math.isfinite(outcome.loss)
+    others = [choice.value for choice in one.choices(tiny(path)) if choice.status != "withheld"]
+    for other in others:
+        if other != value:
+            assert one.in_effect(other, outcome.evidence, tiny(path)), f"{value} would pass for {other}"
+
+
+def test_rows_are_full_and_unpadded(run):
+    for path in ("trainer", "loop"):
+        evidence = run(path, technique("micro_batch"), 2).evidence
+        assert (evidence.micro_batch, evidence.seq_len, evidence.accumulation) == (2, 16, 2)
+        assert evidence.padding_mask is False
+
+
+def test_checkpointing_recomputes_each_layer_once(run):
+    for path in ("trainer", "loop"):
+        assert run(path, technique("checkpointing"), "full").evidence.layer_forwards == 2
+        assert run(path, technique("checkpointing"), "off").evidence.layer_forwards == 1
+
+
+def test_exact_choices_keep_the_loss_of_the_plain_run(run):
+    """The seed is the same, so are the rows; three steps apart only by the order of rounding."""
+    for path in ("trainer", "loop"):
+        plain = run(path, technique("checkpointing"), "off").loss
+        assert run(path, technique("checkpointing"), "full").loss == pytest.approx(plain, rel=1e-5)
+        assert run(path, technique("optimizer"), "sgd").loss != plain
+
+
+# --- the parts that need a GPU, on what a CPU can show of them ------------------------------------------------------
+
+
+@pytest.fixture
+def offload():
+    assert technique("offload")
+    return importlib.import_module("autofit.strategies.offload")
+
+
+def network():
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64), torch.nn.LayerNorm(64)
+    )
+
+
+def trained(net, optimizer, steps=3):
+    """Parameters after some steps under a schedule, which wraps the optimizer's step as a Trainer's does."""
+    import torch
+
+    torch.manual_seed(1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for _ in range(steps):
+        net(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 20_000, 1 << 30])
+def test_state_kept_on_the_host_steps_as_the_plain_optimizer(offload, chunk_bytes):
+    import torch
+
+    plain, chunked = network(), network()
+
+    def adamw(net):
+        decayed = [{"params": list(net[0].parameters())}, {"params": list(net[2:].parameters()), "weight_decay": 0.0}]
+        return torch.optim.AdamW(decayed, lr=1e-2, weight_decay=0.1, fused=True)
+
+    kept = offload.keep_state_on_host(adamw(chunked), chunk_bytes=chunk_bytes)
+    count = {1: 6, 20_000: 4, 1 << 30: 2}[chunk_bytes]
+    assert len(kept.param_groups) == count
+    assert {group["weight_decay"] for group in kept.param_groups} == {0.1, 0.0}
+    wanted = trained(plain, adamw(plain))
+    for ours, theirs in zip(trained(chunked, kept), wanted, strict=True):
+        assert torch.equal(ours, theirs)
+    assert len(kept.param_groups) == count
+    assert not torch.equal(wanted[0], next(network().parameters()))
+
+
+def test_activations_on_the_host_give_the_same_gradients(offload):
+    import torch
+
+    def gradients(net, rows, context):
+        with context:
+            loss = net(rows).square().mean()
+        loss.backward()
+        return [parameter.grad for parameter in net.parameters()]
+
+    plain, kept = network(), network()
+    rows = torch.randn(8192, 64)
+    keeper = offload.HostActivations(kept, devices=frozenset({"cpu"}), pin=False)
+    theirs = gradients(plain, rows, torch.enable_grad())
+    ours = gradients(kept, rows, keeper.hooks())
+    assert keeper.moved_bytes >= rows.nbytes + 8192 * 256 * 4
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, yours)
+
+
+def test_what_is_small_or_a_weight_or_elsewhere_stays(offload):
+    import torch
+
+    net = torch.nn.Linear(1024, 512, bias=False)
+    keeper = offload.HostActivations(net, devices=frozenset({"cpu"}), pin=False)
+    keeper.hooks()
+    weight, large, small = torch.ones(512, 1024), torch.ones(600, 1024), torch.ones(64, 64)
+    assert keeper.pack(weight) is weight
+    assert keeper.pack(weight.t()).data_ptr() == weight.data_ptr()
+    assert keeper.pack(small) is small
+    assert keeper.moved_bytes == 0
+    moved = keeper.pack(large)
+    assert keeper.moved_bytes == large.nbytes
+    assert torch.equal(keeper.unpack(moved), large)
+    assert keeper.unpack(moved).data_ptr() != large.data_ptr()
+    elsewhere = offload.HostActivations(net, pin=False)
+    elsewhere.hooks()
+    assert elsewhere.pack(large) is large
+
+
+def test_a_model_with_activations_on_the_host_still_runs(offload):
+    import torch
+
+    net = network()
+    before = copy.deepcopy(net)(torch.ones(2, 64))
+    wrapped = offload.offload_activations(net)
+    assert wrapped is net
+    assert torch.equal(wrapped(torch.ones(2, 64)), before)
+    assert wrapped.autofit_host_activations.moved_bytes == 0
+    assert len(list(wrapped.modules())) == 5
