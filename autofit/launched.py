@@ -19,12 +19,14 @@ def main(folder: Path, result: Path, steps: int) -> None:
     """Train some optimizer steps and write their outcome to ``result``."""
     from transformers import HfArgumentParser, Trainer, TrainingArguments, utils
 
+    from autofit.clock import Clock, Effort
     from autofit.emit import ARGUMENTS
     from autofit.files import write_atomically
     from autofit.loading import load
-    from autofit.measure import Clock, Effort, measure, run_loop, run_trainer, untuned
+    from autofit.measure import measure
     from autofit.memory import meter
     from autofit.plan import OUTCOME, Evidence, dump_json
+    from autofit.training import run_loop, run_trainer, untuned
     from autofit.worker import warm_up_threads
 
     _ = Trainer  # imported before the base of memory is read

@@ -5,7 +5,6 @@ A trial is not launched, it is forked; it gets the same environment this way, in
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -49,11 +48,11 @@ def launch_environment(config_file: Path) -> dict[str, str]:
     else:
         _, environment = prepare_simple_launcher_cmd_env(args)
         return dict(environment)
-    return {**environment, **_one_rank()}
+    return {"OMP_NUM_THREADS": "1", **environment, **_one_rank()}
 
 
 def _one_rank() -> dict[str, str]:
-    """What torchrun sets for the only rank; one thread each, unless the user said otherwise."""
+    """What torchrun sets for the only rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -64,5 +63,4 @@ def _one_rank() -> dict[str, str]:
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }

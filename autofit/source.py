@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -75,9 +76,8 @@ _WANTED = "give a hub id like Qwen/Qwen2.5-0.5B, a folder or file with a config.
 
 def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     from huggingface_hub import constants, errors, hf_hub_download, snapshot_download
-    from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     # the library tries five times in half a minute; a hub that can't be reached is asked of the cache alone
     local = constants.HF_HUB_OFFLINE or not _reachable(constants.ENDPOINT)
     try:

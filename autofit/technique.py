@@ -121,12 +121,15 @@ class Technique(ABC):
         value: Value = text
         if isinstance(self.plain, int):
             if not text.isascii() or not text.isdigit() or len(text) > 9:
-                raise InputError(f"{self.name}={text}: a whole number is wanted")
+                raise InputError(
+                    f"{self.name}={text}: a whole number is wanted", hint=f"write it like {self.name}={self.plain}"
+                )
             value = int(text)
         for choice in choices:
             if choice.value == value:
                 if choice.status == "withheld":
-                    raise InputError(f"{self.name}={text} can't be had here: {choice.reason}")
+                    here = ", ".join(str(one.value) for one in choices if one.status != "withheld")
+                    raise InputError(f"{self.name}={text} can't be had here: {choice.reason}", hint=f"here: {here}")
                 return choice.value
         raise InputError(f"{self.name} has no value {text!r}", hint=self.suggest(value, facts))
 

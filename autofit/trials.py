@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import ValidationError
 
+from autofit.clock import Effort
 from autofit.files import write_atomically, writing
 from autofit.forkserver import ForkServer
-from autofit.measure import Effort
 from autofit.plan import OUTCOME, TRIAL, Crashed, Measured, Outcome, OutOfMemory, Plan, TimedOut, Trial, dump_json
 from autofit.worker import JOB, JOBS, OUTCOME_FILE, PROGRESS_FILE, TrialJob
 
@@ -103,7 +103,7 @@ class ProcessRunner:
             return outcome
         phase = "start"
         with contextlib.suppress(OSError):
-            phase = (folder / PROGRESS_FILE).read_text("utf-8") or phase
+            phase = (folder / PROGRESS_FILE).read_text("utf-8").strip() or phase
         if status is None:
             return TimedOut(limit_seconds=limit_seconds, phase=phase)
         tail = log_tail(folder)

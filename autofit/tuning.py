@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Literal
 from autofit import answer, choose, question, search, space, units
 from autofit import document as documents
 from autofit.answer import Result
+from autofit.clock import Effort
 from autofit.device import choose_device
-from autofit.errors import Interrupted, NothingFits, Terminated
+from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits, Terminated
 from autofit.events import Events, Silent
 from autofit.facts import FACTS, Facts, LaunchPath
 from autofit.files import usable_folder, writing
 from autofit.forkserver import ForkServer
 from autofit.locks import device_lock, held
-from autofit.measure import Effort
-from autofit.plan import TRIAL, Measured, Plan, Trial, median
+from autofit.plan import TRIAL, Measured, OutOfMemory, Plan, Trial, median
 from autofit.question import TRIALS, Request, Search
 from autofit.source import fetch, modeling_module
-from autofit.trials import ProcessRunner, Runner, finished
+from autofit.trials import ProcessRunner, Runner, finished, trial_folder
 
 if TYPE_CHECKING:
     from autofit.choose import Decision
@@ -99,7 +99,7 @@ def tune(
     Raises:
         InputError: An argument or the model can't be used.
         NothingFits: Every plan that was tried breaks the ceiling.
-        MachineError: The machine stands in the way.
+        MachineError: The machine stands in the way, or no plan got as far as to be measured.
         Interrupted: Ctrl-C; the best so far is written, if there is one.
     """
     request = Request(
@@ -191,8 +191,6 @@ class _Tune:
         plans = space.build(
             facts, space.parse_allowed(settings.allowed), space.parse_knobs(settings.fix, settings.among, facts)
         )
-        if not (self.folder / question.REQUEST).exists():
-            question.keep(self.folder, self.request, facts)
         if facts.model.has_experts:
             self._note("experts are routed by random weights here: trained ones may be less balanced, and slower")
         self.trials = list(finished(self.folder / TRIALS))
@@ -205,6 +203,8 @@ class _Tune:
             storage=settings.storage,
             trials=tuple(self.trials),
         )
+        if not (self.folder / question.REQUEST).exists():
+            question.keep(self.folder, self.request, facts)
         self.events.ready(facts, plans, len(self.trials))
         runner = self.given_runner or ProcessRunner(self.folder / TRIALS, facts, config, server)
         stopped: Interrupted | Terminated | None = None
@@ -226,7 +226,7 @@ class _Tune:
             self._note("stopped before its end: this is the best of what was measured until then")
         self._say_if_disturbed()
         if decision is None:
-            raise NothingFits(choose.nearest_change(tuple(self.trials), plans, facts.workload.limit_bytes, facts))
+            raise self._nothing(facts, plans)
         result = answer.write(
             answer.compose(decision, facts, self.trials, notes=self.notes, seconds=time.monotonic() - self.began),
             self.folder,
@@ -236,6 +236,18 @@ class _Tune:
             stopped.hint = f"the best so far is in {self.folder}; go on with --resume"
             raise stopped
         return result
+
+    def _nothing(self, facts: Facts, plans: Space) -> AutofitError:
+        """Why there is no winner: no plan fits, or none got as far as to tell."""
+        trials = tuple(self.trials)
+        if not trials or any(isinstance(trial.outcome, Measured | OutOfMemory) for trial in trials):
+            return NothingFits(choose.nearest_change(trials, plans, facts.workload.limit_bytes, facts))
+        last = trials[-1]
+        why = getattr(last.outcome, "reason", last.outcome.kind.replace("_", " "))
+        return MachineError(
+            f"no plan could be measured; the last one, {last.plan.words()}: {why}",
+            hint=f"its logs are in {trial_folder(self.folder / TRIALS, last.number)}",
+        )
 
     def _left(self) -> float | None:
         """Seconds left of the time that was given."""
@@ -282,7 +294,7 @@ class _Tune:
         """Ask, run, tell, until nothing is worth trying or the budget is spent."""
         while sum(trial.purpose == "search" for trial in self.trials) < self.settings.trials:
             left = self._left()
-            if left is not None and left < self._playoff_seconds():
+            if self.trials and left is not None and left < self._playoff_seconds():
                 self._note("the time is spent: the search ended before it was done")
                 return
             plan = searcher.ask()

@@ -20,11 +20,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
+from autofit.clock import Effort
 from autofit.facts import Facts
 from autofit.files import write_atomically
-from autofit.measure import Effort, measure, run_recipe
+from autofit.measure import measure
 from autofit.memory import CeilingBroken, guard_host, meter
 from autofit.plan import OUTCOME, Crashed, Outcome, OutOfMemory, Plan, Unsupported, dump_json
+from autofit.training import run_recipe
 
 JOB = "job.json"
 OUTCOME_FILE = "outcome.json"
@@ -118,11 +120,11 @@ def _measured(job: TrialJob, folder: Path) -> Outcome:
     warm_up_threads()
     if job.facts.hardware.device == "cpu":
         guard_host(job.facts.workload.limit_bytes)
-    progress = folder / PROGRESS_FILE
+    progress = os.open(folder / PROGRESS_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
 
     def tell(words: str) -> None:
-        with contextlib.suppress(OSError):
-            progress.write_text(words, encoding="utf-8")
+        with contextlib.suppress(OSError):  # in place: a process that is killed here leaves no empty file
+            os.pwrite(progress, words.ljust(32).encode(), 0)
 
     tell("load")
     counter = meter(job.facts)

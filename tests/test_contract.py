@@ -20,16 +20,16 @@ import pytest
 
 from autofit import space
 from autofit.choose import extras
+from autofit.clock import Effort
 from autofit.errors import InputError
-from autofit.forkserver import ForkServer
 from autofit.loading import installed
-from autofit.measure import Effort
 from autofit.plan import Evidence, Measured, Plan
 from autofit.registry import changes, recipe, technique, techniques
 from autofit.technique import Emission, Kind
 from autofit.trials import ProcessRunner
 
 from .synthetic import GIB, cpu_facts, cuda_facts, model
+from .tiny import write_config
 
 FOLDER = Path(__file__).resolve().parent.parent / "strategies"
 EVERY = frozenset(Kind)
@@ -125,6 +125,7 @@ def test_a_value_is_read_back_from_its_words_or_refused_with_the_reason(one, fac
             with pytest.raises(InputError, match="can't be had here") as caught:
                 one.parse(str(choice.value), facts)
             assert choice.reason in caught.value.message
+            assert str(one.plain) in caught.value.hint
         else:
             back = one.parse(str(choice.value), facts)
             assert (back, type(back)) == (choice.value, type(choice.value))
@@ -137,6 +138,7 @@ def test_another_value_is_refused(one, facts):
         with pytest.raises(InputError) as caught:
             one.parse(text, facts)
         assert one.name in caught.value.message
+        assert caught.value.hint
 
 
 @each_machine
@@ -350,12 +352,10 @@ REAL = [
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(server, tmp_path_factory):
     """Runs a plan as a trial does, each in a process of its own, and each plan once."""
     folder = tmp_path_factory.mktemp("contract")
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
-    server = ForkServer(folder / "server.log", "cpu", ("transformers.models.llama.modeling_llama",))
+    write_config(folder / "model", CONFIG)
     known = {}
 
     def run_once(path, one, value):
@@ -367,8 +367,7 @@ def run(tmp_path_factory):
             known[path, plan] = runner.run(len(known), plan, QUICK, purpose="search", limit_seconds=60).outcome
         return known[path, plan]
 
-    yield run_once
-    server.close()
+    return run_once
 
 
 @pytest.mark.parametrize(("path", "one", "value"), REAL)

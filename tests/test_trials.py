@@ -7,8 +7,8 @@ import time
 import pytest
 
 from autofit import trials
+from autofit.clock import PARTS, Effort
 from autofit.errors import MachineError
-from autofit.measure import PARTS, Effort
 from autofit.plan import OUTCOME, TRIAL, Crashed, Diverged, Measured, OutOfMemory, TimedOut, Unsupported, dump_json
 from autofit.trials import ProcessRunner, finished, log_tail, training_seconds, trial_folder
 from autofit.worker import JOBS
@@ -116,8 +116,6 @@ def test_a_long_accumulation_is_measured_in_parts(try_plan, launch_path, micro_b
     assert found.evidence.accumulation == (None if shown == "parts" else accumulation)
     assert found.evidence.micro_batch == micro_batch
     assert found.loss == pytest.approx(4.85, abs=0.3)  # however many micro-steps it was added up from
-    ran = sum(found.steps) * (PARTS / accumulation if shown == "parts" else 1)
-    assert ran < found.training_seconds + 0.5 * sum(found.steps)
 
 
 PLANS = {
@@ -314,8 +312,9 @@ def test_a_torn_outcome_is_a_crash(try_fault):
 
 def test_an_outcome_that_was_written_counts_whatever_comes_after(try_fault):
     assert isinstance(try_fault("honest(folder); import os; os.abort()").outcome, Measured)
-    hangs = "honest(folder); import time; time.sleep(1000)"
-    assert isinstance(try_fault(hangs, limit_seconds=20.0, name="hangs").outcome, Measured)
+    verdict = Unsupported(reason="its own words")
+    hangs = f"(folder / 'outcome.json').write_text({dump_json(OUTCOME, verdict)!r}); import time; time.sleep(1000)"
+    assert try_fault(hangs, limit_seconds=1.0, name="hangs").outcome == verdict
 
 
 def test_a_trial_that_takes_too_long_has_timed_out(try_fault):
@@ -328,9 +327,9 @@ def test_a_trial_that_takes_too_long_has_timed_out(try_fault):
 
 def test_a_real_trial_that_takes_too_long_tells_how_far_it_came(try_plan):
     effort = Effort(min_steps=10**6, max_steps=10**6, seconds=10**6)
-    found = try_plan(plan={"micro_batch": 4, "accumulation": 1}, effort=effort, limit_seconds=8.0).outcome
+    found = try_plan(plan={"micro_batch": 4, "accumulation": 1}, effort=effort, limit_seconds=6.0).outcome
     assert isinstance(found, TimedOut)
-    assert found.phase.startswith("step ")
+    assert found.phase == "load" or found.phase.startswith("step ")
 
 
 # its folder

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from autofit import space
+from autofit.clock import Effort
 from autofit.facts import Facts, Hardware, Model, Workload
 from autofit.forkserver import ForkServer
 from autofit.loading import installed
-from autofit.measure import Effort
 from autofit.memory import device_used_bytes
 from autofit.plan import Measured, OutOfMemory, Plan, Unsupported, dump_json
 from autofit.source import fetch, modeling_module

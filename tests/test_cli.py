@@ -1,0 +1,415 @@
+"""Words in, words out, exit code: data on stdout, talk on stderr, and nothing heavy is imported to say little."""
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import autofit
+from autofit import cli, document, errors, tuning
+from autofit.document import DOCUMENT
+from autofit.plan import Crashed, dump_json
+from autofit.verify import VERIFICATION, Verification
+
+from .replay import Lent, Replay
+from .synthetic import GIB
+
+OPTIONS = ["--device", "cpu", "--memory-limit", "1GiB", "--seq-len", "32", "--global-batch", "16"]
+TUNE = ["tune", "demo", "--fix", "precision=fp32", *OPTIONS]
+
+
+@pytest.fixture
+def run(server, monkeypatch, tmp_path):
+    """The command line in this process, with one server for all tunes; ``replay`` stands for the device."""
+    monkeypatch.setattr(tuning, "ForkServer", lambda *_: Lent(server))
+    monkeypatch.chdir(tmp_path)
+    played = tuning.tune
+
+    def invoke(*words, replay=None):
+        runner = replay or Replay(tmp_path / "out")
+        monkeypatch.setattr(tuning, "tune", lambda *args, **options: played(*args, runner=runner, **options))
+        return CliRunner().invoke(cli.main, [str(word) for word in words], prog_name="autofit")
+
+    return invoke
+
+
+@pytest.fixture
+def tune(run, tmp_path):
+    """``autofit tune demo`` into one folder."""
+
+    def invoke(*words, replay=None, trials=3):
+        return run(*TUNE, "--output", tmp_path / "out", "--trials", trials, *words, replay=replay)
+
+    return invoke
+
+
+def one_line(stderr):
+    """The last message on stderr and its hint; nothing of Python's is shown."""
+    assert "Traceback" not in stderr
+    assert 'File "' not in stderr
+    lines = stderr.rstrip().splitlines()
+    if len(lines) > 2 and lines[-1].startswith("hint: "):
+        assert lines[-2] == ""
+        return lines[-3], lines[-1]
+    return lines[-1], ""
+
+
+# --- light ----------------------------------------------------------------------------------------------------------
+
+HEAVY = ["torch", "transformers", "accelerate", "optuna", "numpy", "pydantic", "rich", "jinja2", "yaml", "psutil"]
+
+
+def imported(code):
+    """The top-level packages that a fresh Python has imported after some code; its stdout comes first."""
+    tail = "\nimport sys; print('IMPORTED', *sorted({name.split('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code + tail], capture_output=True, text=True, check=True, timeout=60)
+    said, _, names = done.stdout.rpartition("IMPORTED ")
+    return said, set(names.split())
+
+
+def test_importing_the_package_is_light():
+    _, names = imported("import autofit; autofit.__version__")
+    assert "autofit" in names
+    assert not names & {*HEAVY, "click"}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["tune", "--help"], ["verify", "-h"], ["report", "-h"]])
+def test_help_is_light(words):
+    run = f"main({words!r}, prog_name='autofit')"
+    said, names = imported(f"from autofit.cli import main\ntry: {run}\nexcept SystemExit as end: assert not end.code")
+    assert "autofit" in said
+    assert not names & set(HEAVY)
+
+
+def test_the_public_names_are_there_and_are_what_they_are_called():
+    assert sorted(autofit.__all__) == [
+        "AutofitError",
+        "Plan",
+        "Promise",
+        "Result",
+        "Setup",
+        "__version__",
+        "load",
+        "tune",
+    ]
+    for name in autofit.__all__:
+        found = getattr(autofit, name)
+        assert getattr(found, "__name__", "__version__") == name
+    assert inspect.isfunction(autofit.tune)
+    assert issubclass(errors.InputError, autofit.AutofitError)
+    with pytest.raises(AttributeError, match="no attribute 'tuen'"):
+        _ = autofit.tuen
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def test_the_options_are_the_keywords_of_the_function():
+    given = cli.main.commands["tune"].make_context("tune", ["demo"]).params
+    keywords = dict(inspect.signature(tuning.tune).parameters)
+    for name in ("events", "runner"):  # seams, not choices
+        del keywords[name]
+    assert given.keys() - {"as_json"} == keywords.keys()
+    for name, keyword in keywords.items():
+        if name not in {"model", "output"}:
+            assert given[name] == keyword.default, name
+
+
+def test_every_option_says_what_it_is_for():
+    for command in cli.main.commands.values():
+        assert command.help
+        for one in command.params:
+            if isinstance(one, click.Option):
+                assert one.help, one.name
+                assert one.help.endswith((".", "]", ")")), one.help
+
+
+def test_the_command_line_is_the_one_that_was_designed():
+    found = {
+        name: sorted(word for one in command.params for word in one.opts if word.startswith("--"))
+        for name, command in cli.main.commands.items()
+    }
+    assert found == {
+        "tune": [
+            "--allow", "--among", "--device", "--fix", "--global-batch", "--json", "--launch-path", "--memory-limit",
+            "--output", "--record", "--resume", "--sampler", "--seed", "--seq-len", "--storage", "--timeout",
+            "--trials", "--trust-remote-code",
+        ],
+        "verify": ["--json", "--steps"],
+        "doctor": ["--device", "--json", "--model"],
+        "report": ["--json"],
+        "schema": [],
+    }  # fmt: skip
+    assert [name for name, command in cli.main.commands.items() if command.hidden] == ["schema"]
+
+
+def test_every_keyword_is_documented():
+    text = inspect.getdoc(tuning.tune)
+    for name in inspect.signature(tuning.tune).parameters:
+        assert re.search(rf"^ +{name}: \S", text, re.MULTILINE), name
+
+
+# --- what is printed ------------------------------------------------------------------------------------------------
+
+
+def test_json_is_all_of_stdout(tune, tmp_path):
+    done = tune("--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads((tmp_path / "out" / document.NAME).read_text())
+    assert done.stdout == dump_json(DOCUMENT, document.read(tmp_path / "out"))
+    assert done.stderr.strip()
+
+
+def test_the_answer_is_on_stdout_and_the_talk_on_stderr(tune, tmp_path):
+    done = tune()
+    assert done.exit_code == 0, done.stderr
+    found = document.read(tmp_path / "out")
+    assert "samples/s" in done.stdout
+    assert f"{found.plan['micro_batch']} x {found.plan['accumulation']} x 1 = 16" in done.stdout
+    assert "accelerate launch" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert "\x1b" not in done.stdout + done.stderr
+    for trial in found.trials:
+        assert re.search(rf"\b{trial.number}\b", done.stderr)
+
+
+def test_the_report_is_shown_again_and_written_anew(tune, run, tmp_path):
+    first = tune()
+    (tmp_path / "out" / "report.html").unlink()
+    again = run("report", tmp_path / "out")
+    assert again.exit_code == 0
+    assert again.stdout == first.stdout
+    assert (tmp_path / "out" / "report.html").is_file()
+    as_json = run("report", tmp_path / "out", "--json")
+    assert json.loads(as_json.stdout) == json.loads((tmp_path / "out" / document.NAME).read_text())
+
+
+def test_options_reach_the_tune(tune, tmp_path):
+    replay = Replay(tmp_path / "out")
+    done = tune(
+        "--among", "micro_batch=2,4", "--fix", "optimizer=sgd", "--launch-path", "loop", "--sampler", "grid",
+        "--record", tmp_path / "record", "--seed", "3", replay=replay,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert {plan["micro_batch"] for _, plan, _ in replay.asked} == {2, 4}
+    assert {plan["optimizer"] for _, plan, _ in replay.asked} == {"sgd"}
+    found = document.read(tmp_path / "out")
+    assert (found.workload.launch_path, found.workload.seed, found.workload.seq_len) == ("loop", 3, 32)
+    assert found.workload.limit_bytes == GIB
+    assert len((tmp_path / "record").read_text().splitlines()) == len(replay.asked)
+
+
+def test_the_default_folder(run, tmp_path):
+    done = run(*TUNE, "--trials", "1", replay=Replay(tmp_path / "autofit-out"))
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "autofit-out" / document.NAME).is_file()
+
+
+def test_resume_goes_on(tune, tmp_path):
+    assert tune(trials=2).exit_code == 0
+    refused = tune(trials=2)
+    assert refused.exit_code == 2
+    assert "--resume" in one_line(refused.stderr)[1]
+    replay = Replay(tmp_path / "out")
+    assert tune("--resume", trials=2, replay=replay).exit_code == 0
+    assert replay.asked == []
+
+
+# --- exit codes -----------------------------------------------------------------------------------------------------
+
+USAGE = [
+    (["tune", "no/such/model/here"], "no file or folder"),
+    (["tune", ""], "is no model"),
+    (["tune", "demo", "--global-batch", "0"], "--global-batch 0"),
+    (["tune", "demo", "--trials", "0"], "--trials 0"),
+    (["tune", "demo", "--seq-len", "1"], "--seq-len 1"),
+    (["tune", "demo", "--memory-limit", "banana"], "'banana' is not a memory limit"),
+    (["tune", "demo", "--memory-limit", "0%"], "not a share"),
+    (["tune", "demo", "--memory-limit", "900TiB", "--device", "cpu"], "more than the"),
+    (["tune", "demo", "--timeout", "soon"], "'soon' is not a duration"),
+    (["tune", "demo", "--sampler", "best"], "'best' is not known"),
+    (["tune", "demo", "--allow", "magic"], "'magic' is not a class"),
+    (["tune", "demo", "--launch-path", "notebook"], "'notebook' is not known"),
+    (["tune", "demo", "--device", "tpu"], "'tpu' is not known"),
+    ([*TUNE[:2], *OPTIONS, "--fix", "precison=bf16"], "'precison' is not a knob"),
+    ([*TUNE[:2], *OPTIONS, "--fix", "precision"], "is not KNOB=VALUE"),
+    ([*TUNE[:2], *OPTIONS, "--among", "micro_batch=3,4"], "has no value '3'"),
+    ([*TUNE[:2], *OPTIONS, "--fix", "offload=fsdp2"], "can't be had here"),
+    (["tune", "demo", "--output", "a-file"], "can't be written"),
+    (["tune", "demo", "--output", "nul\0byte"], "can't be written"),
+    (["verify", "no-folder"], "holds no autofit.json"),
+    (["verify", "a-file"], "can't be read"),
+    (["report", "no-folder"], "holds no autofit.json"),
+    (["report", "torn"], "can't be read"),
+    (["doctor", "--device", "tpu"], "'tpu' is not known"),
+    (["doctor", "--model", "no/such/model/here", "--device", "cpu"], "no file or folder"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), USAGE, ids=lambda value: " ".join(value[:5]) if isinstance(value, list) else ""
+)
+def test_bad_input_is_one_line_and_a_hint(run, tmp_path, words, said):
+    (tmp_path / "a-file").write_text("")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / document.NAME).write_text('{"format": 1')
+    done = run(*words)
+    assert done.exit_code == 2, done.stderr
+    message, hint = one_line(done.stderr)
+    assert message.startswith("error: ")
+    assert said in message
+    assert len(hint) > len("hint: ")
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["tune"],
+        ["tune", "a", "b"],
+        ["tune", "demo", "--nonsense"],
+        ["tune", "demo", "--trials", "x"],
+        ["tune", "demo", "--seed"],
+        ["verify", "x", "--steps", "1"],
+        ["tuen"],
+    ],
+    ids=" ".join,
+)
+def test_bad_usage_is_told_by_the_parser(run, words):
+    done = run(*words)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert "Error: " in done.stderr
+
+
+def test_a_device_that_is_not_there_is_the_machines_fault(run, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run("tune", "demo", "--device", "cuda")
+    assert done.exit_code == 5
+    message, hint = one_line(done.stderr)
+    assert message.startswith("error: --device cuda: ")
+    assert "autofit doctor" in hint
+
+
+def test_nothing_fits_is_an_answer_and_no_error(tune, tmp_path):
+    done = tune(replay=Replay(tmp_path / "out", row_bytes=300 * GIB))
+    assert done.exit_code == 3
+    message, _ = one_line(done.stderr)
+    assert message.startswith("The tightest plan that was seen")
+    assert done.stdout == ""
+
+
+def test_where_every_plan_fails_the_logs_are_named(tune, tmp_path):
+    done = tune(replay=Replay(tmp_path / "out", dict.fromkeys(range(9), Crashed(reason="boom"))))
+    assert done.exit_code == 5
+    message, hint = one_line(done.stderr)
+    assert "boom" in message
+    assert str(tmp_path / "out" / "trials") in hint
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_ctrl_c_keeps_the_best_so_far(tune, tmp_path, as_json):
+    done = tune(*as_json, replay=Replay(tmp_path / "out", {2: KeyboardInterrupt()}))
+    assert done.exit_code == 130
+    assert "--resume" in one_line(done.stderr)[1]
+    assert done.stdout == ""
+    assert document.read(tmp_path / "out").plan
+
+
+def test_ctrl_c_before_the_tune_has_begun(run, monkeypatch):
+    def interrupted(_wanted):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "choose_device", interrupted)
+    done = run("tune", "demo")
+    assert done.exit_code == 130
+    assert one_line(done.stderr)[0] == "interrupted"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_termination_ends_a_tune_as_ctrl_c_does(tune, tmp_path, number):
+    class Terminating(Replay):
+        def run(self, *args, **options):
+            if len(self.asked) == 2:
+                os.kill(os.getpid(), number)
+                time.sleep(5)
+            return super().run(*args, **options)
+
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
+    done = tune(replay=Terminating(tmp_path / "out"))
+    assert done.exit_code == 143
+    message, hint = one_line(done.stderr)
+    assert number.name in message
+    assert "--resume" in hint
+    assert len(document.read(tmp_path / "out").trials) == 2
+    assert {one: signal.getsignal(one) for one in before} == before
+
+
+def test_a_bug_is_not_hidden(tune, tmp_path):
+    done = tune(replay=Replay(tmp_path / "out", {1: ZeroDivisionError("a bug")}))
+    assert isinstance(done.exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("broken", [(), ("half as fast",)], ids=["kept", "broken"])
+@pytest.mark.parametrize("as_json", [False, True], ids=["words", "json"])
+def test_a_verification_is_told_by_its_exit_code(tune, run, monkeypatch, tmp_path, broken, as_json):
+    tune(trials=1)
+    found = document.read(tmp_path / "out")
+    verified = Verification(
+        promise=found.promise,
+        outcome=found.trials[-1].outcome,
+        tolerance=0.1,
+        speed_ratio=0.5 if broken else 1.0,
+        broken=broken,
+        command=("accelerate", "launch"),
+        launches=1,
+    )
+    asked = []
+    monkeypatch.setattr("autofit.verify.verify", lambda folder, **options: asked.append((folder, options)) or verified)
+    done = run("verify", "out", "--steps", "7", *(["--json"] if as_json else []))
+    assert asked[0][0] == "out"
+    assert asked[0][1]["steps"] == 7
+    assert done.exit_code == (4 if broken else 0)
+    if as_json:
+        assert VERIFICATION.validate_json(done.stdout) == verified
+    else:
+        assert "promised" in done.stdout
+        assert ("kept:" in done.stdout) == (not broken)
+    if broken:
+        assert "half as fast" in one_line(done.stderr)[0]
+
+
+def test_the_program_itself(tmp_path):
+    """The real thing, as a shell starts it."""
+    command = [sys.executable, "-m", "autofit.cli"]
+    done = subprocess.run([*command, "report", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert one_line(done.stderr) == (
+        f"error: {tmp_path} holds no autofit.json",
+        "hint: give the folder that `autofit tune` wrote",
+    )
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert autofit.__version__ in done.stdout
+
+
+def test_the_doctor_tells_what_is_to_be_had(run, monkeypatch, server):
+    monkeypatch.setattr("autofit.doctor.ForkServer", lambda *_: Lent(server))
+    done = run("doctor", "--device", "cpu", "--json")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["hardware"]["device"] == "cpu"
+    assert {offer["technique"] for offer in found["choices"]} >= {"micro_batch", "precision", "offload"}
+    assert found["packages"]["torch"]
+    words = run("doctor", "--device", "cpu")
+    assert words.exit_code == 0
+    for wanted in ("memory:", "packages:", "not installed:", "paged_adamw_8bit", "the device's memory is the host's"):
+        assert wanted in words.stdout
