@@ -25,9 +25,9 @@ class Commands(click.Group):
         try:
             return super().invoke(context)
         except AutofitError as error:
-            click.echo(f"{'' if isinstance(error, NothingFits) else 'error: '}{error.message}", err=True)
+            click.echo(f"{'' if isinstance(error, NothingFits) else 'error: '}{_shown(error.message)}", err=True)
             if error.hint:
-                click.echo(f"\nhint: {error.hint}", err=True)
+                click.echo(f"\nhint: {_shown(error.hint)}", err=True)
             context.exit(error.exit_code)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
@@ -38,6 +38,11 @@ class Commands(click.Group):
 @click.version_option(__version__, package_name="autofit-train", prog_name="autofit")
 def main() -> None:
     """Find the fastest training configuration that fits, by short real training steps on your own device."""
+
+
+def _shown(words: str) -> str:
+    """One line that steers no terminal: paths and configs are somebody else's words."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in words)
 
 
 def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -65,6 +65,6 @@ def torch_cuda() -> str | None:
         raise MachineError("torch is not installed", hint="pip install torch")
     with contextlib.suppress(OSError):
         text = (Path(spec.origin).parent / "version.py").read_text("utf-8")
-        found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
+        found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
         return found[1] if found else None
     return None

@@ -126,6 +126,7 @@ class ForkServer:
             self._socket.close()
             self._socket = None
         if self._process is not None:
+            self._process.terminate()  # while it loads, it does not see the socket close
             try:
                 self._process.wait(5)
             except subprocess.TimeoutExpired:
@@ -187,9 +188,11 @@ class ForkServer:
         return message
 
     def _lost(self) -> MachineError:
-        process = self._process
-        self.close()  # waits for its end: the socket closes a little before
-        status = process.returncode if process else None
+        status = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self._process.wait(5)  # the socket closes a little before its end
+        self.close()
         tail = ""
         with contextlib.suppress(OSError):
             lines = self.log.read_text("utf-8", "replace").strip().splitlines()

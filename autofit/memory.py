@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autofit.facts import Facts
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+_LATE_KERNELS_BYTES = 32 * MIB  # room for kernels that are loaded after warm-up
 _STATUS = re.compile(r"^(VmHWM|VmRSS|VmData|RssAnon):\s+(\d+) kB", re.MULTILINE)
 
 
@@ -139,7 +140,7 @@ class CudaMeter:
     def _cap(self) -> None:
         import torch
 
-        share = (self.limit_bytes - self._outside_bytes) / self.total_bytes
+        share = (self.limit_bytes - self._outside_bytes - _LATE_KERNELS_BYTES) / self.total_bytes
         if share <= 0:
             raise CeilingBroken("device", self._outside_bytes)
         torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
@@ -178,13 +179,13 @@ class CudaMeter:
 
 
 def device_used_bytes(uuid: str | None) -> int:
-    """What the driver counts as used on a device, by all processes together; makes no context."""
+    """What ``nvidia-smi`` counts as used on a device, by all processes together; makes no context."""
     import pynvml
 
     pynvml.nvmlInit()
     try:
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
     finally:
         pynvml.nvmlShutdown()
 
@@ -226,6 +227,8 @@ def out_of_memory(error: BaseException) -> tuple[Literal["device", "host"], int 
     if isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in text:
         found = re.search(r"you tried to allocate (\d+) bytes", text)
         return "host", int(found[1]) if found else None
-    if isinstance(error, RuntimeError) and "CUDA error: out of memory" in text:
-        return "host", None  # cudaHostAlloc: pinned memory
+    if isinstance(error, RuntimeError) and re.search(
+        r"CUDA error: out of memory|CUDA out of memory|ALLOC_FAILED", text
+    ):
+        return "device", None  # of a library with an allocator of its own, or of the driver
     return None

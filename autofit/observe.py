@@ -82,7 +82,7 @@ class Observer:
             compute_dtype=self.compute_dtype,
             weights_dtype=_dtype(max(parameters, key=lambda parameter: parameter.numel())),
             gradient_scaler=getattr(accelerator, "scaler", None) is not None,
-            tf32=torch.backends.cuda.matmul.allow_tf32 if on_cuda else None,
+            tf32=torch.backends.cuda.matmul.fp32_precision == "tf32" if on_cuda else None,
             layer_forwards=round(self.leaf_calls / self.micro_steps) if self.micro_steps and self.leaf_calls else None,
             optimizer=f"{type(real).__module__}.{type(real).__qualname__}",
             optimizer_fused=group.get("fused"),

@@ -8,6 +8,8 @@ from typing import Any
 
 import psutil
 
+from autofit.memory import device_used_bytes
+
 
 def describe_model(name: str, config: Path, *, trust_remote_code: bool) -> dict[str, Any]:
     """Sizes and abilities of the causal language model that a ``config.json`` describes; built without storage.
@@ -110,7 +112,6 @@ def _cuda() -> dict[str, Any]:
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    free, total = torch.cuda.mem_get_info(0)
     major, minor = properties.major, properties.minor
     precisions = ["fp32"]
     if major >= 8:
@@ -119,14 +120,17 @@ def _cuda() -> dict[str, Any]:
         precisions.append("fp16")
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
     uuid = str(getattr(properties, "uuid", "") or "")
+    uuid = uuid if not uuid or uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    total = int(properties.total_memory)
+    used = device_used_bytes(uuid)  # before this process has a context of its own there
     return {
         "device": "cuda",
         "name": properties.name,
-        "uuid": uuid if not uuid or uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}",
+        "uuid": uuid or None,
         "visible_id": visible[0] if visible else "0",
-        "total_bytes": int(total),
-        "free_bytes": int(free),
-        "others_bytes": max(0, int(total - free)),
+        "total_bytes": total,
+        "free_bytes": max(1, total - used),
+        "others_bytes": used,
         "precisions": tuple(precisions),
         "capability": (major, minor),
         "threads": int(os.environ.get("OMP_NUM_THREADS", "1") or 1),

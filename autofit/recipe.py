@@ -148,8 +148,8 @@ class Recipe:
 
         on_cpu = self.facts.hardware.device == "cpu"
         if not on_cpu:
-            torch.backends.cuda.matmul.allow_tf32 = self.tf32
-            torch.backends.cudnn.allow_tf32 = self.tf32
+            # as a Trainer's argument does; after it the older allow_tf32 flags can't even be read
+            torch.backends.fp32_precision = "tf32" if self.tf32 else "ieee"  # type: ignore[attr-defined]
         given: dict[str, Any] = {
             "gradient_accumulation_steps": self.accumulation,
             "mixed_precision": self.mixed_precision,

@@ -264,7 +264,14 @@ class _Tune:
         return max(fitting, key=lambda pair: pair[0], default=(0.0, None))[1]
 
     def _run(
-        self, runner: Runner, facts: Facts, plan: Plan, effort: Effort, purpose: Literal["search", "final"]
+        self,
+        runner: Runner,
+        facts: Facts,
+        plan: Plan,
+        effort: Effort,
+        purpose: Literal["search", "final"],
+        *,
+        again: bool = False,
     ) -> Trial:
         number = max((trial.number for trial in self.trials), default=-1) + 1
         left = self._left()
@@ -275,11 +282,12 @@ class _Tune:
         if self.settings.record is not None:
             self._record(self.settings.record, trial, facts)
         self.events.trial_ends(trial, self._best(facts))
-        if isinstance(trial.outcome, Measured) and trial.outcome.disturbed and self.repeats < MOST_REPEATS:
+        outcome = trial.outcome
+        if isinstance(outcome, Measured) and outcome.disturbed and not again and self.repeats < MOST_REPEATS:
             self.repeats += 1
-            share = trial.outcome.disturbance
+            share = outcome.disturbance
             self._note(f"others took {share:.0%} of the processors during trial {number}: it is measured once more")
-            return self._run(runner, facts, plan, effort, purpose)
+            return self._run(runner, facts, plan, effort, purpose, again=True)
         return trial
 
     def _record(self, path: Path, trial: Trial, facts: Facts) -> None:
@@ -292,7 +300,7 @@ class _Tune:
 
     def _search(self, searcher: Searcher, runner: Runner, facts: Facts) -> None:
         """Ask, run, tell, until nothing is worth trying or the budget is spent."""
-        while sum(trial.purpose == "search" for trial in self.trials) < self.settings.trials:
+        while len({trial.plan for trial in self.trials if trial.purpose == "search"}) < self.settings.trials:
             left = self._left()
             if self.trials and left is not None and left < self._playoff_seconds():
                 self._note("the time is spent: the search ended before it was done")

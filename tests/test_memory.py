@@ -204,9 +204,16 @@ def test_cuda_s_own_error_names_the_device_and_the_size():
     assert out_of_memory(torch.OutOfMemoryError("no size is told")) == ("device", None)
 
 
-def test_pinned_memory_is_the_host_s():
-    error = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
-    assert out_of_memory(error) == ("host", None)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA out of memory at line 42 of pythonInterface.cpp",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_libraries_with_allocators_of_their_own_run_out_on_the_device(words):
+    assert out_of_memory(RuntimeError(words)) == ("device", None)
 
 
 @pytest.mark.parametrize(
