@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from autofit import __version__, registry, report, space
 from autofit import document as documents
 from autofit.document import Document, Offer
-from autofit.emit import ARGUMENTS, REPORT, YAML, EmissionError, emit
+from autofit.emit import ARGUMENTS, REPORT, YAML, emit
+from autofit.errors import EmissionError
 from autofit.files import usable_folder, writing
 from autofit.forkserver import ForkServer
 from autofit.plan import Plan, Promise, Trial, dump_json, median

@@ -111,7 +111,8 @@ def verify(folder: str, steps: int, as_json: bool) -> None:
     from autofit.verify import VERIFICATION
     from autofit.verify import verify as run
 
-    found = run(folder, steps=steps, say=lambda words: click.echo(words, err=True))
+    with _terminable():
+        found = run(folder, steps=steps, say=lambda words: click.echo(words, err=True))
     if as_json:
         click.echo(dump_json(VERIFICATION, found), nl=False)
     elif isinstance(found.outcome, Measured):
@@ -202,7 +203,7 @@ def _console() -> Console:
 
 
 class _terminable:  # noqa: N801 - used like a function
-    """Lets SIGTERM and SIGHUP end a tune as Ctrl-C does: with the best so far written."""
+    """Lets SIGTERM and SIGHUP end a command as Ctrl-C does: a tune writes the best so far, a launch ends with it."""
 
     def __enter__(self) -> None:
         def end(number: int, _frame: object) -> None:

@@ -16,7 +16,7 @@ from yaml import YAMLError
 
 from autofit import document as documents
 from autofit.document import DOCUMENT, Document
-from autofit.errors import AutofitError, InputError
+from autofit.errors import InputError
 from autofit.files import write_atomically, writing
 from autofit.launching import write_yaml
 from autofit.plan import dump_json
@@ -29,10 +29,6 @@ YAML = "accelerate.yaml"
 ARGUMENTS = "training_args.json"
 REPORT = "report.html"
 ASIDE = ".emitting"
-
-
-class EmissionError(AutofitError):
-    """An emitted file is not one that its reader takes: a bug, shown as it is."""
 
 
 def emit(document: Document, folder: Path, report: str, check: Callable[[Path], None]) -> None:

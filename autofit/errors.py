@@ -5,6 +5,7 @@
     │   └── ModelError           2   MODEL can't be read, or nothing can be built from it
     ├── NothingFits              3   every plan that was tried breaks the ceiling
     ├── PromiseBroken            4   a launch did not keep what was promised
+    ├── EmissionError            1   an emitted file is not one that its reader takes: a bug
     ├── MachineError             5   the machine stands in the way: disk, device, a second tune
     ├── Interrupted            130   Ctrl-C
     └── Terminated             143   SIGTERM or SIGHUP
@@ -61,6 +62,10 @@ class PromiseBroken(AutofitError):  # noqa: N818 - an answer more than an error
     """A launch of the emitted files did not keep the promise."""
 
     exit_code = 4
+
+
+class EmissionError(AutofitError):
+    """An emitted file is not one that its reader takes: a bug, shown as it is."""
 
 
 class MachineError(AutofitError):

@@ -35,7 +35,7 @@ def main(folder: Path, result: Path, steps: int) -> None:
     effort = Effort(fidelity="whole", min_steps=steps, max_steps=steps, seconds=600.0, target=0.0)
 
     def run(clock: Clock) -> Evidence:
-        with tempfile.TemporaryDirectory(prefix="autofit-verify-") as scratch:
+        with tempfile.TemporaryDirectory(dir=result.parent) as scratch:  # goes with it where this is killed
             if setup.promise.launch_path == "loop":
                 accelerator = setup.accelerator()
                 model = setup.model()

@@ -78,6 +78,8 @@ def check(request: Request, settings: Search) -> None:
         raise InputError(f"--sampler {settings.sampler!r} is not known", hint="known: " + ", ".join(SAMPLERS))
     if request.launch_path not in {"trainer", "loop"}:
         raise InputError(f"--launch-path {request.launch_path!r} is not known", hint="trainer or loop")
+    if settings.record is not None and not settings.record.absolute().parent.is_dir():
+        raise InputError(f"--record {str(settings.record)!r}: no folder to write into", hint="make it first")
     space.parse_allowed(settings.allowed)
 
 

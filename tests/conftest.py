@@ -14,5 +14,6 @@ def server(tmp_path_factory):
     with contextlib.closing(started):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(TESTS))
+            patch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for one another crawl where others compute too
             started.start()
         yield started

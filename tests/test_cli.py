@@ -291,6 +291,18 @@ def test_bad_usage_is_told_by_the_parser(run, words):
     assert "Error: " in done.stderr
 
 
+def test_a_name_that_steers_the_terminal_is_shown_as_it_is_written(run, tmp_path):
+    folder = tmp_path / "new\nline\x1b[31m\u202e"
+    folder.mkdir()
+    (folder / "config.json").write_text("")
+    done = run("tune", folder)
+    assert done.exit_code == 2
+    message, hint = one_line(done.stderr)
+    assert message.endswith(r"new\nline\x1b[31m\u202e/config.json is empty")
+    assert hint
+    assert done.stderr.replace("\n", "").isprintable()
+
+
 def test_a_device_that_is_not_there_is_the_machines_fault(run, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = run("tune", "demo", "--device", "cuda")
@@ -335,7 +347,10 @@ def test_ctrl_c_before_the_tune_has_begun(run, monkeypatch):
     assert one_line(done.stderr)[0] == "interrupted"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+ENDINGS = [signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", ENDINGS)
 def test_termination_ends_a_tune_as_ctrl_c_does(tune, tmp_path, number):
     class Terminating(Replay):
         def run(self, *args, **options):
@@ -344,14 +359,19 @@ def test_termination_ends_a_tune_as_ctrl_c_does(tune, tmp_path, number):
                 time.sleep(5)
             return super().run(*args, **options)
 
-    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
-    done = tune(replay=Terminating(tmp_path / "out"))
+    unheard = {one: signal.signal(one, lambda *_: pytest.fail("nobody heard it")) for one in ENDINGS}
+    try:
+        before = {one: signal.getsignal(one) for one in ENDINGS}
+        done = tune(replay=Terminating(tmp_path / "out"))
+        assert {one: signal.getsignal(one) for one in ENDINGS} == before
+    finally:
+        for one, handler in unheard.items():
+            signal.signal(one, handler)
     assert done.exit_code == 143
     message, hint = one_line(done.stderr)
     assert number.name in message
     assert "--resume" in hint
     assert len(document.read(tmp_path / "out").trials) == 2
-    assert {one: signal.getsignal(one) for one in before} == before
 
 
 def test_a_bug_is_not_hidden(tune, tmp_path):

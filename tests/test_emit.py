@@ -152,7 +152,7 @@ CORRUPTIONS = {
     "no list": lambda folder: (folder / ARGUMENTS).write_text("[1]"),
     "no JSON": lambda folder: (folder / ARGUMENTS).write_text('{"bf16": '),
     "missing arguments": lambda folder: (folder / ARGUMENTS).unlink(),
-    "what comes back changed": lambda folder: corrupt_arguments(folder, optim_args="", warmup_steps="3"),
+    "what comes back changed": lambda folder: corrupt_arguments(folder, report_to="none"),
 }
 
 

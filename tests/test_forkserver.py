@@ -214,6 +214,19 @@ def test_close_ends_the_server_and_its_job(own_server, tmp_path):
     own_server.close()
 
 
+def test_close_does_not_wait_for_a_server_that_is_loading(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(
+        "from pathlib import Path; import time\nPath(__file__ + '.on').touch(); time.sleep(99)"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with contextlib.closing(ForkServer(tmp_path / "server.log", "cpu")) as loading:
+        loading.start()
+        wait_until((tmp_path / "torch.py.on").exists)
+        process = loading._process
+        loading.close()
+        assert process.returncode == 0  # it ended by itself
+
+
 def test_stop_job_kills_at_once(own_server, tmp_path):
     assert own_server.run(job(tmp_path / "one", ""), kill_after_seconds=PATIENT) == 0
     own_server._send({"run": str(job(tmp_path / "two", SLEEP))})

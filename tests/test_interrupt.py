@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from .tiny import REPOSITORY, alive, gone, offspring, wait_until, write_config
 
 pytestmark = pytest.mark.slow
 PATIENT = 240.0
-TRIALS = 6
+TRIALS = 5
 
 
 @pytest.fixture
@@ -35,7 +36,12 @@ def start(tiny, tmp_path):
     def run(output, *options):
         locks = tmp_path / "tmp"  # the device's lock lies there: two tests must not wait for one another
         locks.mkdir(exist_ok=True)
-        environment = {**os.environ, "TMPDIR": str(locks), "PYTHONPATH": str(REPOSITORY)}
+        environment = {
+            **os.environ,
+            "TMPDIR": str(locks),
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",  # threads that wait for one another crawl where others compute too
+        }
         command = [
             sys.executable, "-m", "autofit.cli", "tune", str(tiny), "--output", str(output), "--json",
             "--global-batch", "4", "--trials", str(TRIALS), *options,
@@ -51,8 +57,8 @@ def start(tiny, tmp_path):
                 stderr=err,
                 start_new_session=True,
             )
-        process.said = lambda: (tmp_path / f"{name}.err").read_text()
-        process.printed = lambda: (tmp_path / f"{name}.out").read_text()
+        process.said = (tmp_path / f"{name}.err").read_text
+        process.printed = (tmp_path / f"{name}.out").read_text
         started.append(process)
         return process
 
@@ -70,7 +76,7 @@ def running(process, output):
     with contextlib.suppress(psutil.NoSuchProcess):
         for pid in offspring(process.pid):
             with contextlib.suppress(OSError):
-                log = re.fullmatch(r"(.*)/trials/(\d+)/stdout\.log", os.readlink(f"/proc/{pid}/fd/1"))
+                log = re.fullmatch(r"(.*)/trials/(\d+)/stdout\.log", str(Path(f"/proc/{pid}/fd/1").readlink()))
                 if log and log[1] == str(output.resolve()):
                     return int(log[2]), pid
     return None

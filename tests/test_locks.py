@@ -65,8 +65,10 @@ def test_another_process_holds_it_until_it_ends(holder, number):
 
 def test_a_child_process_does_not_inherit_it(tmp_path):
     path = tmp_path / "lock"
+    command = [sys.executable, "-c", "print('started', flush=True); input()"]
     with held(path, "message", "hint"):
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False)
+        assert child.stdout.readline() == b"started\n"
     try:
         assert take(path)
     finally:

@@ -136,8 +136,9 @@ def test_a_pipe_or_device_is_no_file(tmp_path, into):
 @pytest.mark.parametrize(
     "name",
     [
-        "", " ", "\n", "nul\0byte", "../../etc/shadow", "a/../b", "..", "org/..model", "org/name/more", "/none/such",
-        "https://huggingface.co/org/name", "org\\name", "name with space", "org/na\nme", "-x", "~nobody-here/model",
+        "", " ", "\n", "nul\0byte", "../../etc/shadow", "a/../b", "..", "org/..model", "org/a..b", "/none/such",
+        "https://huggingface.co/org/name", "org\\name", "name with space", "org/name/more", "org/na\nme", "-x",
+        "~nobody-here/model",
         "модель", "x" * 4000, "x/" * 2000, "org/" + "x" * 200, "$(reboot)", "%2e%2e/x", "gpt2?x=1", "gpt2#",
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autofit import space
 from autofit.errors import InputError
 from autofit.registry import techniques
-from autofit.technique import Kind, divisors
+from autofit.technique import Choice, Emission, Kind, Technique, divisors
 
 from .synthetic import cpu_facts, cuda_facts
 
@@ -164,6 +164,34 @@ def test_the_smallest_is_the_one_that_is_expected_to_need_least():
     plain = plans.plans[0]
     assert dict(plain) == {one.name: one.plain for one in techniques()} | {"accumulation": 32}
     assert plans.expected(plain) == (0.0, 0.0)
+
+
+class Rare(Technique):
+    """A technique with a value that is to be had on request alone."""
+
+    name = "rare"
+    plain = "none"
+
+    def choices(self, facts):
+        return (
+            Choice("none", Kind.EXACT, "offered", "as ever"),
+            Choice("some", Kind.EXACT, "on_request", "it is seldom worth it"),
+        )
+
+    def emit(self, value, plan, facts):
+        return Emission()
+
+    def in_effect(self, value, evidence, facts):
+        return None
+
+
+def test_what_is_to_be_had_on_request_is_not_searched_unasked(monkeypatch):
+    everyone = (*techniques(), Rare())
+    monkeypatch.setattr(space, "techniques", lambda: everyone)
+    monkeypatch.setattr(space, "technique", lambda name: {one.name: one for one in everyone}[name])
+    assert space.build(CPU, EVERY).domains["rare"] == ("none",)
+    assert space.build(CPU, NOT_METHOD, knobs("rare=some")).domains["rare"] == ("some",)
+    assert space.build(CPU, EVERY, knobs(among=["rare=none,some"])).domains["rare"] == ("none", "some")
 
 
 @pytest.mark.parametrize(
