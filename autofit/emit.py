@@ -16,7 +16,7 @@ from yaml import YAMLError
 
 from autofit import document as documents
 from autofit.document import DOCUMENT, Document
-from autofit.errors import InputError
+from autofit.errors import EmissionError, InputError
 from autofit.files import write_atomically, writing
 from autofit.launching import write_yaml
 from autofit.plan import dump_json

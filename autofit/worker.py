@@ -159,7 +159,8 @@ def _first_line(error: BaseException) -> str:
 
 def _refusal(job: CheckJob) -> str | None:
     """Why an emitted file was refused, or ``None``."""
-    from autofit.emit import EmissionError, check_files
+    from autofit.emit import check_files
+    from autofit.errors import EmissionError
 
     try:
         check_files(Path(job.folder))

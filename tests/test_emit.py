@@ -18,8 +18,8 @@ import autofit
 from autofit import answer, choose, document, loading, registry, space
 from autofit.choose import extras
 from autofit.document import DOCUMENT
-from autofit.emit import ARGUMENTS, ASIDE, REPORT, YAML, EmissionError, check_files, emit
-from autofit.errors import InputError, MachineError
+from autofit.emit import ARGUMENTS, ASIDE, REPORT, YAML, check_files, emit
+from autofit.errors import EmissionError, InputError, MachineError
 from autofit.loading import installed
 from autofit.plan import Plan, dump_json
 from autofit.technique import Kind
