@@ -35,6 +35,7 @@ def test_the_exit_codes_are_those_that_are_promised():
     codes = {name: one.exit_code for name, one in family().items()}
     assert codes == {
         "AutofitError": 1,
+        "EmissionError": 1,
         "InputError": 2,
         "ModelError": 2,
         "NothingFits": 3,
