@@ -41,8 +41,8 @@ MODELS = {
     "gemma2": {"model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 64, **SIZES},
     "mixtral": {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4, **SIZES},
 }
-BATCH = 32
-ROUNDS = 5
+BATCH = 16
+ROUNDS = 3
 
 
 def plain(rows: int) -> Plan:
