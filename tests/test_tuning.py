@@ -446,3 +446,37 @@ def test_the_facts_are_read_once(tune, out):
     result = tune(Replay(out), trials=1, resume=True)
     assert result.document.hardware == replace(facts.hardware, name="another name")
     assert isinstance(result.plan, Plan)
+
+
+class Crowded(Replay):
+    """A machine where somebody else computes during some of the calls, and the steps crawl."""
+
+    def __init__(self, folder, crowded):
+        super().__init__(folder)
+        self.crowded = crowded
+
+    def run(self, number, plan, effort, *, purpose, limit_seconds):
+        call = len(self.asked)
+        trial = super().run(number, plan, effort, purpose=purpose, limit_seconds=limit_seconds)
+        if call in self.crowded and trial.outcome.kind == "measured":
+            slow = {
+                "step_seconds": 20 * trial.outcome.step_seconds,
+                "samples_per_second": trial.outcome.samples_per_second / 20,
+                "steps": tuple(20 * step for step in trial.outcome.steps),
+                "disturbance": 0.5,
+            }
+            object.__setattr__(trial, "outcome", replace(trial.outcome, **slow))
+        return trial
+
+
+def test_what_was_measured_beside_a_busy_neighbour_is_measured_once_more(tune, out):
+    quiet = tune(Replay(out.parent / "quiet"), output=out.parent / "quiet", trials=6)
+    replay = Crowded(out, crowded={0, 3, 9})
+    crowded = tune(replay, trials=6)
+    searched = purposes(replay, "search")
+    repeated = [plan for plan, next_plan in itertools.pairwise(searched) if plan == next_plan]
+    assert repeated, "a disturbed trial is repeated at once"
+    assert all(searched.count(plan) <= 2 for plan in searched)
+    assert len(set(searched)) <= 6
+    assert crowded.plan == quiet.plan
+    assert crowded.promise.step_seconds < 2 * quiet.promise.step_seconds
