@@ -101,6 +101,45 @@ def tune(model: str, as_json: bool, **options: Any) -> None:
 
 
 @main.command()
+@click.argument("model")
+@_options(
+    click.option("--gpu", help='The card: "RTX 4090", H100, A100-80GB...  [default: this machine\'s device]'),
+    click.option("--memory", help="A card's memory instead: 24GiB."),
+    click.option("--seq-len", type=int, help="Tokens in a row.  [default: the lesser of 1024 and the model's]"),
+    click.option("--global-batch", type=int, default=32, show_default=True, help="Rows to an optimizer step."),
+    click.option(
+        "--allow", default="exact,numeric", show_default=True, help="What may change: exact, numeric, method."
+    ),
+    click.option("--fix", multiple=True, metavar="KNOB=VALUE", help="Hold a knob at a value; repeatable."),
+    click.option("--among", multiple=True, metavar="KNOB=V1,V2", help="Hold a knob to some values; repeatable."),
+    click.option("--launch-path", default="trainer", show_default=True, help="trainer or loop: how you will train."),
+    click.option("--trust-remote-code", is_flag=True, help="Let the model's own code run here."),
+    click.option("--cache/--no-cache", default=True, show_default=True, help="Keep traces in the user's cache folder."),
+    click.option("--all", "every", is_flag=True, help="Show every kind of plan."),
+    click.option("--json", "as_json", is_flag=True, help="Print the estimate as JSON to stdout."),
+)
+def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
+    """Predict what plans for MODEL need on a card, and where it goes; no device and no weights are needed.
+
+    MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo.
+    """
+    from autofit.estimate import ESTIMATE
+    from autofit.estimate import estimate as run
+    from autofit.plan import dump_json
+    from autofit.tables import table
+
+    with _terminable():
+        most = None if every else 12
+        found = run(model, most=most, say=lambda words: click.echo(words, err=True), **options)
+    if as_json:
+        click.echo(dump_json(ESTIMATE, found), nl=False)
+    else:
+        _console(120).print(table(found))
+    if not any(one.verdict != "too large" for one in found.plans):
+        raise NothingFits("no plan fits", hint="a shorter --seq-len, --allow method, or a larger card")
+
+
+@main.command()
 @click.argument("folder", metavar="DIR")
 @click.option("--steps", type=click.IntRange(2, 1000), default=5, show_default=True, help="Timed optimizer steps.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verification as JSON to stdout.")
@@ -195,11 +234,11 @@ def schema() -> None:
     click.echo(json.dumps(found(), indent=1, sort_keys=True))
 
 
-def _console() -> Console:
+def _console(width: int = 100) -> Console:
     """A console on stdout that does not cut lines where nobody can see its width."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else width)
 
 
 class _terminable:  # noqa: N801 - used like a function

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from autofit.memory import Meter
 from autofit.plan import Phase, median, spread
@@ -51,6 +51,36 @@ class Effort:
     seconds: float = 4.0
     target: float = 0.02
     hopeless_seconds: float = 0.0
+
+
+class Listener(Protocol):
+    """What a training loop tells of itself; a clock, or a trace's marks."""
+
+    recipe: Recipe
+    effort: Effort
+    accumulation: int
+    accumulated: int
+    done: int
+    on_cuda: bool
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether fewer micro-steps are run than the plan says."""
+
+    def step_begin(self) -> None:
+        """An optimizer step begins."""
+
+    def forward_begin(self) -> None:
+        """A micro-step begins."""
+
+    def forward_end(self) -> None:
+        """The loss is there."""
+
+    def backward_end(self, loss: torch.Tensor) -> None:
+        """The gradients of a micro-step are there; ``loss`` is its share of the step's."""
+
+    def step_end(self) -> bool:
+        """An optimizer step is done; returns whether enough was seen."""
 
 
 @dataclass(slots=True)

@@ -135,8 +135,10 @@ class ForkServer:
             self._process = None
 
     @contextlib.contextmanager
-    def ask(self, folder: Path, job: str, answer: str) -> Iterator[dict[str, Any] | None]:
-        """Give the server a job in a scratch folder and read its answer; ``None`` where it gave none in a minute.
+    def ask(
+        self, folder: Path, job: str, answer: str, *, kill_after_seconds: float = 60.0
+    ) -> Iterator[dict[str, Any] | None]:
+        """Give the server a job in a scratch folder and read its answer; ``None`` where it gave none in time.
 
         Raises:
             MachineError: The job's process ended without an answer.
@@ -145,7 +147,7 @@ class ForkServer:
             scratch = Path(tempfile.mkdtemp(prefix=".ask-", dir=folder))
         try:
             write_atomically(scratch / "job.json", job)
-            status = self.run(scratch.resolve(), kill_after_seconds=60.0)
+            status = self.run(scratch.resolve(), kill_after_seconds=kill_after_seconds)
             if status is None:
                 yield None
                 return

@@ -106,6 +106,8 @@ def record(trial: Trial, limit_bytes: int) -> Record:
     match outcome:
         case Measured():
             attributes["peak_bytes"] = outcome.peak_bytes
+            # what the tensors and the context held: reserved memory depends on what came before
+            attributes["needed_bytes"] = outcome.allocated_bytes + outcome.outside_bytes
             attributes["relative_spread"] = outcome.step_seconds_spread / outcome.step_seconds
             excess = outcome.peak_bytes / limit_bytes - 1
             return Record(

@@ -206,13 +206,18 @@ Outcome = Annotated[Measured | OutOfMemory | TimedOut | Diverged | Unsupported |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One plan that was tried. ``purpose`` is ``search`` or ``final`` (a finalist measured again)."""
+    """One plan that was tried.
+
+    ``purpose`` is ``search`` or ``final`` (a finalist measured again). ``predicted_bytes`` is the peak that its trace
+    says, before anything was measured; ``None`` where it can't be traced.
+    """
 
     number: int
     plan: Plan
     outcome: Outcome
     wall_seconds: float
     purpose: Literal["search", "final"] = "search"
+    predicted_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

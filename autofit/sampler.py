@@ -25,10 +25,22 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
+from autofit.forecast import Forecast
 from autofit.journal import CONSTRAINT, REJECTED, STARTED, distributions
 from autofit.plan import Plan, Value
 from autofit.space import Space
-from autofit.surrogate import Encoded, Floats, below, encode, gain, predict, predict_memory, sharpen
+from autofit.surrogate import (
+    Correction,
+    Encoded,
+    Floats,
+    below,
+    correct,
+    encode,
+    gain,
+    predict,
+    predict_memory,
+    sharpen,
+)
 
 Bools = npt.NDArray[np.bool_]
 Verdict = Literal["measured", "out_of_memory", "timed_out", "failed", "running"]
@@ -38,6 +50,9 @@ LEAST_GAIN = 0.01
 _LOW_MEMORY_TRIES = 4
 _FRUITLESS_TRIES = 12
 _LIKELY = 0.6
+_SURE, _SURE_ENOUGH = 0.95, 0.9
+_TRIALS_TO_A_BREAK = 10
+_SURELY_STDS = 3.0
 _ABSURD = math.log(8)
 _LEAST_NOISE = 0.005
 
@@ -50,6 +65,7 @@ class Seen:
         place: Where the plan stands in ``space.plans``.
         seconds: Seconds per sample of a measured plan.
         peak_bytes: Of a measured plan, or of one that ran out of memory; 0 where not known.
+        needed_bytes: Of a measured plan: the same without what the allocator only keeps.
         noise: Standard deviation of the logarithm of ``seconds``.
         on_device: Whether it was the device's memory that ran out.
     """
@@ -58,6 +74,7 @@ class Seen:
     verdict: Verdict
     seconds: float = 0.0
     peak_bytes: float = 0.0
+    needed_bytes: float = 0.0
     noise: float = _LEAST_NOISE
     on_device: bool = True
 
@@ -86,6 +103,7 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         limit_bytes: The ceiling that the constraint ``memory`` is relative to.
         not_first: Values by technique that the first trial avoids where it can.
         seed: For parameters that are not of the space, which are sampled at random.
+        forecast: What the traces say of the plans' memory.
     """
 
     def __init__(
@@ -95,12 +113,13 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         limit_bytes: int,
         not_first: Mapping[str, Collection[Value]] | None = None,
         seed: int = 0,
+        forecast: Forecast | None = None,
     ) -> None:
         self.space = space
-        self.encoded = encode(space)
+        self.encoded = encode(space, forecast)
         self.limit_bytes = limit_bytes
-        self._first = first_place(self.encoded, self._without(not_first or {}))
-        self._smallest = self.encoded.index[space.smallest()]
+        self._first = first_place(self.encoded, self._without(not_first or {}), limit_bytes)
+        self._smallest = smallest_place(self.encoded, space)
         self._others = optuna.samplers.RandomSampler(seed=seed)
         self._known: tuple[tuple[Seen, ...], Advice] | None = None
 
@@ -133,6 +152,8 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         free = ~excluded(self.encoded, seen, self.limit_bytes)
         fitting = [one for one in seen if one.verdict == "measured" and one.peak_bytes <= self.limit_bytes]
         if not free.any():
+            if not seen:
+                return Advice(place=None, expected_gain=None, reason="no plan fits, by its trace")
             return Advice(place=None, expected_gain=None, reason="every plan was tried or is known not to fit")
         if not fitting:
             return self._first_that_fits(seen, free)
@@ -140,16 +161,32 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         best = min(math.log(one.seconds) for one in fitting)
         gains = gain(belief.time, belief.time_std, best) * belief.fits * belief.works
         # the probability of fitting counts twice in the choice: a plan that does not fit says little of any other
-        score = np.where(free, gains * belief.fits, -1.0)
         measured = sum(one.verdict == "measured" for one in seen)
-        if gains[free].max() < LEAST_GAIN:
+        least = self._least_likely(seen)
+        candidates = free & (belief.fits >= least)
+        if not candidates.any():
+            if measured >= LEAST_TRIALS or least == _SURE_ENOUGH:
+                return Advice(place=None, expected_gain=None, reason="none of the plans left is likely to fit")
+            candidates = free
+        score = np.where(candidates, gains * belief.fits, -1.0)
+        if gains[candidates].max() < LEAST_GAIN:
             if measured >= LEAST_TRIALS:
                 reason = f"none of the {free.sum()} plans left is expected to be {LEAST_GAIN:.0%} faster than the best"
-                return Advice(place=None, expected_gain=float(gains[free].max()), reason=reason)
+                return Advice(place=None, expected_gain=float(gains[candidates].max()), reason=reason)
             score *= belief.works > 0.5  # a trial that is made for its own sake should at least run
         place = self._foremost(score, belief.memory)
         reason = f"expected to gain {gains[place]:.1%} over the best, and {belief.fits[place]:.0%} likely to fit"
         return Advice(place=place, expected_gain=float(gains[place]), reason=reason)
+
+    def _least_likely(self, seen: Sequence[Seen]) -> float:
+        """How likely a plan should be to fit, now that something fits.
+
+        With traces, trials that run out of memory are kept to one in ten: each of them has to be earned.
+        """
+        if self.encoded.forecast is None:
+            return 0.0
+        broken = sum(one.verdict == "out_of_memory" for one in seen)
+        return _LIKELY if _TRIALS_TO_A_BREAK * broken <= len(seen) else _SURE_ENOUGH
 
     def _first_that_fits(self, seen: Sequence[Seen], free: Bools) -> Advice:
         """While nothing fitted: the first plan, one that likely fits, the smallest one, then a few small ones."""
@@ -168,7 +205,8 @@ class AutofitSampler(optuna.samplers.BaseSampler):
 
     def _towards_smallest(self, belief: Belief, free: Bools, *, tried: int, broken: int) -> tuple[int, str]:
         if not tried and free[self._first]:
-            return self._first, "expected to be fast, with the smallest sensible micro-batch"
+            how = "the largest micro-batch that fits" if self.encoded.forecast else "the smallest sensible micro-batch"
+            return self._first, f"expected to be fast, with {how}"
         speed = np.exp(belief.time.min() - belief.time) * belief.works
         likely = free & (belief.fits >= _LIKELY) if broken else free
         if broken < 2 and likely.any():
@@ -192,15 +230,27 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         return int(tied[order[0]])
 
 
-def first_place(encoded: Encoded, allowed: Bools | None = None) -> int:
-    """Where to begin: the fastest values by prior, at the smallest micro-batch that is not absurdly slow.
+def smallest_place(encoded: Encoded, space: Space) -> int:
+    """The plan that needs the least memory: by its trace, where every plan has one, else by the techniques' priors."""
+    if encoded.forecast is None or np.isnan(encoded.forecast.tensor_bytes).any():
+        return encoded.index[space.smallest()]
+    return int(np.lexsort((encoded.extras, encoded.forecast.tensor_bytes))[0])
 
-    The smallest micro-batch is the likeliest to fit, and shows the memory that does not depend on the rows,
-    which is what the other families differ in. Absurdly slow is more than 8 times slower per sample than the
-    best micro-batch is expected to be. ``allowed`` keeps values that change the training method out of the
-    first trial.
+
+def first_place(encoded: Encoded, allowed: Bools | None = None, limit_bytes: int | None = None) -> int:
+    """Where to begin: the fastest values by prior.
+
+    Where the traces say what fits, at the largest micro-batch that surely does. Where they don't, at the smallest one
+    that is not absurdly slow: it is the likeliest to fit, and shows the memory that does not depend on the rows, which
+    is what the other families differ in. Absurdly slow is more than 8 times slower per sample than the best micro-batch
+    is expected to be. ``allowed`` keeps values that change the training method out of the first trial.
     """
     allowed = np.ones(len(encoded.rows), dtype=bool) if allowed is None or not allowed.any() else allowed
+    if encoded.forecast is not None and limit_bytes is not None:
+        mean, std = corrected(encoded.forecast, ()).at(encoded.forecast.tensor_bytes)
+        fits = allowed & (below((math.log(limit_bytes) - mean) / std) > _SURE)
+        if fits.any():
+            return int(np.argmin(np.where(fits, encoded.time_mean, np.inf)))
     quickest = np.where(allowed, encoded.time_mean, np.inf)
     fastest = int(np.argmin(quickest))
     kin = allowed & (encoded.family == encoded.family[fastest])
@@ -264,7 +314,21 @@ def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[F
         places, values = np.concatenate([places, at]), np.concatenate([values, least])
         noise = np.concatenate([noise, np.full(len(broke), 0.2)])
     mean, std = predict_memory(encoded.memory, seen=places, values=values, noise=noise)
+    if encoded.forecast is not None:
+        traced, traced_std = corrected(encoded.forecast, seen).at(encoded.forecast.tensor_bytes)
+        known = ~np.isnan(traced)
+        mean, std = np.where(known, traced, mean), np.where(known, traced_std, std)
     return sharpen(encoded, mean, std, {one.place: one.peak_bytes for one in measured})
+
+
+def corrected(forecast: Forecast, seen: Sequence[Seen]) -> Correction:
+    """How the peaks that were measured lie to the traces."""
+    measured = [one for one in seen if one.verdict == "measured" and one.needed_bytes > 0]
+    return correct(
+        forecast,
+        seen=np.array([one.place for one in measured], dtype=np.int64),
+        peaks=np.array([one.needed_bytes for one in measured], dtype=float),
+    )
 
 
 def _works(encoded: Encoded, seen: Sequence[Seen]) -> Floats:
@@ -289,8 +353,15 @@ def _works(encoded: Encoded, seen: Sequence[Seen]) -> Floats:
 
 
 def excluded(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> Bools:
-    """Plans that were tried, or are known not to fit: the rows at or above those that broke the ceiling."""
+    """Plans that were tried, or are known not to fit.
+
+    That are the rows at or above those that broke the ceiling, and plans whose trace is so far above it that nothing
+    that was measured speaks for them.
+    """
     out = np.zeros(len(encoded.rows), dtype=bool)
+    if encoded.forecast is not None:
+        mean, std = corrected(encoded.forecast, seen).at(encoded.forecast.tensor_bytes)
+        out |= mean - _SURELY_STDS * std > math.log(limit_bytes)  # never where nothing was traced
     for one in seen:
         out[one.place] = True
         if one.verdict == "out_of_memory" or one.peak_bytes > limit_bytes:
@@ -318,7 +389,17 @@ def observations(trials: Sequence[FrozenTrial], encoded: Encoded, limit_bytes: i
             seen.append(Seen(place=place, verdict="running"))
         elif trial.state == TrialState.COMPLETE and trial.value is not None and trial.value > 0:
             noise = max(trial.user_attrs.get("relative_spread", 0.0) / 1.96, _LEAST_NOISE)
-            seen.append(Seen(place=place, verdict="measured", seconds=1 / trial.value, peak_bytes=peak, noise=noise))
+            needed = float(trial.user_attrs.get("needed_bytes", peak))
+            seen.append(
+                Seen(
+                    place=place,
+                    verdict="measured",
+                    seconds=1 / trial.value,
+                    peak_bytes=peak,
+                    needed_bytes=needed,
+                    noise=noise,
+                )
+            )
         elif trial.state == TrialState.PRUNED and excess is not None and excess > 0:
             on_device = trial.user_attrs.get("where", "device") == "device"
             seen.append(Seen(place=place, verdict="out_of_memory", peak_bytes=peak, on_device=on_device))

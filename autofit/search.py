@@ -31,11 +31,12 @@ from optuna.trial import TrialState
 from autofit import journal
 from autofit.errors import InputError, near
 from autofit.facts import Facts
+from autofit.forecast import Forecast
 from autofit.plan import Plan, Trial, Value
 from autofit.registry import technique
-from autofit.sampler import Advice, AutofitSampler, excluded, observations
+from autofit.sampler import Advice, AutofitSampler, corrected, excluded, observations
 from autofit.space import Space
-from autofit.surrogate import FOLLOWS, ROWS, encode
+from autofit.surrogate import FOLLOWS, ROWS, Correction, encode
 from autofit.technique import Kind
 
 SamplerName = Literal["autofit", "tpe", "gp", "random", "grid"]
@@ -57,7 +58,16 @@ class Searcher:
             share of it; ``None`` where nothing has fitted yet, and for samplers that do not say.
     """
 
-    def __init__(self, space: Space, study: optuna.Study, *, sampler: str, limit_bytes: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        space: Space,
+        study: optuna.Study,
+        *,
+        sampler: str,
+        limit_bytes: int,
+        seed: int = 0,
+        forecast: Forecast | None = None,
+    ) -> None:
         self.space = space
         self.study = study
         self.name = sampler
@@ -66,7 +76,7 @@ class Searcher:
         self.reason = ""
         self.expected_gain: float | None = None
         self._random = random.Random(seed)
-        self._encoded = study.sampler.encoded if isinstance(study.sampler, AutofitSampler) else encode(space)
+        self._encoded = study.sampler.encoded if isinstance(study.sampler, AutofitSampler) else encode(space, forecast)
         self._asked: dict[Plan, optuna.Trial] = {}
 
     def ask(self) -> Plan | None:
@@ -100,6 +110,14 @@ class Searcher:
                 journal.add(self.study, trial, self.space, self.limit_bytes)
             else:
                 journal.tell(self.study, asked, trial, self.limit_bytes)
+
+    def correction(self) -> Correction | None:
+        """How the measured peaks lie to the traces; ``None`` without traces."""
+        forecast = self._encoded.forecast
+        if forecast is None:
+            return None
+        seen = observations(self.study.get_trials(deepcopy=False), self._encoded, self.limit_bytes)
+        return corrected(forecast, seen)
 
     def _ask(self) -> tuple[optuna.Trial | None, str]:
         trials = self.study.get_trials(deepcopy=False)
@@ -160,6 +178,7 @@ def open_searcher(
     seed: int = 0,
     storage: str | None = None,
     trials: Sequence[Trial] = (),
+    forecast: Forecast | None = None,
 ) -> Searcher:
     """A searcher over the study in an output folder, which is made where it is missing.
 
@@ -171,6 +190,7 @@ def open_searcher(
         seed: Of whatever is drawn at random.
         storage: A database URL to keep the study in, instead of a journal in the folder.
         trials: What was tried before; their outcomes are the truth, the study follows them.
+        forecast: What the traces say of the plans' memory.
 
     Raises:
         InputError: No such sampler or storage, or what the sampler needs is not installed.
@@ -180,19 +200,26 @@ def open_searcher(
     study = journal.open_study(
         folder,
         storage=storage,
-        sampler=_sampler(sampler, space, facts, seed),
+        sampler=_sampler(sampler, space, facts, seed, forecast),
         trials=trials,
         space=space,
         limit_bytes=limit_bytes,
     )
-    return Searcher(space, study, sampler=sampler, limit_bytes=limit_bytes, seed=seed)
+    return Searcher(space, study, sampler=sampler, limit_bytes=limit_bytes, seed=seed, forecast=forecast)
 
 
-def _sampler(name: str, space: Space, facts: Facts, seed: int) -> optuna.samplers.BaseSampler:
+def _sampler(
+    name: str, space: Space, facts: Facts, seed: int, forecast: Forecast | None
+) -> optuna.samplers.BaseSampler:
     match name:
         case "autofit":
-            limit_bytes = facts.workload.limit_bytes
-            return AutofitSampler(space, limit_bytes=limit_bytes, not_first=_other_methods(space, facts), seed=seed)
+            return AutofitSampler(
+                space,
+                limit_bytes=facts.workload.limit_bytes,
+                not_first=_other_methods(space, facts),
+                seed=seed,
+                forecast=forecast,
+            )
         case "tpe":
             return optuna.samplers.TPESampler(seed=seed)
         case "gp":

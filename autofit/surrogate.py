@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from autofit.forecast import Forecast
 from autofit.plan import Plan
 from autofit.registry import techniques
 from autofit.space import Space
@@ -139,6 +140,7 @@ class Encoded:
         time_mean: Prior mean of the logarithm of the seconds per sample, up to a constant.
         time: Covariance of the logarithm of the seconds per sample.
         memory: The peak bytes.
+        forecast: What the traces say of the peak bytes, where there are any.
     """
 
     names: tuple[str, ...]
@@ -150,9 +152,10 @@ class Encoded:
     time_mean: Floats
     time: Kernel
     memory: Shape
+    forecast: Forecast | None = None
 
 
-def encode(space: Space) -> Encoded:
+def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
     """The space as numbers; about a second for 100,000 plans."""
     plain = {one.name: one.plain for one in techniques()}
     names = list(space.domains)
@@ -216,6 +219,7 @@ def encode(space: Space) -> Encoded:
             family_std=0.06,
             curve_std=0.04,
         ),
+        forecast=forecast,
     )
 
 
@@ -261,6 +265,61 @@ def predict_memory(shape: Shape, *, seen: Ints, values: Floats, noise: Floats) -
         unknowns = found if turn == 0 else 0.5 * (unknowns + found)
     offset, kernel = shape.at(unknowns)
     return predict(kernel, offset, seen=seen, values=values, noise=noise)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """How measured peaks lie to the traces: ``offset + slope x traced``.
+
+    Attributes:
+        mean: Offset in bytes, and slope.
+        covariance: Of the two.
+        residual: Relative standard deviation of a plan around the line.
+        count: Measurements that it stands on.
+    """
+
+    mean: Floats
+    covariance: Floats
+    residual: float
+    count: int
+
+    def at(self, traced: Floats) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of the logarithm of the peak bytes; NaN where nothing was traced."""
+        design = np.column_stack([np.ones_like(traced), traced])
+        mean = np.maximum(design @ self.mean, 1.0)
+        variance = np.einsum("ij,jk,ik->i", design, self.covariance, design) + (self.residual * traced) ** 2
+        return np.log(mean), np.sqrt(variance) / mean
+
+
+def correct(forecast: Forecast, *, seen: Ints, peaks: Floats) -> Correction:
+    """The line through the measured peaks, held by what is known of both its parts beforehand.
+
+    A regression with a normal prior (Rasmussen and Williams, 2.1): the offset is what lies beside the tensors, the
+    slope is one. What the measurements scatter about the line widens what is believed of the plans not measured.
+
+    Args:
+        forecast: What the traces say.
+        seen: Which plans were measured; those that were not traced are left out.
+        peaks: Their peak bytes.
+    """
+    traced = forecast.tensor_bytes[seen]
+    known = ~np.isnan(traced)
+    traced, measured = traced[known], peaks[known]
+    beside = forecast.beside
+    prior = np.array([beside.offset_bytes, beside.slope])
+    precision = np.diag([beside.offset_std**-2, beside.slope_std**-2])
+    residual = beside.residual
+    mean: Floats = prior
+    covariance: Floats = np.asarray(np.linalg.inv(precision), dtype=np.float64)
+    for _ in range(3 if len(traced) else 0):
+        design = np.column_stack([np.ones_like(traced), traced])
+        weight = 1 / (residual * traced) ** 2
+        covariance = np.asarray(np.linalg.inv(precision + design.T @ (design * weight[:, None])), dtype=np.float64)
+        mean = covariance @ (precision @ prior + design.T @ (weight * measured))
+        scatter = (measured - design @ mean) / traced
+        # a prior of two plans that scatter as the traces are believed to
+        residual = math.sqrt((2 * beside.residual**2 + float(scatter @ scatter)) / (2 + len(traced)))
+    return Correction(mean=mean, covariance=covariance, residual=residual, count=len(traced))
 
 
 def sharpen(encoded: Encoded, mean: Floats, std: Floats, peaks: Mapping[int, float]) -> tuple[Floats, Floats]:

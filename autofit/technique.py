@@ -8,9 +8,11 @@ was measured.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -20,6 +22,7 @@ from autofit.plan import Evidence, Value
 if TYPE_CHECKING:
     from autofit.facts import Facts
     from autofit.recipe import Recipe
+    from autofit.recorder import Recorder
 
 
 class Kind(enum.StrEnum):
@@ -34,6 +37,8 @@ class Kind(enum.StrEnum):
 
 
 Status = Literal["offered", "on_request", "withheld"]
+Part = Literal["micro_steps", "optimizer"]
+"""What a trace looks at: forward and backward passes, or the optimizer's step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,20 @@ class Technique(ABC):
 
     def apply(self, value: Value, recipe: Recipe) -> None:  # noqa: B027 - most values need arguments only
         """Fill the recipe's slots with what no argument carries."""
+
+    def stand_in(self, value: Value, facts: Facts, recorder: Recorder) -> AbstractContextManager[None]:
+        """What stands in, while a trace runs, for kernels that fake tensors can't go through.
+
+        It makes and keeps the tensors that the real one does.
+        """
+        return contextlib.nullcontext()
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        """The value that a part of a step is traced with in this one's place, since both keep the same tensors.
+
+        ``None`` says that this part can't be traced.
+        """
+        return value
 
     @abstractmethod
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:

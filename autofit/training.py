@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autofit.clock import Clock
+from autofit.clock import Clock, Listener
 from autofit.observe import Observer
 from autofit.plan import Evidence
 
@@ -45,7 +45,9 @@ def random_rows(recipe: Recipe, rows: int) -> Dataset[dict[str, torch.Tensor]]:
     return Rows()
 
 
-def run_trainer(clock: Clock, args: Any, model: Any, optimizer: Any = None) -> Evidence:
+def run_trainer(
+    clock: Listener, args: Any, model: Any, optimizer: Any = None, *, dataset: Dataset[Any] | None = None
+) -> Evidence:
     """Train by a ``transformers.Trainer`` until the clock says enough.
 
     Args:
@@ -53,13 +55,14 @@ def run_trainer(clock: Clock, args: Any, model: Any, optimizer: Any = None) -> E
         args: The ``TrainingArguments``, with ``max_steps`` large enough for the clock's effort.
         model: The model, wrapped as the plan says.
         optimizer: Where the plan wraps the optimizer; otherwise Trainer makes it.
+        dataset: Rows to train on; random ones where none are given.
     """
     from transformers import Trainer, TrainerCallback
 
     observer = Observer(model, clock.recipe)
     seen: list[Evidence] = []
 
-    class Listener(TrainerCallback):
+    class Told(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             clock.step_begin()
 
@@ -87,15 +90,23 @@ def run_trainer(clock: Clock, args: Any, model: Any, optimizer: Any = None) -> E
     trainer = Listened(
         model=model,
         args=args,
-        train_dataset=random_rows(clock.recipe, rows),
-        callbacks=[Listener()],
+        train_dataset=dataset or random_rows(clock.recipe, rows),
+        callbacks=[Told()],
         optimizers=(optimizer, None),
     )
     trainer.train()
     return seen[0]
 
 
-def run_loop(clock: Clock, accelerator: Any, model: Any, optimizer: Any, max_grad_norm: float = 1.0) -> Evidence:
+def run_loop(
+    clock: Listener,
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    max_grad_norm: float = 1.0,
+    *,
+    dataset: Dataset[Any] | None = None,
+) -> Evidence:
     """Train by a plain Accelerate loop until the clock says enough; the loop of ``examples/train_loop.py``.
 
     Args:
@@ -104,6 +115,7 @@ def run_loop(clock: Clock, accelerator: Any, model: Any, optimizer: Any, max_gra
         model: The model, wrapped as the plan says.
         optimizer: Its optimizer.
         max_grad_norm: Gradients are clipped to this norm, as a Trainer does by default.
+        dataset: Rows to train on; random ones where none are given.
     """
     from torch.utils.data import DataLoader
 
@@ -112,7 +124,7 @@ def run_loop(clock: Clock, accelerator: Any, model: Any, optimizer: Any, max_gra
     steps = clock.effort.warm_up + clock.effort.max_steps
     rows = clock.recipe.micro_batch * clock.accumulation * steps
     loader = DataLoader(
-        random_rows(clock.recipe, rows),
+        dataset or random_rows(clock.recipe, rows),
         batch_size=clock.recipe.micro_batch,
         shuffle=True,
         pin_memory=clock.on_cuda,
@@ -146,7 +158,7 @@ def run_loop(clock: Clock, accelerator: Any, model: Any, optimizer: Any, max_gra
     return evidence
 
 
-def counted(clock: Clock) -> int | None:
+def counted(clock: Listener) -> int | None:
     """Micro-steps that were counted in an optimizer step; nothing where they only stand for more."""
     return None if clock.in_parts else clock.accumulated
 
@@ -178,7 +190,7 @@ def run_recipe(clock: Clock, *, config: Path, folder: Path) -> Evidence:
     return run_loop(clock, accelerator, model, recipe.optimizer(model, output_dir=str(folder)))
 
 
-def untuned(clock: Clock, folder: Path) -> dict[str, Any]:
+def untuned(clock: Listener, folder: Path) -> dict[str, Any]:
     """Fields of ``TrainingArguments`` that a measurement needs and a plan does not decide."""
     return {
         "output_dir": str(folder),

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -48,9 +48,18 @@ class ProcessRunner:
         facts: What the plans are for.
         config: Folder that holds the model's ``config.json``.
         server: Forks the processes.
+        predicted: Peak bytes of each plan by its trace, to stand beside what is measured.
     """
 
-    def __init__(self, folder: Path, facts: Facts, config: Path, server: ForkServer) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        facts: Facts,
+        config: Path,
+        server: ForkServer,
+        predicted: Mapping[Plan, int] | None = None,
+    ) -> None:
+        self.predicted = predicted or {}
         self.folder = folder
         self.facts = facts
         self.config = config
@@ -76,7 +85,14 @@ class ProcessRunner:
         kills_before = memory_kills()
         status = self.server.run(folder.resolve(), kill_after_seconds=limit_seconds)
         outcome = self._outcome(folder, status, limit_seconds, host_ran_out=memory_kills() > kills_before)
-        trial = Trial(number=number, plan=plan, outcome=outcome, wall_seconds=time.monotonic() - began, purpose=purpose)
+        trial = Trial(
+            number=number,
+            plan=plan,
+            outcome=outcome,
+            wall_seconds=time.monotonic() - began,
+            purpose=purpose,
+            predicted_bytes=self.predicted.get(plan),
+        )
         write_atomically(folder / TRIAL_FILE, dump_json(TRIAL, trial))
         return trial
 

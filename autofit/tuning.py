@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -14,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from autofit import answer, choose, question, search, space, units
 from autofit import document as documents
@@ -24,11 +27,13 @@ from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits,
 from autofit.events import Events, Silent
 from autofit.facts import FACTS, Facts, LaunchPath
 from autofit.files import usable_folder, writing
+from autofit.forecast import Forecast, forecast
 from autofit.forkserver import ForkServer
 from autofit.locks import device_lock, held
 from autofit.plan import TRIAL, Measured, OutOfMemory, Plan, Trial, median
 from autofit.question import TRIALS, Request, Search
 from autofit.source import fetch, modeling_module
+from autofit.traces import Traces, cache_folder
 from autofit.trials import ProcessRunner, Runner, finished, trial_folder
 
 if TYPE_CHECKING:
@@ -138,6 +143,14 @@ def tune(
                 _leave_no_trace(folder, whole=fresh)
 
 
+def predicted(plans: Space, cast: Forecast | None) -> dict[Plan, int]:
+    """Peak bytes of the plans by their traces, where there are any."""
+    if cast is None:
+        return {}
+    pairs = zip(plans.plans, cast.device_bytes.tolist(), strict=True)
+    return {plan: round(peak) for plan, peak in pairs if not math.isnan(peak)}
+
+
 def _leave_no_trace(folder: Path, *, whole: bool) -> None:
     """Take away what a tune that never began has written."""
     if whole:
@@ -194,6 +207,7 @@ class _Tune:
         if facts.model.has_experts:
             self._note("experts are routed by random weights here: trained ones may be less balanced, and slower")
         self.trials = list(finished(self.folder / TRIALS))
+        cast = self._forecast(plans, facts, config, server)
         searcher = search.open_searcher(
             self.folder,
             plans,
@@ -202,11 +216,12 @@ class _Tune:
             seed=self.request.seed,
             storage=settings.storage,
             trials=tuple(self.trials),
+            forecast=cast,
         )
         if not (self.folder / question.REQUEST).exists():
             question.keep(self.folder, self.request, facts)
         self.events.ready(facts, plans, len(self.trials))
-        runner = self.given_runner or ProcessRunner(self.folder / TRIALS, facts, config, server)
+        runner = self.given_runner or ProcessRunner(self.folder / TRIALS, facts, config, server, predicted(plans, cast))
         stopped: Interrupted | Terminated | None = None
         decision = None
         try:
@@ -226,7 +241,8 @@ class _Tune:
             self._note("stopped before its end: this is the best of what was measured until then")
         self._say_if_disturbed()
         if decision is None:
-            raise self._nothing(facts, plans)
+            raise self._nothing(facts, plans, cast)
+        self._say_correction(searcher)
         result = answer.write(
             answer.compose(decision, facts, self.trials, notes=self.notes, seconds=time.monotonic() - self.began),
             self.folder,
@@ -237,9 +253,41 @@ class _Tune:
             raise stopped
         return result
 
-    def _nothing(self, facts: Facts, plans: Space) -> AutofitError:
+    def _forecast(self, plans: Space, facts: Facts, config: Path, server: ForkServer) -> Forecast | None:
+        """What the traces say of the plans' memory; a tune does without where they can't be made."""
+        if self.given_runner is not None:
+            return None
+        traces = Traces(facts, config, lambda: server, self.folder, cache_folder())
+        try:
+            cast = forecast(plans, traces, facts, say=self.events.note)
+        except AutofitError as error:
+            self._note(f"memory is not forecast: {error.message}")
+            return None
+        for why in sorted(set(traces.failed.values())):
+            self._note(f"some plans have no forecast: {why}")
+        return None if np.isnan(cast.tensor_bytes).all() else cast
+
+    def _say_correction(self, searcher: Searcher) -> None:
+        """Say how the measured peaks lie to the traces."""
+        found = searcher.correction()
+        if found is not None and found.count > 1:
+            offset, slope = found.mean
+            self._note(
+                f"measured peaks are {slope:.3g} x the traced ones + {units.size(offset)}, give or take "
+                f"{found.residual:.1%} ({found.count} trials)"
+            )
+
+    def _nothing(self, facts: Facts, plans: Space, cast: Forecast | None) -> AutofitError:
         """Why there is no winner: no plan fits, or none got as far as to tell."""
         trials = tuple(self.trials)
+        if not trials and cast is not None:
+            place = int(np.nanargmin(cast.device_bytes))
+            needed = units.size(float(cast.device_bytes[place]))
+            return NothingFits(
+                f"Nothing fits, by what the plans' traces say: the smallest needs about {needed} under a ceiling of "
+                f"{units.size(facts.workload.limit_bytes)} ({plans.plans[place].words()}). What may help: a ceiling of "
+                f"{needed} (--memory-limit), a shorter sequence (--seq-len), or --allow exact,numeric,method."
+            )
         if not trials or any(isinstance(trial.outcome, Measured | OutOfMemory) for trial in trials):
             return NothingFits(choose.nearest_change(trials, plans, facts.workload.limit_bytes, facts))
         last = trials[-1]

@@ -1,7 +1,9 @@
 """The process of one job: it reads ``job.json`` in its folder and leaves one result file there.
 
-Jobs are ``trial`` (a plan is measured: ``outcome.json``), ``describe`` (facts are read: ``facts.json``) and ``check``
-(emitted files are loaded back: ``check.json``). It is forked by :mod:`autofit.forkserver`, which has torch and
+Jobs are ``trial`` (a plan is measured: ``outcome.json``), ``describe`` (facts are read: ``facts.json``), ``check``
+(emitted files are loaded back: ``check.json``) and ``trace`` (plans are run on fake tensors: ``traced.json``).
+
+It is forked by :mod:`autofit.forkserver`, which has torch and
 transformers loaded; it may also be run by itself, as ``python -m autofit.worker FOLDER``.
 """
 
@@ -26,12 +28,14 @@ from autofit.files import write_atomically
 from autofit.measure import measure
 from autofit.memory import CeilingBroken, guard_host, meter
 from autofit.plan import OUTCOME, Crashed, Outcome, OutOfMemory, Plan, Unsupported, dump_json
+from autofit.technique import Part
 from autofit.training import run_recipe
 
 JOB = "job.json"
 OUTCOME_FILE = "outcome.json"
 FACTS_FILE = "facts.json"
 CHECK_FILE = "check.json"
+TRACED_FILE = "traced.json"
 PROGRESS_FILE = "progress"
 
 
@@ -65,7 +69,27 @@ class CheckJob:
     folder: str
 
 
-Job = Annotated[TrialJob | DescribeJob | CheckJob, Field(discriminator="kind")]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """One trace: which part of a plan's step, and the file that takes it."""
+
+    part: Part
+    plan: Plan
+    file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceJob:
+    """Trace parts of plans."""
+
+    kind: Literal["trace"] = "trace"
+    facts: Facts
+    config: str
+    requests: tuple[TraceRequest, ...]
+    folder: str
+
+
+Job = Annotated[TrialJob | DescribeJob | CheckJob | TraceJob, Field(discriminator="kind")]
 JOBS: TypeAdapter[Any] = TypeAdapter(Job)
 
 
@@ -77,6 +101,12 @@ def main(folder: Path) -> None:
         return
     if isinstance(job, CheckJob):
         write_atomically(folder / CHECK_FILE, json.dumps({"error": _refusal(job)}))
+        return
+    if isinstance(job, TraceJob):
+        from autofit.tracing import trace_all
+
+        failed = trace_all(job, folder)
+        write_atomically(folder / TRACED_FILE, json.dumps({"failed": failed}))
         return
     outcome = _tried(job, folder)
     write_atomically(folder / OUTCOME_FILE, dump_json(OUTCOME, outcome))

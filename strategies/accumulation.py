@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autofit.technique import Choice, Emission, Kind, Technique, divisors
+from autofit.technique import Choice, Emission, Kind, Part, Technique, divisors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,6 +63,9 @@ class Accumulation(Technique):
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         return Emission(training_args={"gradient_accumulation_steps": int(value)})
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        return self.plain  # a trace is continued to any number of rows, and adds to gradients in its second half
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         if evidence.accumulation is not None and evidence.accumulation != value:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autofit.technique import Choice, Emission, Kind, Prior, Technique
+from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,6 +51,9 @@ class Checkpointing(Technique):
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value == "full" and recipe.facts.workload.launch_path == "loop":
             recipe.model_wraps.append(_enable)
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        return value if part == "micro_steps" else self.plain
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         if evidence.layer_forwards is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from autofit.technique import Choice, Emission, Kind, Prior, Technique, divisors
+from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique, divisors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,6 +60,9 @@ class MicroBatch(Technique):
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         return Emission(training_args={"per_device_train_batch_size": int(value)})
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        return self.plain  # a trace is continued to any number of rows, and adds to gradients in its second half
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         if evidence.micro_batch != value:

@@ -23,7 +23,8 @@ import math
 import types
 from typing import TYPE_CHECKING, Any
 
-from autofit.technique import Choice, Emission, Kind, Prior, Technique
+from autofit.placement import current
+from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -146,6 +147,12 @@ class Offload(Technique):
         }
         return Emission(accelerate={"distributed_type": "NO"}, script=lines.get(str(value), ()))
 
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        if value in _ENGINES:
+            return None  # shards live in processes that a trace does not have
+        matters = {"micro_steps": "activations", "optimizer": "optimizer"}[part]
+        return value if value == matters else "none"
+
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         engine = _ENGINES.get(str(value), "none")
         if evidence.engine != engine:
@@ -177,40 +184,29 @@ class HostActivations:
 
     Args:
         model: Whose parameters stay where they are, and so do tensors of a parameter's shape (autocast's copies).
-        devices: Device types whose tensors are moved.
-        pin: Whether the host memory is pinned, so that the copies run beside the host's work.
 
     Attributes:
         moved_bytes: Bytes copied to the host so far; :mod:`autofit.observe` reads it.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, devices: frozenset[str] = frozenset({"cuda"}), *, pin: bool = True
-    ) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.devices = devices
-        self.pin = pin
         self.moved_bytes = 0
         self._keep: set[tuple[int, ...]] = set()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Copy to the host, or keep; what comes back is what ``unpack`` gets."""
-        import torch
-
         small = tensor.nbytes < _SMALLEST_BYTES
-        if small or tensor.device.type not in self.devices or tuple(tensor.shape) in self._keep:
+        if small or tuple(tensor.shape) in self._keep or not current().on_device(tensor):
             return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=self.pin)
-        host.copy_(tensor, non_blocking=self.pin)
         self.moved_bytes += tensor.nbytes
-        return (tensor.device, host)
+        return (tensor.device, current().to_host(tensor))
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Bring back what ``pack`` moved."""
         if isinstance(packed, tuple):
             device, host = packed
-            back: torch.Tensor = host.to(device, non_blocking=self.pin, copy=True)
-            return back
+            return current().to_device(host, device)
         kept: torch.Tensor = packed
         return kept
 
@@ -290,7 +286,7 @@ def _move_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, o
             if not isinstance(value, torch.Tensor) or value.numel() <= 1:
                 continue
             if not out:
-                state[name] = value.to(parameter.device, non_blocking=True)
-            elif value.device.type != "cpu":
-                host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-                state[name] = host.copy_(value, non_blocking=True)
+                if not current().on_device(value):
+                    state[name] = current().to_device(value, parameter.device)
+            elif current().on_device(value):
+                state[name] = current().to_host(value)

@@ -23,16 +23,20 @@ Not covered: learning rates and schedules; torchao's optimizers; optimizers that
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from autofit.technique import Choice, Emission, Kind, Prior, Technique
+from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    import torch
 
     from autofit.facts import Facts
     from autofit.plan import Evidence, Value
+    from autofit.recorder import Recorder
 
 _OPTIM = {
     "adamw": "adamw_torch_fused",
@@ -49,6 +53,7 @@ _CLASS = {
     "sgd": "torch.optim.sgd.SGD",
 }
 MOMENTUM = 0.9
+_LEAST_PAGED = 1e5  # bitsandbytes.optim.optimizer.Optimizer8bit.get_state_buffer
 _STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03, "adafactor": 0.01, "sgd": 4.0}
 
 
@@ -88,6 +93,48 @@ class Optimizer(Technique):
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         momentum = f"momentum={MOMENTUM}" if value == "sgd" else None
         return Emission(training_args={"optim": _OPTIM[str(value)], "optim_args": momentum})
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        return value if part == "optimizer" else self.plain
+
+    @contextlib.contextmanager
+    def stand_in(self, value: Value, facts: Facts, recorder: Recorder) -> Iterator[None]:
+        """Bitsandbytes looks at a table's values when it is made, and takes paged memory from the driver."""
+        if "8bit" not in str(value):
+            yield
+            return
+        import torch
+        from bitsandbytes import functional
+        from bitsandbytes.optim.optimizer import GlobalOptimManager, Optimizer8bit
+
+        GlobalOptimManager.get_instance().initialize()  # type: ignore[no-untyped-call]  # of a trace before this one
+
+        maps = {signed: functional.create_dynamic_map(signed=signed) for signed in (True, False)}  # type: ignore[no-untyped-call]
+        on_cuda = facts.hardware.device == "cuda"
+
+        def state(_: object, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            paged = on_cuda and "paged" in str(value) and p.numel() >= _LEAST_PAGED
+            with recorder.elsewhere() if paged else contextlib.nullcontext():
+                return torch.zeros_like(p, dtype=dtype)
+
+        def prefetch(self: Any, p: torch.Tensor) -> None:
+            held = self.state[p]
+            if "state1" in held and recorder.lies_elsewhere(held["state1"]):
+                recorder.transfer(2 * (held["state1"].nbytes + held["state2"].nbytes))  # in, and out again
+
+        replaced: tuple[tuple[Any, str, Any], ...] = (
+            (functional, "create_dynamic_map", lambda signed=True, *_: maps[signed].clone()),
+            (Optimizer8bit, "get_state_buffer", state),
+            (Optimizer8bit, "prefetch_state", prefetch),
+        )
+        before = [getattr(owner, name) for owner, name, _ in replaced]
+        for owner, name, new in replaced:
+            setattr(owner, name, new)
+        try:
+            yield
+        finally:
+            for (owner, name, _), old in zip(replaced, before, strict=True):
+                setattr(owner, name, old)
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         if evidence.engine == "deepspeed":

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autofit.technique import Choice, Emission, Kind, Prior, Technique
+from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,6 +89,11 @@ class Precision(Technique):
             if value == "bf16_weights"
             else (),
         )
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        if part == "micro_steps":
+            return {"tf32": "fp32", "fp16": "bf16"}.get(str(value), value)
+        return value if value == "bf16_weights" else "fp32"
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         wanted = _COMPUTES[str(value)]

@@ -7,6 +7,15 @@ from autofit.forkserver import ForkServer
 from .tiny import TESTS
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Traces of the tests are kept away from the user's, and shared among the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """One fork server for all tests that want a process; it runs a job's ``fault.py`` where there is one."""

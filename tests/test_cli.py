@@ -143,6 +143,10 @@ def test_the_command_line_is_the_one_that_was_designed():
             "--output", "--record", "--resume", "--sampler", "--seed", "--seq-len", "--storage", "--timeout",
             "--trials", "--trust-remote-code",
         ],
+        "estimate": [
+            "--all", "--allow", "--among", "--cache", "--fix", "--global-batch", "--gpu", "--json", "--launch-path",
+            "--memory", "--seq-len", "--trust-remote-code",
+        ],
         "verify": ["--json", "--steps"],
         "doctor": ["--device", "--json", "--model"],
         "report": ["--json"],

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit import space
+from autofit import placement, space
 from autofit.choose import extras
 from autofit.clock import Effort
 from autofit.errors import InputError
@@ -311,7 +311,7 @@ def test_a_technique_imports_the_contract_and_no_other_technique(name):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    below = {"technique", "facts", "plan", "files", "units", "errors"}
+    below = {"technique", "placement", "facts", "plan", "files", "units", "errors"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names = [f"{'.' * node.level}{node.module or ''}"]
@@ -322,7 +322,7 @@ def test_a_technique_imports_the_contract_and_no_other_technique(name):
         for imported in names:
             assert not imported.startswith((".", "strategies", "autofit.strategies")), imported
             if imported.split(".")[0] == "autofit":
-                allowed = below | {"recipe"} if node in for_types else below
+                allowed = below | {"recipe", "recorder"} if node in for_types else below
                 assert imported.removeprefix("autofit.") in allowed, imported
 
 
@@ -456,6 +456,23 @@ def test_state_kept_on_the_host_steps_as_the_plain_optimizer(offload, chunk_byte
     assert not torch.equal(wanted[0], next(network().parameters()))
 
 
+class Copies:
+    """A placement that copies: every tensor lies on the device until it was moved."""
+
+    def __init__(self):
+        self.moved = []
+
+    def on_device(self, tensor):
+        return all(tensor is not host for host in self.moved)
+
+    def to_host(self, tensor):
+        self.moved.append(tensor.clone())
+        return self.moved[-1]
+
+    def to_device(self, host, device):
+        return host.clone().to(device)
+
+
 def test_activations_on_the_host_give_the_same_gradients(offload):
     import torch
 
@@ -467,9 +484,10 @@ def test_activations_on_the_host_give_the_same_gradients(offload):
 
     plain, kept = network(), network()
     rows = torch.randn(8192, 64)
-    keeper = offload.HostActivations(kept, devices=frozenset({"cpu"}), pin=False)
+    keeper = offload.HostActivations(kept)
     theirs = gradients(plain, rows, torch.enable_grad())
-    ours = gradients(kept, rows, keeper.hooks())
+    with placement.use(Copies()):
+        ours = gradients(kept, rows, keeper.hooks())
     assert keeper.moved_bytes >= rows.nbytes + 8192 * 256 * 4
     for mine, yours in zip(ours, theirs, strict=True):
         assert torch.equal(mine, yours)
@@ -479,18 +497,19 @@ def test_what_is_small_or_a_weight_or_elsewhere_stays(offload):
     import torch
 
     net = torch.nn.Linear(1024, 512, bias=False)
-    keeper = offload.HostActivations(net, devices=frozenset({"cpu"}), pin=False)
+    keeper = offload.HostActivations(net)
     keeper.hooks()
     weight, large, small = torch.ones(512, 1024), torch.ones(600, 1024), torch.ones(64, 64)
-    assert keeper.pack(weight) is weight
-    assert keeper.pack(weight.t()).data_ptr() == weight.data_ptr()
-    assert keeper.pack(small) is small
-    assert keeper.moved_bytes == 0
-    moved = keeper.pack(large)
-    assert keeper.moved_bytes == large.nbytes
-    assert torch.equal(keeper.unpack(moved), large)
-    assert keeper.unpack(moved).data_ptr() != large.data_ptr()
-    elsewhere = offload.HostActivations(net, pin=False)
+    with placement.use(Copies()):
+        assert keeper.pack(weight) is weight
+        assert keeper.pack(weight.t()).data_ptr() == weight.data_ptr()
+        assert keeper.pack(small) is small
+        assert keeper.moved_bytes == 0
+        moved = keeper.pack(large)
+        assert keeper.moved_bytes == large.nbytes
+        assert torch.equal(keeper.unpack(moved), large)
+        assert keeper.unpack(moved).data_ptr() != large.data_ptr()
+    elsewhere = offload.HostActivations(net)
     elsewhere.hooks()
     assert elsewhere.pack(large) is large
 

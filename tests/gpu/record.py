@@ -1,62 +1,173 @@
 """Record what a device does, for the README: one command, on the machine that has the device.
 
-    python tests/gpu/record.py --output DIR [--minutes 12]
+    python tests/gpu/record.py --output DIR [--only STEP]... [--predictions FILE.jsonl]
 
-Runs the GPU tests, then a tune of a 1B-parameter Llama at sequence length 2048 under a ceiling of 40 GiB (or 60 % of a
-smaller card), then `autofit verify`, and leaves DIR/record.json: the commands, the device, the versions, the winner,
-the promise, the launch, and the plain plan for comparison.
+==========  ============================================================  ===============  =========================
+step        what runs                                                     seconds at most  file in DIR
+==========  ============================================================  ===============  =========================
+doctor      ``autofit doctor --json``                                     60               ``doctor.json``
+traces      ``tests/gpu/test_trace.py``: each comparison with its bytes     300              ``traces.txt checks.jsonl``
+tests       the other tests of ``tests/gpu``                              400              ``tests.txt``
+fits        ``tests/gpu/fits.py``: the smallest card of some forty plans  540              ``fits.jsonl``
+tune        a 1B-parameter Llama, sequence length 2048, under 40 GiB      720              ``tune.json``
+verify      ``autofit verify`` of what the tune wrote                     240              ``verify.json``
+==========  ============================================================  ===============  =========================
+
+DIR/record.json says of each step what was run, how it ended and how long it took; a step that is run again replaces its
+own entry alone. A step that takes too long is ended, and the next one begins. ``--limit-seconds STEP=N`` changes a
+limit, ``--budget-seconds N`` ends them all. ``fits`` continues DIR/fits.jsonl, or the file of ``--continue``. The tune
+writes to ``--scratch``, where ``verify`` finds it again while the machine lives.
 """
 
 import argparse
+import contextlib
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.gpu.models import LLAMA_1B
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+from tests.gpu.models import LLAMA_1B  # noqa: E402 - the checkout is found first
+
+LIMITS = {"doctor": 60.0, "traces": 300.0, "tests": 400.0, "fits": 540.0, "tune": 720.0, "verify": 240.0}
+AUTOFIT = [sys.executable, "-m", "autofit.cli"]
+GRACE = 20.0  # between the end that a program is asked for and the one that it is made to
 
 
-def run(command, record):
-    """Run a command and keep its end."""
+def commands(options, seconds):
+    """What each step runs, with the seconds that it has."""
+    out, scratch = options.output, options.scratch
+    tuned = scratch / "tune"
+    fits = [sys.executable, str(HERE / "fits.py"), "--output", str(out / "fits.jsonl")]
+    if options.predictions:
+        fits += ["--predictions", str(options.predictions)]
+    pytest = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=15"]
+    traces = HERE / "test_trace.py"
+    minutes = max(0.5, (seconds["tune"] - GRACE) / 60)
+    return {
+        "doctor": [*AUTOFIT, "doctor", "--json"],
+        "traces": [*pytest, str(traces)],
+        "tests": [*pytest, str(HERE), f"--ignore={traces}"],
+        "fits": [*fits, "--budget-seconds", f"{max(1.0, seconds['fits'] - GRACE):.0f}"],
+        "tune": [
+            *AUTOFIT, "tune", str(scratch / "llama-1b.json"), "--seq-len", "2048", "--global-batch", "32",
+            "--memory-limit", options.limit, "--timeout", f"{minutes:.2f}m", "--output", str(tuned), "--json",
+            "--resume",
+        ],
+        "verify": [*AUTOFIT, "verify", str(tuned), "--json"],
+    }  # fmt: skip
+
+
+FILES = {
+    "doctor": "doctor.json",
+    "traces": "traces.txt",
+    "tests": "tests.txt",
+    "tune": "tune.json",
+    "verify": "verify.json",
+}
+"""Where a step's stdout goes; that of ``fits`` is only talk."""
+
+
+def run(command, limit_seconds, stdout, environment):
+    """Run a command with its own time limit: TERM to its group, and KILL a little later."""
     began = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    record["commands"].append(
-        {
-            "command": command,
-            "status": done.returncode,
-            "seconds": round(time.monotonic() - began, 1),
-            "stdout": done.stdout[-20000:],
-            "stderr": done.stderr[-20000:],
-        }
-    )
-    print(" ".join(command), "->", done.returncode, flush=True)
-    return done
+    errors = stdout.with_suffix(".stderr")
+    with stdout.open("wb") as out, errors.open("wb") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, cwd=ROOT, start_new_session=True)
+        status, late = None, False
+        try:
+            status = process.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            late = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                status = process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                status = process.wait()
+    entry = {
+        "command": command,
+        "status": status,
+        "timed_out": late,
+        "seconds": round(time.monotonic() - began, 1),
+        "stdout_tail": _tail(stdout),
+        "stderr_tail": _tail(errors),
+    }
+    errors.unlink()
+    return entry
 
 
-def main():
+def _tail(path, most=8000):
+    return path.read_bytes()[-most:].decode("utf-8", "replace")
+
+
+def assignment(text):
+    """``STEP=N``."""
+    step, _, seconds = text.partition("=")
+    if step not in LIMITS:
+        raise argparse.ArgumentTypeError(f"{step!r} is none of {', '.join(LIMITS)}")
+    return step, float(seconds)
+
+
+def main(arguments=None):
     """Do it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=12)
-    parser.add_argument("--limit", default="40GiB")
-    parser.add_argument("--skip-tests", action="store_true")
-    options = parser.parse_args()
+    parser.add_argument("--only", action="append", choices=list(LIMITS), metavar="STEP", help=", ".join(LIMITS))
+    parser.add_argument("--limit-seconds", action="append", type=assignment, default=[], metavar="STEP=N")
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="for all steps together")
+    parser.add_argument("--predictions", type=Path, help="for fits: made before by fits.py --predict-only")
+    parser.add_argument("--continue", type=Path, dest="before", help="for fits: what another machine's run recorded")
+    parser.add_argument("--scratch", type=Path, default=Path("/tmp/autofit-record"))
+    parser.add_argument("--limit", default="40GiB", help="for tune: its ceiling")
+    options = parser.parse_args(arguments)
+    deadline = time.monotonic() + options.budget_seconds
     options.output.mkdir(parents=True, exist_ok=True)
-    config = options.output / "llama-1b.json"
-    config.write_text(json.dumps(LLAMA_1B))
-    record = {"commands": []}
-    autofit = [sys.executable, "-m", "autofit.cli"]
-    run([*autofit, "doctor", "--json"], record)
-    if not options.skip_tests:
-        here = Path(__file__).parent
-        run([sys.executable, "-m", "pytest", str(here), "-q", "-p", "no:cacheprovider"], record)
-    out = options.output / "tune"
-    tune = [*autofit, "tune", str(config), "--seq-len", "2048", "--global-batch", "32", "--memory-limit", options.limit]
-    run([*tune, "--timeout", f"{options.minutes:g}m", "--output", str(out), "--json", "--resume"], record)
-    run([*autofit, "verify", str(out), "--json"], record)
-    (options.output / "record.json").write_text(json.dumps(record, indent=1))
+    options.scratch.mkdir(parents=True, exist_ok=True)
+    (options.scratch / "llama-1b.json").write_text(json.dumps(LLAMA_1B))
+    if options.before and not (options.output / "fits.jsonl").exists():
+        shutil.copyfile(options.before, options.output / "fits.jsonl")
+    steps = [step for step in LIMITS if not options.only or step in options.only]
+    failed = record_steps(steps, options, deadline)
+    sys.exit(1 if failed else 0)
+
+
+def record_steps(steps, options, deadline):
+    """Run the steps in order and write each one's entry as soon as it has ended; those that failed."""
+    path = options.output / "record.json"
+    record = json.loads(path.read_text()) if path.exists() else {"steps": {}}
+    environment = {**os.environ, "AUTOFIT_GPU_CHECKS": str(options.output.resolve() / "checks.jsonl")}
+    environment["PYTHONUNBUFFERED"] = "1"
+    failed = []
+    for step in steps:
+        limits = {**LIMITS, **dict(options.limit_seconds)}
+        limits[step] = min(limits[step], deadline - time.monotonic())
+        if limits[step] < 5:
+            print(f"{step}: no time is left", flush=True)
+            failed.append(step)
+            continue
+        stdout = options.output / FILES.get(step, f"{step}.txt")
+        entry = run(commands(options, limits)[step], limits[step], stdout, environment)
+        if step not in FILES:
+            stdout.unlink()
+        record["steps"][step] = entry
+        aside = path.with_suffix(".part")
+        aside.write_text(json.dumps(record, indent=1))
+        aside.replace(path)
+        ended = "ended for taking too long" if entry["timed_out"] else f"status {entry['status']}"
+        print(f"{step}: {ended} after {entry['seconds']:.0f} s", flush=True)
+        print("\n".join(entry["stdout_tail"].splitlines()[-12:]), flush=True)
+        if entry["status"]:
+            failed.append(step)
+    return failed
 
 
 if __name__ == "__main__":

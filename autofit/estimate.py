@@ -1,0 +1,366 @@
+"""``autofit estimate``: what plans need on a card that need not be here, and where it goes.
+
+The story: card -> facts -> space -> traces -> the largest micro-batch of each family of plans that fits, in order of
+predicted speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from autofit import allocator, catalogue, footprint, question, space, units
+from autofit import document as documents
+from autofit.catalogue import Card
+from autofit.device import choose_device
+from autofit.errors import InputError, MachineError
+from autofit.facts import Facts, Hardware, LaunchPath, Model, Workload
+from autofit.files import write_atomically
+from autofit.footprint import Need
+from autofit.forecast import CONTEXT_BYTES, MARGIN, Forecast, beside, forecast, workspace_bytes
+from autofit.forkserver import ForkServer
+from autofit.loading import installed
+from autofit.parallel import on_every_core
+from autofit.plan import Plan, dump_json
+from autofit.probe import host_memory
+from autofit.registry import changes, technique
+from autofit.source import fetch, modeling_module
+from autofit.traces import Traces, cache_folder, model_of, source_hash
+from autofit.units import MIB
+
+Verdict = Literal["fits", "tight", "too large"]
+HOST_BYTES = 1 << 50
+"""Of a host that is not here: offload is not refused for it, what it takes is shown."""
+_EVERY_PRECISION = ("fp32", "tf32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimated:
+    """One plan, predicted.
+
+    Attributes:
+        need: Of its tensors, by category.
+        device_bytes: The smallest card on which it runs: allocator, workspaces and context included.
+        verdict: ``fits`` with the margin, ``tight`` without it, or ``too large``.
+        samples_per_second: By roofline, about 30 % off; ``None`` on a card that is not in the catalogue.
+        changes: What the plan changes in the training.
+    """
+
+    plan: Plan
+    need: Need
+    device_bytes: int
+    verdict: Verdict
+    samples_per_second: float | None
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The answer of ``autofit estimate``.
+
+    Attributes:
+        card: The catalogue's name of the card, or of this machine's device.
+        memory_bytes: What a process can have of it.
+        plans: For each family of plans its largest micro-batch that fits, or its smallest where none does; the ones
+            that fit first, the fastest of them first.
+        counted: Plans that were judged.
+        kinds: Families of plans: those that differ in more than the micro-batch.
+        untraced: Why some values have no estimate.
+        notes: What was assumed.
+    """
+
+    model: str
+    parameters: int
+    card: str
+    memory_bytes: int
+    seq_len: int
+    global_batch: int
+    margin: float
+    plans: tuple[Estimated, ...]
+    counted: int
+    kinds: int
+    untraced: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+
+ESTIMATE: TypeAdapter[Estimate] = TypeAdapter(Estimate)
+
+
+def estimate(
+    model: str,
+    *,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    seq_len: int | None = None,
+    global_batch: int = 32,
+    allow: str | Sequence[str] = "exact,numeric",
+    fix: Sequence[str] = (),
+    among: Sequence[str] = (),
+    launch_path: LaunchPath = "trainer",
+    trust_remote_code: bool = False,
+    cache: bool = True,
+    most: int | None = 12,
+    say: Callable[[str], None] = lambda _: None,
+) -> Estimate:
+    """Predict what plans need, without a device and without weights.
+
+    Args:
+        model: Hub id, folder or file with a ``config.json``, or ``demo``.
+        gpu: A card's name; see :mod:`autofit.catalogue`.
+        memory: A card's memory instead: bytes, or a size. Without either it is this machine's device.
+        seq_len: Tokens in a row; by default the lesser of 1024 and the model's longest.
+        global_batch: Rows to an optimizer step.
+        allow: Classes of techniques that may be used.
+        fix: Knobs that are held at a value, as ``KNOB=VALUE``.
+        among: Knobs that are held to some values, as ``KNOB=V1,V2``.
+        launch_path: ``trainer`` or ``loop``.
+        trust_remote_code: Whether the model's own code may run.
+        cache: Whether traces are kept on disk, and read from there.
+        most: Kinds of plan that are shown, the fastest first; ``None`` for all.
+        say: Told of what is being done.
+
+    Raises:
+        InputError: An argument or the model can't be used.
+        MachineError: The machine stands in the way.
+    """
+    began = time.monotonic()
+    request = question.Request(
+        model=str(model),
+        seq_len=seq_len,
+        global_batch=global_batch,
+        launch_path=launch_path,
+        trust_remote_code=trust_remote_code,
+    )
+    words = allow if isinstance(allow, str) else ",".join(allow)
+    question.check(request, question.Search(allowed=words, fix=tuple(fix), among=tuple(among)))
+    card, given = _card(gpu, memory)
+    with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
+        folder = Path(scratch)
+        config = fetch(str(model), folder / documents.MODEL_FOLDER, trust_remote_code=trust_remote_code)
+        here = choose_device("auto") if given is None else "cpu"
+        server = ForkServer(folder / "forkserver.log", here, modeling_module(config))
+        with contextlib.closing(server):
+            kept = cache_folder() if cache else None
+            if given is not None:
+                described = _described(folder, config, request, server, kept, say)
+                facts = elsewhere(request, described, card, given)
+            else:
+                facts = question.read_facts(folder, request, here, server, say)
+                if facts.hardware.device == "cuda":
+                    card = catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
+            knobs = space.parse_knobs(tuple(fix), tuple(among), facts)
+            plans = space.build(facts, space.parse_allowed(words), knobs)
+            traces = Traces(facts, config, lambda: server, folder, kept)
+            cast = forecast(plans, traces, facts, card, say)
+        rows = _rows(plans, cast, traces, facts, most)
+        untraced = sorted({why for plan in _families(plans) if (why := traces.untraced(plan))})
+        return Estimate(
+            model=str(model),
+            parameters=facts.model.parameters,
+            card=card.name if card else facts.hardware.name,
+            memory_bytes=facts.workload.limit_bytes,
+            seq_len=facts.workload.seq_len,
+            global_batch=global_batch,
+            margin=MARGIN,
+            plans=tuple(rows),
+            counted=len(plans.plans),
+            kinds=len(_families(plans)),
+            untraced=tuple(untraced),
+            notes=_notes(facts, card, traces, plans),
+            seconds=time.monotonic() - began,
+        )
+
+
+def _card(gpu: str | None, memory: str | int | None) -> tuple[Card | None, int | None]:
+    """The card that was asked for, and its memory; ``None`` for this machine's own."""
+    if gpu is not None and memory is not None:
+        raise InputError("--gpu and --memory both say how large the card is", hint="give one of them")
+    if gpu is not None:
+        card = catalogue.find(gpu)
+        return card, card.memory_bytes
+    if memory is not None:
+        return None, units.parse_size(memory) if isinstance(memory, str) else int(memory)
+    return None, None
+
+
+def _described(  # noqa: PLR0917 - of the story above
+    folder: Path,
+    config: Path,
+    request: question.Request,
+    server: ForkServer,
+    cache: Path | None,
+    say: Callable[[str], None],
+) -> Model:
+    """The model's facts, kept on disk beside the traces."""
+    adapter = TypeAdapter(Model)
+    ground = [source_hash(), installed(), request.trust_remote_code, model_of(config)]
+    key = hashlib.sha256(json.dumps(ground).encode()).hexdigest()[:32]
+    path = cache / f"{key}.json" if cache else None
+    if path is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return replace(adapter.validate_json(path.read_bytes()), name=request.model)
+    model = question.read_facts(folder, request, "cpu", server, say).model
+    if path is not None:
+        with contextlib.suppress(MachineError, OSError):  # it is only a cache
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, dump_json(adapter, model))
+    return model
+
+
+def elsewhere(request: question.Request, model: Model, card: Card | None, memory_bytes: int) -> Facts:
+    """The question on a card that is not here."""
+    host_total, _ = host_memory()
+    host = max(host_total, HOST_BYTES)
+    return Facts(
+        model=model,
+        hardware=Hardware(
+            device="cuda",
+            name=card.name if card else f"a card of {units.size(memory_bytes)}",
+            total_bytes=memory_bytes,
+            free_bytes=memory_bytes,
+            host_total_bytes=host,
+            host_free_bytes=host,
+            precisions=card.precisions() if card else _EVERY_PRECISION,
+            capability=card.capability if card else None,
+        ),
+        workload=Workload(
+            seq_len=request.seq_len or min(1024, model.max_positions or 1024),
+            global_batch=request.global_batch,
+            limit_bytes=memory_bytes,
+            host_limit_bytes=host,
+            launch_path=request.launch_path,
+            seed=request.seed,
+        ),
+        packages=installed(),
+    )
+
+
+def _families(plans: space.Space) -> Mapping[Plan, list[int]]:
+    """Places of the plans that differ in the micro-batch alone."""
+    families: dict[Plan, list[int]] = {}
+    for place, plan in enumerate(plans.plans):
+        families.setdefault(plan.replaced(micro_batch=1, accumulation=1), []).append(place)
+    return families
+
+
+def _rows(plans: space.Space, cast: Forecast, traces: Traces, facts: Facts, most: int | None) -> list[Estimated]:
+    """For each family the plan with the largest micro-batch that fits, or the smallest plan.
+
+    The first look is at the tensors alone; for ``most`` of the families the allocator is then replayed.
+    """
+    limit = facts.workload.limit_bytes
+    rough = cast.device_bytes * (1 + MARGIN)
+    candidates = []
+    for members in _families(plans).values():
+        traced = sorted(
+            (place for place in members if not np.isnan(rough[place])),
+            key=lambda place: -int(plans.plans[place]["micro_batch"]),
+        )
+        fitting = [place for place in traced if rough[place] <= limit]
+        if traced:
+            candidates.append((not fitting, fitting or [min(traced, key=lambda place: float(rough[place]))]))
+
+    def rank(candidate: tuple[bool, list[int]]) -> tuple[float, ...]:
+        beyond, places = candidate
+        first = places[0]
+        pace = float(rough[first]) if beyond else float(cast.seconds[first])
+        return (beyond, 0.0 if np.isnan(pace) else pace, -int(plans.plans[first]["micro_batch"]), float(rough[first]))
+
+    chosen = [places for _, places in sorted(candidates, key=rank)[:most]]
+
+    def judge(places: list[int]) -> Estimated:
+        for place in places:  # from the largest micro-batch down, until it fits
+            one = _estimated(plans.plans[place], float(cast.seconds[place]), traces, facts)
+            if one.verdict == "fits":
+                break
+        return one
+
+    found = on_every_core(judge, chosen)
+    order = {"fits": 0, "tight": 1, "too large": 2}
+    return sorted(found, key=lambda one: order[one.verdict])
+
+
+def _estimated(plan: Plan, seconds: float, traces: Traces, facts: Facts) -> Estimated:
+    found = traces.need(plan)
+    parts = traces.parts(plan)
+    assert found is not None
+    assert parts is not None
+    device = device_bytes(found, parts, plan, facts)
+    limit = facts.workload.limit_bytes
+    verdict: Verdict = "fits" if device * (1 + MARGIN) <= limit else "tight" if device <= limit else "too large"
+    return Estimated(
+        plan=plan,
+        need=found,
+        device_bytes=device,
+        verdict=verdict,
+        samples_per_second=None if np.isnan(seconds) else 1 / seconds,
+        changes=tuple(changes(plan, facts)),
+    )
+
+
+def device_bytes(
+    found: Need, parts: tuple[footprint.MicroPart, footprint.OptimizerPart], plan: Plan, facts: Facts
+) -> int:
+    """The smallest card on which a plan runs: its allocations replayed through the allocator, and what lies outside.
+
+    On the CPU it is what processes there were seen to hold for such tensors.
+    """
+    hardware = facts.hardware
+    if hardware.device == "cpu":
+        believed = beside(hardware)
+        return round(believed.offset_bytes + believed.slope * found.peak_bytes)
+    rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
+    events, sizes = footprint.requests(*parts, rows=rows, accumulation=accumulation)
+    rounded = [round(size) for size in sizes]
+    resolution = max(2 * MIB, found.peak_bytes // 400)
+    capacity = allocator.smallest_capacity(events, rounded, resolution_bytes=resolution)
+    return capacity + workspace_bytes(hardware.capability) + CONTEXT_BYTES
+
+
+def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space) -> tuple[str, ...]:
+    """What was assumed."""
+    said = []
+    if facts.hardware.device == "cuda":
+        workspace = units.size(workspace_bytes(facts.hardware.capability))
+        said.append(f"{units.size(CONTEXT_BYTES)} for the CUDA context and {workspace} for cuBLAS are included")
+    if card is not None:
+        said.append("samples/s are a roofline's: about 30 % off, good for the order")
+        if card.usable_bytes is None:
+            said.append(f"the memory of {card.name} is the nominal one; its driver keeps some of it")
+    micro = {note for plan in _families(plans) if (parts := traces.parts(plan)) for note in parts[0].notes}
+    return (*said, *sorted(micro))
+
+
+def cause(one: Estimated) -> str:
+    """What makes the peak, in words, and what would help where that is known."""
+    need = one.need
+    logits = need.by_category.get("logits", 0)
+    where = {"load": "while loading", "forward": "in the forward pass", "backward": "in the backward pass"}
+    words = f"{where.get(need.phase, 'in the optimizer step')}, at {need.operator}"
+    if need.segment in {"head", "loss", "headB"} and logits > 0.05 * need.peak_bytes:
+        return (
+            f"{words}: logits and loss take {units.size(logits)}, most of which a fused linear cross-entropy would save"
+        )
+    largest = max(need.by_category, key=lambda name: need.by_category[name])
+    return f"{words}; most of it is {largest} ({units.size(need.by_category[largest])})"
+
+
+def knobs_of(plan: Plan) -> str:
+    """The values that are not plain, but micro-batch and accumulation, in words."""
+    words = [
+        f"{value}" if name == "precision" else f"{name}={value}"
+        for name, value in plan.items()
+        if name not in {"micro_batch", "accumulation"} and (name == "precision" or value != technique(name).plain)
+    ]
+    return " ".join(words)

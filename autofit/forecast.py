@@ -1,0 +1,166 @@
+"""What the traces say of every plan of a space at once: peak bytes, and the order of speed on a known card.
+
+What the traces don't see is added here, each with its source; nothing is fitted to a measurement of a training run.
+
+- CUDA: the context and the kernels that are loaded into it lie outside of PyTorch's allocator; the workspaces of
+  cuBLAS, one for the thread of the forward pass and one for autograd's, lie inside.
+- CPU: the libraries' own buffers, and what malloc keeps: hardly known beforehand, learned from the first trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autofit import footprint, roofline
+from autofit.footprint import MicroPart, OptimizerPart
+from autofit.plan import Plan
+from autofit.registry import recipe
+from autofit.roofline import KINDS, Totals
+from autofit.tape import Floats, Ints
+from autofit.units import MIB
+
+if TYPE_CHECKING:
+    from autofit.catalogue import Card
+    from autofit.facts import Facts, Hardware
+    from autofit.space import Space
+    from autofit.traces import Traces
+
+CONTEXT_BYTES = 512 * MIB
+"""Context and kernels. With lazy loading, the default since CUDA 12.2, 274 MiB before any kernel (pytorch/pytorch PR
+86509), and more with each library that is loaded; 1343 MiB on a V100 with CUDA 11.2. Measured on a real device."""
+_CONTEXT_STD = 256 * MIB
+_WORKSPACE_BYTES = 8_519_680
+_WORKSPACE_BYTES_HOPPER = 32 * MIB
+"""``getChosenWorkspaceSize`` of ATen/cuda/CublasHandlePool.cpp: 4096 x 1024 x 2 + 16 x 1024 x 8 bytes, 32 MiB from
+compute capability 9.0 on; one for each handle and stream, and each thread has a handle of its own."""
+_THREADS = 2
+MARGIN = 0.05
+"""Of the need, for what the traces see wrongly: they are within 0.2 % of what a CPU allocates, and within a few per
+cent of published measurements on GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """How a peak on the device is believed to lie to the tensors', beforehand: ``offset + slope x tensors``.
+
+    Attributes:
+        offset_bytes, slope: Means.
+        offset_std, slope_std: How well they are known.
+        residual: Relative standard deviation of one plan around the line.
+    """
+
+    offset_bytes: float
+    offset_std: float
+    slope: float
+    slope_std: float
+    residual: float
+
+
+_CPU = Beside(offset_bytes=40 * MIB, offset_std=30 * MIB, slope=1.2, slope_std=0.15, residual=0.06)
+"""Resident memory: malloc keeps part of what is freed, and oneDNN has buffers of its own. A guess, corrected by the
+first trials."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Forecast:
+    """What the traces say of every plan of a space, in the space's order.
+
+    Attributes:
+        tensor_bytes: Peak of the tensors; NaN where a plan can't be traced.
+        bare_bytes: Weights, gradients and state.
+        seconds: Of a sample, on a known card; NaN elsewhere.
+        beside: What is believed of the peak on the device, given the tensors'.
+    """
+
+    tensor_bytes: Floats
+    bare_bytes: Floats
+    seconds: Floats
+    beside: Beside
+
+    @property
+    def device_bytes(self) -> Floats:
+        """Expected need on the device, before anything was measured."""
+        return self.beside.offset_bytes + self.beside.slope * self.tensor_bytes
+
+
+def beside(hardware: Hardware) -> Beside:
+    """What a plan needs beside its tensors, and how well that is known."""
+    if hardware.device == "cpu":
+        return _CPU
+    return Beside(
+        offset_bytes=CONTEXT_BYTES + workspace_bytes(hardware.capability),
+        offset_std=_CONTEXT_STD,
+        slope=1.0,
+        slope_std=0.03,
+        residual=0.03,
+    )
+
+
+def workspace_bytes(capability: tuple[int, int] | None) -> int:
+    """Of cuBLAS, inside PyTorch's allocator."""
+    each = _WORKSPACE_BYTES_HOPPER if capability and capability >= (9, 0) else _WORKSPACE_BYTES
+    return _THREADS * each
+
+
+def forecast(
+    space: Space, traces: Traces, facts: Facts, card: Card | None = None, say: Callable[[str], None] = lambda _: None
+) -> Forecast:
+    """Trace what the plans of a space need, and put it together for each of them.
+
+    Raises:
+        MachineError: No process can be started, or nothing can be written.
+    """
+    families: dict[Plan, list[int]] = {}
+    for place, plan in enumerate(space.plans):
+        families.setdefault(plan.replaced(micro_batch=1, accumulation=1), []).append(place)
+    traces.prepare(families, say)
+    count = len(space.plans)
+    tensors, bare, seconds = (np.full(count, np.nan) for _ in range(3))
+    for family, members in families.items():
+        parts = traces.parts(family)
+        if parts is None:
+            continue
+        micro, optimizer = parts
+        rows = np.array([int(space.plans[place]["micro_batch"]) for place in members])
+        accumulation = np.array([int(space.plans[place]["accumulation"]) for place in members])
+        waiting = facts.workload.launch_path == "trainer"
+        tensors[members] = footprint.peaks(micro, optimizer, rows, accumulation, waiting=waiting)
+        bare[members] = float(micro.weights.sum()) + optimizer.state_bytes + optimizer.gradient_bytes
+        if card is not None:
+            seconds[members] = seconds_of(micro, optimizer, rows, accumulation, family, facts, card)
+    return Forecast(tensor_bytes=tensors, bare_bytes=bare, seconds=seconds, beside=beside(facts.hardware))
+
+
+def seconds_of(  # noqa: PLR0917 - arrays of one family of plans
+    micro: MicroPart,
+    optimizer: OptimizerPart,
+    rows: Ints,
+    accumulation: Ints,
+    family: Plan,
+    facts: Facts,
+    card: Card,
+) -> Floats:
+    """Seconds of a sample by roofline, for plans that differ in the micro-batch alone."""
+    micro_step = _as_computed(micro.work(rows.astype(np.float64)), family, facts)
+    step = roofline.step_seconds(
+        card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
+    )
+    return np.asarray(step / (rows * accumulation), dtype=np.float64)
+
+
+def _as_computed(totals: Totals, family: Plan, facts: Facts) -> Totals:
+    """The work in the arithmetic of the plan: fp16 was traced as bf16, and TF32 as float32."""
+    built = recipe(family, facts)
+    flops, moved = totals.flops.copy(), totals.moved_bytes.copy()
+    moves = [("matmul fp32", "matmul tf32")] if built.tf32 else []
+    moves += [("matmul bf16", "matmul fp16")] if built.mixed_precision == "fp16" else []
+    for before, after in moves:
+        source, target = (KINDS.index(kind) for kind in (before, after))
+        for column in (flops, moved):
+            column[..., target] += column[..., source]
+            column[..., source] = 0
+    return Totals(flops=flops, moved_bytes=moved, operators=totals.operators)

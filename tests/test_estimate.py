@@ -1,0 +1,202 @@
+"""What plans need on a card that is not here, from the config to the table."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from autofit import cli, estimate, footprint, traces
+from autofit.errors import InputError
+from autofit.estimate import ESTIMATE, MARGIN, cause
+from autofit.forecast import CONTEXT_BYTES, workspace_bytes
+from autofit.plan import Plan
+from autofit.tables import bar, table
+from autofit.tape import CATEGORIES
+from autofit.units import GIB, MIB
+
+from .replay import Lent
+
+SMALL = {"seq_len": 32, "global_batch": 8}
+
+
+@pytest.fixture
+def ask(server, monkeypatch):
+    """``autofit.estimate.estimate`` with one server for all tests."""
+    started = []
+
+    def lend(*_):
+        started.append(1)
+        return Lent(server)
+
+    monkeypatch.setattr(estimate, "ForkServer", lend)
+
+    def invoke(model="demo", **options):
+        return estimate.estimate(model, **{**SMALL, **options})
+
+    invoke.started = started
+    return invoke
+
+
+def test_the_demo_on_a_card_by_its_name(ask):
+    found = ask(gpu="4090")
+    assert found.card == "RTX 4090"
+    assert found.plans
+    assert all(one.verdict == "fits" for one in found.plans)
+    speeds = [one.samples_per_second for one in found.plans]
+    assert speeds == sorted(speeds, reverse=True)
+    for one in found.plans:
+        assert sum(one.need.by_category.values()) == pytest.approx(one.need.peak_bytes, rel=1e-6)
+        outside = CONTEXT_BYTES + workspace_bytes((8, 9))
+        assert one.device_bytes >= one.need.peak_bytes + outside
+        assert one.plan["micro_batch"] * one.plan["accumulation"] == SMALL["global_batch"]
+    assert any("fsdp2" in why for why in found.untraced)
+
+
+def test_only_a_size_gives_no_speed_and_the_margin_decides(ask):
+    roomy = ask(memory="8GiB", fix=("precision=bf16", "optimizer=adamw", "offload=none", "checkpointing=off"))
+    (one,) = roomy.plans
+    assert one.samples_per_second is None
+    assert one.plan["micro_batch"] == SMALL["global_batch"]
+    held = tuple(f"{name}={value}" for name, value in one.plan.items() if name != "accumulation")
+    just = ask(memory=round(one.device_bytes * (1 + MARGIN)) + MIB, fix=held)
+    assert [kind.verdict for kind in just.plans] == ["fits"]
+    tight = ask(memory=one.device_bytes + MIB, fix=held)
+    assert [kind.verdict for kind in tight.plans] == ["tight"]
+    short = ask(memory=one.device_bytes - MIB, fix=held)
+    assert [kind.verdict for kind in short.plans] == ["too large"]
+
+
+def test_a_smaller_card_takes_a_smaller_micro_batch(ask):
+    fix = ("precision=fp32", "optimizer=adamw", "offload=none", "checkpointing=off")
+    big = ask(memory="8GiB", fix=fix, seq_len=128, global_batch=32).plans[0]
+    small = ask(memory=big.device_bytes - 40 * MIB, fix=fix, seq_len=128, global_batch=32).plans[0]
+    assert small.verdict == "fits"
+    assert 1 <= small.plan["micro_batch"] < big.plan["micro_batch"]
+
+
+def test_what_is_kept_needs_no_process(ask):
+    first = ask(memory="8GiB")
+    before = list(ask.started)
+    server_asked = []
+
+    class Never:
+        def start(self):
+            server_asked.append("start")
+
+        def ask(self, *_, **__):
+            server_asked.append("ask")
+            raise AssertionError
+
+        def close(self):
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "ForkServer", lambda *_: Never())
+        second = estimate.estimate("demo", memory="8GiB", **SMALL)
+    assert before
+    assert not server_asked
+    assert second.plans == first.plans
+
+
+def test_host_memory_is_shown_where_a_plan_takes_some(ask):
+    found = ask(memory="8GiB", fix=("offload=optimizer", "optimizer=adamw", "precision=fp32", "checkpointing=off"))
+    (one,) = found.plans
+    parameters = 4 * found.parameters
+    assert one.need.elsewhere_bytes == pytest.approx(2 * parameters, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gpu": "4090", "memory": "24GiB"}, "both say"),
+        ({"gpu": "a card of mine"}, "no card that is known"),
+        ({"memory": "a lot"}, "not a size"),
+        ({"gpu": "4090", "seq_len": 1}, "out of range"),
+        ({"gpu": "4090", "fix": ("precision=fp7",)}, "no value"),
+        ({"gpu": "GTX 1080", "fix": ("precision=bf16",)}, "can't be had"),
+    ],
+)
+def test_bad_input_is_refused(ask, options, words):
+    with pytest.raises(InputError, match=words):
+        ask(**options)
+
+
+def run(server, monkeypatch, *words):
+    monkeypatch.setattr(estimate, "ForkServer", lambda *_: Lent(server))
+    return CliRunner().invoke(cli.main, ["estimate", *words], prog_name="autofit")
+
+
+def test_the_command_prints_a_table_or_json(server, monkeypatch):
+    small = ["demo", "--seq-len", "32", "--global-batch", "8"]
+    shown = run(server, monkeypatch, *small, "--gpu", "T4")
+    assert shown.exit_code == 0
+    assert "T4" in shown.stdout
+    assert "where it goes" in shown.stdout
+    assert "peak of the first" in shown.stdout
+    told = run(server, monkeypatch, *small, "--gpu", "T4", "--json", "--all")
+    found = ESTIMATE.validate_json(told.stdout)
+    assert found.kinds >= len(found.plans) > 0
+    assert json.loads(told.stdout)["plans"][0]["need"]["by_category"]
+
+
+def test_nothing_fits_ends_with_three(server, monkeypatch):
+    ended = run(server, monkeypatch, "demo", "--seq-len", "32", "--global-batch", "8", "--memory", "100MiB")
+    assert ended.exit_code == 3
+    assert "nothing fits; the smallest needs" in ended.stdout
+    assert "no plan fits" in ended.stderr
+    assert "Traceback" not in ended.output
+
+
+def test_the_bar_is_as_long_as_the_need(ask):
+    one = ask(memory="8GiB").plans[0]
+    whole = bar(one, one.need.peak_bytes).plain
+    half = bar(one, 2 * one.need.peak_bytes).plain
+    twice = bar(one, one.need.peak_bytes // 2).plain
+    letters = [sum(mark.isalpha() for mark in text) for text in (half, whole, twice)]
+    assert letters[1] == pytest.approx(2 * letters[0], abs=1)
+    assert letters[2] == pytest.approx(2 * letters[1], abs=1)
+    assert "▏" in twice[:-1]
+
+
+def test_the_table_says_what_would_save_the_logits(ask):
+    found = ask("demo", memory="8GiB", seq_len=128, global_batch=32)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table(found))
+    text = console.export_text()
+    assert str(found.counted) in text
+    logits = next(one for one in found.plans if one.need.segment in {"head", "headB"})
+    assert "fused linear cross-entropy" in cause(logits)
+
+
+def test_a_model_s_facts_come_back_under_its_name(ask):
+    ask(memory="8GiB")
+    kept = list(traces.cache_folder().glob("*.json"))
+    assert kept
+    again = ask(memory="8GiB")
+    assert again.model == "demo"
+
+
+def test_peaks_of_many_agree_with_each_need(server, tmp_path):
+    """The fast way and the slow way to a plan's peak."""
+    from autofit import question
+    from autofit.source import fetch
+
+    config = fetch("demo", tmp_path / "model")
+    facts = question.read_facts(tmp_path, question.Request(model="demo", **SMALL), "cpu", server, print)
+    made = traces.Traces(facts, config, lambda: server, tmp_path, traces.cache_folder())
+    plan = Plan({"micro_batch": 1, "accumulation": 8, "precision": "fp32", "checkpointing": "full",
+                 "optimizer": "adamw", "offload": "none"})  # fmt: skip
+    made.prepare([plan])
+    parts = made.parts(plan)
+    rows, accumulation = np.array([1, 2, 4, 8]), np.array([8, 4, 2, 1])
+    fast = footprint.peaks(*parts, rows, accumulation, waiting=True)
+    slow = [
+        made.need(plan.replaced(micro_batch=int(r), accumulation=int(a))).peak_bytes
+        for r, a in zip(rows, accumulation, strict=True)
+    ]
+    assert fast == pytest.approx(slow, rel=1e-6)
+    assert len(CATEGORIES) == 9
+    assert max(slow) < GIB

@@ -1,0 +1,319 @@
+"""Small programs on real tensors: what the recorder writes of them."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autofit.recorder import Recorder
+from autofit.roofline import KINDS
+from autofit.tape import CATEGORIES
+
+KIB = 1024
+
+
+@contextlib.contextmanager
+def recording(**options):
+    with Recorder(fake=False, **options) as recorder:
+        recorder.mark("0:F0")
+        yield recorder
+
+
+def kinds_of(tape):
+    """Category by bytes, for blocks whose sizes differ."""
+    return {int(size): CATEGORIES[category] for size, category in zip(tape.sizes, tape.categories, strict=True)}
+
+
+def test_a_tensor_is_a_block_from_the_operator_that_made_it_to_its_last_holder():
+    with recording() as recorder:
+        made = torch.ones(4, KIB)
+        other = made
+        del made
+        second = torch.zeros(KIB)
+        del other, second
+    tape = recorder.tape(since=1)
+    assert tape.events.tolist() == [0, 1, ~0, ~1]
+    assert tape.sizes.tolist() == [16 * KIB, 4 * KIB]
+    assert [tape.names[op] for op in tape.ops] == ["aten.ones.default", "aten.zeros.default"]
+    assert tape.live(1).tolist() == [16 * KIB, 20 * KIB, 4 * KIB, 0]
+
+
+def test_views_are_no_blocks_and_hold_their_base():
+    with recording() as recorder:
+        base = torch.ones(4, KIB)
+        views = [base.view(KIB, 4), base.t(), base[1], base.expand(2, 4, KIB), base.detach(), base.unbind(0)[2]]
+        del base
+        assert not [event for event in recorder.events if event < 0]
+        views.clear()
+    assert recorder.tape(since=1).events.tolist() == [0, ~0]
+
+
+def test_in_place_is_no_block():
+    with recording() as recorder:
+        made = torch.ones(KIB)
+        made.add_(1).mul_(2)
+        made[3:5].fill_(4.0)
+        torch.mul(made, 2, out=made)
+        made.copy_(made)
+    assert recorder.tape(since=1).sizes.tolist() == [4 * KIB]
+
+
+def test_a_block_is_as_large_as_its_storage():
+    with recording() as recorder:
+        kept = [torch.empty(3, KIB, dtype=dtype) for dtype in (torch.bool, torch.bfloat16, torch.int64)]
+        kept += [torch.empty_strided((2, 2), (KIB, 1)), torch.empty(0)]
+    assert recorder.tape(since=1).sizes.tolist() == [3 * KIB, 6 * KIB, 24 * KIB, 4 * KIB + 8, 0]
+
+
+def test_what_autograd_keeps_is_seen():
+    with recording() as recorder:
+        leaf = torch.ones(KIB, requires_grad=True)
+        result = (leaf.exp() * 1).sum()  # exp keeps its result for the backward pass, the product's is gone
+        assert recorder.tape().live(0)[-1] == 8 * KIB + 4
+    with recording() as recorder:
+        leaf = torch.ones(KIB, requires_grad=True)
+        result = leaf.exp().sum()
+        result.backward()
+        del result
+    assert recorder.tape(since=1).live(0)[-1] == 8 * KIB  # the leaf, and its gradient
+
+
+def test_what_autocast_makes_is_seen():
+    weight = torch.nn.Linear(64, 64, bias=False)
+    with recording() as recorder:
+        recorder.call(weight.parameters(), "weights")
+        recorder.mark("0:F1")
+        rows = torch.ones(8, 64)
+        with torch.autocast("cpu", torch.bfloat16):
+            weight(rows)
+            inside = recorder.tape(since=2)
+    assert kinds_of(inside)[64 * 64 * 2] == "copies"  # kept as long as autocast
+    assert kinds_of(inside)[8 * 64 * 2] == "temporaries"
+
+
+def test_frees_that_follow_one_another_stand_in_the_order_of_their_blocks():
+    def run(order):
+        with recording() as recorder:
+            held = {name: torch.empty(size * KIB) for size, name in enumerate("abc", 1)}
+            for name in order:
+                del held[name]
+            kept = torch.empty(1)
+            del kept
+        return recorder.tape(since=1)
+
+    assert run("cab").events.tolist() == run("abc").events.tolist() == [0, 1, 2, ~0, ~1, ~2, 3, ~3]
+
+
+def test_frees_are_not_ordered_across_segments():
+    with recording() as recorder:
+        first, second = torch.empty(1), torch.empty(1)
+        del second
+        recorder.mark("0:F1")
+        del first
+    tape = recorder.tape(since=1)
+    assert tape.events.tolist() == [0, 1, ~1, ~0]
+    assert [tape.segment_at(moment) for moment in range(4)] == ["0:F0"] * 3 + ["0:F1"]
+
+
+def test_a_tape_may_begin_late_and_leaves_out_what_lived_before():
+    with recording() as recorder:
+        before = torch.empty(KIB)
+        recorder.mark("0:F1")
+        inside = torch.empty(2 * KIB)
+        del before
+        recorder.mark("0:F2")
+        del inside
+    tape = recorder.tape(since=2)
+    assert tape.events.tolist() == [0, ~0]
+    assert tape.sizes.tolist() == [8 * KIB]
+    assert (tape.segments, tape.starts.tolist()) == (("0:F1", "0:F2"), [0, 1])
+
+
+def test_nothing_is_written_after_the_end():
+    with recording() as recorder:
+        kept = torch.empty(KIB)
+        recorder.close()
+        more = torch.empty(KIB)
+        del kept, more
+    assert recorder.tape(since=1).events.tolist() == [0]
+
+
+def test_what_a_kernel_holds_lives_as_long_as_it_runs():
+    with recording() as recorder:
+        with recorder.holding(KIB, 2 * KIB, name="accumulators"):
+            made = torch.empty(KIB)
+        assert made.numel() == KIB
+    tape = recorder.tape(since=1)
+    assert tape.events.tolist() == [0, 1, 2, ~0, ~1]
+    assert tape.live(0).tolist() == [KIB, 3 * KIB, 7 * KIB, 6 * KIB, 4 * KIB]
+    assert tape.names[tape.ops[1]] == "accumulators"
+
+
+def test_a_kernel_that_fails_holds_nothing_any_more():
+    with recording() as recorder, contextlib.suppress(ZeroDivisionError), recorder.holding(KIB, name="held"):
+        raise ZeroDivisionError
+    assert recorder.tape(since=1).events.tolist() == [0, ~0]
+
+
+def test_what_is_made_elsewhere_is_counted_apart():
+    with recording() as recorder:
+        with recorder.elsewhere():
+            host = torch.empty(3 * KIB)
+            gone = torch.empty(5 * KIB)
+        device = torch.empty(KIB)
+        del gone
+        assert recorder.lies_elsewhere(host)
+        assert recorder.lies_elsewhere(host.view(3, KIB))
+        assert not recorder.lies_elsewhere(device)
+        assert not recorder.lies_elsewhere(torch.empty(1))
+    tape = recorder.tape(since=1)
+    assert tape.live(1).tolist() == [0, 0, 4 * KIB, 4 * KIB, 4 * KIB + 4, 4 * KIB]
+    assert tape.live_elsewhere(1).tolist() == [12 * KIB, 32 * KIB, 32 * KIB, *[12 * KIB] * 3]
+
+
+def test_what_the_run_says_of_tensors_stands():
+    weight, outside = torch.ones(KIB), torch.ones(2 * KIB)
+    with recording() as recorder:
+        recorder.call([weight, None, weight.view(2, -1)], "weights")
+        batch = torch.ones(3 * KIB)
+        recorder.call([batch], "batch")
+        recorder.call([outside], "gradients")
+    assert kinds_of(recorder.tape(since=1)) == {4 * KIB: "weights", 8 * KIB: "gradients", 12 * KIB: "batch"}
+
+
+def test_the_rest_is_read_off_from_when_a_block_was_made_and_freed():
+    with recording() as recorder:
+        kept, passing = torch.empty(1 * KIB), torch.empty(2 * KIB)
+        del passing
+        recorder.mark("0:head")
+        logits = torch.empty(3 * KIB)
+        recorder.mark("0:headB")
+        loss = torch.empty(4 * KIB)
+        recorder.mark("0:B0")
+        back = torch.empty(5 * KIB)
+        del kept, logits, loss
+        recorder.mark("0:step")
+        del back
+        state, work = torch.empty(6 * KIB), torch.empty(7 * KIB)
+        del work
+        recorder.mark("1:F0")
+        stays = torch.empty(8 * KIB)
+    assert state.numel() + stays.numel() == 14 * KIB
+    assert kinds_of(recorder.tape(since=1)) == {
+        4 * KIB: "activations",
+        8 * KIB: "temporaries",
+        12 * KIB: "logits",
+        16 * KIB: "logits",
+        20 * KIB: "temporaries",
+        24 * KIB: "state",
+        28 * KIB: "temporaries",
+        32 * KIB: "temporaries",
+    }
+
+
+def test_stand_ins_are_asked_in_the_operators_place():
+    asked = []
+
+    def smaller(recorder, func, args, kwargs):
+        asked.append((recorder, func, len(args), kwargs))
+        return torch.empty(KIB)
+
+    with recording(stand_ins={torch.ops.aten.exp.default: smaller}) as recorder:
+        result = torch.ones(4, KIB).exp()
+    assert result.shape == (KIB,)
+    assert asked == [(recorder, torch.ops.aten.exp.default, 1, {})]
+    tape = recorder.tape(since=1)
+    assert tape.names[tape.ops[1]] == "aten.exp.default"
+    assert tape.sizes[1] == 4 * KIB
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.int64, 1), (torch.bool, False)]
+)
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_fake_tensor_has_one_as_its_value(dtype, value, closed):
+    with FakeTensorMode(), Recorder() as recorder:
+        tensor = torch.empty((), dtype=dtype)
+        if closed:
+            recorder.close()
+        assert tensor.item() == value
+        assert type(tensor.item()) is type(value)
+
+
+def test_a_real_tensor_keeps_its_value():
+    with recording():
+        assert torch.full((), 7.0).item() == 7.0
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_telling_number_of_rows_divides_grows_with_the_rows():
+    rows = 101
+    with Recorder(fake=False, rows=rows) as recorder:
+        recorder.mark("0:F0")
+        weight, batch = torch.ones(16, 8), torch.ones(rows, 16)
+        result = batch @ weight
+        fixed = weight @ weight.t()
+    assert result.numel() + fixed.numel() == 8 * rows + 256
+    tape = recorder.tape(since=1)
+    assert tape.sizes.tolist() == [512, 0, 0, 1024]
+    assert tape.per_row.tolist() == [0, 64, 32, 0]
+    assert tape.bytes_at(3).tolist() == [512, 192, 96, 1024]
+    product = KINDS.index("matmul fp32")
+    assert tape.work[0, product].tolist() == [2 * 16 * 8 * 16, 512 + 2 * 512 + 1024, 2]
+    assert tape.work_per_row[0, product].tolist() == [2 * 16 * 8, 64 + 32, 0]
+
+
+# -- work ---------------------------------------------------------------------------------------------------------
+
+
+def work_of(program, *tensors):
+    """Work of a program by kind, as (FLOPs, bytes, calls)."""
+    with recording() as recorder:
+        result = program(*tensors)
+    del result
+    work = recorder.tape(since=1).work[0]
+    return {kind: tuple(row) for kind, row in zip(KINDS, work, strict=True) if any(row)}
+
+
+def test_products():
+    left, right = torch.ones(6, 10), torch.ones(10, 14)
+    assert work_of(torch.mm, left, right) == {"matmul fp32": (2 * 6 * 10 * 14, 4 * (60 + 140 + 84), 1)}
+    batch = torch.ones(3, 6, 10, dtype=torch.bfloat16), torch.ones(3, 10, 14, dtype=torch.bfloat16)
+    assert work_of(torch.bmm, *batch) == {"matmul bf16": (3 * 2 * 6 * 10 * 14, 2 * 3 * (60 + 140 + 84), 1)}
+    half = torch.ones(6, 10, dtype=torch.float16), torch.ones(10, 14, dtype=torch.float16)
+    assert work_of(torch.mm, *half)["matmul fp16"][0] == 2 * 6 * 10 * 14
+    bias = work_of(torch.addmm, torch.ones(14), left, right)
+    assert bias == {"matmul fp32": (2 * 6 * 10 * 14, 4 * (14 + 60 + 140 + 84), 1)}
+
+
+def test_a_linear_layer_costs_three_products():
+    layer = torch.nn.Linear(10, 14, bias=False)
+    rows = torch.ones(6, 10, requires_grad=True)
+    work = work_of(lambda: layer(rows).sum().backward())
+    assert work["matmul fp32"][0] == 3 * 2 * 6 * 10 * 14
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, "matmul fp32"), (torch.bfloat16, "attention")])
+def test_attention(dtype, kind):
+    batch, heads, rows, width = 2, 3, 16, 8
+    shape = (batch, heads, rows, width)
+    query, key, value = (torch.ones(shape, dtype=dtype, requires_grad=True) for _ in range(3))
+    square = 2 * batch * heads * rows * rows * width
+    forward = work_of(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True))
+    assert forward[kind][0] == 2 * square
+    both = work_of(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward())
+    assert both[kind][0] == (2 + 5) * square
+
+
+def test_the_rest_moves_bytes():
+    tensor = torch.ones(KIB)
+    assert work_of(torch.exp, tensor) == {"other": (0, 8 * KIB, 1)}
+    assert work_of(lambda: tensor.exp().view(2, -1).t()) == {"other": (0, 8 * KIB, 1)}  # views cost nothing
+    assert work_of(lambda: tensor.add_(1))["other"][2] == 1  # no block, but work
+    many = [torch.ones(KIB) for _ in range(3)]
+    assert work_of(lambda: torch._foreach_exp(many)) == {"other": (0, 6 * 4 * KIB, 1)}
+    assert work_of(lambda: torch._foreach_mul_(many, 2))["other"][2] == 1

@@ -1,0 +1,435 @@
+"""Traces of small models, against whole traces and against real tensors."""
+
+import contextlib
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+import torch.utils.checkpoint
+from torch.utils import _foreach_utils
+
+from autofit import cudalike
+from autofit.cudalike import like_cuda
+from autofit.recorder import Recorder
+from autofit.registry import techniques
+from autofit.roofline import KINDS
+from autofit.tape import CATEGORIES, lengthen
+from autofit.trace import PERIODS, Layers, find_layers, telling_rows
+
+from .traced import CONFIGS, PLAIN, Lab, every_choice, traced_plan
+
+THREE = ("llama", "gpt2", "gemma2")
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def labs(tmp_path_factory):
+    """A lab for each model and machine, with what it has traced already."""
+    made = {}
+    # the first run of a process makes a few scalars more, which libraries keep
+    Lab(tmp_path_factory.mktemp("first"), "llama").micro_steps(PLAIN)
+
+    def lab(config, **options):
+        key = (config, *sorted(options.items()))
+        if key not in made:
+            made[key] = Lab(tmp_path_factory.mktemp(config), config, **options)
+        return made[key]
+
+    return lab
+
+
+# -- fewer layers -------------------------------------------------------------------------------------------------
+
+
+def test_the_middle_periods_are_left_out():
+    layers = Layers(path="layers", count=12, before=1, period=2)
+    assert layers.copies == 2
+    assert layers.kept() == [0, 1, 2, 3, 4, 9, 10, 11]
+    assert len(layers.kept()) == layers.count - layers.copies * layers.period
+
+
+class Block(torch.nn.Module):
+    """A layer of some width."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, 4, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("widths", "found"),
+    [
+        ("aaaaaa", (0, 1)),
+        ("abababab", (0, 2)),
+        ("baaaaaaaa", (1, 1)),
+        ("aaaaaaaab", None),  # the last one is another
+        ("abcabcabcabcabc", (0, 3)),
+        ("aaa", None),  # nothing is left out of three
+        ("abcdefgh", None),
+    ],
+)
+def test_how_the_kinds_of_layers_repeat(widths, found):
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Block(ord(width)) for width in widths)
+    layers = find_layers(model)
+    assert (layers and (layers.before, layers.period)) == found
+
+
+LENGTHENED = [
+    *((config, device, precision, "off") for config in THREE for device in ("cpu", "cuda") for precision in ("bf16",)),
+    ("llama", "cuda", "fp32", "full"),
+    ("gpt2", "cpu", "fp32", "full"),
+    ("gpt2", "cuda", "bf16", "full"),
+    ("gemma2", "cuda", "bf16", "full"),
+    ("llama", "cpu", "bf16_weights", "off"),
+    ("mixtral", "cuda", "bf16", "off"),
+    ("mixtral", "cpu", "fp32", "off"),
+    ("deepseek_v3", "cuda", "bf16", "off"),
+    ("deepseek_v3", "cpu", "bf16_weights", "full"),
+]
+
+
+@pytest.mark.parametrize(("config", "device", "precision", "checkpointing"), LENGTHENED)
+def test_a_lengthened_trace_is_that_of_the_whole_model(labs, config, device, precision, checkpointing):
+    lab, rows = labs(config, device=device), 5
+    plan = PLAIN.replaced(precision=precision, checkpointing=checkpointing)
+    traced = lab.micro_steps(plan)
+    assert traced.copies >= 1
+    assert len({name for name in traced.tape.segments if name.startswith("0:F")}) == PERIODS
+    tape = lengthen(traced.tape, traced.copies)
+    whole = lab.micro_steps(plan, whole=True)
+    assert whole.copies == 0
+    assert whole.weights == traced.weights
+    long, short = tape.live(rows), whole.tape.live(rows)
+    assert long.max() == pytest.approx(short.max(), rel=1e-6)
+    # frees that follow one another may stand in another order; after every allocation as much lives
+    np.testing.assert_array_equal(tape.events >= 0, whole.tape.events >= 0)
+    made = whole.tape.events >= 0
+    np.testing.assert_allclose(long[made], short[made], rtol=1e-6)
+    for name in ("work", "work_per_row"):
+        np.testing.assert_allclose(getattr(tape, name).sum(axis=0), getattr(whole.tape, name).sum(axis=0))
+
+
+def test_the_rows_of_a_trace_tell_themselves_from_every_other_size():
+    model = torch.nn.Linear(101, 103, device="meta")
+    model.register_buffer("table", torch.ones(107 * 109, device="meta"))
+    rows = telling_rows(model, 114)  # 113 is one less
+    assert rows not in {101, 103, 107, 109, 113}
+    assert all(rows % divisor for divisor in range(2, rows))
+
+
+# -- real tensors -------------------------------------------------------------------------------------------------
+
+
+def covering(values, seed=0):
+    """Rows of values in which every pair of values of two factors stands at least once."""
+    rng = random.Random(seed)
+    names = list(values)
+    missing = {
+        (one, a, other, b)
+        for one, other in itertools.combinations(names, 2)
+        for a in values[one]
+        for b in values[other]
+    }
+
+    def pairs(row):
+        return {(one, row[one], other, row[other]) for one, other in itertools.combinations(names, 2)}
+
+    rows = []
+    while missing:
+        one, a, other, b = rng.choice(sorted(missing, key=str))
+        seeded = {one: a, other: b}
+        drawn = [{name: rng.choice(options) for name, options in values.items()} | seeded for _ in range(60)]
+        best = max(drawn, key=lambda row: len(pairs(row) & missing))
+        missing -= pairs(best)
+        rows.append(best)
+    return rows
+
+
+COMBINATIONS = covering(
+    {
+        "precision": ["fp32", "bf16", "bf16_weights"],
+        "checkpointing": ["off", "full"],
+        "optimizer": ["adamw", "adamw_8bit", "adafactor", "sgd"],
+        "accumulation": [1, 2, 4],
+        "micro_batch": [1, 5, 8],
+        "launch_path": ["trainer", "loop"],
+    }
+)
+
+
+def test_the_combinations_are_all_that_a_cpu_can_have(labs):
+    offered = every_choice(labs("llama").facts)
+    assert offered.pop("offload") == ["none"]
+    for name, values in offered.items():
+        assert {row[name] for row in COMBINATIONS} == set(values)
+
+
+@pytest.mark.parametrize("number", range(len(COMBINATIONS)), ids=lambda n: "-".join(map(str, COMBINATIONS[n].values())))
+@pytest.mark.parametrize("config", THREE)
+def test_a_trace_needs_what_real_tensors_need(labs, config, number):
+    row = dict(COMBINATIONS[number])
+    lab = labs(config, launch_path=row.pop("launch_path"))
+    plan = PLAIN.replaced(**row)
+    tape = lab.real(plan)
+    live = tape.live(0)
+    need = lab.need(plan)
+    # one row alone takes other paths: its tensors are contiguous however they are turned, and are not copied
+    assert need.peak_bytes == pytest.approx(live.max(), rel=0.02 if row["micro_batch"] > 1 else 0.03)
+    assert sum(need.by_category.values()) == pytest.approx(need.peak_bytes, abs=len(CATEGORIES))
+
+
+# -- what a value is traced as ------------------------------------------------------------------------------------
+
+
+def peak_of(part, rows):
+    return part.tape.live(rows).max()
+
+
+def claims(lab):
+    """Values that are traced as another one of their technique, by the part."""
+    for one in techniques():
+        values = every_choice(lab.facts).get(one.name, [1, 2])
+        for value, part in itertools.product(values, ("micro_steps", "optimizer")):
+            if one.traced_as(value, part) not in {None, value}:
+                yield one.name, value, part
+
+
+@pytest.mark.parametrize(("config", "device"), [("llama", "cuda"), ("gpt2", "cpu"), ("gpt2", "cuda")])
+def test_a_value_needs_what_the_one_that_it_is_traced_as_needs(labs, config, device):
+    lab, seen = labs(config, device=device), 0
+    for name, value, part in claims(lab):
+        for launch_path in ("trainer", "loop") if name in {"optimizer", "offload"} else ("trainer",):
+            lab = labs(config, device=device, launch_path=launch_path)
+            own = traced_plan(PLAIN, part).replaced(**{name: value})
+            if part == "micro_steps":
+                mine, other = lab.micro(own, as_it_is=True), lab.micro(own)
+            else:
+                mine, other = lab.optimizer(own, as_it_is=True), lab.optimizer(own)
+            for rows in (1, 8):
+                # rows that wait, and the tables of 8-bit optimizers, are there from the beginning
+                assert peak_of(mine, rows) == pytest.approx(peak_of(other, rows), abs=4096), (name, value, part)
+            seen += 1
+    assert seen >= 8
+
+
+# -- CUDA's habits ------------------------------------------------------------------------------------------------
+
+
+def saved_by(program):
+    """Dtypes and numbers of elements of what a program keeps for its backward pass."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, t.numel())) or t, lambda t: t):
+        program()
+    return saved
+
+
+@pytest.fixture
+def rows():
+    """A few rows of bfloat16."""
+    return torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
+
+
+IN_FLOAT32 = {
+    "layer_norm": lambda t: F.layer_norm(t, (8,)),
+    "softmax": lambda t: F.softmax(t, dim=-1),
+    "cross_entropy": lambda t: F.cross_entropy(t, torch.zeros(4, dtype=torch.long)),
+    "pow": lambda t: t.pow(2),
+    "operator": lambda t: t**2,
+    "rsqrt": torch.rsqrt,
+    "sum": lambda t: t.sum(-1),
+    "cumsum": lambda t: t.cumsum(-1),
+    "exp": torch.exp,
+    "module": torch.nn.LayerNorm(8),
+}
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_autocast_computes_as_cuda_does(rows, name):
+    with torch.autocast("cpu", torch.bfloat16), like_cuda():
+        assert IN_FLOAT32[name](rows).dtype == torch.float32
+        assert (rows @ rows.t()).dtype == torch.bfloat16
+        assert F.gelu(rows).dtype == torch.bfloat16
+    with like_cuda():
+        assert F.softmax(rows, dim=-1).dtype == torch.bfloat16  # without autocast nothing is changed
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "pow", "exp"])
+def test_a_cpu_would_not(rows, name):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert IN_FLOAT32[name](rows).dtype == torch.bfloat16
+
+
+def test_dropout_keeps_a_mask_of_booleans():
+    given = torch.ones(64, 64, requires_grad=True)
+    layer = torch.nn.Dropout(0.5)
+    assert (torch.bool, 4096) not in saved_by(lambda: layer(given))
+    with like_cuda():
+        assert saved_by(lambda: layer(given)) == [(torch.bool, 4096)]
+        dropped = layer(given)
+    assert set(dropped.unique().tolist()) == {0.0, 2.0}
+    dropped.sum().backward()
+    assert given.grad.equal(dropped)
+
+
+def test_dropout_that_is_off_does_nothing():
+    given = torch.ones(4)
+    with like_cuda():
+        assert F.dropout(given, 0.0) is given
+        assert F.dropout(given, 0.5, training=False) is given
+        assert torch.nn.Dropout(0.5).eval()(given) is given
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_with_dropout_keeps_no_square(dtype):
+    query = torch.ones(2, 2, 128, 16, dtype=dtype, requires_grad=True)
+
+    def attend():
+        return F.scaled_dot_product_attention(query, query, query, dropout_p=0.1, is_causal=True)
+
+    square = 2 * 2 * 128 * 128
+    assert max(count for _, count in saved_by(attend)) == square
+    with like_cuda():
+        assert max(count for _, count in saved_by(attend)) == query.numel()
+
+
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float32, 1)])
+def test_attentions_backward_pass_has_accumulators(dtype, groups):
+    batch, heads, length, width = 2, 4, 100, 24
+    query = torch.ones(batch, heads, length, width, dtype=dtype, requires_grad=True)
+    key = torch.ones(batch, heads // groups, length, width, dtype=dtype, requires_grad=True)
+    with Recorder(fake=False, stand_ins=cudalike.attention_stand_ins()) as recorder:
+        recorder.mark("0:F0")
+        result = F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+        recorder.mark("0:B0")
+        result.sum().backward()
+    tape = recorder.tape(since=2)
+    held = sorted(tape.sizes[tape.ops == tape.names.index("attention's accumulators")])
+    wanted = [4 * batch * heads * 128]
+    if dtype == torch.bfloat16:
+        wanted.append(4 * batch * 128 * heads * 32)
+        if groups > 1:
+            wanted += [2 * batch * length * heads * width] * 2
+    assert held == sorted(wanted)
+
+
+def test_checkpointed_layers_recompute_with_the_same_habits():
+    given = torch.ones(4, 64, requires_grad=True)
+    seen = []
+
+    def layer(tensor):
+        normed = F.layer_norm(tensor.bfloat16(), (64,))
+        seen.append(normed.dtype)
+        return F.dropout(normed, 0.5)  # a mask of another dtype would be refused when it is made again
+
+    with torch.autocast("cpu", torch.bfloat16), like_cuda():
+        torch.utils.checkpoint.checkpoint(layer, given, use_reentrant=False).sum().backward()
+    assert seen == [torch.float32] * 2
+
+
+def test_habits_are_left_behind():
+    from transformers import modeling_utils
+
+    before = torch.utils.checkpoint.checkpoint, modeling_utils.checkpoint
+    devices = _foreach_utils._get_foreach_kernels_supported_devices()
+    with contextlib.suppress(ZeroDivisionError), like_cuda():
+        assert "cpu" in _foreach_utils._get_foreach_kernels_supported_devices()
+        assert modeling_utils.checkpoint is not before[1]
+        raise ZeroDivisionError
+    assert (torch.utils.checkpoint.checkpoint, modeling_utils.checkpoint) == before
+    assert _foreach_utils._get_foreach_kernels_supported_devices() == devices
+
+
+# -- what waits elsewhere -----------------------------------------------------------------------------------------
+
+WIDE = {**CONFIGS["llama"], "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 5, "vocab_size": 500}
+"""Wide enough for matrices that bitsandbytes pages, of more than 100 000 elements."""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    return Lab(tmp_path_factory.mktemp("wide"), WIDE, device="cuda", seq_len=512)
+
+
+@pytest.fixture(scope="module")
+def shapes(wide):
+    """Shapes of the parameters, embeddings first."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(wide.folder))
+    embeddings = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+    return [(p.numel(), id(p) in embeddings) for p in model.parameters()]
+
+
+def test_optimizers_hold_their_state(wide, shapes):
+    count = sum(number for number, _ in shapes)
+    states = {name: wide.optimizer(PLAIN.replaced(optimizer=name)) for name in every_choice(wide.facts)["optimizer"]}
+    assert states["adamw"].state_bytes == pytest.approx(8 * count, rel=1e-3)
+    assert states["sgd"].state_bytes == pytest.approx(4 * count, rel=1e-3)
+    assert states["adafactor"].state_bytes < 0.02 * 4 * count
+    # bitsandbytes: 8 bits from 4096 elements on, but embeddings in 32; two float32 for a block of 256
+    bits8 = sum(8 * n if embedding or n < 4096 else 2 * n + 8 * -(-n // 256) for n, embedding in shapes)
+    assert states["adamw_8bit"].state_bytes == pytest.approx(bits8, rel=2e-3)
+    assert {part.elsewhere_bytes for name, part in states.items() if "paged" not in name} == {0}
+
+
+def test_paged_state_lies_elsewhere(wide, shapes):
+    own, paged = (wide.optimizer(PLAIN.replaced(optimizer=name)) for name in ("adamw_8bit", "paged_adamw_8bit"))
+    moved = sum(n * (8 if embedding else 2) for n, embedding in shapes if n >= 1e5)
+    assert moved > 0
+    assert paged.elsewhere_bytes == moved
+    assert paged.state_bytes == own.state_bytes - moved
+    assert peak_of(paged, 0) <= peak_of(own, 0) - moved * 0.99
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+def test_state_on_the_host(wide, optimizer):
+    plan = PLAIN.replaced(optimizer=optimizer)
+    own, host = wide.optimizer(plan), wide.optimizer(plan.replaced(offload="optimizer"))
+    assert own.elsewhere_bytes == 0
+    assert host.elsewhere_bytes + host.state_bytes == own.state_bytes
+    assert host.state_bytes <= 16 * 64  # step counts
+    need, less = wide.need(plan.replaced(micro_batch=8)), wide.need(plan.replaced(micro_batch=8, offload="optimizer"))
+    assert need.phase != "optimizer"
+    assert less.peak_bytes == need.peak_bytes - host.elsewhere_bytes
+    assert less.elsewhere_bytes == host.elsewhere_bytes
+
+
+def test_state_comes_in_a_chunk_at_a_time(wide, monkeypatch):
+    """With chunks, less than the whole state is on the device while the optimizer steps."""
+    from functools import partial
+
+    offload = next(one for one in techniques() if one.name == "offload")
+    module = __import__("sys").modules[type(offload).__module__]
+    plan = PLAIN.replaced(offload="optimizer")
+    whole = wide.optimizer_steps(plan).tape.live(0).max()
+    monkeypatch.setattr(module, "keep_state_on_host", partial(module.keep_state_on_host, chunk_bytes=MIB))
+    chunked = wide.optimizer_steps(plan)
+    state = wide.optimizer(PLAIN).state_bytes
+    assert chunked.tape.live(0).max() < whole - 0.7 * state
+    assert chunked.elsewhere_bytes == pytest.approx(state, rel=1e-3)
+
+
+def test_activations_on_the_host(wide):
+    plan, rows = PLAIN.replaced(micro_batch=4), 4.0
+    own, host = wide.micro(plan), wide.micro(plan.replaced(offload="activations"))
+    outside = host.tape.live_elsewhere(rows)
+    assert own.tape.live_elsewhere(rows).max() == 0
+    need, less = wide.need(plan), wide.need(plan.replaced(offload="activations"))
+    assert less.elsewhere_bytes == outside.max() > 0
+    assert outside[-1] == pytest.approx(0)
+    assert less.by_category["activations"] < need.by_category["activations"]
+    # all of it goes out in the forward pass and comes back in the backward pass
+    tape = host.tape
+    moved = (tape.work + tape.work_per_row * rows)[:, KINDS.index("transfer"), 1]
+    head = tape.segments.index("0:headB")
+    assert moved[:head].sum() == outside.max()
+    assert moved[head : tape.segments.index("0:step")].sum() == outside.max()
+    # what two operators save waits there twice
+    before, after = (part.tape.starts[part.tape.segments.index("0:headB")] - 1 for part in (own, host))
+    fewer = own.tape.live(rows)[before] - host.tape.live(rows)[after]
+    assert 0.5 * outside.max() < fewer <= outside.max()
