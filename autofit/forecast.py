@@ -60,7 +60,7 @@ class Beside:
     residual: float
 
 
-_CPU = Beside(offset_bytes=40 * MIB, offset_std=30 * MIB, slope=1.2, slope_std=0.15, residual=0.06)
+_CPU = Beside(offset_bytes=40 * MIB, offset_std=30 * MIB, slope=1.2, slope_std=0.1, residual=0.1)
 """Resident memory: malloc keeps part of what is freed, and oneDNN has buffers of its own. A guess, corrected by the
 first trials."""
 

@@ -39,6 +39,7 @@ from autofit.surrogate import (
     gain,
     predict,
     predict_memory,
+    predict_traced,
     sharpen,
 )
 
@@ -50,7 +51,7 @@ LEAST_GAIN = 0.01
 _LOW_MEMORY_TRIES = 4
 _FRUITLESS_TRIES = 12
 _LIKELY = 0.6
-_SURE, _SURE_ENOUGH = 0.95, 0.9
+_LIKELIER, _SURE_ENOUGH, _SURE = 0.75, 0.9, 0.95
 _TRIALS_TO_A_BREAK = 10
 _SURELY_STDS = 3.0
 _ABSURD = math.log(8)
@@ -173,7 +174,9 @@ class AutofitSampler(optuna.samplers.BaseSampler):
             if measured >= LEAST_TRIALS:
                 reason = f"none of the {free.sum()} plans left is expected to be {LEAST_GAIN:.0%} faster than the best"
                 return Advice(place=None, expected_gain=float(gains[candidates].max()), reason=reason)
-            score *= belief.works > 0.5  # a trial that is made for its own sake should at least run
+            score *= belief.works > 0.5  # a trial that is made for its own sake should at least run, and fit
+            sure = candidates & (belief.fits >= _SURE)
+            score = np.where(sure, score, -1.0) if self.encoded.forecast is not None and sure.any() else score
         place = self._foremost(score, belief.memory)
         reason = f"expected to gain {gains[place]:.1%} over the best, and {belief.fits[place]:.0%} likely to fit"
         return Advice(place=place, expected_gain=float(gains[place]), reason=reason)
@@ -186,7 +189,7 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         if self.encoded.forecast is None:
             return 0.0
         broken = sum(one.verdict == "out_of_memory" for one in seen)
-        return _LIKELY if _TRIALS_TO_A_BREAK * broken <= len(seen) else _SURE_ENOUGH
+        return _LIKELIER if _TRIALS_TO_A_BREAK * broken <= len(seen) else _SURE_ENOUGH
 
     def _first_that_fits(self, seen: Sequence[Seen], free: Bools) -> Advice:
         """While nothing fitted: the first plan, one that likely fits, the smallest one, then a few small ones."""
@@ -315,7 +318,19 @@ def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[F
         noise = np.concatenate([noise, np.full(len(broke), 0.2)])
     mean, std = predict_memory(encoded.memory, seen=places, values=values, noise=noise)
     if encoded.forecast is not None:
-        traced, traced_std = corrected(encoded.forecast, seen).at(encoded.forecast.tensor_bytes)
+        line = corrected(encoded.forecast, seen)
+        believed, _ = line.at(encoded.forecast.tensor_bytes[places[len(measured) :]])
+        # what broke the ceiling was above it, or where it was expected
+        beyond = np.fmax(believed, math.log(1.05 * limit_bytes))
+        needed = np.log(np.array([one.needed_bytes or one.peak_bytes for one in measured], dtype=float))
+        traced, traced_std = predict_traced(
+            encoded,
+            line,
+            encoded.forecast,
+            seen=places,
+            values=np.concatenate([needed, beyond]),
+            noise=np.array([0.02] * len(measured) + [0.05] * len(beyond)),
+        )
         known = ~np.isnan(traced)
         mean, std = np.where(known, traced, mean), np.where(known, traced_std, std)
     return sharpen(encoded, mean, std, {one.place: one.peak_bytes for one in measured})

@@ -140,6 +140,7 @@ class Encoded:
         time_mean: Prior mean of the logarithm of the seconds per sample, up to a constant.
         time: Covariance of the logarithm of the seconds per sample.
         memory: The peak bytes.
+        indicators: One column for each value that is not plain: 1 where a plan has it.
         forecast: What the traces say of the peak bytes, where there are any.
     """
 
@@ -152,6 +153,7 @@ class Encoded:
     time_mean: Floats
     time: Kernel
     memory: Shape
+    indicators: Floats
     forecast: Forecast | None = None
 
 
@@ -176,6 +178,7 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
     on_fixed = [level, nothing]
     on_slope = [level, np.full(count, _GROWS_STD)]
     bent = np.log((1 + 8 / rows) / 9)
+    indicators: list[Floats] = []
     for column, name in enumerate(names):
         priors = [space.priors[name][value] for value in space.domains[name]]
         time_mean += np.array([prior.time[0] for prior in priors])[codes[:, column]]
@@ -188,6 +191,7 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
                 continue
             here = (codes[:, column] == place).astype(float)
             extras += codes[:, column] == place
+            indicators.append(here)
             time_columns += [here * priors[place].time[1], here * bent * 0.1]
             memory_std = priors[place].memory[1]
             on_fixed += [here * memory_std, nothing]
@@ -219,6 +223,7 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
             family_std=0.06,
             curve_std=0.04,
         ),
+        indicators=np.column_stack([nothing, *indicators]),
         forecast=forecast,
     )
 
@@ -320,6 +325,37 @@ def correct(forecast: Forecast, *, seen: Ints, peaks: Floats) -> Correction:
         # a prior of two plans that scatter as the traces are believed to
         residual = math.sqrt((2 * beside.residual**2 + float(scatter @ scatter)) / (2 + len(traced)))
     return Correction(mean=mean, covariance=covariance, residual=residual, count=len(traced))
+
+
+def predict_traced(
+    encoded: Encoded, line: Correction, forecast: Forecast, *, seen: Ints, values: Floats, noise: Floats
+) -> tuple[Floats, Floats]:
+    """Mean and standard deviation of the logarithm of the peak bytes; NaN where nothing was traced.
+
+    The line says what all plans have in common. What a value adds beyond it (buffers of an optimizer's library, say)
+    is learned from the plans that have it, and what a family adds from its own.
+
+    Args:
+        encoded: The space.
+        line: From :func:`correct`.
+        forecast: What the traces say.
+        seen: Which plans were observed; those that were not traced are left out.
+        values: The logarithms of their peak bytes.
+        noise: Standard deviation of each.
+    """
+    mean, own = line.at(forecast.tensor_bytes)
+    known = ~np.isnan(mean[seen])
+    scatter = forecast.beside.residual
+    common = np.sqrt(np.maximum(own**2 - (line.residual * forecast.tensor_bytes / np.exp(mean)) ** 2, 0.0))
+    kernel = Kernel(
+        features=np.column_stack([np.nan_to_num(common), 0.7 * scatter * encoded.indicators]),
+        family=encoded.family,
+        rows=encoded.rows,
+        family_std=0.5 * scatter,
+        curve_std=0.4 * scatter,
+    )
+    found, std = predict(kernel, np.nan_to_num(mean), seen=seen[known], values=values[known], noise=noise[known])
+    return np.where(np.isnan(mean), np.nan, found), std
 
 
 def sharpen(encoded: Encoded, mean: Floats, std: Floats, peaks: Mapping[int, float]) -> tuple[Floats, Floats]:
