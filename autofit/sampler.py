@@ -51,7 +51,8 @@ LEAST_GAIN = 0.01
 _LOW_MEMORY_TRIES = 4
 _FRUITLESS_TRIES = 12
 _LIKELY = 0.6
-_LIKELIER, _SURE_ENOUGH, _SURE = 0.75, 0.9, 0.95
+_SURE = 0.95
+_WORTH_A_BREAK = 0.05
 _TRIALS_TO_A_BREAK = 10
 _SURELY_STDS = 3.0
 _ABSURD = math.log(8)
@@ -163,10 +164,9 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         gains = gain(belief.time, belief.time_std, best) * belief.fits * belief.works
         # the probability of fitting counts twice in the choice: a plan that does not fit says little of any other
         measured = sum(one.verdict == "measured" for one in seen)
-        least = self._least_likely(seen)
-        candidates = free & (belief.fits >= least)
+        candidates = self._candidates(seen, free, belief, gains)
         if not candidates.any():
-            if measured >= LEAST_TRIALS or least == _SURE_ENOUGH:
+            if measured >= LEAST_TRIALS or self.encoded.forecast is not None:
                 return Advice(place=None, expected_gain=None, reason="none of the plans left is likely to fit")
             candidates = free
         score = np.where(candidates, gains * belief.fits, -1.0)
@@ -181,15 +181,20 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         reason = f"expected to gain {gains[place]:.1%} over the best, and {belief.fits[place]:.0%} likely to fit"
         return Advice(place=place, expected_gain=float(gains[place]), reason=reason)
 
-    def _least_likely(self, seen: Sequence[Seen]) -> float:
-        """How likely a plan should be to fit, now that something fits.
+    def _candidates(self, seen: Sequence[Seen], free: Bools, belief: Belief, gains: Floats) -> Bools:
+        """What may be tried next, now that something fits.
 
-        With traces, trials that run out of memory are kept to one in ten: each of them has to be earned.
+        With traces, only what surely fits, as long as that promises something; then what promises enough to be worth
+        an out-of-memory. Those are kept to one trial in ten.
         """
         if self.encoded.forecast is None:
-            return 0.0
+            return free
+        safe = free & (belief.fits >= _SURE)
+        if safe.any() and gains[safe].max() >= LEAST_GAIN:
+            return safe
         broken = sum(one.verdict == "out_of_memory" for one in seen)
-        return _LIKELIER if _TRIALS_TO_A_BREAK * broken <= len(seen) else _SURE_ENOUGH
+        bold = free & (belief.fits >= _LIKELY) & (gains >= _WORTH_A_BREAK)
+        return bold if bold.any() and _TRIALS_TO_A_BREAK * broken <= len(seen) else safe
 
     def _first_that_fits(self, seen: Sequence[Seen], free: Bools) -> Advice:
         """While nothing fitted: the first plan, one that likely fits, the smallest one, then a few small ones."""
@@ -318,6 +323,7 @@ def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[F
         noise = np.concatenate([noise, np.full(len(broke), 0.2)])
     mean, std = predict_memory(encoded.memory, seen=places, values=values, noise=noise)
     if encoded.forecast is not None:
+        scatter = encoded.forecast.beside.residual
         line = corrected(encoded.forecast, seen)
         believed, _ = line.at(encoded.forecast.tensor_bytes[places[len(measured) :]])
         # what broke the ceiling was above it, or where it was expected
@@ -329,11 +335,14 @@ def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[F
             encoded.forecast,
             seen=places,
             values=np.concatenate([needed, beyond]),
-            noise=np.array([0.02] * len(measured) + [0.05] * len(beyond)),
+            noise=np.array([scatter / 2] * len(measured) + [scatter] * len(beyond)),
         )
         known = ~np.isnan(traced)
         mean, std = np.where(known, traced, mean), np.where(known, traced_std, std)
-    return sharpen(encoded, mean, std, {one.place: one.peak_bytes for one in measured})
+    mean, std = sharpen(encoded, mean, std, {one.place: one.peak_bytes for one in measured})
+    if encoded.forecast is not None:
+        std = np.maximum(std, encoded.forecast.beside.residual / 2)  # one measurement scatters, and so will the next
+    return mean, std
 
 
 def corrected(forecast: Forecast, seen: Sequence[Seen]) -> Correction:

@@ -27,7 +27,7 @@ def table(found: Estimate) -> RenderableType:
     """The estimate as a table with what makes the peak below it."""
     shown = found.plans
     head = (
-        f"{found.model}: {found.parameters / 1e9:.2f}B parameters, rows of {found.seq_len} tokens, global batch "
+        f"{found.model}: {_count(found.parameters)} parameters, rows of {found.seq_len} tokens, global batch "
         f"{found.global_batch}\n{found.card}: {units.size(found.memory_bytes)}; a plan fits if it leaves "
         f"{found.margin:.0%} free"
     )
@@ -70,6 +70,10 @@ def table(found: Estimate) -> RenderableType:
     parts += [Text(note) for note in found.notes]
     parts.append(Text(f"{found.counted} plans in {units.duration(found.seconds)}"))
     return Group(*parts)
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
 
 
 def bar(one: Estimated, memory_bytes: int) -> Text:

@@ -5,9 +5,9 @@ A run is traced with few rows and few layers. Two things continue it to the real
 - **More layers.** The tape is cut into segments by the boundaries of the repeated layers; the middle one of three
   periods is copied as often as layers are missing (:func:`lengthen`), and what one layer hands to the next is handed
   on from copy to copy.
-- **More rows.** Two tapes that differ in nothing but the micro-batch have the same events, and each block's size is a
-  line ``at_zero + per_row x rows`` (:func:`through`). Every moment of the run is so continued by itself, and the peak
-  is taken afterwards: which moment is the peak changes with the size.
+- **More rows.** The micro-batch of a trace is a prime number that divides no other size: what it divides grows with the
+  rows, and each block's size is a line ``at_zero + per_row x rows``. Every moment of the run is so continued by itself,
+  and the peak is taken afterwards: which moment is the peak changes with the size.
 
 Segments of a micro-step, in order (``F``: forward, ``B``: backward, 0 to 2: the periods)::
 
@@ -19,7 +19,7 @@ No torch in here: tapes are arrays, and travel between processes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -159,33 +159,6 @@ class Tape:
         ints = {name: arrays[name].astype(np.int64) for name in ("events", "categories", "ops", "starts")}
         floats = {name: arrays[name].astype(np.float64) for name in ("sizes", "per_row", "work", "work_per_row")}
         return cls(**words, **ints, **floats)  # type: ignore[arg-type]
-
-
-def through(first: Tape, rows: int, second: Tape, other_rows: int) -> Tape:
-    """One tape for every micro-batch, from two tapes of ``rows`` and ``other_rows``.
-
-    Raises:
-        UnlikeError: Their events are not the same.
-    """
-    alike = (
-        first.segments == second.segments
-        and np.array_equal(first.events, second.events)
-        and np.array_equal(first.starts, second.starts)
-        and first.kinds == second.kinds
-        and np.array_equal(np.array(first.names)[first.ops], np.array(second.names)[second.ops])
-    )
-    if not alike:
-        raise UnlikeError(f"the run does not do the same with {rows} and {other_rows} rows")
-    step = other_rows - rows
-    per_row = (second.sizes - first.sizes) / step
-    work_per_row = (second.work - first.work) / step
-    return replace(
-        first,
-        sizes=first.sizes - per_row * rows,
-        per_row=per_row,
-        work=first.work - work_per_row * rows,
-        work_per_row=work_per_row,
-    )
 
 
 def lengthen(tape: Tape, copies: int) -> Tape:

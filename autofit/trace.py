@@ -3,7 +3,7 @@
 A real ``transformers.Trainer`` (or the plain loop) takes its steps, but its tensors have shapes only. What they would
 hold is written to a :class:`~autofit.tape.Tape`. Two traces make a plan:
 
-- the **micro-steps** of one accumulation, with three periods of the repeated layers, twice, with different rows;
+- the **micro-steps** of one accumulation, with three periods of the repeated layers and a telling number of rows;
 - the **optimizer's step**, with every parameter of the model and gradients that are given: it does not depend on the
   micro-batch.
 
