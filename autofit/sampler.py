@@ -162,21 +162,19 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         belief = believe(self.encoded, seen, self.limit_bytes)
         best = min(math.log(one.seconds) for one in fitting)
         gains = gain(belief.time, belief.time_std, best) * belief.fits * belief.works
-        # the probability of fitting counts twice in the choice: a plan that does not fit says little of any other
         measured = sum(one.verdict == "measured" for one in seen)
         candidates = self._candidates(seen, free, belief, gains)
         if not candidates.any():
             if measured >= LEAST_TRIALS or self.encoded.forecast is not None:
                 return Advice(place=None, expected_gain=None, reason="none of the plans left is likely to fit")
             candidates = free
+        # the probability of fitting counts twice in the choice: a plan that does not fit says little of any other
         score = np.where(candidates, gains * belief.fits, -1.0)
         if gains[candidates].max() < LEAST_GAIN:
             if measured >= LEAST_TRIALS:
                 reason = f"none of the {free.sum()} plans left is expected to be {LEAST_GAIN:.0%} faster than the best"
                 return Advice(place=None, expected_gain=float(gains[candidates].max()), reason=reason)
-            score *= belief.works > 0.5  # a trial that is made for its own sake should at least run, and fit
-            sure = candidates & (belief.fits >= _SURE)
-            score = np.where(sure, score, -1.0) if self.encoded.forecast is not None and sure.any() else score
+            score *= belief.works > 0.5  # a trial that is made for its own sake should at least run
         place = self._foremost(score, belief.memory)
         reason = f"expected to gain {gains[place]:.1%} over the best, and {belief.fits[place]:.0%} likely to fit"
         return Advice(place=place, expected_gain=float(gains[place]), reason=reason)
