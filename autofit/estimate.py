@@ -11,7 +11,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -27,7 +27,7 @@ from autofit.errors import InputError, MachineError
 from autofit.facts import Facts, Hardware, LaunchPath, Model, Workload
 from autofit.files import write_atomically
 from autofit.footprint import Need
-from autofit.forecast import CONTEXT_BYTES, MARGIN, Forecast, beside, forecast, workspace_bytes
+from autofit.forecast import CONTEXT_BYTES, MARGIN, Forecast, beside, families_of, forecast, workspace_bytes
 from autofit.forkserver import ForkServer
 from autofit.loading import installed
 from autofit.parallel import on_every_core
@@ -164,7 +164,7 @@ def estimate(
             traces = Traces(facts, config, lambda: server, folder, kept)
             cast = forecast(plans, traces, facts, card, say)
         rows = _rows(plans, cast, traces, facts, most)
-        untraced = sorted({why for plan in _families(plans) if (why := traces.untraced(plan))})
+        untraced = sorted({why for plan in families_of(plans) if (why := traces.untraced(plan))})
         return Estimate(
             model=str(model),
             parameters=facts.model.parameters,
@@ -175,7 +175,7 @@ def estimate(
             margin=MARGIN,
             plans=tuple(rows),
             counted=len(plans.plans),
-            kinds=len(_families(plans)),
+            kinds=len(families_of(plans)),
             untraced=tuple(untraced),
             notes=_notes(facts, card, traces, plans),
             seconds=time.monotonic() - began,
@@ -246,14 +246,6 @@ def elsewhere(request: question.Request, model: Model, card: Card | None, memory
     )
 
 
-def _families(plans: space.Space) -> Mapping[Plan, list[int]]:
-    """Places of the plans that differ in the micro-batch alone."""
-    families: dict[Plan, list[int]] = {}
-    for place, plan in enumerate(plans.plans):
-        families.setdefault(plan.replaced(micro_batch=1, accumulation=1), []).append(place)
-    return families
-
-
 def _rows(plans: space.Space, cast: Forecast, traces: Traces, facts: Facts, most: int | None) -> list[Estimated]:
     """For each family the plan with the largest micro-batch that fits, or the smallest plan.
 
@@ -262,7 +254,7 @@ def _rows(plans: space.Space, cast: Forecast, traces: Traces, facts: Facts, most
     limit = facts.workload.limit_bytes
     rough = cast.device_bytes * (1 + MARGIN)
     candidates = []
-    for members in _families(plans).values():
+    for members in families_of(plans).values():
         traced = sorted(
             (place for place in members if not np.isnan(rough[place])),
             key=lambda place: -int(plans.plans[place]["micro_batch"]),
@@ -338,7 +330,7 @@ def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space) 
         said.append("samples/s are a roofline's: about 30 % off, good for the order")
         if card.usable_bytes is None:
             said.append(f"the memory of {card.name} is the nominal one; its driver keeps some of it")
-    micro = {note for plan in _families(plans) if (parts := traces.parts(plan)) for note in parts[0].notes}
+    micro = {note for plan in families_of(plans) if (parts := traces.parts(plan)) for note in parts[0].notes}
     return (*said, *sorted(micro))
 
 

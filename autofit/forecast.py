@@ -21,6 +21,7 @@ from autofit.plan import Plan
 from autofit.registry import recipe
 from autofit.roofline import KINDS, Totals
 from autofit.tape import Floats, Ints
+from autofit.traces import MANY
 from autofit.units import MIB
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ _WORKSPACE_BYTES_HOPPER = 32 * MIB
 """``getChosenWorkspaceSize`` of ATen/cuda/CublasHandlePool.cpp: 4096 x 1024 x 2 + 16 x 1024 x 8 bytes, 32 MiB from
 compute capability 9.0 on; one for each handle and stream, and each thread has a handle of its own."""
 _THREADS = 2
+_FEW = 4
+"""Kinds of plan up to which one row alone is traced too; in larger spaces it takes what many rows say."""
 MARGIN = 0.05
 """Of the need, for what the traces see wrongly: they are within 0.2 % of what a CPU allocates, and within a few per
 cent of published measurements on GPUs."""
@@ -114,9 +117,9 @@ def forecast(
     Raises:
         MachineError: No process can be started, or nothing can be written.
     """
-    families: dict[Plan, list[int]] = {}
-    for place, plan in enumerate(space.plans):
-        families.setdefault(plan.replaced(micro_batch=1, accumulation=1), []).append(place)
+    families = families_of(space)
+    if len(families) <= _FEW:
+        families = families_of(space, one_row_apart=True)
     traces.prepare(families, say)
     count = len(space.plans)
     tensors, bare, seconds = (np.full(count, np.nan) for _ in range(3))
@@ -133,6 +136,15 @@ def forecast(
         if card is not None:
             seconds[members] = seconds_of(micro, optimizer, rows, accumulation, family, facts, card)
     return Forecast(tensor_bytes=tensors, bare_bytes=bare, seconds=seconds, beside=beside(facts.hardware))
+
+
+def families_of(space: Space, *, one_row_apart: bool = False) -> dict[Plan, list[int]]:
+    """Places of the plans that differ in the micro-batch alone, by the plan that is traced for them."""
+    families: dict[Plan, list[int]] = {}
+    for place, plan in enumerate(space.plans):
+        rows = min(int(plan["micro_batch"]), MANY) if one_row_apart else MANY
+        families.setdefault(plan.replaced(micro_batch=rows, accumulation=1), []).append(place)
+    return families
 
 
 def seconds_of(  # noqa: PLR0917 - arrays of one family of plans

@@ -44,29 +44,9 @@ if TYPE_CHECKING:
 PERIODS = 3
 _LEAST_LAYERS = 4
 _PRIMES = (
-    101,
-    103,
-    107,
-    109,
-    113,
-    127,
-    131,
-    137,
-    139,
-    149,
-    151,
-    157,
-    163,
-    167,
-    173,
-    179,
-    181,
-    191,
-    193,
-    197,
-    199,
-    1009,
-)
+    101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157,
+    163, 167, 173, 179, 181, 191, 193, 197, 199, 1009,
+)  # fmt: skip
 _SIXTEEN = {"fp16": "bf16"}
 """A CPU has no fp16 autocast in a Trainer; bf16 has the same sizes."""
 
@@ -320,7 +300,7 @@ def micro_steps(
     """Trace one accumulation of the plan; two micro-steps stand for any number above one.
 
     Args:
-        plan: Its accumulation is not looked at, and its micro-batch neither where tensors are fake.
+        plan: Its accumulation is not looked at. Where tensors are fake, a micro-batch above one stands for any such.
         facts: ``hardware.device`` says whose habits are traced.
         config: Folder that holds the ``config.json``.
         folder: Where a Trainer may write.
@@ -333,7 +313,7 @@ def micro_steps(
         layers = find_layers(model) if fake and not whole else None
         if layers is not None:
             shorten(model, layers)
-        rows = telling_rows(model, facts.workload.seq_len) if fake else None
+        rows = telling_rows(model, facts.workload.seq_len) if fake and recipe.micro_batch > 1 else None
         recipe.micro_batch = rows or recipe.micro_batch
         with _recording(recipe, fake=fake, rows=rows) as recorder:
             marks = Marks(recipe, recorder, accumulation=2, steps=1, only_micro_steps=True)

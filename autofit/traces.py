@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from autofit.forkserver import ForkServer
 
 PARTS: tuple[Part, ...] = ("micro_steps", "optimizer")
+MANY = 2
+"""Rows whose trace stands for any number of them; what it says of one alone may be 3 % off."""
 _LONGEST_SECONDS = 900.0
 
 
@@ -144,18 +146,21 @@ class Traces:
     # -- what they say --------------------------------------------------------------------------------------------
 
     def parts(self, plan: Plan) -> tuple[MicroPart, OptimizerPart] | None:
-        """The two parts of a plan; ``None`` where it can't be traced. Made by :meth:`prepare` before."""
-        found = []
-        for part in PARTS:
-            traced = self.traced_plan(plan, part)
-            one = self._parts.get(self._key(part, traced)) if traced is not None else None
-            if one is None:
-                return None
-            found.append(one)
-        micro, optimizer = found
+        """The two parts of a plan; ``None`` where it can't be traced. Made by :meth:`prepare` before.
+
+        Where one row alone was not traced, many stand for it.
+        """
+        micro = self._part(plan, "micro_steps") or self._part(plan.replaced(micro_batch=MANY), "micro_steps")
+        optimizer = self._part(plan, "optimizer")
+        if micro is None or optimizer is None:
+            return None
         assert isinstance(micro, MicroPart)
         assert isinstance(optimizer, OptimizerPart)
         return micro, optimizer
+
+    def _part(self, plan: Plan, part: Part) -> MicroPart | OptimizerPart | None:
+        traced = self.traced_plan(plan, part)
+        return None if traced is None else self._parts.get(self._key(part, traced))
 
     def need(self, plan: Plan) -> Need | None:
         """What a plan needs; ``None`` where it can't be traced."""

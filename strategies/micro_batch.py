@@ -62,7 +62,8 @@ class MicroBatch(Technique):
         return Emission(training_args={"per_device_train_batch_size": int(value)})
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
-        return self.plain  # a trace is continued to any number of rows, and adds to gradients in its second half
+        """Two rows stand for any number above one; one alone is contiguous however it is turned, and copied less."""
+        return min(int(value), 2) if part == "micro_steps" else self.plain
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         if evidence.micro_batch != value:

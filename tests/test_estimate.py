@@ -187,11 +187,11 @@ def test_peaks_of_many_agree_with_each_need(server, tmp_path):
     config = fetch("demo", tmp_path / "model")
     facts = question.read_facts(tmp_path, question.Request(model="demo", **SMALL), "cpu", server, print)
     made = traces.Traces(facts, config, lambda: server, tmp_path, traces.cache_folder())
-    plan = Plan({"micro_batch": 1, "accumulation": 8, "precision": "fp32", "checkpointing": "full",
+    plan = Plan({"micro_batch": 2, "accumulation": 4, "precision": "fp32", "checkpointing": "full",
                  "optimizer": "adamw", "offload": "none"})  # fmt: skip
     made.prepare([plan])
     parts = made.parts(plan)
-    rows, accumulation = np.array([1, 2, 4, 8]), np.array([8, 4, 2, 1])
+    rows, accumulation = np.array([2, 4, 8]), np.array([4, 2, 1])
     fast = footprint.peaks(*parts, rows, accumulation, waiting=True)
     slow = [
         made.need(plan.replaced(micro_batch=int(r), accumulation=int(a))).peak_bytes

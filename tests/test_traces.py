@@ -69,7 +69,7 @@ def test_plans_share_their_parts(lab):
     found = lab(tracer)
     plans = [
         PLAIN.replaced(micro_batch=rows, accumulation=8 // rows, optimizer=optimizer, checkpointing=checkpointing)
-        for rows in (1, 2, 8)
+        for rows in (2, 4, 8)
         for optimizer in ("adamw", "sgd")
         for checkpointing in ("off", "full")
     ]
@@ -82,6 +82,19 @@ def test_plans_share_their_parts(lab):
     assert found.need(plans[0]) != found.need(plans[-1])
     found.prepare(plans, words.append)
     assert len(tracer.asked) == 4
+
+
+def test_many_rows_stand_for_one_where_it_was_not_traced(lab):
+    many, alone = (PLAIN.replaced(micro_batch=rows) for rows in (2, 1))
+    found = lab(Tracer())
+    found.prepare([many])
+    assert found.parts(alone) == found.parts(many)
+    assert found.untraced(alone) is None
+    tracer = Tracer()
+    found = lab(tracer)
+    found.prepare([many, alone])
+    assert [(part, plan["micro_batch"]) for part, plan in tracer.asked] == [("micro_steps", 1)]
+    assert found.parts(alone)[0] is not found.parts(many)[0]
 
 
 def test_what_is_kept_is_not_made_again(lab):
