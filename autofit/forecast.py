@@ -74,13 +74,11 @@ class Forecast:
 
     Attributes:
         tensor_bytes: Peak of the tensors; NaN where a plan can't be traced.
-        bare_bytes: Weights, gradients and state.
         seconds: Of a sample, on a known card; NaN elsewhere.
         beside: What is believed of the peak on the device, given the tensors'.
     """
 
     tensor_bytes: Floats
-    bare_bytes: Floats
     seconds: Floats
     beside: Beside
 
@@ -122,7 +120,7 @@ def forecast(
         families = families_of(space, one_row_apart=True)
     traces.prepare(families, say)
     count = len(space.plans)
-    tensors, bare, seconds = (np.full(count, np.nan) for _ in range(3))
+    tensors, seconds = np.full(count, np.nan), np.full(count, np.nan)
     for family, members in families.items():
         parts = traces.parts(family)
         if parts is None:
@@ -132,10 +130,9 @@ def forecast(
         accumulation = np.array([int(space.plans[place]["accumulation"]) for place in members])
         waiting = facts.workload.launch_path == "trainer"
         tensors[members] = footprint.peaks(micro, optimizer, rows, accumulation, waiting=waiting)
-        bare[members] = float(micro.weights.sum()) + optimizer.state_bytes + optimizer.gradient_bytes
         if card is not None:
             seconds[members] = seconds_of(micro, optimizer, rows, accumulation, family, facts, card)
-    return Forecast(tensor_bytes=tensors, bare_bytes=bare, seconds=seconds, beside=beside(facts.hardware))
+    return Forecast(tensor_bytes=tensors, seconds=seconds, beside=beside(facts.hardware))
 
 
 def families_of(space: Space, *, one_row_apart: bool = False) -> dict[Plan, list[int]]:

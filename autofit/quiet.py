@@ -9,29 +9,36 @@ import psutil
 
 
 class CpuShare:
-    """Watches from its making on who uses the processors.
+    """Watches from its making on who uses the processors that this process may run on.
 
     Other processes count, and so do other guests of the host, as far as the kernel sees them (steal time).
     """
 
     def __init__(self) -> None:
+        self._processors = sorted(os.sched_getaffinity(0))
         self._began = time.monotonic()
-        self._busy = _busy_seconds()
+        self._busy = _busy_seconds(self._processors)
         self._own = _own_seconds()
 
     def others(self) -> float:
-        """The share that others took, from 0 to 1 of all processors."""
-        wall = (time.monotonic() - self._began) * (psutil.cpu_count() or 1)
-        busy = _busy_seconds() - self._busy
+        """The share that others took, from 0 to 1 of all these processors."""
+        wall = (time.monotonic() - self._began) * len(self._processors)
+        busy = _busy_seconds(self._processors) - self._busy
         own = _own_seconds() - self._own
         return min(1.0, max(0.0, (busy - own) / wall)) if wall > 0 else 0.0
 
 
-def _busy_seconds() -> float:
-    times = psutil.cpu_times()
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    # guest time is counted in user time already
-    return sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+def _busy_seconds(processors: list[int]) -> float:
+    every = psutil.cpu_times(percpu=True)
+    busy = 0.0
+    for number in processors:
+        if number >= len(every):  # a container that shows fewer than there are
+            continue
+        times = every[number]
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        # guest time is counted in user time already
+        busy += sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    return busy
 
 
 def _own_seconds() -> float:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
 import tempfile
@@ -18,19 +17,20 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from autofit import answer, choose, question, search, space, units
+from autofit import answer, catalogue, choose, landscape, question, search, space, units
 from autofit import document as documents
 from autofit.answer import Result
 from autofit.clock import Effort
 from autofit.device import choose_device
 from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits, Terminated
 from autofit.events import Events, Silent
-from autofit.facts import FACTS, Facts, LaunchPath
-from autofit.files import usable_folder, writing
+from autofit.facts import Facts, LaunchPath
+from autofit.files import usable_folder
 from autofit.forecast import Forecast, forecast
 from autofit.forkserver import ForkServer
+from autofit.landscape import Replay
 from autofit.locks import device_lock, held
-from autofit.plan import TRIAL, Measured, OutOfMemory, Plan, Trial, median
+from autofit.plan import Measured, OutOfMemory, Plan, Trial, median
 from autofit.question import TRIALS, Request, Search
 from autofit.source import fetch, modeling_module
 from autofit.traces import Traces, cache_folder
@@ -174,20 +174,29 @@ class _Tune:
     trials: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     repeats: int = 0
+    record: landscape.Writer | None = None
 
     def run(self, *, resume: bool) -> Result:
         before = question.before(self.folder, self.request, resume=resume, say=self._note)
-        device = choose_device(before.facts.hardware.device if before else self.request.device)
+        device = self._chosen_device(before)
         config = self.folder / documents.MODEL_FOLDER
         if before is None:
             fetch(self.request.model, config, trust_remote_code=self.request.trust_remote_code)
         server = ForkServer(self.folder / FORKSERVER_LOG, device, modeling_module(config))
         with contextlib.closing(server):
-            facts = (
-                before.facts if before else question.read_facts(self.folder, self.request, device, server, self._note)
-            )
+            if before is not None:
+                facts = before.facts
+            elif isinstance(self.given_runner, Replay):
+                facts = self.given_runner.facts
+            else:
+                facts = question.read_facts(self.folder, self.request, device, server, self._note)
             with self._device(facts):
                 return self._tune(facts, config, server)
+
+    def _chosen_device(self, before: question.Started | None) -> Literal["cuda", "cpu"]:
+        if isinstance(self.given_runner, Replay):
+            return "cpu"  # what is played back needs no device
+        return choose_device(before.facts.hardware.device if before else self.request.device)
 
     def _device(self, facts: Facts) -> contextlib.AbstractContextManager[None]:
         if self.given_runner is not None:
@@ -222,6 +231,8 @@ class _Tune:
             question.keep(self.folder, self.request, facts)
         self.events.ready(facts, plans, len(self.trials))
         runner = self.given_runner or ProcessRunner(self.folder / TRIALS, facts, config, server, predicted(plans, cast))
+        if self.settings.record is not None:
+            self.record = landscape.Writer(self.settings.record, facts, plans, cast)
         stopped: Interrupted | Terminated | None = None
         decision = None
         try:
@@ -255,11 +266,15 @@ class _Tune:
 
     def _forecast(self, plans: Space, facts: Facts, config: Path, server: ForkServer) -> Forecast | None:
         """What the traces say of the plans' memory; a tune does without where they can't be made."""
+        if isinstance(self.given_runner, Replay):
+            return self.given_runner.landscape.forecast_of(plans)
         if self.given_runner is not None:
             return None
+        hardware = facts.hardware
+        card = catalogue.matching(hardware.name, hardware.total_bytes) if hardware.device == "cuda" else None
         traces = Traces(facts, config, lambda: server, self.folder, cache_folder())
         try:
-            cast = forecast(plans, traces, facts, say=self.events.note)
+            cast = forecast(plans, traces, facts, card, say=self.events.note)
         except AutofitError as error:
             self._note(f"memory is not forecast: {error.message}")
             return None
@@ -327,8 +342,8 @@ class _Tune:
         limit = LONGEST_TRIAL_SECONDS if left is None else max(10.0, min(LONGEST_TRIAL_SECONDS, left))
         trial = runner.run(number, plan, effort, purpose=purpose, limit_seconds=limit)
         self.trials.append(trial)
-        if self.settings.record is not None:
-            self._record(self.settings.record, trial, facts)
+        if self.record is not None:
+            self.record.add(trial)
         self.events.trial_ends(trial, self._best(facts))
         outcome = trial.outcome
         if isinstance(outcome, Measured) and outcome.disturbed and not again and self.repeats < MOST_REPEATS:
@@ -337,14 +352,6 @@ class _Tune:
             self._note(f"others took {share:.0%} of the processors during trial {number}: it is measured once more")
             return self._run(runner, facts, plan, effort, purpose, again=True)
         return trial
-
-    def _record(self, path: Path, trial: Trial, facts: Facts) -> None:
-        line = {
-            "facts": FACTS.dump_python(facts, mode="json"),
-            "trial": TRIAL.dump_python(trial, mode="json"),
-        }
-        with writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def _search(self, searcher: Searcher, runner: Runner, facts: Facts) -> None:
         """Ask, run, tell, until nothing is worth trying or the budget is spent."""

@@ -208,7 +208,7 @@ def test_options_reach_the_tune(tune, tmp_path):
     found = document.read(tmp_path / "out")
     assert (found.workload.launch_path, found.workload.seed, found.workload.seq_len) == ("loop", 3, 32)
     assert found.workload.limit_bytes == GIB
-    assert len((tmp_path / "record").read_text().splitlines()) == len(replay.asked)
+    assert len((tmp_path / "record").read_text().splitlines()) == len(replay.asked) + 1
 
 
 def test_the_default_folder(run, tmp_path):

@@ -33,9 +33,7 @@ def truth(plan):
 def cast(scale=1.0, *, untraced=()):
     tensors = np.array([(truth(plan) - 50 * MIB) / 1.15 * scale for plan in SPACE.plans])
     tensors[list(untraced)] = np.nan
-    return Forecast(
-        tensor_bytes=tensors, bare_bytes=tensors * 0.5, seconds=np.full(len(tensors), np.nan), beside=BESIDE
-    )
+    return Forecast(tensor_bytes=tensors, seconds=np.full(len(tensors), np.nan), beside=BESIDE)
 
 
 def test_without_measurements_the_beliefs_stand():

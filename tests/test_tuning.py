@@ -3,6 +3,7 @@
 import fcntl
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,8 @@ import autofit
 from autofit import document, question, tuning
 from autofit.emit import ARGUMENTS, REPORT, YAML
 from autofit.errors import InputError, Interrupted, MachineError, NothingFits, Terminated
-from autofit.facts import FACTS
-from autofit.plan import TRIAL, Crashed, Plan, TimedOut, Unsupported
+from autofit.landscape import Landscape
+from autofit.plan import Crashed, Plan, TimedOut, Unsupported
 
 from .replay import Lent, Replay
 from .synthetic import GIB, out_of_memory
@@ -61,10 +62,9 @@ def test_the_winner_is_written(tune, out):
     best = min(replay.land.step_seconds(plan) for plan in purposes(replay, "search") if replay.land.fits(plan))
     assert replay.land.step_seconds(result.plan) <= 1.03 * best
     assert result.promise.step_seconds == pytest.approx(replay.land.step_seconds(result.plan), rel=0.05)
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
-    assert [line["trial"]["number"] for line in lines] == list(range(len(replay.asked)))
-    assert FACTS.validate_python(lines[0]["facts"]) == replay.facts
-    assert [TRIAL.validate_python(line["trial"]) for line in lines] == list(result.document.trials)
+    recorded = Landscape.read(record)
+    assert recorded.facts == replay.facts
+    assert {plan: len(runs) for plan, runs in recorded.runs.items()} == Counter(plan for _, plan, _ in replay.asked)
     assert not [name for name in names(out) if name.endswith(".tmp") or name.startswith(".ask")]
 
 

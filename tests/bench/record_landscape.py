@@ -1,0 +1,116 @@
+"""Record a landscape: every plan of a space measured several times, each round in another order.
+
+    python tests/bench/record_landscape.py CONFIG --output FILE.jsonl [--rounds 3] [--global-batch 32] [--seq-len 64]
+
+The ceiling is the whole machine, so that any lower one can be played back. A recording that was cut off goes on where
+it stopped. The plans' traces are written beside what is measured.
+"""
+
+import argparse
+import contextlib
+import datetime as dt
+import itertools
+import json
+import os
+import platform
+import random
+import tempfile
+import time
+from pathlib import Path
+
+from autofit import catalogue, question, space, units
+from autofit.clock import Effort
+from autofit.device import choose_device
+from autofit.forecast import forecast
+from autofit.forkserver import ForkServer
+from autofit.landscape import Landscape, Writer, pack
+from autofit.locks import device_lock
+from autofit.plan import Measured
+from autofit.source import fetch, modeling_module
+from autofit.traces import Traces, cache_folder
+from autofit.trials import ProcessRunner
+
+EFFORT = Effort(min_steps=4, max_steps=8, seconds=3.0)
+LONGEST_SECONDS = 120.0
+
+
+def record(options: argparse.Namespace) -> None:
+    """Measure every plan ``--rounds`` times."""
+    target = Path(options.output)
+    with tempfile.TemporaryDirectory(prefix="autofit-landscape-") as scratch, contextlib.ExitStack() as stack:
+        folder = Path(scratch)
+        config = fetch(options.config, folder / "model", trust_remote_code=False)
+        device = choose_device(options.device)
+        server = stack.enter_context(
+            contextlib.closing(ForkServer(folder / "server.log", device, modeling_module(config)))
+        )
+        request = question.Request(
+            model=options.config,
+            device=device,
+            seq_len=options.seq_len,
+            global_batch=options.global_batch,
+            memory_limit=options.memory_limit,
+            launch_path=options.launch_path,
+        )
+        facts = question.read_facts(folder, request, device, server, print)
+        hardware = facts.hardware
+        stack.enter_context(device_lock(hardware.uuid or hardware.visible_id if device == "cuda" else "cpu"))
+        plans = space.build(
+            facts, space.parse_allowed(options.allow), space.parse_knobs(options.fix, options.among, facts)
+        )
+        card = catalogue.matching(hardware.name, hardware.total_bytes) if device == "cuda" else None
+        cast = forecast(plans, Traces(facts, config, lambda: server, folder, cache_folder()), facts, card, print)
+        print(
+            f"{len(plans.plans)} plans, {options.rounds} rounds, {units.size(facts.workload.limit_bytes)}", flush=True
+        )
+        done: dict[object, int] = {}
+        if target.exists():
+            done = {plan: len(runs) for plan, runs in Landscape.read(target).runs.items()}
+        provenance = {
+            "recorded": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, {len(os.sched_getaffinity(0))} of them used",
+            "command": f"rounds={options.rounds} allow={options.allow} fix={options.fix} among={options.among}",
+            "config": json.loads((config / "config.json").read_text("utf-8")),
+        }
+        writer = Writer(target, facts, plans, cast, provenance)
+        runner = ProcessRunner(folder / "trials", facts, config, server)
+        numbers = itertools.count()
+        began = time.monotonic()
+        for turn in range(options.rounds):
+            order = list(plans.plans)
+            random.Random(turn).shuffle(order)
+            todo = [plan for plan in order if done.get(plan, 0) <= turn]
+            for plan in todo:
+                if options.budget_seconds and time.monotonic() - began > options.budget_seconds:
+                    print("the time is spent", flush=True)
+                    return
+                trial = runner.run(next(numbers), plan, EFFORT, purpose="search", limit_seconds=LONGEST_SECONDS)
+                if isinstance(trial.outcome, Measured) and trial.outcome.disturbed:
+                    trial = runner.run(next(numbers), plan, EFFORT, purpose="search", limit_seconds=LONGEST_SECONDS)
+                writer.add(trial)
+            print(f"round {turn + 1}: {len(todo)} trials, {time.monotonic() - began:.0f} s", flush=True)
+    if options.pack:
+        pack(target, Path(options.pack))
+
+
+def main() -> None:
+    """Record one landscape."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--pack", help="Write it gzipped to this file at last.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget-seconds", type=float, default=0.0)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seq-len", type=int)
+    parser.add_argument("--global-batch", type=int, default=32)
+    parser.add_argument("--memory-limit", default="95%")
+    parser.add_argument("--launch-path", default="trainer", choices=("trainer", "loop"))
+    parser.add_argument("--allow", default="exact,numeric,method")
+    parser.add_argument("--fix", action="append", default=[])
+    parser.add_argument("--among", action="append", default=[])
+    record(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
