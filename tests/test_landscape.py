@@ -19,7 +19,7 @@ from .synthetic import GIB, cpu_facts, measured
 from .synthetic import Landscape as Synthetic
 
 LIMIT = 30 * GIB
-BESIDE = Beside(offset_bytes=0, offset_std=1, slope=2.0, slope_std=0.1, residual=0.1)
+BESIDE = Beside(offset_bytes=0, offset_std=1, slope=2.0, slope_std=0.02, residual=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,8 @@ def record(path, facts, plans, rounds=3, **shape):
     writer = Writer(path, facts, plans, cast, {"machine": "none"})
     for turn in range(rounds):
         for number, plan in enumerate(plans.plans):
-            writer.add(truth.trial(plan, turn * len(plans.plans) + number))
+            trial = truth.trial(plan, turn * len(plans.plans) + number)
+            writer.add(dataclasses.replace(trial, wall_seconds=2 + trial.outcome.training_seconds))
     return path
 
 
