@@ -11,7 +11,7 @@ import autofit
 from autofit import landscape, space
 from autofit.clock import Effort
 from autofit.errors import InputError
-from autofit.forecast import Beside, Forecast
+from autofit.forecast import Forecast, beside
 from autofit.landscape import Landscape, Replay, Writer
 from autofit.plan import Crashed, Measured, OutOfMemory, Plan, Trial, Unsupported
 
@@ -19,7 +19,6 @@ from .synthetic import GIB, cpu_facts, measured
 from .synthetic import Landscape as Synthetic
 
 LIMIT = 30 * GIB
-BESIDE = Beside(offset_bytes=0, offset_std=1, slope=2.0, slope_std=0.02, residual=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +39,9 @@ def recorded(tmp_path, facts, plans):
 
 def record(path, facts, plans, rounds=3, **shape):
     truth = Synthetic(facts=facts, **{"noise": 0.03, "row_bytes": 0.3 * GIB, **shape})
-    tensors = np.array([truth.peak_bytes(plan) / 2 for plan in plans.plans])
-    cast = Forecast(tensor_bytes=tensors, seconds=np.full(len(tensors), np.nan), beside=BESIDE)
+    lies = beside(facts.hardware)
+    tensors = np.array([(truth.peak_bytes(plan) - lies.offset_bytes) / lies.slope for plan in plans.plans])
+    cast = Forecast(tensor_bytes=tensors, seconds=np.full(len(tensors), np.nan), beside=lies)
     writer = Writer(path, facts, plans, cast, {"machine": "none"})
     for turn in range(rounds):
         for number, plan in enumerate(plans.plans):
@@ -60,7 +60,7 @@ def test_what_is_written_is_read(recorded, facts, plans):
     assert found.space.plans == plans.plans
     assert found.space.priors == plans.priors
     one = found.runs[plans.plans[0]][0]
-    assert one.predicted_bytes == pytest.approx(2 * one.traced_bytes, abs=2)
+    assert one.predicted_bytes == pytest.approx(found.forecast.device_bytes[0], abs=2)
     np.testing.assert_allclose(found.forecast.tensor_bytes, [r[0].traced_bytes for r in map(found.of, plans.plans)])
     assert 0.001 < found.noise < 0.03
 
