@@ -20,7 +20,7 @@ import numpy as np
 from autofit import answer, catalogue, choose, landscape, question, search, space, units
 from autofit import document as documents
 from autofit.answer import Result
-from autofit.clock import Effort
+from autofit.campaign import Campaign
 from autofit.device import choose_device
 from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits, Terminated
 from autofit.events import Events, Silent
@@ -37,20 +37,13 @@ from autofit.traces import Traces, cache_folder
 from autofit.trials import ProcessRunner, Runner, finished, trial_folder
 
 if TYPE_CHECKING:
-    from autofit.choose import Decision
     from autofit.search import Searcher
     from autofit.space import Space
 
-LONGEST_TRIAL_SECONDS = 900.0
 LOCK = ".lock"
 FORKSERVER_LOG = "forkserver.log"
 JOURNAL = "journal.log"
-FINALISTS = 3
-ROUNDS = 2
-DISAGREEMENT = 1.15
 NOTICEABLE = 0.1
-MOST_REPEATS = 6
-FINAL = Effort(fidelity="whole", min_steps=3, max_steps=8, seconds=6.0, target=0.01)
 
 
 def tune(
@@ -173,8 +166,6 @@ class _Tune:
     began: float = field(default_factory=time.monotonic)
     trials: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    repeats: int = 0
-    record: landscape.Writer | None = None
 
     def run(self, *, resume: bool) -> Result:
         before = question.before(self.folder, self.request, resume=resume, say=self._note)
@@ -231,13 +222,22 @@ class _Tune:
             question.keep(self.folder, self.request, facts)
         self.events.ready(facts, plans, len(self.trials))
         runner = self.given_runner or ProcessRunner(self.folder / TRIALS, facts, config, server, predicted(plans, cast))
-        if self.settings.record is not None:
-            self.record = landscape.Writer(self.settings.record, facts, plans, cast)
+        campaign = Campaign(
+            facts=facts,
+            space=plans,
+            runner=runner,
+            events=self.events,
+            note=self._note,
+            left=self._left,
+            seconds=settings.timeout_seconds,
+            trials=self.trials,
+            record=landscape.Writer(settings.record, facts, plans, cast) if settings.record else None,
+        )
         stopped: Interrupted | Terminated | None = None
         decision = None
         try:
-            self._search(searcher, runner, facts)
-            decision = self._playoff(runner, facts, plans)
+            campaign.search(searcher, settings.trials)
+            decision = campaign.playoff()
         except (KeyboardInterrupt, Interrupted) as error:
             stopped = error if isinstance(error, Interrupted) else Interrupted("stopped by Ctrl-C")
         except Terminated as error:
@@ -245,7 +245,7 @@ class _Tune:
         if stopped is not None:
             server.stop_job()
             server.close()
-            decision = self._decide(facts, plans)
+            decision = campaign.decide()
             if decision is None:
                 stopped.hint = "no plan was measured inside the ceiling yet; go on with --resume"
                 raise stopped
@@ -317,57 +317,6 @@ class _Tune:
         given = self.settings.timeout_seconds
         return None if given is None else given - (time.monotonic() - self.began)
 
-    def _best(self, facts: Facts) -> Trial | None:
-        """The fastest measured trial inside the ceiling."""
-        fitting = [
-            (trial.outcome.samples_per_second, trial)
-            for trial in self.trials
-            if isinstance(trial.outcome, Measured) and trial.outcome.peak_bytes <= facts.workload.limit_bytes
-        ]
-        return max(fitting, key=lambda pair: pair[0], default=(0.0, None))[1]
-
-    def _run(
-        self,
-        runner: Runner,
-        facts: Facts,
-        plan: Plan,
-        effort: Effort,
-        purpose: Literal["search", "final"],
-        *,
-        again: bool = False,
-    ) -> Trial:
-        number = max((trial.number for trial in self.trials), default=-1) + 1
-        left = self._left()
-        self.events.trial_begins(number, plan, purpose, left)
-        limit = LONGEST_TRIAL_SECONDS if left is None else max(10.0, min(LONGEST_TRIAL_SECONDS, left))
-        trial = runner.run(number, plan, effort, purpose=purpose, limit_seconds=limit)
-        self.trials.append(trial)
-        if self.record is not None:
-            self.record.add(trial)
-        self.events.trial_ends(trial, self._best(facts))
-        outcome = trial.outcome
-        if isinstance(outcome, Measured) and outcome.disturbed and not again and self.repeats < MOST_REPEATS:
-            self.repeats += 1
-            share = outcome.disturbance
-            self._note(f"others took {share:.0%} of the processors during trial {number}: it is measured once more")
-            return self._run(runner, facts, plan, effort, purpose, again=True)
-        return trial
-
-    def _search(self, searcher: Searcher, runner: Runner, facts: Facts) -> None:
-        """Ask, run, tell, until nothing is worth trying or the budget is spent."""
-        while len({trial.plan for trial in self.trials if trial.purpose == "search"}) < self.settings.trials:
-            left = self._left()
-            if self.trials and left is not None and left < self._playoff_seconds():
-                self._note("the time is spent: the search ended before it was done")
-                return
-            plan = searcher.ask()
-            if plan is None:
-                self._note(searcher.stopped)
-                return
-            best = self._best(facts)
-            hopeless = best.outcome.step_seconds * 1.5 if best and isinstance(best.outcome, Measured) else 0.0
-            searcher.tell(self._run(runner, facts, plan, Effort(hopeless_seconds=hopeless), "search"))
-
     def _say_if_disturbed(self) -> None:
         """Say so where others took a good part of the processors while trials were timed."""
         shares = [trial.outcome.disturbance for trial in self.trials if isinstance(trial.outcome, Measured)]
@@ -376,54 +325,3 @@ class _Tune:
                 f"others took {median(shares):.0%} of the processors while the trials ran: "
                 "on a quieter machine all of this is faster"
             )
-
-    def _playoff_seconds(self) -> float:
-        """What the playoff will take, from what trials took; an eighth of the time at least."""
-        walls = [trial.wall_seconds for trial in self.trials if isinstance(trial.outcome, Measured)]
-        if not walls:
-            return 0.0
-        usual = FINALISTS * ROUNDS * 1.3 * median(walls)
-        return min(usual, (self.settings.timeout_seconds or usual) / 2)
-
-    def _playoff(self, runner: Runner, facts: Facts, plans: Space) -> Decision | None:
-        """Measure the finalists again, whole and interleaved, until one of them has stood it."""
-        limit = facts.workload.limit_bytes
-        for _ in range(4):
-            finalists = [
-                plan for plan in choose.finalists(tuple(self.trials), limit, FINALISTS) if self._finals(plan) < ROUNDS
-            ]
-            if not finalists:
-                break
-            for round_number in range(ROUNDS):
-                for plan in finalists:
-                    left = self._left()
-                    if left is not None and left <= 0:
-                        self._note("the time is spent: the playoff ended before it was done")
-                        return self._decide(facts, plans)
-                    if self._finals(plan) <= round_number:
-                        self._run(runner, facts, plan, FINAL, "final")
-            for plan in finalists:
-                if self._disagree(plan):
-                    self._note(f"two measurements of {plan.words()} disagree: something else ran; measured once more")
-                    self._run(runner, facts, plan, FINAL, "final")
-            decision = self._decide(facts, plans)
-            if decision is not None and self._finals(decision.plan):
-                break
-        return self._decide(facts, plans)
-
-    def _finals(self, plan: Plan) -> int:
-        return sum(trial.purpose == "final" and trial.plan == plan for trial in self.trials)
-
-    def _disagree(self, plan: Plan) -> bool:
-        """Whether the two final measurements of a plan differ by more than a machine at rest would make them."""
-        seconds = [
-            trial.outcome.step_seconds
-            for trial in self.trials
-            if trial.purpose == "final" and trial.plan == plan and isinstance(trial.outcome, Measured)
-        ]
-        return len(seconds) == ROUNDS and max(seconds) > DISAGREEMENT * min(seconds)
-
-    def _decide(self, facts: Facts, plans: Space) -> Decision | None:
-        allowed = set(plans.plans)
-        eligible = tuple(trial for trial in self.trials if trial.plan in allowed)
-        return choose.decide(eligible, facts.workload.limit_bytes)

@@ -18,12 +18,13 @@ from pathlib import Path
 from autofit import document as documents
 from autofit import units
 from autofit.answer import Result
+from autofit.campaign import FINAL
 from autofit.forkserver import ForkServer
 from autofit.plan import Measured, Plan, median, spread
 from autofit.source import modeling_module
 from autofit.technique import divisors
 from autofit.trials import ProcessRunner
-from autofit.tuning import FINAL, tune
+from autofit.tuning import tune
 from autofit.verify import verify
 
 SIZES = {

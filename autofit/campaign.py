@@ -1,0 +1,160 @@
+"""Ask, run, tell, until nothing is worth trying; then the finalists again, interleaved, until one has stood it.
+
+Whatever runs the trials: a device, or a landscape that is played back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autofit import choose
+from autofit.choose import Decision
+from autofit.clock import Effort
+from autofit.events import Events, Silent
+from autofit.facts import Facts
+from autofit.landscape import Writer
+from autofit.plan import Measured, Plan, Trial, median
+from autofit.search import Searcher
+from autofit.space import Space
+from autofit.trials import Runner
+
+LONGEST_TRIAL_SECONDS = 900.0
+FINALISTS = 3
+ROUNDS = 2
+DISAGREEMENT = 1.15
+MOST_REPEATS = 6
+HOPELESS = 1.5
+"""A trial whose first steps are that many times slower than the best is cut off."""
+FINAL = Effort(fidelity="whole", min_steps=3, max_steps=8, seconds=6.0, target=0.01)
+
+
+@dataclass(slots=True, kw_only=True)
+class Campaign:
+    """The trials of one question.
+
+    Attributes:
+        left: Seconds left of the time that was given; ``None`` for no end.
+        seconds: All that was given.
+        trials: What was measured so far; grows.
+        record: Where each trial is written too.
+    """
+
+    facts: Facts
+    space: Space
+    runner: Runner
+    events: Events = field(default_factory=Silent)
+    note: Callable[[str], None] = lambda _: None
+    left: Callable[[], float | None] = lambda: None
+    seconds: float | None = None
+    trials: list[Trial] = field(default_factory=list)
+    record: Writer | None = None
+    repeats: int = 0
+
+    @property
+    def limit_bytes(self) -> int:
+        """The ceiling on the device."""
+        return self.facts.workload.limit_bytes
+
+    def best(self) -> Trial | None:
+        """The fastest measured trial inside the ceiling."""
+        fitting = [
+            (trial.outcome.samples_per_second, trial)
+            for trial in self.trials
+            if isinstance(trial.outcome, Measured) and trial.outcome.peak_bytes <= self.limit_bytes
+        ]
+        return max(fitting, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+    def run(self, plan: Plan, effort: Effort, purpose: Literal["search", "final"], *, again: bool = False) -> Trial:
+        """One trial; once more where others took much of the processors meanwhile."""
+        number = max((trial.number for trial in self.trials), default=-1) + 1
+        left = self.left()
+        self.events.trial_begins(number, plan, purpose, left)
+        limit = LONGEST_TRIAL_SECONDS if left is None else max(10.0, min(LONGEST_TRIAL_SECONDS, left))
+        trial = self.runner.run(number, plan, effort, purpose=purpose, limit_seconds=limit)
+        self.trials.append(trial)
+        if self.record is not None:
+            self.record.add(trial)
+        self.events.trial_ends(trial, self.best())
+        outcome = trial.outcome
+        if isinstance(outcome, Measured) and outcome.disturbed and not again and self.repeats < MOST_REPEATS:
+            self.repeats += 1
+            share = outcome.disturbance
+            self.note(f"others took {share:.0%} of the processors during trial {number}: it is measured once more")
+            return self.run(plan, effort, purpose, again=True)
+        return trial
+
+    def search(self, searcher: Searcher, most_trials: int) -> None:
+        """Ask, run, tell, until nothing is worth trying or the budget is spent."""
+        while len({trial.plan for trial in self.trials if trial.purpose == "search"}) < most_trials:
+            left = self.left()
+            if self.trials and left is not None and left < self._playoff_seconds():
+                self.note("the time is spent: the search ended before it was done")
+                return
+            if not self.step(searcher):
+                self.note(searcher.stopped)
+                return
+
+    def step(self, searcher: Searcher) -> bool:
+        """One trial of the search; returns whether there was one worth it."""
+        plan = searcher.ask()
+        if plan is None:
+            return False
+        best = self.best()
+        hopeless = best.outcome.step_seconds * HOPELESS if best and isinstance(best.outcome, Measured) else 0.0
+        searcher.tell(self.run(plan, Effort(hopeless_seconds=hopeless), "search"))
+        return True
+
+    def playoff(self) -> Decision | None:
+        """Measure the finalists again, whole and interleaved, until one of them has stood it."""
+        for _ in range(4):
+            finalists = [
+                plan
+                for plan in choose.finalists(tuple(self.trials), self.limit_bytes, FINALISTS)
+                if self._finals(plan) < ROUNDS
+            ]
+            if not finalists:
+                break
+            for round_number in range(ROUNDS):
+                for plan in finalists:
+                    left = self.left()
+                    if left is not None and left <= 0:
+                        self.note("the time is spent: the playoff ended before it was done")
+                        return self.decide()
+                    if self._finals(plan) <= round_number:
+                        self.run(plan, FINAL, "final")
+            for plan in finalists:
+                if self._disagree(plan):
+                    self.note(f"two measurements of {plan.words()} disagree: something else ran; measured once more")
+                    self.run(plan, FINAL, "final")
+            decision = self.decide()
+            if decision is not None and self._finals(decision.plan):
+                break
+        return self.decide()
+
+    def decide(self) -> Decision | None:
+        """The winner among all that was measured of the space; ``None`` where nothing fitted."""
+        allowed = set(self.space.plans)
+        return choose.decide(tuple(trial for trial in self.trials if trial.plan in allowed), self.limit_bytes)
+
+    def _playoff_seconds(self) -> float:
+        """What the playoff will take, from what trials took; half of the time at most."""
+        walls = [trial.wall_seconds for trial in self.trials if isinstance(trial.outcome, Measured)]
+        if not walls:
+            return 0.0
+        usual = FINALISTS * ROUNDS * 1.3 * median(walls)
+        return min(usual, (self.seconds or math.inf) / 2)
+
+    def _finals(self, plan: Plan) -> int:
+        return sum(trial.purpose == "final" and trial.plan == plan for trial in self.trials)
+
+    def _disagree(self, plan: Plan) -> bool:
+        """Whether the two final measurements of a plan differ by more than a machine at rest would make them."""
+        seconds = [
+            trial.outcome.step_seconds
+            for trial in self.trials
+            if trial.purpose == "final" and trial.plan == plan and isinstance(trial.outcome, Measured)
+        ]
+        return len(seconds) == ROUNDS and max(seconds) > DISAGREEMENT * min(seconds)
