@@ -52,6 +52,7 @@ class Campaign:
     trials: list[Trial] = field(default_factory=list)
     record: Writer | None = None
     repeats: int = 0
+    hopeless: float = HOPELESS
 
     @property
     def limit_bytes(self) -> int:
@@ -103,7 +104,7 @@ class Campaign:
         if plan is None:
             return False
         best = self.best()
-        hopeless = best.outcome.step_seconds * HOPELESS if best and isinstance(best.outcome, Measured) else 0.0
+        hopeless = best.outcome.step_seconds * self.hopeless if best and isinstance(best.outcome, Measured) else 0.0
         searcher.tell(self.run(plan, Effort(hopeless_seconds=hopeless), "search"))
         return True
 

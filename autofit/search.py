@@ -200,7 +200,7 @@ def open_searcher(
     study = journal.open_study(
         folder,
         storage=storage,
-        sampler=_sampler(sampler, space, facts, seed, forecast),
+        sampler=make_sampler(sampler, space, facts, seed, forecast),
         trials=trials,
         space=space,
         limit_bytes=limit_bytes,
@@ -208,7 +208,7 @@ def open_searcher(
     return Searcher(space, study, sampler=sampler, limit_bytes=limit_bytes, seed=seed, forecast=forecast)
 
 
-def _sampler(
+def make_sampler(
     name: str, space: Space, facts: Facts, seed: int, forecast: Forecast | None
 ) -> optuna.samplers.BaseSampler:
     match name:

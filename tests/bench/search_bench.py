@@ -1,0 +1,434 @@
+"""The contest: searchers on recorded landscapes, 20 seeds each, at several ceilings.
+
+    python tests/bench/search_bench.py --landscapes tests/landscapes [--json FILE] [--seeds 20] [--ablate]
+
+Every searcher runs trials of a landscape that is played back, with the noise and the cost that were recorded. After
+each trial it holds one plan as the answer: the fastest that it measured inside the ceiling, and for the batch finders,
+which time nothing, the largest that fitted. Its regret is how much slower that plan truly is than the best one that
+fits, by medians over all that was recorded of both. *Found* is a regret of 2 %, or of the landscape's own noise where
+that is more.
+
+====================  ================================================================================================
+``autofit``           the default: traces, priors, and it stops by itself
+``tpe`` ``gp``        Optuna's samplers on the same knobs, with the ceiling as a constraint; a plan is asked once, and
+``random``            none at or above a micro-batch that broke
+``grid``              every plan, in an order drawn by the seed
+``accelerate``        ``find_executable_batch_size``: from the whole batch, times 0.9 until it fits
+``lightning_power``   ``BatchSizeFinder`` by powers: from 2, doubled until it breaks
+``lightning_binary``  the same, then halving between the last that fitted and the first that broke
+``deepspeed``         the autotuner's fast mode: per ZeRO stage, micro-batches upward until the gain is under 5 %
+``composer``          ``device_train_microbatch_size="auto"``: from the whole batch, halved until it fits
+====================  ================================================================================================
+
+The peers leave all but the micro-batch as a plain script has it; where a finder would try a size that is no divisor of
+the global batch, the next smaller divisor is taken.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from autofit import journal, search
+from autofit.campaign import HOPELESS, Campaign
+from autofit.clock import Effort
+from autofit.forecast import Forecast
+from autofit.landscape import Landscape, Replay, needed
+from autofit.plan import Measured, Plan, Trial, median
+from autofit.registry import techniques
+from autofit.sampler import AutofitSampler
+from autofit.space import Space
+from autofit.surrogate import Encoded
+from autofit.technique import Prior
+from autofit.units import size
+
+FRACTIONS = (1.0, 0.6, 0.35)
+"""Ceilings, as shares of what the plain plan with the whole batch at once needs."""
+CLOSE = 0.02
+MOST = 80
+LOOKS = (8, 12, 20)
+EFFORT = Effort()
+
+Step = tuple[Trial, Plan | None]
+"""A trial, and the answer after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One landscape under one ceiling."""
+
+    name: str
+    land: Landscape
+    limit_bytes: int
+
+    @functools.cached_property
+    def best(self) -> float:
+        """True seconds of the best plan that fits."""
+        plan = self.land.best(self.limit_bytes)
+        return math.inf if plan is None else self.land.seconds(plan)
+
+    @property
+    def close(self) -> float:
+        """The regret that counts as found."""
+        return max(CLOSE, self.land.noise)
+
+    def regret(self, plan: Plan | None) -> float:
+        """How much slower a plan truly is than the best, as a share of its speed; 1 where it does not fit."""
+        if plan is None or not self.land.fits(plan, self.limit_bytes):
+            return 1.0
+        return 1 - self.best / self.land.seconds(plan)
+
+
+# -- searchers ----------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Runs trials for one searcher, and knows the fastest so far."""
+
+    def __init__(self, cell: Cell, seed: int) -> None:
+        self.replay = Replay(cell.land, cell.limit_bytes, seed=seed)
+        self.number = 0
+        self.best: tuple[float, Plan | None] = (math.inf, None)
+
+    def run(self, plan: Plan) -> Trial:
+        """One trial."""
+        trial = self.replay.run(self.number, plan, EFFORT, purpose="search", limit_seconds=900.0)
+        self.number += 1
+        if isinstance(trial.outcome, Measured):
+            self.best = min(self.best, (trial.outcome.step_seconds, plan), key=lambda pair: pair[0])
+        return trial
+
+    @property
+    def answer(self) -> Plan | None:
+        """The fastest so far."""
+        return self.best[1]
+
+
+def sampled(cell: Cell, seed: int, *, name: str, ablation: str = "") -> Iterator[Step]:
+    """autofit, or one of Optuna's samplers, as ``--sampler`` runs it; autofit's playoff comes last."""
+    facts = cell.land.at(cell.limit_bytes)
+    space, cast = ablated(cell.land.space, cell.land.forecast if name == "autofit" else None, ablation)
+    sampler = search.make_sampler(name, space, facts, seed, cast)
+    if isinstance(sampler, AutofitSampler):
+        sampler.encoded = forgetful(sampler.encoded, ablation)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    searcher = search.Searcher(space, study, sampler=name, limit_bytes=cell.limit_bytes, seed=seed, forecast=cast)
+    runner = Replay(cell.land, cell.limit_bytes, seed=seed)
+    campaign = Campaign(facts=facts, space=space, runner=runner, hopeless=0.0 if ablation == "hopeless" else HOPELESS)
+    while len(campaign.trials) < MOST:
+        if name == "autofit":
+            more = campaign.step(searcher)
+        else:
+            plan = searcher.ask()
+            more = plan is not None
+            if plan is not None:
+                searcher.tell(campaign.run(plan, EFFORT, "search"))
+        if not more:
+            break
+        best = campaign.best()
+        yield campaign.trials[-1], best.plan if best else None
+    if name == "autofit" and campaign.best():
+        before = len(campaign.trials)
+        decision = campaign.playoff()
+        for trial in campaign.trials[before:]:
+            yield trial, decision.plan if decision else None
+
+
+def grid(cell: Cell, seed: int) -> Iterator[Step]:
+    """Every plan once."""
+    bench, order = Bench(cell, seed), list(cell.land.space.plans)
+    random.Random(seed).shuffle(order)
+    for plan in order:
+        yield bench.run(plan), bench.answer
+
+
+def plain(cell: Cell) -> dict[int, Plan]:
+    """The plans of a script that knows nothing but its batch size, by their rows."""
+    domains = cell.land.space.domains
+    values = {one.name: one.plain for one in techniques() if one.name in domains}
+    return {
+        int(plan["micro_batch"]): plan
+        for plan in cell.land.space.plans
+        if all(plan[name] == value for name, value in values.items() if name not in {"micro_batch", "accumulation"})
+    }
+
+
+def finder(cell: Cell, seed: int, *, sizes: Callable[[dict[int, Plan]], Iterator[int]]) -> Iterator[Step]:
+    """A batch finder: ``sizes`` gives rows, and is sent whether they fitted; the last that fitted is the answer."""
+    bench, plans = Bench(cell, seed), plain(cell)
+    answer: Plan | None = None
+    asking = sizes(plans)
+    rows = next(asking)
+    while True:
+        trial = bench.run(plans[rows])
+        fitted = isinstance(trial.outcome, Measured)
+        answer = plans[rows] if fitted else answer
+        try:
+            following = asking.send(fitted)  # type: ignore[attr-defined]
+        except StopIteration:
+            yield trial, answer
+            return
+        yield trial, answer
+        rows = following
+
+
+def shrinking(plans: dict[int, Plan], *, factor: float) -> Iterator[int]:
+    """Smaller until it fits."""
+    wanted = float(max(plans))
+    tried = None
+    while wanted >= 1:
+        rows = max((known for known in plans if known <= int(wanted)), default=min(plans))
+        if rows != tried and (yield rows):
+            return
+        tried, wanted = rows, wanted * factor
+
+
+def growing(plans: dict[int, Plan], *, binary: bool) -> Iterator[int]:
+    """Doubled until it breaks; then, if wanted, halving between."""
+    known = sorted(plans)
+    wanted, tried, broke = 2, 0, None
+    while broke is None and wanted <= 2 * known[-1]:
+        rows = max((one for one in known if one <= wanted), default=known[0])
+        if rows != tried:
+            if not (yield rows):
+                broke = rows
+                break
+            tried = rows
+        wanted *= 2
+    if not binary or broke is None:
+        return
+    low, high = tried, broke
+    while between := [one for one in known if low < one < high]:
+        middle = between[len(between) // 2]
+        if (yield middle):
+            low = middle
+        else:
+            high = middle
+
+
+def deepspeed(cell: Cell, seed: int) -> Iterator[Step]:
+    """Per ZeRO stage (here: none, and those that offload), micro-batches upward until a plateau."""
+    bench = Bench(cell, seed)
+    stages = [
+        value for value in cell.land.space.domains.get("offload", ("none",)) if value in {"none", "zero2", "zero3"}
+    ]
+    for stage in stages:
+        before = math.inf
+        for rows, plan in sorted(plain(cell).items()):
+            wanted = plan.replaced(offload=stage) if "offload" in plan else plan
+            if not cell.land.of(wanted) or (rows > 1 and rows & (rows - 1)):
+                continue
+            trial = bench.run(wanted)
+            yield trial, bench.answer
+            if not isinstance(trial.outcome, Measured):
+                break
+            if before / trial.outcome.step_seconds < 1.05:
+                break
+            before = trial.outcome.step_seconds
+
+
+SEARCHERS: dict[str, Callable[[Cell, int], Iterator[Step]]] = {
+    "autofit": functools.partial(sampled, name="autofit"),
+    "tpe": functools.partial(sampled, name="tpe"),
+    "gp": functools.partial(sampled, name="gp"),
+    "random": functools.partial(sampled, name="random"),
+    "grid": grid,
+    "accelerate": functools.partial(finder, sizes=functools.partial(shrinking, factor=0.9)),
+    "lightning_power": functools.partial(finder, sizes=functools.partial(growing, binary=False)),
+    "lightning_binary": functools.partial(finder, sizes=functools.partial(growing, binary=True)),
+    "deepspeed": deepspeed,
+    "composer": functools.partial(finder, sizes=functools.partial(shrinking, factor=0.5)),
+}
+
+
+# -- without a part of the knowledge ------------------------------------------------------------------------------
+
+ABLATIONS = ("traces", "roofline", "time priors", "curves", "families", "hopeless")
+"""What is taken away: the traces' bytes; their FLOPs; the techniques' own expectations of time; that time is smooth in
+the rows; that plans of one family are alike beyond their values; cutting off hopeless trials."""
+CURVES = 3
+"""Columns of the time's features that are curves over the rows; they follow the level."""
+
+
+def ablated(space: Space, cast: Forecast | None, ablation: str) -> tuple[Space, Forecast | None]:
+    """The space and the forecast without what an ablation takes away."""
+    if ablation == "traces":
+        return space, None
+    if ablation == "roofline" and cast is not None:
+        return space, replace(cast, seconds=cast.seconds * math.nan)
+    if ablation == "time priors":
+        priors = {
+            name: {value: replace(prior, time=Prior().time) for value, prior in values.items()}
+            for name, values in space.priors.items()
+        }
+        return replace(space, priors=priors), cast
+    return space, cast
+
+
+def forgetful(encoded: Encoded, ablation: str) -> Encoded:
+    """The space as numbers without what an ablation takes away."""
+    kernel = encoded.time
+    if ablation == "curves":
+        features = kernel.features.copy()
+        features[:, 1 : 1 + CURVES] = 0.0
+        return replace(encoded, time=replace(kernel, features=features, curve_std=0.0))
+    if ablation == "families":
+        return replace(encoded, time=replace(kernel, family_std=0.0, curve_std=0.0))
+    return encoded
+
+
+# -- scores -------------------------------------------------------------------------------------------------------
+
+
+def score(cell: Cell, searcher: str, seed: int) -> dict[str, Any]:
+    """One run."""
+    name, _, ablation = searcher.partition(" - ")
+    make = functools.partial(sampled, name=name, ablation=ablation) if ablation else SEARCHERS[name]
+    found: tuple[int, float] | None = None
+    seconds, broken, searched = 0.0, 0, 0
+    regrets: list[float] = []
+    answer: Plan | None = None
+    for trial, answer in make(cell, seed):
+        seconds += trial.wall_seconds
+        if trial.purpose == "final":
+            continue
+        searched += 1
+        broken += trial.outcome.kind == "out_of_memory"
+        regrets.append(cell.regret(answer))
+        if found is None and regrets[-1] <= cell.close:
+            found = searched, seconds
+    return {
+        "trials_to_find": found[0] if found else math.inf,
+        "seconds_to_find": found[1] if found else math.inf,
+        "regret": {look: regrets[min(look, len(regrets)) - 1] if regrets else 1.0 for look in LOOKS},
+        "final_regret": cell.regret(answer),
+        "trials": searched,
+        "seconds": seconds,
+        "out_of_memory": broken / max(searched, 1),
+    }
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the seeds of one cell, or over all of them."""
+
+    def middle(values: list[float]) -> float | None:
+        value = median(values)
+        return round(value, 4) if math.isfinite(value) else None
+
+    return {
+        "median_trials_to_find": middle([run["trials_to_find"] for run in runs]),
+        "median_seconds_to_find": middle([run["seconds_to_find"] for run in runs]),
+        "found": round(sum(math.isfinite(run["trials_to_find"]) for run in runs) / len(runs), 4),
+        **{f"regret_at_{look}": middle([run["regret"][look] for run in runs]) for look in LOOKS},
+        "final_regret": middle([run["final_regret"] for run in runs]),
+        "worst_final_regret": round(max(run["final_regret"] for run in runs), 4),
+        "out_of_memory": round(
+            sum(run["out_of_memory"] * run["trials"] for run in runs) / sum(run["trials"] for run in runs), 4
+        ),
+        "median_trials": middle([run["trials"] for run in runs]),
+        "median_seconds": middle([run["seconds"] for run in runs]),
+    }
+
+
+def cells(folder: Path, fractions: tuple[float, ...]) -> Iterator[Cell]:
+    """Every landscape of a folder, under each ceiling at which something fits."""
+    for path in sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")]):
+        land = Landscape.read(path)
+        bare = Cell(name=path.name.partition(".")[0], land=land, limit_bytes=0)
+        naive = plain(bare)
+        needs = [needed(run.outcome) for run in land.of(naive[max(naive)]) if isinstance(run.outcome, Measured)]
+        for fraction in fractions:
+            limit = int(1.01 * max(needs) * fraction)
+            if land.best(limit) is not None:
+                yield replace(bare, name=f"{bare.name} @ {fraction:.0%}", limit_bytes=limit)
+
+
+_CELLS: list[Cell] = []
+
+
+def _one(job: tuple[int, str, int]) -> dict[str, Any]:
+    place, searcher, seed = job
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with journal.quiet():
+        return {"cell": _CELLS[place].name, "searcher": searcher, "seed": seed, **score(_CELLS[place], searcher, seed)}
+
+
+def main() -> None:
+    """Print a line for each searcher and cell, and last one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--landscapes", type=Path, default=Path(__file__).parent.parent / "landscapes")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--only", default=",".join(SEARCHERS))
+    parser.add_argument("--ablate", action="store_true", help="autofit, and autofit without each of its parts.")
+    parser.add_argument("--fractions", default=",".join(map(str, FRACTIONS)))
+    parser.add_argument("--json", nargs="?", const="-", help="Write all of it to a file, or the sums to stdout.")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    _CELLS.extend(cells(options.landscapes, tuple(float(part) for part in options.fractions.split(","))))
+    if not _CELLS:
+        sys.exit(f"no landscape in {options.landscapes}")
+    searchers = options.only.split(",")
+    if options.ablate:
+        searchers = ["autofit", *(f"autofit - {part}" for part in ABLATIONS)]
+    for cell in _CELLS:
+        fitting = sum(cell.land.fits(plan, cell.limit_bytes) for plan in cell.land.runs)
+        print(
+            f"{cell.name}: {len(cell.land.runs)} plans, {fitting} fit {size(cell.limit_bytes)}, "
+            f"noise {cell.land.noise:.1%}",
+            flush=True,
+        )
+    jobs = list(itertools.product(range(len(_CELLS)), searchers, range(options.seeds)))
+    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+        runs = pool.map(_one, jobs, chunksize=4)
+    print(
+        f"{'':34}{'trials':>8}{'seconds':>9}{'found':>7}{'at 8':>7}{'at 12':>7}{'at 20':>7}{'end':>7}{'OOM':>7}{'ran':>6}"
+    )
+    by_cell: dict[str, dict[str, Any]] = {}
+    for cell in _CELLS:
+        print(cell.name)
+        for searcher in searchers:
+            mine = [run for run in runs if (run["cell"], run["searcher"]) == (cell.name, searcher)]
+            by_cell.setdefault(cell.name, {})[searcher] = found = summary(mine)
+            print(line(searcher, found), flush=True)
+    overall = {searcher: summary([run for run in runs if run["searcher"] == searcher]) for searcher in searchers}
+    for searcher, found in overall.items():
+        mine = [by_cell[cell.name][searcher] for cell in _CELLS]
+        found["worst_median_trials_to_find"] = (
+            None if any(one["median_trials_to_find"] is None for one in mine)
+            else max(one["median_trials_to_find"] for one in mine)
+        )  # fmt: skip
+        found["worst_median_final_regret"] = max(one["final_regret"] for one in mine)
+    print("all of them")
+    for searcher, found in overall.items():
+        print(line(searcher, found))
+    if options.json and options.json != "-":
+        Path(options.json).write_text(json.dumps({"searchers": overall, "cells": by_cell}, indent=1) + "\n")
+    if options.json:
+        print(json.dumps({"searchers": overall}))
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    """One searcher, for people."""
+
+    def shown(value: float | None, form: str) -> str:
+        return "never" if value is None else format(value, form)
+
+    return (
+        f"  {name:32}{shown(found['median_trials_to_find'], '.0f'):>8}{shown(found['median_seconds_to_find'], '.0f'):>9}"
+        f"{found['found']:>7.0%}" + "".join(f"{found[f'regret_at_{look}']:>7.1%}" for look in LOOKS) +
+        f"{found['final_regret']:>7.1%}{found['out_of_memory']:>7.1%}{found['median_trials']:>6.0f}"
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
