@@ -211,6 +211,11 @@ def open_searcher(
 def make_sampler(
     name: str, space: Space, facts: Facts, seed: int, forecast: Forecast | None
 ) -> optuna.samplers.BaseSampler:
+    """The sampler of that name.
+
+    Raises:
+        InputError: There is none, or a package that it needs is missing.
+    """
     match name:
         case "autofit":
             return AutofitSampler(

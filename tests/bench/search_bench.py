@@ -390,9 +390,8 @@ def main() -> None:
     jobs = list(itertools.product(range(len(_CELLS)), searchers, range(options.seeds)))
     with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
         runs = pool.map(_one, jobs, chunksize=4)
-    print(
-        f"{'':34}{'trials':>8}{'seconds':>9}{'found':>7}{'at 8':>7}{'at 12':>7}{'at 20':>7}{'end':>7}{'OOM':>7}{'ran':>6}"
-    )
+    words = ("trials", "seconds", "found", *(f"at {look}" for look in LOOKS), "end", "OOM", "ran")
+    print(" " * 34 + "".join(f"{word:>9}" for word in words))
     by_cell: dict[str, dict[str, Any]] = {}
     for cell in _CELLS:
         print(cell.name)
@@ -423,11 +422,16 @@ def line(name: str, found: dict[str, Any]) -> str:
     def shown(value: float | None, form: str) -> str:
         return "never" if value is None else format(value, form)
 
-    return (
-        f"  {name:32}{shown(found['median_trials_to_find'], '.0f'):>8}{shown(found['median_seconds_to_find'], '.0f'):>9}"
-        f"{found['found']:>7.0%}" + "".join(f"{found[f'regret_at_{look}']:>7.1%}" for look in LOOKS) +
-        f"{found['final_regret']:>7.1%}{found['out_of_memory']:>7.1%}{found['median_trials']:>6.0f}"
-    )  # fmt: skip
+    numbers = [
+        shown(found["median_trials_to_find"], ".0f"),
+        shown(found["median_seconds_to_find"], ".0f"),
+        format(found["found"], ".0%"),
+        *(format(found[f"regret_at_{look}"], ".1%") for look in LOOKS),
+        format(found["final_regret"], ".1%"),
+        format(found["out_of_memory"], ".1%"),
+        format(found["median_trials"], ".0f"),
+    ]
+    return f"  {name:32}" + "".join(f"{number:>9}" for number in numbers)
 
 
 if __name__ == "__main__":
