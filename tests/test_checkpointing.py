@@ -202,6 +202,17 @@ def test_the_less_is_kept_the_less_is_needed(lab):
     assert needs["selective"] < off - (off - full) / 4
 
 
+@pytest.mark.parametrize("value", ["full", "every_2", "selective", "full_offload"])
+def test_a_loop_is_traced_with_a_devices_habits_too(tmp_path, value):
+    """On a loop it is switched on before a trace puts a device's habits in place; GPT-2 has dropout and layer norms."""
+    plan = PLAIN.replaced(checkpointing=value, precision="bf16", micro_batch=4)
+    peaks = [
+        Lab(tmp_path / path, "gpt2", device="cuda", launch_path=path).micro(plan).tape.live(4).max()
+        for path in ("trainer", "loop")
+    ]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
+
+
 def test_inputs_on_the_host_are_counted_there(lab):
     plan = PLAIN.replaced(micro_batch=16, precision="bf16", checkpointing="full_offload")
     inputs = 8 * 16 * 1024 * 256 * 4  # layers, rows, tokens, hidden, bytes: autocast keeps the residuals in float32

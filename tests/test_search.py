@@ -81,7 +81,7 @@ def test_it_finds_the_best_soon_and_seldom_runs_out_of_memory(facts, shape):
         found.append(min(near, default=99))
         broke += sum(trial.outcome.kind == "out_of_memory" for trial in trials)
         ran += len(trials)
-    assert statistics.median(found) <= 12, found
+    assert statistics.median(found) <= 14, found  # of 120 to 1566 plans
     assert broke <= 0.1 * ran, f"{broke} of {ran}"
 
 
