@@ -6,6 +6,7 @@ launch; what it sees goes to each technique's ``in_effect``.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from autofit.plan import Evidence
@@ -33,12 +34,12 @@ class Observer:
         self.padding_mask: bool | None = None
         self.compute_dtype: str | None = None
         self.micro_steps = 0
-        self.leaf_calls = 0
         self._handles: list[Any] = []
-        leaf = _first_product(model, recipe.facts.model.layer_classes)
         self._handles.append(model.register_forward_pre_hook(self._before_model, with_kwargs=True))
-        if leaf is not None:
-            self._handles.append(leaf.register_forward_hook(self._after_leaf))
+        products = _layer_products(model, recipe.facts.model.layer_classes)
+        self.calls = [0] * len(products)
+        for place, product in enumerate(products):
+            self._handles.append(product.register_forward_hook(functools.partial(self._after_product, place)))
 
     def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -47,10 +48,14 @@ class Observer:
         self.padding_mask = kwargs.get("attention_mask") is not None
         self.micro_steps += 1
 
-    def _after_leaf(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after_product(self, place: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
         self.compute_dtype = _dtype(first)
-        self.leaf_calls += 1
+        self.calls[place] += 1
+
+    def _forwards(self) -> list[int]:
+        """How often each layer ran forward in a micro-step; those that never did are left out."""
+        return [round(calls / self.micro_steps) for calls in self.calls if calls]
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -72,6 +77,8 @@ class Observer:
         state_dtypes, state_devices = _state(real)
         parameters = list(self.model.parameters())
         keeper = getattr(self.model, "autofit_host_activations", None)
+        kept = getattr(self.model, "autofit_kept_outputs", None)
+        forwards = self._forwards()
         group = real.param_groups[0] if getattr(real, "param_groups", None) else {}
         on_cuda = self.recipe.facts.hardware.device == "cuda"
         return Evidence(
@@ -83,7 +90,10 @@ class Observer:
             weights_dtype=_dtype(max(parameters, key=lambda parameter: parameter.numel())),
             gradient_scaler=getattr(accelerator, "scaler", None) is not None,
             tf32=torch.backends.cuda.matmul.fp32_precision == "tf32" if on_cuda else None,
-            layer_forwards=round(self.leaf_calls / self.micro_steps) if self.micro_steps and self.leaf_calls else None,
+            layer_forwards=max(forwards, default=None),
+            layers=len(forwards) or None,
+            layers_recomputed=sum(count > 1 for count in forwards) if forwards else None,
+            kept_outputs=getattr(kept, "count", 0),
             optimizer=f"{type(real).__module__}.{type(real).__qualname__}",
             optimizer_fused=group.get("fused"),
             optimizer_momentum=group.get("momentum"),
@@ -95,9 +105,19 @@ class Observer:
         )
 
 
-def _first_product(model: nn.Module, layer_classes: tuple[str, ...]) -> nn.Module | None:
-    """The first module inside the first layer that multiplies by a matrix: it is recomputed with its layer."""
-    layer = next((module for module in model.modules() if type(module).__name__ in layer_classes), model)
+def _layer_products(model: nn.Module, layer_classes: tuple[str, ...]) -> list[nn.Module]:
+    """Of each layer the first module that multiplies by a matrix; of the model, where it has no layers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    modules = list(model.modules())
+    checkpointed = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+    named = [module for module in modules if type(module).__name__ in layer_classes]
+    products = (_first_product(layer) for layer in checkpointed or named or [model])
+    return list({id(product): product for product in products if product is not None}.values())
+
+
+def _first_product(layer: nn.Module) -> nn.Module | None:
+    """The first module inside a layer that multiplies by a matrix: it is recomputed with its layer."""
     for module in layer.modules():
         weight = getattr(module, "weight", None)
         shape = getattr(weight, "ds_shape", getattr(weight, "shape", ()))  # ZeRO-3 leaves an empty tensor behind

@@ -77,7 +77,8 @@ Phase = Literal["load", "forward", "backward", "optimizer"]
 class Evidence:
     """What was seen of each knob while the steps ran, in a trial or in a launch.
 
-    ``None`` means not seen. A technique reads it to tell whether its value took effect.
+    ``None`` means not seen. A technique reads it to tell whether its value took effect. ``layers`` are those that
+    ran, ``layers_recomputed`` of them more than once in a micro-step, the most of them ``layer_forwards`` times.
     """
 
     micro_batch: int | None = None
@@ -89,6 +90,9 @@ class Evidence:
     gradient_scaler: bool | None = None
     tf32: bool | None = None
     layer_forwards: int | None = None
+    layers: int | None = None
+    layers_recomputed: int | None = None
+    kept_outputs: int = 0
     optimizer: str | None = None
     optimizer_fused: bool | None = None
     optimizer_momentum: float | None = None

@@ -114,6 +114,13 @@ class Technique(ABC):
         """
         return value
 
+    def period(self, value: Value) -> int:
+        """After how many of the repeated layers what the value does to them repeats.
+
+        A trace leaves out whole periods only.
+        """
+        return 1
+
     @abstractmethod
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         """Why the value did not take effect, or ``None`` where it did."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,8 +171,13 @@ class _Enough(Exception):  # noqa: N818 - nothing is wrong
 # -- the model ----------------------------------------------------------------------------------------------------
 
 
-def find_layers(model: nn.Module) -> Layers | None:
-    """The longest list of layers, and how its kinds repeat; ``None`` where nothing can be left out."""
+def find_layers(model: nn.Module, multiple: int = 1) -> Layers | None:
+    """The longest list of layers, and how its kinds repeat; ``None`` where nothing can be left out.
+
+    Args:
+        model: The whole model.
+        multiple: The period is one of this number, since the plan treats layers otherwise that are no further apart.
+    """
     found: tuple[str, nn.ModuleList] | None = None
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and (found is None or len(module) > len(found[1])):
@@ -181,7 +187,7 @@ def find_layers(model: nn.Module) -> Layers | None:
     kinds = [_kind(layer, _declared(model, index)) for index, layer in enumerate(found[1])]
     count = len(kinds)
     for before in range(count):
-        for period in range(1, (count - before) // (PERIODS + 1) + 1):
+        for period in range(multiple, (count - before) // (PERIODS + 1) + 1, multiple):
             if all(kinds[i] == kinds[i + period] for i in range(before, count - period)):
                 return Layers(path=found[0], count=count, before=before, period=period)
     return None
@@ -204,6 +210,11 @@ def _kind(layer: nn.Module, declared: object) -> object:
     modules = tuple((name, type(module).__qualname__) for name, module in layer.named_modules())
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
     return modules, parameters, declared
+
+
+def period_of(plan: Plan) -> int:
+    """After how many layers what the plan does to them repeats."""
+    return math.lcm(*(one.period(plan[one.name]) for one in techniques()))
 
 
 def shorten(model: nn.Module, layers: Layers) -> None:
@@ -310,7 +321,7 @@ def micro_steps(
     with _prepared(plan, facts, folder) as recipe:
         model = recipe.model(None, config=config, device="meta" if fake else "cpu")
         weights = bytes_of(model)
-        layers = find_layers(model) if fake and not whole else None
+        layers = find_layers(model, period_of(plan)) if fake and not whole else None
         if layers is not None:
             shorten(model, layers)
         rows = telling_rows(model, facts.workload.seq_len) if fake and recipe.micro_batch > 1 else None

@@ -1,25 +1,43 @@
-"""Activation checkpointing: keep each layer's input only, and compute the rest again in the backward pass.
+"""Activation checkpointing: keep less of the layers' activations, and compute the rest again in the backward pass.
 
-Saves: the activations inside the layers, most of what a long sequence needs. Costs: one more forward pass, about
-a third of the step where matrix products rule, less where they do not.
+- ``full``: of every layer only its input is kept. Saves: the activations inside the layers, most of what a long
+  sequence needs. Costs: one more forward pass, about a third of the step where matrix products rule, less where
+  they do not.
+- ``every_2``, ``every_4``: every second or fourth layer is treated so, the others keep everything: a half or a
+  quarter of what ``full`` saves and costs, for memory that would lie idle under it.
+- ``selective``: the outputs of matrix products and of fused attention are kept too, and only what lies between them
+  is computed again: norms, activation functions, rotations. Costs little arithmetic, but Python looks at every
+  operator of a layer, which a small model feels. Attention is computed again where the config has dropout: a kernel
+  that is left out draws no random numbers, and the dropout behind it would draw others than before.
+- ``full_offload``: ``full``, and the layers' inputs wait in pinned host memory. Costs two copies over the bus.
 
-Non-reentrant (``use_reentrant=False``): works with frozen inputs and adapters, and stops the recomputation as
-soon as the backward pass has what it needs. Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost"
-(arXiv 1604.06174); ``torch.utils.checkpoint``. transformers calls the argument ``activation_checkpointing`` from
-5.23 on and ``gradient_checkpointing`` before.
+All of class ``exact``, and non-reentrant (``use_reentrant=False``): that works with frozen inputs and adapters, and
+stops the recomputation as soon as the backward pass has what it needs.
 
-Not covered: every k-th layer; selective recomputation.
+Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174); ``torch.utils.checkpoint``
+and its ``create_selective_checkpoint_contexts``; the operators that torchtitan's ``activation_checkpoint.py`` keeps,
+all of them here and not every second product. transformers calls the arguments ``activation_checkpointing`` from 5.23
+on and ``gradient_checkpointing`` before; they know ``every_n_layers``. They know ``offload`` too, but not how much was
+moved, so ``full_offload`` is done here.
+
+Not covered: products of batches of matrices (``bmm``: attention that is not fused) are not kept; a budget of memory
+for the recomputation (``torch.compile``'s partitioner); models that share the weights of layers under ``selective``
+with autocast, which PyTorch refuses.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
+from autofit.placement import current
 from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    import torch
+    from torch.utils.checkpoint import CheckpointPolicy
     from transformers import PreTrainedModel
 
     from autofit.facts import Facts
@@ -27,6 +45,20 @@ if TYPE_CHECKING:
     from autofit.recipe import Recipe
 
 NEW_NAME_SINCE = (5, 23)
+_EVERY = {"every_2": 2, "every_4": 4}
+_LEAST_LAYERS = {"every_2": 2, "every_4": 8}  # with fewer, the other values come as near
+_ORDINALS = {2: "second", 4: "fourth"}
+_SCRIPT = {
+    "selective": "keep the outputs of matrix products: model = setup.model(...)",
+    "full_offload": "keep the layers' inputs on the host: model = setup.model(...)",
+}
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm"})
+_ATTENTION = frozenset({
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flex_attention",
+})  # fmt: skip
+_SMALLEST_BYTES = 1 << 20  # smaller tensors cost more to move than they free
 
 
 class Checkpointing(Technique):
@@ -37,40 +69,176 @@ class Checkpointing(Technique):
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         model = facts.model
-        if model.supports_checkpointing:
-            full = Choice("full", Kind.EXACT, "offered", f"every one of the {model.layers} layers is recomputed")
-        else:
-            full = Choice("full", Kind.EXACT, "withheld", f"{model.architecture} does not support it")
-        return (Choice("off", Kind.EXACT, "offered", "keep every activation"), full)
+        off = Choice("off", Kind.EXACT, "offered", "keep every activation")
+        reasons = {
+            "full": f"every one of the {model.layers} layers is recomputed",
+            **{name: f"every {_ORDINALS[k]} of the {model.layers} layers is recomputed" for name, k in _EVERY.items()},
+            "selective": "outputs of matrix products and attention are kept, what lies between them is recomputed",
+            "full_offload": "every layer is recomputed, and its input waits in pinned host memory",
+        }
+        if not model.supports_checkpointing:
+            refused = f"{model.architecture} does not support it"
+            return (off, *(Choice(value, Kind.EXACT, "withheld", refused) for value in reasons))
+        withheld = {
+            value: f"the model has {model.layers} layer(s), and it takes {least} to be worth it"
+            for value, least in _LEAST_LAYERS.items()
+            if model.layers < least
+        }
+        if facts.hardware.device == "cpu":
+            withheld["full_offload"] = "the device's memory is the host's memory"
+        return (
+            off,
+            *(
+                Choice(value, Kind.EXACT, "withheld" if value in withheld else "offered", withheld.get(value, reason))
+                for value, reason in reasons.items()
+            ),
+        )
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         installed = tuple(int(part) for part in facts.packages.get("transformers", "0.0").split(".")[:2])
         name = "activation_checkpointing" if installed >= NEW_NAME_SINCE else "gradient_checkpointing"
-        return Emission(training_args={name: value == "full", f"{name}_kwargs": {"use_reentrant": False}})
+        settings: dict[str, Any] = {"use_reentrant": False}
+        if value in _EVERY:
+            settings["every_n_layers"] = _EVERY[str(value)]
+        # without the argument a Trainer leaves what setup.model switched on
+        by_argument = value == "full" or value in _EVERY
+        script = (_SCRIPT[str(value)],) if value in _SCRIPT else ()
+        return Emission(training_args={name: by_argument, f"{name}_kwargs": settings}, script=script)
 
     def apply(self, value: Value, recipe: Recipe) -> None:
-        if value == "full" and recipe.facts.workload.launch_path == "loop":
-            recipe.model_wraps.append(_enable)
+        by_hand = {"selective": keep_products, "full_offload": keep_inputs_on_host}
+        if value in by_hand:
+            recipe.model_wraps.append(by_hand[str(value)])
+        elif value != "off" and recipe.facts.workload.launch_path == "loop":
+            recipe.model_wraps.append(functools.partial(_switch_on, every=_EVERY.get(str(value), 1)))
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         return value if part == "micro_steps" else self.plain
 
+    def period(self, value: Value) -> int:
+        return _EVERY.get(str(value), 1)
+
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
-        if evidence.layer_forwards is None:
+        layers, again = evidence.layers, evidence.layers_recomputed
+        if layers is None or again is None:
             return None
-        if (evidence.layer_forwards > 1) != (value == "full"):
-            return f"a layer ran forward {evidence.layer_forwards} time(s) in a micro-step"
+        every = _EVERY.get(str(value), 1)
+        wanted = again == 0 if value == "off" else abs(again * every - layers) < min(every, layers)
+        if not wanted:
+            return f"{again} of {layers} layers ran forward more than once in a micro-step"
+        if (evidence.kept_outputs > 0) != (value == "selective"):
+            return f"{evidence.kept_outputs} outputs of matrix products were kept"
+        if value == "full_offload" and not evidence.offloaded_activation_bytes:
+            return "no layer's input was copied to the host"
+        if value == "full" and evidence.offloaded_activation_bytes:
+            return "the layers' inputs were copied to the host"
         return None
 
     def prior(self, value: Value, facts: Facts) -> Prior:
         """One forward more on top of a forward and a backward that costs two: 4/3 at most."""
-        if value == "full":
-            return Prior(time=(0.25, 0.08), memory=(-0.5, 0.4))
-        return Prior(time=(0.0, 0.01), memory=(0.0, 0.01))
+        return {
+            "off": Prior(time=(0.0, 0.01), memory=(0.0, 0.01)),
+            "full": Prior(time=(0.25, 0.08), memory=(-0.5, 0.4)),
+            "every_2": Prior(time=(0.125, 0.05), memory=(-0.25, 0.2)),
+            "every_4": Prior(time=(0.06, 0.04), memory=(-0.12, 0.1)),
+            "selective": Prior(time=(0.08, 0.08), memory=(-0.25, 0.2)),
+            "full_offload": Prior(time=(0.35, 0.15), memory=(-0.55, 0.4)),
+        }[str(value)]
 
 
-def _enable(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch it on by hand, where no Trainer reads the argument."""
+def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's, looked up when it is called: a trace puts another in its place."""
+    import torch.utils.checkpoint
+
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def _switch_on(model: PreTrainedModel, every: int = 1, checkpoint: Callable[..., Any] = _checkpoint) -> PreTrainedModel:
+    """Switch it on by hand, where no Trainer reads the argument or no argument says it."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    # a model's own code may not know the other argument
+    enable({"use_reentrant": False}, **({"every_n_layers": every} if every > 1 else {}))
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            vars(module)["_gradient_checkpointing_func"] = checkpoint
     return model
+
+
+class KeptOutputs:
+    """Checkpoints a layer but for the outputs of matrix products and of attention.
+
+    Args:
+        attention: Whether attention's outputs are kept.
+
+    Attributes:
+        count: Outputs that were kept so far; :mod:`autofit.observe` reads it.
+    """
+
+    def __init__(self, *, attention: bool) -> None:
+        self.names = _PRODUCTS | _ATTENTION if attention else _PRODUCTS
+        self.count = 0
+
+    def policy(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """What PyTorch asks for every operator."""
+        from torch.utils.checkpoint import CheckpointPolicy
+
+        if op.name().partition(".")[0] not in self.names:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self.count += 1
+        return CheckpointPolicy.MUST_SAVE
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer."""
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, self.policy)
+        return _checkpoint(function, *args, context_fn=contexts, **kwargs)
+
+
+def keep_products(model: PreTrainedModel) -> PreTrainedModel:
+    """Recompute what lies between the matrix products of the layers."""
+    settings = model.config.get_text_config().to_dict()
+    dropout = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings.items())
+    kept = KeptOutputs(attention=not dropout)
+    vars(model)["autofit_kept_outputs"] = kept
+    return _switch_on(model, checkpoint=kept.checkpoint)
+
+
+class HostInputs:
+    """Checkpoints a layer, with its inputs on the host until they are needed.
+
+    Attributes:
+        moved_bytes: Bytes copied to the host so far; :mod:`autofit.observe` reads it.
+    """
+
+    def __init__(self) -> None:
+        self.moved_bytes = 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Copy to the host, or keep; what comes back is what ``unpack`` gets."""
+        if tensor.nbytes < _SMALLEST_BYTES or not tensor.is_floating_point() or not current().on_device(tensor):
+            return tensor
+        self.moved_bytes += tensor.nbytes
+        return (tensor.device, current().to_host(tensor))
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Bring back what ``pack`` moved."""
+        if isinstance(packed, tuple):
+            device, host = packed
+            return current().to_device(host, device)
+        kept: torch.Tensor = packed
+        return kept
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer; what it saves inside is dropped before these hooks would see it."""
+        from torch.autograd.graph import saved_tensors_hooks
+
+        with saved_tensors_hooks(self.pack, self.unpack):
+            return _checkpoint(function, *args, **kwargs)
+
+
+def keep_inputs_on_host(model: PreTrainedModel) -> PreTrainedModel:
+    """Recompute every layer from an input that waits on the host."""
+    keeper = HostInputs()
+    vars(model)["autofit_host_activations"] = keeper
+    return _switch_on(model, checkpoint=keeper.checkpoint)

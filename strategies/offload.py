@@ -86,8 +86,8 @@ class Offload(Technique):
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         optimizer, precision = others["optimizer"], others["precision"]
-        if value == "activations" and others["checkpointing"] == "full":
-            return "checkpointing keeps the layers' inputs only, and holds them where these hooks don't reach"
+        if value == "activations" and others["checkpointing"] != "off":
+            return "what checkpointing leaves is little; checkpointing=full_offload moves that"
         if value == "optimizer" and "8bit" in str(optimizer):
             return "bitsandbytes places its own state"
         if value in {"fsdp2", "zero2", "zero3"} and optimizer != "adamw":

@@ -390,16 +390,21 @@ def test_rows_are_full_and_unpadded(run):
 
 
 def test_checkpointing_recomputes_each_layer_once(run):
+    again = {"off": (1, 0), "full": (2, 2), "every_2": (2, 1), "selective": (2, 2)}
     for path in ("trainer", "loop"):
-        assert run(path, technique("checkpointing"), "full").evidence.layer_forwards == 2
-        assert run(path, technique("checkpointing"), "off").evidence.layer_forwards == 1
+        for value, seen in again.items():
+            evidence = run(path, technique("checkpointing"), value).evidence
+            assert (evidence.layer_forwards, evidence.layers_recomputed) == seen
+            assert evidence.layers == 2
+            assert (evidence.kept_outputs > 0) == (value == "selective")
 
 
 def test_exact_choices_keep_the_loss_of_the_plain_run(run):
     """The seed is the same, so are the rows; three steps apart only by the order of rounding."""
     for path in ("trainer", "loop"):
         plain = run(path, technique("checkpointing"), "off").loss
-        assert run(path, technique("checkpointing"), "full").loss == pytest.approx(plain, rel=1e-5)
+        for value in ("full", "every_2", "selective"):
+            assert run(path, technique("checkpointing"), value).loss == pytest.approx(plain, rel=1e-5)
         assert run(path, technique("optimizer"), "sgd").loss != plain
 
 

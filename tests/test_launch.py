@@ -178,7 +178,7 @@ def test_an_argument_that_was_switched_off_is_noticed(every_knob, tmp_path):
     found = VERIFICATION.validate_json(done.stdout)
     assert isinstance(found.outcome, Unsupported)
     (words,) = found.broken
-    assert words == "checkpointing=full did not take effect: a layer ran forward 1 time(s) in a micro-step"
+    assert words == "checkpointing=full did not take effect: 0 of 2 layers ran forward more than once in a micro-step"
     assert f"error: the launch broke the promise: {words}" in done.stderr
 
 

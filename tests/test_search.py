@@ -81,7 +81,7 @@ def test_it_finds_the_best_soon_and_seldom_runs_out_of_memory(facts, shape):
         found.append(min(near, default=99))
         broke += sum(trial.outcome.kind == "out_of_memory" for trial in trials)
         ran += len(trials)
-    assert statistics.median(found) <= 12, found
+    assert statistics.median(found) <= 14, found  # of 120 to 1566 plans
     assert broke <= 0.1 * ran, f"{broke} of {ran}"
 
 
@@ -197,7 +197,9 @@ def test_a_value_that_never_works_is_left_alone():
 
 
 def test_a_small_space_is_exhausted():
-    plans = space.build(CPU, given={"micro_batch": (1, 2), "precision": ("bf16",), "optimizer": ("adamw",)})
+    plans = space.build(CPU, given={
+        "micro_batch": (1, 2), "precision": ("bf16",), "optimizer": ("adamw",), "checkpointing": ("off", "full"),
+    })  # fmt: skip
     searcher = in_memory(CPU, plans)
     trials = play(searcher, LAND.outcome)
     assert len(trials) == len(plans.plans) == 4

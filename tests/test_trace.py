@@ -60,21 +60,28 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("widths", "found"),
+    ("widths", "found", "multiple"),
     [
-        ("aaaaaa", (0, 1)),
-        ("abababab", (0, 2)),
-        ("baaaaaaaa", (1, 1)),
-        ("aaaaaaaab", None),  # the last one is another
-        ("abcabcabcabcabc", (0, 3)),
-        ("aaa", None),  # nothing is left out of three
-        ("abcdefgh", None),
+        ("aaaaaa", (0, 1), 1),
+        ("abababab", (0, 2), 1),
+        ("baaaaaaaa", (1, 1), 1),
+        ("aaaaaaaab", None, 1),  # the last one is another
+        ("abcabcabcabcabc", (0, 3), 1),
+        ("aaa", None, 1),  # nothing is left out of three
+        ("abcdefgh", None, 1),
+        ("aaaaaaaa", (0, 2), 2),
+        ("aaaaaa", None, 2),
+        ("abababab", (0, 2), 2),
+        ("b" + 16 * "a", (1, 4), 4),
+        ("aaaaab" * 7, (0, 6), 2),
+        ("aaaaab" * 7, None, 4),
+        ("aaaaab" * 8, (0, 12), 4),
     ],
 )
-def test_how_the_kinds_of_layers_repeat(widths, found):
+def test_how_the_kinds_of_layers_repeat(widths, found, multiple):
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Block(ord(width)) for width in widths)
-    layers = find_layers(model)
+    layers = find_layers(model, multiple)
     assert (layers and (layers.before, layers.period)) == found
 
 
@@ -84,6 +91,14 @@ LENGTHENED = [
     ("gpt2", "cpu", "fp32", "full"),
     ("gpt2", "cuda", "bf16", "full"),
     ("gemma2", "cuda", "bf16", "full"),
+    ("llama", "cuda", "bf16", "selective"),
+    ("llama", "cuda", "bf16", "full_offload"),
+    ("gpt2", "cpu", "fp32", "selective"),
+    ("llama", "cpu", "bf16", "every_2"),
+    ("gemma2", "cuda", "bf16", "every_2"),
+    ("deep", "cuda", "bf16", "every_2"),
+    ("deep", "cuda", "bf16", "every_4"),
+    ("deep", "cpu", "fp32", "every_4"),
     ("llama", "cpu", "bf16_weights", "off"),
     ("mixtral", "cuda", "bf16", "off"),
     ("mixtral", "cpu", "fp32", "off"),
@@ -152,7 +167,7 @@ def covering(values, seed=0):
 COMBINATIONS = covering(
     {
         "precision": ["fp32", "bf16", "bf16_weights"],
-        "checkpointing": ["off", "full"],
+        "checkpointing": ["off", "full", "every_2", "every_4", "selective"],
         "optimizer": ["adamw", "adamw_8bit", "adafactor", "sgd"],
         "accumulation": [1, 2, 4],
         "micro_batch": [1, 5, 8],

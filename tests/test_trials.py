@@ -161,11 +161,13 @@ def test_every_architecture_is_measured(try_plan, config, launch_path):
     assert found.evidence.compute_dtype == "float32"
 
 
+@pytest.mark.parametrize(("value", "again"), [("full", 2), ("every_2", 1), ("selective", 2)])
 @pytest.mark.parametrize("config", [name for name in CONFIGS if name != "llama"])
-def test_checkpointing_is_seen_on_every_architecture(try_plan, config):
-    found = try_plan(plan={"checkpointing": "full", "precision": "bf16"}, config=config).outcome
+def test_checkpointing_is_seen_on_every_architecture(try_plan, config, value, again):
+    found = try_plan(plan={"checkpointing": value, "precision": "bf16"}, config=config).outcome
     assert isinstance(found, Measured), found
     assert found.evidence.layer_forwards == 2
+    assert (found.evidence.layers, found.evidence.layers_recomputed) == (2, again)
     assert found.evidence.compute_dtype == "bfloat16"
 
 

@@ -26,7 +26,8 @@ _SMALL = {
 }
 _GROUPED = {**_SMALL, "num_key_value_heads": 2}
 CONFIGS = {
-    "llama": {"model_type": "llama", **_GROUPED},
+    "llama": {"model_type": "llama", **_GROUPED, "num_hidden_layers": 9},
+    "deep": {"model_type": "llama", **_GROUPED, "num_hidden_layers": 18},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 5, "n_head": 4, "vocab_size": 300, "n_positions": 512},
     "gemma2": {**_GROUPED, "model_type": "gemma2", "num_hidden_layers": 10, "head_dim": 16, "sliding_window": 32},
     "mixtral": {"model_type": "mixtral", **_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},

@@ -80,7 +80,7 @@ def values(name):
     """Every value that any machine may offer; what this one withholds is skipped inside the test."""
     return {
         "precision": ["fp32", "tf32", "bf16", "fp16", "bf16_weights"],
-        "checkpointing": ["off", "full"],
+        "checkpointing": ["off", "full", "every_2", "every_4", "selective", "full_offload"],
         "optimizer": ["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"],
         "offload": ["none", "activations", "optimizer", "fsdp2", "zero2", "zero3"],
     }[name]
@@ -103,7 +103,7 @@ def test_every_choice_runs_and_takes_effect(bench, path, name, value):
 def test_checkpointing_and_offload_save_what_they_are_for(bench):
     big = {"micro_batch": 8, "accumulation": 1}
     plain = bench.run(bench.plan(**big))
-    for saving in ({"checkpointing": "full"}, {"offload": "activations"}):
+    for saving in ({"checkpointing": "full"}, {"checkpointing": "full_offload"}, {"offload": "activations"}):
         saved = bench.run(bench.plan(**big, **saving))
         assert saved.allocated_bytes < 0.8 * plain.allocated_bytes
     small = {"micro_batch": 1, "accumulation": 8}
