@@ -453,6 +453,8 @@ PLAIN = Plan(
         "micro_batch": 8,
         "accumulation": 1,
         "precision": "bf16",
+        "attention": "default",
+        "kernels": "none",
         "checkpointing": "off",
         "optimizer": "adamw",
         "offload": "none",
