@@ -76,7 +76,9 @@ class Observer:
         self.leaf_calls += 1
 
     def _after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.micro_steps == 1:
+        import torch
+
+        if self.micro_steps == 1 and not torch.compiler.is_compiling():  # a compiled model shows no graph
             self.attention_kernels = _attention_kernels(output)
         if self.whole_logits is None:
             self.whole_logits = False

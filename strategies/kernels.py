@@ -173,6 +173,8 @@ class ChunkedLoss:
 
 def chunk_loss(model: PreTrainedModel) -> PreTrainedModel:
     """Take the loss a chunk at a time while the model trains with labels; its output then has no logits."""
+    import torch
+
     chunked = ChunkedLoss()
     head: Any = cast("Any", model).get_output_embeddings()
     forward, head_forward, whole_loss = model.forward, type(head).forward, model.loss_function
@@ -206,7 +208,8 @@ def chunk_loss(model: PreTrainedModel) -> PreTrainedModel:
             chunked.on = False
 
     head.forward = types.MethodType(head_or_hidden, head)  # bound, so that a copy of the layer calls its own
-    model.loss_function = loss
+    # a graph that is compiled ends before it: unrolled chunks take long to compile
+    model.loss_function = cast("Any", torch.compiler).disable(loss)
     model.forward = with_chunked_loss
     vars(model)["autofit_chunked_loss"] = chunked
     return model

@@ -144,6 +144,42 @@ def test_logits_are_there_where_they_are_asked_for():
         assert torch.isfinite(output.loss)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # what follows a break is asked for its gradient
+def test_a_compiled_model_is_broken_once():
+    """Between its layers and the loss, which is what stays uncompiled."""
+    plain, chunked = pair()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(chunked, backend="eager")
+    for _ in range(2):
+        output = compiled(**batch())
+    torch.testing.assert_close(output.loss, plain(**batch()).loss, rtol=1e-5, atol=1e-6)
+    output.loss.backward()
+    assert chunked.lm_head.weight.grad.abs().sum() > 0
+    assert sum(torch._dynamo.utils.counters["graph_break"].values()) <= 2
+
+
+def test_a_sharded_model_trains_as_before(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        gradients = []
+        for one in pair(tie_word_embeddings=True):
+            mesh = init_device_mesh("cpu", (1,))
+            for layer in one.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(one, mesh=mesh)
+            one(**batch()).loss.backward()
+            gradients.append([parameter.grad.full_tensor() for parameter in one.parameters()])
+    finally:
+        dist.destroy_process_group()
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
 def test_a_model_that_does_more_to_its_logits_is_never_trained_wrong():
     _, capped = pair("gemma2")
     with pytest.raises(RuntimeError, match="does more to its logits"):
