@@ -15,7 +15,16 @@ Positive = Annotated[int, Field(gt=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What matters of a model: its sizes and what its class can do. No weights."""
+    """What matters of a model: its sizes and what its class can do. No weights.
+
+    Attributes:
+        attention: The implementation that transformers picks where none is asked for.
+        attentions: Every implementation that the class says it supports.
+        attention_dropout: Whether attention weights are dropped in training.
+        plain_head: Whether the loss is transformers' own for causal language models, of nothing but what the output
+            layer makes: no cap on the logits, no factor.
+        liger: Whether Liger, where it is installed, has kernels for the model's type.
+    """
 
     name: str
     task: Literal["causal-lm"] = "causal-lm"
@@ -30,6 +39,11 @@ class Model:
     layer_classes: tuple[str, ...] = ()
     has_experts: bool = False
     trust_remote_code: bool = False
+    attention: str = "sdpa"
+    attentions: tuple[str, ...] = ("eager", "sdpa")
+    attention_dropout: bool = False
+    plain_head: bool = False
+    liger: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,25 @@ if TYPE_CHECKING:
     from autofit.recipe import Recipe
 
 
+_KERNELS = {
+    "ScaledDotProductFlashAttention": "flash",
+    "ScaledDotProductEfficientAttention": "efficient",
+    "ScaledDotProductCudnnAttention": "cudnn",
+    "SafeSoftmax": "math",
+    "FlashAttn": "flash_attn",
+    "flash_attn": "flash_attn",
+    "FlexAttention": "flex",
+    "flex_attention": "flex",
+}
+"""Kernels of attention, by what the names of their nodes in autograd's graph hold."""
+_OPAQUE = ("CompiledFunction", "CheckpointFunction")
+"""Nodes that hide what they run: torch.compile's, and reentrant checkpointing's."""
+
+
 class Observer:
     """Watches a model through forward hooks, which cost some microseconds a micro-step.
+
+    The first forward pass is looked at more closely: the kernels that ran in it are read off autograd's graph.
 
     Args:
         model: The unwrapped model; wrappers keep its modules, and so the hooks.
@@ -34,12 +51,18 @@ class Observer:
         self.padding_mask: bool | None = None
         self.compute_dtype: str | None = None
         self.micro_steps = 0
+        self.attention_kernels: tuple[str, ...] | None = None
+        self.whole_logits: bool | None = None
         self._handles: list[Any] = []
         self._handles.append(model.register_forward_pre_hook(self._before_model, with_kwargs=True))
         products = _layer_products(model, recipe.facts.model.layer_classes)
         self.calls = [0] * len(products)
         for place, product in enumerate(products):
             self._handles.append(product.register_forward_hook(functools.partial(self._after_product, place)))
+        self._handles.append(model.register_forward_hook(self._after_model))
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        if head is not None:
+            self._handles.append(head.register_forward_hook(self._after_head))
 
     def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -56,6 +79,18 @@ class Observer:
     def _forwards(self) -> list[int]:
         """How often each layer ran forward in a micro-step; those that never did are left out."""
         return [round(calls / self.micro_steps) for calls in self.calls if calls]
+
+    def _after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        import torch
+
+        if self.micro_steps == 1 and not torch.compiler.is_compiling():  # a compiled model shows no graph
+            self.attention_kernels = _attention_kernels(output)
+        if self.whole_logits is None:
+            self.whole_logits = False
+
+    def _after_head(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if output is not args[0] and output.shape[-1] >= self.recipe.facts.model.vocab_size:
+            self.whole_logits = True
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -79,6 +114,9 @@ class Observer:
         keeper = getattr(self.model, "autofit_host_activations", None)
         kept = getattr(self.model, "autofit_kept_outputs", None)
         forwards = self._forwards()
+        chunked = getattr(self.model, "autofit_chunked_loss", None)
+        config: Any = getattr(self.model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
         group = real.param_groups[0] if getattr(real, "param_groups", None) else {}
         on_cuda = self.recipe.facts.hardware.device == "cuda"
         return Evidence(
@@ -101,6 +139,11 @@ class Observer:
             optimizer_state_devices=state_devices,
             parameter_devices=tuple(sorted({parameter.device.type for parameter in parameters})),
             offloaded_activation_bytes=getattr(keeper, "moved_bytes", 0),
+            attention=getattr(text, "_attn_implementation", None),
+            attention_kernels=self.attention_kernels,
+            whole_logits=self.whole_logits,
+            chunked_losses=getattr(chunked, "losses", 0),
+            liger_modules=_liger_modules(self.model),
             engine=_engine(accelerator),
         )
 
@@ -124,6 +167,31 @@ def _first_product(layer: nn.Module) -> nn.Module | None:
         if len(shape) == 2 and not any(module.children()) and "Embed" not in type(module).__name__:
             return module
     return None
+
+
+def _attention_kernels(output: Any) -> tuple[str, ...] | None:
+    """Kernels of attention in the graph behind a model's output; ``None`` where the graph does not show them."""
+    from torch.utils._pytree import tree_leaves
+
+    waiting = [value.grad_fn for value in tree_leaves(output) if getattr(value, "grad_fn", None) is not None]
+    seen, found = set(waiting), set[str]()
+    while waiting:
+        node = waiting.pop()
+        name = node.name()
+        if any(part in name for part in _OPAQUE):
+            return None
+        found.update(kernel for part, kernel in _KERNELS.items() if part in name)
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                waiting.append(before)
+    return tuple(sorted(found)) if seen else None
+
+
+def _liger_modules(model: nn.Module) -> tuple[str, ...]:
+    """Modules of Liger that hold the forward functions of this model's modules."""
+    named = {getattr(module.forward, "__module__", None) or "" for module in model.modules()}
+    return tuple(sorted(name for name in named if name.startswith("liger_kernel")))
 
 
 def _unwrapped(optimizer: Any) -> Any:

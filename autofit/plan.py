@@ -77,8 +77,18 @@ Phase = Literal["load", "forward", "backward", "optimizer"]
 class Evidence:
     """What was seen of each knob while the steps ran, in a trial or in a launch.
 
-    ``None`` means not seen. A technique reads it to tell whether its value took effect. ``layers`` are those that
-    ran, ``layers_recomputed`` of them more than once in a micro-step, the most of them ``layer_forwards`` times.
+    ``None`` means not seen. A technique reads it to tell whether its value took effect.
+
+    Attributes:
+        layers: Those that ran.
+        layers_recomputed: Of them, those that ran more than once in a micro-step.
+        layer_forwards: The most that one of them did.
+        attention: The implementation that the model's config holds.
+        attention_kernels: Which kernels attended, of ``flash``, ``efficient``, ``cudnn``, ``math`` (all of PyTorch's
+            own), ``flash_attn`` and ``flex``; empty where attention is made of plain operators.
+        whole_logits: Whether the output layer made a score of every token of the vocabulary, for every position.
+        chunked_losses: Losses that were computed a piece of the logits at a time.
+        liger_modules: Modules of Liger whose functions stand in the model.
     """
 
     micro_batch: int | None = None
@@ -100,6 +110,11 @@ class Evidence:
     optimizer_state_devices: tuple[str, ...] = ()
     parameter_devices: tuple[str, ...] = ()
     offloaded_activation_bytes: int = 0
+    attention: str | None = None
+    attention_kernels: tuple[str, ...] | None = None
+    whole_logits: bool | None = None
+    chunked_losses: int = 0
+    liger_modules: tuple[str, ...] = ()
     engine: str = "none"
 
 

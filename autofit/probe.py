@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,80 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool) -> dict[
         "layer_classes": tuple(sorted(set(getattr(model, "_no_split_modules", None) or ()) & classes)),
         "has_experts": any("expert" in part.lower() for part in classes),
         "trust_remote_code": trust_remote_code,
+        "attention": str(text._attn_implementation),  # noqa: SLF001 - there is no other
+        "attentions": _attentions(model),
+        "attention_dropout": any(getattr(text, name, 0) for name in ("attention_dropout", "attn_pdrop")),
+        "plain_head": _has_plain_head(model),
+        "liger": settings.model_type in _ligers_types(),
     }
+
+
+def _ligers_types() -> tuple[str, ...]:
+    """Model types that Liger has kernels for, read off its source: importing it may take the device."""
+    spec = importlib.util.find_spec("liger_kernel")
+    if spec is None or not spec.submodule_search_locations:
+        return ()
+    source = Path(spec.submodule_search_locations[0]) / "transformers" / "monkey_patch.py"
+    try:
+        tree = ast.parse(source.read_text("utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return ()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_TYPE_TO_APPLY_LIGER_FN":
+            return tuple(ast.literal_eval(key) for key in getattr(node.value, "keys", ()))
+    return ()
+
+
+def _attentions(model: Any) -> tuple[str, ...]:
+    """Implementations of attention that the model's class says it supports."""
+    found = ["eager"]
+    if getattr(model, "_supports_sdpa", False):
+        found.append("sdpa")
+    if getattr(model, "_supports_flash_attn", False):
+        # a class may name the only ones it goes with; transformers takes one of those for any other
+        only = getattr(model, "_compatible_flash_implementations", None)
+        found += [name for name in ("flash_attention_2", "flash_attention_3") if only is None or name in only]
+    if getattr(model, "_supports_flex_attn", False):
+        found.append("flex_attention")
+    return tuple(found)
+
+
+def _has_plain_head(model: Any) -> bool:
+    """Whether the output layer's product goes as it is into transformers' loss for causal language models.
+
+    Seen by running what the class does behind its layers, on a hidden state without storage.
+    """
+    import torch
+    from transformers.loss.loss_utils import ForCausalLMLoss
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class Given(BaseModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:
+            return None  # fields of other models' outputs
+
+    head, seen = model.get_output_embeddings(), []
+    own = getattr(model, "loss_function", None)
+    if type(head) is not torch.nn.Linear or own is not ForCausalLMLoss or model.base_model is model:
+        return False
+
+    def loss(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        seen.append(logits)
+        return logits.new_zeros(())
+
+    made: list[torch.Tensor] = []
+    head.to(torch.bfloat16)  # so that a class which makes float32 of it is seen to do so
+    handle = head.register_forward_hook(lambda *run: made.append(run[-1]))
+    try:
+        hidden = torch.empty(1, 4, head.in_features, dtype=head.weight.dtype, device="meta")
+        model.base_model.forward = lambda *_, **__: Given(last_hidden_state=hidden)
+        model.loss_function = loss
+        ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+        model(input_ids=ids, labels=ids)
+    except Exception:  # noqa: BLE001 - a class that can't be run like this is not one that is known
+        return False
+    finally:
+        handle.remove()
+    return len(made) == 1 and len(seen) == 1 and seen[0] is made[0]
 
 
 def describe_hardware(device: str) -> dict[str, Any]:

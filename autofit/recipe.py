@@ -56,6 +56,7 @@ class Recipe:
         weights_dtype: Name of the dtype that the parameters are kept in.
         tf32: Whether float32 matrix products may run in TF32; only the loop path reads it here, a Trainer
             reads its argument.
+        attention: Name of the attention implementation; ``None`` leaves it to transformers.
         model_wraps: Applied in order to the loaded model.
         optimizer_wraps: Applied in order to the optimizer that the arguments name.
     """
@@ -68,6 +69,7 @@ class Recipe:
     weights_dtype: str = "float32"
     tf32: bool = False
     mixed_precision: str = "no"
+    attention: str | None = None
     model_wraps: list[ModelWrap] = field(default_factory=list)
     optimizer_wraps: list[OptimizerWrap] = field(default_factory=list)
 
@@ -115,13 +117,15 @@ class Recipe:
         trust = self.facts.model.trust_remote_code
         auto: Any = AutoModelForCausalLM
         built: PreTrainedModel
-        dtype = getattr(torch, self.weights_dtype)
+        given: dict[str, Any] = {"dtype": getattr(torch, self.weights_dtype), "trust_remote_code": trust}
+        if self.attention is not None:
+            given["attn_implementation"] = self.attention
         if source is None:
             settings = AutoConfig.from_pretrained(config, trust_remote_code=trust)
             with torch.device(device or "cpu"), quick_random_weights():
-                built = auto.from_config(settings, dtype=dtype, trust_remote_code=trust)
+                built = auto.from_config(settings, **given)
         else:
-            built = auto.from_pretrained(source, dtype=dtype, trust_remote_code=trust)
+            built = auto.from_pretrained(source, **given)
         built.config.use_cache = False  # keys and values of past tokens are for generation
         for wrap in self.model_wraps:
             built = wrap(built)

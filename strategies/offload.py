@@ -90,12 +90,17 @@ class Offload(Technique):
             return "what checkpointing leaves is little; checkpointing=full_offload moves that"
         if value == "optimizer" and "8bit" in str(optimizer):
             return "bitsandbytes places its own state"
-        if value in {"fsdp2", "zero2", "zero3"} and optimizer != "adamw":
+        if value in _ENGINES and optimizer != "adamw":
             return f"{value} steps on the host, where {optimizer} does not run"
         if value == "fsdp2" and precision == "fp16":
             return "gradients on the host can't be scaled with those on the device"
-        if value in {"zero2", "zero3"} and precision == "bf16_weights":
-            return "DeepSpeed keeps a float32 copy of its own"
+        deepspeed = {
+            "DeepSpeed keeps a float32 copy of its own": precision == "bf16_weights",
+            "DeepSpeed holds the output layer's weight only while that layer runs": value == "zero3"
+            and others["kernels"] == "chunked_ce",
+        }
+        if _ENGINES.get(str(value)) == "deepspeed":
+            return next((reason for reason, holds in deepspeed.items() if holds), None)
         return None
 
     def apply(self, value: Value, recipe: Recipe) -> None:

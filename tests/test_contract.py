@@ -59,6 +59,8 @@ def cuda(capability, *, packages=HERE, host_limit_bytes=100 * GIB, launch_path="
 
 
 EXTRAS = {"bitsandbytes": "0.49.0", "deepspeed": "0.18.0"}
+FUSED = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "liger-kernel": "0.8.5", "triton": "3.7.0"}
+EVERY_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 FACTS = {
     "cpu": replace(cpu(), packages=BARE),
     "cpu with bfloat16": cpu(("fp32", "bf16"), **EXTRAS),
@@ -69,6 +71,12 @@ FACTS = {
     "cuda 9.0": cuda((9, 0), packages={**HERE, **EXTRAS}),
     "cuda 9.0, loop": cuda((9, 0), packages={**HERE, **EXTRAS}, launch_path="loop"),
     "cuda 9.0, a strange model": cuda((9, 0), supports_checkpointing=False, layer_classes=(), has_experts=True),
+    "cuda 9.0, fused kernels": cuda(
+        (9, 0), packages={**BARE, **FUSED}, attentions=EVERY_ATTENTION, plain_head=True, liger=True
+    ),
+    "cuda 8.0, no kernel knows it": cuda(
+        (8, 0), packages={**BARE, **FUSED}, attentions=("eager",), attention="eager", attention_dropout=True
+    ),
     "cuda 8.0, a small host": cuda((8, 0), packages={**BARE, **EXTRAS}, host_limit_bytes=GIB),
     "cuda 8.0, older transformers": cuda((8, 0), packages={**BARE, "transformers": "5.17.2"}),
     "three processes": replace(cpu(), workload=replace(cpu().workload, processes=3)),
@@ -339,6 +347,7 @@ QUICK = Effort(fidelity="whole", min_steps=1, max_steps=1)
 def tiny(launch_path):
     facts = cpu_facts(global_batch=4, seq_len=16, limit_bytes=2 * GIB, launch_path=launch_path)
     sizes = {"parameters": 50_000, "layers": 2, "hidden_size": 32, "vocab_size": 128, "max_positions": 16}
+    sizes["plain_head"] = True
     return replace(facts, model=model(**sizes), packages=installed())
 
 

@@ -272,7 +272,7 @@ def test_a_document_that_was_edited_is_refused_where_it_was(tmp_path):
 def test_a_plan_of_another_version_is_refused(tmp_path):
     found = a_document(a_plan(CPU), CPU)
     less = {name: value for name, value in found.plan.items() if name != "offload"}
-    for plan in (Plan(less), Plan({**found.plan, "attention": "flash"})):
+    for plan in (Plan(less), Plan({**found.plan, "telepathy": "on"})):
         (tmp_path / document.NAME).write_text(dump_json(DOCUMENT, replace(found, plan=plan)))
         with pytest.raises(InputError, match="not a plan of this version") as caught:
             autofit.load(tmp_path)

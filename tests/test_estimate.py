@@ -56,7 +56,9 @@ def test_the_demo_on_a_card_by_its_name(ask):
 
 
 def test_only_a_size_gives_no_speed_and_the_margin_decides(ask):
-    roomy = ask(memory="8GiB", fix=("precision=bf16", "optimizer=adamw", "offload=none", "checkpointing=off"))
+    roomy = ask(
+        memory="8GiB", fix=("precision=bf16", "optimizer=adamw", "offload=none", "checkpointing=off", "kernels=none")
+    )
     (one,) = roomy.plans
     assert one.samples_per_second is None
     assert one.plan["micro_batch"] == SMALL["global_batch"]
@@ -70,7 +72,7 @@ def test_only_a_size_gives_no_speed_and_the_margin_decides(ask):
 
 
 def test_a_smaller_card_takes_a_smaller_micro_batch(ask):
-    fix = ("precision=fp32", "optimizer=adamw", "offload=none", "checkpointing=off")
+    fix = ("precision=fp32", "optimizer=adamw", "offload=none", "checkpointing=off", "kernels=none")
     big = ask(memory="8GiB", fix=fix, seq_len=128, global_batch=32).plans[0]
     small = ask(memory=big.device_bytes - 40 * MIB, fix=fix, seq_len=128, global_batch=32).plans[0]
     assert small.verdict == "fits"
@@ -102,7 +104,10 @@ def test_what_is_kept_needs_no_process(ask):
 
 
 def test_host_memory_is_shown_where_a_plan_takes_some(ask):
-    found = ask(memory="8GiB", fix=("offload=optimizer", "optimizer=adamw", "precision=fp32", "checkpointing=off"))
+    found = ask(
+        memory="8GiB",
+        fix=("offload=optimizer", "optimizer=adamw", "precision=fp32", "checkpointing=off", "kernels=none"),
+    )
     (one,) = found.plans
     parameters = 4 * found.parameters
     assert one.need.elsewhere_bytes == pytest.approx(2 * parameters, rel=0.02)
@@ -187,8 +192,8 @@ def test_peaks_of_many_agree_with_each_need(server, tmp_path):
     config = fetch("demo", tmp_path / "model")
     facts = question.read_facts(tmp_path, question.Request(model="demo", **SMALL), "cpu", server, print)
     made = traces.Traces(facts, config, lambda: server, tmp_path, traces.cache_folder())
-    plan = Plan({"micro_batch": 2, "accumulation": 4, "precision": "fp32", "checkpointing": "full",
-                 "optimizer": "adamw", "offload": "none"})  # fmt: skip
+    plan = Plan({"micro_batch": 2, "accumulation": 4, "precision": "fp32", "attention": "default", "kernels": "none",
+                 "checkpointing": "full", "optimizer": "adamw", "offload": "none"})  # fmt: skip
     made.prepare([plan])
     parts = made.parts(plan)
     rows, accumulation = np.array([2, 4, 8]), np.array([4, 2, 1])

@@ -135,6 +135,8 @@ def test_the_first_plan_is_fast_small_and_keeps_the_method(tmp_path):
         "micro_batch": 1,
         "accumulation": 32,
         "precision": "bf16",
+        "attention": "default",
+        "kernels": "none",
         "checkpointing": "off",
         "optimizer": "adamw",
         "offload": "none",

@@ -167,6 +167,8 @@ def covering(values, seed=0):
 COMBINATIONS = covering(
     {
         "precision": ["fp32", "bf16", "bf16_weights"],
+        "attention": ["default", "eager"],
+        "kernels": ["none", "chunked_ce"],
         "checkpointing": ["off", "full", "every_2", "every_4", "selective"],
         "optimizer": ["adamw", "adamw_8bit", "adafactor", "sgd"],
         "accumulation": [1, 2, 4],
@@ -188,12 +190,34 @@ def test_the_combinations_are_all_that_a_cpu_can_have(labs):
 def test_a_trace_needs_what_real_tensors_need(labs, config, number):
     row = dict(COMBINATIONS[number])
     lab = labs(config, launch_path=row.pop("launch_path"))
+    for name, value in row.items():
+        if value not in every_choice(lab.facts).get(name, [value]):
+            row[name] = PLAIN[name]
     plan = PLAIN.replaced(**row)
     tape = lab.real(plan)
     live = tape.live(0)
     need = lab.need(plan)
     assert need.peak_bytes == pytest.approx(live.max(), rel=0.02)
     assert sum(need.by_category.values()) == pytest.approx(need.peak_bytes, abs=len(CATEGORIES))
+
+
+def test_without_logits_their_memory_is_gone(tmp_path):
+    """As much as a sixteenth of them is there at a time, and no copy of any."""
+    lab = Lab(tmp_path, {**CONFIGS["llama"], "vocab_size": 4000}, device="cuda", seq_len=128)
+    for precision in ("fp32", "bf16", "bf16_weights"):
+        plan = PLAIN.replaced(micro_batch=8, precision=precision)
+        whole, chunked = lab.need(plan), lab.need(plan.replaced(kernels="chunked_ce"))
+        logits_bytes = 4 * 8 * 128 * lab.facts.model.vocab_size
+        assert whole.by_category["logits"] > 2 * logits_bytes
+        assert chunked.by_category["logits"] < logits_bytes
+        assert chunked.peak_bytes < whole.peak_bytes - logits_bytes
+
+
+def test_a_score_for_every_pair_of_tokens_is_seen(labs):
+    lab, plan = labs("llama"), PLAIN.replaced(micro_batch=8)
+    fused, eager = lab.need(plan), lab.need(plan.replaced(attention="eager"))
+    layers, heads, positions = 6, 4, lab.facts.workload.seq_len
+    assert eager.peak_bytes > fused.peak_bytes + 4 * 8 * layers * heads * positions**2
 
 
 # -- what a value is traced as ------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ PLAIN = Plan(
         "micro_batch": 1,
         "accumulation": 4,
         "precision": "fp32",
+        "attention": "default",
+        "kernels": "none",
         "checkpointing": "off",
         "optimizer": "adamw",
         "offload": "none",

@@ -54,6 +54,8 @@ PLAIN = Plan(
         "micro_batch": 1,
         "accumulation": 1,
         "precision": "fp32",
+        "attention": "default",
+        "kernels": "none",
         "checkpointing": "off",
         "optimizer": "adamw",
         "offload": "none",
@@ -64,6 +66,7 @@ PLAIN = Plan(
 def facts_of(config, *, device="cpu", seq_len=64, launch_path="trainer", global_batch=64):
     """Facts for a config, without reading them in a process."""
     values = CONFIGS[config] if isinstance(config, str) else config
+    capped = values["model_type"] == "gemma2"  # its scores and its logits
     return Facts(
         model=Model(
             name=values["model_type"],
@@ -75,6 +78,9 @@ def facts_of(config, *, device="cpu", seq_len=64, launch_path="trainer", global_
             vocab_size=values["vocab_size"],
             max_positions=None,
             supports_checkpointing=True,
+            attention="eager" if capped else "sdpa",
+            attentions=("eager",) if capped else ("eager", "sdpa"),
+            plain_head=not capped,
         ),
         hardware=Hardware(
             device=device,

@@ -53,6 +53,8 @@ def plain(rows: int) -> Plan:
             "micro_batch": rows,
             "accumulation": BATCH // rows,
             "precision": "fp32",
+            "attention": "default",
+            "kernels": "none",
             "checkpointing": "off",
             "optimizer": "adamw",
             "offload": "none",

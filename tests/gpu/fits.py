@@ -35,7 +35,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-from autofit.units import GIB, MIB  # noqa: E402 - the checkout is found first
+from autofit.registry import techniques  # noqa: E402 - the checkout is found first
+from autofit.units import GIB, MIB  # noqa: E402
 
 STEPS = 3  # as many as autofit.footprint.requests puts together
 TOLERANCE = 0.005
@@ -226,7 +227,8 @@ def cases():
     for line in _CASES.split("\n"):
         if line.strip():
             model, seq_len, rows, steps, *words, allocator = line.split()
-            plan = dict(zip(NAMES, (int(rows), int(steps), *words), strict=True))
+            given = dict(zip(NAMES, (int(rows), int(steps), *words), strict=True))
+            plan = {one.name: given.get(one.name, one.plain) for one in techniques()}
             found.append(Case(model=model, seq_len=int(seq_len), plan=plan, allocator=allocator))
     return found
 

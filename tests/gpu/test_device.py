@@ -25,11 +25,15 @@ PLAIN = Plan(
         "micro_batch": 4,
         "accumulation": 2,
         "precision": "bf16",
+        "attention": "default",
+        "kernels": "none",
         "checkpointing": "off",
         "optimizer": "adamw",
         "offload": "none",
     }
 )
+
+KNOBS = ("precision", "attention", "kernels", "checkpointing", "optimizer", "offload")
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +84,8 @@ def values(name):
     """Every value that any machine may offer; what this one withholds is skipped inside the test."""
     return {
         "precision": ["fp32", "tf32", "bf16", "fp16", "bf16_weights"],
+        "attention": ["default", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"],
+        "kernels": ["none", "chunked_ce", "liger_fused_ce", "liger"],
         "checkpointing": ["off", "full", "every_2", "every_4", "selective", "full_offload"],
         "optimizer": ["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"],
         "offload": ["none", "activations", "optimizer", "fsdp2", "zero2", "zero3"],
@@ -87,9 +93,7 @@ def values(name):
 
 
 @pytest.mark.parametrize("path", ["trainer", "loop"])
-@pytest.mark.parametrize(
-    ("name", "value"), [(n, v) for n in ("precision", "checkpointing", "optimizer", "offload") for v in values(n)]
-)
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n in KNOBS for v in values(n)])
 def test_every_choice_runs_and_takes_effect(bench, path, name, value):
     choice = next(c for n, c in space.offers(bench.facts) if n == name and c.value == value)
     if choice.status == "withheld":

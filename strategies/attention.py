@@ -1,0 +1,146 @@
+"""Attention: which implementation computes it.
+
+- ``default``: what transformers picks for the architecture, which is ``sdpa`` where its class supports it.
+- ``eager``: products and a softmax as operators of their own; keeps a score for every pair of tokens.
+- ``sdpa``: PyTorch's ``scaled_dot_product_attention``, which picks a fused kernel that keeps no scores, or its slow
+  ``math`` path where none fits. Which one ran is in the outcome's evidence.
+- ``flash_attention_2``, ``flash_attention_3``: the ``flash-attn`` packages, 16-bit arithmetic only. They need no mask
+  where a window slides over the sequence, and can do soft caps, which PyTorch's own kernels can't.
+- ``flex_attention``: PyTorch's kernel that Triton generates for the mask; compiled in the first step.
+
+Saves: the scores, whose number grows with the square of the sequence, and most of attention's time. Costs: nothing
+but an installed package; ``flex_attention`` costs its compilation. All are the same mathematics (class ``exact``).
+Sources: Dao et al. (arXiv 2205.14135, 2307.08691), Shah et al. (arXiv 2407.08608), Dong et al. (arXiv 2412.05496);
+``PreTrainedModel._check_and_adjust_attn_implementation`` for what an architecture supports.
+
+A trace takes FlashAttention for PyTorch's fused kernel, which is the same algorithm and keeps the same tensors: query,
+key, value, output and a float32 a row. Where a window slides, that is an upper bound, since PyTorch's needs a mask.
+
+Not covered: kernels from the hub, which transformers loads by the ``kernels`` package; FlashAttention-4; widths of
+heads that a kernel refuses, which a trial finds out; traces of ``flex_attention``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autofit.technique import Choice, Emission, Kind, Part, Prior, Status, Technique
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from autofit.facts import Facts
+    from autofit.plan import Evidence, Value
+    from autofit.recipe import Recipe
+
+_SIXTEEN_BITS = {"bf16", "fp16", "bf16_weights"}
+_FLASH = {
+    "flash_attention_2": ("flash-attn", (8, 0), (99, 0), "Ampere or newer"),
+    "flash_attention_3": ("flash-attn-3", (9, 0), (10, 0), "Hopper"),
+}
+"""Package, the capabilities from and below which it runs, and these in words."""
+_PYTORCHS = frozenset({"flash", "efficient", "cudnn", "math"})
+_SHOWS = {
+    "eager": frozenset(),
+    "sdpa": _PYTORCHS,
+    "flash_attention_2": frozenset({"flash_attn"}),
+    "flash_attention_3": frozenset({"flash_attn"}),
+    "flex_attention": frozenset({"flex"}),
+}
+"""Kernels that a value runs."""
+
+
+class Attention(Technique):
+    """Which implementation computes attention."""
+
+    name = "attention"
+    plain = "default"
+
+    def choices(self, facts: Facts) -> tuple[Choice, ...]:
+        picked = facts.model.attention
+        explicit = (
+            self._choice("sdpa", facts, "offered", "PyTorch's fused kernels"),
+            self._choice("eager", facts, "on_request", "operators of their own, and a score for every pair of tokens"),
+            *(self._flash(value, facts) for value in _FLASH),
+            self._flex(facts),
+        )
+        return (Choice("default", Kind.EXACT, "offered", f"transformers picks {picked} here"), *explicit)
+
+    def _choice(self, value: str, facts: Facts, status: Status, reason: str) -> Choice:
+        """A value, withheld where it would be the default again or where the class does not know it."""
+        model = facts.model
+        if value == model.attention:
+            return Choice(value, Kind.EXACT, "withheld", f"it is the default for {model.architecture}")
+        if value not in model.attentions:
+            return Choice(value, Kind.EXACT, "withheld", f"{model.architecture} does not support it")
+        return Choice(value, Kind.EXACT, status, reason)
+
+    def _flash(self, value: str, facts: Facts) -> Choice:
+        package, least, below, generation = _FLASH[value]
+        capability, why = facts.hardware.capability, None
+        if facts.hardware.device == "cpu":
+            why = "it runs on CUDA devices only"
+        elif not facts.has(package):
+            why = f"{package} is not installed"
+        elif capability is None or not least <= capability < below:
+            why = f"it needs {generation}, and {facts.hardware.name} is none"
+        elif value == "flash_attention_3" and facts.model.attention_dropout:
+            why = f"{facts.model.architecture} drops attention weights, which it can't"
+        if why is not None:
+            return Choice(value, Kind.EXACT, "withheld", why)
+        return self._choice(value, facts, "offered", f"kernels of {package}, in 16 bits")
+
+    def _flex(self, facts: Facts) -> Choice:
+        why = None
+        if facts.hardware.device == "cpu":
+            why = "it can't be trained with on a CPU"
+        elif not facts.has("triton"):
+            why = "triton is not installed"
+        if why is not None:
+            return Choice("flex_attention", Kind.EXACT, "withheld", why)
+        return self._choice("flex_attention", facts, "on_request", "a kernel that is compiled in the first step")
+
+    def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
+        if value in _FLASH and others["precision"] not in _SIXTEEN_BITS:
+            return f"{value} computes in 16 bits, not in {others['precision']}"
+        return None
+
+    def apply(self, value: Value, recipe: Recipe) -> None:
+        if value != self.plain:
+            recipe.attention = str(value)
+
+    def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
+        if value == self.plain:
+            return Emission()
+        return Emission(script=(f"load the model with {value}: model = setup.model(...)",))
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        if part == "optimizer":
+            return self.plain
+        if value in _FLASH:
+            return "sdpa"
+        return None if value == "flex_attention" else value
+
+    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
+        if evidence.attention is None:
+            return None
+        wanted = facts.model.attention if value == self.plain else str(value)
+        if evidence.attention != wanted:
+            return f"the model attends by {evidence.attention}, not {wanted}"
+        ran = evidence.attention_kernels
+        if value == self.plain or ran is None:
+            return None  # what an architecture does by itself is what a script gets
+        shows = _SHOWS[wanted]
+        if bool(shows) != bool(shows & set(ran)) or set(ran) - shows:
+            return f"the layers do not attend by {wanted}: kernels seen are {', '.join(ran) or 'none'}"
+        return None
+
+    def prior(self, value: Value, facts: Facts) -> Prior:
+        """What fusing saves grows with the sequence; on one of a thousand tokens attention is a tenth of the step."""
+        if value in {self.plain, facts.model.attention}:
+            return Prior(time=(0.0, 0.01), memory=(0.0, 0.01))
+        if value == "eager":
+            return Prior(time=(0.15, 0.2), memory=(0.3, 0.3))
+        if facts.model.attention == "eager":
+            return Prior(time=(-0.2, 0.2), memory=(-0.2, 0.2))
+        return Prior(time=(-0.02, 0.1), memory=(0.0, 0.05))

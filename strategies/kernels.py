@@ -1,0 +1,314 @@
+"""Kernels: fused ones in the place of a model's own operators.
+
+- ``none``: the model's own operators. The loss needs a score for every position and token of the vocabulary
+  (logits), several times over: in 16 bits, in float32, and their gradient.
+- ``chunked_ce``: the output layer and the loss together, a sixteenth of the positions at a time. The gradients of
+  the hidden state and of the output layer's weight are made in the forward pass, so that no logits are kept. Made of
+  PyTorch's operators: on any device, in any precision. The gradient of the weight is added up in float32.
+- ``liger``: Liger's Triton kernels for norms, rotary embeddings, activations and the loss, for the architectures that
+  it knows; ``liger_fused_ce`` is its loss alone.
+
+Saves: the logits, which are most of the memory of a small model with a large vocabulary; Liger's others save
+activations and passes over memory. Costs: ``chunked_ce`` reads the weight of the output layer and writes its gradient
+once a chunk, which shows where a micro-batch is small. All are the same mathematics up to the order of rounding
+(class ``exact``). Sources: Hsu et al., "Liger Kernel" (arXiv 2410.10989); ``TrainingArguments.use_liger_kernel``.
+
+PyTorch's own ``linear_cross_entropy`` saves the same, but it is one opaque operator, whose memory a trace can't see; it
+does not follow autocast; and it is of PyTorch 2.13.
+
+Not covered: models that cap or scale their logits; scripts that read the logits while they train, as TRL's metrics do;
+an adapter on the output layer; traces of Liger's kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import TYPE_CHECKING, Any, cast
+
+from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from transformers import PreTrainedModel
+
+    from autofit.facts import Facts
+    from autofit.plan import Evidence, Value
+    from autofit.recipe import Recipe
+
+CHUNKS = 16
+_LOSS_ALONE = {
+    "fused_linear_cross_entropy": True,
+    **dict.fromkeys(("cross_entropy", "rope", "rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared"), False),
+}
+"""Liger leaves out what an architecture's function does not take."""
+_LIGER: dict[str, dict[str, bool] | None] = {"liger": None, "liger_fused_ce": _LOSS_ALONE}
+_LIGERS_LOSS = "liger_kernel.transformers.model."
+
+
+class Kernels(Technique):
+    """Which fused kernels stand in the place of the model's own operators."""
+
+    name = "kernels"
+    plain = "none"
+
+    def choices(self, facts: Facts) -> tuple[Choice, ...]:
+        model = facts.model
+        chunked = Choice("chunked_ce", Kind.EXACT, "offered", f"the logits of 1/{CHUNKS} of the positions at a time")
+        if not model.plain_head:
+            own = f"{model.architecture} does more to its logits than take their loss"
+            chunked = Choice("chunked_ce", Kind.EXACT, "withheld", own)
+        missing = [name for name in ("liger-kernel", "triton") if not facts.has(name)]
+        why = None
+        if facts.hardware.device == "cpu":
+            why = "its kernels run on a GPU only"
+        elif missing:
+            why = f"{missing[0]} is not installed"
+        elif not model.liger:
+            why = f"Liger does not know {model.model_type}"
+        return (
+            Choice("none", Kind.EXACT, "offered", "the model's own operators"),
+            chunked,
+            Choice("liger_fused_ce", Kind.EXACT, "withheld" if why else "on_request", why or "Liger's loss alone"),
+            Choice("liger", Kind.EXACT, "withheld" if why else "offered", why or "all of Liger's Triton kernels"),
+        )
+
+    def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
+        said = ("take the loss a chunk of the logits at a time: model = setup.model(...)",)
+        return Emission(
+            training_args={"use_liger_kernel": value in _LIGER, "liger_kernel_config": _LIGER.get(str(value))},
+            script=said if value == "chunked_ce" else (),
+        )
+
+    def apply(self, value: Value, recipe: Recipe) -> None:
+        if value == "chunked_ce":
+            recipe.model_wraps.append(chunk_loss)
+        elif value in _LIGER and recipe.facts.workload.launch_path == "loop":
+            recipe.model_wraps.append(functools.partial(_apply_liger, settings=_LIGER[str(value)] or {}))
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        if part == "optimizer":
+            return self.plain
+        return None if value in _LIGER else value
+
+    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
+        ligers = evidence.liger_modules
+        loss = [name for name in ligers if name.startswith(_LIGERS_LOSS)]
+        wanted = {"liger": len(ligers) > len(loss), "liger_fused_ce": len(ligers) == len(loss) > 0}
+        if not wanted.get(str(value), not ligers):
+            return f"Liger's modules that stand in the model: {', '.join(ligers) or 'none'}"
+        if (value == "chunked_ce") != bool(evidence.chunked_losses):
+            return f"{evidence.chunked_losses or 'no'} losses were taken a chunk at a time"
+        if value in {"chunked_ce", "liger_fused_ce"} and evidence.whole_logits:
+            return "the logits of all positions were made"
+        return None
+
+    def prior(self, value: Value, facts: Facts) -> Prior:
+        """The logits' part of memory goes with the vocabulary; what is saved of it is known by its trace."""
+        return {
+            "none": Prior(time=(0.0, 0.01), memory=(0.0, 0.01)),
+            "chunked_ce": Prior(time=(0.03, 0.1), memory=(-0.2, 0.2)),
+            "liger_fused_ce": Prior(time=(0.02, 0.1), memory=(-0.2, 0.2)),
+            "liger": Prior(time=(-0.1, 0.1), memory=(-0.3, 0.2)),
+        }[str(value)]
+
+
+def _apply_liger(model: PreTrainedModel, settings: Mapping[str, bool]) -> PreTrainedModel:
+    """Put Liger's kernels in by hand, where no Trainer reads the argument."""
+    from transformers.integrations import liger
+
+    apply: Any = liger.apply_liger_kernel
+    apply(model, dict(settings))
+    return model
+
+
+class ChunkedLoss:
+    """Lets an output layer hand its input on to the loss, which then takes both in chunks.
+
+    Attributes:
+        losses: Losses that were taken so far; :mod:`autofit.observe` reads it.
+    """
+
+    def __init__(self) -> None:
+        self.losses = 0
+        self.on = False
+        self.hidden: torch.Tensor | None = None
+        self.head: Any = None
+
+    def hand_on(self, head: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """The output layer's forward pass."""
+        self.head, self.hidden = head, hidden
+        return hidden
+
+    def loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        *,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """What transformers' ``ForCausalLMLoss`` gives for the logits of the hidden state."""
+        from torch.nn import functional
+
+        hidden, head = self.hidden, self.head
+        self.hidden = self.head = None
+        if hidden is None or logits is not hidden:
+            raise RuntimeError("kernels=chunked_ce: the model does more to its logits than take their loss")
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = shift_labels.to(hidden.device)
+        total = chunked_cross_entropy(hidden, head.weight, head.bias, shift_labels, ignore_index=ignore_index)
+        self.losses += 1
+        if num_items_in_batch is None:
+            return total / (shift_labels != ignore_index).sum()
+        count = num_items_in_batch
+        return total / (count if isinstance(count, int) else count.to(total.device))
+
+
+def chunk_loss(model: PreTrainedModel) -> PreTrainedModel:
+    """Take the loss a chunk at a time while the model trains with labels; its output then has no logits."""
+    import torch
+
+    chunked = ChunkedLoss()
+    head: Any = cast("Any", model).get_output_embeddings()
+    forward, head_forward, whole_loss = model.forward, type(head).forward, model.loss_function
+
+    def head_or_hidden(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = chunked.hand_on(self, hidden) if chunked.on else head_forward(self, hidden)
+        return result
+
+    def loss(
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        **others: Any,
+    ) -> torch.Tensor:
+        if chunked.on:
+            return chunked.loss(logits, labels, **others)
+        result: torch.Tensor = whole_loss(logits, labels, vocab_size, **others)
+        return result
+
+    @functools.wraps(forward)
+    def with_chunked_loss(*args: Any, **kwargs: Any) -> Any:
+        keep = kwargs.get("logits_to_keep", 0)
+        chunked.on = model.training and kwargs.get("labels") is not None and isinstance(keep, int) and keep == 0
+        try:
+            output = forward(*args, **kwargs)
+            if chunked.on and hasattr(output, "logits"):
+                # what stands there is the hidden state, and nobody shall take it for logits
+                output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
+            return output
+        finally:
+            chunked.on = False
+
+    head.forward = types.MethodType(head_or_hidden, head)  # bound, so that a copy of the layer calls its own
+    # a graph that is compiled ends before it: unrolled chunks take long to compile
+    model.loss_function = cast("Any", torch.compiler).disable(loss)
+    model.forward = with_chunked_loss
+    vars(model)["autofit_chunked_loss"] = chunked
+    return model
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    chunks: int = CHUNKS,
+) -> torch.Tensor:
+    """The sum of cross-entropies of ``hidden @ weight.T + bias``, without all of these at once.
+
+    Args:
+        hidden: Of ``(rows, positions, width)``.
+        weight: Of ``(vocabulary, width)``.
+        bias: Of ``(vocabulary,)``.
+        targets: Of ``(rows, positions)``.
+        ignore_index: Target of the positions that do not count.
+        chunks: Pieces that the positions are cut into; each holds all rows.
+    """
+    import torch
+
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    with torch.autocast(device, enabled=False):
+        result: torch.Tensor = _function().apply(hidden, weight, bias, targets, ignore_index, chunks, dtype)
+    return result
+
+
+@functools.cache
+def _function() -> Any:
+    """The autograd function; made when torch is there."""
+    import torch
+    from torch.autograd.function import once_differentiable
+    from torch.nn.functional import linear
+
+    class ChunkedCrossEntropy(torch.autograd.Function):
+        @staticmethod
+        def forward(  # noqa: PLR0917 - autograd gives them by their places
+            ctx: Any,
+            hidden: torch.Tensor,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None,
+            targets: torch.Tensor,
+            ignore_index: int,
+            chunks: int,
+            dtype: torch.dtype,
+        ) -> torch.Tensor:
+            for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+            matrix = weight.to(dtype)
+            total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+            of_hidden = torch.empty_like(hidden) if for_hidden else None
+            of_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
+            of_bias = torch.zeros_like(bias, dtype=torch.float32) if for_bias and bias is not None else None
+            step = -(-hidden.shape[1] // chunks)
+            for begin in range(0, hidden.shape[1], step):
+                part = slice(begin, begin + step)
+                rows = hidden[:, part].reshape(-1, hidden.shape[2]).to(dtype)
+                target = targets[:, part].reshape(-1, 1)
+                counts = target != ignore_index
+                target = target.masked_fill(~counts, 0)
+                logits = linear(rows, matrix, None if bias is None else bias.to(dtype))
+                scores = logits.float()
+                del logits
+                scores -= scores.amax(1, keepdim=True)
+                right = scores.gather(1, target)
+                scores.exp_()
+                sums = scores.sum(1, keepdim=True)
+                total += ((sums.log() - right) * counts).sum()
+                scores *= counts / sums
+                scores.scatter_add_(1, target, -counts.float())
+                gradient = scores.to(dtype)  # as the gradient of the logits is when autograd makes it
+                del scores
+                if of_bias is not None:
+                    of_bias += gradient.sum(0, dtype=torch.float32)
+                if of_hidden is not None:
+                    of_hidden[:, part] = (gradient @ matrix).view(hidden[:, part].shape)
+                if of_weight is not None and dtype == torch.float32:
+                    torch.addmm(of_weight, gradient.t(), rows, out=of_weight)
+                elif of_weight is not None:
+                    of_weight += gradient.t() @ rows
+            ctx.gradients = of_hidden, of_weight, of_bias
+            ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+            return total
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, of_total: torch.Tensor) -> Any:
+            if ctx.gradients is None:
+                raise RuntimeError("a chunked loss can be gone back through once")
+            gradients, ctx.gradients = ctx.gradients, None
+            scaled = [
+                None if gradient is None else gradient.mul_(of_total).to(dtype)
+                for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+            ]
+            return *scaled, None, None, None, None
+
+    return ChunkedCrossEntropy
