@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "optuna", "peft", "bitsandbytes", "trl", "deepspeed", "torchao",
-    "liger-kernel", "flash-attn",
+    "liger-kernel", "flash-attn", "lomo-optim", "galore-torch", "apollo-torch", "schedulefree", "torch-optimi",
 )  # fmt: skip
 """Packages that techniques look for, and whose versions an answer holds for."""
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from autofit.plan import Evidence
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from autofit.recipe import Recipe
@@ -87,6 +86,9 @@ class Observer:
             optimizer=f"{type(real).__module__}.{type(real).__qualname__}",
             optimizer_fused=group.get("fused"),
             optimizer_momentum=group.get("momentum"),
+            optimizer_paged=getattr(real, "is_paged", None),
+            optimizer_projected=_projected(real),
+            optimizer_stochastic=getattr(real, "bf16_stochastic_round", None),
             optimizer_state_dtypes=state_dtypes,
             optimizer_state_devices=state_devices,
             parameter_devices=tuple(sorted({parameter.device.type for parameter in parameters})),
@@ -114,7 +116,7 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _dtype(tensor: torch.Tensor) -> str:
+def _dtype(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -124,9 +126,14 @@ def _state(optimizer: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     for state in getattr(optimizer, "state", {}).values():
         for value in state.values() if isinstance(state, dict) else ():
             if hasattr(value, "dtype") and value.numel() > 1:
-                dtypes.add(_dtype(value))
+                dtypes.add(_dtype(getattr(value, "codes", value)))  # torchao's state says what it stands for
                 devices.add(value.device.type)
     return tuple(sorted(dtypes)), tuple(sorted(devices))
+
+
+def _projected(optimizer: Any) -> int:
+    """Parameters whose gradients are projected to a lower rank."""
+    return sum(len(group["params"]) for group in getattr(optimizer, "param_groups", ()) if "rank" in group)
 
 
 def _engine(accelerator: Any) -> str:

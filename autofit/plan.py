@@ -92,6 +92,9 @@ class Evidence:
     optimizer: str | None = None
     optimizer_fused: bool | None = None
     optimizer_momentum: float | None = None
+    optimizer_paged: bool | None = None
+    optimizer_projected: int = 0
+    optimizer_stochastic: bool | None = None
     optimizer_state_dtypes: tuple[str, ...] = ()
     optimizer_state_devices: tuple[str, ...] = ()
     parameter_devices: tuple[str, ...] = ()

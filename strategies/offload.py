@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed", "zero3": "deepspeed"}
 _SMALLEST_BYTES = 1 << 20  # smaller tensors cost more to move than they free
+_PLAIN_STATE = {"adamw", "adafactor", "sgd"}
 _CHUNK_BYTES = 256 << 20
 
 
@@ -88,8 +89,8 @@ class Offload(Technique):
         optimizer, precision = others["optimizer"], others["precision"]
         if value == "activations" and others["checkpointing"] == "full":
             return "checkpointing keeps the layers' inputs only, and holds them where these hooks don't reach"
-        if value == "optimizer" and "8bit" in str(optimizer):
-            return "bitsandbytes places its own state"
+        if value == "optimizer" and optimizer not in _PLAIN_STATE:
+            return f"{optimizer} keeps or places its state in a way of its own"
         if value in {"fsdp2", "zero2", "zero3"} and optimizer != "adamw":
             return f"{value} steps on the host, where {optimizer} does not run"
         if value == "fsdp2" and precision == "fp16":

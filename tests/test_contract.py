@@ -58,7 +58,12 @@ def cuda(capability, *, packages=HERE, host_limit_bytes=100 * GIB, launch_path="
     )
 
 
-EXTRAS = {"bitsandbytes": "0.49.0", "deepspeed": "0.18.0"}
+EXTRAS = {
+    "bitsandbytes": "0.49.0",
+    "deepspeed": "0.18.0",
+    "torchao": "0.18.0",
+    **dict.fromkeys(("lomo-optim", "galore-torch", "apollo-torch", "schedulefree", "torch-optimi"), "1.0"),
+}
 FACTS = {
     "cpu": replace(cpu(), packages=BARE),
     "cpu with bfloat16": cpu(("fp32", "bf16"), **EXTRAS),
