@@ -51,6 +51,8 @@ import contextlib
 import math
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import getattr_static
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
@@ -343,7 +345,7 @@ class Optimizer(Technique):
         if "torch-optimi" in row.packages and on_cuda:
             # one Triton kernel a parameter, in place
             replaced.append((import_module("optimi.stableadamw"), "stableadamw", lambda **_: None))
-        before = [getattr(owner, name) for owner, name, _ in replaced]
+        before = [getattr_static(owner, name) for owner, name, _ in replaced]
         for owner, name, new in replaced:
             setattr(owner, name, new)
         try:
@@ -398,15 +400,21 @@ def _why_not(row: _Row, facts: Facts) -> str | None:
     missing = [package for package in row.packages if not facts.has(package)]
     if missing:
         return f"{missing[0]} is not installed: pip install {' '.join(missing)}"
-    if row.needs_cuda and facts.hardware.device == "cpu":
-        return row.needs_cuda
-    if row.stochastic and "bf16" not in facts.hardware.precisions:
-        return f"{facts.hardware.name} would emulate the bfloat16 weights that it rounds"
-    if row.in_backward and facts.workload.launch_path == "loop":
-        return "a plain loop does not hand it the learning rate: its accelerator.backward(loss) takes none"
-    if row.in_backward and facts.workload.processes > 1:
-        return "it steps before gradients are summed over the processes"
-    return None
+    reasons = {
+        row.needs_cuda: facts.hardware.device == "cpu",
+        "galore-torch gives bitsandbytes arguments by their places, which are others since 0.50": (
+            {"galore-torch", "bitsandbytes"} <= set(row.packages)
+            and tuple(map(int, facts.packages["bitsandbytes"].split(".")[:2])) >= (0, 50)
+        ),
+        f"{facts.hardware.name} would emulate the bfloat16 weights that it rounds": (
+            row.stochastic and "bf16" not in facts.hardware.precisions
+        ),
+        "a plain loop does not hand it the learning rate: its accelerator.backward(loss) takes none": (
+            row.in_backward and facts.workload.launch_path == "loop"
+        ),
+        "it steps before gradients are summed over the processes": row.in_backward and facts.workload.processes > 1,
+    }
+    return next((words for words, holds in reasons.items() if words and holds), None)
 
 
 def _in_training(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -455,16 +463,27 @@ def _bitsandbytes(recorder: Recorder, *, paged: bool) -> list[tuple[Any, str, An
 
 
 def _torchao() -> list[tuple[Any, str, Any]]:
-    """Torchao compiles its step, which a trace can't go through; what the compiled code makes for itself is made here.
+    """Torchao wraps tensors for its state and compiles its step, and fake tensors can go through neither.
 
-    Source: the code that PyTorch 2.13 compiles for a CPU: both moments in float32, and with 4 bits also their codes,
-    unpacked and as 64-bit numbers.
+    What the compiled code makes for itself is made here: both moments in float32, and with 4 bits also their codes,
+    unpacked and as 64-bit numbers. Source: what PyTorch 2.13 compiles for a CPU.
     """
-    import types
-
     import torch
 
     adam = import_module("torchao.optim.adam")
+
+    def state_of(bits: int) -> Any:
+        def state(p: torch.Tensor, _: bool, block_size: int) -> SimpleNamespace:
+            count = p.numel()
+            kept = SimpleNamespace(
+                codes=torch.zeros(count * bits // 8, dtype=torch.uint8),
+                scale=torch.zeros(count // block_size),
+                qmap=torch.zeros(2**bits),
+            )
+            kept.to = lambda _: kept
+            return kept
+
+        return staticmethod(state)
 
     def step(p: torch.Tensor, *others: Any) -> None:
         made = []
@@ -475,5 +494,11 @@ def _torchao() -> list[tuple[Any, str, Any]]:
                 made += [torch.empty_like(p, dtype=dtype) for dtype in (torch.uint8, torch.int64)]
             made.append(torch.empty_like(p, dtype=torch.float32))
 
-    own = types.SimpleNamespace(**{**vars(torch), "compile": lambda function, **_: function})
-    return [(adam, "torch", own), (adam, "single_param_adam", step)]
+    not_compiled = SimpleNamespace(**{**vars(torch), "compile": lambda function, **_: function})
+    return [
+        (adam.AdamW8bit, "_subclass_zeros", state_of(8)),
+        (adam.AdamW4bit, "_subclass_zeros", state_of(4)),
+        (adam, "single_param_adam", step),
+        (adam, "torch", not_compiled),
+        (adam, "Tensor", object),  # so that the learning rate stays a number: schedulers copy it with its value
+    ]
