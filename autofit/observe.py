@@ -80,6 +80,7 @@ class Observer:
             padding_mask=self.padding_mask,
             compute_dtype=self.compute_dtype,
             weights_dtype=_dtype(max(parameters, key=lambda parameter: parameter.numel())),
+            float8_linears=sum(type(module).__name__ == "Float8Linear" for module in self.model.modules()),
             gradient_scaler=getattr(accelerator, "scaler", None) is not None,
             tf32=torch.backends.cuda.matmul.fp32_precision == "tf32" if on_cuda else None,
             layer_forwards=round(self.leaf_calls / self.micro_steps) if self.micro_steps and self.leaf_calls else None,

@@ -86,6 +86,7 @@ class Evidence:
     padding_mask: bool | None = None
     compute_dtype: str | None = None
     weights_dtype: str | None = None
+    float8_linears: int = 0
     gradient_scaler: bool | None = None
     tf32: bool | None = None
     layer_forwards: int | None = None

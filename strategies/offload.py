@@ -37,6 +37,13 @@ if TYPE_CHECKING:
     from autofit.recipe import Recipe
 
 _ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed", "zero3": "deepspeed"}
+_REFUSED = {
+    ("fsdp2", "fp16"): "gradients on the host can't be scaled with those on the device",
+    **dict.fromkeys(
+        (("zero2", "bf16_weights"), ("zero3", "bf16_weights")), "DeepSpeed keeps a float32 copy of its own"
+    ),
+    **{(engine, "fp8"): f"float8 layers were not tried under {engine}" for engine in _ENGINES},
+}
 _SMALLEST_BYTES = 1 << 20  # smaller tensors cost more to move than they free
 _PLAIN_STATE = {"adamw", "adafactor", "sgd"}
 _CHUNK_BYTES = 256 << 20
@@ -93,11 +100,7 @@ class Offload(Technique):
             return f"{optimizer} keeps or places its state in a way of its own"
         if value in {"fsdp2", "zero2", "zero3"} and optimizer != "adamw":
             return f"{value} steps on the host, where {optimizer} does not run"
-        if value == "fsdp2" and precision == "fp16":
-            return "gradients on the host can't be scaled with those on the device"
-        if value in {"zero2", "zero3"} and precision == "bf16_weights":
-            return "DeepSpeed keeps a float32 copy of its own"
-        return None
+        return _REFUSED.get((str(value), str(precision)))
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value == "activations":
