@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "optuna", "peft", "bitsandbytes", "trl", "deepspeed", "torchao",
-    "liger-kernel", "flash-attn", "flash-attn-3", "triton",
+    "liger-kernel", "flash-attn", "flash-attn-3", "triton", "lomo-optim", "galore-torch", "apollo-torch",
+    "schedulefree", "torch-optimi",
 )  # fmt: skip
 """Packages that techniques look for, and whose versions an answer holds for."""
 

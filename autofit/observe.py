@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from autofit.plan import Evidence
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from autofit.recipe import Recipe
@@ -126,6 +125,7 @@ class Observer:
             padding_mask=self.padding_mask,
             compute_dtype=self.compute_dtype,
             weights_dtype=_dtype(max(parameters, key=lambda parameter: parameter.numel())),
+            float8_linears=sum(type(module).__name__ == "Float8Linear" for module in self.model.modules()),
             gradient_scaler=getattr(accelerator, "scaler", None) is not None,
             tf32=torch.backends.cuda.matmul.fp32_precision == "tf32" if on_cuda else None,
             layer_forwards=max(forwards, default=None),
@@ -135,6 +135,9 @@ class Observer:
             optimizer=f"{type(real).__module__}.{type(real).__qualname__}",
             optimizer_fused=group.get("fused"),
             optimizer_momentum=group.get("momentum"),
+            optimizer_paged=getattr(real, "is_paged", None),
+            optimizer_projected=_projected(real),
+            optimizer_stochastic=getattr(real, "bf16_stochastic_round", None),
             optimizer_state_dtypes=state_dtypes,
             optimizer_state_devices=state_devices,
             parameter_devices=tuple(sorted({parameter.device.type for parameter in parameters})),
@@ -202,7 +205,7 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _dtype(tensor: torch.Tensor) -> str:
+def _dtype(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -212,9 +215,14 @@ def _state(optimizer: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     for state in getattr(optimizer, "state", {}).values():
         for value in state.values() if isinstance(state, dict) else ():
             if hasattr(value, "dtype") and value.numel() > 1:
-                dtypes.add(_dtype(value))
+                dtypes.add(_dtype(getattr(value, "codes", value)))  # torchao's state says what it stands for
                 devices.add(value.device.type)
     return tuple(sorted(dtypes)), tuple(sorted(devices))
+
+
+def _projected(optimizer: Any) -> int:
+    """Parameters whose gradients are projected to a lower rank."""
+    return sum(len(group["params"]) for group in getattr(optimizer, "param_groups", ()) if "rank" in group)
 
 
 def _engine(accelerator: Any) -> str:

@@ -97,6 +97,7 @@ class Evidence:
     padding_mask: bool | None = None
     compute_dtype: str | None = None
     weights_dtype: str | None = None
+    float8_linears: int = 0
     gradient_scaler: bool | None = None
     tf32: bool | None = None
     layer_forwards: int | None = None
@@ -106,6 +107,9 @@ class Evidence:
     optimizer: str | None = None
     optimizer_fused: bool | None = None
     optimizer_momentum: float | None = None
+    optimizer_paged: bool | None = None
+    optimizer_projected: int = 0
+    optimizer_stochastic: bool | None = None
     optimizer_state_dtypes: tuple[str, ...] = ()
     optimizer_state_devices: tuple[str, ...] = ()
     parameter_devices: tuple[str, ...] = ()

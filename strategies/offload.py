@@ -37,7 +37,15 @@ if TYPE_CHECKING:
     from autofit.recipe import Recipe
 
 _ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed", "zero3": "deepspeed"}
+_REFUSED = {
+    ("fsdp2", "fp16"): "gradients on the host can't be scaled with those on the device",
+    **dict.fromkeys(
+        (("zero2", "bf16_weights"), ("zero3", "bf16_weights")), "DeepSpeed keeps a float32 copy of its own"
+    ),
+    **{(engine, "fp8"): f"float8 layers were not tried under {engine}" for engine in _ENGINES},
+}
 _SMALLEST_BYTES = 1 << 20  # smaller tensors cost more to move than they free
+_PLAIN_STATE = {"adamw", "adafactor", "sgd"}
 _CHUNK_BYTES = 256 << 20
 
 
@@ -88,20 +96,13 @@ class Offload(Technique):
         optimizer, precision = others["optimizer"], others["precision"]
         if value == "activations" and others["checkpointing"] != "off":
             return "what checkpointing leaves is little; checkpointing=full_offload moves that"
-        if value == "optimizer" and "8bit" in str(optimizer):
-            return "bitsandbytes places its own state"
+        if value == "optimizer" and optimizer not in _PLAIN_STATE:
+            return f"{optimizer} keeps or places its state in a way of its own"
         if value in _ENGINES and optimizer != "adamw":
             return f"{value} steps on the host, where {optimizer} does not run"
-        if value == "fsdp2" and precision == "fp16":
-            return "gradients on the host can't be scaled with those on the device"
-        deepspeed = {
-            "DeepSpeed keeps a float32 copy of its own": precision == "bf16_weights",
-            "DeepSpeed holds the output layer's weight only while that layer runs": value == "zero3"
-            and others["kernels"] == "chunked_ce",
-        }
-        if _ENGINES.get(str(value)) == "deepspeed":
-            return next((reason for reason, holds in deepspeed.items() if holds), None)
-        return None
+        if value == "zero3" and others["kernels"] == "chunked_ce":
+            return "DeepSpeed holds the output layer's weight only while that layer runs"
+        return _REFUSED.get((str(value), str(precision)))
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value == "activations":

@@ -10,29 +10,49 @@
   Halves the bytes per parameter, and changes the method: with AdamW at a learning rate of 2e-5 about 70 % of the
   weights never moved in 20 steps, since the update is below half a unit in the last place.
 
+- ``fp8``: the linear layers of the repeated layers multiply in float8 (e4m3 forward, e5m2 for gradients, one scale a
+  tensor, found anew each time), the rest under bfloat16 autocast; torchao's ``convert_to_float8_training``. Nvidia Ada
+  and newer. Casting and scaling cost more than the products save unless the step is compiled, so it has to be asked
+  for. The head and layers whose sizes are no multiples of 16 stay as they are. Micikevicius et al. (arXiv 2209.05433).
+
+What keeps the small updates of bfloat16 weights belongs to the optimizer, and is found there: stochastic rounding
+(``adamw_torchao_8bit_stochastic``) and Kahan summation (``stable_adamw``).
+
 Offered only where the device computes the precision itself. A Trainer's ``fp16`` on a CPU silently trains in
 float32, so it is withheld there; so is bfloat16 on a CPU that would emulate it.
 
 Sources: ``transformers.TrainingArguments`` (``bf16: false`` under an Accelerate YAML that says ``bf16`` trains in
 bf16, so ``mixed_precision`` is written always, also ``no``); NVIDIA, "TensorFloat-32 in the A100 GPU".
-Not covered: fp8; a float32 master copy beside bfloat16 weights.
+Not covered: a float32 master copy beside bfloat16 weights; a trace of ``fp8``, whose tensors fake ones can't stand for;
+fp8 in the experts of a mixture, which are no linear layers.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from transformers import PreTrainedModel
+
     from autofit.facts import Facts
     from autofit.plan import Evidence, Value
     from autofit.recipe import Recipe
 
-_AUTOCAST = {"bf16": "bf16", "fp16": "fp16"}
-_COMPUTES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16_weights": "bfloat16"}
+_AUTOCAST = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+_COMPUTES = {
+    "fp32": "float32",
+    "tf32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "bf16_weights": "bfloat16",
+    "fp8": "bfloat16",  # what a float8 product gives
+}
+_FLOAT8 = (8, 9)
 
 
 class Precision(Technique):
@@ -73,6 +93,7 @@ class Precision(Technique):
                 "half the bytes per parameter, and no float32 copy to collect small updates",
                 f"{hardware.name} would emulate bfloat16",
             ),
+            _float8(facts),
         )  # fmt: skip
 
     def apply(self, value: Value, recipe: Recipe) -> None:
@@ -80,18 +101,25 @@ class Precision(Technique):
         recipe.tf32 = value == "tf32"
         if value == "bf16_weights":
             recipe.weights_dtype = "bfloat16"
+        if value == "fp8":
+            recipe.model_wraps.append(multiply_in_float8)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
+        mixed = _AUTOCAST.get(str(value), "no")
+        lines = {
+            "bf16_weights": ("load the model with bfloat16 weights: model = setup.model(...)",),
+            "fp8": ("multiply linear layers in float8: model = setup.model(...)",),
+        }
         return Emission(
-            accelerate={"mixed_precision": _AUTOCAST.get(str(value), "no")},
-            training_args={"bf16": value == "bf16", "fp16": value == "fp16", "tf32": value == "tf32"},
-            script=("load the model with bfloat16 weights: model = setup.model(...)",)
-            if value == "bf16_weights"
-            else (),
+            accelerate={"mixed_precision": mixed},
+            training_args={"bf16": mixed == "bf16", "fp16": mixed == "fp16", "tf32": value == "tf32"},
+            script=lines.get(str(value), ()),
         )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if part == "micro_steps":
+            if value == "fp8":
+                return None
             return {"tf32": "fp32", "fp16": "bf16"}.get(str(value), value)
         return value if value == "bf16_weights" else "fp32"
 
@@ -107,6 +135,8 @@ class Precision(Technique):
         if facts.hardware.device == "cuda" and evidence.tf32 is not None and evidence.tf32 != (value == "tf32"):
             # autocast leaves hardly any float32 product, and a Trainer switches the flag by its argument alone
             return f"TF32 is {'on' if evidence.tf32 else 'off'}"
+        if (evidence.float8_linears > 0) != (value == "fp8"):
+            return f"{evidence.float8_linears} linear layers multiply in float8"
         if value == "fp16" and evidence.gradient_scaler is False:
             return "the loss is not scaled"
         return None
@@ -120,6 +150,8 @@ class Precision(Technique):
             "steps whose gradients overflow are skipped.",
             "bf16_weights": "Weights, gradients and optimizer state are bfloat16 without a float32 copy: "
             "updates smaller than the last place of a weight are lost.",
+            "fp8": "Linear layers multiply in float8 with one scale a tensor, the rest runs under bfloat16 autocast; "
+            "weights and optimizer state stay float32.",
         }[str(value)]
 
     def prior(self, value: Value, facts: Facts) -> Prior:
@@ -130,4 +162,32 @@ class Precision(Technique):
             "bf16": Prior(time=(-0.8, 0.6), memory=(-0.1, 0.2)),
             "fp16": Prior(time=(-0.75, 0.6), memory=(-0.1, 0.2)),
             "bf16_weights": Prior(time=(-0.9, 0.6), memory=(-0.6, 0.2)),
+            "fp8": Prior(time=(-0.8, 0.8), memory=(-0.1, 0.2)),
         }[str(value)]
+
+
+def _float8(facts: Facts) -> Choice:
+    """Whether linear layers can multiply in float8 here."""
+    hardware = facts.hardware
+    reasons = {
+        "a CPU has no float8 products for training": hardware.device == "cpu",
+        f"{hardware.name} is older than Ada and has no float8": (hardware.capability or (0, 0)) < _FLOAT8,
+        "torchao is not installed: pip install torchao": not facts.has("torchao"),
+    }
+    why_not = next((words for words, holds in reasons.items() if holds), None)
+    good = "linear layers multiply in float8; faster than bf16 only where the step is compiled"
+    return Choice("fp8", Kind.NUMERIC, "withheld" if why_not else "on_request", why_not or good)
+
+
+def multiply_in_float8(model: PreTrainedModel) -> PreTrainedModel:
+    """Put float8 products into the linear layers, but not into the head; weights stay the same tensors."""
+    torchao = import_module("torchao.float8")
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+
+    def fits(module: Any, _: str) -> bool:
+        return module is not head and module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+    # the rows of a micro-step need not be a multiple of 16
+    config = torchao.Float8LinearConfig(pad_inner_dim=True)
+    converted: PreTrainedModel = torchao.convert_to_float8_training(model, config=config, module_filter_fn=fits)
+    return converted

@@ -58,7 +58,12 @@ def cuda(capability, *, packages=HERE, host_limit_bytes=100 * GIB, launch_path="
     )
 
 
-EXTRAS = {"bitsandbytes": "0.49.0", "deepspeed": "0.18.0"}
+EXTRAS = {
+    "bitsandbytes": "0.49.0",
+    "deepspeed": "0.18.0",
+    "torchao": "0.18.0",
+    **dict.fromkeys(("lomo-optim", "galore-torch", "apollo-torch", "schedulefree", "torch-optimi"), "1.0"),
+}
 FUSED = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "liger-kernel": "0.8.5", "triton": "3.7.0"}
 EVERY_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 FACTS = {

@@ -14,7 +14,7 @@ from torch.utils import _foreach_utils
 from autofit import cudalike
 from autofit.cudalike import like_cuda
 from autofit.recorder import Recorder
-from autofit.registry import techniques
+from autofit.registry import technique, techniques
 from autofit.roofline import KINDS
 from autofit.tape import CATEGORIES, lengthen
 from autofit.trace import PERIODS, Layers, find_layers, telling_rows
@@ -170,7 +170,7 @@ COMBINATIONS = covering(
         "attention": ["default", "eager"],
         "kernels": ["none", "chunked_ce"],
         "checkpointing": ["off", "full", "every_2", "every_4", "selective"],
-        "optimizer": ["adamw", "adamw_8bit", "adafactor", "sgd"],
+        "optimizer": ["adamw", "adamw_8bit", "adafactor", "sgd", "lion", "lion_8bit", "ademamix", "ademamix_8bit"],
         "accumulation": [1, 2, 4],
         "micro_batch": [1, 5, 8],
         "launch_path": ["trainer", "loop"],
@@ -178,9 +178,26 @@ COMBINATIONS = covering(
 )
 
 
+FOREIGN = {
+    "adamw_torchao_8bit": "torchao",
+    "adamw_torchao_4bit": "torchao",
+    "adamw_torchao_8bit_stochastic": "torchao",
+    "adamw_torchao_4bit_stochastic": "torchao",
+    "galore_adamw": "galore-torch",
+    "galore_adafactor": "galore-torch",
+    "apollo_adamw": "apollo-torch",
+    "lomo": "lomo-optim",
+    "schedule_free_adamw": "schedulefree",
+    "schedule_free_radam": "schedulefree",
+    "stable_adamw": "torch-optimi",
+}
+"""Optimizers of packages that are seldom installed, and are tested where they are."""
+
+
 def test_the_combinations_are_all_that_a_cpu_can_have(labs):
     offered = every_choice(labs("llama").facts)
     assert offered.pop("offload") == ["none"]
+    offered["optimizer"] = [value for value in offered["optimizer"] if value not in FOREIGN]
     for name, values in offered.items():
         assert {row[name] for row in COMBINATIONS} == set(values)
 
@@ -218,6 +235,16 @@ def test_a_score_for_every_pair_of_tokens_is_seen(labs):
     fused, eager = lab.need(plan), lab.need(plan.replaced(attention="eager"))
     layers, heads, positions = 6, 4, lab.facts.workload.seq_len
     assert eager.peak_bytes > fused.peak_bytes + 4 * 8 * layers * heads * positions**2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_weights"])
+@pytest.mark.parametrize("optimizer", [name for name in FOREIGN if name != "lomo"])
+def test_a_trace_of_a_foreign_optimizer_needs_what_real_tensors_need(labs, optimizer, precision):
+    lab = labs("gpt2" if "galore" not in optimizer else "llama")
+    if FOREIGN[optimizer] not in lab.facts.packages:
+        pytest.skip(f"{FOREIGN[optimizer]} is not installed")
+    plan = PLAIN.replaced(optimizer=optimizer, precision=precision)
+    assert lab.need(plan).peak_bytes == pytest.approx(lab.real(plan).live(0).max(), rel=0.03)
 
 
 # -- what a value is traced as ------------------------------------------------------------------------------------
@@ -405,13 +432,34 @@ def shapes(wide):
 
 def test_optimizers_hold_their_state(wide, shapes):
     count = sum(number for number, _ in shapes)
-    states = {name: wide.optimizer(PLAIN.replaced(optimizer=name)) for name in every_choice(wide.facts)["optimizer"]}
+    one = technique("optimizer")
+    states = {
+        name: wide.optimizer(PLAIN.replaced(optimizer=name))
+        for name in every_choice(wide.facts)["optimizer"]
+        if one.traced_as(name, "optimizer") is not None
+    }
     assert states["adamw"].state_bytes == pytest.approx(8 * count, rel=1e-3)
     assert states["sgd"].state_bytes == pytest.approx(4 * count, rel=1e-3)
     assert states["adafactor"].state_bytes < 0.02 * 4 * count
     # bitsandbytes: 8 bits from 4096 elements on, but embeddings in 32; two float32 for a block of 256
     bits8 = sum(8 * n if embedding or n < 4096 else 2 * n + 8 * -(-n // 256) for n, embedding in shapes)
     assert states["adamw_8bit"].state_bytes == pytest.approx(bits8, rel=2e-3)
+    assert states["paged_adamw"].state_bytes + states["paged_adamw"].elsewhere_bytes == pytest.approx(8 * count)
+    for name, moments in (("lion", 1), ("ademamix", 3)):
+        assert states[name].state_bytes == pytest.approx(4 * moments * count, rel=1e-3)
+        own8 = sum(
+            4 * moments * n if embedding or n < 4096 else moments * (n + 4 * -(-n // 256)) for n, embedding in shapes
+        )
+        assert states[f"{name}_8bit"].state_bytes == pytest.approx(own8, rel=2e-3)
+        paged = states[f"paged_{name}_8bit"]
+        assert paged.elsewhere_bytes > 0
+        assert paged.state_bytes + paged.elsewhere_bytes == pytest.approx(own8, rel=2e-3)
+    if "torchao" in wide.facts.packages:  # quantized where blocks of 256 fill a parameter, embeddings too
+        for bits in (4, 8):
+            quantized = [n for n, _ in shapes if n >= 4096 and n % 256 == 0]
+            ao = sum(2 * (n * bits // 8 + n // 64 + 4 * 2**bits) for n in quantized)
+            ao += 8 * (count - sum(quantized))
+            assert states[f"adamw_torchao_{bits}bit"].state_bytes == pytest.approx(ao, rel=2e-3)
     assert {part.elsewhere_bytes for name, part in states.items() if "paged" not in name} == {0}
 
 
