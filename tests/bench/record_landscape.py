@@ -30,7 +30,7 @@ from autofit.source import fetch, modeling_module
 from autofit.traces import Traces, cache_folder
 from autofit.trials import ProcessRunner
 
-EFFORT = Effort(min_steps=4, max_steps=8, seconds=3.0)
+EFFORT = Effort(min_steps=3, max_steps=6, seconds=0.8)
 LONGEST_SECONDS = 120.0
 
 
