@@ -6,7 +6,8 @@ launch; what it sees goes to each technique's ``in_effect``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, Literal
 
 from autofit.plan import Evidence
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 class Observer:
     """Watches a model through forward hooks, which cost some microseconds a micro-step.
+
+    A compiler takes hooks into the graph. There they look once, while the graph is made, and leave nothing in it.
 
     Args:
         model: The unwrapped model; wrappers keep its modules, and so the hooks.
@@ -34,26 +37,76 @@ class Observer:
         self.compute_dtype: str | None = None
         self.micro_steps = 0
         self.leaf_calls = 0
+        self.running: nn.Module = model
+        self.model_compiled = False
+        self.compiled_forwards: int | None = None
         self._handles: list[Any] = []
         leaf = _first_product(model, recipe.facts.model.layer_classes)
-        self._handles.append(model.register_forward_pre_hook(self._before_model, with_kwargs=True))
+        self._handles.append(model.register_forward_pre_hook(self._before_model(), with_kwargs=True))
         if leaf is not None:
-            self._handles.append(leaf.register_forward_hook(self._after_leaf))
+            self._handles.append(leaf.register_forward_hook(self._after_leaf()))
 
-    def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if ids is not None:
-            self.rows, self.seq_len = int(ids.shape[0]), int(ids.shape[-1])
-        self.padding_mask = kwargs.get("attention_mask") is not None
-        self.micro_steps += 1
+    def _before_model(self) -> Any:
+        import torch
 
-    def _after_leaf(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        self.compute_dtype = _dtype(first)
-        self.leaf_calls += 1
+        def compiled(context: Any) -> None:
+            self.model_compiled = True
+            ids = context.get_local("ids")
+            if ids.python_type() is not type(None):
+                shape = ids.as_fake().shape
+                self.rows, self.seq_len = (int(size) if isinstance(size, int) else None for size in shape)
+            self.padding_mask = context.get_local("mask").python_type() is not type(None)
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            mask = kwargs.get("attention_mask")
+            if torch.compiler.is_compiling():
+                torch._dynamo.comptime.comptime(compiled)  # noqa: SLF001 - there is no other door to a graph's making
+                return
+            if ids is not None:
+                self.rows, self.seq_len = int(ids.shape[0]), int(ids.shape[-1])
+            self.padding_mask = mask is not None
+            self.running = module
+            self.micro_steps += 1
+
+        return hook
+
+    def _after_leaf(self) -> Any:
+        import torch
+
+        def compiled(context: Any) -> None:
+            self.compute_dtype = _dtype(context.get_local("first").as_fake())
+            self.compiled_forwards = _forwards(context)
+
+        def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if torch.compiler.is_compiling():
+                torch._dynamo.comptime.comptime(compiled)  # noqa: SLF001 - as above
+                return
+            self.compute_dtype = _dtype(first)
+            self.leaf_calls += 1
+
+        return hook
+
+    @property
+    def layer_forwards(self) -> int | None:
+        """How often a layer runs forward in a micro-step, where that was seen."""
+        if self.leaf_calls and self.micro_steps:
+            return round(self.leaf_calls / self.micro_steps)
+        return self.compiled_forwards
+
+    def compiled(self) -> Literal["none", "regions", "model"]:
+        """What of the model runs as graphs of a compiler."""
+        if self.model_compiled:
+            return "model"
+        modules = self.running.modules()
+        parts = any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in modules)  # noqa: SLF001
+        return "regions" if parts and compiled_graphs() else "none"
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off; a graph that was made with them is made anew without them, so there they stay."""
+        if self.compiled() != "none":
+            return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -83,7 +136,7 @@ class Observer:
             weights_dtype=_dtype(max(parameters, key=lambda parameter: parameter.numel())),
             gradient_scaler=getattr(accelerator, "scaler", None) is not None,
             tf32=torch.backends.cuda.matmul.fp32_precision == "tf32" if on_cuda else None,
-            layer_forwards=round(self.leaf_calls / self.micro_steps) if self.micro_steps and self.leaf_calls else None,
+            layer_forwards=self.layer_forwards,
             optimizer=f"{type(real).__module__}.{type(real).__qualname__}",
             optimizer_fused=group.get("fused"),
             optimizer_momentum=group.get("momentum"),
@@ -92,7 +145,38 @@ class Observer:
             parameter_devices=tuple(sorted({parameter.device.type for parameter in parameters})),
             offloaded_activation_bytes=getattr(keeper, "moved_bytes", 0),
             engine=_engine(accelerator),
+            compiled=self.compiled(),
+            compile_mode=_compile_mode(accelerator),
+            compiled_graphs=compiled_graphs(),
+            cuda_graphs=_cuda_graphs() if on_cuda else None,
         )
+
+
+def compiled_graphs() -> int:
+    """Graphs that ``torch.compile`` has made in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def _forwards(context: Any) -> int | None:
+    """Two inside a checkpoint, which is a graph inside the graph and runs again in the backward pass; else one."""
+    tracing = getattr(context, "_ComptimeContext__tx", None)
+    tracer = getattr(getattr(tracing, "output", None), "current_tracer", None)
+    return None if tracer is None else 1 + (tracer.parent is not None)
+
+
+def _compile_mode(accelerator: Any) -> str | None:
+    plugin = getattr(getattr(accelerator, "state", None), "dynamo_plugin", None)
+    return None if plugin is None or plugin.backend.value == "NO" else plugin.mode
+
+
+def _cuda_graphs() -> bool:
+    """Whether Inductor keeps a tree of recorded CUDA graphs on the device."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    manager = trees.get_container(0).tree_manager
+    return manager is not None and manager.new_graph_id().id > 0
 
 
 def _first_product(model: nn.Module, layer_classes: tuple[str, ...]) -> nn.Module | None:

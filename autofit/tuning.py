@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from autofit import answer, choose, question, search, space, units
+from autofit import answer, choose, question, registry, search, space, units
 from autofit import document as documents
 from autofit.answer import Result
 from autofit.clock import Effort
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from autofit.space import Space
 
 LONGEST_TRIAL_SECONDS = 900.0
+_LATER = 3
+"""How many times as long as expected a compiler may take."""
 LOCK = ".lock"
 FORKSERVER_LOG = "forkserver.log"
 JOURNAL = "journal.log"
@@ -324,7 +326,8 @@ class _Tune:
         number = max((trial.number for trial in self.trials), default=-1) + 1
         left = self._left()
         self.events.trial_begins(number, plan, purpose, left)
-        limit = LONGEST_TRIAL_SECONDS if left is None else max(10.0, min(LONGEST_TRIAL_SECONDS, left))
+        longest = LONGEST_TRIAL_SECONDS + _LATER * registry.extra_seconds(plan, facts)
+        limit = longest if left is None else max(10.0, min(longest, left))
         trial = runner.run(number, plan, effort, purpose=purpose, limit_seconds=limit)
         self.trials.append(trial)
         if self.settings.record is not None:

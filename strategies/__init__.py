@@ -6,9 +6,10 @@ before it when it says what it conflicts with.
 
 from .accumulation import Accumulation
 from .checkpointing import Checkpointing
+from .compile import Compile
 from .micro_batch import MicroBatch
 from .offload import Offload
 from .optimizer import Optimizer
 from .precision import Precision
 
-ALL = (MicroBatch(), Accumulation(), Precision(), Checkpointing(), Optimizer(), Offload())
+ALL = (MicroBatch(), Accumulation(), Precision(), Checkpointing(), Optimizer(), Offload(), Compile())

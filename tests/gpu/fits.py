@@ -226,7 +226,7 @@ def cases():
     for line in _CASES.split("\n"):
         if line.strip():
             model, seq_len, rows, steps, *words, allocator = line.split()
-            plan = dict(zip(NAMES, (int(rows), int(steps), *words), strict=True))
+            plan = dict(zip(NAMES, (int(rows), int(steps), *words), strict=True), compile="off")
             found.append(Case(model=model, seq_len=int(seq_len), plan=plan, allocator=allocator))
     return found
 

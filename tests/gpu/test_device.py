@@ -28,6 +28,7 @@ PLAIN = Plan(
         "checkpointing": "off",
         "optimizer": "adamw",
         "offload": "none",
+        "compile": "off",
     }
 )
 
@@ -83,12 +84,14 @@ def values(name):
         "checkpointing": ["off", "full"],
         "optimizer": ["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"],
         "offload": ["none", "activations", "optimizer", "fsdp2", "zero2", "zero3"],
+        "compile": ["off", "regions", "model", "model_max_autotune", "cuda_graphs"],
     }[name]
 
 
 @pytest.mark.parametrize("path", ["trainer", "loop"])
 @pytest.mark.parametrize(
-    ("name", "value"), [(n, v) for n in ("precision", "checkpointing", "optimizer", "offload") for v in values(n)]
+    ("name", "value"),
+    [(n, v) for n in ("precision", "checkpointing", "optimizer", "offload", "compile") for v in values(n)],
 )
 def test_every_choice_runs_and_takes_effect(bench, path, name, value):
     choice = next(c for n, c in space.offers(bench.facts) if n == name and c.value == value)
