@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from autofit.curve import CURVE, NOT_FINITE, Curve
 from autofit.document import Guard, Verdict
@@ -66,7 +66,14 @@ _SMALL = 1e-2
 """A gradient that is this share of the largest one is noise to those who round."""
 
 
-@dataclass(slots=True, kw_only=True)
+class Look(Protocol):
+    """Trains a plan beside a reference; see :meth:`Guards.look`."""
+
+    def __call__(self, plan: Plan, measured: Measured, *, spent_seconds: float, left_seconds: float | None) -> Guard:
+        """The verdict."""
+
+
+@dataclass(slots=True)
 class Guards:
     """Trains winners beside their references, each in a process of its own.
 

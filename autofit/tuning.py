@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -29,6 +29,7 @@ from autofit.facts import FACTS, Facts, LaunchPath
 from autofit.files import usable_folder, writing
 from autofit.forecast import Forecast, forecast
 from autofit.forkserver import ForkServer
+from autofit.guard import Guards, Look
 from autofit.locks import device_lock, held
 from autofit.plan import TRIAL, Measured, OutOfMemory, Plan, Trial, median
 from autofit.question import TRIALS, Request, Search
@@ -38,6 +39,7 @@ from autofit.trials import ProcessRunner, Runner, finished, trial_folder
 
 if TYPE_CHECKING:
     from autofit.choose import Decision
+    from autofit.document import Guard
     from autofit.search import Searcher
     from autofit.space import Space
 
@@ -52,6 +54,7 @@ ROUNDS = 2
 DISAGREEMENT = 1.15
 NOTICEABLE = 0.1
 MOST_REPEATS = 6
+MOST_GUARDS = 3
 FINAL = Effort(fidelity="whole", min_steps=3, max_steps=8, seconds=6.0, target=0.01)
 
 
@@ -75,6 +78,7 @@ def tune(
     record: str | Path | None = None,
     resume: bool = False,
     seed: int = 0,
+    guard: bool = True,
     events: Events | None = None,
     runner: Runner | None = None,
 ) -> Result:
@@ -100,6 +104,7 @@ def tune(
         record: File that gets a line of JSON for each trial.
         resume: Go on with what the output folder holds.
         seed: Of the search and of the random tokens.
+        guard: Train the winner a few steps beside a plain plan, and refuse it where it trains otherwise.
         events: Told of what happens.
         runner: Turns plans into outcomes; by default each trial is a process on this machine.
 
@@ -130,6 +135,7 @@ def tune(
         sampler=sampler,
         storage=storage,
         record=Path(record) if record else None,
+        guard=guard,
     )
     question.check(request, settings)
     folder = Path(output) if output else Path(tempfile.mkdtemp(prefix="autofit-"))
@@ -176,6 +182,8 @@ class _Tune:
     trials: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     repeats: int = 0
+    refused: dict[Plan, str] = field(default_factory=dict)
+    guard: Guard | None = None
 
     def run(self, *, resume: bool) -> Result:
         before = question.before(self.folder, self.request, resume=resume, say=self._note)
@@ -229,6 +237,9 @@ class _Tune:
         try:
             self._search(searcher, runner, facts)
             decision = self._playoff(runner, facts, plans)
+            if self.given_runner is None and settings.guard:
+                guards = Guards(self.folder, facts, config, server)
+                decision = self._guarded(decision, guards.look, lambda: self._playoff(runner, facts, plans))
         except (KeyboardInterrupt, Interrupted) as error:
             stopped = error if isinstance(error, Interrupted) else Interrupted("stopped by Ctrl-C")
         except Terminated as error:
@@ -246,7 +257,14 @@ class _Tune:
             raise self._nothing(facts, plans, cast)
         self._say_correction(searcher)
         result = answer.write(
-            answer.compose(decision, facts, self.trials, notes=self.notes, seconds=time.monotonic() - self.began),
+            answer.compose(
+                decision,
+                facts,
+                self.trials,
+                notes=self.notes,
+                seconds=time.monotonic() - self.began,
+                guard=self.guard,
+            ),
             self.folder,
             server,
         )
@@ -282,6 +300,12 @@ class _Tune:
     def _nothing(self, facts: Facts, plans: Space, cast: Forecast | None) -> AutofitError:
         """Why there is no winner: no plan fits, or none got as far as to tell."""
         trials = tuple(self.trials)
+        if self.refused:
+            plan, why = next(iter(self.refused.items()))
+            return MachineError(
+                f"every plan that was measured trains otherwise than a plain one: {plan.words()}: {why}",
+                hint="is it a bug of a library? --no-guard writes the fastest plan all the same",
+            )
         if not trials and cast is not None:
             place = int(np.nanargmin(cast.device_bytes))
             needed = units.size(float(cast.device_bytes[place]))
@@ -386,7 +410,9 @@ class _Tune:
         limit = facts.workload.limit_bytes
         for _ in range(4):
             finalists = [
-                plan for plan in choose.finalists(tuple(self.trials), limit, FINALISTS) if self._finals(plan) < ROUNDS
+                plan
+                for plan in choose.finalists(tuple(self.trials), limit, FINALISTS, self.refused)
+                if self._finals(plan) < ROUNDS
             ]
             if not finalists:
                 break
@@ -407,6 +433,36 @@ class _Tune:
                 break
         return self._decide(facts, plans)
 
+    def _guarded(self, decision: Decision | None, look: Look, again: Callable[[], Decision | None]) -> Decision | None:
+        """The first winner that trains as a plain plan does; what trains otherwise is refused.
+
+        Args:
+            decision: The winner so far.
+            look: Trains a plan beside a plain one.
+            again: Holds the playoff without those that were refused.
+        """
+        for _ in range(MOST_GUARDS):
+            if decision is None:
+                return None
+            left = self._left()
+            if left is not None and left <= 0:
+                self._note("the time is spent: the winner's training was not compared with a plain plan's")
+                return decision
+            plan, spent = decision.plan, time.monotonic() - self.began
+            self.events.note(f"comparing the training of {plan.words()} with a plain plan's")
+            found = look(plan, decision.measured, spent_seconds=spent, left_seconds=left)
+            if found.verdict != "other":
+                self.guard = found
+                if found.verdict == "unknown":
+                    self._note(f"the winner's training was not compared with a plain plan's: {found.words}")
+                return decision
+            self.refused[plan] = found.words
+            self._note(f"refused, though it was the fastest: {plan.words()}: {found.words}")
+            decision = again()
+        if decision is not None:
+            self._note(f"{MOST_GUARDS} plans trained otherwise than a plain one; the winner was not compared any more")
+        return decision
+
     def _finals(self, plan: Plan) -> int:
         return sum(trial.purpose == "final" and trial.plan == plan for trial in self.trials)
 
@@ -422,4 +478,4 @@ class _Tune:
     def _decide(self, facts: Facts, plans: Space) -> Decision | None:
         allowed = set(plans.plans)
         eligible = tuple(trial for trial in self.trials if trial.plan in allowed)
-        return choose.decide(eligible, facts.workload.limit_bytes)
+        return choose.decide(eligible, facts.workload.limit_bytes, self.refused)

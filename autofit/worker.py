@@ -1,8 +1,8 @@
 """The process of one job: it reads ``job.json`` in its folder and leaves one result file there.
 
 Jobs are ``trial`` (a plan is measured: ``outcome.json``), ``curve`` (it trains a little: ``curve.json``),
-``describe`` (facts are read: ``facts.json``), ``check``
-(emitted files are loaded back: ``check.json``) and ``trace`` (plans are run on fake tensors: ``traced.json``).
+``describe`` (facts are read: ``facts.json``), ``check`` (emitted files are loaded back: ``check.json``) and ``trace``
+(plans are run on fake tensors: ``traced.json``).
 
 It is forked by :mod:`autofit.forkserver`, which has torch and
 transformers loaded; it may also be run by itself, as ``python -m autofit.worker FOLDER``.
