@@ -23,6 +23,7 @@ from autofit.choose import extras
 from autofit.clock import Effort
 from autofit.errors import InputError
 from autofit.loading import installed
+from autofit.observe import compiled_graphs
 from autofit.plan import Evidence, Measured, Plan
 from autofit.registry import changes, extra_seconds, recipe, technique, techniques
 from autofit.technique import Emission, Kind
@@ -570,6 +571,16 @@ def test_a_compiled_plan_compiles_in_the_warm_up_alone(run):
         assert outcome.warm_up_seconds > outcome.step_seconds
         assert not any("compiled again" in note for note in outcome.notes)
     assert run("loop", technique("compile"), "off").evidence.compiled_graphs == 0
+
+
+def test_another_shape_is_another_graph():
+    import torch
+
+    twice = torch.compile(lambda x: x + x, backend="eager", dynamic=False)
+    before = compiled_graphs()
+    for length in (2, 2, 3):
+        twice(torch.ones(length))
+    assert compiled_graphs() - before == 2
 
 
 def test_a_mode_that_was_not_used_is_told():

@@ -113,6 +113,11 @@ def test_what_trains_otherwise_is_refused(look, fault, plan, path):
     assert found.words
 
 
+def test_a_compiled_plan_trains_the_same(look):
+    found = look(PLAIN.replaced(micro_batch=2, accumulation=2, compile="regions"))
+    assert found.verdict == "same", found.words
+
+
 def test_dropout_is_left_out(look):
     """GPT-2 has it in its config, and its rows would fall otherwise in another split of the batch."""
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 32}
