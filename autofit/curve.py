@@ -107,14 +107,14 @@ class Recorder:
         if self.done == 0 and self.accumulated == self.accumulation and self.recipe.mixed_precision != "fp16":
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None:
-                    self.gradients[name] = _finite(float(parameter.grad.float().norm()))
+                    self.gradients[name] = _finite(_norm(parameter.grad))
 
     def stepping(self, optimizer: Any, *_: Any) -> None:
         """An optimizer, or a part of it, is about to step."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._squares[id(parameter)] = float(parameter.grad.float().norm()) ** 2
+                    self._squares[id(parameter)] = _norm(parameter.grad) ** 2
 
     def step_end(self) -> bool:
         """An optimizer step is done."""
@@ -129,6 +129,13 @@ class Recorder:
         if self.done == self.effort.warm_up:
             self.meter.settle()
         return self.done >= self.effort.warm_up + self.effort.max_steps
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """Summed up in float32, without a copy."""
+    import torch
+
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32))
 
 
 def _finite(number: float) -> float:
