@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit import __version__, registry, report, space
 from autofit import document as documents
-from autofit.document import Document, Offer
+from autofit.document import Document, Guard, Offer
 from autofit.emit import ARGUMENTS, REPORT, YAML, emit
 from autofit.errors import EmissionError
 from autofit.files import usable_folder, writing
@@ -86,7 +86,13 @@ def write(document: Document, folder: Path, server: ForkServer) -> Result:
 
 
 def compose(
-    decision: Decision, facts: Facts, trials: Sequence[Trial], *, notes: Sequence[str], seconds: float
+    decision: Decision,
+    facts: Facts,
+    trials: Sequence[Trial],
+    *,
+    notes: Sequence[str],
+    seconds: float,
+    guard: Guard | None = None,
 ) -> Document:
     """The winner and its evidence as a document.
 
@@ -96,6 +102,7 @@ def compose(
         trials: All of them, in order.
         notes: What was said on the way.
         seconds: Wall seconds of the whole tune.
+        guard: What a short training of the winner showed.
     """
     measured = decision.measured
     walls = [trial.wall_seconds for trial in trials]
@@ -139,6 +146,7 @@ def compose(
         ),
         trials=tuple(trials),
         notes=tuple(dict.fromkeys((*notes, *added, *measured.notes))),
+        guard=guard,
         seconds=seconds,
         training_share=sum(training_seconds(trial) for trial in trials) / max(spent, seconds, 1e-9),
         median_trial_seconds=median(walls) if walls else 0.0,

@@ -6,11 +6,11 @@ Whatever runs the trials: a device, or a landscape that is played back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autofit import choose
+from autofit import choose, registry
 from autofit.choose import Decision
 from autofit.clock import Effort
 from autofit.events import Events, Silent
@@ -22,6 +22,8 @@ from autofit.space import Space
 from autofit.trials import Runner
 
 LONGEST_TRIAL_SECONDS = 900.0
+_LATER = 3
+"""How many times as long as expected a compiler may take."""
 FINALISTS = 3
 ROUNDS = 2
 DISAGREEMENT = 1.15
@@ -40,6 +42,7 @@ class Campaign:
         seconds: All that was given.
         trials: What was measured so far; grows.
         record: Where each trial is written too.
+        refused: Plans that must not win, and why.
     """
 
     facts: Facts
@@ -51,6 +54,7 @@ class Campaign:
     seconds: float | None = None
     trials: list[Trial] = field(default_factory=list)
     record: Writer | None = None
+    refused: Mapping[Plan, str] = field(default_factory=dict)
     repeats: int = 0
     hopeless: float = HOPELESS
 
@@ -73,7 +77,8 @@ class Campaign:
         number = max((trial.number for trial in self.trials), default=-1) + 1
         left = self.left()
         self.events.trial_begins(number, plan, purpose, left)
-        limit = LONGEST_TRIAL_SECONDS if left is None else max(10.0, min(LONGEST_TRIAL_SECONDS, left))
+        longest = LONGEST_TRIAL_SECONDS + _LATER * registry.extra_seconds(plan, self.facts)
+        limit = longest if left is None else max(10.0, min(longest, left))
         trial = self.runner.run(number, plan, effort, purpose=purpose, limit_seconds=limit)
         self.trials.append(trial)
         if self.record is not None:
@@ -113,7 +118,7 @@ class Campaign:
         for _ in range(4):
             finalists = [
                 plan
-                for plan in choose.finalists(tuple(self.trials), self.limit_bytes, FINALISTS)
+                for plan in choose.finalists(tuple(self.trials), self.limit_bytes, FINALISTS, self.refused)
                 if self._finals(plan) < ROUNDS
             ]
             if not finalists:
@@ -138,7 +143,8 @@ class Campaign:
     def decide(self) -> Decision | None:
         """The winner among all that was measured of the space; ``None`` where nothing fitted."""
         allowed = set(self.space.plans)
-        return choose.decide(tuple(trial for trial in self.trials if trial.plan in allowed), self.limit_bytes)
+        eligible = tuple(trial for trial in self.trials if trial.plan in allowed)
+        return choose.decide(eligible, self.limit_bytes, self.refused)
 
     def _playoff_seconds(self) -> float:
         """What the playoff will take, from what trials took; half of the time at most."""

@@ -116,6 +116,47 @@ def scatter(document: Document) -> Scatter:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """Losses over optimizer steps: the winner's, and those of the plan that it was compared with."""
+
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    winner: str
+    reference: str
+
+
+def losses(document: Document) -> Losses | None:
+    """The chart of the short training, where there was one."""
+    guard = document.guard
+    if guard is None or len(guard.losses) < 2:
+        return None
+    curves = (guard.losses, guard.reference_losses)
+    seen = [loss for curve in curves for loss in curve]
+    low, high = min(seen), max(seen)
+    room = max(0.1 * (high - low), 1e-6 * abs(high), 1e-9)
+    low, high = low - room, high + room
+    last = len(guard.losses)
+
+    def across(step: int) -> float:
+        return round(LEFT + (RIGHT - LEFT) * (step - 1) / (last - 1), 1)
+
+    def up(loss: float) -> float:
+        return round(BOTTOM - (BOTTOM - TOP) * (loss - low) / (high - low), 1)
+
+    def path(curve: Sequence[float]) -> str:
+        points = [f"{across(step)} {up(loss)}" for step, loss in enumerate(curve, start=1)]
+        return f"M{'L'.join(points)}" if points else ""
+
+    marks = [low + (high - low) * part / 4 for part in range(5)]
+    return Losses(
+        x_ticks=tuple(Tick(across(step), str(step)) for step in range(1, last + 1)),
+        y_ticks=tuple(Tick(up(mark), f"{mark:.4g}") for mark in marks),
+        winner=path(guard.losses),
+        reference=path(guard.reference_losses),
+    )
+
+
 def pareto(ranked: Sequence[Standing]) -> list[Standing]:
     """The plans that no other beats in both speed and memory, by rising memory."""
     front: list[Standing] = []

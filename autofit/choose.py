@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autofit.facts import Facts
@@ -42,9 +42,14 @@ class Decision:
     runners_up: tuple[Contender, ...]
 
 
-def finalists(trials: Sequence[Trial], limit_bytes: int, count: int = 3) -> list[Plan]:
-    """The plans that are worth measuring again, best first: those within noise or 10 % of the best."""
-    contenders, _ = _contenders(trials, limit_bytes)
+def finalists(
+    trials: Sequence[Trial], limit_bytes: int, count: int = 3, otherwise: Mapping[Plan, str] | None = None
+) -> list[Plan]:
+    """The plans that are worth measuring again, best first: those within noise or 10 % of the best.
+
+    Those that train ``otherwise`` are out; see :func:`decide`.
+    """
+    contenders, _ = _contenders(trials, limit_bytes, otherwise or {})
     if not contenders:
         return []
     best = contenders[0].measured
@@ -55,14 +60,19 @@ def finalists(trials: Sequence[Trial], limit_bytes: int, count: int = 3) -> list
     ][:count]
 
 
-def decide(trials: Sequence[Trial], limit_bytes: int) -> Decision | None:
+def decide(trials: Sequence[Trial], limit_bytes: int, otherwise: Mapping[Plan, str] | None = None) -> Decision | None:
     """The winner, or ``None`` where nothing that fits was measured.
 
     Of each plan the measurements of the best fidelity count, pooled. A plan that broke the ceiling once is out, and
     so is one that once failed in a way that time does not explain. Where finals were measured, the winner is
     one of the finalists: a quick look at a plan promises nothing.
+
+    Args:
+        trials: All that was tried.
+        limit_bytes: The ceiling on the device.
+        otherwise: Plans that are out since they train otherwise than a plain plan, each with how it showed.
     """
-    contenders, refused = _contenders(trials, limit_bytes)
+    contenders, refused = _contenders(trials, limit_bytes, otherwise or {})
     if not contenders:
         return None
     final = {trial.plan for trial in trials if trial.purpose == "final" and isinstance(trial.outcome, Measured)}
@@ -96,7 +106,9 @@ def _tied(one: Measured, other: Measured) -> bool:
     return abs(one.step_seconds - other.step_seconds) <= noise
 
 
-def _contenders(trials: Iterable[Trial], limit_bytes: int) -> tuple[list[Contender], list[str]]:
+def _contenders(
+    trials: Iterable[Trial], limit_bytes: int, otherwise: Mapping[Plan, str]
+) -> tuple[list[Contender], list[str]]:
     """The plans that fit, fastest first, and what was refused though it was measured, in words."""
     by_plan: dict[Plan, list[Trial]] = {}
     for trial in trials:
@@ -110,6 +122,8 @@ def _contenders(trials: Iterable[Trial], limit_bytes: int) -> tuple[list[Contend
         pooled = _pool(runs)
         if pooled.peak_bytes > limit_bytes or any(isinstance(one, OutOfMemory) for one in failures):
             refused.append(f"Refused: {plan.words()} fitted once, and broke the ceiling another time.")
+        elif plan in otherwise:
+            refused.append(f"Refused: {plan.words()} trains otherwise than a plain plan: {otherwise[plan]}.")
         elif failures:
             refused.append(f"Refused: {plan.words()} ran once, and {failures[-1].kind} another time.")
         elif pooled.mfu is not None and pooled.mfu > 1:

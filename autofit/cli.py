@@ -76,6 +76,12 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     click.option("--storage", help="URL of an Optuna storage, instead of a journal in the folder."),
     click.option("--resume", is_flag=True, help="Go on with what the folder holds."),
     click.option("--seed", type=int, default=0, show_default=True, help="Of the search and of the random tokens."),
+    click.option(
+        "--guard/--no-guard",
+        default=True,
+        show_default=True,
+        help="Refuse a plan that trains otherwise than a plain one.",
+    ),
     click.option("--json", "as_json", is_flag=True, help="Print autofit.json to stdout, and nothing else there."),
 )
 def tune(model: str, as_json: bool, **options: Any) -> None:

@@ -97,6 +97,7 @@ class Clock:
     phase: Phase = "load"
     steps: list[float] = field(default_factory=list)
     training_seconds: float = 0.0
+    warm_up_seconds: float = 0.0
     loss: float = math.nan
     done: int = 0
     accumulated: int = 0
@@ -137,7 +138,8 @@ class Clock:
     def backward_end(self, loss: torch.Tensor) -> None:
         """The gradients of a micro-step are there; ``loss`` is its share of the step's."""
         self.meter.check()
-        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        # a copy: the next micro-step of a CUDA graph writes to the same place
+        self._loss = loss.detach().clone() if self._loss is None else self._loss + loss.detach()
         if self.in_parts:
             now = self._now()
             self._micro.append(now - self._mark)
@@ -159,6 +161,7 @@ class Clock:
         self.done += 1
         if self.done == self.effort.warm_up:
             self.meter.settle()
+            self.warm_up_seconds = self.training_seconds
             self.cpu = CpuShare()
         if self.done > self.effort.warm_up:
             self.steps.append(self._whole(now))

@@ -30,6 +30,31 @@ class Offer:
     reason: str
 
 
+Verdict = Literal["same", "other", "method", "alone", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """A short training of the winner beside one of a plain plan, on the same rows and weights.
+
+    Attributes:
+        verdict: ``same``: within the bounds; ``other``: outside of them; ``method``: another training method, which
+            only has to stay finite; ``alone``: there was nothing to compare with; ``unknown``: it did not end.
+        words: The verdict in a sentence.
+        losses, reference_losses: Of each optimizer step.
+        bound, difference: Of the losses, as shares of the reference's: the most that may be, the most that was.
+    """
+
+    verdict: Verdict
+    words: str
+    reference: Plan | None = None
+    losses: tuple[float, ...] = ()
+    reference_losses: tuple[float, ...] = ()
+    bound: float | None = None
+    difference: float | None = None
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
     """The answer of one tune.
@@ -42,6 +67,7 @@ class Document:
         script: What no argument can carry and a script must do, a sentence each.
         offers: Every choice that was considered, offered or not, with its reason.
         notes: What a reader should know of the measurements.
+        guard: What a short training of the winner showed; ``None`` where there was none.
         seconds: Wall seconds of the whole tune; ``training_share`` of them went into training steps.
     """
 
@@ -60,6 +86,7 @@ class Document:
     offers: tuple[Offer, ...]
     trials: tuple[Trial, ...]
     notes: tuple[str, ...] = ()
+    guard: Guard | None = None
     seconds: float
     training_share: float
     median_trial_seconds: float

@@ -59,6 +59,7 @@ class Hardware:
         count: Devices of this kind that a process sees.
         others_bytes: Device memory that other processes hold.
         threads: CPU threads that ``accelerate launch`` will give to the process.
+        compilers: Compilers that a process finds on its path, of ``cc`` and ``c++``.
     """
 
     device: Device
@@ -75,6 +76,7 @@ class Hardware:
     threads: int = 1
     driver: str | None = None
     count: int = 1
+    compilers: tuple[str, ...] = ("cc", "c++")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

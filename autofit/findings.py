@@ -273,6 +273,39 @@ def cost(document: Document) -> str:
     )
 
 
+_WARM_UP_STEPS = 2
+
+
+def payback(document: Document) -> str | None:
+    """After how many steps a compiled winner has paid back what its compiling takes; ``None`` for another winner."""
+    runs = [(trial.plan, trial.outcome) for trial in document.trials if isinstance(trial.outcome, Measured)]
+    mine = [run for plan, run in runs if plan == document.plan]
+    if not mine or mine[-1].evidence.compiled == "none":
+        return None
+    step_seconds = document.promise.step_seconds
+    extra = max(0.0, max(run.warm_up_seconds for run in mine) - _WARM_UP_STEPS * step_seconds)
+    said = f"The first steps take {duration(extra)} longer, since the model is compiled then"
+    compiled = {plan for plan, run in runs if run.evidence.compiled != "none"}
+    others = [one for one in standings(document) if one.plan not in compiled]
+    if not others:
+        return f"{said}; no plan without compiling was measured, so whether that pays back is not known."
+    saved = document.workload.global_batch / others[0].samples_per_second - step_seconds
+    beside = f"the fastest plan without ({short(others[0].plan)})"
+    if saved <= 0:
+        return f"{said}; against {beside} that never pays back."
+    steps = math.ceil(extra / saved)
+    return f"{said}; against {beside} that pays back after {plural(steps, 'optimizer step')}."
+
+
+def guarded(document: Document) -> str | None:
+    """What the short training of the winner showed, in a line; ``None`` where there was none."""
+    found = document.guard
+    if found is None:
+        return None
+    words = one_line(found.words, 400)
+    return f"{words[:1].upper()}{words[1:]}. It took {duration(found.seconds)}."
+
+
 def clean(text: str) -> str:
     """Text that can't steer a terminal or turn a line around: control and direction characters are replaced."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

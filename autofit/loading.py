@@ -132,7 +132,8 @@ class Watch:
             steps: Optimizer steps that were made since the watch began.
         """
         self._observer.close()
-        accumulation = round(self._observer.micro_steps / steps) if steps else None
+        # a compiled model's hooks do not count
+        accumulation = round(self._observer.micro_steps / steps) if steps and self._observer.micro_steps else None
         seen = self._observer.evidence(optimizer, accelerator, accumulation)
         plan, facts = self.setup.plan, self.setup.recipe.facts
         found = [(one.name, one.in_effect(plan[one.name], seen, facts)) for one in techniques()]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from autofit.clock import PARTS, Clock, Effort, NotFinite
 from autofit.memory import CeilingBroken, Meter, out_of_memory
+from autofit.observe import compiled_graphs
 from autofit.plan import Diverged, Evidence, Measured, Outcome, OutOfMemory, Unsupported, median, spread
 from autofit.recipe import Recipe
 from autofit.registry import techniques
+
+ROWS = "random tokens, every row at full length, no padding mask"
+RECOMPILED = "a compiled plan was compiled again while its steps were timed: it is slower than it could be"
 
 
 def measure(
@@ -71,6 +76,7 @@ def measure(
             training_seconds=clock.training_seconds,
         )
     disturbance = clock.cpu.others()
+    evidence = dataclasses.replace(evidence, recompiles=compiled_graphs() - evidence.compiled_graphs)
     reading = meter.read()
     if reading.peak_bytes > limit:
         return OutOfMemory(
@@ -100,9 +106,10 @@ def measure(
         fidelity="parts" if shortened else "whole",
         steps=tuple(clock.steps),
         training_seconds=clock.training_seconds,
+        warm_up_seconds=clock.warm_up_seconds,
         loss=clock.loss,
         alloc_retries=reading.alloc_retries,
         disturbance=disturbance,
         evidence=evidence,
-        notes=("random tokens, every row at full length, no padding mask",),
+        notes=(ROWS, *([RECOMPILED] if evidence.recompiles else [])),
     )

@@ -6,8 +6,8 @@ launch; what it sees goes to each technique's ``in_effect``.
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, Literal
 
 from autofit.plan import Evidence
 
@@ -36,6 +36,7 @@ class Observer:
     """Watches a model through forward hooks, which cost some microseconds a micro-step.
 
     The first forward pass is looked at more closely: the kernels that ran in it are read off autograd's graph.
+    A compiler takes hooks into the graph. There they look once, while the graph is made, and leave nothing in it.
 
     Args:
         model: The unwrapped model; wrappers keep its modules, and so the hooks.
@@ -52,47 +53,104 @@ class Observer:
         self.micro_steps = 0
         self.attention_kernels: tuple[str, ...] | None = None
         self.whole_logits: bool | None = None
+        self.running: nn.Module = model
+        self.model_compiled = False
+        self.compiled_forwards: int | None = None
         self._handles: list[Any] = []
-        self._handles.append(model.register_forward_pre_hook(self._before_model, with_kwargs=True))
+        self._handles.append(model.register_forward_pre_hook(self._before_model(), with_kwargs=True))
         products = _layer_products(model, recipe.facts.model.layer_classes)
         self.calls = [0] * len(products)
         for place, product in enumerate(products):
-            self._handles.append(product.register_forward_hook(functools.partial(self._after_product, place)))
+            self._handles.append(product.register_forward_hook(self._after_product(place)))
         self._handles.append(model.register_forward_hook(self._after_model))
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if head is not None:
-            self._handles.append(head.register_forward_hook(self._after_head))
+            self._handles.append(head.register_forward_hook(self._after_head()))
 
-    def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if ids is not None:
-            self.rows, self.seq_len = int(ids.shape[0]), int(ids.shape[-1])
-        self.padding_mask = kwargs.get("attention_mask") is not None
-        self.micro_steps += 1
-
-    def _after_product(self, place: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        self.compute_dtype = _dtype(first)
-        self.calls[place] += 1
-
-    def _forwards(self) -> list[int]:
-        """How often each layer ran forward in a micro-step; those that never did are left out."""
-        return [round(calls / self.micro_steps) for calls in self.calls if calls]
-
-    def _after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _before_model(self) -> Any:
         import torch
 
-        if self.micro_steps == 1 and not torch.compiler.is_compiling():  # a compiled model shows no graph
+        def compiled(context: Any) -> None:
+            self.model_compiled = True
+            ids = context.get_local("ids")
+            if ids.python_type() is not type(None):
+                shape = ids.as_fake().shape
+                self.rows, self.seq_len = (int(size) if isinstance(size, int) else None for size in shape)
+            self.padding_mask = context.get_local("mask").python_type() is not type(None)
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            mask = kwargs.get("attention_mask")
+            if torch.compiler.is_compiling():
+                torch._dynamo.comptime.comptime(compiled)  # noqa: SLF001 - there is no other door to a graph's making
+                return
+            if ids is not None:
+                self.rows, self.seq_len = int(ids.shape[0]), int(ids.shape[-1])
+            self.padding_mask = mask is not None
+            self.running = module
+            self.micro_steps += 1
+
+        return hook
+
+    def _after_product(self, place: int) -> Any:
+        import torch
+
+        def compiled(context: Any) -> None:
+            self.compute_dtype = _dtype(context.get_local("first").as_fake())
+            self.compiled_forwards = max(self.compiled_forwards or 0, _forwards(context) or 0) or None
+
+        def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if torch.compiler.is_compiling():
+                torch._dynamo.comptime.comptime(compiled)  # noqa: SLF001 - as above
+                return
+            self.compute_dtype = _dtype(first)
+            self.calls[place] += 1
+
+        return hook
+
+    def _after_model(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        import torch
+
+        if torch.compiler.is_compiling():  # a compiled model shows no graph
+            return
+        if self.micro_steps == 1:
             self.attention_kernels = _attention_kernels(output)
         if self.whole_logits is None:
             self.whole_logits = False
 
-    def _after_head(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if output is not args[0] and output.shape[-1] >= self.recipe.facts.model.vocab_size:
-            self.whole_logits = True
+    def _after_head(self) -> Any:
+        import torch
+
+        vocabulary = self.recipe.facts.model.vocab_size
+
+        def compiled(context: Any) -> None:
+            self.whole_logits = int(context.get_local("scores").as_fake().shape[-1]) >= vocabulary
+
+        def hook(_module: nn.Module, args: tuple[Any, ...], scores: Any) -> None:
+            if torch.compiler.is_compiling():
+                torch._dynamo.comptime.comptime(compiled)  # noqa: SLF001 - as above
+            elif scores is not args[0] and scores.shape[-1] >= vocabulary:
+                self.whole_logits = True
+
+        return hook
+
+    def _forwards(self) -> list[int]:
+        """How often each layer ran forward in a micro-step; those that never did, or only in graphs, are left out."""
+        return [round(calls / self.micro_steps) for calls in self.calls if calls and self.micro_steps]
+
+    def compiled(self) -> Literal["none", "regions", "model"]:
+        """What of the model runs as graphs of a compiler."""
+        if self.model_compiled:
+            return "model"
+        modules = self.running.modules()
+        parts = any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in modules)  # noqa: SLF001
+        return "regions" if parts and compiled_graphs() else "none"
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off; a graph that was made with them is made anew without them, so there they stay."""
+        if self.compiled() != "none":
+            return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -128,7 +186,7 @@ class Observer:
             float8_linears=sum(type(module).__name__ == "Float8Linear" for module in self.model.modules()),
             gradient_scaler=getattr(accelerator, "scaler", None) is not None,
             tf32=torch.backends.cuda.matmul.fp32_precision == "tf32" if on_cuda else None,
-            layer_forwards=max(forwards, default=None),
+            layer_forwards=max(forwards, default=self.compiled_forwards),
             layers=len(forwards) or None,
             layers_recomputed=sum(count > 1 for count in forwards) if forwards else None,
             kept_outputs=getattr(kept, "count", 0),
@@ -148,6 +206,10 @@ class Observer:
             chunked_losses=getattr(chunked, "losses", 0),
             liger_modules=_liger_modules(self.model),
             engine=_engine(accelerator),
+            compiled=self.compiled(),
+            compile_mode=_compile_mode(accelerator),
+            compiled_graphs=compiled_graphs(),
+            cuda_graphs=_cuda_graphs() if on_cuda else None,
         )
 
 
@@ -160,6 +222,33 @@ def _layer_products(model: nn.Module, layer_classes: tuple[str, ...]) -> list[nn
     named = [module for module in modules if type(module).__name__ in layer_classes]
     products = (_first_product(layer) for layer in checkpointed or named or [model])
     return list({id(product): product for product in products if product is not None}.values())
+
+
+def compiled_graphs() -> int:
+    """Graphs that ``torch.compile`` has made in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def _forwards(context: Any) -> int | None:
+    """Two inside a checkpoint, which is a graph inside the graph and runs again in the backward pass; else one."""
+    tracing = getattr(context, "_ComptimeContext__tx", None)
+    tracer = getattr(getattr(tracing, "output", None), "current_tracer", None)
+    return None if tracer is None else 1 + (tracer.parent is not None)
+
+
+def _compile_mode(accelerator: Any) -> str | None:
+    plugin = getattr(getattr(accelerator, "state", None), "dynamo_plugin", None)
+    return None if plugin is None or plugin.backend.value == "NO" else plugin.mode
+
+
+def _cuda_graphs() -> bool:
+    """Whether Inductor keeps a tree of recorded CUDA graphs on the device."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    manager = trees.get_container(0).tree_manager
+    return manager is not None and manager.new_graph_id().id > 0
 
 
 def _first_product(layer: nn.Module) -> nn.Module | None:

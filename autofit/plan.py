@@ -89,6 +89,9 @@ class Evidence:
         whole_logits: Whether the output layer made a score of every token of the vocabulary, for every position.
         chunked_losses: Losses that were computed a piece of the logits at a time.
         liger_modules: Modules of Liger whose functions stand in the model.
+        compiled_graphs: Graphs that ``torch.compile`` has made of the code, warm-up included.
+        recompiles: Those of them that were made after the warm-up.
+        cuda_graphs: Whether kernels are replayed from recorded CUDA graphs.
     """
 
     micro_batch: int | None = None
@@ -120,6 +123,11 @@ class Evidence:
     chunked_losses: int = 0
     liger_modules: tuple[str, ...] = ()
     engine: str = "none"
+    compiled: Literal["none", "regions", "model"] = "none"
+    compile_mode: str | None = None
+    compiled_graphs: int = 0
+    recompiles: int = 0
+    cuda_graphs: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +147,7 @@ class Measured:
             ``whole``: whole optimizer steps were timed.
         steps: Seconds of each timed optimizer step, in order, warm-up dropped.
         training_seconds: Seconds spent in training steps, warm-up included.
+        warm_up_seconds: Seconds of the steps that were dropped; what a compiler takes is in them.
         mfu: Model FLOPs utilisation, where the device's peak rate is known.
         disturbance: Share of the machine's CPU time that others took while the steps were timed: other processes,
             and other guests of the host.
@@ -159,6 +168,7 @@ class Measured:
     steps: tuple[float, ...]
     training_seconds: float
     loss: float
+    warm_up_seconds: float = 0.0
     mfu: float | None = None
     alloc_retries: int = 0
     disturbance: float = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def describe_hardware(device: str) -> dict[str, Any]:
         The fields of :class:`autofit.facts.Hardware`.
     """
     total, free = host_memory()
-    host = {"host_total_bytes": total, "host_free_bytes": free}
+    host = {"host_total_bytes": total, "host_free_bytes": free, "compilers": compilers()}
     if device == "cuda":
         return {**host, **_cuda()}
     return {
@@ -159,6 +160,12 @@ def host_memory() -> tuple[int, int]:
         if limit < total:
             total, free = limit, max(1, min(free, limit - used))
     return total, free
+
+
+def compilers() -> tuple[str, ...]:
+    """Compilers on the path, looked for as Triton (``cc``) and PyTorch (``c++``) do."""
+    wanted = {"cc": (os.environ.get("CC"), "cc", "gcc", "clang"), "c++": (os.environ.get("CXX"), "g++")}
+    return tuple(name for name, files in wanted.items() if any(file and shutil.which(file) for file in files))
 
 
 def cpu_name() -> str:

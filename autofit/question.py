@@ -52,6 +52,7 @@ class Search:
     sampler: str = "autofit"
     storage: str | None = None
     record: Path | None = None
+    guard: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

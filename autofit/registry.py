@@ -81,3 +81,8 @@ def changes(plan: Plan, facts: Facts) -> list[str]:
     """What the plan changes in the training, a sentence each."""
     said = (one.changes(plan[one.name], facts) for one in techniques())
     return [sentence for sentence in said if sentence]
+
+
+def extra_seconds(plan: Plan, facts: Facts) -> float:
+    """What a trial of the plan is expected to cost beyond its steps."""
+    return sum(one.prior(plan[one.name], facts).extra_seconds for one in techniques())

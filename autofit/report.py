@@ -49,6 +49,11 @@ def summary(document: Document, *, folder: str | Path) -> Group:
         ("The trials", _trials(document)),
         ("What it cost", _text(findings.cost(document))),
     ]
+    guarded, payback = findings.guarded(document), findings.payback(document)
+    if payback:
+        sections.insert(-2, ("When compiling pays back", _text(payback)))
+    if guarded:
+        sections.insert(-2, ("Does it train as a plain plan does?", _text(guarded)))
     if document.notes:
         sections.append(("Notes", _bullets(document.notes)))
     sections.append(("Launch it", _text(launch, overflow="fold")))
@@ -87,6 +92,9 @@ def html(document: Document, *, folder: str | Path) -> str:
         ratio=ratio,
         comparison=comparison,
         scatter=charts.scatter(document),
+        losses=charts.losses(document),
+        guarded=findings.guarded(document),
+        payback=findings.payback(document),
         chart=charts,
         plain_plan=next((one.plan for one in ranked if one.is_plain), None),
         best_first=_best_first(document),

@@ -75,11 +75,12 @@ class Prior:
     """What to expect of a choice against the technique's plain one, before anything was measured.
 
     Each pair is a mean and a standard deviation of the natural logarithm of a factor: on the seconds per
-    sample, and on the peak memory.
+    sample, and on the peak memory. ``extra_seconds`` is what a trial costs beyond its steps.
     """
 
     time: tuple[float, float] = (0.0, 0.1)
     memory: tuple[float, float] = (0.0, 0.1)
+    extra_seconds: float = 0.0
 
 
 class Technique(ABC):

@@ -6,16 +6,19 @@ Accelerate loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autofit.clock import Clock, Listener
+from autofit.clock import Listener
 from autofit.observe import Observer
 from autofit.plan import Evidence
 
 if TYPE_CHECKING:
     import torch
     from torch.utils.data import Dataset
+    from transformers import PreTrainedModel
 
     from autofit.recipe import Recipe
 
@@ -163,31 +166,53 @@ def counted(clock: Listener) -> int | None:
     return None if clock.in_parts else clock.accumulated
 
 
-def run_recipe(clock: Clock, *, config: Path, folder: Path) -> Evidence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What is trained where it matters what is learned, and not only how fast.
+
+    Attributes:
+        begin: Given the model once it stands, with the same weights whatever the plan.
+        rows: To be trained on.
+        arguments: Fields of ``TrainingArguments`` that a plan does not decide.
+    """
+
+    begin: Callable[[PreTrainedModel], None]
+    rows: Dataset[dict[str, torch.Tensor]]
+    arguments: Mapping[str, Any]
+
+
+def run_recipe(clock: Listener, *, config: Path, folder: Path, lesson: Lesson | None = None) -> Evidence:
     """Build all that the recipe says, with random weights, and train on its launch path: what a trial does.
 
     Args:
         clock: Listens.
         config: Folder that holds the ``config.json``.
         folder: Where a Trainer may write.
+        lesson: What to train; random tokens where nothing is to be learned.
     """
     import torch
 
     recipe = clock.recipe
     torch.manual_seed(recipe.facts.workload.seed)
     sharded = recipe.emission.accelerate["distributed_type"] != "NO"
-    device = "cuda" if clock.on_cuda and not sharded else "cpu"
+    # a device's random numbers are others than the host's
+    device = "cuda" if clock.on_cuda and not sharded and lesson is None else "cpu"
     trainer = recipe.facts.workload.launch_path == "trainer"
+    given = {"output_dir": str(folder), **(lesson.arguments if lesson else {})}
     args = None
     if trainer:
-        args = recipe.training_arguments(**untuned(clock, folder))
+        args = recipe.training_arguments(**{**untuned(clock, folder), **given})
         args.gradient_accumulation_steps = clock.accumulation
     model = recipe.model(None, config=config, device=device)
+    optimizer = recipe.optimizer(model, **given) if recipe.optimizer_wraps or not trainer else None
+    rows = None
+    if lesson is not None:
+        rows = lesson.rows
+        lesson.begin(model)
     if args is not None:
-        optimizer = recipe.optimizer(model, output_dir=str(folder)) if recipe.optimizer_wraps else None
-        return run_trainer(clock, args, model, optimizer)
+        return run_trainer(clock, args, model, optimizer, dataset=rows)
     accelerator = recipe.accelerator(gradient_accumulation_steps=clock.accumulation)
-    return run_loop(clock, accelerator, model, recipe.optimizer(model, output_dir=str(folder)))
+    return run_loop(clock, accelerator, model, optimizer, dataset=rows)
 
 
 def untuned(clock: Listener, folder: Path) -> dict[str, Any]:

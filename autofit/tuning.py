@@ -10,7 +10,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -28,6 +28,7 @@ from autofit.facts import Facts, LaunchPath
 from autofit.files import usable_folder
 from autofit.forecast import Forecast, forecast
 from autofit.forkserver import ForkServer
+from autofit.guard import Guards, Look
 from autofit.landscape import Replay
 from autofit.locks import device_lock, held
 from autofit.plan import Measured, OutOfMemory, Plan, Trial, median
@@ -37,6 +38,8 @@ from autofit.traces import Traces, cache_folder
 from autofit.trials import ProcessRunner, Runner, finished, trial_folder
 
 if TYPE_CHECKING:
+    from autofit.choose import Decision
+    from autofit.document import Guard
     from autofit.search import Searcher
     from autofit.space import Space
 
@@ -44,6 +47,7 @@ LOCK = ".lock"
 FORKSERVER_LOG = "forkserver.log"
 JOURNAL = "journal.log"
 NOTICEABLE = 0.1
+MOST_GUARDS = 3
 
 
 def tune(
@@ -66,6 +70,7 @@ def tune(
     record: str | Path | None = None,
     resume: bool = False,
     seed: int = 0,
+    guard: bool = True,
     events: Events | None = None,
     runner: Runner | None = None,
 ) -> Result:
@@ -91,6 +96,7 @@ def tune(
         record: File that gets a line of JSON for each trial.
         resume: Go on with what the output folder holds.
         seed: Of the search and of the random tokens.
+        guard: Train the winner a few steps beside a plain plan, and refuse it where it trains otherwise.
         events: Told of what happens.
         runner: Turns plans into outcomes; by default each trial is a process on this machine.
 
@@ -121,6 +127,7 @@ def tune(
         sampler=sampler,
         storage=storage,
         record=Path(record) if record else None,
+        guard=guard,
     )
     question.check(request, settings)
     folder = Path(output) if output else Path(tempfile.mkdtemp(prefix="autofit-"))
@@ -166,6 +173,8 @@ class _Tune:
     began: float = field(default_factory=time.monotonic)
     trials: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    refused: dict[Plan, str] = field(default_factory=dict)
+    guard: Guard | None = None
 
     def run(self, *, resume: bool) -> Result:
         before = question.before(self.folder, self.request, resume=resume, say=self._note)
@@ -232,12 +241,16 @@ class _Tune:
             seconds=settings.timeout_seconds,
             trials=self.trials,
             record=landscape.Writer(settings.record, facts, plans, cast) if settings.record else None,
+            refused=self.refused,
         )
         stopped: Interrupted | Terminated | None = None
         decision = None
         try:
             campaign.search(searcher, settings.trials)
             decision = campaign.playoff()
+            if self.given_runner is None and settings.guard:
+                guards = Guards(self.folder, facts, config, server)
+                decision = self._guarded(decision, guards.look, campaign.playoff)
         except (KeyboardInterrupt, Interrupted) as error:
             stopped = error if isinstance(error, Interrupted) else Interrupted("stopped by Ctrl-C")
         except Terminated as error:
@@ -255,7 +268,14 @@ class _Tune:
             raise self._nothing(facts, plans, cast)
         self._say_correction(searcher)
         result = answer.write(
-            answer.compose(decision, facts, self.trials, notes=self.notes, seconds=time.monotonic() - self.began),
+            answer.compose(
+                decision,
+                facts,
+                self.trials,
+                notes=self.notes,
+                seconds=time.monotonic() - self.began,
+                guard=self.guard,
+            ),
             self.folder,
             server,
         )
@@ -295,6 +315,12 @@ class _Tune:
     def _nothing(self, facts: Facts, plans: Space, cast: Forecast | None) -> AutofitError:
         """Why there is no winner: no plan fits, or none got as far as to tell."""
         trials = tuple(self.trials)
+        if self.refused:
+            plan, why = next(iter(self.refused.items()))
+            return MachineError(
+                f"every plan that was measured trains otherwise than a plain one: {plan.words()}: {why}",
+                hint="is it a bug of a library? --no-guard writes the fastest plan all the same",
+            )
         if not trials and cast is not None:
             place = int(np.nanargmin(cast.device_bytes))
             needed = units.size(float(cast.device_bytes[place]))
@@ -325,3 +351,33 @@ class _Tune:
                 f"others took {median(shares):.0%} of the processors while the trials ran: "
                 "on a quieter machine all of this is faster"
             )
+
+    def _guarded(self, decision: Decision | None, look: Look, again: Callable[[], Decision | None]) -> Decision | None:
+        """The first winner that trains as a plain plan does; what trains otherwise is refused.
+
+        Args:
+            decision: The winner so far.
+            look: Trains a plan beside a plain one.
+            again: Holds the playoff without those that were refused.
+        """
+        for _ in range(MOST_GUARDS):
+            if decision is None:
+                return None
+            left = self._left()
+            if left is not None and left <= 0:
+                self._note("the time is spent: the winner's training was not compared with a plain plan's")
+                return decision
+            plan, spent = decision.plan, time.monotonic() - self.began
+            self.events.note(f"comparing the training of {plan.words()} with a plain plan's")
+            found = look(plan, decision.measured, spent_seconds=spent, left_seconds=left)
+            if found.verdict != "other":
+                self.guard = found
+                if found.verdict == "unknown":
+                    self._note(f"the winner's training was not compared with a plain plan's: {found.words}")
+                return decision
+            self.refused[plan] = found.words
+            self._note(f"refused, though it was the fastest: {plan.words()}: {found.words}")
+            decision = again()
+        if decision is not None:
+            self._note(f"{MOST_GUARDS} plans trained otherwise than a plain one; the winner was not compared any more")
+        return decision

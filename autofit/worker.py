@@ -1,7 +1,8 @@
 """The process of one job: it reads ``job.json`` in its folder and leaves one result file there.
 
-Jobs are ``trial`` (a plan is measured: ``outcome.json``), ``describe`` (facts are read: ``facts.json``), ``check``
-(emitted files are loaded back: ``check.json``) and ``trace`` (plans are run on fake tensors: ``traced.json``).
+Jobs are ``trial`` (a plan is measured: ``outcome.json``), ``curve`` (it trains a little: ``curve.json``),
+``describe`` (facts are read: ``facts.json``), ``check`` (emitted files are loaded back: ``check.json``) and ``trace``
+(plans are run on fake tensors: ``traced.json``).
 
 It is forked by :mod:`autofit.forkserver`, which has torch and
 transformers loaded; it may also be run by itself, as ``python -m autofit.worker FOLDER``.
@@ -23,11 +24,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from autofit.clock import Effort
+from autofit.curve import CURVE, Curve, record
 from autofit.facts import Facts
 from autofit.files import write_atomically
 from autofit.measure import measure
 from autofit.memory import CeilingBroken, guard_host, meter
 from autofit.plan import OUTCOME, Crashed, Outcome, OutOfMemory, Plan, Unsupported, dump_json
+from autofit.recipe import Recipe
 from autofit.technique import Part
 from autofit.training import run_recipe
 
@@ -36,6 +39,7 @@ OUTCOME_FILE = "outcome.json"
 FACTS_FILE = "facts.json"
 CHECK_FILE = "check.json"
 TRACED_FILE = "traced.json"
+CURVE_FILE = "curve.json"
 PROGRESS_FILE = "progress"
 
 
@@ -48,6 +52,17 @@ class TrialJob:
     facts: Facts
     config: str
     effort: Effort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveJob:
+    """Train some steps of a plan and write down what it learns."""
+
+    kind: Literal["curve"] = "curve"
+    plan: Plan
+    facts: Facts
+    config: str
+    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +104,7 @@ class TraceJob:
     folder: str
 
 
-Job = Annotated[TrialJob | DescribeJob | CheckJob | TraceJob, Field(discriminator="kind")]
+Job = Annotated[TrialJob | CurveJob | DescribeJob | CheckJob | TraceJob, Field(discriminator="kind")]
 JOBS: TypeAdapter[Any] = TypeAdapter(Job)
 
 
@@ -107,6 +122,9 @@ def main(folder: Path) -> None:
 
         failed = trace_all(job, folder)
         write_atomically(folder / TRACED_FILE, json.dumps({"failed": failed}))
+        return
+    if isinstance(job, CurveJob):
+        write_atomically(folder / CURVE_FILE, dump_json(CURVE, _trained(job, folder)))
         return
     outcome = _tried(job, folder)
     write_atomically(folder / OUTCOME_FILE, dump_json(OUTCOME, outcome))
@@ -133,23 +151,18 @@ def _tried(job: TrialJob, folder: Path) -> Outcome:
         return Crashed(reason=reason, log_tail=traceback.format_exc()[-4000:])
 
 
+def _trained(job: CurveJob, folder: Path) -> Curve:
+    """The curve of a plan; whatever is unforeseen is told in words."""
+    try:
+        recipe = _launched(job.plan, job.facts, folder)
+        return record(recipe, job.steps, meter(job.facts), config=Path(job.config), folder=folder)
+    except Exception as error:  # noqa: BLE001 - the top of the worker
+        traceback.print_exc()
+        return Curve(failed=f"{type(error).__name__}: {_first_line(error)}")
+
+
 def _measured(job: TrialJob, folder: Path) -> Outcome:
-    from autofit.launching import launch_environment, write_yaml
-    from autofit.registry import recipe as recipe_of
-
-    recipe = recipe_of(job.plan, job.facts)
-    config_file = folder / "accelerate.yaml"
-    write_yaml(config_file, dict(recipe.emission.accelerate))
-    _take_environment(launch_environment(config_file), job.facts)
-    import torch
-    from transformers import Trainer, utils
-
-    _ = Trainer  # imported before the base of memory is read
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    utils.logging.set_verbosity(logging.ERROR)
-    warm_up_threads()
-    if job.facts.hardware.device == "cpu":
-        guard_host(job.facts.workload.limit_bytes)
+    recipe = _launched(job.plan, job.facts, folder)
     progress = os.open(folder / PROGRESS_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
 
     def tell(words: str) -> None:
@@ -165,6 +178,27 @@ def _measured(job: TrialJob, folder: Path) -> Outcome:
         lambda clock: run_recipe(clock, config=Path(job.config), folder=folder),
         tell,
     )
+
+
+def _launched(plan: Plan, facts: Facts, folder: Path) -> Recipe:
+    """Become the process that ``accelerate launch`` starts for a plan, and return its recipe."""
+    from autofit.launching import launch_environment, write_yaml
+    from autofit.registry import recipe as recipe_of
+
+    recipe = recipe_of(plan, facts)
+    config_file = folder / "accelerate.yaml"
+    write_yaml(config_file, dict(recipe.emission.accelerate))
+    _take_environment(launch_environment(config_file), facts)
+    import torch
+    from transformers import Trainer, utils
+
+    _ = Trainer  # imported before the base of memory is read
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    utils.logging.set_verbosity(logging.ERROR)
+    warm_up_threads()
+    if facts.hardware.device == "cpu":
+        guard_host(facts.workload.limit_bytes)
+    return recipe
 
 
 def warm_up_threads() -> None:

@@ -7,10 +7,21 @@ before it when it says what it conflicts with.
 from .accumulation import Accumulation
 from .attention import Attention
 from .checkpointing import Checkpointing
+from .compile import Compile
 from .kernels import Kernels
 from .micro_batch import MicroBatch
 from .offload import Offload
 from .optimizer import Optimizer
 from .precision import Precision
 
-ALL = (MicroBatch(), Accumulation(), Precision(), Attention(), Kernels(), Checkpointing(), Optimizer(), Offload())
+ALL = (
+    MicroBatch(),
+    Accumulation(),
+    Precision(),
+    Attention(),
+    Kernels(),
+    Checkpointing(),
+    Optimizer(),
+    Offload(),
+    Compile(),
+)

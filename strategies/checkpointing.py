@@ -121,17 +121,23 @@ class Checkpointing(Technique):
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         layers, again = evidence.layers, evidence.layers_recomputed
         if layers is None or again is None:
-            return None
+            return self._inside_a_graph(value, evidence)
         every = _EVERY.get(str(value), 1)
         wanted = again == 0 if value == "off" else abs(again * every - layers) < min(every, layers)
         if not wanted:
             return f"{again} of {layers} layers ran forward more than once in a micro-step"
         if (evidence.kept_outputs > 0) != (value == "selective"):
             return f"{evidence.kept_outputs} outputs of matrix products were kept"
-        if value == "full_offload" and not evidence.offloaded_activation_bytes:
-            return "no layer's input was copied to the host"
-        if value == "full" and evidence.offloaded_activation_bytes:
-            return "the layers' inputs were copied to the host"
+        if (evidence.offloaded_activation_bytes > 0) != (value == "full_offload") and value in {"full", "full_offload"}:
+            return f"{evidence.offloaded_activation_bytes} bytes of the layers' inputs were copied to the host"
+        return None
+
+    @staticmethod
+    def _inside_a_graph(value: Value, evidence: Evidence) -> str | None:
+        """A compiled graph shows only how often one of its layers runs."""
+        forwards = evidence.layer_forwards
+        if forwards is not None and value in {"off", "full"} and (forwards > 1) != (value == "full"):
+            return f"a layer ran forward {forwards} time(s) in a micro-step"
         return None
 
     def prior(self, value: Value, facts: Facts) -> Prior:

@@ -139,9 +139,9 @@ def test_the_command_line_is_the_one_that_was_designed():
     }
     assert found == {
         "tune": [
-            "--allow", "--among", "--device", "--fix", "--global-batch", "--json", "--launch-path", "--memory-limit",
-            "--output", "--record", "--resume", "--sampler", "--seed", "--seq-len", "--storage", "--timeout",
-            "--trials", "--trust-remote-code",
+            "--allow", "--among", "--device", "--fix", "--global-batch", "--guard", "--json", "--launch-path",
+            "--memory-limit", "--output", "--record", "--resume", "--sampler", "--seed", "--seq-len",
+            "--storage", "--timeout", "--trials", "--trust-remote-code",
         ],
         "estimate": [
             "--all", "--allow", "--among", "--cache", "--fix", "--global-batch", "--gpu", "--json", "--launch-path",

@@ -23,8 +23,9 @@ from autofit.choose import extras
 from autofit.clock import Effort
 from autofit.errors import InputError
 from autofit.loading import installed
+from autofit.observe import compiled_graphs
 from autofit.plan import Evidence, Measured, Plan
-from autofit.registry import changes, recipe, technique, techniques
+from autofit.registry import changes, extra_seconds, recipe, technique, techniques
 from autofit.technique import Emission, Kind
 from autofit.trials import ProcessRunner
 
@@ -62,6 +63,7 @@ EXTRAS = {
     "bitsandbytes": "0.49.0",
     "deepspeed": "0.18.0",
     "torchao": "0.18.0",
+    "triton": "3.5.0",
     **dict.fromkeys(("lomo-optim", "galore-torch", "apollo-torch", "schedulefree", "torch-optimi"), "1.0"),
 }
 FUSED = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "liger-kernel": "0.8.5", "triton": "3.7.0"}
@@ -378,7 +380,7 @@ def run(server, tmp_path_factory):
         plan = min(fitting, key=lambda plan: (extras(plan), plan["accumulation"]))
         if (path, plan) not in known:
             runner = ProcessRunner(folder / "trials", facts, folder / "model", server)
-            known[path, plan] = runner.run(len(known), plan, QUICK, purpose="search", limit_seconds=60).outcome
+            known[path, plan] = runner.run(len(known), plan, QUICK, purpose="search", limit_seconds=180).outcome
         return known[path, plan]
 
     return run_once
@@ -543,3 +545,76 @@ def test_a_model_with_activations_on_the_host_still_runs(offload):
     assert torch.equal(wrapped(torch.ones(2, 64)), before)
     assert wrapped.autofit_host_activations.moved_bytes == 0
     assert len(list(wrapped.modules())) == 5
+
+
+# --- a compiler -----------------------------------------------------------------------------------------------------
+
+
+def offered(facts):
+    return {choice.value: (choice.status, choice.reason) for choice in technique("compile").choices(facts)}
+
+
+def test_what_can_be_compiled_is_offered_on_cuda_and_on_request_on_a_cpu():
+    on_cuda, on_cpu = offered(FACTS["cuda 8.0"]), offered(FACTS["cpu"])
+    assert [on_cuda[value][0] for value in ("regions", "model")] == ["offered"] * 2
+    assert [on_cuda[value][0] for value in ("model_max_autotune", "cuda_graphs")] == ["on_request"] * 2
+    assert [on_cpu[value][0] for value in ("regions", "model")] == ["on_request"] * 2
+    assert "minutes" in on_cpu["model"][1]
+    assert on_cpu["cuda_graphs"] == ("withheld", "CUDA only")
+    assert offered(FACTS["cpu, no layers"])["regions"][0] == "withheld"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("cpu", {"compilers": ("cc",)}, "no C++ compiler"),
+        ("cuda 8.0", {"compilers": ()}, "no C compiler"),
+        ("cuda 8.0", {"capability": (6, 1)}, "too old for Triton"),
+        ("cuda 7.0", {}, "triton is not installed"),
+    ],
+)
+def test_without_a_compiler_nothing_is_compiled(name, changes, reason):
+    facts = FACTS[name]
+    found = offered(replace(facts, hardware=replace(facts.hardware, **changes)))
+    assert found.pop("off")[0] == "offered"
+    for status, why in found.values():
+        assert status == "withheld"
+        assert reason in why
+
+
+def test_a_compiled_plan_compiles_in_the_warm_up_alone(run):
+    for path, value in (("trainer", "regions"), ("loop", "model")):
+        outcome = run(path, technique("compile"), value)
+        seen = outcome.evidence
+        assert (seen.compiled, seen.compile_mode, seen.recompiles) == (value, "default", 0)
+        assert seen.compiled_graphs >= 1
+        assert outcome.warm_up_seconds > outcome.step_seconds
+        assert not any("compiled again" in note for note in outcome.notes)
+    assert run("loop", technique("compile"), "off").evidence.compiled_graphs == 0
+
+
+def test_another_shape_is_another_graph():
+    import torch
+
+    twice = torch.compile(lambda x: x + x, backend="eager", dynamic=False)
+    before = compiled_graphs()
+    for length in (2, 2, 3):
+        twice(torch.ones(length))
+    assert compiled_graphs() - before == 2
+
+
+def test_a_mode_that_was_not_used_is_told():
+    one, facts = technique("compile"), FACTS["cuda 8.0"]
+    seen = Evidence(compiled="model", compiled_graphs=2, compile_mode="reduce-overhead", cuda_graphs=True)
+    assert one.in_effect("cuda_graphs", seen, facts) is None
+    assert "CUDA graph" in one.in_effect("cuda_graphs", replace(seen, cuda_graphs=False), facts)
+    assert "mode" in one.in_effect("model", seen, facts)
+    assert "no graph" in one.in_effect("model", replace(seen, compiled_graphs=0), facts)
+    assert "not regions" in one.in_effect("regions", seen, facts)
+
+
+def test_what_a_trial_costs_beyond_its_steps_is_told_for_compiled_plans():
+    facts = FACTS["cuda 8.0"]
+    plan = plan_with(technique("compile"), "model", facts)
+    assert extra_seconds(plan, facts) > extra_seconds(plan.replaced(compile="regions"), facts) > 0
+    assert extra_seconds(plan.replaced(compile="off"), facts) == 0

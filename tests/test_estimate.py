@@ -193,7 +193,7 @@ def test_peaks_of_many_agree_with_each_need(server, tmp_path):
     facts = question.read_facts(tmp_path, question.Request(model="demo", **SMALL), "cpu", server, print)
     made = traces.Traces(facts, config, lambda: server, tmp_path, traces.cache_folder())
     plan = Plan({"micro_batch": 2, "accumulation": 4, "precision": "fp32", "attention": "default", "kernels": "none",
-                 "checkpointing": "full", "optimizer": "adamw", "offload": "none"})  # fmt: skip
+                 "checkpointing": "full", "optimizer": "adamw", "offload": "none", "compile": "off"})  # fmt: skip
     made.prepare([plan])
     parts = made.parts(plan)
     rows, accumulation = np.array([2, 4, 8]), np.array([4, 2, 1])

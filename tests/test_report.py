@@ -9,11 +9,12 @@ import pytest
 from rich.console import Console
 
 from autofit import charts, findings
-from autofit.document import DOCUMENT, Document, Offer
+from autofit.document import DOCUMENT, Document, Guard, Offer
 from autofit.facts import Facts, Hardware, Model, Workload
 from autofit.plan import (
     Crashed,
     Diverged,
+    Evidence,
     Measured,
     OutOfMemory,
     Plan,
@@ -77,7 +78,7 @@ VERSIONS = {
 
 def plan(micro_batch, **others):
     plain = {"precision": "fp32", "attention": "default", "kernels": "none"}
-    plain |= {"checkpointing": "off", "optimizer": "adamw", "offload": "none"}
+    plain |= {"checkpointing": "off", "optimizer": "adamw", "offload": "none", "compile": "off"}
     return Plan({"micro_batch": micro_batch, "accumulation": 32 // micro_batch, **plain, **others})
 
 
@@ -456,3 +457,83 @@ def test_small_words():
         "autofit verify \\",
         "    'my folder'",
     ]
+
+
+def compiled(rate, warm_up_seconds, **others):
+    evidence = Evidence(compiled="model", compiled_graphs=1, compile_mode="default")
+    return measured(rate, 15.0, warm_up_seconds=warm_up_seconds, evidence=evidence, **others)
+
+
+class TestPayback:
+    """A compiled winner: the steps that compiling takes, against what it saves of each."""
+
+    winner = plan(8, precision="bf16", compile="model")
+
+    def test_it_is_told_after_how_many_steps(self):
+        others = [(WINNER, measured(40.0, 15.8)), (WINNER.replaced(compile="regions"), compiled(48.0, 20.0))]
+        doc = document(
+            [*others, (self.winner, compiled(50.0, 61.28)), (self.winner, compiled(50.0, 5.0))], winner=self.winner
+        )
+        said = findings.payback(doc)
+        assert "take 1 min 0 s longer" in said
+        assert "pays back after 375 optimizer steps" in said, "60 s over 0.8 s - 0.64 s"
+        assert said in words(terminal(doc, width=500))
+        assert said in " ".join(Page(html(doc, folder="x")).said)
+
+    def test_it_may_never_pay_back(self):
+        doc = document([(WINNER, measured(51.0, 15.8)), (self.winner, compiled(50.0, 60.0))], winner=self.winner)
+        assert "never pays back" in findings.payback(doc)
+
+    def test_without_another_plan_nobody_knows(self):
+        doc = document([(self.winner, compiled(50.0, 60.0))], winner=self.winner)
+        assert "is not known" in findings.payback(doc)
+
+    def test_another_winner_has_nothing_to_pay_back(self):
+        assert findings.payback(document()) is None
+        assert "pays back" not in terminal(document())
+
+
+class TestGuard:
+    """The short training of the winner."""
+
+    guard = Guard(
+        verdict="same",
+        words="it trains as the plain plan does",
+        reference=plan(8),
+        losses=(4.0, 3.0, 2.5),
+        reference_losses=(4.0, 3.01, 2.49),
+        bound=0.02,
+        difference=0.004,
+        seconds=12.0,
+    )
+
+    def test_a_line_in_the_terminal_and_two_curves_on_the_page(self):
+        doc = document(guard=self.guard)
+        line = "It trains as the plain plan does. It took 12.0 s."
+        assert line in words(terminal(doc))
+        page = html(doc, folder="x")
+        assert line in " ".join(Page(page).said)
+        drawn = charts.losses(doc)
+        assert drawn.winner in page
+        assert drawn.reference in page
+        assert drawn.winner.count("L") == drawn.reference.count("L") == 2
+        assert [tick.label for tick in drawn.x_ticks] == ["1", "2", "3"]
+        assert all(charts.TOP <= tick.at <= charts.BOTTOM for tick in drawn.y_ticks)
+
+    def test_without_a_reference_there_is_one_curve(self):
+        drawn = charts.losses(document(guard=replace(self.guard, reference=None, reference_losses=())))
+        assert drawn.winner
+        assert not drawn.reference
+
+    def test_losses_that_do_not_move_are_drawn_too(self):
+        assert charts.losses(document(guard=replace(self.guard, losses=(2.0, 2.0), reference_losses=()))).winner
+
+    def test_without_a_guard_nothing_is_said(self):
+        assert charts.losses(document()) is None
+        assert "plain plan does" not in terminal(document())
+
+    def test_an_old_document_has_none(self):
+        raw = DOCUMENT.dump_python(document(guard=self.guard), mode="json")
+        assert DOCUMENT.validate_python(raw).guard == self.guard
+        del raw["guard"]
+        assert DOCUMENT.validate_python(raw).guard is None

@@ -45,6 +45,7 @@ PLAIN = Plan(
         "checkpointing": "off",
         "optimizer": "adamw",
         "offload": "none",
+        "compile": "off",
     }
 )
 

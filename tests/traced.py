@@ -59,6 +59,7 @@ PLAIN = Plan(
         "checkpointing": "off",
         "optimizer": "adamw",
         "offload": "none",
+        "compile": "off",
     }
 )
 

@@ -58,6 +58,7 @@ def plain(rows: int) -> Plan:
             "checkpointing": "off",
             "optimizer": "adamw",
             "offload": "none",
+            "compile": "off",
         }
     )
 

@@ -30,6 +30,7 @@ PLAIN = Plan(
         "checkpointing": "off",
         "optimizer": "adamw",
         "offload": "none",
+        "compile": "off",
     }
 )
 
@@ -94,6 +95,7 @@ def values(name):
             "adalomo", "schedule_free_adamw", "schedule_free_radam", "stable_adamw",
         ],
         "offload": ["none", "activations", "optimizer", "fsdp2", "zero2", "zero3"],
+        "compile": ["off", "regions", "model", "model_max_autotune", "cuda_graphs"],
     }[name]  # fmt: skip
 
 

@@ -458,6 +458,7 @@ PLAIN = Plan(
         "checkpointing": "off",
         "optimizer": "adamw",
         "offload": "none",
+        "compile": "off",
     }
 )
 PLANS = [

@@ -1,0 +1,155 @@
+"""Compile: ``torch.compile`` turns the model's Python into fused kernels.
+
+- ``model``: the whole model as one graph, where nothing breaks it.
+- ``regions``: each part by itself, equal layers once; compiles in a fraction of the time, and what would be fused
+  across layers is not. By Accelerate's ``compile_regions``.
+- ``model_max_autotune``: the whole model, with CUDA graphs, and matrix products are timed to choose their kernels.
+  CUDA only.
+- ``cuda_graphs``: the whole model (mode ``reduce-overhead``), its kernels recorded and replayed as CUDA graphs:
+  no launch costs, and the graphs' memory is kept between steps. CUDA only.
+
+Saves: reading and writing what lies between element-wise operations, and launches of kernels; often some memory.
+Costs: half a minute to many minutes before the first step, which a long training pays back and a short one does not;
+rows of another length are compiled anew. Of class ``exact``: fused kernels round in another order.
+
+Needs Triton and a C compiler on CUDA (compute capability 7.0), a C++ compiler on a CPU. Inductor's cache stays where
+the user has it by default, since the launch that follows then finds what the trials have compiled.
+
+A trace runs without it: what a compiled step keeps for its backward pass is about what the plain one keeps, less what
+the compiler finds cheaper to compute again, and it has fewer temporaries. Sources: Ansel et al., "PyTorch 2"
+(ASPLOS 2024); ``accelerate.utils.TorchDynamoPlugin``, ``compile_regions``; ``Trainer._build_accelerator_args``.
+
+Not covered: other backends than Inductor; compiled optimizers; compiled autograd; sharded models, whose hooks a graph
+does not see.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autofit.technique import Choice, Emission, Kind, Part, Prior, Status, Technique
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from autofit.facts import Facts
+    from autofit.plan import Evidence, Value
+
+_MODES = {
+    "regions": "default",
+    "model": "default",
+    "model_max_autotune": "max-autotune",
+    "cuda_graphs": "reduce-overhead",
+}
+_OLDEST = (7, 0)  # torch.utils._triton: older devices lack what Triton's code needs
+
+
+class Compile(Technique):
+    """Whether the model is compiled, and in what parts."""
+
+    name = "compile"
+    plain = "off"
+
+    def choices(self, facts: Facts) -> tuple[Choice, ...]:
+        on_cuda = facts.hardware.device == "cuda"
+        lacking = _lacking(facts)
+
+        def choice(value: str, status: Status, reason: str, missing: str | None = None) -> Choice:
+            missing = lacking or missing
+            return Choice(value, Kind.EXACT, "withheld" if missing else status, missing or reason)
+
+        usual: Status = "offered" if on_cuda else "on_request"
+        slow = "" if on_cuda else "; compiling for a CPU takes minutes, and saves little of a step"
+        no_layers = None if facts.model.layer_classes else f"{facts.model.architecture} names no layer to compile"
+        no_cuda = None if on_cuda else "CUDA only"
+        return (
+            Choice("off", Kind.EXACT, "offered", "PyTorch runs one operation after the other"),
+            choice("regions", usual, f"each layer is compiled, equal ones once{slow}", no_layers),
+            choice("model", usual, f"the whole model is compiled{slow}"),
+            choice(
+                "model_max_autotune", "on_request", "products are timed to choose their kernels: takes long", no_cuda
+            ),
+            choice("cuda_graphs", "on_request", "kernels are replayed as CUDA graphs, whose memory stays", no_cuda),
+        )
+
+    def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
+        offload = others.get("offload", "none")
+        if value == "off" or offload in {"none", "optimizer"}:
+            return None
+        if offload == "activations":
+            return "the hooks that move saved tensors to the host are none that a graph can hold"
+        return f"{offload} brings weights in by hooks that a compiled model passes by"
+
+    def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
+        """The YAML says it all; a Trainer's arguments can't say regions, and say the rest once more."""
+        mode = _MODES.get(str(value))
+        whole = mode is not None and value != "regions"
+        config = {
+            "dynamo_backend": "INDUCTOR" if mode else "NO",
+            "dynamo_mode": mode or "default",
+            "dynamo_use_fullgraph": False,
+            "dynamo_use_dynamic": False,
+            "dynamo_use_regional_compilation": value == "regions",
+        }
+        return Emission(
+            accelerate={"dynamo_config": config},
+            training_args={
+                "torch_compile": whole,
+                "torch_compile_backend": "inductor" if whole else None,
+                "torch_compile_mode": mode if whole else None,
+            },
+        )
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        return self.plain
+
+    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
+        mode = _MODES.get(str(value))
+        wanted = "none" if mode is None else "regions" if value == "regions" else "model"
+        if evidence.compiled != wanted:
+            return f"compiled: {evidence.compiled}, not {wanted}"
+        if mode is None:
+            return None
+        if not evidence.compiled_graphs:
+            return "no graph was made"
+        if evidence.compile_mode != mode:
+            return f"it was compiled in the mode {evidence.compile_mode}, not {mode}"
+        if value == "cuda_graphs" and evidence.cuda_graphs is False:
+            return "no CUDA graph was recorded"
+        return None
+
+    def changes(self, value: Value, facts: Facts) -> str | None:
+        if value == "off":
+            return None
+        what = "Each layer" if value == "regions" else "The model"
+        return (
+            f"{what} is compiled: the same mathematics, rounded in another order; "
+            "rows of another length are compiled anew, so pad them all to one."
+        )
+
+    def prior(self, value: Value, facts: Facts) -> Prior:
+        """A tenth to a quarter less time is what is published for large models; small ones gain more.
+
+        A tiny model of two layers took half a minute to compile on one core of a CPU, its regions a third of that;
+        the whole model is compiled layer by layer.
+        """
+        if value == "off":
+            return Prior(time=(0.0, 0.01), memory=(0.0, 0.01))
+        layers = facts.model.layers
+        gain, deviation = (-0.15, 0.15) if facts.hardware.device == "cuda" else (-0.05, 0.2)
+        whole = 20.0 + 2.0 * layers
+        memory = (0.1, 0.2) if value == "cuda_graphs" else (-0.1, 0.15)
+        seconds = {"regions": 20.0, "model": whole, "cuda_graphs": whole, "model_max_autotune": 4 * whole}[str(value)]
+        return Prior(time=(gain, deviation), memory=memory, extra_seconds=seconds)
+
+
+def _lacking(facts: Facts) -> str | None:
+    """What is missing for any compiling, in words."""
+    hardware = facts.hardware
+    if hardware.device == "cpu":
+        return None if "c++" in hardware.compilers else "no C++ compiler (g++) is installed"
+    if hardware.capability and hardware.capability < _OLDEST:
+        return f"{hardware.name} is too old for Triton"
+    if not facts.has("triton"):
+        return "triton is not installed"
+    return None if "cc" in hardware.compilers else "no C compiler (gcc) is installed, which Triton needs"
