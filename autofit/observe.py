@@ -35,7 +35,7 @@ class Observer:
         self.micro_steps = 0
         self.leaf_calls = 0
         self._handles: list[Any] = []
-        leaf = _first_product(model, recipe.facts.model.layer_classes)
+        self.leaf = leaf = _first_product(model, recipe.facts.model.layer_classes)
         self._handles.append(model.register_forward_pre_hook(self._before_model, with_kwargs=True))
         if leaf is not None:
             self._handles.append(leaf.register_forward_hook(self._after_leaf))
@@ -49,7 +49,9 @@ class Observer:
 
     def _after_leaf(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
-        self.compute_dtype = _dtype(first)
+        # layers of quantized weights give back the dtype that they were given
+        inside = "int8" if _quantized(module) == "int8" else getattr(module, "compute_dtype", None)
+        self.compute_dtype = str(inside or first.dtype).removeprefix("torch.")
         self.leaf_calls += 1
 
     def close(self) -> None:
@@ -74,13 +76,14 @@ class Observer:
         keeper = getattr(self.model, "autofit_host_activations", None)
         group = real.param_groups[0] if getattr(real, "param_groups", None) else {}
         on_cuda = self.recipe.facts.hardware.device == "cuda"
+        adapter, adapted = _adapter(self.model)
         return Evidence(
             micro_batch=self.rows,
             seq_len=self.seq_len,
             accumulation=accumulation,
             padding_mask=self.padding_mask,
             compute_dtype=self.compute_dtype,
-            weights_dtype=_dtype(max(parameters, key=lambda parameter: parameter.numel())),
+            weights_dtype=_dtype(_main_weight(parameters)),
             gradient_scaler=getattr(accelerator, "scaler", None) is not None,
             tf32=torch.backends.cuda.matmul.fp32_precision == "tf32" if on_cuda else None,
             layer_forwards=round(self.leaf_calls / self.micro_steps) if self.micro_steps and self.leaf_calls else None,
@@ -91,6 +94,11 @@ class Observer:
             optimizer_state_devices=state_devices,
             parameter_devices=tuple(sorted({parameter.device.type for parameter in parameters})),
             offloaded_activation_bytes=getattr(keeper, "moved_bytes", 0),
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            adapter=adapter,
+            adapted=adapted,
+            quantized=_quantized(self.leaf),
             engine=_engine(accelerator),
         )
 
@@ -104,6 +112,41 @@ def _first_product(model: nn.Module, layer_classes: tuple[str, ...]) -> nn.Modul
         if len(shape) == 2 and not any(module.children()) and "Embed" not in type(module).__name__:
             return module
     return None
+
+
+def _main_weight(parameters: list[nn.Parameter]) -> nn.Parameter:
+    """The largest weight of the model itself: no adapter's, which is trained beside frozen ones, and no packed one."""
+    floats = [parameter for parameter in parameters if parameter.dtype.is_floating_point]
+    frozen = [parameter for parameter in floats if not parameter.requires_grad]
+    return max(frozen or floats, key=lambda parameter: parameter.numel())
+
+
+def _quantized(leaf: nn.Module | None) -> str | None:
+    """How the weight of a linear layer is quantized; ``twice`` where its scales are, too."""
+    weight: Any = getattr(leaf, "weight", None)
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        return f"{state.quant_type}{' twice' if state.nested else ''}"
+    return None if weight is None or weight.dtype.is_floating_point else _dtype(weight)
+
+
+def _adapter(model: nn.Module) -> tuple[str | None, tuple[str, ...]]:
+    """The adapter whose layers are switched on, in words, and the names of the modules that it is on.
+
+    Read off PEFT's layers, not off its config: a config says what was asked for.
+    """
+    kinds, names = set(), set()
+    for path, module in model.named_modules():
+        if not getattr(module, "adapter_layer_names", ()) or getattr(module, "disable_adapters", True):
+            continue
+        for active in module.active_adapters:
+            if active in getattr(module, "lora_A", ()):
+                kind = "dora" if active in getattr(module, "lora_magnitude_vector", ()) else "lora"
+                kinds.add(f"{kind} r={module.r[active]} scaling={module.scaling[active]:.4g}")
+            else:
+                kinds.add(type(module).__module__.split(".")[-2])
+            names.add(path.rpartition(".")[2])
+    return " and ".join(sorted(kinds)) or None, tuple(sorted(names))
 
 
 def _unwrapped(optimizer: Any) -> Any:

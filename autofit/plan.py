@@ -96,6 +96,11 @@ class Evidence:
     optimizer_state_devices: tuple[str, ...] = ()
     parameter_devices: tuple[str, ...] = ()
     offloaded_activation_bytes: int = 0
+    parameters: int | None = None
+    trainable_parameters: int | None = None
+    adapter: str | None = None
+    adapted: tuple[str, ...] = ()
+    quantized: str | None = None
     engine: str = "none"
 
 

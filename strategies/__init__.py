@@ -5,10 +5,12 @@ before it when it says what it conflicts with.
 """
 
 from .accumulation import Accumulation
+from .adapter import Adapter
 from .checkpointing import Checkpointing
 from .micro_batch import MicroBatch
 from .offload import Offload
 from .optimizer import Optimizer
 from .precision import Precision
+from .quantization import Quantization
 
-ALL = (MicroBatch(), Accumulation(), Precision(), Checkpointing(), Optimizer(), Offload())
+ALL = (MicroBatch(), Accumulation(), Precision(), Checkpointing(), Adapter(), Quantization(), Optimizer(), Offload())

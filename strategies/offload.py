@@ -90,8 +90,9 @@ class Offload(Technique):
             return "checkpointing keeps the layers' inputs only, and holds them where these hooks don't reach"
         if value == "optimizer" and "8bit" in str(optimizer):
             return "bitsandbytes places its own state"
-        if value in {"fsdp2", "zero2", "zero3"} and optimizer != "adamw":
-            return f"{value} steps on the host, where {optimizer} does not run"
+        if value in _ENGINES and (optimizer != "adamw" or others["adapter"] != "none"):
+            what = optimizer if optimizer != "adamw" else "an adapter beside frozen weights"
+            return f"{value} steps on the host, where {what} does not run"
         if value == "fsdp2" and precision == "fp16":
             return "gradients on the host can't be scaled with those on the device"
         if value in {"zero2", "zero3"} and precision == "bf16_weights":

@@ -58,7 +58,7 @@ def cuda(capability, *, packages=HERE, host_limit_bytes=100 * GIB, launch_path="
     )
 
 
-EXTRAS = {"bitsandbytes": "0.49.0", "deepspeed": "0.18.0"}
+EXTRAS = {"bitsandbytes": "0.49.0", "deepspeed": "0.18.0", "peft": "0.18.0"}
 FACTS = {
     "cpu": replace(cpu(), packages=BARE),
     "cpu with bfloat16": cpu(("fp32", "bf16"), **EXTRAS),

@@ -188,7 +188,7 @@ def test_peaks_of_many_agree_with_each_need(server, tmp_path):
     facts = question.read_facts(tmp_path, question.Request(model="demo", **SMALL), "cpu", server, print)
     made = traces.Traces(facts, config, lambda: server, tmp_path, traces.cache_folder())
     plan = Plan({"micro_batch": 1, "accumulation": 8, "precision": "fp32", "checkpointing": "full",
-                 "optimizer": "adamw", "offload": "none"})  # fmt: skip
+                 "adapter": "none", "quantization": "none", "optimizer": "adamw", "offload": "none"})  # fmt: skip
     made.prepare([plan])
     parts = made.parts(plan)
     rows, accumulation = np.array([1, 2, 4, 8]), np.array([8, 4, 2, 1])

@@ -76,7 +76,8 @@ VERSIONS = {
 
 
 def plan(micro_batch, **others):
-    plain = {"precision": "fp32", "checkpointing": "off", "optimizer": "adamw", "offload": "none"}
+    plain = {"precision": "fp32", "checkpointing": "off", "adapter": "none", "quantization": "none"}
+    plain |= {"optimizer": "adamw", "offload": "none"}
     return Plan({"micro_batch": micro_batch, "accumulation": 32 // micro_batch, **plain, **others})
 
 

@@ -136,6 +136,8 @@ def test_the_first_plan_is_fast_small_and_keeps_the_method(tmp_path):
         "accumulation": 32,
         "precision": "bf16",
         "checkpointing": "off",
+        "adapter": "none",
+        "quantization": "none",
         "optimizer": "adamw",
         "offload": "none",
     }

@@ -41,6 +41,8 @@ PLAIN = Plan(
         "accumulation": 4,
         "precision": "fp32",
         "checkpointing": "off",
+        "adapter": "none",
+        "quantization": "none",
         "optimizer": "adamw",
         "offload": "none",
     }

@@ -54,6 +54,8 @@ PLAIN = Plan(
         "accumulation": 1,
         "precision": "fp32",
         "checkpointing": "off",
+        "adapter": "none",
+        "quantization": "none",
         "optimizer": "adamw",
         "offload": "none",
     }

@@ -53,6 +53,8 @@ def plain(rows: int) -> Plan:
             "accumulation": BATCH // rows,
             "precision": "fp32",
             "checkpointing": "off",
+            "adapter": "none",
+            "quantization": "none",
             "optimizer": "adamw",
             "offload": "none",
         }

@@ -43,6 +43,7 @@ MOST_TRIES = 6
 LEFT_BYTES = 4 * MIB  # a process that keeps more than this between two runs is thrown away
 CAPABILITY = (9, 0)
 NAMES = ("micro_batch", "accumulation", "precision", "checkpointing", "optimizer", "offload")
+PLAIN = {"adapter": "none", "quantization": "none"}  # of techniques that no case has
 
 # -- what is asked ------------------------------------------------------------------------------------------------
 
@@ -226,7 +227,7 @@ def cases():
     for line in _CASES.split("\n"):
         if line.strip():
             model, seq_len, rows, steps, *words, allocator = line.split()
-            plan = dict(zip(NAMES, (int(rows), int(steps), *words), strict=True))
+            plan = PLAIN | dict(zip(NAMES, (int(rows), int(steps), *words), strict=True))
             found.append(Case(model=model, seq_len=int(seq_len), plan=plan, allocator=allocator))
     return found
 

@@ -26,6 +26,8 @@ PLAIN = Plan(
         "accumulation": 2,
         "precision": "bf16",
         "checkpointing": "off",
+        "adapter": "none",
+        "quantization": "none",
         "optimizer": "adamw",
         "offload": "none",
     }
@@ -81,6 +83,8 @@ def values(name):
     return {
         "precision": ["fp32", "tf32", "bf16", "fp16", "bf16_weights"],
         "checkpointing": ["off", "full"],
+        "adapter": ["none", "lora:r=16", "rslora:r=16", "dora:r=16", "ia3"],
+        "quantization": ["none", "nf4", "int8"],
         "optimizer": ["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"],
         "offload": ["none", "activations", "optimizer", "fsdp2", "zero2", "zero3"],
     }[name]
@@ -88,7 +92,12 @@ def values(name):
 
 @pytest.mark.parametrize("path", ["trainer", "loop"])
 @pytest.mark.parametrize(
-    ("name", "value"), [(n, v) for n in ("precision", "checkpointing", "optimizer", "offload") for v in values(n)]
+    ("name", "value"),
+    [
+        (n, v)
+        for n in ("precision", "checkpointing", "adapter", "quantization", "optimizer", "offload")
+        for v in values(n)
+    ],
 )
 def test_every_choice_runs_and_takes_effect(bench, path, name, value):
     choice = next(c for n, c in space.offers(bench.facts) if n == name and c.value == value)

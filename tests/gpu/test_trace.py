@@ -454,6 +454,8 @@ PLAIN = Plan(
         "accumulation": 1,
         "precision": "bf16",
         "checkpointing": "off",
+        "adapter": "none",
+        "quantization": "none",
         "optimizer": "adamw",
         "offload": "none",
     }
