@@ -15,8 +15,8 @@ That is what scripts for QLoRA get: under ``bf16`` they are float32 (as ``peft.p
 them) and products compute in bfloat16, under ``bf16_weights`` they are bfloat16.
 
 Sources: the papers above; ``bitsandbytes.autograd``; ``transformers.BitsAndBytesConfig``. Not covered: stacked weights
-of experts, which are no linear layers; torchao, GPTQ and AWQ; the fused 4-bit kernels of bitsandbytes for few tokens,
-which make no copy: a trace always sees one.
+of experts, which are no linear layers; DoRA and (IA)3 on quantized weights; ``int8`` in a plain loop; torchao, GPTQ and
+AWQ; the fused 4-bit kernels of bitsandbytes for few tokens, which make no copy: a trace always sees one.
 """
 
 from __future__ import annotations
@@ -61,16 +61,27 @@ class Quantization(Technique):
             return Choice(value, Kind.METHOD, "offered" if offered else "on_request", reason)
 
         on_cpu = facts.hardware.device == "cpu"
+        int8 = choice(
+            "int8", "one byte a frozen weight, for an adapter: slower than nf4 on most devices", offered=False
+        )
+        if facts.workload.launch_path == "loop" and not missing:
+            kept = (
+                "bitsandbytes lets go of its layers' inputs with the loss, which a plain loop keeps for a step too long"
+            )
+            int8 = Choice("int8", Kind.METHOD, "withheld", kept)
         return (
             Choice("none", Kind.EXACT, "offered", "weights are kept in the dtype that the precision says"),
             choice("nf4", "half a byte a frozen weight, for an adapter", offered=not on_cpu),
-            choice("int8", "one byte a frozen weight, for an adapter: slower than nf4 on most devices", offered=False),
+            int8,
         )
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
-        if value != "none" and others["adapter"] == "none":
+        adapter = str(others["adapter"])
+        if value == "none" or "lora" in adapter:
+            return None
+        if adapter == "none":
             return "quantized weights can't be trained: they need an adapter"
-        return None
+        return f"{adapter.partition(':')[0]} on quantized weights is not covered"
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value == "none":

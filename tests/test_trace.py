@@ -14,12 +14,12 @@ from torch.utils import _foreach_utils
 from autofit import cudalike
 from autofit.cudalike import like_cuda
 from autofit.recorder import Recorder
-from autofit.registry import techniques
+from autofit.registry import technique, techniques
 from autofit.roofline import KINDS
 from autofit.tape import CATEGORIES, lengthen
 from autofit.trace import PERIODS, Layers, find_layers, telling_rows
 
-from .traced import CONFIGS, PLAIN, Lab, every_choice, traced_plan
+from .traced import CONFIGS, PLAIN, Lab, every_choice, facts_of, traced_plan
 
 THREE = ("llama", "gpt2", "gemma2")
 MIB = 2**20
@@ -153,9 +153,13 @@ def covering(values, possible, seed=0):
     return rows
 
 
-def has_something_to_train(row):
-    """Quantized weights are not trained."""
-    return row["quantization"] == "none" or row["adapter"] != "none"
+def can_be(row):
+    """Whether the techniques let a row be."""
+    facts = facts_of("llama", launch_path=row["launch_path"])
+    offered = every_choice(facts)["quantization"]
+    return (
+        row["quantization"] in offered and technique("quantization").conflict(row["quantization"], row, facts) is None
+    )
 
 
 COMBINATIONS = covering(
@@ -169,7 +173,7 @@ COMBINATIONS = covering(
         "micro_batch": [1, 5, 8],
         "launch_path": ["trainer", "loop"],
     },
-    has_something_to_train,
+    can_be,
 )
 
 
