@@ -92,10 +92,8 @@ LENGTHENED = [
 ]
 
 
-@pytest.mark.parametrize(("config", "device", "precision", "checkpointing"), LENGTHENED)
-def test_a_lengthened_trace_is_that_of_the_whole_model(labs, config, device, precision, checkpointing):
-    lab, rows = labs(config, device=device), 5
-    plan = PLAIN.replaced(precision=precision, checkpointing=checkpointing)
+def like_the_whole(lab, plan, rows=5):
+    """Check that a lengthened trace needs and does what that of the whole model does."""
     traced = lab.micro_steps(plan)
     assert traced.copies >= 1
     assert len({name for name in traced.tape.segments if name.startswith("0:F")}) == PERIODS
@@ -111,6 +109,26 @@ def test_a_lengthened_trace_is_that_of_the_whole_model(labs, config, device, pre
     np.testing.assert_allclose(long[made], short[made], rtol=1e-6)
     for name in ("work", "work_per_row"):
         np.testing.assert_allclose(getattr(tape, name).sum(axis=0), getattr(whole.tape, name).sum(axis=0))
+
+
+@pytest.mark.parametrize(("config", "device", "precision", "checkpointing"), LENGTHENED)
+def test_a_lengthened_trace_is_that_of_the_whole_model(labs, config, device, precision, checkpointing):
+    like_the_whole(labs(config, device=device), PLAIN.replaced(precision=precision, checkpointing=checkpointing))
+
+
+ADAPTED = [
+    ("llama", "cuda", {"precision": "bf16"}),
+    ("llama", "cuda", {"precision": "bf16_weights", "offload": "activations"}),
+    ("llama", "cuda", {"precision": "bf16", "quantization": "nf4", "checkpointing": "full"}),
+    ("gpt2", "cpu", {"quantization": "nf4"}),
+    ("gemma2", "cuda", {"precision": "bf16", "checkpointing": "full"}),
+]
+
+
+@pytest.mark.parametrize(("config", "device", "values"), ADAPTED)
+def test_a_lengthened_trace_with_an_adapter_is_that_of_the_whole_model(labs, config, device, values):
+    """The first layer is like the others but for what is below it: nothing that is trained."""
+    like_the_whole(labs(config, device=device), PLAIN.replaced(adapter="lora:r=16", **values))
 
 
 def test_the_rows_of_a_trace_tell_themselves_from_every_other_size():
