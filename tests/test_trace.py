@@ -212,7 +212,9 @@ def test_a_trace_needs_what_real_tensors_need(labs, config, number):
     live = tape.live(0)
     need = lab.need(plan)
     # one row alone takes other paths: its tensors are contiguous however they are turned, and are not copied
-    assert need.peak_bytes == pytest.approx(live.max(), rel=0.02 if row["micro_batch"] > 1 else 0.03)
+    # random rows to draw from are on the CPU, too: a whole global batch of them in a trace, which has rows enough
+    pool = 8 * lab.facts.workload.global_batch * lab.facts.workload.seq_len + 1024
+    assert need.peak_bytes == pytest.approx(live.max(), rel=0.02 if row["micro_batch"] > 1 else 0.03, abs=pool)
     assert sum(need.by_category.values()) == pytest.approx(need.peak_bytes, abs=len(CATEGORIES))
 
 

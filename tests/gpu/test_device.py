@@ -100,10 +100,12 @@ def values(name):
     ],
 )
 def test_every_choice_runs_and_takes_effect(bench, path, name, value):
-    choice = next(c for n, c in space.offers(bench.facts) if n == name and c.value == value)
+    facts = dataclasses.replace(bench.facts, workload=dataclasses.replace(bench.facts.workload, launch_path=path))
+    choice = next(c for n, c in space.offers(facts) if n == name and c.value == value)
     if choice.status == "withheld":
         pytest.skip(choice.reason)
-    outcome = bench.run(bench.plan(**{name: value}), launch_path=path)
+    below = {"adapter": "lora:r=16"} if name == "quantization" else {}
+    outcome = bench.run(bench.plan(**below, **{name: value}), launch_path=path)
     assert isinstance(outcome, Measured), outcome
     assert outcome.outside_bytes > 50 * MIB
     assert outcome.allocated_bytes <= outcome.reserved_bytes < outcome.peak_bytes <= outcome.limit_bytes
