@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             result = func(*args, **kwargs)
         outputs = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
-        made = False
+        made = stand_in is not None  # which may have written down what it made
         for tensor in outputs:
             if isinstance(tensor, torch.Tensor):
                 made |= self.follow(tensor, func, args)
