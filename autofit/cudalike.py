@@ -4,6 +4,7 @@
 autocast                      CUDA computes more operators in float32 than the CPU does: its own list is followed
 dropout                       one fused kernel that keeps a mask of a byte an element
 attention                     fused also with dropout; the backward pass has float32 accumulators
+autocast, asked for           without a device, PyTorch answers for CUDA
 for-each kernels              the default of optimizers and of gradient clipping
 ============================  =====================================================================================
 
@@ -105,6 +106,8 @@ def like_cuda() -> Iterator[None]:
 
     torch.utils.checkpoint.checkpoint = checkpoint_with_habits
     vars(modeling_utils)["checkpoint"] = checkpoint_with_habits
+    asked = torch.is_autocast_enabled
+    vars(torch)["is_autocast_enabled"] = lambda device="cpu": asked(device)
     try:
         with CudaHabits():
             yield
@@ -112,6 +115,7 @@ def like_cuda() -> Iterator[None]:
         for module in both:
             vars(module)["_get_foreach_kernels_supported_devices"] = supported
         vars(optimizers)["_foreach_supported_types"] = types
+        vars(torch)["is_autocast_enabled"] = asked
         torch.utils.checkpoint.checkpoint = vars(modeling_utils)["checkpoint"] = checkpoint
 
 

@@ -59,6 +59,7 @@ class Observer:
         self._handles: list[Any] = []
         self._handles.append(model.register_forward_pre_hook(self._before_model(), with_kwargs=True))
         products = _layer_products(model, recipe.facts.model.layer_classes)
+        self.leaf = next(iter(products), None)
         self.calls = [0] * len(products)
         for place, product in enumerate(products):
             self._handles.append(product.register_forward_hook(self._after_product(place)))
@@ -99,12 +100,14 @@ class Observer:
             self.compute_dtype = _dtype(context.get_local("first").as_fake())
             self.compiled_forwards = max(self.compiled_forwards or 0, _forwards(context) or 0) or None
 
-        def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        def hook(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
             if torch.compiler.is_compiling():
                 torch._dynamo.comptime.comptime(compiled)  # noqa: SLF001 - as above
                 return
-            self.compute_dtype = _dtype(first)
+            # layers of quantized weights give back the dtype that they were given
+            inside = "int8" if _quantized(module) == "int8" else getattr(module, "compute_dtype", None)
+            self.compute_dtype = str(inside or first.dtype).removeprefix("torch.")
             self.calls[place] += 1
 
         return hook
@@ -176,13 +179,14 @@ class Observer:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         group = real.param_groups[0] if getattr(real, "param_groups", None) else {}
         on_cuda = self.recipe.facts.hardware.device == "cuda"
+        adapter, adapted = _adapter(self.model)
         return Evidence(
             micro_batch=self.rows,
             seq_len=self.seq_len,
             accumulation=accumulation,
             padding_mask=self.padding_mask,
             compute_dtype=self.compute_dtype,
-            weights_dtype=_dtype(max(parameters, key=lambda parameter: parameter.numel())),
+            weights_dtype=_dtype(_main_weight(parameters)),
             float8_linears=sum(type(module).__name__ == "Float8Linear" for module in self.model.modules()),
             gradient_scaler=getattr(accelerator, "scaler", None) is not None,
             tf32=torch.backends.cuda.matmul.fp32_precision == "tf32" if on_cuda else None,
@@ -205,6 +209,11 @@ class Observer:
             whole_logits=self.whole_logits,
             chunked_losses=getattr(chunked, "losses", 0),
             liger_modules=_liger_modules(self.model),
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            adapter=adapter,
+            adapted=adapted,
+            quantized=_quantized(self.leaf),
             engine=_engine(accelerator),
             compiled=self.compiled(),
             compile_mode=_compile_mode(accelerator),
@@ -284,6 +293,41 @@ def _liger_modules(model: nn.Module) -> tuple[str, ...]:
     """Modules of Liger that hold the forward functions of this model's modules."""
     named = {getattr(module.forward, "__module__", None) or "" for module in model.modules()}
     return tuple(sorted(name for name in named if name.startswith("liger_kernel")))
+
+
+def _main_weight(parameters: list[nn.Parameter]) -> nn.Parameter:
+    """The largest weight of the model itself: no adapter's, which is trained beside frozen ones, and no packed one."""
+    floats = [parameter for parameter in parameters if parameter.dtype.is_floating_point]
+    frozen = [parameter for parameter in floats if not parameter.requires_grad]
+    return max(frozen or floats, key=lambda parameter: parameter.numel())
+
+
+def _quantized(leaf: nn.Module | None) -> str | None:
+    """How the weight of a linear layer is quantized; ``twice`` where its scales are, too."""
+    weight: Any = getattr(leaf, "weight", None)
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        return f"{state.quant_type}{' twice' if state.nested else ''}"
+    return None if weight is None or weight.dtype.is_floating_point else _dtype(weight)
+
+
+def _adapter(model: nn.Module) -> tuple[str | None, tuple[str, ...]]:
+    """The adapter whose layers are switched on, in words, and the names of the modules that it is on.
+
+    Read off PEFT's layers, not off its config: a config says what was asked for.
+    """
+    kinds, names = set(), set()
+    for path, module in model.named_modules():
+        if not getattr(module, "adapter_layer_names", ()) or getattr(module, "disable_adapters", True):
+            continue
+        for active in module.active_adapters:
+            if active in getattr(module, "lora_A", ()):
+                kind = "dora" if active in getattr(module, "lora_magnitude_vector", ()) else "lora"
+                kinds.add(f"{kind} r={module.r[active]} scaling={module.scaling[active]:.4g}")
+            else:
+                kinds.add(type(module).__module__.split(".")[-2])
+            names.add(path.rpartition(".")[2])
+    return " and ".join(sorted(kinds)) or None, tuple(sorted(names))
 
 
 def _unwrapped(optimizer: Any) -> Any:

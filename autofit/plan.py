@@ -122,6 +122,11 @@ class Evidence:
     whole_logits: bool | None = None
     chunked_losses: int = 0
     liger_modules: tuple[str, ...] = ()
+    parameters: int | None = None
+    trainable_parameters: int | None = None
+    adapter: str | None = None
+    adapted: tuple[str, ...] = ()
+    quantized: str | None = None
     engine: str = "none"
     compiled: Literal["none", "regions", "model"] = "none"
     compile_mode: str | None = None

@@ -8,6 +8,7 @@ This module imports torch and transformers only inside its functions.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,8 @@ class Recipe:
         tf32: Whether float32 matrix products may run in TF32; only the loop path reads it here, a Trainer
             reads its argument.
         attention: Name of the attention implementation; ``None`` leaves it to transformers.
+        load_arguments: Further arguments of ``from_pretrained``, asked for when a model is loaded.
+        random_model: Given what makes the plain model, makes random weights as those arguments would load them.
         model_wraps: Applied in order to the loaded model.
         optimizer_wraps: Applied in order to the optimizer that the arguments name.
     """
@@ -70,6 +73,8 @@ class Recipe:
     tf32: bool = False
     mixed_precision: str = "no"
     attention: str | None = None
+    load_arguments: list[Callable[[], dict[str, Any]]] = field(default_factory=list)
+    random_model: Callable[[Callable[[], PreTrainedModel]], PreTrainedModel] | None = None
     model_wraps: list[ModelWrap] = field(default_factory=list)
     optimizer_wraps: list[OptimizerWrap] = field(default_factory=list)
 
@@ -122,9 +127,11 @@ class Recipe:
             given["attn_implementation"] = self.attention
         if source is None:
             settings = AutoConfig.from_pretrained(config, trust_remote_code=trust)
+            make = functools.partial(auto.from_config, settings, **given)
             with torch.device(device or "cpu"), quick_random_weights():
-                built = auto.from_config(settings, **given)
+                built = make() if self.random_model is None else self.random_model(make)
         else:
+            given |= {name: value for arguments in self.load_arguments for name, value in arguments().items()}
             built = auto.from_pretrained(source, **given)
         built.config.use_cache = False  # keys and values of past tokens are for generation
         for wrap in self.model_wraps:

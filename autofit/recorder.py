@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             result = func(*args, **kwargs)
         outputs = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
-        made = False
+        made = stand_in is not None  # which may have written down what it made
         for tensor in outputs:
             if isinstance(tensor, torch.Tensor):
                 made |= self.follow(tensor, func, args)
@@ -200,6 +200,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for block in blocks:
                 self._died_in[block] = len(self.segments) - 1
                 self.events.append(~block)
+
+    def passes(self, *sizes: int) -> None:
+        """A kernel writes these bytes and reads them again, in memory that it takes for itself."""
+        if not self._closed:
+            self._add("other", 0.0, [2 * size for size in sizes])
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:

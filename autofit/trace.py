@@ -186,7 +186,9 @@ def find_layers(model: nn.Module, multiple: int = 1) -> Layers | None:
         return None
     kinds = [_kind(layer, _declared(model, index)) for index, layer in enumerate(found[1])]
     count = len(kinds)
-    for before in range(count):
+    # below an adapter's first layer nothing is trained: it keeps less than those above it
+    frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    for before in range(int(frozen), count):
         for period in range(multiple, (count - before) // (PERIODS + 1) + 1, multiple):
             if all(kinds[i] == kinds[i + period] for i in range(before, count - period)):
                 return Layers(path=found[0], count=count, before=before, period=period)

@@ -5,6 +5,7 @@ before it when it says what it conflicts with.
 """
 
 from .accumulation import Accumulation
+from .adapter import Adapter
 from .attention import Attention
 from .checkpointing import Checkpointing
 from .compile import Compile
@@ -13,6 +14,7 @@ from .micro_batch import MicroBatch
 from .offload import Offload
 from .optimizer import Optimizer
 from .precision import Precision
+from .quantization import Quantization
 
 ALL = (
     MicroBatch(),
@@ -21,6 +23,8 @@ ALL = (
     Attention(),
     Kernels(),
     Checkpointing(),
+    Adapter(),
+    Quantization(),
     Optimizer(),
     Offload(),
     Compile(),

@@ -98,8 +98,9 @@ class Offload(Technique):
             return "what checkpointing leaves is little; checkpointing=full_offload moves that"
         if value == "optimizer" and optimizer not in _PLAIN_STATE:
             return f"{optimizer} keeps or places its state in a way of its own"
-        if value in _ENGINES and optimizer != "adamw":
-            return f"{value} steps on the host, where {optimizer} does not run"
+        if value in _ENGINES and (optimizer != "adamw" or others["adapter"] != "none"):
+            what = optimizer if optimizer != "adamw" else "an adapter beside frozen weights"
+            return f"{value} steps on the host, where {what} does not run"
         if value == "zero3" and others["kernels"] == "chunked_ce":
             return "DeepSpeed holds the output layer's weight only while that layer runs"
         return _REFUSED.get((str(value), str(precision)))

@@ -125,7 +125,7 @@ class Precision(Technique):
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         wanted = _COMPUTES[str(value)]
-        if evidence.compute_dtype != wanted:
+        if evidence.compute_dtype not in {wanted, "int8"}:  # 8-bit weights are multiplied as integers
             return f"a linear layer computed in {evidence.compute_dtype}, not {wanted}"
         weights = "bfloat16" if value == "bf16_weights" else "float32"
         if evidence.engine == "deepspeed":  # keeps the float32 copy itself, and computes with 16-bit weights
@@ -148,8 +148,8 @@ class Precision(Technique):
             "bf16": "Forward and backward run under bfloat16 autocast; weights and optimizer state stay float32.",
             "fp16": "Forward and backward run under float16 autocast with dynamic loss scaling; "
             "steps whose gradients overflow are skipped.",
-            "bf16_weights": "Weights, gradients and optimizer state are bfloat16 without a float32 copy: "
-            "updates smaller than the last place of a weight are lost.",
+            "bf16_weights": "Weights, gradients and optimizer state are bfloat16 without a float32 copy "
+            "(those of an adapter stay float32): updates smaller than the last place of a weight are lost.",
             "fp8": "Linear layers multiply in float8 with one scale a tensor, the rest runs under bfloat16 autocast; "
             "weights and optimizer state stay float32.",
         }[str(value)]

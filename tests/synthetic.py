@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 from autofit.facts import Facts, Hardware, Model, Workload
 from autofit.plan import Measured, Outcome, OutOfMemory, Plan, Trial, median, spread
+from autofit.registry import technique
 
 GIB = 2**30
+SHAPING = {"precision", "checkpointing", "optimizer", "offload"}
+"""Techniques whose plain values shape the land, too."""
 PACKAGES = {
     "torch": "2.13.0",
     "transformers": "5.17.0",
@@ -147,7 +150,10 @@ class Landscape:
 
     def _factor(self, kind, plan, std):
         total = 0.0
-        knobs = [f"{name}={plan[name]}" for name in plan if name not in {"micro_batch", "accumulation"}]
+        # a knob that is not turned leaves the land as it was before there was such a knob
+        split = {"micro_batch", "accumulation"}
+        turned = (name for name in plan if name in SHAPING or plan[name] != technique(name).plain)
+        knobs = [f"{name}={plan[name]}" for name in turned if name not in split]
         words = knobs + [f"{a}&{b}" for i, a in enumerate(knobs) for b in knobs[i + 1 :]]
         for word in words:
             key = hashlib.sha256(f"{self.seed} {kind} {word}".encode()).digest()

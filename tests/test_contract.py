@@ -62,6 +62,7 @@ def cuda(capability, *, packages=HERE, host_limit_bytes=100 * GIB, launch_path="
 EXTRAS = {
     "bitsandbytes": "0.49.0",
     "deepspeed": "0.18.0",
+    "peft": "0.18.0",
     "torchao": "0.18.0",
     "triton": "3.5.0",
     **dict.fromkeys(("lomo-optim", "galore-torch", "apollo-torch", "schedulefree", "torch-optimi"), "1.0"),

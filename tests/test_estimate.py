@@ -13,6 +13,7 @@ from autofit.errors import InputError
 from autofit.estimate import ESTIMATE, MARGIN, cause
 from autofit.forecast import CONTEXT_BYTES, workspace_bytes
 from autofit.plan import Plan
+from autofit.registry import techniques
 from autofit.tables import bar, table
 from autofit.tape import CATEGORIES
 from autofit.units import GIB, MIB
@@ -192,8 +193,9 @@ def test_peaks_of_many_agree_with_each_need(server, tmp_path):
     config = fetch("demo", tmp_path / "model")
     facts = question.read_facts(tmp_path, question.Request(model="demo", **SMALL), "cpu", server, print)
     made = traces.Traces(facts, config, lambda: server, tmp_path, traces.cache_folder())
-    plan = Plan({"micro_batch": 2, "accumulation": 4, "precision": "fp32", "attention": "default", "kernels": "none",
-                 "checkpointing": "full", "optimizer": "adamw", "offload": "none", "compile": "off"})  # fmt: skip
+    plan = Plan(
+        {one.name: one.plain for one in techniques()} | {"micro_batch": 2, "accumulation": 4, "checkpointing": "full"}
+    )
     made.prepare([plan])
     parts = made.parts(plan)
     rows, accumulation = np.array([2, 4, 8]), np.array([4, 2, 1])

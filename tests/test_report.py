@@ -24,7 +24,7 @@ from autofit.plan import (
     Unsupported,
     dump_json,
 )
-from autofit.registry import changes
+from autofit.registry import changes, techniques
 from autofit.report import html, summary
 from autofit.space import offers
 from autofit.units import GIB, MIB
@@ -77,8 +77,7 @@ VERSIONS = {
 
 
 def plan(micro_batch, **others):
-    plain = {"precision": "fp32", "attention": "default", "kernels": "none"}
-    plain |= {"checkpointing": "off", "optimizer": "adamw", "offload": "none", "compile": "off"}
+    plain = {one.name: one.plain for one in techniques()[2:]}
     return Plan({"micro_batch": micro_batch, "accumulation": 32 // micro_batch, **plain, **others})
 
 

@@ -138,6 +138,8 @@ def test_the_first_plan_is_fast_small_and_keeps_the_method(tmp_path):
         "attention": "default",
         "kernels": "none",
         "checkpointing": "off",
+        "adapter": "none",
+        "quantization": "none",
         "optimizer": "adamw",
         "offload": "none",
         "compile": "off",

@@ -43,6 +43,8 @@ PLAIN = Plan(
         "attention": "default",
         "kernels": "none",
         "checkpointing": "off",
+        "adapter": "none",
+        "quantization": "none",
         "optimizer": "adamw",
         "offload": "none",
         "compile": "off",

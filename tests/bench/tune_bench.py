@@ -56,6 +56,8 @@ def plain(rows: int) -> Plan:
             "attention": "default",
             "kernels": "none",
             "checkpointing": "off",
+            "adapter": "none",
+            "quantization": "none",
             "optimizer": "adamw",
             "offload": "none",
             "compile": "off",

@@ -28,13 +28,15 @@ PLAIN = Plan(
         "attention": "default",
         "kernels": "none",
         "checkpointing": "off",
+        "adapter": "none",
+        "quantization": "none",
         "optimizer": "adamw",
         "offload": "none",
         "compile": "off",
     }
 )
 
-KNOBS = ("precision", "attention", "kernels", "checkpointing", "optimizer", "offload")
+KNOBS = tuple(name for name in PLAIN if name not in {"micro_batch", "accumulation"})
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,8 @@ def values(name):
         "attention": ["default", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"],
         "kernels": ["none", "chunked_ce", "liger_fused_ce", "liger"],
         "checkpointing": ["off", "full", "every_2", "every_4", "selective", "full_offload"],
+        "adapter": ["none", "lora:r=16", "rslora:r=16", "dora:r=16", "ia3"],
+        "quantization": ["none", "nf4", "int8"],
         "optimizer": [
             "adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw", "adamw_torchao_8bit", "adamw_torchao_4bit",
             "adafactor", "sgd", "lion", "lion_8bit", "paged_lion_8bit", "ademamix", "ademamix_8bit",
@@ -102,11 +106,13 @@ def values(name):
 @pytest.mark.parametrize("path", ["trainer", "loop"])
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n in KNOBS for v in values(n)])
 def test_every_choice_runs_and_takes_effect(bench, path, name, value):
-    choice = next(c for n, c in space.offers(bench.facts) if n == name and c.value == value)
+    facts = dataclasses.replace(bench.facts, workload=dataclasses.replace(bench.facts.workload, launch_path=path))
+    choice = next(c for n, c in space.offers(facts) if n == name and c.value == value)
     if choice.status == "withheld":
         pytest.skip(choice.reason)
-    whole = {"micro_batch": 8, "accumulation": 1} if "lomo" in value else {}  # it can't accumulate
-    outcome = bench.run(bench.plan(**{name: value}, **whole), launch_path=path)
+    more = {"micro_batch": 8, "accumulation": 1} if "lomo" in value else {}  # it can't accumulate
+    more |= {"adapter": "lora:r=16"} if name == "quantization" else {}
+    outcome = bench.run(bench.plan(**more, **{name: value}), launch_path=path)
     assert isinstance(outcome, Measured), outcome
     assert outcome.outside_bytes > 50 * MIB
     assert outcome.allocated_bytes <= outcome.reserved_bytes < outcome.peak_bytes <= outcome.limit_bytes

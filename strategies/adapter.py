@@ -1,0 +1,218 @@
+"""Adapter: small matrices beside frozen weights are trained, and nothing else.
+
+- ``lora:r=16``: two matrices of rank 16 beside every linear layer, applied as ``y + scaling * B(A(x))``. Hu et al.
+  (arXiv 2106.09685).
+- ``rslora:r=16``: the same, scaled by ``alpha / sqrt(r)`` instead of ``alpha / r``. Kalajdzievski (arXiv 2312.03732).
+- ``dora:r=16``: LoRA of the weights' direction, and a trained magnitude. Liu et al. (arXiv 2402.09353).
+- ``ia3``: one trained factor for each output of a linear layer. Liu et al. (arXiv 2205.05638).
+
+Any rank can be asked for, and more after colons: ``lora:r=8:alpha=8:dropout=0.05:targets=q_proj+v_proj``. Alpha is
+twice the rank unless given, dropout none, and the targets are all linear layers but the head.
+
+Saves: gradients and optimizer state of the frozen weights, which are 12 of the 16 bytes a parameter of plain AdamW
+training, and the product that makes each weight's gradient. Costs: small products beside each large one, with
+activations of their own; another method, that wants a learning rate of its own (about ten times as high), which autofit
+does not tune.
+
+PEFT keeps adapters of 16-bit weights in float32 (``autocast_adapter_dtype``), and so does this; the frozen weights
+have the dtype that the precision says. Checkpointing is non-reentrant, so the inputs need no gradients.
+
+Sources: the papers above; ``peft.get_peft_model``. Not covered: stacked weights of experts, which are no linear layers;
+adapters under FSDP or DeepSpeed; other learning rates for B than for A; merging the adapter into the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from typing import TYPE_CHECKING, Any, cast
+
+from autofit.errors import InputError
+from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedModel
+
+    from autofit.facts import Facts
+    from autofit.plan import Evidence, Value
+    from autofit.recipe import Recipe
+
+_RANK = 16
+_LORA = {"lora": "LoRA", "rslora": "rank-stabilized LoRA", "dora": "DoRA"}
+_WORD = re.compile(r"(?P<name>r|alpha|dropout|targets)=(?P<value>[\w.+]+)", re.ASCII)
+
+
+class Adapter(Technique):
+    """What is trained beside frozen weights."""
+
+    name = "adapter"
+    plain = "none"
+
+    def choices(self, facts: Facts) -> tuple[Choice, ...]:
+        said = {
+            f"lora:r={_RANK}": f"two matrices of rank {_RANK} beside each linear layer are trained",
+            f"rslora:r={_RANK}": "LoRA with another scale: as fast, and as large",
+            f"dora:r={_RANK}": "LoRA and a trained magnitude: slower, for the norm of each weight is computed anew",
+            "ia3": "a factor for each output is trained: smaller than LoRA, and seldom better",
+        }
+        choices = [Choice("none", Kind.EXACT, "offered", "every weight is trained")]
+        for value, reason in said.items():
+            if not facts.has("peft"):
+                choices.append(Choice(value, Kind.METHOD, "withheld", "peft is not installed"))
+            else:
+                choices.append(
+                    Choice(value, Kind.METHOD, "offered" if value.startswith("lora") else "on_request", reason)
+                )
+        return tuple(choices)
+
+    def parse(self, text: str, facts: Facts) -> Value:
+        """Any rank, and the other settings after colons; written in one way only.
+
+        Raises:
+            InputError: There is no such adapter, or PEFT is missing.
+        """
+        wanted = _read(text)
+        if wanted is None or not facts.has("peft"):
+            return super().parse(text, facts)
+        return wanted.words()
+
+    def suggest(self, value: Value, facts: Facts) -> str:
+        return f"write it like adapter=lora:r={_RANK} or adapter=lora:r=8:alpha=16:targets=q_proj+v_proj"
+
+    def apply(self, value: Value, recipe: Recipe) -> None:
+        if value != "none":
+            recipe.model_wraps.append(functools.partial(adapt, _wanted(value)))
+
+    def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
+        return Emission(script=() if value == "none" else ("train an adapter: model = setup.model(...)",))
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        if value == "none":
+            return value
+        wanted = _wanted(value)
+        method = "lora" if wanted.method == "rslora" else wanted.method
+        dropout = wanted.dropout if part == "micro_steps" else 0.0
+        return dataclasses.replace(wanted, method=method, alpha=2 * wanted.rank, dropout=dropout).words()
+
+    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
+        if value == "none":
+            return f"the model has an adapter: {evidence.adapter}" if evidence.adapter else None
+        wanted = _wanted(value)
+        if evidence.adapter != wanted.seen_as():
+            return f"the model's adapter is {evidence.adapter or 'none'}, not {wanted.seen_as()}"
+        if wanted.targets and set(wanted.targets) != set(evidence.adapted):
+            return f"the adapter is on {'+'.join(evidence.adapted)}, not on {'+'.join(wanted.targets)}"
+        if evidence.trainable_parameters is not None and evidence.trainable_parameters == evidence.parameters:
+            return "the weights are not frozen: every parameter is trained"
+        return None
+
+    def changes(self, value: Value, facts: Facts) -> str | None:
+        if value == "none":
+            return None
+        wanted = _wanted(value)
+        where = f"on {', '.join(wanted.targets)}" if wanted.targets else "on every linear layer"
+        what = f"of rank {wanted.rank} {where}" if wanted.rank else where
+        method = _LORA.get(wanted.method, "(IA)3 factors")
+        return (
+            f"Only an adapter is trained, {method} {what}; all other weights are frozen: tune the learning rate anew."
+        )
+
+    def prior(self, value: Value, facts: Facts) -> Prior:
+        """A third of the products makes the weights' gradients; adapters add small ones that use a device badly."""
+        if value == "none":
+            return Prior(time=(0.0, 0.01), memory=(0.0, 0.01))
+        slow = 0.3 if str(value).startswith("dora") else 0.0
+        return Prior(time=(-0.1 + slow, 0.15), memory=(-0.9, 0.4))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """An adapter, as its value says it.
+
+    Attributes:
+        method: ``lora``, ``rslora``, ``dora`` or ``ia3``.
+        rank: Of the matrices; 0 for a method without.
+        alpha: Twice the rank unless given.
+        dropout: Before the first matrix.
+        targets: Names of modules; none for all linear layers.
+    """
+
+    method: str
+    rank: int = 0
+    alpha: int = 0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+
+    def words(self) -> str:
+        """The value, written in the one way."""
+        said = [self.method]
+        if self.rank:
+            said.append(f"r={self.rank}")
+        if self.alpha != 2 * self.rank:
+            said.append(f"alpha={self.alpha}")
+        if self.dropout:
+            said.append(f"dropout={self.dropout:g}")
+        if self.targets:
+            said.append(f"targets={'+'.join(self.targets)}")
+        return ":".join(said)
+
+    def seen_as(self) -> str:
+        """How :mod:`autofit.observe` names it on the live model."""
+        if not self.rank:
+            return self.method
+        scaling = self.alpha / (math.sqrt(self.rank) if self.method == "rslora" else self.rank)
+        return f"{'dora' if self.method == 'dora' else 'lora'} r={self.rank} scaling={scaling:.4g}"
+
+
+def _read(text: str) -> Wanted | None:
+    """What a text asks for; ``None`` where it can't be read."""
+    method, *words = text.split(":")
+    matches = [_WORD.fullmatch(word) for word in words]
+    found = {match["name"]: match["value"] for match in matches if match is not None}
+    names = found.pop("targets", None)
+    targets = () if names is None else tuple(sorted(set(names.split("+"))))
+    whole = None not in matches and len(matches) == len(found) + (names is not None) and "" not in targets
+    if not whole or method not in {"ia3", *_LORA} or (method == "ia3" and found):
+        return None
+    if method == "ia3":
+        return Wanted(method=method, targets=targets)
+    try:
+        rank, dropout = int(found.get("r", _RANK)), float(found.get("dropout", 0))
+        alpha = int(found.get("alpha", 2 * rank))
+    except ValueError:
+        return None
+    fair = 0 < rank < 1 << 16 and 0 < alpha < 1 << 20 and 0 <= dropout < 1
+    return Wanted(method=method, rank=rank, alpha=alpha, dropout=dropout, targets=targets) if fair else None
+
+
+def _wanted(value: Value) -> Wanted:
+    wanted = _read(str(value))
+    if wanted is None:
+        raise InputError(f"adapter has no value {value!r}", hint=f"write it like adapter=lora:r={_RANK}")
+    return wanted
+
+
+def adapt(wanted: Wanted, model: PreTrainedModel) -> PreTrainedModel:
+    """Freeze the model and put the adapter on it, through PEFT."""
+    from peft import IA3Config, LoraConfig, get_peft_model
+
+    targets: Any = list(wanted.targets) or "all-linear"
+    config: Any
+    if wanted.method == "ia3":
+        config = IA3Config(target_modules=targets, feedforward_modules=[], task_type="CAUSAL_LM")
+    else:
+        config = LoraConfig(
+            r=wanted.rank,
+            lora_alpha=wanted.alpha,
+            lora_dropout=wanted.dropout,
+            use_rslora=wanted.method == "rslora",
+            use_dora=wanted.method == "dora",
+            target_modules=targets,
+            task_type="CAUSAL_LM",
+        )
+    shapes_only = any(parameter.is_meta for parameter in model.parameters())
+    return cast("PreTrainedModel", get_peft_model(model, config, low_cpu_mem_usage=shapes_only))
