@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit import __version__, registry, report, space
 from autofit import document as documents
-from autofit.document import Document, Guard, Offer
+from autofit.document import Contribution, Document, Guard, Offer, Point
 from autofit.emit import ARGUMENTS, REPORT, YAML, emit
 from autofit.errors import EmissionError
 from autofit.files import usable_folder, writing
@@ -93,6 +93,8 @@ def compose(
     notes: Sequence[str],
     seconds: float,
     guard: Guard | None = None,
+    front: Sequence[Point] = (),
+    contributions: Sequence[Contribution] = (),
 ) -> Document:
     """The winner and its evidence as a document.
 
@@ -103,6 +105,8 @@ def compose(
         notes: What was said on the way.
         seconds: Wall seconds of the whole tune.
         guard: What a short training of the winner showed.
+        front: What smaller ceilings would give.
+        contributions: What each value of the winner is good for.
     """
     measured = decision.measured
     walls = [trial.wall_seconds for trial in trials]
@@ -146,6 +150,8 @@ def compose(
         ),
         trials=tuple(trials),
         notes=tuple(dict.fromkeys((*notes, *added, *measured.notes))),
+        front=tuple(front),
+        contributions=tuple(contributions),
         guard=guard,
         seconds=seconds,
         training_share=sum(training_seconds(trial) for trial in trials) / max(spent, seconds, 1e-9),

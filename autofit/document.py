@@ -30,6 +30,36 @@ class Offer:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A measured plan that no other one beats in both speed and memory."""
+
+    plan: Plan
+    samples_per_second: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """What one value of the winner is good for, against the same plan with the technique's plain value.
+
+    Attributes:
+        evidence: ``measured``: both were; ``estimated``: the other is what the search believes; ``out_of_memory``: the
+            other breaks the ceiling; ``none``: nothing is known of it.
+        speed_ratio: The winner's speed as a multiple of the other's.
+        spread: Relative standard deviation of an estimated ratio.
+        saved_bytes: By how much the other's peak is higher; negative where it is lower.
+    """
+
+    technique: str
+    value: int | str
+    plain: int | str
+    evidence: Literal["measured", "estimated", "out_of_memory", "none"]
+    speed_ratio: float | None = None
+    spread: float | None = None
+    saved_bytes: int | None = None
+
+
 Verdict = Literal["same", "other", "method", "alone", "unknown"]
 
 
@@ -67,6 +97,8 @@ class Document:
         script: What no argument can carry and a script must do, a sentence each.
         offers: Every choice that was considered, offered or not, with its reason.
         notes: What a reader should know of the measurements.
+        front: Measured plans that none beats in both speed and memory, the smallest first, the winner last.
+        contributions: What each value of the winner that is not plain is good for.
         guard: What a short training of the winner showed; ``None`` where there was none.
         seconds: Wall seconds of the whole tune; ``training_share`` of them went into training steps.
     """
@@ -86,6 +118,8 @@ class Document:
     offers: tuple[Offer, ...]
     trials: tuple[Trial, ...]
     notes: tuple[str, ...] = ()
+    front: tuple[Point, ...] = ()
+    contributions: tuple[Contribution, ...] = ()
     guard: Guard | None = None
     seconds: float
     training_share: float

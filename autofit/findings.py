@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
-from autofit.document import Document, Offer
+from autofit.document import Contribution, Document, Offer
 from autofit.plan import (
     Crashed,
     Diverged,
@@ -271,6 +271,38 @@ def cost(document: Document) -> str:
         f"(median {duration(document.median_trial_seconds)} each); "
         f"{percent(document.training_share)} of the time went into training steps."
     )
+
+
+def ceilings(document: Document) -> list[str]:
+    """What smaller ceilings would give, a sentence each; empty where the winner is the smallest plan that was seen."""
+    smaller = [point for point in document.front if point.plan != document.plan]
+    return [
+        f"With {size(point.peak_bytes)} you would get {number(point.samples_per_second)} samples/s "
+        f"({percent(point.samples_per_second / document.promise.samples_per_second)}): {short(point.plan)}."
+        for point in smaller
+    ]
+
+
+def contributed(document: Document) -> list[str]:
+    """What each value of the winner is good for, a sentence each."""
+    return [
+        f"{one.technique}={one.value} instead of {one.plain}: {_contribution(one)}." for one in document.contributions
+    ]
+
+
+def _contribution(one: Contribution) -> str:
+    if one.evidence == "none":
+        return "the plan without it was neither measured nor estimated"
+    if one.evidence == "out_of_memory":
+        return "without it, the plan breaks the ceiling"
+    assert one.speed_ratio is not None
+    assert one.saved_bytes is not None
+    more = "more" if one.saved_bytes >= 0 else "less"
+    memory = f"without it the peak is {size(abs(one.saved_bytes))} {more}"
+    if one.evidence == "measured":
+        return f"{one.speed_ratio:.2f} times the speed, and {memory} (measured)"
+    about = f"about {one.speed_ratio:.2f} times the speed, give or take {percent(one.spread or 0.0)}"
+    return f"{about}, and {memory} (estimated)"
 
 
 _WARM_UP_STEPS = 2

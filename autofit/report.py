@@ -44,11 +44,14 @@ def summary(document: Document, *, folder: str | Path) -> Group:
         ("The promise", _promise_table(document)),
         ("What it changes in the training", _bullets(document.changes or same)),
         ("What your script must do", _bullets(script)),
-        ("Why this plan", _text(document.reason)),
+        ("Why this plan", Group(_text(document.reason), *_bulleted(findings.contributed(document)))),
         ("Against plain plans", _bullets(findings.against_plain(document)[1])),
         ("The trials", _trials(document)),
         ("What it cost", _text(findings.cost(document))),
     ]
+    smaller = findings.ceilings(document)
+    if smaller:
+        sections.insert(-2, ("With less memory", _bullets(smaller)))
     guarded, payback = findings.guarded(document), findings.payback(document)
     if payback:
         sections.insert(-2, ("When compiling pays back", _text(payback)))
@@ -93,6 +96,8 @@ def html(document: Document, *, folder: str | Path) -> str:
         comparison=comparison,
         scatter=charts.scatter(document),
         losses=charts.losses(document),
+        contributed=findings.contributed(document),
+        ceilings=findings.ceilings(document),
         guarded=findings.guarded(document),
         payback=findings.payback(document),
         chart=charts,
@@ -191,6 +196,11 @@ def _bullets(sentences: Iterable[str]) -> Table:
     for sentence in sentences:
         table.add_row("-", _text(sentence))
     return table
+
+
+def _bulleted(sentences: list[str]) -> list[RenderableType]:
+    """Bullets below a text, if there are any."""
+    return [_text(""), _bullets(sentences)] if sentences else []
 
 
 def _text(words: str, **how: Any) -> Text:

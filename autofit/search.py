@@ -19,6 +19,7 @@ which teaches nothing; after 50 of them in a row a plan that was not tried is dr
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,9 +33,10 @@ from autofit import journal
 from autofit.errors import InputError, near
 from autofit.facts import Facts
 from autofit.forecast import Forecast
+from autofit.insight import Expected
 from autofit.plan import Plan, Trial, Value
 from autofit.registry import technique
-from autofit.sampler import Advice, AutofitSampler, corrected, excluded, observations
+from autofit.sampler import Advice, AutofitSampler, believe, corrected, excluded, observations
 from autofit.space import Space
 from autofit.surrogate import FOLLOWS, ROWS, Correction, encode
 from autofit.technique import Kind
@@ -110,6 +112,19 @@ class Searcher:
                 journal.add(self.study, trial, self.space, self.limit_bytes)
             else:
                 journal.tell(self.study, asked, trial, self.limit_bytes)
+
+    def expected(self, plan: Plan) -> Expected | None:
+        """What is believed of a plan after what was measured; ``None`` where nothing was, or it is no plan here."""
+        place = self._encoded.index.get(plan)
+        seen = observations(self.study.get_trials(deepcopy=False), self._encoded, self.limit_bytes)
+        if place is None or not any(one.verdict == "measured" for one in seen):
+            return None
+        belief = believe(self._encoded, list(seen), self.limit_bytes)
+        return Expected(
+            sample_seconds=math.exp(belief.time[place]),
+            spread=float(belief.time_std[place]),
+            peak_bytes=math.exp(belief.memory[place]),
+        )
 
     def correction(self) -> Correction | None:
         """How the measured peaks lie to the traces; ``None`` without traces."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from autofit import answer, catalogue, choose, landscape, question, search, space, units
+from autofit import answer, catalogue, choose, insight, landscape, question, search, space, units
 from autofit import document as documents
 from autofit.answer import Result
 from autofit.campaign import Campaign
@@ -275,6 +275,8 @@ class _Tune:
                 notes=self.notes,
                 seconds=time.monotonic() - self.began,
                 guard=self.guard,
+                front=insight.front(decision),
+                contributions=insight.contributions(decision, self.trials, plans, facts, searcher.expected),
             ),
             self.folder,
             server,
