@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autofit import footprint, roofline
-from autofit.footprint import MicroPart, OptimizerPart
 from autofit.plan import Plan
-from autofit.registry import recipe
-from autofit.roofline import KINDS, Totals
-from autofit.tape import Floats, Ints
-from autofit.traces import MANY
+from autofit.registry import recipe, technique
+from autofit.roofline import KINDS, WORK, Totals
+from autofit.tape import Floats
+from autofit.traces import MANY, PARTS
 from autofit.units import MIB
 
 if TYPE_CHECKING:
@@ -54,6 +53,7 @@ class Beside:
         offset_bytes, slope: Means.
         offset_std, slope_std: How well they are known.
         residual: Relative standard deviation of one plan around the line.
+        scatter_bytes: The same of what does not grow with the tensors.
     """
 
     offset_bytes: float
@@ -61,11 +61,16 @@ class Beside:
     slope: float
     slope_std: float
     residual: float
+    scatter_bytes: float
+
+    def deviation(self, tensor_bytes: Floats) -> Floats:
+        """Standard deviation of a plan around the line, in bytes."""
+        return np.hypot(self.residual * tensor_bytes, self.scatter_bytes)
 
 
-_CPU = Beside(offset_bytes=40 * MIB, offset_std=30 * MIB, slope=1.2, slope_std=0.1, residual=0.1)
+_CPU = Beside(offset_bytes=40 * MIB, offset_std=30 * MIB, slope=1.2, slope_std=0.1, residual=0.1, scatter_bytes=7 * MIB)
 """Resident memory: malloc keeps part of what is freed, and oneDNN has buffers of its own. A guess, corrected by the
-first trials."""
+first trials. Plans of a few ten MiB were seen to lie 7 MiB around the line, and 1 MiB from one run to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,11 +80,17 @@ class Forecast:
     Attributes:
         tensor_bytes: Peak of the tensors; NaN where a plan can't be traced.
         seconds: Of a sample, on a known card; NaN elsewhere.
+        work: How much of each of :data:`~autofit.roofline.WORK` a sample is, a row for each plan; NaN where that is
+            not known. A value that can't be traced counts as its technique's plain one.
+        nominal: Seconds for each unit of it, beforehand.
         beside: What is believed of the peak on the device, given the tensors'.
     """
 
     tensor_bytes: Floats
     seconds: Floats
+    work: Floats
+    nominal: Floats
+    known_card: bool
     beside: Beside
 
     @property
@@ -98,6 +109,7 @@ def beside(hardware: Hardware) -> Beside:
         slope=1.0,
         slope_std=0.03,
         residual=0.03,
+        scatter_bytes=8 * MIB,
     )
 
 
@@ -118,21 +130,49 @@ def forecast(
     families = families_of(space)
     if len(families) <= _FEW:
         families = families_of(space, one_row_apart=True)
-    traces.prepare(families, say)
+    traces.prepare([*families, *map(_traceable, families)], say)
     count = len(space.plans)
     tensors, seconds = np.full(count, np.nan), np.full(count, np.nan)
+    work = np.full((count, len(WORK)), np.nan)
     for family, members in families.items():
         parts = traces.parts(family)
-        if parts is None:
+        likest = parts or traces.parts(_traceable(family))
+        if likest is None:
             continue
-        micro, optimizer = parts
+        micro, optimizer = likest
         rows = np.array([int(space.plans[place]["micro_batch"]) for place in members])
         accumulation = np.array([int(space.plans[place]["accumulation"]) for place in members])
+        micro_step = _as_computed(micro.work(rows.astype(np.float64)), family, facts)
+        amounts = roofline.amounts(micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation)
+        work[members] = amounts / (rows * accumulation)[:, None]
+        if parts is None:
+            continue
         waiting = facts.workload.launch_path == "trainer"
         tensors[members] = footprint.peaks(micro, optimizer, rows, accumulation, waiting=waiting)
         if card is not None:
-            seconds[members] = seconds_of(micro, optimizer, rows, accumulation, family, facts, card)
-    return Forecast(tensor_bytes=tensors, seconds=seconds, beside=beside(facts.hardware))
+            step = roofline.step_seconds(
+                card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
+            )
+            seconds[members] = step / (rows * accumulation)
+    hardware = facts.hardware
+    return Forecast(
+        tensor_bytes=tensors,
+        seconds=seconds,
+        work=work,
+        nominal=roofline.nominal_seconds(card, on_cpu=hardware.device == "cpu", threads=hardware.threads),
+        known_card=card is not None,
+        beside=beside(hardware),
+    )
+
+
+def _traceable(family: Plan) -> Plan:
+    """The plan with a plain value in the place of each that can't be traced."""
+    untraced = {
+        name: technique(name).plain
+        for name, value in family.items()
+        if any(technique(name).traced_as(value, part) is None for part in PARTS)
+    }
+    return family.replaced(**untraced)
 
 
 def families_of(space: Space, *, one_row_apart: bool = False) -> dict[Plan, list[int]]:
@@ -142,23 +182,6 @@ def families_of(space: Space, *, one_row_apart: bool = False) -> dict[Plan, list
         rows = min(int(plan["micro_batch"]), MANY) if one_row_apart else MANY
         families.setdefault(plan.replaced(micro_batch=rows, accumulation=1), []).append(place)
     return families
-
-
-def seconds_of(  # noqa: PLR0917 - arrays of one family of plans
-    micro: MicroPart,
-    optimizer: OptimizerPart,
-    rows: Ints,
-    accumulation: Ints,
-    family: Plan,
-    facts: Facts,
-    card: Card,
-) -> Floats:
-    """Seconds of a sample by roofline, for plans that differ in the micro-batch alone."""
-    micro_step = _as_computed(micro.work(rows.astype(np.float64)), family, facts)
-    step = roofline.step_seconds(
-        card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
-    )
-    return np.asarray(step / (rows * accumulation), dtype=np.float64)
 
 
 def _as_computed(totals: Totals, family: Plan, facts: Facts) -> Totals:

@@ -28,6 +28,7 @@ from typing import IO, Any, Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from autofit import catalogue
 from autofit import forecast as forecasts
 from autofit.clock import Effort
 from autofit.errors import InputError
@@ -36,6 +37,7 @@ from autofit.files import writing
 from autofit.forecast import Forecast
 from autofit.plan import Evidence, Measured, Outcome, OutOfMemory, Plan, Trial, Unsupported, median, spread
 from autofit.registry import techniques
+from autofit.roofline import WORK, nominal_seconds
 from autofit.space import Space
 from autofit.tape import Floats
 
@@ -51,6 +53,7 @@ class Run:
         predicted_bytes: Peak on the device by its trace, before anything was measured.
         traced_bytes: Peak of its tensors by its trace.
         traced_seconds: Of a sample by roofline, where the card is known.
+        work: How much of each of :data:`~autofit.roofline.WORK` a sample is, by the trace.
     """
 
     plan: Plan
@@ -60,6 +63,7 @@ class Run:
     predicted_bytes: int | None = None
     traced_bytes: int | None = None
     traced_seconds: float | None = None
+    work: tuple[float, ...] | None = None
 
 
 _RUN: TypeAdapter[Run] = TypeAdapter(Run)
@@ -89,13 +93,7 @@ class Writer:
     ) -> None:
         self.path = path
         self.began = time.monotonic()
-        self.traced: dict[Plan, tuple[int, int, float | None]] = {}
-        if cast is not None:
-            columns = zip(cast.tensor_bytes.tolist(), cast.device_bytes.tolist(), cast.seconds.tolist(), strict=True)
-            for plan, (tensors, device, seconds) in zip(space.plans, columns, strict=True):
-                if not math.isnan(tensors):
-                    known = None if math.isnan(seconds) else seconds
-                    self.traced[plan] = round(tensors), round(device), known
+        self.traced = {} if cast is None else traced(space, cast)
         _append(path, {"facts": FACTS.dump_python(facts, mode="json"), "provenance": dict(provenance or {})})
 
     def add(self, trial: Trial) -> None:
@@ -107,19 +105,38 @@ class Writer:
         outcome = trial.outcome
         if isinstance(outcome, Measured):  # what each knob was seen to do is the trial's own matter
             outcome = dataclasses.replace(outcome, evidence=Evidence(), notes=())
-        tensors, device, seconds = self.traced.get(trial.plan, (None, None, None))
         run = Run(
             plan=trial.plan,
             outcome=outcome,
             wall_seconds=trial.wall_seconds,
             at=time.monotonic() - self.began,
-            predicted_bytes=device,
-            traced_bytes=tensors,
-            traced_seconds=seconds,
+            **self.traced.get(trial.plan, {}),
         )
+        self.write(run)
+
+    def write(self, run: Run) -> None:
+        """Write one measurement as it is.
+
+        Raises:
+            MachineError: The file can't be written.
+        """
         line = _RUN.dump_python(run, mode="json", exclude_none=True)
         line["outcome"].pop("evidence", None)
         _append(self.path, _rounded(line))
+
+
+def traced(space: Space, cast: Forecast) -> dict[Plan, dict[str, Any]]:
+    """What the traces say of each plan, as fields of a :class:`Run`."""
+    found = {}
+    for place, plan in enumerate(space.plans):
+        tensors, seconds, work = cast.tensor_bytes[place], cast.seconds[place], cast.work[place]
+        found[plan] = {
+            "predicted_bytes": None if math.isnan(tensors) else round(cast.device_bytes[place]),
+            "traced_bytes": None if math.isnan(tensors) else round(tensors),
+            "traced_seconds": None if math.isnan(seconds) else float(seconds),
+            "work": None if np.isnan(work).any() else tuple(work.tolist()),
+        }
+    return found
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> None:
@@ -226,9 +243,16 @@ class Landscape:
         tensors = column("traced_bytes")
         if np.isnan(tensors).all():
             return None
+        nothing = (math.nan,) * len(WORK)
+        work = [(held[0].work or nothing) if (held := self.of(plan)) else nothing for plan in space.plans]
+        hardware = self.facts.hardware
+        card = catalogue.matching(hardware.name, hardware.total_bytes) if hardware.device == "cuda" else None
         return Forecast(
             tensor_bytes=tensors,
             seconds=column("traced_seconds"),
+            work=np.array(work),
+            nominal=nominal_seconds(card, on_cpu=hardware.device == "cpu", threads=hardware.threads),
+            known_card=card is not None,
             beside=forecasts.beside(self.facts.hardware),
         )
 

@@ -85,4 +85,4 @@ def changes(plan: Plan, facts: Facts) -> list[str]:
 
 def extra_seconds(plan: Plan, facts: Facts) -> float:
     """What a trial of the plan is expected to cost beyond its steps."""
-    return sum(one.prior(plan[one.name], facts).extra_seconds for one in techniques())
+    return sum(technique(name).prior(value, facts).extra_seconds for name, value in plan.items())

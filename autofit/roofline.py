@@ -25,8 +25,7 @@ from typing import Literal, Self, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from autofit.catalogue import Card, Precision
-from autofit.errors import InputError
+from autofit.catalogue import Card
 
 Kind = Literal["matmul fp32", "matmul tf32", "matmul bf16", "matmul fp16", "attention", "other", "transfer"]
 """``attention`` is a fused kernel in 16 bits; one in fp32 counts as ``matmul fp32``. ``other`` is all that uses no
@@ -36,6 +35,13 @@ _COLUMN = {kind: column for column, kind in enumerate(KINDS)}
 Operator = tuple[float, float, Kind]
 """FLOPs, bytes read and written, kind."""
 Numbers = NDArray[np.float64]
+
+Work = Literal[
+    "matmul fp32", "matmul tf32", "matmul bf16", "matmul fp16", "attention", "memory", "transfer", "operators"
+]
+"""What a step is made of, each part of it at a rate of its own: FLOPs, bytes read and written, bytes over the bus,
+operators."""
+WORK: tuple[Work, ...] = get_args(Work)
 
 MATMUL_SHARE = 0.75
 """Of the peak rate. torch assumes the same (torch/utils/_runtime_estimation.py); over all shapes the best were 87 % on
@@ -83,43 +89,6 @@ class Totals:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Affine:
-    """Totals of a micro-step as a line over the micro-batch, from traces at two of them."""
-
-    constant: Totals
-    slope: Totals
-
-    @classmethod
-    def through(cls, first: Totals, at: int, second: Totals, other: int) -> Self:
-        """The line through the totals at micro-batch ``at`` and those at ``other``."""
-        assert at != other, "a line needs two points"
-        slope = {name: (getattr(second, name) - getattr(first, name)) / (other - at) for name in Totals.__slots__}
-        constant = {name: getattr(first, name) - at * slope[name] for name in slope}
-        return cls(constant=Totals(**constant), slope=Totals(**slope))
-
-    def at(self, micro_batch: ArrayLike) -> Totals:
-        """The totals at one micro-batch, or at one for each plan."""
-        count = np.asarray(micro_batch, dtype=float)
-        wide = count[..., None]
-        return Totals(
-            flops=self.constant.flops + wide * self.slope.flops,
-            moved_bytes=self.constant.moved_bytes + wide * self.slope.moved_bytes,
-            operators=self.constant.operators + count * self.slope.operators,
-        )
-
-
-def seconds(card: Card, operators: Iterable[Operator]) -> float:
-    """The seconds of one run of the operators, each judged by itself.
-
-    Raises:
-        KeyError: A kind is not in :data:`KINDS`.
-    """
-    flops, moved, kinds = _columns(operators)
-    device = np.maximum(flops / _rates(card)[kinds], moved / _bandwidths(card)[kinds]).sum()
-    return float(max(device, len(kinds) * HOST_SECONDS_PER_OPERATOR))
-
-
 def step_seconds(
     card: Card, *, micro_step: Totals, optimizer_step: Totals, accumulation: ArrayLike
 ) -> NDArray[np.float64]:
@@ -133,16 +102,30 @@ def step_seconds(
     return np.maximum(device, host)
 
 
-def mfu(flops: float, seconds: float, card: Card, precision: Precision) -> float:
-    """The share of the card's peak that a step reached: model FLOPs utilization, above 1 only by mistake.
+def amounts(*, micro_step: Totals, optimizer_step: Totals, accumulation: ArrayLike) -> Numbers:
+    """How much of each of :data:`WORK` a whole optimizer step is; of shape ``(plans, len(WORK))``."""
+    times = np.asarray(accumulation, dtype=float)
+    flops = times[:, None] * micro_step.flops + optimizer_step.flops
+    moved = times[:, None] * micro_step.moved_bytes + optimizer_step.moved_bytes
+    bus = _COLUMN["transfer"]
+    on_device = moved.sum(axis=-1) - moved[:, bus]
+    operators = times * micro_step.operators + optimizer_step.operators
+    return np.column_stack([flops[:, : _COLUMN["other"]], on_device, moved[:, bus], operators])
 
-    Raises:
-        InputError: The card has no unit for ``precision``.
+
+def nominal_seconds(card: Card | None, *, on_cpu: bool, threads: int = 1) -> Numbers:
+    """Seconds for each unit of :data:`WORK`, as far as they are known beforehand.
+
+    On a card that is not in the catalogue, and on a CPU, they are of the right order and not more: what was measured
+    corrects them.
     """
-    peak = card.peak(precision)
-    if peak is None:
-        raise InputError(f"{card.name} has no peak rate for {precision}", hint="take fp32")
-    return flops / (seconds * peak)
+    if card is not None:
+        rates = [*_rates(card)[: _COLUMN["other"]], *_bandwidths(card)[[_COLUMN["other"], _COLUMN["transfer"]]]]
+        return 1 / np.array([*rates, 1 / HOST_SECONDS_PER_OPERATOR])
+    if on_cpu:
+        flops = 4e10 * max(threads, 1)
+        return 1 / np.array([flops] * 5 + [1e10, 1e10, 1 / HOST_SECONDS_PER_OPERATOR])
+    return 1 / np.array([1.5e13, 6e13, 1.2e14, 1.2e14, 6e13, 8e11, BUS_BYTES_PER_SECOND, 1 / HOST_SECONDS_PER_OPERATOR])
 
 
 def _columns(operators: Iterable[Operator]) -> tuple[Numbers, Numbers, NDArray[np.intp]]:

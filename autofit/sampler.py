@@ -33,12 +33,13 @@ from autofit.surrogate import (
     Correction,
     Encoded,
     Floats,
+    Pace,
     below,
     correct,
     encode,
     gain,
     predict,
-    predict_memory,
+    predict_sum,
     predict_traced,
     sharpen,
 )
@@ -51,8 +52,12 @@ LEAST_GAIN = 0.01
 _LOW_MEMORY_TRIES = 4
 _FRUITLESS_TRIES = 12
 _LIKELY = 0.6
+_LIKELIER = 0.8
+_MAYBE = 0.4
 _SURE = 0.95
 _WORTH_A_BREAK = 0.05
+_WORTH_MORE_BREAKS = 0.1
+_BREAKS_IN_A_ROW = 3
 _TRIALS_TO_A_BREAK = 10
 _SURELY_STDS = 3.0
 _ABSURD = math.log(8)
@@ -182,17 +187,21 @@ class AutofitSampler(optuna.samplers.BaseSampler):
     def _candidates(self, seen: Sequence[Seen], free: Bools, belief: Belief, gains: Floats) -> Bools:
         """What may be tried next, now that something fits.
 
-        With traces, only what surely fits, as long as that promises something; then what promises enough to be worth
-        an out-of-memory. Those are kept to one trial in ten.
+        With traces, what surely fits as long as that promises much; then what likely fits, and promises much. One
+        trial in ten may run out of memory: where more did, it has to be likelier.
         """
         if self.encoded.forecast is None:
             return free
-        safe = free & (belief.fits >= _SURE)
-        if safe.any() and gains[safe].max() >= LEAST_GAIN:
-            return safe
         broken = sum(one.verdict == "out_of_memory" for one in seen)
-        bold = free & (belief.fits >= _LIKELY) & (gains >= _WORTH_A_BREAK)
-        return bold if bold.any() and _TRIALS_TO_A_BREAK * broken <= len(seen) else safe
+        likely = _LIKELY if _TRIALS_TO_A_BREAK * broken <= len(seen) else _LIKELIER
+        safe, bold = free & (belief.fits >= _SURE), free & (belief.fits >= likely)
+        tiers = [(safe, _WORTH_A_BREAK), (bold, _WORTH_A_BREAK), (safe, LEAST_GAIN)]
+        if not all(one.verdict == "out_of_memory" for one in seen[-_BREAKS_IN_A_ROW:]):
+            tiers.insert(2, (free & (belief.fits >= _MAYBE), _WORTH_MORE_BREAKS))
+        for some, least in tiers:
+            if some.any() and gains[some].max() >= least:
+                return some
+        return safe
 
     def _first_that_fits(self, seen: Sequence[Seen], free: Bools) -> Advice:
         """While nothing fitted: the first plan, one that likely fits, the smallest one, then a few small ones."""
@@ -294,13 +303,12 @@ def _time(encoded: Encoded, seen: Sequence[Seen]) -> tuple[Floats, Floats]:
     measured = [one for one in seen if one.verdict == "measured"]
     late = [one for one in seen if one.verdict == "timed_out"] if measured else []
     values = [math.log(one.seconds) for one in measured]
-    return predict(
-        encoded.time,
-        encoded.time_mean,
-        seen=np.array([one.place for one in (*measured, *late)], dtype=np.int64),
-        values=np.array(values + [max(values, default=0.0) + math.log(2)] * len(late)),
-        noise=np.array([one.noise for one in measured] + [0.5] * len(late)),
-    )
+    places = np.array([one.place for one in (*measured, *late)], dtype=np.int64)
+    seconds = np.array(values + [max(values, default=0.0) + math.log(2)] * len(late))
+    noise = np.array([one.noise for one in measured] + [0.5] * len(late))
+    if isinstance(encoded.time, Pace):
+        return predict_sum(encoded.time, seen=places, values=seconds, noise=noise)
+    return predict(encoded.time, encoded.time_mean, seen=places, values=seconds, noise=noise)
 
 
 def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[Floats, Floats]:
@@ -315,14 +323,14 @@ def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[F
         least = np.log([max(one.peak_bytes, 1.15 * limit_bytes) for one in broke])
         if measured:
             both, known = encoded.memory.among(np.concatenate([places, at])), np.arange(len(places))
-            expected, _ = predict_memory(both, seen=known, values=values, noise=noise)
+            expected, _ = predict_sum(both, seen=known, values=values, noise=noise)
             least = np.maximum(least, expected[len(places) :])
         places, values = np.concatenate([places, at]), np.concatenate([values, least])
         noise = np.concatenate([noise, np.full(len(broke), 0.2)])
-    mean, std = predict_memory(encoded.memory, seen=places, values=values, noise=noise)
+    mean, std = predict_sum(encoded.memory, seen=places, values=values, noise=noise)
     if encoded.forecast is not None:
-        scatter = encoded.forecast.beside.residual
         line = corrected(encoded.forecast, seen)
+        scatter = np.nan_to_num(line.deviation(encoded.forecast.tensor_bytes))
         believed, _ = line.at(encoded.forecast.tensor_bytes[places[len(measured) :]])
         # what broke the ceiling was above it, or where it was expected
         beyond = np.fmax(believed, math.log(1.05 * limit_bytes))
@@ -333,13 +341,14 @@ def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[F
             encoded.forecast,
             seen=places,
             values=np.concatenate([needed, beyond]),
-            noise=np.array([scatter / 2] * len(measured) + [scatter] * len(beyond)),
+            noise=scatter[places] * np.array([0.5] * len(measured) + [1.0] * len(beyond)),
         )
         known = ~np.isnan(traced)
         mean, std = np.where(known, traced, mean), np.where(known, traced_std, std)
     mean, std = sharpen(encoded, mean, std, {one.place: one.peak_bytes for one in measured})
     if encoded.forecast is not None:
-        std = np.maximum(std, encoded.forecast.beside.residual / 2)  # one measurement scatters, and so will the next
+        # one measurement scatters, and so will the next
+        std = np.maximum(std, 0.5 * encoded.forecast.beside.residual)
     return mean, std
 
 

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autofit.forecast import Forecast
-from autofit.plan import Plan
+from autofit.forecast import Beside, Forecast
+from autofit.plan import Plan, Value
 from autofit.registry import techniques
 from autofit.space import Space
 
@@ -45,6 +45,11 @@ _GROWS, _GROWS_STD = 0.15, 1.5
 _SLOPE_STD = 0.5
 _ROUNDS = 12
 _LEVELS_ROWS = (1.0, 8.0, 64.0)
+_SCALE_STD = {True: 0.5, False: 2.0}
+_RATE_STD = {True: 0.4, False: 1.0}
+"""Of the logarithms of a machine's pace and of each of its rates, where its card is in the catalogue and where not."""
+_EFFECT_STD = 0.15
+"""Of the logarithm of what a value costs beyond what its trace counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +103,11 @@ class Shape:
     family_std: float
     curve_std: float
 
+    @property
+    def unknowns(self) -> int:
+        """How many."""
+        return int(self.fixed.shape[1])
+
     def among(self, places: Ints) -> Shape:
         """The same of some plans only."""
         return dataclasses.replace(
@@ -127,6 +137,62 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Seconds of a sample as a sum of what the trace counted, each part at a rate of its own.
+
+    The unknowns are standard normal beforehand: the logarithm of each rate, and of each value's own effect. In the
+    logarithm of the sum a rate counts as much as its share of the seconds.
+
+    Attributes:
+        parts: Logarithms of the seconds of each part at its expected rate, a row for each plan; of nothing, -inf.
+        parts_std: How well each rate is known.
+        effects: One row per plan, each column scaled to a prior standard deviation of one.
+        effects_mean: Expected sum of the effects.
+    """
+
+    parts: Floats
+    parts_std: Floats
+    effects: Floats
+    effects_mean: Floats
+    family: Ints
+    rows: Floats
+    family_std: float
+    curve_std: float
+
+    @property
+    def unknowns(self) -> int:
+        """How many."""
+        return int(self.parts.shape[1] + self.effects.shape[1])
+
+    def among(self, places: Ints) -> Pace:
+        """The same of some plans only."""
+        return dataclasses.replace(
+            self,
+            parts=self.parts[places],
+            effects=self.effects[places],
+            effects_mean=self.effects_mean[places],
+            family=self.family[places],
+            rows=self.rows[places],
+        )
+
+    def at(self, unknowns: Floats) -> tuple[Floats, Kernel]:
+        """Each plan's logarithm of the seconds less its linear part, and the covariance of that part."""
+        count = self.parts.shape[1]
+        rates, effects = unknowns[:count], unknowns[count:]
+        moved = self.parts + self.parts_std * rates
+        total = np.logaddexp.reduce(moved, axis=1)
+        shares = np.exp(moved - total[:, None]) * self.parts_std
+        kernel = Kernel(
+            features=np.column_stack([shares, self.effects]),
+            family=self.family,
+            rows=self.rows,
+            family_std=self.family_std,
+            curve_std=self.curve_std,
+        )
+        return total + self.effects_mean + self.effects @ effects - kernel.features @ unknowns, kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
     """A space as numbers, computed once: one entry per plan, in the order of ``space.plans``.
 
@@ -138,7 +204,7 @@ class Encoded:
         family: A number for all else but micro-batch and accumulation.
         extras: How many values are not plain, micro-batch and accumulation apart.
         time_mean: Prior mean of the logarithm of the seconds per sample, up to a constant.
-        time: Covariance of the logarithm of the seconds per sample.
+        time: The seconds of a sample: by what the traces counted, or by the techniques' expectations alone.
         memory: The peak bytes.
         indicators: One column for each value that is not plain: 1 where a plan has it.
         forecast: What the traces say of the peak bytes, where there are any.
@@ -151,7 +217,7 @@ class Encoded:
     family: Ints
     extras: Ints
     time_mean: Floats
-    time: Kernel
+    time: Kernel | Pace
     memory: Shape
     indicators: Floats
     forecast: Forecast | None = None
@@ -179,6 +245,7 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
     on_slope = [level, np.full(count, _GROWS_STD)]
     bent = np.log((1 + 8 / rows) / 9)
     indicators: list[Floats] = []
+    effects: dict[tuple[str, Value], Floats] = {}
     for column, name in enumerate(names):
         priors = [space.priors[name][value] for value in space.domains[name]]
         time_mean += np.array([prior.time[0] for prior in priors])[codes[:, column]]
@@ -192,27 +259,33 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
             here = (codes[:, column] == place).astype(float)
             extras += codes[:, column] == place
             indicators.append(here)
+            effects[name, value] = here
             time_columns += [here * priors[place].time[1], here * bent * 0.1]
             memory_std = priors[place].memory[1]
             on_fixed += [here * memory_std, nothing]
             on_slope += [nothing, here * math.hypot(memory_std, _SLOPE_STD)]
     time_rows = [0.3 * np.log((1 + k / rows) / (1 + k)) for k in _LEVELS_ROWS]
     family = np.unique(family, return_inverse=True)[1].astype(np.int64)
+    index = {plan: place for place, plan in enumerate(space.plans)}
+    time: Kernel | Pace = Kernel(
+        features=np.column_stack([level, *time_rows, *time_columns]),
+        family=family,
+        rows=rows,
+        family_std=0.06,
+        curve_std=0.04,
+    )
+    if forecast is not None and not np.isnan(forecast.work).all():
+        time = _pace(space, forecast, effects, index, rows, family)
+        time_mean = time.at(np.zeros(time.unknowns))[0]
     return Encoded(
         names=tuple(names),
-        index={plan: place for place, plan in enumerate(space.plans)},
+        index=index,
         codes=codes,
         rows=rows,
         family=family,
         extras=extras,
         time_mean=time_mean,
-        time=Kernel(
-            features=np.column_stack([level, *time_rows, *time_columns]),
-            family=family,
-            rows=rows,
-            family_std=0.06,
-            curve_std=0.04,
-        ),
+        time=time,
         memory=Shape(
             fixed=np.column_stack(on_fixed),
             slope=np.column_stack(on_slope),
@@ -226,6 +299,58 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
         indicators=np.column_stack([nothing, *indicators]),
         forecast=forecast,
     )
+
+
+def _pace(  # noqa: PLR0917 - what encode has found
+    space: Space,
+    forecast: Forecast,
+    effects: Mapping[tuple[str, Value], Floats],
+    index: Mapping[Plan, int],
+    rows: Floats,
+    family: Ints,
+) -> Pace:
+    """The seconds by what the traces counted.
+
+    A value that they tell from the plain one needs no expectation of its own.
+    Where a plan was not traced at all it counts as the one in the middle.
+    """
+    work = forecast.work * forecast.nominal
+    unknown = np.isnan(work).any(axis=1)
+    work[unknown] = np.median(work[~unknown], axis=0)
+    counted = work[:, work.max(axis=0) > 0]
+    plain = {one.name: one.plain for one in techniques()}
+    mean, columns = np.zeros(len(rows)), [np.full(len(rows), _SCALE_STD[forecast.known_card])]
+    bent = np.log((1 + 8 / rows) / 9)
+    for (name, value), here in effects.items():
+        if _shows(space, counted, index, (name, value, plain.get(name))):
+            expected, std = 0.0, _EFFECT_STD
+        else:
+            expected, std = space.priors[name][value].time
+        mean += here * expected
+        columns += [here * std, here * bent * 0.1]
+    return Pace(
+        parts=np.log(np.maximum(counted, 1e-300)),
+        parts_std=np.full(counted.shape[1], _RATE_STD[forecast.known_card]),
+        effects=np.column_stack(columns),
+        effects_mean=mean,
+        family=family,
+        rows=rows,
+        family_std=0.06,
+        curve_std=0.04,
+    )
+
+
+def _shows(space: Space, work: Floats, index: Mapping[Plan, int], asked: tuple[str, Value, Value | None]) -> bool:
+    """Whether the traces tell a technique's value from its plain one."""
+    name, value, plain = asked
+    if plain is None:
+        return False
+    for place, plan in enumerate(space.plans):
+        if plan[name] == value:
+            other = index.get(plan.replaced(**{name: plain}))
+            if other is not None:
+                return not np.allclose(work[place], work[other], rtol=1e-6)
+    return False
 
 
 def predict(kernel: Kernel, prior_mean: Floats, *, seen: Ints, values: Floats, noise: Floats) -> tuple[Floats, Floats]:
@@ -249,20 +374,20 @@ def predict(kernel: Kernel, prior_mean: Floats, *, seen: Ints, values: Floats, n
     return prior_mean + whitened.T @ residual, np.sqrt(np.maximum(variance, 1e-10))
 
 
-def predict_memory(shape: Shape, *, seen: Ints, values: Floats, noise: Floats) -> tuple[Floats, Floats]:
-    """Posterior mean and standard deviation of the logarithm of every plan's peak bytes.
+def predict_sum(shape: Shape | Pace, *, seen: Ints, values: Floats, noise: Floats) -> tuple[Floats, Floats]:
+    """Posterior mean and standard deviation of the logarithm of every plan's sum: of its bytes, or of its seconds.
 
-    The sum of two exponentials is linearized where the observations say that it stands (Gauss and Newton, damped),
-    and is then a regression like that of time.
+    A sum of exponentials is linearized where the observations say that it stands (Gauss and Newton, damped), and is
+    then a regression like any other.
 
     Args:
-        shape: How fixed part and slope depend on the values.
+        shape: How the parts of the sum depend on the unknowns.
         seen: Which plans were observed.
-        values: The logarithms of their peak bytes.
+        values: The logarithms of what was observed.
         noise: Standard deviation of each observation.
     """
     observed, every = shape.among(seen), np.arange(len(seen))
-    unknowns = np.zeros(shape.fixed.shape[1])
+    unknowns = np.zeros(shape.unknowns)
     for turn in range(_ROUNDS if len(seen) else 0):
         offset, kernel = observed.at(unknowns)
         covariance = kernel.between(every) + np.diag(noise**2)
@@ -279,21 +404,37 @@ class Correction:
     Attributes:
         mean: Offset in bytes, and slope.
         covariance: Of the two.
-        residual: Relative standard deviation of a plan around the line.
+        widened: By how much the measurements scatter more than they were believed to.
+        beside: What was believed.
         count: Measurements that it stands on.
     """
 
     mean: Floats
     covariance: Floats
-    residual: float
+    widened: float
+    beside: Beside
     count: int
+
+    @property
+    def residual(self) -> float:
+        """Relative standard deviation of a large plan around the line."""
+        return self.widened * self.beside.residual
+
+    def line(self, traced: Floats) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of the logarithm of what all plans have in common; NaN where not traced."""
+        design = np.column_stack([np.ones_like(traced), traced])
+        mean = np.maximum(design @ self.mean, 1.0)
+        variance = np.einsum("ij,jk,ik->i", design, self.covariance, design)
+        return np.log(mean), np.sqrt(variance) / mean
+
+    def deviation(self, traced: Floats) -> Floats:
+        """Standard deviation of the logarithm of a plan's own peak around the line."""
+        return self.widened * self.beside.deviation(traced) / np.exp(self.line(traced)[0])
 
     def at(self, traced: Floats) -> tuple[Floats, Floats]:
         """Mean and standard deviation of the logarithm of the peak bytes; NaN where nothing was traced."""
-        design = np.column_stack([np.ones_like(traced), traced])
-        mean = np.maximum(design @ self.mean, 1.0)
-        variance = np.einsum("ij,jk,ik->i", design, self.covariance, design) + (self.residual * traced) ** 2
-        return np.log(mean), np.sqrt(variance) / mean
+        mean, std = self.line(traced)
+        return mean, np.hypot(std, self.deviation(traced))
 
 
 def correct(forecast: Forecast, *, seen: Ints, peaks: Floats) -> Correction:
@@ -313,18 +454,18 @@ def correct(forecast: Forecast, *, seen: Ints, peaks: Floats) -> Correction:
     beside = forecast.beside
     prior = np.array([beside.offset_bytes, beside.slope])
     precision = np.diag([beside.offset_std**-2, beside.slope_std**-2])
-    residual = beside.residual
+    widened = 1.0
     mean: Floats = prior
     covariance: Floats = np.asarray(np.linalg.inv(precision), dtype=np.float64)
     for _ in range(3 if len(traced) else 0):
         design = np.column_stack([np.ones_like(traced), traced])
-        weight = 1 / (residual * traced) ** 2
+        weight = 1 / (widened * beside.deviation(traced)) ** 2
         covariance = np.asarray(np.linalg.inv(precision + design.T @ (design * weight[:, None])), dtype=np.float64)
         mean = covariance @ (precision @ prior + design.T @ (weight * measured))
-        scatter = (measured - design @ mean) / traced
-        # a prior of two plans that scatter as the traces are believed to
-        residual = math.sqrt((2 * beside.residual**2 + float(scatter @ scatter)) / (2 + len(traced)))
-    return Correction(mean=mean, covariance=covariance, residual=residual, count=len(traced))
+        scatter = (measured - design @ mean) / beside.deviation(traced)
+        # a prior of two plans that scatter as they are believed to
+        widened = math.sqrt((2 + float(scatter @ scatter)) / (2 + len(traced)))
+    return Correction(mean=mean, covariance=covariance, widened=widened, beside=beside, count=len(traced))
 
 
 def predict_traced(
@@ -343,16 +484,16 @@ def predict_traced(
         values: The logarithms of their peak bytes.
         noise: Standard deviation of each.
     """
-    mean, own = line.at(forecast.tensor_bytes)
+    mean, common = line.line(forecast.tensor_bytes)
     known = ~np.isnan(mean[seen])
-    scatter = forecast.beside.residual
-    common = np.sqrt(np.maximum(own**2 - (line.residual * forecast.tensor_bytes / np.exp(mean)) ** 2, 0.0))
+    own = np.nan_to_num(line.deviation(forecast.tensor_bytes))
+    usual = float(np.median(own))
     kernel = Kernel(
-        features=np.column_stack([np.nan_to_num(common), 0.7 * scatter * encoded.indicators]),
+        features=np.column_stack([np.nan_to_num(common), 0.7 * own[:, None] * encoded.indicators]),
         family=encoded.family,
         rows=encoded.rows,
-        family_std=0.5 * scatter,
-        curve_std=0.4 * scatter,
+        family_std=0.5 * usual,
+        curve_std=0.4 * usual,
     )
     found, std = predict(kernel, np.nan_to_num(mean), seen=seen[known], values=values[known], noise=noise[known])
     return np.where(np.isnan(mean), np.nan, found), std

@@ -8,6 +8,7 @@ it stopped. The plans' traces are written beside what is measured.
 
 import argparse
 import contextlib
+import dataclasses
 import datetime as dt
 import itertools
 import json
@@ -23,9 +24,10 @@ from autofit.clock import Effort
 from autofit.device import choose_device
 from autofit.forecast import forecast
 from autofit.forkserver import ForkServer
-from autofit.landscape import Landscape, Writer, pack
+from autofit.landscape import Landscape, Writer, pack, traced
 from autofit.locks import device_lock
-from autofit.plan import Measured
+from autofit.plan import Measured, Plan
+from autofit.registry import techniques
 from autofit.source import fetch, modeling_module
 from autofit.traces import Traces, cache_folder
 from autofit.trials import ProcessRunner
@@ -93,10 +95,37 @@ def record(options: argparse.Namespace) -> None:
         pack(target, Path(options.pack))
 
 
+def retrace(options: argparse.Namespace) -> None:
+    """Put what today's traces say in the place of what they said; the measurements stay as they are."""
+    source = Path(options.retrace)
+    land = Landscape.read(source)
+    plain = {one.name: one.plain for one in techniques()}
+    with tempfile.TemporaryDirectory(prefix="autofit-landscape-") as scratch:
+        folder = Path(scratch)
+        (folder / "given").mkdir()
+        (folder / "given" / "config.json").write_text(json.dumps(land.provenance["config"]), "utf-8")
+        config = fetch(str(folder / "given"), folder / "model", trust_remote_code=False)
+        server = ForkServer(folder / "server.log", "cpu", modeling_module(config))
+        hardware = land.facts.hardware
+        card = catalogue.matching(hardware.name, hardware.total_bytes) if hardware.device == "cuda" else None
+        whole = dataclasses.replace(land.space, plans=tuple(Plan({**plain, **plan}) for plan in land.space.plans))
+        with contextlib.closing(server):
+            traces = Traces(land.facts, config, lambda: server, folder, cache_folder())
+            cast = forecast(whole, traces, land.facts, card, print)
+        said = traced(land.space, cast)
+        aside = folder / "land.jsonl"
+        writer = Writer(aside, land.facts, land.space, None, land.provenance)
+        for run in sorted((run for runs in land.runs.values() for run in runs), key=lambda run: run.at):
+            writer.write(dataclasses.replace(run, **said[run.plan]))
+        pack(aside, Path(options.output))
+    print(f"{options.output}: {len(land.runs)} plans")
+
+
 def main() -> None:
     """Record one landscape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("config")
+    parser.add_argument("config", nargs="?", default="demo")
+    parser.add_argument("--retrace", help="A landscape: write it to --output, gzipped, with the traces of today.")
     parser.add_argument("--output", required=True)
     parser.add_argument("--pack", help="Write it gzipped to this file at last.")
     parser.add_argument("--rounds", type=int, default=3)
@@ -109,7 +138,11 @@ def main() -> None:
     parser.add_argument("--allow", default="exact,numeric,method")
     parser.add_argument("--fix", action="append", default=[])
     parser.add_argument("--among", action="append", default=[])
-    record(parser.parse_args())
+    options = parser.parse_args()
+    if options.retrace:
+        retrace(options)
+    else:
+        record(options)
 
 
 if __name__ == "__main__":
