@@ -52,8 +52,9 @@ class Beside:
     Attributes:
         offset_bytes, slope: Means.
         offset_std, slope_std: How well they are known.
-        residual: Relative standard deviation of one plan around the line.
+        residual: Relative standard deviation of a plan's own around the line.
         scatter_bytes: The same of what does not grow with the tensors.
+        value_bytes: Standard deviation of what a value adds by itself, such as the code and buffers of a library.
     """
 
     offset_bytes: float
@@ -62,15 +63,28 @@ class Beside:
     slope_std: float
     residual: float
     scatter_bytes: float
+    value_bytes: float
 
-    def deviation(self, tensor_bytes: Floats) -> Floats:
-        """Standard deviation of a plan around the line, in bytes."""
+    def own(self, tensor_bytes: Floats) -> Floats:
+        """Standard deviation of a plan's own around the line, in bytes."""
         return np.hypot(self.residual * tensor_bytes, self.scatter_bytes)
 
+    def of_a_value(self, tensor_bytes: Floats) -> Floats:
+        """Standard deviation of what one value adds beyond the line, in bytes."""
+        return np.hypot(0.7 * self.residual * tensor_bytes, self.value_bytes)
 
-_CPU = Beside(offset_bytes=40 * MIB, offset_std=30 * MIB, slope=1.2, slope_std=0.1, residual=0.1, scatter_bytes=7 * MIB)
+
+_CPU = Beside(
+    offset_bytes=40 * MIB,
+    offset_std=30 * MIB,
+    slope=1.2,
+    slope_std=0.1,
+    residual=0.1,
+    scatter_bytes=3 * MIB,
+    value_bytes=12 * MIB,
+)
 """Resident memory: malloc keeps part of what is freed, and oneDNN has buffers of its own. A guess, corrected by the
-first trials. Plans of a few ten MiB were seen to lie 7 MiB around the line, and 1 MiB from one run to the next."""
+first trials. Plans of a few ten MiB were seen to scatter by 3 MiB, and bfloat16 to add 10 to 14 MiB of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -110,6 +124,7 @@ def beside(hardware: Hardware) -> Beside:
         slope_std=0.03,
         residual=0.03,
         scatter_bytes=8 * MIB,
+        value_bytes=16 * MIB,
     )
 
 

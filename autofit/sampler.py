@@ -14,6 +14,7 @@ The regressions behind it are in :mod:`autofit.surrogate`. Any Optuna user can h
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,17 +31,16 @@ from autofit.journal import CONSTRAINT, REJECTED, STARTED, distributions
 from autofit.plan import Plan, Value
 from autofit.space import Space
 from autofit.surrogate import (
-    Correction,
     Encoded,
     Floats,
+    Needs,
     Pace,
     below,
-    correct,
     encode,
     gain,
+    needs,
     predict,
     predict_sum,
-    predict_traced,
     sharpen,
 )
 
@@ -55,13 +55,14 @@ _LIKELY = 0.6
 _LIKELIER = 0.8
 _MAYBE = 0.4
 _SURE = 0.95
-_WORTH_A_BREAK = 0.05
-_WORTH_MORE_BREAKS = 0.1
+_WORTH_A_BREAK = 0.02
+_WORTH_MORE = 0.06
 _BREAKS_IN_A_ROW = 3
 _TRIALS_TO_A_BREAK = 10
 _SURELY_STDS = 3.0
 _ABSURD = math.log(8)
 _LEAST_NOISE = 0.005
+_RUN_NOISE = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,22 @@ class Advice:
     place: int | None
     expected_gain: float | None
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caution:
+    """What a plan that may not fit has to offer.
+
+    Attributes:
+        likely: The least probability that it fits.
+        gain: The least expected gain.
+        power: Of the probability in the choice, beyond its part in the gain: a plan that does not fit says little of
+            any other.
+    """
+
+    likely: float
+    gain: float
+    power: int
 
 
 class AutofitSampler(optuna.samplers.BaseSampler):
@@ -168,40 +185,36 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         best = min(math.log(one.seconds) for one in fitting)
         gains = gain(belief.time, belief.time_std, best) * belief.fits * belief.works
         measured = sum(one.verdict == "measured" for one in seen)
-        candidates = self._candidates(seen, free, belief, gains)
-        if not candidates.any():
-            if measured >= LEAST_TRIALS or self.encoded.forecast is not None:
-                return Advice(place=None, expected_gain=None, reason="none of the plans left is likely to fit")
-            candidates = free
-        # the probability of fitting counts twice in the choice: a plan that does not fit says little of any other
-        score = np.where(candidates, gains * belief.fits, -1.0)
-        if gains[candidates].max() < LEAST_GAIN:
+        caution = self._caution(seen)
+        risky = belief.fits < _SURE
+        likely = free & (~risky | (belief.fits >= caution.likely))
+        worth = likely & (gains >= np.where(risky, caution.gain, LEAST_GAIN))
+        if not likely.any() and (measured >= LEAST_TRIALS or self.encoded.forecast is not None):
+            return Advice(place=None, expected_gain=None, reason="none of the plans left is likely to fit")
+        if worth.any():
+            score = np.where(worth, gains * belief.fits**caution.power, -1.0)
+        else:
+            candidates = likely if likely.any() else free
+            most = float(gains[candidates].max())
             if measured >= LEAST_TRIALS:
                 reason = f"none of the {free.sum()} plans left is expected to be {LEAST_GAIN:.0%} faster than the best"
-                return Advice(place=None, expected_gain=float(gains[candidates].max()), reason=reason)
-            score *= belief.works > 0.5  # a trial that is made for its own sake should at least run
+                return Advice(place=None, expected_gain=most, reason=reason)
+            # a trial that is made for its own sake should at least run
+            score = np.where(candidates, gains * belief.fits**caution.power, -1.0) * (belief.works > 0.5)
         place = self._foremost(score, belief.memory)
         reason = f"expected to gain {gains[place]:.1%} over the best, and {belief.fits[place]:.0%} likely to fit"
         return Advice(place=place, expected_gain=float(gains[place]), reason=reason)
 
-    def _candidates(self, seen: Sequence[Seen], free: Bools, belief: Belief, gains: Floats) -> Bools:
-        """What may be tried next, now that something fits.
-
-        With traces, what surely fits as long as that promises much; then what likely fits, and promises much. One
-        trial in ten may run out of memory: where more did, it has to be likelier.
-        """
+    def _caution(self, seen: Sequence[Seen]) -> Caution:
+        """How careful to be: one trial in ten may run out of memory, where more did a break has to be worth more."""
         if self.encoded.forecast is None:
-            return free
-        broken = sum(one.verdict == "out_of_memory" for one in seen)
-        likely = _LIKELY if _TRIALS_TO_A_BREAK * broken <= len(seen) else _LIKELIER
-        safe, bold = free & (belief.fits >= _SURE), free & (belief.fits >= likely)
-        tiers = [(safe, _WORTH_A_BREAK), (bold, _WORTH_A_BREAK), (safe, LEAST_GAIN)]
-        if not all(one.verdict == "out_of_memory" for one in seen[-_BREAKS_IN_A_ROW:]):
-            tiers.insert(2, (free & (belief.fits >= _MAYBE), _WORTH_MORE_BREAKS))
-        for some, least in tiers:
-            if some.any() and gains[some].max() >= least:
-                return some
-        return safe
+            return Caution(likely=0.0, gain=LEAST_GAIN, power=1)
+        broken = [one.verdict == "out_of_memory" for one in seen]
+        if len(broken) >= _BREAKS_IN_A_ROW and all(broken[-_BREAKS_IN_A_ROW:]):
+            return Caution(likely=_LIKELIER, gain=_WORTH_MORE, power=4)
+        if _TRIALS_TO_A_BREAK * sum(broken) > len(seen):
+            return Caution(likely=_MAYBE, gain=_WORTH_MORE, power=4)
+        return Caution(likely=_MAYBE, gain=_WORTH_A_BREAK, power=2)
 
     def _first_that_fits(self, seen: Sequence[Seen], free: Bools) -> Advice:
         """While nothing fitted: the first plan, one that likely fits, the smallest one, then a few small ones."""
@@ -262,7 +275,7 @@ def first_place(encoded: Encoded, allowed: Bools | None = None, limit_bytes: int
     """
     allowed = np.ones(len(encoded.rows), dtype=bool) if allowed is None or not allowed.any() else allowed
     if encoded.forecast is not None and limit_bytes is not None:
-        mean, std = corrected(encoded.forecast, ()).at(encoded.forecast.tensor_bytes)
+        mean, std = needed(encoded, encoded.forecast, (), limit_bytes).logarithms()
         fits = allowed & (below((math.log(limit_bytes) - mean) / std) > _SURE)
         if fits.any():
             return int(np.argmin(np.where(fits, encoded.time_mean, np.inf)))
@@ -329,37 +342,39 @@ def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[F
         noise = np.concatenate([noise, np.full(len(broke), 0.2)])
     mean, std = predict_sum(encoded.memory, seen=places, values=values, noise=noise)
     if encoded.forecast is not None:
-        line = corrected(encoded.forecast, seen)
-        scatter = np.nan_to_num(line.deviation(encoded.forecast.tensor_bytes))
-        believed, _ = line.at(encoded.forecast.tensor_bytes[places[len(measured) :]])
-        # what broke the ceiling was above it, or where it was expected
-        beyond = np.fmax(believed, math.log(1.05 * limit_bytes))
-        needed = np.log(np.array([one.needed_bytes or one.peak_bytes for one in measured], dtype=float))
-        traced, traced_std = predict_traced(
-            encoded,
-            line,
-            encoded.forecast,
-            seen=places,
-            values=np.concatenate([needed, beyond]),
-            noise=scatter[places] * np.array([0.5] * len(measured) + [1.0] * len(beyond)),
-        )
+        traced, traced_std = needed(encoded, encoded.forecast, seen, limit_bytes).logarithms()
         known = ~np.isnan(traced)
         mean, std = np.where(known, traced, mean), np.where(known, traced_std, std)
     mean, std = sharpen(encoded, mean, std, {one.place: one.peak_bytes for one in measured})
-    if encoded.forecast is not None:
-        # one measurement scatters, and so will the next
-        std = np.maximum(std, 0.5 * encoded.forecast.beside.residual)
+    if encoded.forecast is not None:  # one measurement scatters, and so will the next
+        own = encoded.forecast.beside.own(np.nan_to_num(encoded.forecast.tensor_bytes))
+        std = np.maximum(std, 0.5 * own / np.exp(mean))
     return mean, std
 
 
-def corrected(forecast: Forecast, seen: Sequence[Seen]) -> Correction:
-    """How the peaks that were measured lie to the traces."""
+def needed(encoded: Encoded, forecast: Forecast, seen: Sequence[Seen], limit_bytes: int) -> Needs:
+    """What is believed of the peaks of the plans that were traced.
+
+    What broke the ceiling was 5 % above it at least, or where it was expected.
+    """
     measured = [one for one in seen if one.verdict == "measured" and one.needed_bytes > 0]
-    return correct(
+    broke = [one for one in seen if one.verdict == "out_of_memory" and one.on_device]
+    places = np.array([one.place for one in measured], dtype=np.int64)
+    peaks = np.array([one.needed_bytes for one in measured], dtype=float)
+    noise = np.full(len(measured), _RUN_NOISE)
+    found = needs(encoded, forecast, seen=places, peaks=peaks, noise=noise)
+    if not broke:
+        return found
+    at = np.array([one.place for one in broke], dtype=np.int64)
+    beyond = np.fmax(found.mean[at], 1.05 * limit_bytes)
+    both = needs(
+        encoded,
         forecast,
-        seen=np.array([one.place for one in measured], dtype=np.int64),
-        peaks=np.array([one.needed_bytes for one in measured], dtype=float),
+        seen=np.concatenate([places, at]),
+        peaks=np.concatenate([peaks, beyond]),
+        noise=np.concatenate([noise, np.full(len(broke), 1.0)]),
     )
+    return dataclasses.replace(both, scatter=found.scatter, count=found.count)
 
 
 def _works(encoded: Encoded, seen: Sequence[Seen]) -> Floats:
@@ -391,7 +406,7 @@ def excluded(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> Bools:
     """
     out = np.zeros(len(encoded.rows), dtype=bool)
     if encoded.forecast is not None:
-        mean, std = corrected(encoded.forecast, seen).at(encoded.forecast.tensor_bytes)
+        mean, std = needed(encoded, encoded.forecast, seen, limit_bytes).logarithms()
         out |= mean - _SURELY_STDS * std > math.log(limit_bytes)  # never where nothing was traced
     for one in seen:
         out[one.place] = True

@@ -36,9 +36,9 @@ from autofit.forecast import Forecast
 from autofit.insight import Expected
 from autofit.plan import Plan, Trial, Value
 from autofit.registry import technique
-from autofit.sampler import Advice, AutofitSampler, believe, corrected, excluded, observations
+from autofit.sampler import Advice, AutofitSampler, believe, excluded, needed, observations
 from autofit.space import Space
-from autofit.surrogate import FOLLOWS, ROWS, Correction, encode
+from autofit.surrogate import FOLLOWS, ROWS, Needs, encode
 from autofit.technique import Kind
 
 SamplerName = Literal["autofit", "tpe", "gp", "random", "grid"]
@@ -126,13 +126,13 @@ class Searcher:
             peak_bytes=math.exp(belief.memory[place]),
         )
 
-    def correction(self) -> Correction | None:
+    def correction(self) -> Needs | None:
         """How the measured peaks lie to the traces; ``None`` without traces."""
         forecast = self._encoded.forecast
         if forecast is None:
             return None
         seen = observations(self.study.get_trials(deepcopy=False), self._encoded, self.limit_bytes)
-        return corrected(forecast, seen)
+        return needed(self._encoded, forecast, seen, self.limit_bytes)
 
     def _ask(self) -> tuple[optuna.Trial | None, str]:
         trials = self.study.get_trials(deepcopy=False)

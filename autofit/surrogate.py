@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autofit.forecast import Beside, Forecast
+from autofit.forecast import Forecast
 from autofit.plan import Plan, Value
 from autofit.registry import techniques
 from autofit.space import Space
@@ -44,6 +44,7 @@ _LEVEL_STD = 10.0
 _GROWS, _GROWS_STD = 0.15, 1.5
 _SLOPE_STD = 0.5
 _ROUNDS = 12
+_LEAST_WIDENED = 0.7
 _LEVELS_ROWS = (1.0, 8.0, 64.0)
 _SCALE_STD = {True: 0.5, False: 2.0}
 _RATE_STD = {True: 0.4, False: 1.0}
@@ -397,106 +398,81 @@ def predict_sum(shape: Shape | Pace, *, seen: Ints, values: Floats, noise: Float
     return predict(kernel, offset, seen=seen, values=values, noise=noise)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """How measured peaks lie to the traces: ``offset + slope x traced``.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Needs:
+    """What is believed of the peak of every plan that was traced; NaN for the others.
 
     Attributes:
-        mean: Offset in bytes, and slope.
-        covariance: Of the two.
-        widened: By how much the measurements scatter more than they were believed to.
-        beside: What was believed.
+        mean, std: Bytes.
+        offset_bytes, slope: The line that all plans have in common: ``offset + slope x traced``.
+        scatter: How far the measurements lie around that line, as a share of them.
         count: Measurements that it stands on.
     """
 
     mean: Floats
-    covariance: Floats
-    widened: float
-    beside: Beside
+    std: Floats
+    offset_bytes: float
+    slope: float
+    scatter: float
     count: int
 
-    @property
-    def residual(self) -> float:
-        """Relative standard deviation of a large plan around the line."""
-        return self.widened * self.beside.residual
-
-    def line(self, traced: Floats) -> tuple[Floats, Floats]:
-        """Mean and standard deviation of the logarithm of what all plans have in common; NaN where not traced."""
-        design = np.column_stack([np.ones_like(traced), traced])
-        mean = np.maximum(design @ self.mean, 1.0)
-        variance = np.einsum("ij,jk,ik->i", design, self.covariance, design)
-        return np.log(mean), np.sqrt(variance) / mean
-
-    def deviation(self, traced: Floats) -> Floats:
-        """Standard deviation of the logarithm of a plan's own peak around the line."""
-        return self.widened * self.beside.deviation(traced) / np.exp(self.line(traced)[0])
-
-    def at(self, traced: Floats) -> tuple[Floats, Floats]:
-        """Mean and standard deviation of the logarithm of the peak bytes; NaN where nothing was traced."""
-        mean, std = self.line(traced)
-        return mean, np.hypot(std, self.deviation(traced))
+    def logarithms(self) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of the logarithm of the bytes."""
+        mean = np.maximum(self.mean, 1.0)
+        return np.log(mean), self.std / mean
 
 
-def correct(forecast: Forecast, *, seen: Ints, peaks: Floats) -> Correction:
-    """The line through the measured peaks, held by what is known of both its parts beforehand.
+def needs(encoded: Encoded, forecast: Forecast, *, seen: Ints, peaks: Floats, noise: Floats) -> Needs:
+    """The peaks of all plans, from their traces and from those that were measured.
 
-    A regression with a normal prior (Rasmussen and Williams, 2.1): the offset is what lies beside the tensors, the
-    slope is one. What the measurements scatter about the line widens what is believed of the plans not measured.
-
-    Args:
-        forecast: What the traces say.
-        seen: Which plans were measured; those that were not traced are left out.
-        peaks: Their peak bytes.
-    """
-    traced = forecast.tensor_bytes[seen]
-    known = ~np.isnan(traced)
-    traced, measured = traced[known], peaks[known]
-    beside = forecast.beside
-    prior = np.array([beside.offset_bytes, beside.slope])
-    precision = np.diag([beside.offset_std**-2, beside.slope_std**-2])
-    widened = 1.0
-    mean: Floats = prior
-    covariance: Floats = np.asarray(np.linalg.inv(precision), dtype=np.float64)
-    for _ in range(3 if len(traced) else 0):
-        design = np.column_stack([np.ones_like(traced), traced])
-        weight = 1 / (widened * beside.deviation(traced)) ** 2
-        covariance = np.asarray(np.linalg.inv(precision + design.T @ (design * weight[:, None])), dtype=np.float64)
-        mean = covariance @ (precision @ prior + design.T @ (weight * measured))
-        scatter = (measured - design @ mean) / beside.deviation(traced)
-        # a prior of two plans that scatter as they are believed to
-        widened = math.sqrt((2 + float(scatter @ scatter)) / (2 + len(traced)))
-    return Correction(mean=mean, covariance=covariance, widened=widened, beside=beside, count=len(traced))
-
-
-def predict_traced(
-    encoded: Encoded, line: Correction, forecast: Forecast, *, seen: Ints, values: Floats, noise: Floats
-) -> tuple[Floats, Floats]:
-    """Mean and standard deviation of the logarithm of the peak bytes; NaN where nothing was traced.
-
-    The line says what all plans have in common. What a value adds beyond it (buffers of an optimizer's library, say)
-    is learned from the plans that have it, and what a family adds from its own.
+    In bytes everything adds up: what lies beside the tensors, a share of the tensors, what each value brings along
+    (the code and buffers of its library), and what a family and a plan have of their own. A regression with normal
+    priors (Rasmussen and Williams, 2.1), in units of a plan's own deviation. Measurements that scatter more than was
+    believed widen all of it.
 
     Args:
         encoded: The space.
-        line: From :func:`correct`.
         forecast: What the traces say.
         seen: Which plans were observed; those that were not traced are left out.
-        values: The logarithms of their peak bytes.
-        noise: Standard deviation of each.
+        peaks: Their peak bytes.
+        noise: Standard deviation of each, in the same units.
     """
-    mean, common = line.line(forecast.tensor_bytes)
-    known = ~np.isnan(mean[seen])
-    own = np.nan_to_num(line.deviation(forecast.tensor_bytes))
-    usual = float(np.median(own))
+    beside = forecast.beside
+    traced = np.nan_to_num(forecast.tensor_bytes)
+    known = ~np.isnan(forecast.tensor_bytes)
+    seen, peaks, noise = seen[known[seen]], peaks[known[seen]], noise[known[seen]]
+    unit = beside.own(traced)
+    of_a_value = beside.of_a_value(traced) / unit
+    common = np.column_stack([beside.offset_std / unit, beside.slope_std * traced / unit])
     kernel = Kernel(
-        features=np.column_stack([np.nan_to_num(common), 0.7 * own[:, None] * encoded.indicators]),
+        features=np.column_stack([common, of_a_value[:, None] * encoded.indicators]),
         family=encoded.family,
         rows=encoded.rows,
-        family_std=0.5 * usual,
-        curve_std=0.4 * usual,
+        family_std=0.8,
+        curve_std=0.6,
     )
-    found, std = predict(kernel, np.nan_to_num(mean), seen=seen[known], values=values[known], noise=noise[known])
-    return np.where(np.isnan(mean), np.nan, found), std
+    line = beside.offset_bytes + beside.slope * traced
+    values = (peaks - line[seen]) / unit[seen]
+    mean, std = predict(kernel, np.zeros(len(traced)), seen=seen, values=values, noise=noise)
+    offset, slope, widened, scatter = beside.offset_bytes, beside.slope, 1.0, 0.0
+    if len(seen):
+        covariance = kernel.between(seen)[:, seen] + np.diag(noise**2)
+        weights = np.linalg.solve(covariance, values)
+        learned = common[seen].T @ weights
+        offset += beside.offset_std * float(learned[0])
+        slope += beside.slope_std * float(learned[1])
+        # as if two had been seen before that scattered as they are believed to
+        widened = max(_LEAST_WIDENED, math.sqrt((2 + float(values @ weights)) / (2 + len(seen))))
+        scatter = float(np.sqrt(np.mean(((offset + slope * traced[seen]) / peaks - 1) ** 2)))
+    nothing = np.where(known, 0.0, np.nan)
+    return Needs(
+        mean=line + mean * unit + nothing,
+        std=widened * std * unit + nothing,
+        offset_bytes=offset,
+        slope=slope,
+        scatter=scatter,
+        count=len(seen),
+    )
 
 
 def sharpen(encoded: Encoded, mean: Floats, std: Floats, peaks: Mapping[int, float]) -> tuple[Floats, Floats]:

@@ -308,10 +308,9 @@ class _Tune:
         """Say how the measured peaks lie to the traces."""
         found = searcher.correction()
         if found is not None and found.count > 1:
-            offset, slope = found.mean
             self._note(
-                f"measured peaks are {slope:.3g} x the traced ones + {units.size(offset)}, give or take "
-                f"{found.residual:.1%} ({found.count} trials)"
+                f"measured peaks are {found.slope:.3g} x the traced ones + {units.size(found.offset_bytes)}, "
+                f"give or take {found.scatter:.1%} ({found.count} trials)"
             )
 
     def _nothing(self, facts: Facts, plans: Space, cast: Forecast | None) -> AutofitError:

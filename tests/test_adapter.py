@@ -85,7 +85,7 @@ def test_what_is_seen_of_an_adapter(tmp_path):
     value = "rslora:r=4:alpha=6:targets=q_proj+v_proj"
     seen = evidence(built("llama", tmp_path, adapter=value))
     assert (seen.adapter, seen.adapted) == ("lora r=4 scaling=3", ("q_proj", "v_proj"))
-    assert seen.trainable_parameters == 6 * 4 * (64 + 64 + 64 + 32)
+    assert seen.trainable_parameters == 9 * 4 * (64 + 64 + 64 + 32)  # layers x rank x the sides of both
     assert seen.parameters == plain.parameters + seen.trainable_parameters
     assert ADAPTER.in_effect(value, seen, FACTS) is None
     for other in ("none", "lora:r=4", "rslora:r=4:targets=q_proj+v_proj", "rslora:r=4:alpha=6:targets=q_proj"):

@@ -199,8 +199,8 @@ def test_the_report_is_shown_again_and_written_anew(tune, run, tmp_path):
 def test_options_reach_the_tune(tune, tmp_path):
     replay = Replay(tmp_path / "out")
     done = tune(
-        "--among", "micro_batch=2,4", "--fix", "optimizer=sgd", "--fix", "kernels=none", "--launch-path", "loop",
-        "--sampler", "grid", "--record", tmp_path / "record", "--seed", "3", replay=replay,
+        "--among", "micro_batch=2,4", "--fix", "optimizer=sgd", "--fix", "checkpointing=off", "--fix", "kernels=none",
+        "--launch-path", "loop", "--sampler", "grid", "--record", tmp_path / "record", "--seed", "3", replay=replay,
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
     assert {plan["micro_batch"] for _, plan, _ in replay.asked} == {2, 4}

@@ -1,7 +1,5 @@
 """The traces' word in the search: what is never run, where a family begins, and how measurements correct it."""
 
-import math
-
 import numpy as np
 import pytest
 
@@ -9,16 +7,25 @@ from autofit import space, tuning
 from autofit.errors import MachineError, NothingFits
 from autofit.forecast import Beside, Forecast
 from autofit.plan import Trial
-from autofit.sampler import AutofitSampler, Seen, corrected, excluded
+from autofit.roofline import WORK
+from autofit.sampler import AutofitSampler, Seen, excluded, needed
 from autofit.search import open_searcher
-from autofit.surrogate import correct, encode
+from autofit.surrogate import encode, needs
 from autofit.units import GIB, MIB
 
 from .synthetic import Landscape, cpu_facts
 
 FACTS = cpu_facts(limit_bytes=8 * GIB)
 SPACE = space.build(FACTS)
-BESIDE = Beside(offset_bytes=40 * MIB, offset_std=30 * MIB, slope=1.1, slope_std=0.1, residual=0.05)
+BESIDE = Beside(
+    offset_bytes=40 * MIB,
+    offset_std=30 * MIB,
+    slope=1.1,
+    slope_std=0.1,
+    residual=0.05,
+    scatter_bytes=3 * MIB,
+    value_bytes=8 * MIB,
+)
 LAND = Landscape(facts=FACTS, overhead_seconds=0.4, row_seconds=0.4, row_bytes=0.4 * GIB)
 
 
@@ -33,38 +40,70 @@ def truth(plan):
 def cast(scale=1.0, *, untraced=()):
     tensors = np.array([(truth(plan) - 50 * MIB) / 1.15 * scale for plan in SPACE.plans])
     tensors[list(untraced)] = np.nan
-    return Forecast(tensor_bytes=tensors, seconds=np.full(len(tensors), np.nan), beside=BESIDE)
+    nothing = np.full(len(tensors), np.nan)
+    return Forecast(
+        tensor_bytes=tensors,
+        seconds=nothing,
+        work=np.full((len(tensors), len(WORK)), np.nan),
+        nominal=np.ones(len(WORK)),
+        known_card=False,
+        beside=BESIDE,
+    )
+
+
+def learned(known, places=(), peaks=(), noise=0.4):
+    seen = np.array(places, dtype=np.int64)
+    return needs(
+        encode(SPACE, known), known, seen=seen, peaks=np.array(peaks, dtype=float), noise=np.full(len(seen), noise)
+    )
 
 
 def test_without_measurements_the_beliefs_stand():
-    line = correct(cast(), seen=np.array([], dtype=np.int64), peaks=np.array([]))
-    assert line.mean == pytest.approx([BESIDE.offset_bytes, BESIDE.slope])
-    assert line.count == 0
-    mean, std = line.at(np.array([GIB, np.nan]))
-    assert math.exp(mean[0]) == pytest.approx(BESIDE.offset_bytes + BESIDE.slope * GIB)
-    assert 0.05 < std[0] < 0.3
-    assert np.isnan(mean[1])
+    known = cast(untraced=[3])
+    found = learned(known)
+    assert (found.offset_bytes, found.slope, found.count) == (BESIDE.offset_bytes, BESIDE.slope, 0)
+    mean, std = found.logarithms()
+    traced = np.delete(known.tensor_bytes, 3)
+    assert np.exp(np.delete(mean, 3)) == pytest.approx(BESIDE.offset_bytes + BESIDE.slope * traced)
+    assert (np.delete(std, 3) > 0.05).all()
+    assert (np.delete(std, 3) < 0.5).all()
+    assert np.isnan(mean[3])
 
 
 def test_two_measurements_make_the_line():
     known = cast()
     places = np.argsort(known.tensor_bytes)[[0, len(SPACE.plans) // 2]]
     peaks = 100 * MIB + 1.3 * known.tensor_bytes[places]
-    line = correct(known, seen=places, peaks=peaks)
-    mean, std = line.at(known.tensor_bytes)
+    found = learned(known, places, peaks)
     expected = 100 * MIB + 1.3 * known.tensor_bytes
-    assert np.exp(mean) == pytest.approx(expected, rel=0.12)
-    before, std_before = correct(known, seen=places[:0], peaks=peaks[:0]).at(known.tensor_bytes)
-    assert np.abs(mean - np.log(expected)).mean() < np.abs(before - np.log(expected)).mean()
-    assert (std < std_before).all()
+    assert found.mean == pytest.approx(expected, rel=0.15)
+    before = learned(known)
+    assert np.abs(found.mean - expected).mean() < np.abs(before.mean - expected).mean()
+    assert (found.std < before.std).all()
+
+
+def test_what_a_value_brings_along_is_learned():
+    """A library's own megabytes, which no trace sees."""
+    known, brings = cast(scale=0.02), 30 * MIB
+    with_it = [place for place, plan in enumerate(SPACE.plans) if plan["optimizer"] == "adamw_8bit"]
+    without = [place for place, plan in enumerate(SPACE.plans) if plan["optimizer"] == "adamw"]
+    truth_of = BESIDE.offset_bytes + BESIDE.slope * known.tensor_bytes
+    truth_of[with_it] += brings
+    found = learned(known, without[:6] + with_it[:2], truth_of[without[:6] + with_it[:2]])
+    error = found.mean - truth_of
+    assert np.abs(error[with_it]).mean() < 0.5 * brings
+    assert np.abs(error[without]).mean() < 0.3 * brings
+    blind = learned(known, without[:6], truth_of[without[:6]])
+    assert blind.std[with_it].mean() > blind.std[without].mean()
 
 
 def test_scatter_widens_what_is_believed_of_the_others():
     known = cast()
     places = np.arange(8)
-    calm = correct(known, seen=places, peaks=1.1 * known.tensor_bytes[places] + 40 * MIB)
-    wild = correct(known, seen=places, peaks=known.tensor_bytes[places] * np.where(places % 2, 1.4, 0.8))
-    assert wild.residual > 2 * calm.residual
+    calm = learned(known, places, 1.1 * known.tensor_bytes[places] + 40 * MIB)
+    wild = learned(known, places, known.tensor_bytes[places] * np.where(places % 2, 1.6, 0.6))
+    assert wild.scatter > 2 * calm.scatter
+    assert (wild.std[20:] > 1.5 * calm.std[20:]).all()
 
 
 def test_what_surely_does_not_fit_is_never_run():
@@ -114,9 +153,9 @@ def test_few_trials_run_out_of_memory(tmp_path, limit_gib):
 def test_the_correction_uses_what_was_needed_not_what_was_kept():
     seen = [Seen(place=place, verdict="measured", seconds=1.0, peak_bytes=9e9, needed_bytes=1e9) for place in range(3)]
     seen.append(Seen(place=4, verdict="out_of_memory", peak_bytes=8e9))
-    line = corrected(cast(), seen)
-    assert line.count == 3
-    assert float(line.mean[1]) < BESIDE.slope * 2
+    found = needed(encode(SPACE, cast()), cast(), seen, 8 * GIB)
+    assert found.count == 3
+    assert found.slope < BESIDE.slope * 2
 
 
 def test_nothing_fits_is_said_before_anything_is_run(tmp_path):

@@ -14,6 +14,7 @@ from autofit.errors import InputError
 from autofit.forecast import Forecast, beside
 from autofit.landscape import Landscape, Replay, Writer
 from autofit.plan import Crashed, Measured, OutOfMemory, Plan, Trial, Unsupported
+from autofit.roofline import WORK
 
 from .synthetic import GIB, cpu_facts, measured
 from .synthetic import Landscape as Synthetic
@@ -41,7 +42,10 @@ def record(path, facts, plans, rounds=3, **shape):
     truth = Synthetic(facts=facts, **{"noise": 0.03, "row_bytes": 0.3 * GIB, **shape})
     lies = beside(facts.hardware)
     tensors = np.array([(truth.peak_bytes(plan) - lies.offset_bytes) / lies.slope for plan in plans.plans])
-    cast = Forecast(tensor_bytes=tensors, seconds=np.full(len(tensors), np.nan), beside=lies)
+    nothing = np.full(len(tensors), np.nan)
+    work = np.full((len(tensors), len(WORK)), np.nan)
+    nominal = np.ones(len(WORK))
+    cast = Forecast(tensor_bytes=tensors, seconds=nothing, work=work, nominal=nominal, known_card=False, beside=lies)
     writer = Writer(path, facts, plans, cast, {"machine": "none"})
     for turn in range(rounds):
         for number, plan in enumerate(plans.plans):
