@@ -52,12 +52,10 @@ LEAST_GAIN = 0.01
 _LOW_MEMORY_TRIES = 4
 _FRUITLESS_TRIES = 12
 _LIKELY = 0.6
-_LIKELIER = 0.8
 _MAYBE = 0.4
 _SURE = 0.95
-_WORTH_A_BREAK = 0.02
-_WORTH_MORE = 0.06
-_BREAKS_IN_A_ROW = 3
+_WORTH_A_BREAK = 0.01
+_WORTH_MORE = 0.05
 _TRIALS_TO_A_BREAK = 10
 _SURELY_STDS = 3.0
 _ABSURD = math.log(8)
@@ -209,12 +207,11 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         """How careful to be: one trial in ten may run out of memory, where more did a break has to be worth more."""
         if self.encoded.forecast is None:
             return Caution(likely=0.0, gain=LEAST_GAIN, power=1)
-        broken = [one.verdict == "out_of_memory" for one in seen]
-        if len(broken) >= _BREAKS_IN_A_ROW and all(broken[-_BREAKS_IN_A_ROW:]):
-            return Caution(likely=_LIKELIER, gain=_WORTH_MORE, power=4)
-        if _TRIALS_TO_A_BREAK * sum(broken) > len(seen):
-            return Caution(likely=_MAYBE, gain=_WORTH_MORE, power=4)
-        return Caution(likely=_MAYBE, gain=_WORTH_A_BREAK, power=2)
+        broken = sum(one.verdict == "out_of_memory" for one in seen)
+        too_many = max(0.0, broken - len(seen) / _TRIALS_TO_A_BREAK)
+        if not too_many:
+            return Caution(likely=_MAYBE, gain=_WORTH_A_BREAK, power=2)
+        return Caution(likely=_LIKELY, gain=_WORTH_MORE * max(1.0, too_many), power=4)
 
     def _first_that_fits(self, seen: Sequence[Seen], free: Bools) -> Advice:
         """While nothing fitted: the first plan, one that likely fits, the smallest one, then a few small ones."""

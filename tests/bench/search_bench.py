@@ -372,6 +372,8 @@ def main() -> None:
     parser.add_argument("--ablate", action="store_true", help="autofit, and autofit without each of its parts.")
     parser.add_argument("--fractions", default=",".join(map(str, FRACTIONS)))
     parser.add_argument("--json", nargs="?", const="-", help="Write all of it to a file, or the sums to stdout.")
+    parser.add_argument("--gp-seeds", type=int, default=3, help="Of the Gaussian process, whose ask takes long.")
+    parser.add_argument("--markdown", action="store_true", help="Print the table of the README.")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     _CELLS.extend(cells(options.landscapes, tuple(float(part) for part in options.fractions.split(","))))
@@ -387,11 +389,27 @@ def main() -> None:
             f"noise {cell.land.noise:.1%}",
             flush=True,
         )
-    jobs = list(itertools.product(range(len(_CELLS)), searchers, range(options.seeds)))
+    seeds = {name: options.gp_seeds if name == "gp" else options.seeds for name in searchers}
+    jobs = [
+        (place, name, seed)
+        for place, name in itertools.product(range(len(_CELLS)), searchers)
+        for seed in range(seeds[name])
+    ]
     with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
         runs = pool.map(_one, jobs, chunksize=4)
     words = ("trials", "seconds", "found", *(f"at {look}" for look in LOOKS), "end", "OOM", "ran")
     print(" " * 34 + "".join(f"{word:>9}" for word in words))
+    by_cell, overall = tell(runs, searchers)
+    if options.markdown:
+        print(markdown(overall))
+    if options.json and options.json != "-":
+        Path(options.json).write_text(json.dumps({"searchers": overall, "cells": by_cell}, indent=1) + "\n")
+    if options.json:
+        print(json.dumps({"searchers": overall}))
+
+
+def tell(runs: list[dict[str, Any]], searchers: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Print a line for each searcher and cell; returns the same as numbers, by cell and over all of them."""
     by_cell: dict[str, dict[str, Any]] = {}
     for cell in _CELLS:
         print(cell.name)
@@ -410,10 +428,21 @@ def main() -> None:
     print("all of them")
     for searcher, found in overall.items():
         print(line(searcher, found))
-    if options.json and options.json != "-":
-        Path(options.json).write_text(json.dumps({"searchers": overall, "cells": by_cell}, indent=1) + "\n")
-    if options.json:
-        print(json.dumps({"searchers": overall}))
+    return by_cell, overall
+
+
+def markdown(overall: dict[str, dict[str, Any]]) -> str:
+    """The table of the README: over all landscapes and ceilings."""
+    heads = ("searcher", "found", "trials", "seconds", "behind at 12 trials", "at its end", "out of memory")
+    rows = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for name, found in overall.items():
+        trials, seconds = found["median_trials_to_find"], found["median_seconds_to_find"]
+        rows.append(
+            f"| `{name}` | {found['found']:.0%} | {'-' if trials is None else f'{trials:.0f}'} | "
+            f"{'-' if seconds is None else f'{seconds:.0f}'} | {found['regret_at_12']:.1%} | "
+            f"{found['final_regret']:.1%} | {found['out_of_memory']:.0%} |"
+        )
+    return "\n".join(rows)
 
 
 def line(name: str, found: dict[str, Any]) -> str:
