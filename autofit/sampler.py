@@ -197,8 +197,8 @@ class AutofitSampler(optuna.samplers.BaseSampler):
             if measured >= LEAST_TRIALS:
                 reason = f"none of the {free.sum()} plans left is expected to be {LEAST_GAIN:.0%} faster than the best"
                 return Advice(place=None, expected_gain=most, reason=reason)
-            # a trial that is made for its own sake should at least run
-            score = np.where(candidates, gains * belief.fits**caution.power, -1.0) * (belief.works > 0.5)
+            runs = candidates & (belief.works > 0.5)  # a trial that is made for its own sake should at least run
+            score = np.where(runs if runs.any() else candidates, gains * belief.fits**caution.power, -1.0)
         place = self._foremost(score, belief.memory)
         reason = f"expected to gain {gains[place]:.1%} over the best, and {belief.fits[place]:.0%} likely to fit"
         return Advice(place=place, expected_gain=float(gains[place]), reason=reason)
