@@ -171,15 +171,16 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         return self._others.sample_independent(study, trial, param_name, param_distribution)
 
     def _advise(self, seen: Sequence[Seen]) -> Advice:
-        free = ~excluded(self.encoded, seen, self.limit_bytes)
+        found = needed(self.encoded, seen, self.limit_bytes)
+        free = ~excluded(self.encoded, seen, self.limit_bytes, found)
         fitting = [one for one in seen if one.verdict == "measured" and one.peak_bytes <= self.limit_bytes]
         if not free.any():
             if not seen:
                 return Advice(place=None, expected_gain=None, reason="no plan fits, by its trace")
             return Advice(place=None, expected_gain=None, reason="every plan was tried or is known not to fit")
         if not fitting:
-            return self._first_that_fits(seen, free)
-        belief = believe(self.encoded, seen, self.limit_bytes)
+            return self._first_that_fits(seen, free, found)
+        belief = believe(self.encoded, seen, self.limit_bytes, found)
         best = min(math.log(one.seconds) for one in fitting)
         gains = gain(belief.time, belief.time_std, best) * belief.fits * belief.works
         measured = sum(one.verdict == "measured" for one in seen)
@@ -213,11 +214,11 @@ class AutofitSampler(optuna.samplers.BaseSampler):
             return Caution(likely=_MAYBE, gain=_WORTH_A_BREAK, power=2)
         return Caution(likely=_LIKELY, gain=_WORTH_MORE * max(1.0, too_many), power=4)
 
-    def _first_that_fits(self, seen: Sequence[Seen], free: Bools) -> Advice:
+    def _first_that_fits(self, seen: Sequence[Seen], free: Bools, found: Needs | None) -> Advice:
         """While nothing fitted: the first plan, one that likely fits, the smallest one, then a few small ones."""
         tried = [one.place for one in seen if one.verdict != "running"]
         broken = sum(one.verdict in {"out_of_memory", "measured"} for one in seen)
-        belief = believe(self.encoded, seen, self.limit_bytes)
+        belief = believe(self.encoded, seen, self.limit_bytes, found)
         if self._smallest in tried:
             after = len(tried) - tried.index(self._smallest) - 1
             if broken and after >= _LOW_MEMORY_TRIES:
@@ -271,8 +272,9 @@ def first_place(encoded: Encoded, allowed: Bools | None = None, limit_bytes: int
     is expected to be. ``allowed`` keeps values that change the training method out of the first trial.
     """
     allowed = np.ones(len(encoded.rows), dtype=bool) if allowed is None or not allowed.any() else allowed
-    if encoded.forecast is not None and limit_bytes is not None:
-        mean, std = needed(encoded, encoded.forecast, (), limit_bytes).logarithms()
+    found = None if limit_bytes is None else needed(encoded, (), limit_bytes)
+    if found is not None and limit_bytes is not None:
+        mean, std = found.logarithms()
         fits = allowed & (below((math.log(limit_bytes) - mean) / std) > _SURE)
         if fits.any():
             return int(np.argmin(np.where(fits, encoded.time_mean, np.inf)))
@@ -295,10 +297,10 @@ class Belief:
     works: Floats
 
 
-def believe(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> Belief:
-    """The belief about every plan after what was seen."""
+def believe(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int, found: Needs | None = None) -> Belief:
+    """The belief about every plan after what was seen; ``found`` is what :func:`needed` says, where that is known."""
     time, time_std = _time(encoded, seen)
-    memory, memory_std = _memory(encoded, seen, limit_bytes)
+    memory, memory_std = _memory(encoded, seen, limit_bytes, found or needed(encoded, seen, limit_bytes))
     return Belief(
         time=time,
         time_std=time_std,
@@ -321,7 +323,23 @@ def _time(encoded: Encoded, seen: Sequence[Seen]) -> tuple[Floats, Floats]:
     return predict(encoded.time, encoded.time_mean, seen=places, values=seconds, noise=noise)
 
 
-def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[Floats, Floats]:
+def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int, found: Needs | None) -> tuple[Floats, Floats]:
+    """By the traces and what was learned of them; by the techniques' expectations where nothing was traced."""
+    if found is None or np.isnan(found.mean).any():
+        mean, std = _untraced(encoded, seen, limit_bytes)
+    if found is not None:
+        known, (by_trace, trace_std) = ~np.isnan(found.mean), found.logarithms()
+        mean = by_trace if known.all() else np.where(known, by_trace, mean)
+        std = trace_std if known.all() else np.where(known, trace_std, std)
+    measured = [one for one in seen if one.verdict == "measured" and one.peak_bytes > 0]
+    mean, std = sharpen(encoded, mean, std, {one.place: one.peak_bytes for one in measured})
+    if encoded.forecast is not None:  # one measurement scatters, and so will the next
+        own = encoded.forecast.beside.own(np.nan_to_num(encoded.forecast.tensor_bytes))
+        std = np.maximum(std, 0.5 * own / np.exp(mean))
+    return mean, std
+
+
+def _untraced(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[Floats, Floats]:
     """An out-of-memory is a censored observation: 15 % above the ceiling at least, or where it was expected."""
     measured = [one for one in seen if one.verdict == "measured" and one.peak_bytes > 0]
     broke = [one for one in seen if one.verdict == "out_of_memory" and one.on_device]
@@ -337,23 +355,17 @@ def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[F
             least = np.maximum(least, expected[len(places) :])
         places, values = np.concatenate([places, at]), np.concatenate([values, least])
         noise = np.concatenate([noise, np.full(len(broke), 0.2)])
-    mean, std = predict_sum(encoded.memory, seen=places, values=values, noise=noise)
-    if encoded.forecast is not None:
-        traced, traced_std = needed(encoded, encoded.forecast, seen, limit_bytes).logarithms()
-        known = ~np.isnan(traced)
-        mean, std = np.where(known, traced, mean), np.where(known, traced_std, std)
-    mean, std = sharpen(encoded, mean, std, {one.place: one.peak_bytes for one in measured})
-    if encoded.forecast is not None:  # one measurement scatters, and so will the next
-        own = encoded.forecast.beside.own(np.nan_to_num(encoded.forecast.tensor_bytes))
-        std = np.maximum(std, 0.5 * own / np.exp(mean))
-    return mean, std
+    return predict_sum(encoded.memory, seen=places, values=values, noise=noise)
 
 
-def needed(encoded: Encoded, forecast: Forecast, seen: Sequence[Seen], limit_bytes: int) -> Needs:
-    """What is believed of the peaks of the plans that were traced.
+def needed(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> Needs | None:
+    """What is believed of the peaks of the plans that were traced; ``None`` where there are no traces.
 
     What broke the ceiling was 5 % above it at least, or where it was expected.
     """
+    forecast = encoded.forecast
+    if forecast is None:
+        return None
     measured = [one for one in seen if one.verdict == "measured" and one.needed_bytes > 0]
     broke = [one for one in seen if one.verdict == "out_of_memory" and one.on_device]
     places = np.array([one.place for one in measured], dtype=np.int64)
@@ -395,15 +407,16 @@ def _works(encoded: Encoded, seen: Sequence[Seen]) -> Floats:
     return works
 
 
-def excluded(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> Bools:
+def excluded(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int, found: Needs | None = None) -> Bools:
     """Plans that were tried, or are known not to fit.
 
     That are the rows at or above those that broke the ceiling, and plans whose trace is so far above it that nothing
     that was measured speaks for them.
     """
     out = np.zeros(len(encoded.rows), dtype=bool)
-    if encoded.forecast is not None:
-        mean, std = needed(encoded, encoded.forecast, seen, limit_bytes).logarithms()
+    found = found or needed(encoded, seen, limit_bytes)
+    if found is not None:
+        mean, std = found.logarithms()
         out |= mean - _SURELY_STDS * std > math.log(limit_bytes)  # never where nothing was traced
     for one in seen:
         out[one.place] = True

@@ -128,11 +128,8 @@ class Searcher:
 
     def correction(self) -> Needs | None:
         """How the measured peaks lie to the traces; ``None`` without traces."""
-        forecast = self._encoded.forecast
-        if forecast is None:
-            return None
         seen = observations(self.study.get_trials(deepcopy=False), self._encoded, self.limit_bytes)
-        return needed(self._encoded, forecast, seen, self.limit_bytes)
+        return needed(self._encoded, seen, self.limit_bytes)
 
     def _ask(self) -> tuple[optuna.Trial | None, str]:
         trials = self.study.get_trials(deepcopy=False)

@@ -153,7 +153,7 @@ def test_few_trials_run_out_of_memory(tmp_path, limit_gib):
 def test_the_correction_uses_what_was_needed_not_what_was_kept():
     seen = [Seen(place=place, verdict="measured", seconds=1.0, peak_bytes=9e9, needed_bytes=1e9) for place in range(3)]
     seen.append(Seen(place=4, verdict="out_of_memory", peak_bytes=8e9))
-    found = needed(encode(SPACE, cast()), cast(), seen, 8 * GIB)
+    found = needed(encode(SPACE, cast()), seen, 8 * GIB)
     assert found.count == 3
     assert found.slope < BESIDE.slope * 2
 
