@@ -151,7 +151,7 @@ def need(micro: MicroPart, optimizer: OptimizerPart, *, rows: int, accumulation:
     at_step = int(step.argmax())
     in_micro = float(peaks[0]) + state + queue
     bare = weights + state + optimizer.gradient_bytes
-    if in_micro >= float(step[at_step]):
+    if in_micro >= float(step[at_step]) + queue:
         tape, moment, total = micro.tape, int(moments[0]), weights + in_micro
         zero, slope = tape.by_category(moment)
         parts = zero + slope * rows
