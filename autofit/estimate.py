@@ -341,9 +341,8 @@ def cause(one: Estimated) -> str:
     where = {"load": "while loading", "forward": "in the forward pass", "backward": "in the backward pass"}
     words = f"{where.get(need.phase, 'in the optimizer step')}, at {need.operator}"
     if need.segment in {"head", "loss", "headB"} and logits > 0.05 * need.peak_bytes:
-        return (
-            f"{words}: logits and loss take {units.size(logits)}, most of which a fused linear cross-entropy would save"
-        )
+        saves = "a fused linear cross-entropy (kernels=chunked_ce) would save"
+        return f"{words}: logits and loss take {units.size(logits)}, most of which {saves}"
     largest = max(need.by_category, key=lambda name: need.by_category[name])
     return f"{words}; most of it is {largest} ({units.size(need.by_category[largest])})"
 

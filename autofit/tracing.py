@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from autofit.plan import Plan
     from autofit.worker import TraceJob, TraceRequest
 
+_NUMBER_BYTES = 4
+
 
 def trace_all(job: TraceJob, folder: Path) -> dict[str, str]:
     """Trace every request, one process to a core.
@@ -34,12 +37,17 @@ def trace_all(job: TraceJob, folder: Path) -> dict[str, str]:
     cores = max(1, min(len(os.sched_getaffinity(0)), len(job.requests)))
     # the dear ones first, so that the cores end together
     ordered = sorted(job.requests, key=lambda request: request.part)
+    waiting, feed = os.pipe()  # a child takes a number out when it has time
     children = []
     for core in range(cores):
         child = os.fork()
         if child == 0:
-            _child(job, ordered[core::cores], folder / f"failed-{core}.json")
+            os.close(feed)
+            _child(job, _taken(ordered, waiting), folder / f"failed-{core}.json")
         children.append(child)
+    os.close(waiting)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(feed, "wb") as numbers:
+        numbers.write(b"".join(number.to_bytes(_NUMBER_BYTES, "big") for number in range(len(ordered))))
     failed: dict[str, str] = {}
     for core, child in enumerate(children):
         _, status = os.waitpid(child, 0)
@@ -47,12 +55,18 @@ def trace_all(job: TraceJob, folder: Path) -> dict[str, str]:
             failed.update(json.loads((folder / f"failed-{core}.json").read_text("utf-8")))
         except (OSError, ValueError):
             code = os.waitstatus_to_exitcode(status)
-            failed.update({one.file: f"its trace ended with status {code}" for one in ordered[core::cores]})
+            failed = {one.file: f"its trace ended with status {code}" for one in ordered} | failed
     done = {request.file for request in job.requests if (Path(job.folder) / request.file).exists()}
     return {file: reason for file, reason in failed.items() if file not in done}
 
 
-def _child(job: TraceJob, requests: list[TraceRequest], report: Path) -> None:
+def _taken(ordered: list[TraceRequest], waiting: int) -> Iterator[TraceRequest]:
+    """Requests as this process comes to them; the others take theirs from the same pipe."""
+    while number := os.read(waiting, _NUMBER_BYTES):
+        yield ordered[int.from_bytes(number, "big")]
+
+
+def _child(job: TraceJob, requests: Iterable[TraceRequest], report: Path) -> None:
     """Trace some requests and end the process."""
     code = 1
     try:

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -203,3 +204,31 @@ def test_a_tune_cannot_tell_the_difference(recorded, tmp_path):
     assert found.seconds(result.plan) <= 1.05 * found.seconds(found.best(limit))
     assert any(trial.predicted_bytes for trial in result.document.trials)
     assert json.loads((tmp_path / "out" / "autofit.json").read_text())["plan"] == dict(result.plan)
+
+
+RECORDED = sorted((Path(__file__).parent / "landscapes").glob("*.jsonl.gz"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name.partition(".")[0])
+def test_a_recorded_landscape_is_whole(path):
+    found = Landscape.read(path)
+    assert len(found.runs) >= 500
+    assert all(len(runs) >= 3 for runs in found.runs.values())
+    assert {"recorded", "machine", "command", "config"} <= set(found.provenance)
+    assert found.noise < 0.1
+    assert not np.isnan(found.forecast.work).any()
+    assert not np.isnan(found.forecast.tensor_bytes).any()
+    whole = max(landscape.needed(run.outcome) for runs in found.runs.values() for run in runs if measurable(run))
+    assert found.best(whole) is not None
+
+
+def measurable(run):
+    return isinstance(run.outcome, Measured)
+
+
+def test_a_tune_finds_the_best_of_a_recorded_landscape(tmp_path):
+    found = Landscape.read(RECORDED[-1])
+    limit = found.facts.workload.limit_bytes
+    result = autofit.tune("demo", output=tmp_path / "out", runner=Replay(found, limit), allow="exact,numeric,method")
+    assert found.seconds(result.plan) <= 1.1 * found.seconds(found.best(limit))
+    assert len({trial.plan for trial in result.document.trials}) <= 25

@@ -372,7 +372,9 @@ def main() -> None:
     parser.add_argument("--ablate", action="store_true", help="autofit, and autofit without each of its parts.")
     parser.add_argument("--fractions", default=",".join(map(str, FRACTIONS)))
     parser.add_argument("--json", nargs="?", const="-", help="Write all of it to a file, or the sums to stdout.")
-    parser.add_argument("--gp-seeds", type=int, default=3, help="Of the Gaussian process, whose ask takes long.")
+    parser.add_argument(
+        "--slow-seeds", type=int, help="Of Optuna's samplers, whose asks take long.  [default: as many]"
+    )
     parser.add_argument("--markdown", action="store_true", help="Print the table of the README.")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
@@ -389,7 +391,8 @@ def main() -> None:
             f"noise {cell.land.noise:.1%}",
             flush=True,
         )
-    seeds = {name: options.gp_seeds if name == "gp" else options.seeds for name in searchers}
+    slow = options.slow_seeds or options.seeds
+    seeds = {name: slow if name in {"tpe", "gp", "random"} else options.seeds for name in searchers}
     jobs = [
         (place, name, seed)
         for place, name in itertools.product(range(len(_CELLS)), searchers)
