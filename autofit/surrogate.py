@@ -245,7 +245,6 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
     on_fixed = [level, nothing]
     on_slope = [level, np.full(count, _GROWS_STD)]
     bent = np.log((1 + 8 / rows) / 9)
-    indicators: list[Floats] = []
     effects: dict[tuple[str, Value], Floats] = {}
     for column, name in enumerate(names):
         priors = [space.priors[name][value] for value in space.domains[name]]
@@ -259,7 +258,6 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
                 continue
             here = (codes[:, column] == place).astype(float)
             extras += codes[:, column] == place
-            indicators.append(here)
             effects[name, value] = here
             time_columns += [here * priors[place].time[1], here * bent * 0.1]
             memory_std = priors[place].memory[1]
@@ -297,7 +295,7 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
             family_std=0.06,
             curve_std=0.04,
         ),
-        indicators=np.column_stack([nothing, *indicators]),
+        indicators=np.column_stack([nothing, *effects.values()]),
         forecast=forecast,
     )
 
@@ -456,7 +454,10 @@ def needs(encoded: Encoded, forecast: Forecast, *, seen: Ints, peaks: Floats, no
     mean, std = predict(kernel, np.zeros(len(traced)), seen=seen, values=values, noise=noise)
     offset, slope, widened, scatter = beside.offset_bytes, beside.slope, 1.0, 0.0
     if len(seen):
-        covariance = kernel.between(seen)[:, seen] + np.diag(noise**2)
+        among = dataclasses.replace(
+            kernel, features=kernel.features[seen], family=kernel.family[seen], rows=kernel.rows[seen]
+        )
+        covariance = among.between(np.arange(len(seen))) + np.diag(noise**2)
         weights = np.linalg.solve(covariance, values)
         learned = common[seen].T @ weights
         offset += beside.offset_std * float(learned[0])

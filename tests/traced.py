@@ -14,6 +14,7 @@ from autofit.loading import installed
 from autofit.plan import Plan
 from autofit.registry import technique, techniques
 
+from . import tiny
 from .tiny import GIB, write_config
 
 _SMALL = {
@@ -49,21 +50,7 @@ CONFIGS = {
         "v_head_dim": 16,
     },
 }
-PLAIN = Plan(
-    {
-        "micro_batch": 1,
-        "accumulation": 1,
-        "precision": "fp32",
-        "attention": "default",
-        "kernels": "none",
-        "checkpointing": "off",
-        "adapter": "none",
-        "quantization": "none",
-        "optimizer": "adamw",
-        "offload": "none",
-        "compile": "off",
-    }
-)
+PLAIN = tiny.PLAIN.replaced(accumulation=1)
 
 
 def facts_of(config, *, device="cpu", seq_len=64, launch_path="trainer", global_batch=64):
