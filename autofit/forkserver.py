@@ -7,7 +7,7 @@ killed as a group. Both are needed: the signal alone is lost where the server ha
 where a child has inherited it.
 
 Run by :class:`ForkServer`, as ``python -m autofit.forkserver FD DEVICE [MODULE ...]``. Messages are lines of JSON:
-``{"run": FOLDER}`` and ``{"kill": SIGNAL}`` to the server, ``{"ready": SECONDS}``, ``{"pid": PID}`` and
+``{"run": FOLDER, "early": BOOL}`` and ``{"kill": SIGNAL}`` to the server, ``{"ready": SECONDS}``, ``{"pid": PID}`` and
 ``{"exit": STATUS}`` back.
 """
 
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,7 +34,8 @@ from autofit.errors import MachineError
 from autofit.files import write_atomically, writing
 
 _PR_SET_PDEATHSIG = 1
-_ALWAYS = ("torch", "torch._dynamo", "transformers", "transformers.modeling_utils", "accelerate.commands.launch")
+_FIRST = ("torch", "transformers", "transformers.modeling_utils")
+_ALWAYS = ("torch._dynamo", "accelerate.commands.launch")
 # peft and bitsandbytes, which Trainer's module imports, ask for the device at import; a forked child can't use CUDA
 # once its parent has touched it
 _ON_CPU = ("transformers.trainer", "autofit.worker", "torch.utils.data")
@@ -79,8 +80,13 @@ class ForkServer:
         self._socket = ours
         self._buffer = b""
 
-    def run(self, folder: Path, *, kill_after_seconds: float) -> int | None:
+    def run(self, folder: Path, *, kill_after_seconds: float, early: bool = False) -> int | None:
         """Run the job in a folder and wait for its end.
+
+        Args:
+            folder: Holds its ``job.json``.
+            kill_after_seconds: From its start.
+            early: It needs the model's class alone, and may run beside the server's other imports.
 
         Returns:
             The exit status as ``os.waitpid`` gives it; ``None`` where it had to be killed for taking too long.
@@ -91,7 +97,7 @@ class ForkServer:
         if self._process is None or self._process.poll() is not None:
             self.close()
             self.start()
-        self._send({"run": str(folder)})
+        self._send({"run": str(folder), "early": early})
         deadline = None
         late = False
         while True:
@@ -136,7 +142,7 @@ class ForkServer:
 
     @contextlib.contextmanager
     def ask(
-        self, folder: Path, job: str, answer: str, *, kill_after_seconds: float = 60.0
+        self, folder: Path, job: str, answer: str, *, kill_after_seconds: float = 60.0, early: bool = False
     ) -> Iterator[dict[str, Any] | None]:
         """Give the server a job in a scratch folder and read its answer; ``None`` where it gave none in time.
 
@@ -147,7 +153,7 @@ class ForkServer:
             scratch = Path(tempfile.mkdtemp(prefix=".ask-", dir=folder))
         try:
             write_atomically(scratch / "job.json", job)
-            status = self.run(scratch.resolve(), kill_after_seconds=kill_after_seconds)
+            status = self.run(scratch.resolve(), kill_after_seconds=kill_after_seconds, early=early)
             if status is None:
                 yield None
                 return
@@ -219,6 +225,8 @@ class _Server:
         self.control = control
         self.child = 0
         self.buffer = b""
+        self.loading = True
+        self.waiting: list[Path] = []
 
     def say(self, message: dict[str, Any]) -> None:
         """Tell the parent, or end where it is gone."""
@@ -238,13 +246,27 @@ class _Server:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.child, number)
 
-    def turn(self) -> None:
+    def load(self, modules: Iterable[str], *, ready_for_early: bool) -> None:
+        """Import some modules; those that can't be are left out."""
+        for name in modules:
+            if ready_for_early:
+                self.turn(0)
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
+    def loaded(self) -> None:
+        """Begin what has waited for the imports."""
+        self.loading = False
+        for folder in self.waiting:
+            self.fork(folder)
+
+    def turn(self, timeout: float | None = None) -> None:
         """Wait for the parent or for the job's end, and deal with it."""
         watched: list[Any] = [self.control]
         ended = os.pidfd_open(self.child) if self.child else None
         if ended is not None:
             watched.append(ended)
-        readable, _, _ = select.select(watched, [], [])
+        readable, _, _ = select.select(watched, [], [], timeout)
         if ended is not None:
             os.close(ended)
             if ended in readable:
@@ -267,7 +289,11 @@ class _Server:
             if "kill" in message:
                 self.signal(message["kill"])
             elif "run" in message:
-                self.fork(Path(message["run"]))
+                folder = Path(message["run"])
+                if self.loading and not message["early"]:
+                    self.waiting.append(folder)
+                else:
+                    self.fork(folder)
 
     def fork(self, folder: Path) -> None:
         """Fork the process of a job."""
@@ -288,10 +314,10 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...]) -> NoReturn:
     signal.signal(signal.SIGTERM, server.end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(os.getppid(), signal.SIGTERM)
-    for name in (*_ALWAYS, *(_ON_CPU if device == "cpu" else ()), *modules):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    server.load((*_FIRST, *modules), ready_for_early=False)
+    server.load((*_ALWAYS, *(_ON_CPU if device == "cpu" else ())), ready_for_early=True)
     server.say({"ready": time.monotonic() - began})
+    server.loaded()
     while True:
         server.turn()
 

@@ -136,7 +136,7 @@ def read_facts(
         device=device,
         trust_remote_code=request.trust_remote_code,
     )
-    with server.ask(folder, dump_json(JOBS, job), FACTS_FILE) as answer:
+    with server.ask(folder, dump_json(JOBS, job), FACTS_FILE, early=True) as answer:
         if answer is None:
             raise ModelError(
                 f"{request.model!r} could not be built in a minute", hint="are the sizes in its config right?"

@@ -463,6 +463,7 @@ def _run(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool) 
         args = recipe.training_arguments(**training.untuned(marks, folder))
         args.per_device_train_batch_size = recipe.micro_batch
         args.gradient_accumulation_steps = marks.accumulation
+        args.train_sampling_strategy = "sequential"  # to shuffle rows without values is dear
         optimizer = recipe.optimizer(model, output_dir=str(folder)) if recipe.optimizer_wraps else None
         training.run_trainer(marks, args, model, optimizer, dataset=dataset)
     else:

@@ -37,12 +37,14 @@ def random_rows(recipe: Recipe, rows: int) -> Dataset[dict[str, torch.Tensor]]:
         0, recipe.facts.model.vocab_size, (min(work.global_batch, rows), work.seq_len), generator=generator
     )
 
+    each = pool.unbind()
+
     class Rows(TorchDataset[dict[str, torch.Tensor]]):
         def __len__(self) -> int:
             return rows
 
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            row = pool[index % len(pool)]
+            row = each[index % len(each)]
             return {"input_ids": row, "labels": row}
 
     return Rows()
