@@ -75,16 +75,17 @@ class Beside:
 
 
 _CPU = Beside(
-    offset_bytes=40 * MIB,
-    offset_std=30 * MIB,
-    slope=1.2,
-    slope_std=0.1,
+    offset_bytes=10 * MIB,
+    offset_std=15 * MIB,
+    slope=1.4,
+    slope_std=0.25,
     residual=0.1,
     scatter_bytes=3 * MIB,
     value_bytes=12 * MIB,
 )
-"""Resident memory: malloc keeps part of what is freed, and oneDNN has buffers of its own. A guess, corrected by the
-first trials. Plans of a few ten MiB were seen to scatter by 3 MiB, and bfloat16 to add 10 to 14 MiB of its own."""
+"""Resident memory: malloc keeps part of what is freed, and oneDNN has buffers of its own. Tiny models were seen at 1.2
+to 2 times their tensors, give or take 10 MiB; plans of a few ten MiB scatter by 3 MiB, and bfloat16 adds 6 to 15 MiB.
+A guess, corrected by the first trials."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,6 +99,7 @@ class Forecast:
             not known. A value that can't be traced counts as its technique's plain one.
         nominal: Seconds for each unit of it, beforehand.
         beside: What is believed of the peak on the device, given the tensors'.
+        noise: Standard deviation of the logarithm of a step's seconds between two runs of one plan.
     """
 
     tensor_bytes: Floats
@@ -106,6 +108,7 @@ class Forecast:
     nominal: Floats
     known_card: bool
     beside: Beside
+    noise: float
 
     @property
     def device_bytes(self) -> Floats:
@@ -177,7 +180,13 @@ def forecast(
         nominal=roofline.nominal_seconds(card, on_cpu=hardware.device == "cpu", threads=hardware.threads),
         known_card=card is not None,
         beside=beside(hardware),
+        noise=noise_of(hardware),
     )
+
+
+def noise_of(hardware: Hardware) -> float:
+    """How far two runs of one plan lie apart: a CPU, which others use, was seen to scatter by 2 to 10 %."""
+    return 0.05 if hardware.device == "cpu" else 0.01
 
 
 def _traceable(family: Plan) -> Plan:

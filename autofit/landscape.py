@@ -254,6 +254,7 @@ class Landscape:
             nominal=nominal_seconds(card, on_cpu=hardware.device == "cpu", threads=hardware.threads),
             known_card=card is not None,
             beside=forecasts.beside(self.facts.hardware),
+            noise=forecasts.noise_of(self.facts.hardware),
         )
 
     def of(self, plan: Plan) -> tuple[Run, ...]:

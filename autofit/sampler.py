@@ -2,7 +2,8 @@
 
 In words: begin with the plan that is expected to be fast and sure to be small; from then on take the plan with the
 largest expected gain in throughput over the best so far, times the probability that it fits and runs; stop when no
-plan is expected to gain one per cent. As long as nothing has fitted, go towards the smallest plan.
+plan is expected to gain one per cent. Where what is worth trying is not likely to fit, try the same with fewer rows
+first. As long as nothing has fitted, go towards the smallest plan.
 
 The regressions behind it are in :mod:`autofit.surrogate`. Any Optuna user can have it::
 
@@ -54,16 +55,20 @@ LEAST_GAIN = 0.01
 _LOW_MEMORY_TRIES = 4
 _FRUITLESS_TRIES = 12
 _LIKELY = 0.6
-_MAYBE = 0.4
 _SURE = 0.95
-_WORTH_A_BREAK = 0.01
 _AS_GOOD = 0.4
-_WORTH_MORE = 0.05
 _TRIALS_TO_A_BREAK = 10
+_WORTH_A_SCOUT = 0.75
+_SCOUTED = 50
+_WORTH_A_DARE = 0.03
+_DARED, _DARED_IN_A_ROW = 4, 4
 _SURELY_STDS = 3.0
 _ABSURD = math.log(8)
 _LEAST_NOISE = 0.005
 _RUN_NOISE = 0.4
+_DEEP = -4.0
+_NOISE = 0.02
+"""Of the logarithm of a step's seconds between two runs of one plan, on a device that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,30 +189,63 @@ class AutofitSampler(optuna.samplers.BaseSampler):
             return Advice(place=None, expected_gain=None, reason="every plan was tried or is known not to fit")
         if not fitting:
             return self._first_that_fits(seen, free, found)
+        return self._faster(seen, fitting, free, found)
+
+    def _faster(self, seen: Sequence[Seen], fitting: Sequence[Seen], free: Bools, found: Needs | None) -> Advice:
+        """A plan that is worth it; a scout for one that may not fit; one that may not; or none."""
         belief = believe(self.encoded, seen, self.limit_bytes, found)
-        best = min(math.log(one.seconds) for one in fitting)
+        best = min(float(belief.time[one.place]) for one in fitting)  # one measurement may have been a lucky one
         gains = gain(belief.time, belief.time_std, best) * belief.fits * belief.works
-        measured = sum(one.verdict == "measured" for one in seen)
         caution = self._caution(seen)
         risky = belief.fits < _SURE
         likely = free & (~risky | (belief.fits >= caution.likely))
         worth = likely & (gains >= np.where(risky, caution.gain, LEAST_GAIN))
-        if not likely.any() and (measured >= LEAST_TRIALS or self.encoded.forecast is not None):
-            return Advice(place=None, expected_gain=None, reason="none of the plans left is likely to fit")
         if worth.any():
-            score = np.where(worth, gains * belief.fits**caution.power, -1.0)
-        else:
-            candidates = likely if likely.any() else free
+            leader = min(fitting, key=lambda one: belief.time[one.place]).place
+            score = self._near(np.where(worth, gains * belief.fits**caution.power, -1.0), leader)
+            return self._take(score, gains, belief)
+        if self.encoded.forecast is not None:
+            scout = self._scout(seen, np.where(free, gains, 0.0), free & (belief.fits >= _WORTH_A_SCOUT))
+            if scout is not None:
+                return scout
+            dare = free & (gains >= _WORTH_A_DARE)
+            if dare.any() and self._may_dare(seen):
+                return self._take(np.where(dare, gains * belief.fits**caution.power, -1.0), gains, belief)
+        if self.encoded.forecast is not None and not likely.any():
+            return Advice(place=None, expected_gain=None, reason="none of the plans left is likely to fit")
+        candidates = likely if likely.any() else free
+        if sum(one.verdict == "measured" for one in seen) >= LEAST_TRIALS:
             most = float(gains[candidates].max())
-            if measured >= LEAST_TRIALS:
-                reason = f"none of the {free.sum()} plans left is expected to be {LEAST_GAIN:.0%} faster than the best"
-                return Advice(place=None, expected_gain=most, reason=reason)
-            runs = candidates & (belief.works > 0.5)  # a trial that is made for its own sake should at least run
-            score = np.where(runs if runs.any() else candidates, gains * belief.fits**caution.power, -1.0)
-        leader = min(fitting, key=lambda one: one.seconds).place
-        place = self._foremost(self._near(score, leader), belief.memory)
+            reason = f"none of the {free.sum()} plans left is expected to be {LEAST_GAIN:.0%} faster than the best"
+            return Advice(place=None, expected_gain=most, reason=reason)
+        runs = candidates & (belief.works > 0.5)  # a trial that is made for its own sake should at least run
+        score = np.where(runs if runs.any() else candidates, gains * belief.fits**caution.power, -1.0)
+        return self._take(score, gains, belief)
+
+    def _take(self, score: Floats, gains: Floats, belief: Belief) -> Advice:
+        """The plan with the highest score."""
+        place = self._foremost(score, belief.memory)
         reason = f"expected to gain {gains[place]:.1%} over the best, and {belief.fits[place]:.0%} likely to fit"
         return Advice(place=place, expected_gain=float(gains[place]), reason=reason)
+
+    def _scout(self, seen: Sequence[Seen], gains: Floats, sure: Bools) -> Advice | None:
+        """With fewer rows, a plan of a kind that is worth trying but may not fit: it tells what its kind needs."""
+        measured = {int(self.encoded.family[one.place]) for one in seen if one.verdict == "measured"}
+        for place in np.argsort(-gains)[:_SCOUTED]:
+            if gains[place] < LEAST_GAIN:
+                return None
+            family, rows = int(self.encoded.family[place]), self.encoded.rows
+            kin = np.flatnonzero(sure & (self.encoded.family == family) & (rows < rows[place]))
+            if len(kin) and family not in measured:
+                words = f"shows whether {self.space.plans[place].words()} fits, which may gain {gains[place]:.1%}"
+                return Advice(place=int(kin[rows[kin].argmax()]), expected_gain=float(gains[place]), reason=words)
+        return None
+
+    def _may_dare(self, seen: Sequence[Seen]) -> bool:
+        """Whether a plan may be tried that is not likely to fit, since nothing else is left that promises much."""
+        broke = [one.verdict == "out_of_memory" for one in seen]
+        in_a_row = len(seen) - max((place + 1 for place, one in enumerate(broke) if not one), default=0)
+        return in_a_row < _DARED_IN_A_ROW and sum(broke) <= _DARED + len(seen) / _TRIALS_TO_A_BREAK
 
     def _near(self, score: Floats, leader: int) -> Floats:
         """Of the plans that are about as good as the best choice, those that differ least from the fastest so far.
@@ -225,8 +263,8 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         broken = sum(one.verdict == "out_of_memory" for one in seen)
         too_many = max(0.0, broken - 1 - len(seen) / _TRIALS_TO_A_BREAK)
         if not too_many:
-            return Caution(likely=_MAYBE, gain=_WORTH_A_BREAK, power=2)
-        return Caution(likely=_LIKELY, gain=_WORTH_MORE * max(1.0, too_many), power=4)
+            return Caution(likely=_LIKELY, gain=LEAST_GAIN, power=3)
+        return Caution(likely=0.8, gain=2 * LEAST_GAIN * max(1.0, too_many), power=6)
 
     def _first_that_fits(self, seen: Sequence[Seen], free: Bools, found: Needs | None) -> Advice:
         """While nothing fitted: the first plan, one that likely fits, the smallest one, then a few small ones."""
@@ -331,7 +369,8 @@ def _time(encoded: Encoded, seen: Sequence[Seen]) -> tuple[Floats, Floats]:
     values = [math.log(one.seconds) for one in measured]
     places = np.array([one.place for one in (*measured, *late)], dtype=np.int64)
     seconds = np.array(values + [max(values, default=0.0) + math.log(2)] * len(late))
-    noise = np.array([one.noise for one in measured] + [0.5] * len(late))
+    least = encoded.forecast.noise if encoded.forecast else _NOISE
+    noise = np.array([max(one.noise, least) for one in measured] + [0.5] * len(late))
     if isinstance(encoded.time, Pace):
         return predict_sum(encoded.time, seen=places, values=seconds, noise=noise)
     return predict(encoded.time, encoded.time_mean, seen=places, values=seconds, noise=noise)
@@ -375,7 +414,7 @@ def _untraced(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple
 def needed(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> Needs | None:
     """What is believed of the peaks of the plans that were traced; ``None`` where there are no traces.
 
-    What broke the ceiling was 5 % above it at least, or where it was expected.
+    What broke the ceiling tells that it is above it, and no more than that.
     """
     forecast = encoded.forecast
     if forecast is None:
@@ -389,15 +428,34 @@ def needed(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> Needs | 
     if not broke:
         return found
     at = np.array([one.place for one in broke], dtype=np.int64)
-    beyond = np.fmax(found.mean[at], 1.05 * limit_bytes)
+    at = at[~np.isnan(found.mean[at])]
+    beyond, scatter = above(found.mean[at], found.std[at], float(limit_bytes))
+    own = forecast.beside.own(forecast.tensor_bytes[at])
     both = needs(
         encoded,
         forecast,
         seen=np.concatenate([places, at]),
         peaks=np.concatenate([peaks, beyond]),
-        noise=np.concatenate([noise, np.full(len(broke), 1.0)]),
+        noise=np.concatenate([noise, scatter / own]),
     )
     return dataclasses.replace(both, scatter=found.scatter, count=found.count)
+
+
+def above(mean: Floats, std: Floats, limit: float) -> tuple[Floats, Floats]:
+    """The measurement, and its standard deviation, that tells the same of a normal belief as that it is above a limit.
+
+    By the moments of the truncated normal, by its tail's series where the limit lies deep in it. What was far above
+    the limit before is hardly told anything.
+    """
+    z = (mean - limit) / std
+    near, deep = np.maximum(z, _DEEP), np.maximum(-z, -_DEEP)
+    density = np.exp(-0.5 * near * near) / math.sqrt(2 * math.pi)
+    hazard = np.where(z > _DEEP, density / below(near), deep + 1 / deep)
+    shrunk = np.where(z > _DEEP, 1 - hazard * (hazard + near), 1 / (deep * deep + 6))  # of the variance
+    shrunk = np.minimum(shrunk, 1 - 1e-6)
+    precision = (1 / shrunk - 1) / std**2
+    told = (mean + std * hazard) / (shrunk * std**2) - mean / std**2
+    return told / precision, np.sqrt(1 / precision)
 
 
 def _works(encoded: Encoded, seen: Sequence[Seen]) -> Floats:

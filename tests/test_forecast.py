@@ -1,5 +1,7 @@
 """The traces' word in the search: what is never run, where a family begins, and how measurements correct it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from autofit.errors import MachineError, NothingFits
 from autofit.forecast import Beside, Forecast
 from autofit.plan import Trial
 from autofit.roofline import WORK
-from autofit.sampler import AutofitSampler, Seen, excluded, needed
+from autofit.sampler import AutofitSampler, Seen, above, believe, excluded, needed
 from autofit.search import open_searcher
 from autofit.surrogate import encode, needs
 from autofit.units import GIB, MIB
@@ -48,6 +50,7 @@ def cast(scale=1.0, *, untraced=()):
         nominal=np.ones(len(WORK)),
         known_card=False,
         beside=BESIDE,
+        noise=0.01,
     )
 
 
@@ -104,6 +107,49 @@ def test_scatter_widens_what_is_believed_of_the_others():
     wild = learned(known, places, known.tensor_bytes[places] * np.where(places % 2, 1.6, 0.6))
     assert wild.scatter > 2 * calm.scatter
     assert (wild.std[20:] > 1.5 * calm.std[20:]).all()
+
+
+def test_a_broken_ceiling_tells_that_it_is_below_and_no_more():
+    """A truncated normal, by drawing from it: what was believed far above the ceiling is told nothing."""
+    draws = np.random.default_rng(0).normal(30.0, 5.0, 400_000)
+    for limit in (20.0, 28.0, 33.0, 41.0):
+        told, noise = above(np.array([30.0]), np.array([5.0]), limit)
+        precision = 1 / 5.0**2 + 1 / noise[0] ** 2
+        beyond = draws[draws > limit]
+        assert (30 / 5.0**2 + told[0] / noise[0] ** 2) / precision == pytest.approx(beyond.mean(), rel=0.01)
+        assert precision**-0.5 == pytest.approx(beyond.std(), rel=0.05)
+    told, noise = above(np.array([100.0, 1.0]), np.array([5.0, 2.0]), 30.0)
+    assert noise[0] > 1000
+    assert told[1] == pytest.approx(30.0, rel=0.05)
+
+
+def test_a_scout_goes_before_what_may_not_fit():
+    """The ceiling lies where the kind that would be fastest is as likely to fit as not."""
+    known, limit = cast(), FACTS.workload.limit_bytes
+    sampler = AutofitSampler(SPACE, limit_bytes=limit, forecast=known)
+    gains, sure = np.zeros(len(SPACE.plans)), np.ones(len(SPACE.plans), dtype=bool)
+    largest = max(range(len(SPACE.plans)), key=lambda place: int(SPACE.plans[place]["micro_batch"]))
+    gains[largest] = 0.5
+    advice = sampler._scout([], gains, sure)
+    scout, wanted = SPACE.plans[advice.place], SPACE.plans[largest]
+    assert scout["micro_batch"] < wanted["micro_batch"]
+    others = {name: value for name, value in wanted.items() if name not in {"micro_batch", "accumulation"}}
+    assert others.items() <= dict(scout).items()
+    assert wanted.words() in advice.reason
+    seen = [Seen(place=advice.place, verdict="measured", seconds=1.0, peak_bytes=1.0, needed_bytes=1.0)]
+    assert sampler._scout(seen, gains, sure) is None  # once is enough
+
+
+def test_a_lucky_measurement_does_not_end_the_search():
+    """Of two runs of plans that are alike, one was twice as fast: the belief lies between."""
+    known = dataclasses.replace(cast(), noise=0.3)
+    encoded, limit = encode(SPACE, known), FACTS.workload.limit_bytes
+    places = [place for place in range(len(SPACE.plans)) if encoded.family[place] == encoded.family[0]][:3]
+    seen = [
+        Seen(place=place, verdict="measured", seconds=seconds, peak_bytes=GIB, needed_bytes=GIB)
+        for place, seconds in zip(places, (1.0, 0.5, 1.0), strict=True)
+    ]
+    assert np.exp(believe(encoded, seen, limit).time[places[1]]) > 0.6
 
 
 def test_what_surely_does_not_fit_is_never_run():

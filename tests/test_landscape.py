@@ -46,7 +46,9 @@ def record(path, facts, plans, rounds=3, **shape):
     nothing = np.full(len(tensors), np.nan)
     work = np.full((len(tensors), len(WORK)), np.nan)
     nominal = np.ones(len(WORK))
-    cast = Forecast(tensor_bytes=tensors, seconds=nothing, work=work, nominal=nominal, known_card=False, beside=lies)
+    cast = Forecast(
+        tensor_bytes=tensors, seconds=nothing, work=work, nominal=nominal, known_card=False, beside=lies, noise=0.02
+    )
     writer = Writer(path, facts, plans, cast, {"machine": "none"})
     for turn in range(rounds):
         for number, plan in enumerate(plans.plans):
