@@ -25,6 +25,7 @@ the global batch, the next smaller divisor is taken.
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -40,6 +41,7 @@ from typing import Any
 import optuna
 
 from autofit import journal, search
+from autofit import sampler as sampling
 from autofit.campaign import HOPELESS, Campaign
 from autofit.clock import Effort
 from autofit.forecast import Forecast
@@ -253,19 +255,22 @@ SEARCHERS: dict[str, Callable[[Cell, int], Iterator[Step]]] = {
 
 # -- without a part of the knowledge ------------------------------------------------------------------------------
 
-ABLATIONS = ("traces", "roofline", "time priors", "curves", "families", "hopeless")
-"""What is taken away: the traces' bytes; their FLOPs; the techniques' own expectations of time; that time is smooth in
-the rows; that plans of one family are alike beyond their values; cutting off hopeless trials."""
-CURVES = 3
-"""Columns of the time's features that are curves over the rows; they follow the level."""
+ABLATIONS = (
+    "traces", "work", "time priors", "families", "noise", "ceilings", "scouts", "dares", "near", "hopeless",
+)  # fmt: skip
+"""What is taken away: all that the traces say, or their work alone; what a technique expects of time; that plans of one
+family are alike beyond their values; that a run is a draw; that breaking a ceiling tells a bound; trying fewer rows
+first; trying what may not fit in the end; changing little at a time; cutting off hopeless trials."""
 
 
 def ablated(space: Space, cast: Forecast | None, ablation: str) -> tuple[Space, Forecast | None]:
     """The space and the forecast without what an ablation takes away."""
-    if ablation == "traces":
+    if ablation == "traces" or cast is None:
         return space, None
-    if ablation == "roofline" and cast is not None:
-        return space, replace(cast, seconds=cast.seconds * math.nan)
+    if ablation == "work":
+        return space, replace(cast, work=cast.work * math.nan)
+    if ablation == "noise":
+        return space, replace(cast, noise=0.0)
     if ablation == "time priors":
         priors = {
             name: {value: replace(prior, time=Prior().time) for value, prior in values.items()}
@@ -277,14 +282,30 @@ def ablated(space: Space, cast: Forecast | None, ablation: str) -> tuple[Space, 
 
 def forgetful(encoded: Encoded, ablation: str) -> Encoded:
     """The space as numbers without what an ablation takes away."""
-    kernel = encoded.time
-    if ablation == "curves":
-        features = kernel.features.copy()
-        features[:, 1 : 1 + CURVES] = 0.0
-        return replace(encoded, time=replace(kernel, features=features, curve_std=0.0))
     if ablation == "families":
-        return replace(encoded, time=replace(kernel, family_std=0.0, curve_std=0.0))
+        return replace(encoded, time=replace(encoded.time, family_std=0.0, curve_std=0.0))
     return encoded
+
+
+@contextlib.contextmanager
+def without(ablation: str) -> Iterator[None]:
+    """The sampler without one of its ways."""
+    changes: dict[str, tuple[Any, str, Any]] = {
+        "scouts": (AutofitSampler, "_scout", lambda *_: None),
+        "dares": (AutofitSampler, "_may_dare", lambda *_: False),
+        "near": (AutofitSampler, "_near", lambda *given: given[1]),
+        "ceilings": (sampling, "above", lambda *given: (given[0], 1e6 * given[1])),
+    }
+    if ablation not in changes:
+        yield
+        return
+    where, name, instead = changes[ablation]
+    before = getattr(where, name)
+    setattr(where, name, instead)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
 
 
 # -- scores -------------------------------------------------------------------------------------------------------
@@ -293,7 +314,14 @@ def forgetful(encoded: Encoded, ablation: str) -> Encoded:
 def score(cell: Cell, searcher: str, seed: int) -> dict[str, Any]:
     """One run."""
     name, _, ablation = searcher.partition(" - ")
-    make = functools.partial(sampled, name=name, ablation=ablation) if ablation else SEARCHERS[name]
+    if ablation:
+        with without(ablation):
+            return scored(cell, functools.partial(sampled, name=name, ablation=ablation), seed)
+    return scored(cell, SEARCHERS[name], seed)
+
+
+def scored(cell: Cell, make: Callable[[Cell, int], Iterator[Step]], seed: int) -> dict[str, Any]:
+    """One run of a searcher."""
     found: tuple[int, float] | None = None
     seconds, broken, searched = 0.0, 0, 0
     regrets: list[float] = []
@@ -373,7 +401,7 @@ def main() -> None:
     parser.add_argument("--fractions", default=",".join(map(str, FRACTIONS)))
     parser.add_argument("--json", nargs="?", const="-", help="Write all of it to a file, or the sums to stdout.")
     parser.add_argument(
-        "--slow-seeds", type=int, help="Of Optuna's samplers, whose asks take long.  [default: as many]"
+        "--slow-seeds", type=int, help="Of TPE and the Gaussian process, whose asks take long.  [default: as many]"
     )
     parser.add_argument("--markdown", action="store_true", help="Print the table of the README.")
     parser.add_argument("--jobs", type=int, default=2)
@@ -392,7 +420,7 @@ def main() -> None:
             flush=True,
         )
     slow = options.slow_seeds or options.seeds
-    seeds = {name: slow if name in {"tpe", "gp", "random"} else options.seeds for name in searchers}
+    seeds = {name: slow if name in {"tpe", "gp"} else options.seeds for name in searchers}
     jobs = [
         (place, name, seed)
         for place, name in itertools.product(range(len(_CELLS)), searchers)
