@@ -282,16 +282,18 @@ def _rows(plans: space.Space, cast: Forecast, traces: Traces, facts: Facts, most
 
     chosen = [places for _, places in sorted(candidates, key=rank)[:most]]
 
-    def judge(places: list[int]) -> Estimated:
+    def judge(places: list[int]) -> tuple[Estimated, float]:
         for place in places:  # from the largest micro-batch down, until it fits
             one = _estimated(plans.plans[place], float(cast.seconds[place]), traces, facts)
             if one.verdict == "fits":
                 break
-        return one
+        return one, float(pace_of[place])
 
     found = on_every_core(judge, chosen)
     order = {"fits": 0, "tight": 1, "too large": 2}
-    return sorted(found, key=lambda one: order[one.verdict])
+    # a smaller micro-batch than the first look hoped for may be a slower one
+    found.sort(key=lambda one: (order[one[0].verdict], one[1] if one[0].verdict == "fits" else 0.0))
+    return [one for one, _ in found]
 
 
 def _estimated(plan: Plan, seconds: float, traces: Traces, facts: Facts) -> Estimated:
