@@ -26,6 +26,9 @@ class Diagnosis:
     Attributes:
         cuda: Why there is no CUDA device, or ``None``.
         missing: Packages that techniques could use and that are not installed.
+        choices: Every choice with its status: in the search, on request, or withheld.
+        techniques: The same in short, as other programs read it: ``technique``, ``choice``, ``class``, ``available``
+            (in the search or on request) and ``reason``.
     """
 
     autofit: str
@@ -34,6 +37,7 @@ class Diagnosis:
     packages: dict[str, str]
     missing: tuple[str, ...]
     choices: tuple[Offer, ...]
+    techniques: tuple[dict[str, int | str | bool], ...]
 
 
 DIAGNOSIS: TypeAdapter[Diagnosis] = TypeAdapter(Diagnosis)
@@ -71,6 +75,7 @@ def examine(device: str = "auto", model: str = DEMO) -> Diagnosis:
         ),
         packages=packages,
     )
+    offers = space.offers(facts)
     return Diagnosis(
         autofit=__version__,
         hardware=hardware,
@@ -81,6 +86,16 @@ def examine(device: str = "auto", model: str = DEMO) -> Diagnosis:
             Offer(
                 technique=name, value=choice.value, kind=choice.kind.value, status=choice.status, reason=choice.reason
             )
-            for name, choice in space.offers(facts)
+            for name, choice in offers
+        ),
+        techniques=tuple(
+            {
+                "technique": name,
+                "choice": choice.value,
+                "class": choice.kind.value,
+                "available": choice.status != "withheld",
+                "reason": choice.reason,
+            }
+            for name, choice in offers
         ),
     )

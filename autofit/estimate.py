@@ -73,6 +73,8 @@ class Estimate:
         memory_bytes: What a process can have of it.
         plans: For each family of plans its largest micro-batch that fits, or its smallest where none does; the ones
             that fit first, the fastest of them first.
+        recommended: The fastest of those that fit, and ``None`` where none does: by roofline, with nominal rates on a
+            card that is not in the catalogue.
         counted: Plans that were judged.
         kinds: Families of plans: those that differ in more than the micro-batch.
         untraced: Why some values have no estimate.
@@ -87,6 +89,7 @@ class Estimate:
     global_batch: int
     margin: float
     plans: tuple[Estimated, ...]
+    recommended: Plan | None
     counted: int
     kinds: int
     untraced: tuple[str, ...]
@@ -174,6 +177,7 @@ def estimate(
             global_batch=global_batch,
             margin=MARGIN,
             plans=tuple(rows),
+            recommended=rows[0].plan if rows and rows[0].verdict == "fits" else None,
             counted=len(plans.plans),
             kinds=len(families_of(plans)),
             untraced=tuple(untraced),
@@ -253,6 +257,8 @@ def _rows(plans: space.Space, cast: Forecast, traces: Traces, facts: Facts, most
     """
     limit = facts.workload.limit_bytes
     rough = cast.device_bytes * (1 + MARGIN)
+    # on a card that is not known the order of speed is all that can be had
+    pace_of = cast.seconds if cast.known_card else cast.work @ cast.nominal
     candidates = []
     for members in families_of(plans).values():
         traced = sorted(
@@ -266,21 +272,28 @@ def _rows(plans: space.Space, cast: Forecast, traces: Traces, facts: Facts, most
     def rank(candidate: tuple[bool, list[int]]) -> tuple[float, ...]:
         beyond, places = candidate
         first = places[0]
-        pace = float(rough[first]) if beyond else float(cast.seconds[first])
-        return (beyond, 0.0 if np.isnan(pace) else pace, -int(plans.plans[first]["micro_batch"]), float(rough[first]))
+        pace = float(rough[first]) if beyond else float(pace_of[first])
+        return (
+            beyond,
+            np.inf if np.isnan(pace) else pace,
+            -int(plans.plans[first]["micro_batch"]),
+            float(rough[first]),
+        )
 
     chosen = [places for _, places in sorted(candidates, key=rank)[:most]]
 
-    def judge(places: list[int]) -> Estimated:
+    def judge(places: list[int]) -> tuple[Estimated, float]:
         for place in places:  # from the largest micro-batch down, until it fits
             one = _estimated(plans.plans[place], float(cast.seconds[place]), traces, facts)
             if one.verdict == "fits":
                 break
-        return one
+        return one, float(pace_of[place])
 
     found = on_every_core(judge, chosen)
     order = {"fits": 0, "tight": 1, "too large": 2}
-    return sorted(found, key=lambda one: order[one.verdict])
+    # a smaller micro-batch than the first look hoped for may be a slower one
+    found.sort(key=lambda one: (order[one[0].verdict], one[1] if one[0].verdict == "fits" else 0.0))
+    return [one for one, _ in found]
 
 
 def _estimated(plan: Plan, seconds: float, traces: Traces, facts: Facts) -> Estimated:

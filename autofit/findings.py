@@ -329,6 +329,23 @@ def payback(document: Document) -> str | None:
     return f"{said}; against {beside} that pays back after {plural(steps, 'optimizer step')}."
 
 
+_PYTORCHS = {"flash", "efficient", "cudnn", "math"}
+
+
+def attended(document: Document) -> str | None:
+    """Which kernels the winner's attention really ran; ``None`` where nothing shows them, as in a compiled graph."""
+    runs = [trial.outcome for trial in document.trials if trial.plan == document.plan]
+    seen = [run.evidence for run in runs if isinstance(run, Measured) and run.evidence.attention_kernels is not None]
+    if not seen:
+        return None
+    kernels, asked = seen[-1].attention_kernels or (), seen[-1].attention
+    if not kernels:
+        return f"No fused kernel ran: attention is made of plain operators ({asked})."
+    whose = "PyTorch's own" if set(kernels) <= _PYTORCHS else "another package's"
+    slow = "; math is the slow one, which keeps all scores" if "math" in kernels else ""
+    return f"Asked for was {asked}, and what ran is {' and '.join(kernels)} ({whose}{slow})."
+
+
 def guarded(document: Document) -> str | None:
     """What the short training of the winner showed, in a line; ``None`` where there was none."""
     found = document.guard

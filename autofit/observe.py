@@ -308,6 +308,8 @@ def _quantized(leaf: nn.Module | None) -> str | None:
     state = getattr(weight, "quant_state", None)
     if state is not None:
         return f"{state.quant_type}{' twice' if state.nested else ''}"
+    if type(weight).__module__.startswith("torchao."):
+        return type(weight).__name__
     return None if weight is None or weight.dtype.is_floating_point else _dtype(weight)
 
 

@@ -53,6 +53,9 @@ def summary(document: Document, *, folder: str | Path) -> Group:
     if smaller:
         sections.insert(-2, ("With less memory", _bullets(smaller)))
     guarded, payback = findings.guarded(document), findings.payback(document)
+    attended = findings.attended(document)
+    if attended:
+        sections.insert(-2, ("Which attention ran", _text(attended)))
     if payback:
         sections.insert(-2, ("When compiling pays back", _text(payback)))
     if guarded:
@@ -100,6 +103,7 @@ def html(document: Document, *, folder: str | Path) -> str:
         ceilings=findings.ceilings(document),
         guarded=findings.guarded(document),
         payback=findings.payback(document),
+        attended=findings.attended(document),
         chart=charts,
         plain_plan=next((one.plan for one in ranked if one.is_plain), None),
         best_first=_best_first(document),

@@ -62,7 +62,7 @@ def table(found: Estimate) -> RenderableType:
     if hidden:
         parts.append(Text(f"{hidden} more kinds of plan: --all shows them"))
     if shown:
-        parts += [Text(), Text(f"peak of the first: {cause(shown[0])}")]
+        parts += [Text(), *_recommended(found), Text(f"peak of the first: {cause(shown[0])}")]
     if not any(one.verdict == "fits" for one in found.plans) and found.plans:
         smallest = min(found.plans, key=lambda one: one.device_bytes)
         parts.append(Text(f"nothing fits; the smallest needs {units.size(smallest.device_bytes)}"))
@@ -70,6 +70,15 @@ def table(found: Estimate) -> RenderableType:
     parts += [Text(note) for note in found.notes]
     parts.append(Text(f"{found.counted} plans in {units.duration(found.seconds)}"))
     return Group(*parts)
+
+
+def _recommended(found: Estimate) -> list[Text]:
+    """The fastest plan that fits, and what it changes in the training."""
+    if found.recommended is None:
+        return []
+    plan, first = found.recommended, found.plans[0]
+    words = f"the fastest that fits: {plan['micro_batch']} x {plan['accumulation']} rows, {knobs_of(plan)}"
+    return [Text(words), *(Text(f"  {said}") for said in first.changes)]
 
 
 def _count(parameters: int) -> str:

@@ -5,6 +5,9 @@
   (arXiv 2305.14314).
 - ``int8``: eight bits a weight and one scale a row. On CUDA the products are of 8-bit integers, but for the columns
   with outliers; on a CPU the weight is copied as above. Dettmers et al., "LLM.int8()" (arXiv 2208.07339).
+- ``int8_torchao``: the same bytes, by torchao's ``Int8WeightOnlyConfig``: only the weight is rounded, and what it is
+  multiplied with is not. Autograd keeps the copies until the backward pass, so that it saves memory under
+  ``checkpointing`` alone. ``int4_torchao`` is known, and withheld: transformers trains no adapter on it.
 
 Saves: 1.5 (nf4) or 1 (int8) of the 2 bytes that a frozen 16-bit weight has, 3.5 or 3 of the 4 of a float32 one. Costs:
 making the copies, in the forward and again in the backward pass; the weights lose digits. Random weights have no
@@ -14,9 +17,10 @@ Only linear layers are quantized: embeddings, norms and the head are not, and ke
 That is what scripts for QLoRA get: under ``bf16`` they are float32 (as ``peft.prepare_model_for_kbit_training`` leaves
 them) and products compute in bfloat16, under ``bf16_weights`` they are bfloat16.
 
-Sources: the papers above; ``bitsandbytes.autograd``; ``transformers.BitsAndBytesConfig``. Not covered: stacked weights
-of experts, which are no linear layers; DoRA and (IA)3 on quantized weights; ``int8`` in a plain loop; torchao, GPTQ and
-AWQ; the fused 4-bit kernels of bitsandbytes for few tokens, which make no copy: a trace always sees one.
+Sources: the papers above; ``bitsandbytes.autograd``; ``transformers.BitsAndBytesConfig``, ``TorchAoConfig``;
+``Int8Tensor`` of torchao 0.18. Not covered: stacked weights of experts, which are no linear layers; DoRA and (IA)3 on
+quantized weights; ``int8`` in a plain loop; GPTQ and AWQ; a trace of ``int8_torchao``, whose tensors fake ones can't
+stand for; the fused 4-bit kernels of bitsandbytes for few tokens, which make no copy: a trace always sees one.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import contextlib
 import copy
 import functools
 import os
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
@@ -44,6 +49,9 @@ if TYPE_CHECKING:
 
 _BLOCK, _OUTER_BLOCK = 64, 256  # bitsandbytes.nn.Params4bit; bitsandbytes.functional.quantize_4bit
 _SIXTEEN = {"bf16": "bfloat16", "fp16": "float16"}
+_AUTOCAST = {"bf16", "fp16", "fp8"}
+_TORCHAO = {"int8_torchao", "int4_torchao"}
+_CONV1D = {"gpt2", "openai-gpt", "imagegpt"}
 
 
 class Quantization(Technique):
@@ -73,10 +81,13 @@ class Quantization(Technique):
             Choice("none", Kind.EXACT, "offered", "weights are kept in the dtype that the precision says"),
             choice("nf4", "half a byte a frozen weight, for an adapter", offered=not on_cpu),
             int8,
+            *_of_torchao(facts),
         )
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         adapter = str(others["adapter"])
+        if value in _TORCHAO and others["precision"] in _AUTOCAST:
+            return "autocast passes torchao's weights by, and what they are multiplied with stays float32"
         if value == "none" or "lora" in adapter:
             return None
         if adapter == "none":
@@ -89,21 +100,26 @@ class Quantization(Technique):
         compute = _SIXTEEN.get(recipe.mixed_precision, recipe.weights_dtype)
         on_cpu = recipe.facts.hardware.device == "cpu"
         recipe.load_arguments.append(functools.partial(load_arguments, str(value), compute, on_cpu=on_cpu))
-        recipe.random_model = functools.partial(random_model, str(value), compute, on_cpu=on_cpu)
+        make = random_torchao_model if value in _TORCHAO else functools.partial(random_model, str(value), compute)
+        recipe.random_model = functools.partial(make, on_cpu=on_cpu)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         return Emission(script=() if value == "none" else (f"load the weights in {value}: model = setup.model(...)",))
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
-        return value if part == "micro_steps" else self.plain
+        if part == "optimizer":
+            return self.plain
+        return None if value in _TORCHAO else value
 
     def stand_in(self, value: Value, facts: Facts, recorder: Recorder) -> AbstractContextManager[None]:
-        if value == "none":
+        if value == "none" or value in _TORCHAO:
             return contextlib.nullcontext()
         return traced_layers(recorder, on_cuda=facts.hardware.device == "cuda")
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
-        wanted = {"none": None, "nf4": "nf4 twice", "int8": "int8"}[str(value)]
+        wanted = {
+            "none": None, "nf4": "nf4 twice", "int8": "int8", "int8_torchao": "Int8Tensor", "int4_torchao": "Int4Tensor"
+        }[str(value)]  # fmt: skip
         if evidence.quantized != wanted:
             return (
                 f"a linear layer's weight is quantized to {evidence.quantized or 'nothing'}, not {wanted or 'nothing'}"
@@ -116,6 +132,8 @@ class Quantization(Technique):
             "nf4": "The frozen weights of linear layers are rounded to 4 bits (NF4, double quantization).",
             "int8": "The frozen weights of linear layers are rounded to 8 bits, and so is what they are multiplied "
             "with (LLM.int8).",
+            "int8_torchao": "The frozen weights of linear layers are rounded to 8 bits, with one scale a row.",
+            "int4_torchao": "The frozen weights of linear layers are rounded to 4 bits, in groups of 128.",
         }[str(value)]
 
     def prior(self, value: Value, facts: Facts) -> Prior:
@@ -124,7 +142,25 @@ class Quantization(Technique):
             "none": Prior(time=(0.0, 0.01), memory=(0.0, 0.01)),
             "nf4": Prior(time=(0.15, 0.15), memory=(-0.6, 0.3)),
             "int8": Prior(time=(0.3, 0.25), memory=(-0.4, 0.3)),
+            "int8_torchao": Prior(time=(0.2, 0.25), memory=(-0.2, 0.4)),
+            "int4_torchao": Prior(time=(0.2, 0.25), memory=(-0.4, 0.4)),
         }[str(value)]
+
+
+def _of_torchao(facts: Facts) -> tuple[Choice, ...]:
+    """Torchao's choices."""
+    missing = [name for name in ("torchao", "peft") if not facts.has(name)]
+    why = f"{' and '.join(missing)} not installed" if missing else None
+    if facts.model.model_type in _CONV1D:
+        why = why or f"the layers of {facts.model.model_type} are Conv1D, which torchao does not quantize"
+    int8 = Choice(
+        "int8_torchao",
+        Kind.METHOD,
+        "withheld" if why else "on_request",
+        why or "one byte a frozen weight, for an adapter; saves memory beside checkpointing alone",
+    )
+    untrained = "transformers trains no adapter on torchao's 4-bit weights (its quantizer is not trainable)"
+    return int8, Choice("int4_torchao", Kind.METHOD, "withheld", untrained)
 
 
 # -- loading ------------------------------------------------------------------------------------------------------
@@ -134,6 +170,10 @@ def quantization_config(value: str, compute: str) -> Any:
     """Transformers' config of a value; ``compute`` names the dtype that products compute in."""
     import transformers
 
+    if value == "int8_torchao":
+        torchao: Any = import_module("torchao.quantization")
+        with_torchao: Any = transformers.TorchAoConfig
+        return with_torchao(torchao.Int8WeightOnlyConfig())
     config: Any = transformers.BitsAndBytesConfig
     if value == "int8":
         return config(load_in_8bit=True)
@@ -163,9 +203,7 @@ def random_model(value: str, compute: str, make: Callable[[], PreTrainedModel], 
 
     layers: Any = modules
     quantizer = AutoHfQuantizer.from_config(quantization_config(value, compute), pre_quantized=False)
-    device = torch.get_default_device()
-    if device.type == "cpu" and not on_cpu and torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # a Trainer does not move it there
+    device = _device(on_cpu=on_cpu)
     with torch.device(device):
         with linear_layers_without_weights():
             model: Any = make()
@@ -184,6 +222,52 @@ def random_model(value: str, compute: str, make: Callable[[], PreTrainedModel], 
         quantizer.postprocess_model(model)
     built: PreTrainedModel = model
     return built
+
+
+def random_torchao_model(make: Callable[[], PreTrainedModel], *, on_cpu: bool) -> PreTrainedModel:
+    """The same with torchao's weights."""
+    import torch
+    from torch import nn
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    config = quantization_config("int8_torchao", "float32")
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    quantize: Any = import_module("torchao.quantization").quantize_
+    device = _device(on_cpu=on_cpu)
+    with torch.device(device):
+        with linear_layers_without_weights():
+            model: Any = make()
+        quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
+        known: dict[tuple[int, int], Any] = {}
+        for name, module in model.named_modules():
+            if not any(one.is_meta for one in module.parameters(recurse=False)):
+                continue
+            if not isinstance(module, nn.Linear) or not quantizer.param_needs_quantization(model, f"{name}.weight"):
+                module.to_empty(device=device, recurse=False)
+                model._init_weights(module)  # noqa: SLF001 - as the model itself does
+                continue
+            shape = module.out_features, module.in_features
+            if shape not in known:
+                layer = nn.Linear(module.in_features, module.out_features, bias=False, dtype=model.dtype)
+                nn.init.normal_(layer.weight, std=0.02)
+                quantize(layer, config.quant_type)
+                known[shape] = layer.weight
+            module.weight = nn.Parameter(known[shape].detach().clone(), requires_grad=False)
+            _fill_bias(module, model.dtype)
+        model.hf_quantizer = quantizer
+        quantizer.postprocess_model(model)
+    built: PreTrainedModel = model
+    return built
+
+
+def _device(*, on_cpu: bool) -> torch.device:
+    """Where random weights are made: where they will train, since a Trainer does not move them there."""
+    import torch
+
+    device = torch.get_default_device()
+    if device.type == "cpu" and not on_cpu and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device
 
 
 @contextlib.contextmanager

@@ -137,6 +137,49 @@ def test_random_weights_are_quantized_as_loaded_ones_are(tmp_path, config, value
     assert not set(tables) & set(made.state_dict())
 
 
+def test_torchao_s_weights_are_made_as_loaded_ones_are(tmp_path):
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    folder = write_config(tmp_path / "config", CONFIGS["llama"])
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(tmp_path / "weights")
+    filled = recipe(PLAIN.replaced(adapter="lora:r=4", quantization="int8_torchao"), facts_of("llama"))
+    loaded, made = filled.model(tmp_path / "weights", config=folder), filled.model(None, config=folder)
+
+    def described(model):
+        return {
+            name: (tuple(one.shape), one.dtype, one.requires_grad, type(one).__name__)
+            for name, one in model.named_parameters()
+        }
+
+    assert described(made) == described(loaded)
+    ids = torch.ones(2, 8, dtype=torch.long)
+    for model in (loaded, made):
+        seen = evidence(model)
+        assert technique("quantization").in_effect("int8_torchao", seen, FACTS) is None
+        for other in ("none", "nf4", "int8"):
+            assert technique("quantization").in_effect(other, seen, FACTS)
+        assert type(model.get_output_embeddings().weight) is torch.nn.Parameter
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert all(one.grad is not None for one in model.parameters() if one.requires_grad)
+
+
+def test_torchao_s_weights_are_refused_where_they_are_of_no_use():
+    one = technique("quantization")
+    packages = {**FACTS.packages, "torchao": "0.18.0"}
+
+    def said(**model):
+        facts = dataclasses.replace(FACTS, packages=packages, model=dataclasses.replace(FACTS.model, **model))
+        return {choice.value: (choice.status, choice.reason) for choice in one.choices(facts)}
+
+    assert said()["int8_torchao"][0] == "on_request"
+    assert "Conv1D" in said(model_type="gpt2")["int8_torchao"][1]
+    assert "no adapter" in said()["int4_torchao"][1]
+    assert {choice.value: choice.reason for choice in one.choices(FACTS)}["int8_torchao"] == "torchao not installed"
+    assert "autocast" in one.conflict("int8_torchao", {"adapter": "lora:r=16", "precision": "bf16"}, FACTS)
+    assert "need an adapter" in one.conflict("int8_torchao", {"adapter": "none", "precision": "fp32"}, FACTS)
+    assert one.conflict("int8_torchao", {"adapter": "lora:r=16", "precision": "bf16_weights"}, FACTS) is None
+    assert one.traced_as("int8_torchao", "micro_steps") is None
+
+
 def test_linear_layers_are_made_whole_again_afterwards(tmp_path):
     model = built("llama", tmp_path, adapter="lora:r=4", quantization="nf4")
     assert not any(one.is_meta for one in (*model.parameters(), *model.buffers()))

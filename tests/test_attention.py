@@ -138,7 +138,7 @@ def statuses(facts):
 
 def test_a_cpu_has_the_default_and_operators():
     assert statuses(cpu_facts()) == {
-        "default": "offered", "sdpa": "withheld", "eager": "on_request",
+        "default": "offered", "sdpa": "withheld", "eager": "offered",
         "flash_attention_2": "withheld", "flash_attention_3": "withheld", "flex_attention": "withheld",
     }  # fmt: skip
     found = statuses(replace(cpu_facts(), model=model(attention="eager", attentions=("eager",))))

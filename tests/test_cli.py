@@ -17,6 +17,7 @@ import autofit
 from autofit import cli, document, errors, tuning
 from autofit.document import DOCUMENT
 from autofit.plan import Crashed, dump_json
+from autofit.registry import techniques
 from autofit.verify import VERIFICATION, Verification
 
 from .replay import Lent, Replay
@@ -433,6 +434,16 @@ def test_the_doctor_tells_what_is_to_be_had(run, monkeypatch, server):
     assert found["hardware"]["device"] == "cpu"
     assert {offer["technique"] for offer in found["choices"]} >= {"micro_batch", "precision", "offload"}
     assert found["packages"]["torch"]
+    listed = {(row["technique"], row["choice"]): row for row in found["techniques"]}
+    assert set(listed) == {(offer["technique"], offer["value"]) for offer in found["choices"]}
+    assert {name for name, _ in listed} == {one.name for one in techniques()}
+    for row in listed.values():
+        assert list(row) == ["technique", "choice", "class", "available", "reason"]
+        assert row["class"] in {"exact", "numeric", "method"}
+        assert row["reason"]
+    assert listed["precision", "fp32"]["available"] is True
+    assert listed["offload", "optimizer"]["available"] is False
+    assert listed["checkpointing", "selective"]["available"] is True  # on request
     words = run("doctor", "--device", "cpu")
     assert words.exit_code == 0
     for wanted in ("memory:", "packages:", "not installed:", "paged_adamw_8bit", "the device's memory is the host's"):

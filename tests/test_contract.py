@@ -342,6 +342,20 @@ def test_a_technique_imports_the_contract_and_no_other_technique(name):
                 assert imported.removeprefix("autofit.") in allowed, imported
 
 
+@pytest.mark.parametrize("facts", [cpu(("fp32", "bf16"), **EXTRAS), FACTS["cpu"]], ids=["all", "bare"])
+def test_what_a_cpu_refuses_is_run_on_a_gpu(facts):
+    """By the one test there that runs every choice of every technique; a value that is left out there is told here."""
+    from .gpu.test_device import KNOBS, values
+
+    for one in techniques():
+        known = {choice.value for choice in one.choices(facts)}
+        refused = {choice.value for choice in one.choices(facts) if choice.status == "withheld"}
+        if one.name in KNOBS:
+            assert set(values(one.name)) == known
+        else:
+            assert not refused, one.name
+
+
 # --- what really happens --------------------------------------------------------------------------------------------
 
 CONFIG = {

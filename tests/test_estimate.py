@@ -207,3 +207,30 @@ def test_peaks_of_many_agree_with_each_need(server, tmp_path):
     assert fast == pytest.approx(slow, rel=1e-6)
     assert len(CATEGORIES) == 9
     assert max(slow) < GIB
+
+
+SEVEN = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_seven_billion_parameters_fit_8_gib_quantized_and_80_gib_as_they_are(ask, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SEVEN))
+    held = ("precision=bf16_weights", "optimizer=adamw", "offload=none", "kernels=none", "compile=off")
+    asked = {"seq_len": 1024, "global_batch": 8, "allow": "exact,numeric,method", "fix": held}
+    asked["among"] = ("checkpointing=off,full",)
+    small, large = (ask(str(config), memory=size, **asked) for size in ("8GiB", "80GiB"))
+    knobs = ("quantization", "adapter", "checkpointing")
+    assert [small.recommended[name] for name in knobs] == ["nf4", "lora:r=16", "full"]
+    assert {one.plan["quantization"] for one in small.plans if one.verdict == "fits"} == {"nf4"}
+    assert (large.recommended["quantization"], large.recommended["checkpointing"]) == ("none", "off")
+    assert large.plans[0].device_bytes > 2 * small.plans[0].device_bytes
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table(small))
+    text = " ".join(console.export_text().split())
+    assert "the fastest that fits: " in text
+    assert "rounded to 4 bits" in text
+    assert ask(str(config), memory="3GiB", **asked).recommended is None

@@ -10,9 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
-from published import fake, litgpt, litgpt_rows, predict
+from published import bert, fake, litgpt, litgpt_rows, predict
 from published.litgpt_configs import config_of
 from published.rows import Row
+
+from autofit.units import MIB
 
 RESOURCE = "github Lightning-AI/litgpt@2685705 tutorials/resource-tables.md"
 HUB = "github Lightning-AI/litgpt@2685705 config_hub/finetune/README.md + "
@@ -73,3 +75,14 @@ def test_what_is_not_expressed_says_why():
     assert "do not fit the card" in sharded.reason
     unknown = predict.predict(row("some model", 1.0, source="a blog", unit_note="GB as printed, metric not stated"))
     assert unknown.reason == "which counter was read is not stated"
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "optimizer", "measured"),
+    [(4, 1, "adamw", 14949), (4, 1, "adam8bit", 13085), (1, 4, "adamw", 8681)],
+)
+def test_state_in_8_bits_and_smaller_micro_batches_save_what_was_published(batch, accumulation, optimizer, measured):
+    run = bert.Run(
+        batch=batch, rows=512, accumulation=accumulation, mixed=False, checkpointing=False, optimizer=optimizer
+    )
+    assert bert.predict(run) == pytest.approx(measured * MIB, rel=0.01)

@@ -492,6 +492,32 @@ class TestPayback:
         assert "pays back" not in terminal(document())
 
 
+class TestAttended:
+    """What was asked for, and the kernel that really ran."""
+
+    @pytest.mark.parametrize(
+        ("kernels", "wanted"),
+        [
+            (("flash",), "Asked for was sdpa, and what ran is flash (PyTorch's own)."),
+            (("math",), "math is the slow one"),
+            (("flash_attn",), "another package's"),
+            ((), "made of plain operators (sdpa)"),
+        ],
+    )
+    def test_the_kernel_is_told(self, kernels, wanted):
+        evidence = Evidence(attention="sdpa", attention_kernels=kernels)
+        doc = document([(WINNER, measured(50.0, 15.8, evidence=evidence))])
+        said = findings.attended(doc)
+        assert wanted in said
+        assert said in words(terminal(doc, width=500))
+        assert said in " ".join(Page(html(doc, folder="x")).said)
+
+    def test_what_was_not_seen_is_not_told(self):
+        doc = document([(WINNER, measured(50.0, 15.8, evidence=Evidence(attention="sdpa", attention_kernels=None)))])
+        assert findings.attended(doc) is None
+        assert "Which attention ran" not in terminal(doc)
+
+
 class TestGuard:
     """The short training of the winner."""
 

@@ -205,6 +205,7 @@ def test_a_value_that_never_works_is_left_alone():
 def test_a_small_space_is_exhausted():
     plans = space.build(CPU, given={
         "micro_batch": (1, 2), "precision": ("bf16",), "optimizer": ("adamw",), "checkpointing": ("off", "full"),
+        "attention": ("default",),
     })  # fmt: skip
     searcher = in_memory(CPU, plans)
     trials = play(searcher, LAND.outcome)

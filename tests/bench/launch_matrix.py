@@ -1,10 +1,13 @@
 """Launch every choice of every technique by `accelerate launch`, on three architectures: does what was written run?
 
-    python tests/bench/launch_matrix.py [--only optimizer,adapter] [--models llama] [--json FILE]
+    python tests/bench/launch_matrix.py --json FILE [--only optimizer,adapter] [--models llama] [--again]
 
 For each value that is to be had here, the plain plan with that one value is tried, written and launched for two steps,
 and `verify` says whether it took effect and stayed inside the ceiling (speeds are not judged: this may run on a busy
-machine). A value that cannot go with the plain plan gets what it needs. A quarter of a minute to one for each.
+machine). A value that can't go with the plain plan gets what it needs. About a quarter of a minute for each.
+
+FILE is written after every launch. What it holds already is not launched again, but for what was broken: a run that was
+cut goes on. With `--again` everything is launched anew. `--table` only prints FILE as Markdown.
 """
 
 import argparse
@@ -16,89 +19,120 @@ from pathlib import Path
 
 from tune_bench import MODELS
 
+from autofit import space
+from autofit.choose import extras
 from autofit.device import choose_device
 from autofit.errors import AutofitError
+from autofit.files import write_atomically
 from autofit.forkserver import ForkServer
+from autofit.loading import installed
 from autofit.plan import Measured
 from autofit.question import Request, read_facts
 from autofit.registry import technique, techniques
 from autofit.source import fetch, modeling_module
+from autofit.technique import Kind
 from autofit.tuning import tune
 from autofit.verify import verify
 
-BATCH = 4
-NEEDS = {
-    ("quantization", "nf4"): {"adapter": "lora:r=16"},
-    ("quantization", "int8"): {"adapter": "lora:r=16", "checkpointing": "full"},
-    ("adapter", "dora:r=16"): {},
-}
-"""What a value can't be without."""
-SMALL = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2048}
+BATCH, SEQ_LEN = 4, 64
+SMALL = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2048, "num_hidden_layers": 8}
 
 
-def choices(config: Path, scratch: Path) -> list[tuple[str, str, str]]:
-    """Technique, value and status of every value, and why one is withheld."""
+def facts_of(config, scratch):
+    """What a tune of the model would read here."""
     device = choose_device("auto")
     fetch(str(config), scratch / "model", trust_remote_code=False)
     server = ForkServer(scratch / "server.log", device, modeling_module(scratch / "model"))
     try:
-        facts = read_facts(scratch, Request(model=str(config), global_batch=BATCH), device, server, print)
+        request = Request(model=str(config), global_batch=BATCH, seq_len=SEQ_LEN)
+        return read_facts(scratch, request, device, server, lambda _: None)
     finally:
         server.close()
-    return [
-        (one.name, str(choice.value), "" if choice.status != "withheld" else choice.reason)
-        for one in techniques()
-        if one.name != "accumulation"
-        for choice in one.choices(facts)
-    ]
 
 
-def launch(config: Path, name: str, value: str, folder: Path) -> tuple[bool, str]:
+def plan_of(name, value, facts):
+    """The plan nearest to the plain one that has the value, in halves of the batch where it says nothing of it."""
+    given = {one.name: (one.plain,) for one in techniques()}
+    given |= {"micro_batch": (2, BATCH), "accumulation": (2, 1), "adapter": (), "quantization": ()}
+    given |= {"precision": ("fp32", "bf16_weights")}
+    given = {knob: values for knob, values in given.items() if values} | {name: (value,)}
+    if name in {"micro_batch", "accumulation"}:
+        given.pop("accumulation" if name == "micro_batch" else "micro_batch")
+    plans = space.build(facts, frozenset(Kind), given).plans
+    return min(plans, key=lambda plan: (extras(plan), plan["accumulation"] != 2))
+
+
+def launch(config, facts, name, value, folder):
     """Whether a value is tried, written, launched and in effect; and what was wrong."""
-    plan = {one.name: str(one.plain) for one in techniques()} | NEEDS.get((name, value), {}) | {name: value}
-    whole = "lomo" in value  # it can't accumulate
-    plan["micro_batch"] = str(BATCH) if whole else plan["micro_batch"] if name == "micro_batch" else "2"
-    plan["accumulation"] = str(BATCH // int(plan["micro_batch"]))
     try:
-        tune(str(config), output=folder, global_batch=BATCH, seq_len=64, fix=plan, trials=1, guard=False)
-        found = verify(folder, steps=2)
+        plan = plan_of(name, value, facts)
+        tune(str(config), output=folder, global_batch=BATCH, seq_len=SEQ_LEN, fix=plan, trials=1, guard=False)
+        found = verify(folder, steps=2, tolerance=1.0)
     except AutofitError as error:
         return False, error.message
-    slow = [words for words in found.broken if "samples/s" in words]
-    broken = [words for words in found.broken if words not in slow]
-    return isinstance(found.outcome, Measured) and not broken, "; ".join(broken)
+    return isinstance(found.outcome, Measured) and not found.broken, "; ".join(found.broken)
 
 
-def main() -> None:
+def table(rows):
+    """A row for each value, a column for each model; a reason once."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cells = {}
+    for row in rows:
+        cells.setdefault((row["technique"], row["value"]), {})[row["model"]] = row
+    lines = [f"| technique | value | {' | '.join(models)} | why not |", f"|{'---|' * (len(models) + 3)}"]
+    for (name, value), found in cells.items():
+        words = [found[model]["result"] if model in found else "" for model in models]
+        why = "; ".join(dict.fromkeys(row["why"] for row in found.values() if row["why"]))
+        lines.append(f"| `{name}` | `{value}` | {' | '.join(words)} | {why} |")
+    return "\n".join(lines)
+
+
+def said(rows):
+    """How many of each result."""
+    counts = {word: sum(row["result"] == word for row in rows) for word in ("kept", "refused", "BROKEN")}
+    return f"{counts['kept']} kept, {counts['refused']} refused with a reason, {counts['BROKEN']} broken"
+
+
+def main():
     """A line for each value and model, and a count at last."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="techniques, split at commas")
     parser.add_argument("--models", default="llama,gpt_neox,gemma2")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--again", action="store_true", help="launch what the file holds, too")
+    parser.add_argument("--table", action="store_true", help="print the file as Markdown, and launch nothing")
     options = parser.parse_args()
+    held = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    if options.table:
+        print(table(held), said(held), sep="\n\n")
+        return
+    rows = {(row["model"], row["technique"], row["value"]): row for row in held}
     wanted = {technique(name).name for name in options.only.split(",") if name}
-    rows = []
     with tempfile.TemporaryDirectory(prefix="autofit-matrix-") as scratch:
         for model in options.models.split(","):
             config = Path(scratch) / f"{model}.json"
             config.write_text(json.dumps({**MODELS[model], **SMALL}))
-            for name, value, withheld in choices(config, Path(scratch) / f"{model}-facts"):
-                if wanted and name not in wanted:
-                    continue
-                began = time.monotonic()
-                kept, why = (None, withheld) if withheld else launch(
-                    config, name, value, Path(scratch) / f"{model}-{name}-{value.replace(':', '-')}"
-                )  # fmt: skip
-                word = "refused" if kept is None else "kept" if kept else "BROKEN"
-                took = time.monotonic() - began
-                rows.append({"model": model, "technique": name, "value": value, "result": word, "why": why})
-                print(f"{model:9} {name:14} {value:28} {word:8} {took:5.0f} s  {why}", flush=True)
-    broken = sum(row["result"] == "BROKEN" for row in rows)
-    kept = sum(row["result"] == "kept" for row in rows)
-    print(f"{kept} kept, {len(rows) - kept - broken} refused with a reason, {broken} broken")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    sys.exit(4 if broken else 0)
+            facts = facts_of(config, Path(scratch) / f"{model}-facts")
+            for one in techniques():
+                for choice in one.choices(facts) if not wanted or one.name in wanted else ():
+                    key = (model, one.name, str(choice.value))
+                    withheld = choice.status == "withheld"
+                    done = key in rows and rows[key]["result"] == "kept" and not options.again
+                    if done and not withheld:
+                        continue
+                    began = time.monotonic()
+                    folder = Path(scratch) / "-".join(key).replace(":", "-")
+                    kept, why = (
+                        (None, choice.reason) if withheld else launch(config, facts, one.name, choice.value, folder)
+                    )
+                    word = "refused" if kept is None else "kept" if kept else "BROKEN"
+                    rows[key] = {"model": model, "technique": one.name, "value": key[2], "result": word, "why": why}
+                    written = {"versions": installed(), "rows": list(rows.values())}
+                    write_atomically(options.json, json.dumps(written, indent=1) + "\n")
+                    took = time.monotonic() - began
+                    print(f"{model:9} {one.name:14} {key[2]:30} {word:8} {took:5.0f} s  {why}", flush=True)
+    print(said(rows.values()))
+    sys.exit(4 if any(row["result"] == "BROKEN" for row in rows.values()) else 0)
 
 
 if __name__ == "__main__":

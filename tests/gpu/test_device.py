@@ -91,9 +91,10 @@ def values(name):
         "kernels": ["none", "chunked_ce", "liger_fused_ce", "liger"],
         "checkpointing": ["off", "full", "every_2", "every_4", "selective", "full_offload"],
         "adapter": ["none", "lora:r=16", "rslora:r=16", "dora:r=16", "ia3"],
-        "quantization": ["none", "nf4", "int8"],
+        "quantization": ["none", "nf4", "int8", "int8_torchao", "int4_torchao"],
         "optimizer": [
             "adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw", "adamw_torchao_8bit", "adamw_torchao_4bit",
+            "adamw_torchao_8bit_stochastic", "adamw_torchao_4bit_stochastic",
             "adafactor", "sgd", "lion", "lion_8bit", "paged_lion_8bit", "ademamix", "ademamix_8bit",
             "paged_ademamix_8bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw", "lomo",
             "adalomo", "schedule_free_adamw", "schedule_free_radam", "stable_adamw",
@@ -112,6 +113,7 @@ def test_every_choice_runs_and_takes_effect(bench, path, name, value):
         pytest.skip(choice.reason)
     more = {"micro_batch": 8, "accumulation": 1} if "lomo" in value else {}  # it can't accumulate
     more |= {"adapter": "lora:r=16"} if name == "quantization" else {}
+    more |= {"precision": "bf16_weights"} if "stochastic" in str(value) else {}
     outcome = bench.run(bench.plan(**more, **{name: value}), launch_path=path)
     assert isinstance(outcome, Measured), outcome
     assert outcome.outside_bytes > 50 * MIB
