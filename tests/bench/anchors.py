@@ -2,8 +2,8 @@
 
     python tests/bench/anchors.py [--json] [--only qwen,bert-large]
 
-The programs that were measured are written out and run under fake tensors. No number is fitted, but *qwen* and *bert* do
-not state all of their program: what is taken below was picked among a few readings with the figures in view, so that
+The programs that were measured are written out and run under fake tensors. No number is fitted, but *qwen* and *bert*
+do not state all of their program: what is taken below was picked among a few readings with the figures in view, so that
 their errors show that such a reading exists, and predict nothing. (autofit's own plan of the first, with a fused AdamW
 and allocated bytes, is 14.1 GB where 20.31 is published; *bert* with only its inner attention and GELU in checkpoints
 is 68 to 168 % above.) *bert-large* states its program. Then plans of autofit itself: the accumulation that a known
