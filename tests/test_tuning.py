@@ -92,7 +92,7 @@ def test_knobs_are_held(tune, out):
     replay = Replay(out)
     result = tune(
         replay,
-        fix={"precision": "fp32", "optimizer": "sgd"},
+        fix={"precision": "fp32", "optimizer": "sgd", "attention": "default"},
         among={"micro_batch": [2, 4], "checkpointing": ["full"]},
     )
     assert {plan["micro_batch"] for _, plan, _ in replay.asked} == {2, 4}
