@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autofit import __version__
-from autofit.errors import AutofitError, Interrupted, NothingFits, PromiseBroken, Terminated
+from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits, PromiseBroken, Terminated
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,16 +25,44 @@ class Commands(click.Group):
 
     def invoke(self, context: click.Context) -> Any:
         """Run a command."""
+        _hold_streams()
         try:
-            return super().invoke(context)
+            found = super().invoke(context)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError as error:
+            _let_go_of_stdout()
+            if error.errno != errno.EPIPE:  # a reader that has seen enough, such as head, is no failure
+                with contextlib.suppress(OSError):
+                    click.echo(f"error: {_shown(str(error))}", err=True)
+                context.exit(MachineError.exit_code)
         except AutofitError as error:
-            click.echo(f"{'' if isinstance(error, NothingFits) else 'error: '}{_shown(error.message)}", err=True)
-            if error.hint:
-                click.echo(f"\nhint: {_shown(error.hint)}", err=True)
+            with contextlib.suppress(OSError):
+                click.echo(f"{'' if isinstance(error, NothingFits) else 'error: '}{_shown(error.message)}", err=True)
+                if error.hint:
+                    click.echo(f"\nhint: {_shown(error.hint)}", err=True)
             context.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
+            with contextlib.suppress(OSError):
+                click.echo("interrupted", err=True)
             context.exit(Interrupted.exit_code)
+        else:
+            return found
+
+
+def _hold_streams() -> None:
+    """Open what was closed of the standard streams: a file that gets such a number would be printed into."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+
+
+def _let_go_of_stdout() -> None:
+    """Leave nothing to be written when the interpreter ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -254,7 +285,9 @@ class _terminable:  # noqa: N801 - used like a function
         def end(number: int, _frame: object) -> None:
             raise Terminated(f"stopped by {signal.Signals(number).name}")
 
-        self._before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+        numbers = (signal.SIGTERM, signal.SIGHUP)
+        heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup means it
+        self._before = {number: signal.signal(number, end) for number in heard}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -54,6 +55,7 @@ class ConsoleEvents:
         self._live = Live(
             get_renderable=self._status, console=console, refresh_per_second=4, transient=True, redirect_stdout=False
         )
+        self._gone = False
         if console.is_terminal:
             self._live.start()
 
@@ -100,10 +102,17 @@ class ConsoleEvents:
 
     def close(self) -> None:
         """Take the live panel away."""
-        self._live.stop()
+        with contextlib.suppress(OSError):
+            self._live.stop()
 
     def _line(self, words: str) -> None:
-        self.console.print(Text(words), soft_wrap=True)
+        """A line; where nobody reads any more, a tune goes on all the same."""
+        if self._gone:
+            return
+        try:
+            self.console.print(Text(words), soft_wrap=True)
+        except OSError:
+            self._gone = True
 
     def _status(self) -> Group:
         spent = time.monotonic() - self.began
