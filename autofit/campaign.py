@@ -20,7 +20,6 @@ from autofit.plan import Crashed, Diverged, Measured, OutOfMemory, Plan, TimedOu
 from autofit.search import Searcher
 from autofit.space import Space
 from autofit.trials import Runner
-from autofit.units import size
 
 LONGEST_TRIAL_SECONDS = 900.0
 _LATER = 3
@@ -201,8 +200,7 @@ def doubt(trial: Trial) -> str | None:
     elif isinstance(found, Measured) and found.paused:
         words = f"the machine stood still during a step of {which}"
     elif isinstance(found, OutOfMemory) and found.squeezed:
-        held = f"{size(found.peak_bytes)} of a ceiling of {size(found.limit_bytes)}"
-        words = f"{which} ran out of memory with {held}: others took the rest"
+        words = f"{which} ran out of memory that others had taken"
     elif isinstance(found, Crashed):
         words = f"{which} crashed ({found.reason})"
     elif isinstance(found, Diverged):

@@ -120,17 +120,14 @@ def tune(model: str, as_json: bool, **options: Any) -> None:
 
     MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo.
     """
-    from rich.console import Console
-
     from autofit import report
-    from autofit.console import ConsoleEvents
+    from autofit.console import ConsoleEvents, Talk
     from autofit.document import DOCUMENT
     from autofit.plan import dump_json
     from autofit.tuning import tune as run
 
-    talk = Console(stderr=True, highlight=False)
     with _terminable():
-        result = run(model, events=ConsoleEvents(talk, options["trials"]), **options)
+        result = run(model, events=ConsoleEvents(Talk(), options["trials"]), **options)
     if as_json:
         click.echo(dump_json(DOCUMENT, result.document), nl=False)
     else:
@@ -275,7 +272,12 @@ def _console(width: int = 100) -> Console:
     """A console on stdout that does not cut lines where nobody can see its width."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else width)
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # noqa: PLE0704 - rich calls it where the error is handled, and would end the process
+
+    seen = sys.stdout is not None and sys.stdout.isatty()
+    return Plain(highlight=False, width=None if seen else width)
 
 
 class _terminable:  # noqa: N801 - used like a function

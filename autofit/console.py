@@ -36,6 +36,17 @@ def short(plan: Plan) -> str:
     return " ".join(words)
 
 
+class Talk(Console):
+    """A console on stderr that falls silent where nobody reads any more; rich's own would end the process."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True, highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing from now on."""
+        self.quiet = True
+
+
 class ConsoleEvents:
     """Shows a tune on a console.
 

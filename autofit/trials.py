@@ -223,12 +223,12 @@ def spilled(plan: Plan, outcome: Measured, known: Sequence[Trial], facts: Facts)
     physical = hardware.free_bytes if hardware.device == "cuda" else hardware.total_bytes
     if outcome.peak_bytes > physical:
         return f"held {size(outcome.peak_bytes)}, which is more than the {size(physical)} that are there: it spilled"
-    if outcome.peak_bytes < _NEARLY_FULL * physical or outcome.disturbed:
+    if outcome.peak_bytes < _NEARLY_FULL * physical:
         return None
     for other in known:
         run, fewer = other.outcome, int(other.plan["micro_batch"]) < int(plan["micro_batch"])
         same = plan.replaced(micro_batch=other.plan["micro_batch"], accumulation=other.plan["accumulation"])
-        if fewer and same == other.plan and isinstance(run, Measured) and not run.disturbed:
+        if fewer and same == other.plan and isinstance(run, Measured) and outcome.disturbance < run.disturbance + 0.25:
             times = outcome.step_seconds / run.step_seconds
             if times > _CLIFF:
                 return (

@@ -1,9 +1,9 @@
 """A worker that can be told to fail: loaded by a fork server as one of its modules, it stands before the real one.
 
 A job whose folder, or whose model's folder, holds ``fault.py`` runs that file instead, with ``folder`` (the job's) in
-its namespace. So does one that is named in the folder ``AUTOFIT_FAULTS``: ``trial-00002.py`` for that trial,
-``curve.py``, ``check.py`` and the like for other jobs; once, and then the file is called ``.done``. Whatever else the
-server does is the real thing.
+its namespace. So does one that is named in the folder ``AUTOFIT_FAULTS``: ``16-off.py`` for a trial of 16 rows with
+checkpointing off, ``curve.py``, ``check.py`` and the like for other jobs; once, and then the file is called ``.done``.
+Whatever else the server does is the real thing.
 """
 
 import contextlib
@@ -56,8 +56,8 @@ def due(folder):
     waiting = os.environ.get(FAULTS)
     if not waiting:
         return None
-    kind = json.loads((folder / worker.JOB).read_text("utf-8"))["kind"]
-    name = f"trial-{folder.name}" if kind == "trial" else kind
+    job = json.loads((folder / worker.JOB).read_text("utf-8"))
+    name = "{micro_batch}-{checkpointing}".format(**job["plan"]) if job["kind"] == "trial" else job["kind"]
     done = Path(waiting, f"{name}.done")
     with contextlib.suppress(FileNotFoundError):
         Path(waiting, f"{name}.py").rename(done)

@@ -128,7 +128,7 @@ def fork_a_server(self):
             os.closerange(keep + 1, 4096)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
-            sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))  # noqa: PTH123, SIM115
+            sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))  # noqa: SIM115
             os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
             serve(theirs.detach(), self.device, ("faulty", *self.modules))
         finally:
@@ -138,46 +138,49 @@ def fork_a_server(self):
     self._process, self._socket, self._buffer = Forked(pid), ours, b""
 
 
+def take_streams(command):
+    """Make the command's streams this process's, and leave no other file open; what Python calls them."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, name in ((1, "out"), (2, "err")):
+        if command[name] is not None:  # a pipe has its reader by now
+            os.dup2(os.open(command[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
+    os.closerange(3, 4096)
+    for number, name in ((1, "out"), (2, "err")):
+        if command[name] is None:
+            os.close(number)
+    return [
+        None if command[name] is None else open(number, "w", closefd=False) for number, name in ((1, "out"), (2, "err"))
+    ]
+
+
 def become(command):
     """A fork of the warm process becomes a command."""
-    os.setsid()
-    os.chdir(command["folder"])
-    os.environ.update(command["environment"])
-    for number, name in ((1, "out"), (2, "err")):
-        given = command[name]
-        if given is None:
-            os.close(number)
-        else:  # a pipe has its reader by now
-            taken = os.open(given, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(taken, number)
-            os.close(taken)
-    os.closerange(3, 4096)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.closerange(3, 4096)
-    streams = [None if command[name] is None else open(n, "w", closefd=False) for n, name in ((1, "out"), (2, "err"))]  # noqa: PTH123, SIM115
-    sys.stdout, sys.stderr = streams
-    group = command.get("group")
-    if group:
-        Path(group, "cgroup.procs").write_text("0")
     import tempfile
 
     from autofit import campaign, cli, forkserver
 
+    os.setsid()
+    os.chdir(command["folder"])
+    os.environ.update(command["environment"])
     tempfile.tempdir = None
+    streams = sys.stdout, sys.stderr = take_streams(command)
+    if command.get("ignored"):
+        signal.signal(command["ignored"], signal.SIG_IGN)
+    if command.get("group"):
+        Path(command["group"], "cgroup.procs").write_text("0")
     forkserver.ForkServer.start = fork_a_server
     for name, value in command.get("constants", {}).items():
         assert hasattr(campaign, name)
         setattr(campaign, name, value)
-    code = 0
+    code = 1
     try:
         cli.main(args=command["arguments"], prog_name="autofit")
     except SystemExit as end:
         code = end.code or 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the top of a process
         import traceback
 
         traceback.print_exc()
-        code = 1
     try:
         for stream in streams:
             if stream is not None:
@@ -189,9 +192,10 @@ def become(command):
 
 def main():
     """The warm process."""
+    import faulty
+
     import autofit.cli
     import autofit.tuning
-    import faulty
     from autofit.forkserver import _ALWAYS, _ON_CPU
 
     _ = autofit, faulty
