@@ -32,7 +32,7 @@ CREDIT = 3
 """Failures that are looked at twice, if they come again: what was no accident is not repeated for ever."""
 LEAST_LIMIT_SECONDS = 120.0
 SLOWEST = 10
-"""A trial that takes so many times as long as the longest that was measured hangs."""
+"""A trial that takes so many times as long as those that were measured hangs."""
 HOPELESS = 1.5
 """A trial whose first steps are that many times slower than the best is cut off."""
 FINAL = Effort(fidelity="whole", min_steps=3, max_steps=8, seconds=6.0, target=0.01)
@@ -84,7 +84,7 @@ class Campaign:
         left = self.left()
         self.events.trial_begins(number, plan, purpose, left)
         walls = [one.wall_seconds for one in self.trials if isinstance(one.outcome, Measured)]
-        longest = min(LONGEST_TRIAL_SECONDS, max(LEAST_LIMIT_SECONDS, SLOWEST * max(walls, default=math.inf)))
+        longest = min(LONGEST_TRIAL_SECONDS, max(LEAST_LIMIT_SECONDS, SLOWEST * median(walls) if walls else math.inf))
         longest += _LATER * registry.extra_seconds(plan, self.facts)
         limit = longest if left is None else max(10.0, min(longest, left))
         trial = self.runner.run(number, plan, effort, purpose=purpose, limit_seconds=limit)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -31,23 +30,34 @@ class Commands(click.Group):
             if sys.stdout is not None:
                 sys.stdout.flush()
         except OSError as error:
-            _let_go_of_stdout()
+            _let_go(sys.stdout)
             if error.errno != errno.EPIPE:  # a reader that has seen enough, such as head, is no failure
-                with contextlib.suppress(OSError):
-                    click.echo(f"error: {_shown(str(error))}", err=True)
+                _complain(f"error: {_shown(str(error))}")
                 context.exit(MachineError.exit_code)
         except AutofitError as error:
-            with contextlib.suppress(OSError):
-                click.echo(f"{'' if isinstance(error, NothingFits) else 'error: '}{_shown(error.message)}", err=True)
-                if error.hint:
-                    click.echo(f"\nhint: {_shown(error.hint)}", err=True)
+            _complain(f"{'' if isinstance(error, NothingFits) else 'error: '}{_shown(error.message)}")
+            if error.hint:
+                _complain(f"\nhint: {_shown(error.hint)}")
             context.exit(error.exit_code)
         except KeyboardInterrupt:
-            with contextlib.suppress(OSError):
-                click.echo("interrupted", err=True)
+            _complain("interrupted")
             context.exit(Interrupted.exit_code)
         else:
             return found
+
+
+def _complain(words: str) -> None:
+    """A line on stderr, where somebody reads it."""
+    try:
+        click.echo(words, err=True)
+    except OSError:
+        _let_go(sys.stderr)
+
+
+def _let_go(stream: TextIO | None) -> None:
+    from autofit.console import let_go
+
+    let_go(stream)
 
 
 def _hold_streams() -> None:
@@ -57,12 +67,6 @@ def _hold_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-
-
-def _let_go_of_stdout() -> None:
-    """Leave nothing to be written when the interpreter ends."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -36,6 +38,13 @@ def short(plan: Plan) -> str:
     return " ".join(words)
 
 
+def let_go(stream: TextIO | None) -> None:
+    """Lead a stream that can't be written to nowhere, so that nothing fails when the interpreter flushes it."""
+    with contextlib.suppress(OSError, ValueError):
+        if stream is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Talk(Console):
     """A console on stderr that falls silent where nobody reads any more; rich's own would end the process."""
 
@@ -43,8 +52,9 @@ class Talk(Console):
         super().__init__(stderr=True, highlight=False)
 
     def on_broken_pipe(self) -> None:
-        """Say nothing from now on."""
+        """Say nothing from now on, and keep nothing to be said at the end."""
         self.quiet = True
+        let_go(sys.stderr)
 
 
 class ConsoleEvents:

@@ -77,7 +77,7 @@ class Place:
         """Seconds by plan, and their spread, where nothing happens."""
         if self._undisturbed is None:
             arena = self.arena("undisturbed")
-            tune = arena.start("--among", "checkpointing=off,full")
+            tune = arena.start()
             assert tune.end() == 0, tune.said()
             steps: dict = {}
             for trial in arena.trials():
@@ -271,7 +271,14 @@ def survives(place: Place, one: Fault) -> dict:
     same = plan == fastest or behind <= noise
     assert same or not one.answers, f"the answer is {plan.words()}, not {fastest.words()}"
     shutil.rmtree(arena.root, ignore_errors=True)
-    return {**row, "same_plan": plan == fastest, "seconds": round(time.monotonic() - began, 1)}
+    answers = [f"{name['micro_batch']}-{name['checkpointing']}" for name in (plan, fastest)]
+    return {
+        **row,
+        "same_plan": plan == fastest,
+        "answer": answers[0],
+        "undisturbed": answers[1],
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 # --- a trial dies, hangs, or finds no memory --------------------------------------------------------------------------

@@ -121,6 +121,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="no talk")
     options = parser.parse_args()
     campaign.LEAST_LIMIT_SECONDS = 3.0 if not options.real else 10.0
+    campaign.SLOWEST = 3
     campaign.MOST_REPEATS = 0
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
         result = soak(Path(folder), options)
@@ -182,15 +183,10 @@ def soak(root: Path, options: argparse.Namespace) -> dict:
                 ),
                 "stray_files": [path.name for path in output.rglob("*.tmp")],
             }
-        others = [one.pid for one in first.children(recursive=True)]
         helper = server._process.pid if server._process else 0
-        orphans = [pid for pid in others if pid != helper]
-        orphans += [
-            one.pid for one in psutil.process_iter()
-            if "tests.synthetic" in " ".join(_line(one)) and one.pid not in (helper, *others) and _ours(one, root)
-        ]  # fmt: skip
+        orphans = [pid for pid in _ours(root) if pid != helper]
     time.sleep(0.5)
-    left = [one.pid for one in psutil.Process().children(recursive=True)]
+    left = _ours(root)
     strays = [path.name for path in (root / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
     quiet, loud = answers["undisturbed"], answers["soak"]
     ratio = loud.measured.step_seconds / quiet.measured.step_seconds if loud and quiet else None
@@ -230,16 +226,15 @@ def _plans(trials: list) -> int:
     return len({trial.plan for trial in trials})
 
 
-def _line(one: psutil.Process) -> list[str]:
-    with contextlib.suppress(psutil.Error):
-        return one.cmdline()
-    return []
-
-
-def _ours(one: psutil.Process, root: Path) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return one.environ().get("TMPDIR") == str(root / "tmp")
-    return False
+def _ours(root: Path) -> list[int]:
+    """All that was started here and runs, whoever its parent is now."""
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            started_here = one.environ().get("TMPDIR") == str(root / "tmp")
+            if started_here and one.pid != os.getpid() and one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one.pid)
+    return found
 
 
 if __name__ == "__main__":
