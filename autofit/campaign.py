@@ -104,8 +104,8 @@ class Campaign:
 
     def _doubt(self, trial: Trial) -> str | None:
         """Why a trial may say nothing of its plan, in words; ``None`` where it does, or enough were repeated."""
-        why = doubt(trial)
-        if why is None:
+        why, left = doubt(trial), self.left()
+        if why is None or (left is not None and left < trial.wall_seconds):
             return None
         if not isinstance(trial.outcome, Measured):
             return why if self.credit > 0 else None

@@ -160,7 +160,7 @@ class ProcessRunner:
 
     def _squeezed(self, plan: Plan, outcome: OutOfMemory, *, killed: bool) -> OutOfMemory:
         """The outcome, marked where somebody else held the memory."""
-        if outcome.where == "host" and not killed:
+        if outcome.where == "host":
             return outcome
         limit = self.facts.workload.limit_bytes
         crowded = self.free_bytes() < min(limit, self.facts.hardware.free_bytes) - _SLACK_BYTES
@@ -220,9 +220,10 @@ def spilled(plan: Plan, outcome: Measured, known: Sequence[Trial], facts: Facts)
     several times as long as with fewer rows, where they should be shorter.
     """
     hardware = facts.hardware
+    if outcome.peak_bytes > hardware.total_bytes:
+        there = size(hardware.total_bytes)
+        return f"held {size(outcome.peak_bytes)}, which is more than the {there} that are there: it spilled"
     physical = hardware.free_bytes if hardware.device == "cuda" else hardware.total_bytes
-    if outcome.peak_bytes > physical:
-        return f"held {size(outcome.peak_bytes)}, which is more than the {size(physical)} that are there: it spilled"
     if outcome.peak_bytes < _NEARLY_FULL * physical:
         return None
     for other in known:

@@ -28,6 +28,10 @@ def server(tmp_path_factory):
         yield started
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all-faults", action="store_true", help="inject every fault, not a part of them: ten minutes")
+
+
 FAULT_TABLE = pytest.StashKey()
 
 

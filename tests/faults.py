@@ -218,12 +218,16 @@ class Fault:
     inject: Callable[[Arena], None]
     answers: bool = True
     """Whether the answer must be that of an undisturbed tune."""
+    code: str | None = None
+    """What a trial does, where the fault is one of a trial's process."""
+    kind: type | None = None
+    """What becomes of that trial."""
 
 
 FAULTS: list[Fault] = []
 
 
-def fault(name: str, injected: str, **more: bool) -> Callable:
+def fault(name: str, injected: str, **more: object) -> Callable:
     def add(inject: Callable[[Arena], None]) -> Callable[[Arena], None]:
         FAULTS.append(Fault(name=name, injected=injected, inject=inject, **more))
         return inject
@@ -287,7 +291,7 @@ def survives(place: Place, one: Fault) -> dict:
 def in_a_trial(name: str, injected: str, code: str, kind: type, words: str) -> None:
     """A fault inside the process of the winner's first trial; the trial is looked at twice, and the plan still wins."""
 
-    @fault(name, injected)
+    @fault(name, injected, code=textwrap.dedent(code), kind=kind)
     def inject(arena: Arena) -> None:
         arena.script(WINNER, code)
         tune = arena.start()

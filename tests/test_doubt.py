@@ -88,6 +88,13 @@ def test_failures_that_come_again_are_not_repeated_for_ever():
     assert len(runner.asked) == 8 + CREDIT
 
 
+def test_nothing_is_repeated_when_the_time_is_spent():
+    runner = Scripted(TimedOut(limit_seconds=10.0, phase="step 2"))
+    one = Campaign(facts=FACTS, space=SPACE, runner=runner, left=lambda: 1.5)
+    one.run(SPACE.plans[0], campaign.FINAL, "search")
+    assert len(runner.asked) == 1
+
+
 def test_a_plan_that_fails_twice_is_out():
     plan = SPACE.plans[0]
     good = measured((0.1, 0.1, 0.1), GIB, FACTS)
