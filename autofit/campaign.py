@@ -16,7 +16,7 @@ from autofit.clock import Effort
 from autofit.events import Events, Silent
 from autofit.facts import Facts
 from autofit.landscape import Writer
-from autofit.plan import Measured, Plan, Trial, median
+from autofit.plan import Crashed, Diverged, Measured, OutOfMemory, Plan, TimedOut, Trial, median
 from autofit.search import Searcher
 from autofit.space import Space
 from autofit.trials import Runner
@@ -28,6 +28,11 @@ FINALISTS = 3
 ROUNDS = 2
 DISAGREEMENT = 1.15
 MOST_REPEATS = 6
+CREDIT = 3
+"""Failures that are looked at twice, if they come again: what was no accident is not repeated for ever."""
+LEAST_LIMIT_SECONDS = 120.0
+SLOWEST = 10
+"""A trial that takes so many times as long as those that were measured hangs."""
 HOPELESS = 1.5
 """A trial whose first steps are that many times slower than the best is cut off."""
 FINAL = Effort(fidelity="whole", min_steps=3, max_steps=8, seconds=6.0, target=0.01)
@@ -56,6 +61,7 @@ class Campaign:
     record: Writer | None = None
     refused: Mapping[Plan, str] = field(default_factory=dict)
     repeats: int = 0
+    credit: int = CREDIT
     hopeless: float = HOPELESS
 
     @property
@@ -73,24 +79,38 @@ class Campaign:
         return max(fitting, key=lambda pair: pair[0], default=(0.0, None))[1]
 
     def run(self, plan: Plan, effort: Effort, purpose: Literal["search", "final"], *, again: bool = False) -> Trial:
-        """One trial; once more where others took much of the processors meanwhile."""
+        """One trial; once more where it failed in a way that may be no fault of the plan's, or was disturbed."""
         number = max((trial.number for trial in self.trials), default=-1) + 1
         left = self.left()
         self.events.trial_begins(number, plan, purpose, left)
-        longest = LONGEST_TRIAL_SECONDS + _LATER * registry.extra_seconds(plan, self.facts)
+        walls = [one.wall_seconds for one in self.trials if isinstance(one.outcome, Measured)]
+        longest = min(LONGEST_TRIAL_SECONDS, max(LEAST_LIMIT_SECONDS, SLOWEST * median(walls) if walls else math.inf))
+        longest += _LATER * registry.extra_seconds(plan, self.facts)
         limit = longest if left is None else max(10.0, min(longest, left))
         trial = self.runner.run(number, plan, effort, purpose=purpose, limit_seconds=limit)
         self.trials.append(trial)
         if self.record is not None:
             self.record.add(trial)
         self.events.trial_ends(trial, self.best())
-        outcome = trial.outcome
-        if isinstance(outcome, Measured) and outcome.disturbed and not again and self.repeats < MOST_REPEATS:
-            self.repeats += 1
-            share = outcome.disturbance
-            self.note(f"others took {share:.0%} of the processors during trial {number}: it is measured once more")
-            return self.run(plan, effort, purpose, again=True)
-        return trial
+        doubt = None if again else self._doubt(trial)
+        if doubt is None:
+            return trial
+        self.note(f"{doubt}: it is measured once more")
+        second = self.run(plan, effort, purpose, again=True)
+        if not isinstance(trial.outcome, Measured):
+            cured = isinstance(second.outcome, Measured)
+            self.credit = min(CREDIT, self.credit + 1) if cured else self.credit - 1
+        return second
+
+    def _doubt(self, trial: Trial) -> str | None:
+        """Why a trial may say nothing of its plan, in words; ``None`` where it does, or enough were repeated."""
+        why, left = doubt(trial), self.left()
+        if why is None or (left is not None and left < trial.wall_seconds):
+            return None
+        if not isinstance(trial.outcome, Measured):
+            return why if self.credit > 0 else None
+        self.repeats += 1
+        return why if self.repeats <= MOST_REPEATS else None
 
     def search(self, searcher: Searcher, most_trials: int) -> None:
         """Ask, run, tell, until nothing is worth trying or the budget is spent."""
@@ -165,3 +185,26 @@ class Campaign:
             if trial.purpose == "final" and trial.plan == plan and isinstance(trial.outcome, Measured)
         ]
         return len(seconds) == ROUNDS and max(seconds) > DISAGREEMENT * min(seconds)
+
+
+def doubt(trial: Trial) -> str | None:
+    """Why a trial may say nothing of its plan, in words.
+
+    A ceiling that was broken and a value that can't be had are the plan's own; what crashed, hung or was disturbed
+    may be an accident.
+    """
+    found, which = trial.outcome, f"trial {trial.number}"
+    words = None
+    if isinstance(found, Measured) and found.disturbed:
+        words = f"others took {found.disturbance:.0%} of the processors during {which}"
+    elif isinstance(found, Measured) and found.paused:
+        words = f"the machine stood still during a step of {which}"
+    elif isinstance(found, OutOfMemory) and found.squeezed:
+        words = f"{which} ran out of memory that others had taken"
+    elif isinstance(found, Crashed):
+        words = f"{which} crashed ({found.reason})"
+    elif isinstance(found, Diverged):
+        words = f"the loss of {which} was not finite"
+    elif isinstance(found, TimedOut):
+        words = f"{which} hung ({found.phase})"
+    return words

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autofit.facts import Facts
-from autofit.plan import Measured, OutOfMemory, Plan, TimedOut, Trial, median, spread
+from autofit.plan import Measured, Outcome, OutOfMemory, Plan, TimedOut, Trial, Unsupported, median, spread
 from autofit.registry import techniques
 from autofit.space import Space
 from autofit.technique import Kind
@@ -116,7 +116,7 @@ def _contenders(
     contenders, refused = [], []
     for plan, tried in by_plan.items():
         runs = [trial.outcome for trial in tried if isinstance(trial.outcome, Measured)]
-        failures = [trial.outcome for trial in tried if not isinstance(trial.outcome, Measured | TimedOut)]
+        failures = _failures(tried)
         if not runs:
             continue
         pooled = _pool(runs)
@@ -136,10 +136,30 @@ def _contenders(
     return contenders, refused
 
 
+def _failures(tried: Sequence[Trial]) -> list[Outcome]:
+    """What speaks against a plan that was measured, too.
+
+    Where others held the memory nothing does; a first failure after which the plan was measured is an accident,
+    unless it broke the ceiling.
+    """
+    failures = [
+        (place, trial.outcome)
+        for place, trial in enumerate(tried)
+        if not isinstance(trial.outcome, Measured | TimedOut)
+        and not (isinstance(trial.outcome, OutOfMemory) and trial.outcome.squeezed)
+    ]
+    if len(failures) == 1:
+        place, only = failures[0]
+        ran_after = any(isinstance(trial.outcome, Measured) for trial in tried[place + 1 :])
+        if ran_after and not isinstance(only, OutOfMemory | Unsupported):
+            return []
+    return [outcome for _, outcome in failures]
+
+
 def _pool(runs: Sequence[Measured]) -> Measured:
     """All measurements of a plan as one: times of the best fidelity, memory and MFU at their most."""
     whole = [run for run in runs if run.fidelity == "whole"] or list(runs)
-    timed = [run for run in whole if not run.disturbed] or whole
+    timed = [run for run in whole if not run.disturbed and not run.paused] or whole
     newest = timed[-1]
     steps = tuple(step for run in timed for step in run.steps)
     seconds = median(steps) if steps else median([run.step_seconds for run in timed])
@@ -201,7 +221,7 @@ def nearest_change(trials: Sequence[Trial], space: Space, limit_bytes: int, fact
         (trial.outcome.peak_bytes, trial.plan, trial.outcome)
         for trial in trials
         if isinstance(trial.outcome, Measured)
-        or (isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "device")
+        or (isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "device" and not trial.outcome.squeezed)
     ]
     on_host = any(isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "host" for trial in trials)
     if not seen:

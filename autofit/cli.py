@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from autofit import __version__
-from autofit.errors import AutofitError, Interrupted, NothingFits, PromiseBroken, Terminated
+from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits, PromiseBroken, Terminated
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,16 +24,49 @@ class Commands(click.Group):
 
     def invoke(self, context: click.Context) -> Any:
         """Run a command."""
+        _hold_streams()
         try:
-            return super().invoke(context)
+            found = super().invoke(context)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError as error:
+            _let_go(sys.stdout)
+            if error.errno != errno.EPIPE:  # a reader that has seen enough, such as head, is no failure
+                _complain(f"error: {_shown(str(error))}")
+                context.exit(MachineError.exit_code)
         except AutofitError as error:
-            click.echo(f"{'' if isinstance(error, NothingFits) else 'error: '}{_shown(error.message)}", err=True)
+            _complain(f"{'' if isinstance(error, NothingFits) else 'error: '}{_shown(error.message)}")
             if error.hint:
-                click.echo(f"\nhint: {_shown(error.hint)}", err=True)
+                _complain(f"\nhint: {_shown(error.hint)}")
             context.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
+            _complain("interrupted")
             context.exit(Interrupted.exit_code)
+        else:
+            return found
+
+
+def _complain(words: str) -> None:
+    """A line on stderr, where somebody reads it."""
+    try:
+        click.echo(words, err=True)
+    except OSError:
+        _let_go(sys.stderr)
+
+
+def _let_go(stream: TextIO | None) -> None:
+    from autofit.console import let_go
+
+    let_go(stream)
+
+
+def _hold_streams() -> None:
+    """Open what was closed of the standard streams: a file that gets such a number would be printed into."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -89,17 +124,14 @@ def tune(model: str, as_json: bool, **options: Any) -> None:
 
     MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo.
     """
-    from rich.console import Console
-
     from autofit import report
-    from autofit.console import ConsoleEvents
+    from autofit.console import ConsoleEvents, Talk
     from autofit.document import DOCUMENT
     from autofit.plan import dump_json
     from autofit.tuning import tune as run
 
-    talk = Console(stderr=True, highlight=False)
     with _terminable():
-        result = run(model, events=ConsoleEvents(talk, options["trials"]), **options)
+        result = run(model, events=ConsoleEvents(Talk(), options["trials"]), **options)
     if as_json:
         click.echo(dump_json(DOCUMENT, result.document), nl=False)
     else:
@@ -244,7 +276,12 @@ def _console(width: int = 100) -> Console:
     """A console on stdout that does not cut lines where nobody can see its width."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else width)
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # noqa: PLE0704 - rich calls it where the error is handled, and would end the process
+
+    seen = sys.stdout is not None and sys.stdout.isatty()
+    return Plain(highlight=False, width=None if seen else width)
 
 
 class _terminable:  # noqa: N801 - used like a function
@@ -254,7 +291,9 @@ class _terminable:  # noqa: N801 - used like a function
         def end(number: int, _frame: object) -> None:
             raise Terminated(f"stopped by {signal.Signals(number).name}")
 
-        self._before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+        numbers = (signal.SIGTERM, signal.SIGHUP)
+        heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup means it
+        self._before = {number: signal.signal(number, end) for number in heard}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

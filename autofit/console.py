@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -35,6 +38,25 @@ def short(plan: Plan) -> str:
     return " ".join(words)
 
 
+def let_go(stream: TextIO | None) -> None:
+    """Lead a stream that can't be written to nowhere, so that nothing fails when the interpreter flushes it."""
+    with contextlib.suppress(OSError, ValueError):
+        if stream is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Talk(Console):
+    """A console on stderr that falls silent where nobody reads any more; rich's own would end the process."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True, highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing from now on, and keep nothing to be said at the end."""
+        self.quiet = True
+        let_go(sys.stderr)
+
+
 class ConsoleEvents:
     """Shows a tune on a console.
 
@@ -54,6 +76,7 @@ class ConsoleEvents:
         self._live = Live(
             get_renderable=self._status, console=console, refresh_per_second=4, transient=True, redirect_stdout=False
         )
+        self._gone = False
         if console.is_terminal:
             self._live.start()
 
@@ -100,10 +123,17 @@ class ConsoleEvents:
 
     def close(self) -> None:
         """Take the live panel away."""
-        self._live.stop()
+        with contextlib.suppress(OSError):
+            self._live.stop()
 
     def _line(self, words: str) -> None:
-        self.console.print(Text(words), soft_wrap=True)
+        """A line; where nobody reads any more, a tune goes on all the same."""
+        if self._gone:
+            return
+        try:
+            self.console.print(Text(words), soft_wrap=True)
+        except OSError:
+            self._gone = True
 
     def _status(self) -> Group:
         spent = time.monotonic() - self.began

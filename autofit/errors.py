@@ -7,6 +7,7 @@
     ├── PromiseBroken            4   a launch did not keep what was promised
     ├── EmissionError            1   an emitted file is not one that its reader takes: a bug
     ├── MachineError             5   the machine stands in the way: disk, device, a second tune
+    │   └── ServerLost           5   the process that starts trials died while one ran
     ├── Interrupted            130   Ctrl-C
     └── Terminated             143   SIGTERM or SIGHUP
 
@@ -72,6 +73,10 @@ class MachineError(AutofitError):
     """The machine stands in the way: a full disk, a missing device, another tune on the same device."""
 
     exit_code = 5
+
+
+class ServerLost(MachineError):  # noqa: N818 - what happened
+    """The process that starts trials died while one ran; the next trial gets a new one."""
 
 
 class Interrupted(AutofitError):  # noqa: N818 - said by the user

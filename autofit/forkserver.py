@@ -30,10 +30,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autofit.errors import MachineError
+import psutil
+
+from autofit.errors import MachineError, ServerLost
 from autofit.files import write_atomically, writing
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_TICK_SECONDS = 1.0
 _FIRST = ("torch", "transformers", "transformers.modeling_utils")
 _ALWAYS = ("torch._dynamo", "accelerate.commands.launch")
 # peft and bitsandbytes, which Trainer's module imports, ask for the device at import; a forked child can't use CUDA
@@ -58,6 +62,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._buffer = b""
+        self._job = 0
 
     def start(self) -> None:
         """Start the server without waiting for it."""
@@ -66,7 +71,7 @@ class ForkServer:
         environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
         here = str(Path(__file__).resolve().parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(p for p in (here, environment.get("PYTHONPATH")) if p)
-        with self.log.open("ab") as log:
+        with writing(self.log), self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "autofit.forkserver", str(theirs.fileno()), self.device, *self.modules],
                 pass_fds=(theirs.fileno(),),
@@ -83,6 +88,8 @@ class ForkServer:
     def run(self, folder: Path, *, kill_after_seconds: float, early: bool = False) -> int | None:
         """Run the job in a folder and wait for its end.
 
+        Its time is that in which this process lived: where both were stopped for an hour, the hour does not count.
+
         Args:
             folder: Holds its ``job.json``.
             kill_after_seconds: From its start.
@@ -93,25 +100,31 @@ class ForkServer:
 
         Raises:
             MachineError: The server can't be started.
+            ServerLost: It ended while the job ran.
         """
         if self._process is None or self._process.poll() is not None:
             self.close()
             self.start()
         self._send({"run": str(folder), "early": early})
-        deadline = None
+        left = None
         late = False
         while True:
-            wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-            message = self._receive(wait)
+            asked = time.monotonic()
+            message = self._receive(None if left is None else max(0.0, min(left, _TICK_SECONDS)))
+            if left is not None:
+                left -= min(time.monotonic() - asked, 2 * _TICK_SECONDS)
             if message is None:
-                late = True
-                self._kill()
-                deadline = None
+                if left is not None and left <= 0:
+                    late = True
+                    self._kill()
+                    left = None
             elif "ready" in message:
                 self.import_seconds = float(message["ready"])
             elif "pid" in message:
-                deadline = time.monotonic() + kill_after_seconds
+                self._job = int(message["pid"])
+                left = kill_after_seconds
             elif "exit" in message:
+                self._job = 0
                 return None if late else int(message["exit"])
 
     def _kill(self) -> None:
@@ -128,6 +141,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server, and with it the job that is running."""
+        self._job = 0
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -200,12 +214,16 @@ class ForkServer:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(5)  # the socket closes a little before its end
+        job = self._job
+        if job:  # it dies with the server, but what it has started does not
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(job, signal.SIGKILL)
         self.close()
         tail = ""
         with contextlib.suppress(OSError):
             lines = self.log.read_text("utf-8", "replace").strip().splitlines()
             tail = lines[-1] if lines else ""
-        return MachineError(
+        return (ServerLost if job else MachineError)(
             f"the process that starts trials ended (status {status}){': ' + tail if tail else ''}",
             hint=f"its log is {self.log}; go on with --resume",
         )
@@ -236,9 +254,24 @@ class _Server:
             self.end()
 
     def end(self, *_: object) -> NoReturn:
-        """Kill the job's group and go."""
-        self.signal(signal.SIGKILL)
+        """Kill the job and all that it has started, and go."""
+        self.sweep()
         os._exit(0)
+
+    def sweep(self) -> None:
+        """Kill the job's group, and what has left the group: an orphan becomes a child of this process."""
+        self.signal(signal.SIGKILL)
+        for _ in range(100):
+            children = psutil.Process().children(recursive=True)
+            for one in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            if not children:
+                return
+            time.sleep(0.005)
 
     def signal(self, number: int) -> None:
         """Send a signal to the job's whole group."""
@@ -271,7 +304,7 @@ class _Server:
             os.close(ended)
             if ended in readable:
                 _, status = os.waitpid(self.child, 0)
-                self.signal(signal.SIGKILL)  # what the job has left behind
+                self.sweep()  # what the job has left behind
                 self.child = 0
                 self.say({"exit": status})
         if self.control in readable:
@@ -314,6 +347,7 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...]) -> NoReturn:
     signal.signal(signal.SIGTERM, server.end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(os.getppid(), signal.SIGTERM)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     server.load((*_FIRST, *modules), ready_for_early=False)
     server.load((*_ALWAYS, *(_ON_CPU if device == "cpu" else ())), ready_for_early=True)
     server.say({"ready": time.monotonic() - began})

@@ -47,7 +47,7 @@ STARTED = "started"
 REJECTED = "rejected"
 """The kind of a proposal that was answered without running it."""
 _LEAST_EXCESS = 0.01
-_UNREADABLE = (LookupError, ValueError, TypeError, AttributeError, AssertionError, optuna.exceptions.OptunaError)
+UNREADABLE = (LookupError, ValueError, TypeError, AttributeError, AssertionError, optuna.exceptions.OptunaError)
 
 
 class FlockLock(BaseJournalFileLock):
@@ -102,7 +102,7 @@ class Record:
 def record(trial: Trial, limit_bytes: int) -> Record:
     """How a trial is told to a study."""
     outcome: Outcome = trial.outcome
-    attributes: dict[str, Any] = {"kind": outcome.kind, "plan": dict(trial.plan)}
+    attributes: dict[str, Any] = {"kind": _kind(outcome), "plan": dict(trial.plan)}
     match outcome:
         case Measured():
             attributes["peak_bytes"] = outcome.peak_bytes
@@ -117,11 +117,17 @@ def record(trial: Trial, limit_bytes: int) -> Record:
             attributes["where"] = outcome.where
             attributes["peak_bytes"] = outcome.peak_bytes
             excess = max(outcome.peak_bytes / limit_bytes - 1, _LEAST_EXCESS)
+            if outcome.squeezed:  # it says nothing of the plan
+                return Record(state=TrialState.FAIL, value=None, constraint=None, attributes=attributes)
             return Record(state=TrialState.PRUNED, value=None, constraint=excess, attributes=attributes)
         case TimedOut():
             return Record(state=TrialState.PRUNED, value=None, constraint=None, attributes=attributes)
         case _:
             return Record(state=TrialState.FAIL, value=None, constraint=None, attributes=attributes)
+
+
+def _kind(outcome: Outcome) -> str:
+    return "squeezed" if isinstance(outcome, OutOfMemory) and outcome.squeezed else outcome.kind
 
 
 def tell(study: optuna.Study, asked: optuna.Trial, trial: Trial, limit_bytes: int) -> None:
@@ -247,7 +253,7 @@ def _from_journal(path: Path, sampler: Any, trials: Sequence[Trial], space: Spac
     try:
         study = _load(JournalStorage(JournalFileBackend(str(path), lock_obj=_lock(path))), STUDY, sampler)
         usable = _agrees(study, trials, space)
-    except _UNREADABLE:
+    except UNREADABLE:
         usable = False
     if not usable:
         number = 1
@@ -295,7 +301,7 @@ def _agrees(study: optuna.Study, trials: Sequence[Trial], space: Space) -> bool:
         if number is None:
             continue
         true = known.get(number)
-        same = true and held.user_attrs["plan"] == dict(true.plan) and held.user_attrs["kind"] == true.outcome.kind
+        same = true and held.user_attrs["plan"] == dict(true.plan) and held.user_attrs["kind"] == _kind(true.outcome)
         if not same:
             return False
     return study.direction == StudyDirection.MAXIMIZE

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import re
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -188,6 +189,25 @@ def device_used_bytes(uuid: str | None) -> int:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
     finally:
         pynvml.nvmlShutdown()
+
+
+def control_groups() -> Iterator[Path]:
+    """The kernel's groups that bound this process's memory, its own first, then those around it."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text("ascii", "replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _number, kinds, name = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        root = Path("/sys/fs/cgroup/memory" if kinds else "/sys/fs/cgroup")
+        own = root / name.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_dir():
+                yield folder
+            if folder == root:
+                break
 
 
 def meter(facts: Facts) -> Meter:

@@ -189,10 +189,19 @@ class Measured:
         """
         return self.disturbance > 0.25
 
+    @property
+    def paused(self) -> bool:
+        """Whether a step stood still: the process was stopped meanwhile, and the times are no measurement."""
+        usual = min(self.steps, default=0.0)
+        return not self.evidence.recompiles and max(self.steps, default=0.0) > 5 * usual + 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
-    """The ceiling was broken, on the device or on the host; ``peak_bytes`` is the most that was seen held."""
+    """The ceiling was broken, on the device or on the host; ``peak_bytes`` is the most that was seen held.
+
+    ``squeezed``: the plan held less than the ceiling, so that somebody else held the rest; it says nothing of the plan.
+    """
 
     kind: Literal["out_of_memory"] = "out_of_memory"
     where: Literal["device", "host"]
@@ -201,6 +210,7 @@ class OutOfMemory:
     peak_bytes: int
     requested_bytes: int | None = None
     training_seconds: float = 0.0
+    squeezed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from autofit.memory import device_used_bytes
+from autofit.memory import control_groups, device_used_bytes
 
 
 def describe_model(name: str, config: Path, *, trust_remote_code: bool) -> dict[str, Any]:
@@ -148,17 +148,18 @@ def host_memory() -> tuple[int, int]:
     """Total and free bytes of the host, no more than the control group allows."""
     memory = psutil.virtual_memory()
     total, free = int(memory.total), int(memory.available)
-    for limit_file, used_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit = int(Path(limit_file).read_text("ascii"))
-            used = int(Path(used_file).read_text("ascii"))
-        except (OSError, ValueError):
-            continue
-        if limit < total:
-            total, free = limit, max(1, min(free, limit - used))
+    for folder in control_groups():
+        for limit_file, used_file in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            try:
+                limit = int((folder / limit_file).read_text("ascii"))
+                used = int((folder / used_file).read_text("ascii"))
+            except (OSError, ValueError):
+                continue
+            total = min(total, limit)
+            free = max(1, min(free, limit - used))
     return total, free
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -30,7 +30,7 @@ import optuna
 from optuna.trial import TrialState
 
 from autofit import journal
-from autofit.errors import InputError, near
+from autofit.errors import InputError, MachineError, near
 from autofit.facts import Facts
 from autofit.forecast import Forecast
 from autofit.insight import Expected
@@ -69,8 +69,10 @@ class Searcher:
         limit_bytes: int,
         seed: int = 0,
         forecast: Forecast | None = None,
+        reopen: Callable[[optuna.samplers.BaseSampler], optuna.Study] | None = None,
     ) -> None:
         self.space = space
+        self._reopen = reopen
         self.study = study
         self.name = sampler
         self.limit_bytes = limit_bytes
@@ -88,15 +90,31 @@ class Searcher:
             MachineError: The study could not be written.
         """
         with journal.writing("the search's journal"):
-            trial, self.reason = self._ask()
-            if trial is None:
-                self.stopped = self.reason
-                return None
-            plan = self.space.plans[self._place(trial)]
-            trial.set_user_attr("kind", journal.STARTED)
-            trial.set_user_attr("plan", dict(plan))
+            try:
+                return self._next()
+            except (FileNotFoundError, *journal.UNREADABLE):
+                if not self._renewed():
+                    raise
+                return self._next()
+
+    def _next(self) -> Plan | None:
+        trial, self.reason = self._ask()
+        if trial is None:
+            self.stopped = self.reason
+            return None
+        plan = self.space.plans[self._place(trial)]
+        trial.set_user_attr("kind", journal.STARTED)
+        trial.set_user_attr("plan", dict(plan))
         self._asked[plan] = trial
         return plan
+
+    def _renewed(self) -> bool:
+        """Open the study anew, mended by the outcomes: somebody has written into it, or taken it away."""
+        if self._reopen is None:
+            return False
+        self.study = self._reopen(self.study.sampler)
+        self._asked.clear()
+        return True
 
     def tell(self, trial: Trial) -> None:
         """Say what came of a plan, also of one that was not asked for. Finals say nothing here.
@@ -108,10 +126,14 @@ class Searcher:
             return
         with journal.writing("the search's journal"):
             asked = self._asked.pop(trial.plan, None)
-            if asked is None:
-                journal.add(self.study, trial, self.space, self.limit_bytes)
-            else:
-                journal.tell(self.study, asked, trial, self.limit_bytes)
+            try:
+                if asked is None:
+                    journal.add(self.study, trial, self.space, self.limit_bytes)
+                else:
+                    journal.tell(self.study, asked, trial, self.limit_bytes)
+            except (FileNotFoundError, *journal.UNREADABLE):
+                if not self._renewed():
+                    raise
 
     def expected(self, plan: Plan) -> Expected | None:
         """What is believed of a plan after what was measured; ``None`` where nothing was, or it is no plan here."""
@@ -201,7 +223,8 @@ def open_searcher(
         sampler: ``autofit``, ``tpe``, ``gp``, ``random`` or ``grid``.
         seed: Of whatever is drawn at random.
         storage: A database URL to keep the study in, instead of a journal in the folder.
-        trials: What was tried before; their outcomes are the truth, the study follows them.
+        trials: What was tried; their outcomes are the truth, the study follows them. Where the list grows with what
+            is tried later, a study that is damaged meanwhile is mended by it.
         forecast: What the traces say of the plans' memory.
 
     Raises:
@@ -209,15 +232,19 @@ def open_searcher(
         MachineError: The folder or the database can't be written.
     """
     limit_bytes = facts.workload.limit_bytes
-    study = journal.open_study(
-        folder,
-        storage=storage,
-        sampler=make_sampler(sampler, space, facts, seed, forecast),
-        trials=trials,
-        space=space,
-        limit_bytes=limit_bytes,
-    )
-    return Searcher(space, study, sampler=sampler, limit_bytes=limit_bytes, seed=seed, forecast=forecast)
+
+    def study(own: optuna.samplers.BaseSampler) -> optuna.Study:
+        return journal.open_study(
+            folder, storage=storage, sampler=own, trials=trials, space=space, limit_bytes=limit_bytes
+        )
+
+    def again(own: optuna.samplers.BaseSampler) -> optuna.Study:
+        if not folder.is_dir():
+            raise MachineError(f"{folder} is gone: it was deleted or moved while the tune ran", hint="tune again")
+        return study(own)
+
+    first = study(make_sampler(sampler, space, facts, seed, forecast))
+    return Searcher(space, first, sampler=sampler, limit_bytes=limit_bytes, seed=seed, forecast=forecast, reopen=again)
 
 
 def make_sampler(

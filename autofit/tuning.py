@@ -10,7 +10,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -22,6 +22,7 @@ from autofit import document as documents
 from autofit.answer import Result
 from autofit.campaign import Campaign
 from autofit.device import choose_device
+from autofit.emit import ASIDE
 from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits, Terminated
 from autofit.events import Events, Silent
 from autofit.facts import Facts, LaunchPath
@@ -31,7 +32,8 @@ from autofit.forkserver import ForkServer
 from autofit.guard import Guards, Look
 from autofit.landscape import Replay
 from autofit.locks import device_lock, held
-from autofit.plan import Measured, OutOfMemory, Plan, Trial, median
+from autofit.plan import Measured, Outcome, OutOfMemory, Plan, Trial, median
+from autofit.probe import host_memory
 from autofit.question import TRIALS, Request, Search
 from autofit.source import fetch, modeling_module
 from autofit.traces import Traces, cache_folder
@@ -47,6 +49,8 @@ LOCK = ".lock"
 FORKSERVER_LOG = "forkserver.log"
 JOURNAL = "journal.log"
 NOTICEABLE = 0.1
+LEAST_DISK_BYTES = 64 * units.MIB
+LEAST_HOST_BYTES = 2 * units.GIB
 MOST_GUARDS = 3
 
 
@@ -135,6 +139,7 @@ def tune(
     usable_folder(folder)
     teller = events or Silent()
     with held(folder / LOCK, f"another tune is writing {folder}", "give each tune its own --output"):
+        _sweep(folder)
         try:
             return _Tune(folder, request, settings, teller, runner).run(resume=resume)
         finally:
@@ -149,6 +154,32 @@ def predicted(plans: Space, cast: Forecast | None) -> dict[Plan, int]:
         return {}
     pairs = zip(plans.plans, cast.device_bytes.tolist(), strict=True)
     return {plan: round(peak) for plan, peak in pairs if not math.isnan(peak)}
+
+
+@contextlib.contextmanager
+def _best_in_hint(campaign: Campaign) -> Iterator[None]:
+    """Say what is known so far where the machine stands in the way: it may be all that is left of it."""
+    try:
+        yield
+    except MachineError as error:
+        best = campaign.decide()
+        if best is not None:
+            error.hint = f"{error.hint or 'go on with --resume'}; the best so far: {best.plan.words()}"
+        raise
+
+
+def _says_of_memory(outcome: Outcome) -> bool:
+    """Whether it tells what a plan needs."""
+    return isinstance(outcome, Measured) or (isinstance(outcome, OutOfMemory) and not outcome.squeezed)
+
+
+def _sweep(folder: Path) -> None:
+    """Take away what a tune that was killed has left half written; nobody else writes here now."""
+    for left in (*folder.glob(".ask-*"), folder / ASIDE):
+        shutil.rmtree(left, ignore_errors=True)
+    for left in (*folder.glob(".*.tmp"), *(folder / TRIALS).glob("*/.*.tmp")):
+        with contextlib.suppress(OSError):
+            left.unlink()
 
 
 def _leave_no_trace(folder: Path, *, whole: bool) -> None:
@@ -224,13 +255,16 @@ class _Tune:
             sampler=settings.sampler,
             seed=self.request.seed,
             storage=settings.storage,
-            trials=tuple(self.trials),
+            trials=self.trials,
             forecast=cast,
         )
         if not (self.folder / question.REQUEST).exists():
             question.keep(self.folder, self.request, facts)
         self.events.ready(facts, plans, len(self.trials))
-        runner = self.given_runner or ProcessRunner(self.folder / TRIALS, facts, config, server, predicted(plans, cast))
+        self._say_what_is_low(facts)
+        runner = self.given_runner or ProcessRunner(
+            self.folder / TRIALS, facts, config, server, predicted(plans, cast), known=self.trials, note=self._note
+        )
         campaign = Campaign(
             facts=facts,
             space=plans,
@@ -246,11 +280,12 @@ class _Tune:
         stopped: Interrupted | Terminated | None = None
         decision = None
         try:
-            campaign.search(searcher, settings.trials)
-            decision = campaign.playoff()
-            if self.given_runner is None and settings.guard:
-                guards = Guards(self.folder, facts, config, server)
-                decision = self._guarded(decision, guards.look, campaign.playoff)
+            with _best_in_hint(campaign):
+                campaign.search(searcher, settings.trials)
+                decision = campaign.playoff()
+                if self.given_runner is None and settings.guard:
+                    guards = Guards(self.folder, facts, config, server)
+                    decision = self._guarded(decision, guards.look, campaign.playoff)
         except (KeyboardInterrupt, Interrupted) as error:
             stopped = error if isinstance(error, Interrupted) else Interrupted("stopped by Ctrl-C")
         except Terminated as error:
@@ -330,7 +365,7 @@ class _Tune:
                 f"{units.size(facts.workload.limit_bytes)} ({plans.plans[place].words()}). What may help: a ceiling of "
                 f"{needed} (--memory-limit), a shorter sequence (--seq-len), or --allow exact,numeric,method."
             )
-        if not trials or any(isinstance(trial.outcome, Measured | OutOfMemory) for trial in trials):
+        if not trials or any(_says_of_memory(trial.outcome) for trial in trials):
             return NothingFits(choose.nearest_change(trials, plans, facts.workload.limit_bytes, facts))
         last = trials[-1]
         why = getattr(last.outcome, "reason", last.outcome.kind.replace("_", " "))
@@ -343,6 +378,16 @@ class _Tune:
         """Seconds left of the time that was given."""
         given = self.settings.timeout_seconds
         return None if given is None else given - (time.monotonic() - self.began)
+
+    def _say_what_is_low(self, facts: Facts) -> None:
+        """Say before the first trial what may run out: the disk, or the host's memory."""
+        disk, host = shutil.disk_usage(self.folder).free, host_memory()[1]
+        if disk < LEAST_DISK_BYTES:
+            self._note(f"only {units.size(disk)} are free where {self.folder} lies: a long tune may fill the disk")
+        if facts.hardware.device == "cuda" and host < LEAST_HOST_BYTES:
+            self._note(f"only {units.size(host)} of the host's memory are free: each trial needs some of it")
+        elif host < facts.workload.limit_bytes < facts.hardware.free_bytes:
+            self._note(f"only {units.size(host)} are free now, less than the ceiling")
 
     def _say_if_disturbed(self) -> None:
         """Say so where others took a good part of the processors while trials were timed."""

@@ -26,3 +26,24 @@ def server(tmp_path_factory):
             patch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for one another crawl where others compute too
             started.start()
         yield started
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all-faults", action="store_true", help="inject every fault, not a part of them: ten minutes")
+
+
+FAULT_TABLE = pytest.StashKey()
+
+
+@pytest.fixture
+def fault_table(request):
+    """Rows of a table that is printed at the end."""
+    return request.config.stash.setdefault(FAULT_TABLE, [])
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    rows = config.stash.get(FAULT_TABLE, [])
+    if rows:
+        terminalreporter.section("faults")
+        for row in rows:
+            terminalreporter.write_line(f"{row['survived']:<4} {row['fault']:<48} {row['sees'][:120]}")

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from autofit.verify import VERIFICATION, Verification
 
 from .replay import Lent, Replay
 from .synthetic import GIB
+from .tiny import REPOSITORY
 
 OPTIONS = ["--device", "cpu", "--memory-limit", "1GiB", "--seq-len", "32", "--global-batch", "16"]
 TUNE = ["tune", "demo", "--fix", "precision=fp32", *OPTIONS]
@@ -448,3 +450,50 @@ def test_the_doctor_tells_what_is_to_be_had(run, monkeypatch, server):
     assert words.exit_code == 0
     for wanted in ("memory:", "packages:", "not installed:", "paged_adamw_8bit", "the device's memory is the host's"):
         assert wanted in words.stdout
+
+
+# --- streams that nobody reads, and signals that nobody wants to hear ------------------------------------------------
+
+COMMAND = [sys.executable, "-m", "autofit.cli", "schema"]
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure():
+    with subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+
+
+def test_a_stdout_that_takes_nothing_is_the_machine():
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(COMMAND, stdout=full, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, check=False)
+    assert done.returncode == 5
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_streams_that_are_closed_from_the_start(closed):
+    done = subprocess.run(
+        f"{shlex.join(COMMAND)} {closed}", shell=True, capture_output=True, cwd=REPOSITORY, check=False
+    )
+    assert done.returncode == 0
+    assert done.stderr == b""
+    assert bool(done.stdout) == (closed == "2>&-")
+
+
+def test_an_error_that_nobody_reads_keeps_its_exit_code(tmp_path):
+    command = [sys.executable, "-m", "autofit.cli", "report", str(tmp_path / "none")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY) as process:
+        process.stderr.close()
+        assert process.wait(60) == 2
+
+
+def test_nohup_is_obeyed():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with cli._terminable():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -41,6 +41,7 @@ def test_the_exit_codes_are_those_that_are_promised():
         "NothingFits": 3,
         "PromiseBroken": 4,
         "MachineError": 5,
+        "ServerLost": 5,
         "Interrupted": 130,
         "Terminated": 143,
     }

@@ -75,7 +75,7 @@ def test_a_folder_in_the_way_is_a_machine_error(tmp_path):
 
 
 def test_a_missing_folder_is_a_machine_error(tmp_path):
-    with pytest.raises(MachineError, match="No such file"):
+    with pytest.raises(MachineError, match="its folder is gone"):
         files.write_atomically(tmp_path / "none" / "file", "text")
 
 

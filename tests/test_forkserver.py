@@ -172,6 +172,47 @@ def test_the_children_that_a_job_leaves_behind_are_ended(server, tmp_path):
     assert gone(pid_in(folder, "child"), pid_in(folder, "forked"))
 
 
+DAEMON = """
+    import os, signal, time
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.fork():
+            os._exit(0)
+        os.write(writer, str(os.getpid()).encode())
+        time.sleep(1000)
+    (folder / "daemon").write_bytes(os.read(reader, 20))
+"""
+
+
+@pytest.mark.parametrize("end", ["", "    os.abort()\n", "    time.sleep(1000)\n"], ids=["ends", "aborts", "hangs"])
+def test_what_has_left_the_job_s_session_is_ended_too(server, tmp_path, end):
+    folder = job(tmp_path / "job", DAEMON + end)
+    server.run(folder, kill_after_seconds=3.0)
+    assert gone(pid_in(folder, "daemon"))
+
+
+def test_a_killed_parent_takes_what_has_left_the_session(tmp_path, quick_path):
+    with parent(tmp_path, "alone", quick_path, DAEMON + "    time.sleep(1000)\n") as process:
+        running = pid_in(tmp_path / "job", "daemon")
+        process.kill()
+        process.wait()
+        assert gone(running)
+
+
+def test_the_time_in_which_all_were_stopped_does_not_count(tmp_path, quick_path):
+    code = WRITE_PID + "import time; began = time.time()\nwhile time.time() < began + 4: time.sleep(0.01)"
+    with parent(tmp_path, "brief", quick_path, code) as process:
+        everybody = [*offspring(process.pid), process.pid] if pid_in(tmp_path / "job") else []
+        for pid in everybody:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(8.0)
+        for pid in reversed(everybody):
+            os.kill(pid, signal.SIGCONT)
+        assert process.wait(60) == 0, "the job was killed for taking too long"
+
+
 def test_a_killed_server_is_told_and_the_next_job_gets_a_new_one(own_server, tmp_path):
     folder = job(
         tmp_path / "job",
@@ -245,14 +286,15 @@ server.start()
 if sys.argv[2] == "shared" and os.fork() == 0:  # somebody else holds our end of the socket
     Path(sys.argv[1], "holder").write_text(str(os.getpid()))
     time.sleep(1000)
-server.run(Path(sys.argv[1]) / "job", kill_after_seconds=600)
+status = server.run(Path(sys.argv[1]) / "job", kill_after_seconds=6 if sys.argv[2] == "brief" else 600)
+sys.exit(status != 0)
 """
 
 
 @contextlib.contextmanager
-def parent(folder, kind, path):
-    """A process of its own that runs a sleeping job."""
-    job(folder / "job", SLEEP)
+def parent(folder, kind, path, code=SLEEP):
+    """A process of its own that runs a job, a sleeping one by default."""
+    job(folder / "job", code)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), path))}
     process = subprocess.Popen([sys.executable, "-c", PARENT, str(folder), kind], env=environment)
     try:

@@ -480,3 +480,31 @@ def test_what_was_measured_beside_a_busy_neighbour_is_measured_once_more(tune, o
     assert len(set(searched)) <= 6
     assert crowded.plan == quiet.plan
     assert crowded.promise.step_seconds < 2 * quiet.promise.step_seconds
+
+
+def test_what_is_low_is_said_before_the_first_trial(tune, out, monkeypatch):
+    monkeypatch.setattr(tuning.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5 << 20}))
+    monkeypatch.setattr(tuning, "host_memory", lambda: (64 << 30, 100 << 20))
+    notes = tune(Replay(out), trials=1).document.notes
+    assert any(note.startswith("only 5.0 MiB are free where") for note in notes), notes
+    assert any(note.startswith("only 100 MiB are free now, less than the ceiling") for note in notes), notes
+
+
+def test_what_a_killed_tune_has_left_half_written_is_swept(tune, out):
+    tune(Replay(out), trials=1)
+    (out / ".ask-abc").mkdir()
+    (out / ".emitting").mkdir()
+    (out / ".autofit.json.77.tmp").write_text("half")
+    (out / "trials" / "00000" / ".trial.json.77.tmp").write_text("half")
+    tune(Replay(out), trials=1, resume=True)
+    left = [
+        path.name for path in out.rglob("*") if path.name.startswith((".ask", ".emitting")) or path.suffix == ".tmp"
+    ]
+    assert left == []
+
+
+def test_the_best_so_far_is_said_where_the_machine_stands_in_the_way(tune, out):
+    replay = Replay(out, {3: MachineError("the disk is full", hint="free some space")})
+    with pytest.raises(MachineError, match="the disk is full") as caught:
+        tune(replay, trials=6)
+    assert caught.value.hint.startswith("free some space; the best so far: micro_batch=")
