@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from autofit import units
+from autofit.findings import clean
 from autofit.plan import Measured
 from autofit.registry import technique
 from autofit.verify import failure
@@ -103,7 +104,7 @@ class ConsoleEvents:
         self._live.stop()
 
     def _line(self, words: str) -> None:
-        self.console.print(Text(words), soft_wrap=True)
+        self.console.print(Text(clean(words)), soft_wrap=True)
 
     def _status(self) -> Group:
         spent = time.monotonic() - self.began

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from autofit import __version__, space
+from autofit import __version__, neighbours, space
 from autofit.device import choose_device, missing_cuda
 from autofit.document import Offer
 from autofit.facts import Facts, Hardware, Model, Workload
 from autofit.forkserver import ForkServer
 from autofit.loading import PACKAGES, installed
+from autofit.neighbours import Neighbour
 from autofit.plan import dump_json
 from autofit.source import DEMO, fetch
 from autofit.worker import FACTS_FILE, JOBS, DescribeJob
@@ -26,6 +27,8 @@ class Diagnosis:
     Attributes:
         cuda: Why there is no CUDA device, or ``None``.
         missing: Packages that techniques could use and that are not installed.
+        others: Who else holds memory of the device.
+        warnings: What would stand in a tune's way now, in words; of the disk, the one of the working folder.
     """
 
     autofit: str
@@ -34,6 +37,8 @@ class Diagnosis:
     packages: dict[str, str]
     missing: tuple[str, ...]
     choices: tuple[Offer, ...]
+    others: tuple[Neighbour, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 DIAGNOSIS: TypeAdapter[Diagnosis] = TypeAdapter(Diagnosis)
@@ -83,4 +88,6 @@ def examine(device: str = "auto", model: str = DEMO) -> Diagnosis:
             )
             for name, choice in space.offers(facts)
         ),
+        others=neighbours.neighbours(hardware),
+        warnings=neighbours.warnings(hardware, Path.cwd()),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -81,6 +82,10 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     # the library tries five times in half a minute; a hub that can't be reached is asked of the cache alone
     local = constants.HF_HUB_OFFLINE or not _reachable(constants.ENDPOINT)
     try:
+        if not local:
+            length = hf_hub_download(name, "config.json", dry_run=True).file_size or 0
+            if length > MAX_CONFIG_BYTES:
+                raise _too_large(f"the hub's config.json of {name!r}", length)
         if trust_remote_code:
             return Path(snapshot_download(name, allow_patterns=["config.json", "*.py"], local_files_only=local))
         return Path(hf_hub_download(name, "config.json", local_files_only=local))
@@ -119,6 +124,10 @@ def _reachable(endpoint: str, timeout_seconds: float = 5.0) -> bool:
         return False
 
 
+def _too_large(what: str, length: int) -> ModelError:
+    return ModelError(f"{what} has {length} bytes; a config.json has a few thousand", hint="is it the right file?")
+
+
 def read_config(path: Path, name: str) -> dict[str, Any]:
     """The config as an object.
 
@@ -128,9 +137,7 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
     try:
         length = path.stat().st_size
         if length > MAX_CONFIG_BYTES:
-            raise ModelError(
-                f"{path} has {length} bytes; a config.json has a few thousand", hint="is it the right file?"
-            )
+            raise _too_large(str(path), length)
         if length == 0:
             raise ModelError(f"{path} is empty", hint="fetch the model's config.json again")
         text = path.read_text("utf-8")
@@ -174,6 +181,25 @@ def _refuse_code(config: dict[str, Any], name: str) -> None:
             f"{name!r} brings code of its own (auto_map), and nothing but that code can build it",
             hint="read that code, and pass --trust-remote-code if you want it to run here",
         )
+
+
+def own_code(folder: Path, *, trusted: bool) -> str | None:
+    """What becomes of the code that a model brings along, in words; ``None`` where it brings none."""
+    named = read_config(folder / "config.json", str(folder)).get("auto_map")
+    if not named:
+        return None
+    if not trusted:
+        return "the model brings code of its own (auto_map), which is not used: transformers knows its architecture"
+    prints = [
+        f"{path.name} (sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]})"
+        for path in sorted(folder.glob("*.py"))
+    ]
+    values = [str(value) for value in (named.values() if isinstance(named, dict) else [named])]
+    elsewhere = sorted({value.partition("--")[0] for value in values if "--" in value})
+    return (
+        f"--trust-remote-code: the model's own code runs here: {', '.join(prints) or 'no file beside the config'}"
+        + (f"; and code that is fetched from {', '.join(elsewhere)}" if elsewhere else "")
+    )
 
 
 def _known(model_type: str) -> bool:

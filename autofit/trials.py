@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -21,7 +21,9 @@ from pydantic import ValidationError
 from autofit.clock import Effort
 from autofit.files import write_atomically, writing
 from autofit.forkserver import ForkServer
+from autofit.neighbours import crowded
 from autofit.plan import OUTCOME, TRIAL, Crashed, Measured, Outcome, OutOfMemory, Plan, TimedOut, Trial, dump_json
+from autofit.redact import redacted
 from autofit.worker import JOB, JOBS, OUTCOME_FILE, PROGRESS_FILE, TrialJob
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class ProcessRunner:
         config: Folder that holds the model's ``config.json``.
         server: Forks the processes.
         predicted: Peak bytes of each plan by its trace, to stand beside what is measured.
+        say: Told before a trial whose ceiling others have taken a part of.
     """
 
     def __init__(
@@ -58,7 +61,11 @@ class ProcessRunner:
         config: Path,
         server: ForkServer,
         predicted: Mapping[Plan, int] | None = None,
+        *,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self.say = say
+        self._crowded = False
         self.predicted = predicted or {}
         self.folder = folder
         self.facts = facts
@@ -82,6 +89,7 @@ class ProcessRunner:
         job = TrialJob(plan=plan, facts=self.facts, config=str(self.config.resolve()), effort=effort)
         write_atomically(folder / JOB, dump_json(JOBS, job))
         self.settle()
+        self._look_around(number)
         kills_before = memory_kills()
         status = self.server.run(folder.resolve(), kill_after_seconds=limit_seconds)
         outcome = self._outcome(folder, status, limit_seconds, host_ran_out=memory_kills() > kills_before)
@@ -111,6 +119,13 @@ class ProcessRunner:
         slack = 64 << 20
         while device_used_bytes(hardware.uuid) > hardware.others_bytes + slack and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    def _look_around(self, number: int) -> None:
+        """Say so, once, where others have taken a part of the ceiling."""
+        crowd = crowded(self.facts)
+        if crowd is not None and not self._crowded:
+            self.say(f"before trial {number}: {crowd}")
+        self._crowded = crowd is not None
 
     def _outcome(self, folder: Path, status: int | None, limit_seconds: float, *, host_ran_out: bool) -> Outcome:
         """The child's own verdict where it wrote one; else what its end tells."""
@@ -161,7 +176,7 @@ def log_tail(folder: Path) -> str:
         with (folder / "stderr.log").open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
-            return file.read().decode("utf-8", "replace").strip()
+            return redacted(file.read().decode("utf-8", "replace").strip())
     except OSError:
         return ""
 

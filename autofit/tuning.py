@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from autofit import answer, catalogue, choose, insight, landscape, question, search, space, units
+from autofit import answer, catalogue, choose, insight, landscape, neighbours, question, search, space, units
 from autofit import document as documents
 from autofit.answer import Result
 from autofit.campaign import Campaign
@@ -30,10 +30,10 @@ from autofit.forecast import Forecast, forecast
 from autofit.forkserver import ForkServer
 from autofit.guard import Guards, Look
 from autofit.landscape import Replay
-from autofit.locks import device_lock, held
+from autofit.locks import hardware_lock, held
 from autofit.plan import Measured, OutOfMemory, Plan, Trial, median
 from autofit.question import TRIALS, Request, Search
-from autofit.source import fetch, modeling_module
+from autofit.source import fetch, modeling_module, own_code
 from autofit.traces import Traces, cache_folder
 from autofit.trials import ProcessRunner, Runner, finished, trial_folder
 
@@ -182,6 +182,9 @@ class _Tune:
         config = self.folder / documents.MODEL_FOLDER
         if before is None:
             fetch(self.request.model, config, trust_remote_code=self.request.trust_remote_code)
+        code = own_code(config, trusted=self.request.trust_remote_code)
+        if code is not None:
+            self._note(code)
         server = ForkServer(self.folder / FORKSERVER_LOG, device, modeling_module(config))
         with contextlib.closing(server):
             if before is not None:
@@ -191,6 +194,9 @@ class _Tune:
             else:
                 facts = question.read_facts(self.folder, self.request, device, server, self._note)
             with self._device(facts):
+                if self.given_runner is None:
+                    for words in neighbours.warnings(facts.hardware, self.folder):
+                        self._note(words)
                 return self._tune(facts, config, server)
 
     def _chosen_device(self, before: question.Started | None) -> Literal["cuda", "cpu"]:
@@ -199,10 +205,7 @@ class _Tune:
         return choose_device(before.facts.hardware.device if before else self.request.device)
 
     def _device(self, facts: Facts) -> contextlib.AbstractContextManager[None]:
-        if self.given_runner is not None:
-            return contextlib.nullcontext()
-        hardware = facts.hardware
-        return device_lock(hardware.uuid or hardware.visible_id if hardware.device == "cuda" else "cpu")
+        return contextlib.nullcontext() if self.given_runner is not None else hardware_lock(facts.hardware)
 
     def _note(self, words: str) -> None:
         self.notes.append(words)
@@ -230,7 +233,9 @@ class _Tune:
         if not (self.folder / question.REQUEST).exists():
             question.keep(self.folder, self.request, facts)
         self.events.ready(facts, plans, len(self.trials))
-        runner = self.given_runner or ProcessRunner(self.folder / TRIALS, facts, config, server, predicted(plans, cast))
+        runner = self.given_runner or ProcessRunner(
+            self.folder / TRIALS, facts, config, server, predicted(plans, cast), say=self._note
+        )
         campaign = Campaign(
             facts=facts,
             space=plans,

@@ -18,7 +18,9 @@ from autofit import document as documents
 from autofit import units
 from autofit.emit import ARGUMENTS, YAML
 from autofit.errors import InputError, MachineError
+from autofit.locks import hardware_lock
 from autofit.plan import OUTCOME, Measured, Outcome, Promise
+from autofit.redact import redacted
 
 TOLERANCE = {"cuda": 0.10, "cpu": 0.30}
 """How much fewer samples/s than promised are let pass. A CPU is shared: other processes and the host's other guests
@@ -57,7 +59,7 @@ def verify(folder: str | Path, *, steps: int = 5, say: Callable[[str], None] = l
 
     Raises:
         InputError: The folder lacks a file.
-        MachineError: The launch itself could not be started.
+        MachineError: The launch itself could not be started, or a tune is measuring on the device.
     """
     folder = Path(folder)
     document = documents.read(folder)
@@ -69,7 +71,8 @@ def verify(folder: str | Path, *, steps: int = 5, say: Callable[[str], None] = l
     attempts = 2 if device == "cpu" else 1
     best: Verification | None = None
     for attempt in range(1, attempts + 1):
-        command, outcome = _launch(folder, steps)
+        with hardware_lock(document.hardware):
+            command, outcome = _launch(folder, steps)
         found = judge(document.promise, outcome, tolerance=tolerance, command=command, launches=attempt)
         if best is None or found.speed_ratio > best.speed_ratio:
             best = found
@@ -166,7 +169,7 @@ def _launch(folder: Path, steps: int, limit_seconds: float = 3600.0) -> tuple[tu
         try:
             return command, OUTCOME.validate_json(result.read_bytes())
         except (OSError, ValidationError):
-            tail = log.read_text("utf-8", "replace").strip()[-4000:]
+            tail = redacted(log.read_text("utf-8", "replace").strip()[-4000:])
             last = tail.splitlines()[-1] if tail else "no output"
             return command, Crashed(reason=f"the launch ended with status {status}: {last}", log_tail=tail)
 
