@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
+from autofit import strict
 from autofit.errors import ModelError
 from autofit.files import writing
 
@@ -144,8 +144,8 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} can't be read: {error}", hint=_WANTED) from error
     try:
-        config = json.loads(text, parse_constant=_no_constant, parse_int=_small_int, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
+        config = strict.loads(text)
+    except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}", hint="fetch the model's config.json again") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds a JSON {type(config).__name__}, not an object", hint=_WANTED)
@@ -155,23 +155,6 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
             hint="autofit trains models that transformers can build from their config.json",
         )
     return config
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(float(text)):
-        raise ValueError(f"{text[:20]} is too large a number")
-    return float(text)
-
-
-def _small_int(text: str) -> int:
-    number = int(text) if len(text) < 20 else math.inf
-    if abs(number) >= 2**63:
-        raise ValueError(f"{text[:20]}... is too large a number")
-    return int(number)
 
 
 def _refuse_code(config: dict[str, Any], name: str) -> None:
@@ -207,10 +190,10 @@ def _known(model_type: str) -> bool:
     from importlib.util import find_spec
 
     spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
+    if spec is None or spec.origin is None or not re.fullmatch(r"[\w-]{1,100}", model_type):
         return False
     folder = Path(spec.origin).parent / "models" / model_type.replace("-", "_")
-    return bool(re.fullmatch(r"[\w-]+", model_type)) and folder.is_dir()
+    return folder.is_dir()
 
 
 def modeling_module(config: Path) -> tuple[str, ...]:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from pydantic import ValidationError
-
+from autofit import strict
 from autofit.clock import Effort
 from autofit.files import write_atomically, writing
 from autofit.forkserver import ForkServer
@@ -129,8 +128,8 @@ class ProcessRunner:
 
     def _outcome(self, folder: Path, status: int | None, limit_seconds: float, *, host_ran_out: bool) -> Outcome:
         """The child's own verdict where it wrote one; else what its end tells."""
-        with contextlib.suppress(FileNotFoundError, ValidationError):
-            outcome: Outcome = OUTCOME.validate_json((folder / OUTCOME_FILE).read_bytes())
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            outcome: Outcome = strict.read(OUTCOME, (folder / OUTCOME_FILE).read_bytes())
             return outcome
         phase = "start"
         with contextlib.suppress(OSError):
@@ -188,8 +187,8 @@ def finished(folder: Path) -> Iterator[Trial]:
     except FileNotFoundError:
         return
     for name in names:
-        with contextlib.suppress(OSError, ValidationError):
-            trial = TRIAL.validate_json((folder / name / TRIAL_FILE).read_bytes())
+        with contextlib.suppress(OSError, ValueError):
+            trial = strict.read(TRIAL, (folder / name / TRIAL_FILE).read_bytes())
             if trial.number == int(name):
                 yield trial
 

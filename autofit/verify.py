@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from autofit import document as documents
-from autofit import units
+from autofit import strict, units
 from autofit.emit import ARGUMENTS, YAML
 from autofit.errors import InputError, MachineError
 from autofit.locks import hardware_lock
@@ -167,8 +167,8 @@ def _launch(folder: Path, steps: int, limit_seconds: float = 3600.0) -> tuple[tu
         finally:
             _end_group(process)
         try:
-            return command, OUTCOME.validate_json(result.read_bytes())
-        except (OSError, ValidationError):
+            return command, strict.read(OUTCOME, result.read_bytes())
+        except (OSError, ValueError):
             tail = redacted(log.read_text("utf-8", "replace").strip()[-4000:])
             last = tail.splitlines()[-1] if tail else "no output"
             return command, Crashed(reason=f"the launch ended with status {status}: {last}", log_tail=tail)
