@@ -48,7 +48,10 @@ STARTED = "started"
 REJECTED = "rejected"
 """The kind of a proposal that was answered without running it."""
 _LEAST_EXCESS = 0.01
-_UNREADABLE = (LookupError, ValueError, TypeError, AttributeError, AssertionError, optuna.exceptions.OptunaError)
+_UNREADABLE = (
+    LookupError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError, RecursionError,
+    optuna.exceptions.OptunaError,
+)  # fmt: skip
 
 
 class FlockLock(BaseJournalFileLock):

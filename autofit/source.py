@@ -63,7 +63,7 @@ def _source(name: str, *, trust_remote_code: bool) -> Path:
             return path
         if path.is_file():
             return path
-    except (OSError, RuntimeError) as error:  # a name too long for a path, a home that does not exist
+    except (OSError, RuntimeError, ValueError) as error:  # too long for a path, no such home, half a letter
         if not _HUB_ID.fullmatch(name):
             why = getattr(error, "strerror", None) or error  # the error itself holds the whole name again
             raise ModelError(f"MODEL {name[:200]!r} can't be a path: {why}", hint=_WANTED) from error

@@ -186,6 +186,7 @@ def _measured(job: TrialJob, folder: Path) -> Outcome:
 def _launched(plan: Plan, facts: Facts, folder: Path) -> Recipe:
     """Become the process that ``accelerate launch`` starts for a plan, and return its recipe."""
     from autofit.launching import launch_environment, write_yaml
+    from autofit.probe import given_threads
     from autofit.registry import recipe as recipe_of
 
     recipe = recipe_of(plan, facts)
@@ -196,7 +197,7 @@ def _launched(plan: Plan, facts: Facts, folder: Path) -> Recipe:
     from transformers import Trainer, utils
 
     _ = Trainer  # imported before the base of memory is read
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(given_threads() or 1)
     utils.logging.set_verbosity(logging.ERROR)
     warm_up_threads()
     if facts.hardware.device == "cpu":

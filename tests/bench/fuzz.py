@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -347,7 +348,7 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
             lambda s: s.text(s.random.choice(models)), lambda name: source.fetch(_no_folder(name), folder / "into"), 6
         ),
         "config.json": Target(lambda s: s.json(s.random.choice(configs)), read_config, 12),
-        "autofit.json": Target(lambda s: s.json(good_document), read_document, 4),
+        "autofit.json": Target(lambda s: s.json(good_document), read_document, 2),
         "request.json": Target(lambda s: s.json(good_started), read_started, 6),
         "trial.json": Target(lambda s: s.json(good_trial), read_trial, 10),
         "outcome.json": Target(lambda s: s.json(good_outcome), read_outcome, 10),
@@ -487,6 +488,7 @@ def fuzz(inputs: int, seed: int, only: str | None = None, say: Callable[[str], N
     began = time.monotonic()
     home, here = os.environ.get("HOME", ""), Path.cwd()
     with tempfile.TemporaryDirectory(prefix="autofit-fuzz-") as scratch, contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
         os.environ["HOME"] = scratch
         os.chdir(scratch)
         stack.callback(os.environ.__setitem__, "HOME", home)
