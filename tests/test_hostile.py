@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -155,12 +156,14 @@ def test_the_fuzzer_finds_nothing():
 
 def test_the_fuzzer_would_find_something():
     fuzz = program("fuzz")
-    fuzz.HANGS_SECONDS = 0.05
+    fuzz.HANGS_SECONDS, fuzz.SLEEPS_SECONDS = 0.05, 0.1
     bug = fuzz.Target(make=None, give=lambda given: 1 / given)
     slow = fuzz.Target(make=None, give=lambda _: threading.Event().wait(5))
     refused = fuzz.Target(make=None, give=units.parse_size)
     assert fuzz.outcome_of(bug, 0)[0] == "traceback: ZeroDivisionError"
+    busy = fuzz.Target(make=None, give=lambda _: [one for one in itertools.count() if one < 0])
     assert fuzz.outcome_of(slow, 0)[0] == "hang"
+    assert fuzz.outcome_of(busy, 0)[0] == "hang"
     assert fuzz.outcome_of(refused, "x") == ("InputError", "")
 
 
