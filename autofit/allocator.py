@@ -58,6 +58,8 @@ _GRAIN = 2 * MIB // _UNIT  # kRoundLarge; every segment and every page is a mult
 
 _SHIFT = 48  # a free block is one number, size << _SHIFT | start, so that order is by size, then by address
 _START = (1 << _SHIFT) - 1
+MOST_BYTES = (1 << (_SHIFT - 4)) * _UNIT
+"""Of all requests together; beyond it the addresses would not do. That is 8 PiB."""
 _RANGE = _LARGE_SEGMENT << 30  # addresses of one expandable pool: 20 PiB, a multiple of both page sizes
 
 

@@ -230,6 +230,8 @@ def doctor(device: str, model: str, as_json: bool) -> None:
     click.echo(f"autofit {found.autofit} on {hardware.name} ({hardware.device})")
     click.echo(f"memory: {units.size(hardware.free_bytes)} free of {units.size(hardware.total_bytes)}")
     click.echo(f"computes: {', '.join(hardware.precisions)}; {hardware.threads} CPU thread(s) a process")
+    for words in found.warnings:
+        click.echo(_shown(words))
     if found.cuda:
         click.echo(f"no CUDA device: {found.cuda}")
     click.echo("packages: " + ", ".join(f"{name} {version}" for name, version in found.packages.items()))

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from autofit import units
+from autofit.findings import clean
 from autofit.plan import Measured
 from autofit.registry import technique
 from autofit.verify import failure
@@ -131,7 +132,7 @@ class ConsoleEvents:
         if self._gone:
             return
         try:
-            self.console.print(Text(words), soft_wrap=True)
+            self.console.print(Text(clean(words)), soft_wrap=True)
         except OSError:
             self._gone = True
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from autofit import __version__, space
+from autofit import __version__, neighbours, space
 from autofit.device import choose_device, missing_cuda
 from autofit.document import Offer
 from autofit.facts import Facts, Hardware, Model, Workload
 from autofit.forkserver import ForkServer
 from autofit.loading import PACKAGES, installed
+from autofit.neighbours import Neighbour
 from autofit.plan import dump_json
 from autofit.source import DEMO, fetch
 from autofit.worker import FACTS_FILE, JOBS, DescribeJob
@@ -29,6 +30,8 @@ class Diagnosis:
         choices: Every choice with its status: in the search, on request, or withheld.
         techniques: The same in short, as other programs read it: ``technique``, ``choice``, ``class``, ``available``
             (in the search or on request) and ``reason``.
+        others: Who else holds memory of the device.
+        warnings: What would stand in a tune's way now, in words; of the disk, the one of the working folder.
     """
 
     autofit: str
@@ -38,6 +41,8 @@ class Diagnosis:
     missing: tuple[str, ...]
     choices: tuple[Offer, ...]
     techniques: tuple[dict[str, int | str | bool], ...]
+    others: tuple[Neighbour, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 DIAGNOSIS: TypeAdapter[Diagnosis] = TypeAdapter(Diagnosis)
@@ -98,4 +103,6 @@ def examine(device: str = "auto", model: str = DEMO) -> Diagnosis:
             }
             for name, choice in offers
         ),
+        others=neighbours.neighbours(hardware),
+        warnings=neighbours.warnings(hardware, Path.cwd()),
     )

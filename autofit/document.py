@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from autofit import strict
 from autofit.errors import InputError
 from autofit.facts import Facts, Hardware, Model, Workload
-from autofit.plan import Plan, Promise, Trial
+from autofit.plan import Measured, Plan, Promise, Trial
 
 FORMAT = 1
 NAME = "autofit.json"
@@ -142,10 +142,11 @@ def read(folder: str | Path) -> Document:
     """
     path = Path(folder) / NAME
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        raw = strict.loads(text)
     except FileNotFoundError:
         raise InputError(f"{folder} holds no {NAME}", hint="give the folder that `autofit tune` wrote") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} can't be read: {error}", hint="tune again, or with --resume in that folder") from None
     found = raw.get("format") if isinstance(raw, dict) else None
     if found != FORMAT:
@@ -153,11 +154,36 @@ def read(folder: str | Path) -> Document:
             f"{path} has format {found!r}, this version reads {FORMAT}", hint="read it with the version that wrote it"
         )
     try:
-        return DOCUMENT.validate_python(raw)
+        found = DOCUMENT.validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(part)[:80] for part in first["loc"])
         raise InputError(f"{path} is not valid at {where}: {first['msg']}", hint="it was edited by hand?") from None
+    _check_sound(found, path)
+    return found
+
+
+def _check_sound(document: Document, path: Path) -> None:
+    """Refuse what no tune can have written, though each of its fields is of the right kind.
+
+    Raises:
+        InputError: There is such a thing.
+    """
+    batch = document.workload.global_batch
+    plans = [document.plan, *(trial.plan for trial in document.trials), *(point.plan for point in document.front)]
+    for plan in plans:
+        rows, times = plan.get("micro_batch"), plan.get("accumulation")
+        whole = isinstance(rows, int) and isinstance(times, int) and rows > 0 and times > 0
+        if not whole or int(rows or 0) * int(times or 0) * document.workload.processes != batch:
+            raise InputError(
+                f"{path} has a plan that does not make the global batch of {batch}: {plan.words()[:300]}",
+                hint="it was edited by hand?",
+            )
+    promise = document.promise
+    least = min(promise.samples_per_second, promise.tokens_per_second, promise.step_seconds, promise.limit_bytes)
+    measured = [trial.outcome for trial in document.trials if isinstance(trial.outcome, Measured)]
+    if min((least, *(min(one.step_seconds, one.samples_per_second) for one in measured))) <= 0:
+        raise InputError(f"{path} has a speed or a ceiling of nothing", hint="it was edited by hand?")
 
 
 def schema() -> dict[str, Any]:

@@ -20,6 +20,8 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
+from autofit.redact import redacted
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -35,8 +37,8 @@ class AutofitError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = redacted(message)
+        super().__init__(self.message)
         self.hint = hint
 
     def __str__(self) -> str:

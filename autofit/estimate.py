@@ -34,7 +34,7 @@ from autofit.parallel import on_every_core
 from autofit.plan import Plan, dump_json
 from autofit.probe import host_memory
 from autofit.registry import changes, technique
-from autofit.source import fetch, modeling_module
+from autofit.source import fetch, modeling_module, own_code
 from autofit.traces import Traces, cache_folder, model_of, source_hash
 from autofit.units import MIB
 
@@ -151,6 +151,9 @@ def estimate(
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
         folder = Path(scratch)
         config = fetch(str(model), folder / documents.MODEL_FOLDER, trust_remote_code=trust_remote_code)
+        code = own_code(config, trusted=trust_remote_code)
+        if code is not None:
+            say(code)
         here = choose_device("auto") if given is None else "cpu"
         server = ForkServer(folder / "forkserver.log", here, modeling_module(config))
         with contextlib.closing(server):
@@ -329,7 +332,10 @@ def device_bytes(
     events, sizes = footprint.requests(*parts, rows=rows, accumulation=accumulation)
     rounded = [round(size) for size in sizes]
     resolution = max(2 * MIB, found.peak_bytes // 400)
-    capacity = allocator.smallest_capacity(events, rounded, resolution_bytes=resolution)
+    if sum(rounded) > allocator.MOST_BYTES:  # no card of this world
+        capacity = found.peak_bytes
+    else:
+        capacity = allocator.smallest_capacity(events, rounded, resolution_bytes=resolution)
     return capacity + workspace_bytes(hardware.capability) + CONTEXT_BYTES
 
 

@@ -239,10 +239,11 @@ def script_lines(document: Document, folder: str | Path) -> list[str]:
 def launch_commands(document: Document, folder: str | Path) -> list[list[str]]:
     """The commands that train by the emitted files and that check the promise, word by word and unquoted."""
     at = Path(folder)
-    launch = ["accelerate", "launch", "--config_file", str(at / "accelerate.yaml"), "your_script.py"]
+    shown = f"./{at}" if str(at).startswith("-") else str(at)  # it is no option
+    launch = ["accelerate", "launch", "--config_file", f"{shown}/accelerate.yaml", "your_script.py"]
     if document.promise.launch_path == "trainer":
-        launch.append(str(at / "training_args.json"))
-    return [launch, ["autofit", "verify", str(at)]]
+        launch.append(f"{shown}/training_args.json")
+    return [launch, ["autofit", "verify", shown]]
 
 
 def shell_lines(words: list[str], width: int = 76) -> list[str]:

@@ -1,6 +1,7 @@
 """A process that has torch and transformers loaded, and forks one child for each job.
 
 Importing them takes seconds, a fork takes hundredths. The server never touches the device, so that each child can.
+Jobs have no use for tokens and passwords, so their environment holds none: no log and no model's own code tells one.
 It is the parent's child and dies with it: it sees its socket close, and asks the kernel for SIGTERM when the parent
 goes (PR_SET_PDEATHSIG); each job's process is in a session of its own, asks for SIGKILL when the server goes, and is
 killed as a group. Both are needed: the signal alone is lost where the server has not asked yet, the socket alone
@@ -34,6 +35,7 @@ import psutil
 
 from autofit.errors import MachineError, ServerLost
 from autofit.files import write_atomically, writing
+from autofit.redact import harmless
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -68,7 +70,7 @@ class ForkServer:
         """Start the server without waiting for it."""
         ours, theirs = socket.socketpair()
         # a driver that was asked once can't be used after a fork; this asks NVML instead
-        environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {**harmless(os.environ), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
         here = str(Path(__file__).resolve().parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(p for p in (here, environment.get("PYTHONPATH")) if p)
         with writing(self.log), self.log.open("ab") as log:

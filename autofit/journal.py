@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import threading
 import warnings
@@ -47,7 +48,10 @@ STARTED = "started"
 REJECTED = "rejected"
 """The kind of a proposal that was answered without running it."""
 _LEAST_EXCESS = 0.01
-UNREADABLE = (LookupError, ValueError, TypeError, AttributeError, AssertionError, optuna.exceptions.OptunaError)
+UNREADABLE = (
+    LookupError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError, RecursionError,
+    optuna.exceptions.OptunaError,
+)  # fmt: skip
 
 
 class FlockLock(BaseJournalFileLock):
@@ -240,19 +244,19 @@ def open_study(
     searched = [trial for trial in trials if trial.purpose == "search"]
     with writing(folder / NAME if storage is None else "the study's storage"):
         if storage is None:
-            study = _from_journal(folder / NAME, sampler, searched, space)
+            study = _from_journal(folder / NAME, sampler, searched, space, limit_bytes)
         else:
-            study = _from_database(storage, folder, sampler, searched, space)
+            study = _from_database(storage, folder, sampler, searched, space, limit_bytes)
         _complete(study, searched, space, limit_bytes)
     return study
 
 
-def _from_journal(path: Path, sampler: Any, trials: Sequence[Trial], space: Space) -> optuna.Study:
+def _from_journal(path: Path, sampler: Any, trials: Sequence[Trial], space: Space, limit_bytes: int) -> optuna.Study:
     path.parent.mkdir(parents=True, exist_ok=True)
     repair(path)
     try:
         study = _load(JournalStorage(JournalFileBackend(str(path), lock_obj=_lock(path))), STUDY, sampler)
-        usable = _agrees(study, trials, space)
+        usable = _agrees(study, trials, space, limit_bytes)
     except UNREADABLE:
         usable = False
     if not usable:
@@ -264,7 +268,9 @@ def _from_journal(path: Path, sampler: Any, trials: Sequence[Trial], space: Spac
     return study
 
 
-def _from_database(url: str, folder: Path, sampler: Any, trials: Sequence[Trial], space: Space) -> optuna.Study:
+def _from_database(  # noqa: PLR0917 - what open_study was given
+    url: str, folder: Path, sampler: Any, trials: Sequence[Trial], space: Space, limit_bytes: int
+) -> optuna.Study:
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
@@ -277,7 +283,7 @@ def _from_database(url: str, folder: Path, sampler: Any, trials: Sequence[Trial]
         ) from error
     base = name = f"{STUDY}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}"
     number = 1
-    while not _agrees(study := _load(storage, name, sampler), trials, space):
+    while not _agrees(study := _load(storage, name, sampler), trials, space, limit_bytes):
         number += 1
         name = f"{base}-{number}"
     return study
@@ -290,21 +296,37 @@ def _load(storage: BaseStorage, name: str, sampler: Any) -> optuna.Study:
         return optuna.create_study(study_name=name, storage=storage, sampler=sampler, direction="maximize")
 
 
-def _agrees(study: optuna.Study, trials: Sequence[Trial], space: Space) -> bool:
+def _agrees(study: optuna.Study, trials: Sequence[Trial], space: Space, limit_bytes: int) -> bool:
     """Whether all that a study holds is also true, and can be read in this space."""
     known = {trial.number: trial for trial in trials}
     wanted = distributions(space)
+    told: set[int] = set()
     for held in study.get_trials(deepcopy=False):
         if any(wanted.get(name) != distribution for name, distribution in held.distributions.items()):
             return False
         number = held.user_attrs.get("number")
         if number is None:
             continue
-        true = known.get(number)
-        same = true and held.user_attrs["plan"] == dict(true.plan) and held.user_attrs["kind"] == _kind(true.outcome)
-        if not same:
+        true = known.get(number) if type(number) is int and number not in told else None
+        if true is None or not _same(held, record(true, limit_bytes)):
             return False
-    return study.direction == StudyDirection.MAXIMIZE
+        told.add(number)
+    return study.directions == [StudyDirection.MAXIMIZE]
+
+
+def _same(held: optuna.trial.FrozenTrial, true: Record) -> bool:
+    """Whether a study holds a trial as it was told; a database may round its numbers."""
+    excess = held.constraints.get(CONSTRAINT)
+    return (
+        held.state == true.state
+        and all(held.user_attrs.get(name) == value for name, value in true.attributes.items())
+        and _close(held.value if true.value is not None else None, true.value)
+        and _close(excess, true.constraint)
+    )
+
+
+def _close(one: float | None, other: float | None) -> bool:
+    return one is other or (one is not None and other is not None and math.isclose(one, other, rel_tol=1e-9))
 
 
 def _complete(study: optuna.Study, trials: Sequence[Trial], space: Space, limit_bytes: int) -> None:

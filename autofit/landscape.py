@@ -28,7 +28,7 @@ from typing import IO, Any, Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from autofit import catalogue
+from autofit import catalogue, strict
 from autofit import forecast as forecasts
 from autofit.clock import Effort
 from autofit.errors import InputError
@@ -36,7 +36,7 @@ from autofit.facts import FACTS, Facts
 from autofit.files import writing
 from autofit.forecast import Forecast
 from autofit.plan import Evidence, Measured, Outcome, OutOfMemory, Plan, Trial, Unsupported, median, spread
-from autofit.registry import techniques
+from autofit.registry import check_values, techniques
 from autofit.roofline import WORK, nominal_seconds
 from autofit.space import Space
 from autofit.tape import Floats
@@ -188,9 +188,9 @@ class Landscape:
         try:
             with _open(path) as file:
                 for number, text in enumerate(file, 1):
-                    line = json.loads(text)
+                    line = strict.loads(text)
                     if "facts" in line:
-                        found = FACTS.validate_python(line["facts"])
+                        found = FACTS.validate_json(json.dumps(line["facts"]), strict=True)
                         if facts is not None and not _comparable(facts, found):
                             raise InputError(
                                 f"{path}, line {number}: another model, device or workload than above it",
@@ -199,7 +199,9 @@ class Landscape:
                         facts = facts or found
                         provenance.update(line.get("provenance", {}))
                         continue
-                    run = _RUN.validate_python(line)
+                    run = _RUN.validate_json(text, strict=True)
+                    if facts is not None and run.plan not in runs:
+                        check_values(run.plan, facts)
                     runs.setdefault(run.plan, []).append(run)
         except (OSError, ValueError, ValidationError, TypeError) as error:
             if isinstance(error, InputError):

@@ -16,7 +16,7 @@ from autofit.errors import InputError
 
 def write_yaml(path: Path, settings: dict[str, Any]) -> None:
     """Write the Accelerate YAML: plain scalars and mappings only, no tags."""
-    path.write_text(yaml.safe_dump(settings, sort_keys=True, allow_unicode=True), encoding="utf-8")
+    path.write_text(yaml.safe_dump(settings, sort_keys=True), encoding="utf-8")
 
 
 def launch_environment(config_file: Path) -> dict[str, str]:

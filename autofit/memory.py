@@ -223,8 +223,22 @@ def guard_host(limit_bytes: int) -> None:
 
     The ceiling is judged by the meter; data that is mapped but never touched counts here, so this net hangs lower.
     """
-    data = status()["VmData"]
-    net = data + int(limit_bytes * 1.5) + GIB
+    _hang(int(limit_bytes * 1.5) + GIB)
+
+
+@contextlib.contextmanager
+def guarded(more_bytes: int) -> Iterator[None]:
+    """Let allocations fail inside, once the process holds so many bytes more than now."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    _hang(more_bytes)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _hang(more_bytes: int) -> None:
+    net = status()["VmData"] + more_bytes
     _soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or net < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (net, hard))

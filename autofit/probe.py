@@ -179,10 +179,13 @@ def cpu_name() -> str:
 
 def cpu_threads() -> int:
     """Threads that ``accelerate launch`` gives to one CPU process: its own rule."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdigit() and int(given) > 0:
-        return int(given)
-    return max(1, psutil.cpu_count(logical=False) or 1)
+    return given_threads() or max(1, psutil.cpu_count(logical=False) or 1)
+
+
+def given_threads() -> int:
+    """What ``OMP_NUM_THREADS`` says, for the outermost level; 0 where it says nothing that can be read."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(given) if given.isascii() and given.isdigit() else 0
 
 
 def _cpu_multiplies_bf16() -> bool:
@@ -216,7 +219,7 @@ def _cuda() -> dict[str, Any]:
         "others_bytes": used,
         "precisions": tuple(precisions),
         "capability": (major, minor),
-        "threads": int(os.environ.get("OMP_NUM_THREADS", "1") or 1),
+        "threads": given_threads() or 1,
         "driver": torch.version.cuda,
         "count": torch.cuda.device_count(),
     }

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from autofit import document as documents
-from autofit import space, units
+from autofit import space, strict, units
 from autofit.errors import InputError, ModelError
 from autofit.facts import Facts, Hardware, LaunchPath, Model, Workload
 from autofit.files import write_atomically
@@ -96,8 +96,8 @@ def before(folder: Path, now: Request, *, resume: bool, say: Callable[[str], Non
     if not resume:
         raise InputError(f"{folder} holds a tune already", hint="go on with it by --resume, or choose another --output")
     try:
-        started = STARTED.validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
+        started = strict.read(STARTED, path.read_bytes())
+    except (OSError, ValueError) as error:  # pydantic's own is one of the latter
         first = str(error).splitlines()[0]
         raise InputError(f"{path} can't be read: {first}", hint="choose another --output") from error
     then = started.request

@@ -59,7 +59,7 @@ def recipe(plan: Plan, facts: Facts) -> Recipe:
     """The recipe of a plan: every technique fills its slots, in order.
 
     Raises:
-        InputError: The plan lacks a technique or names an unknown one.
+        InputError: The plan lacks a technique, or names an unknown one or an unknown value.
     """
     known = techniques()
     missing = [one.name for one in known if one.name not in plan]
@@ -69,12 +69,25 @@ def recipe(plan: Plan, facts: Facts) -> Recipe:
             f"not a plan of this version: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}",
             hint="tune again with this version",
         )
+    check_values(plan, facts)
     filled = Recipe(plan=plan, facts=facts, emission=ground(facts))
     for one in known:
         value = plan[one.name]
         filled.add(one.emit(value, plan, facts))
         one.apply(value, filled)
     return filled
+
+
+def check_values(plan: Plan, facts: Facts) -> None:
+    """Refuse a plan with a value that a technique does not know; for plans that come out of a file.
+
+    Raises:
+        InputError: There is one.
+    """
+    for one in techniques():
+        if one.name in plan and not one.knows(plan[one.name], facts):
+            value = plan[one.name]
+            raise InputError(f"{one.name} has no value {str(value)[:80]!r}", hint=one.suggest(value, facts))
 
 
 def changes(plan: Plan, facts: Facts) -> list[str]:

@@ -69,6 +69,8 @@ _RUN_NOISE = 0.4
 _DEEP = -4.0
 _NOISE = 0.02
 """Of the logarithm of a step's seconds between two runs of one plan, on a device that is not known."""
+_MOST_TELLING = 160
+"""What a regression over so many observations takes grows with their cube: more of them are thinned out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,10 +364,20 @@ def believe(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int, found: Nee
     )
 
 
+def _telling(seen: Sequence[Seen]) -> Sequence[Seen]:
+    """All of them, or where they are very many the fastest, and an even share of the others."""
+    if len(seen) <= _MOST_TELLING:
+        return seen
+    ranked = sorted(seen, key=lambda one: one.seconds)
+    half = _MOST_TELLING // 2
+    rest = ranked[half:]
+    return [*ranked[:half], *(rest[place * len(rest) // half] for place in range(half))]
+
+
 def _time(encoded: Encoded, seen: Sequence[Seen]) -> tuple[Floats, Floats]:
     """A plan that timed out counts as twice as slow as the slowest that was measured, give or take a half."""
-    measured = [one for one in seen if one.verdict == "measured"]
-    late = [one for one in seen if one.verdict == "timed_out"] if measured else []
+    measured = _telling([one for one in seen if one.verdict == "measured"])
+    late = _telling([one for one in seen if one.verdict == "timed_out"] if measured else [])
     values = [math.log(one.seconds) for one in measured]
     places = np.array([one.place for one in (*measured, *late)], dtype=np.int64)
     seconds = np.array(values + [max(values, default=0.0) + math.log(2)] * len(late))
@@ -394,8 +406,8 @@ def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int, found: Nee
 
 def _untraced(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> tuple[Floats, Floats]:
     """An out-of-memory is a censored observation: 15 % above the ceiling at least, or where it was expected."""
-    measured = [one for one in seen if one.verdict == "measured" and one.peak_bytes > 0]
-    broke = [one for one in seen if one.verdict == "out_of_memory" and one.on_device]
+    measured = _telling([one for one in seen if one.verdict == "measured" and one.peak_bytes > 0])
+    broke = _telling([one for one in seen if one.verdict == "out_of_memory" and one.on_device])
     places = np.array([one.place for one in measured], dtype=np.int64)
     values = np.log(np.array([one.peak_bytes for one in measured], dtype=float))
     noise = np.full(len(measured), _LEAST_NOISE)
@@ -419,8 +431,8 @@ def needed(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> Needs | 
     forecast = encoded.forecast
     if forecast is None:
         return None
-    measured = [one for one in seen if one.verdict == "measured" and one.needed_bytes > 0]
-    broke = [one for one in seen if one.verdict == "out_of_memory" and one.on_device]
+    measured = _telling([one for one in seen if one.verdict == "measured" and one.needed_bytes > 0])
+    broke = _telling([one for one in seen if one.verdict == "out_of_memory" and one.on_device])
     places = np.array([one.place for one in measured], dtype=np.int64)
     peaks = np.array([one.needed_bytes for one in measured], dtype=float)
     noise = np.full(len(measured), _RUN_NOISE)

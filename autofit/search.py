@@ -13,7 +13,8 @@ equal, the rows at or above a micro-batch that broke the ceiling.
 
 Optuna's own samplers propose knobs that know nothing of one another. A proposal that is no plan of the space, or is
 known not to fit, is told as an infeasible one without running it; one that was tried before is told as failed,
-which teaches nothing; after 50 of them in a row a plan that was not tried is drawn.
+which teaches nothing; after 50 of them in a row, or after the first once a hundred trials were made, a plan that was
+not tried is drawn.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from autofit.technique import Kind
 
 SamplerName = Literal["autofit", "tpe", "gp", "random", "grid"]
 _REJECTIONS = 50
+_MANY, _LATE_REJECTIONS = 100, 1
+"""After so many trials a proposal is hardly ever new, and each one that is rejected makes the journal longer."""
 
 
 class Searcher:
@@ -168,13 +171,14 @@ class Searcher:
         if self.name == "grid":
             return self._exactly(self.space.plans[free[0]]), "the next of the space"
         tried = {one.place for one in seen}
-        for _ in range(_REJECTIONS):
+        patience = _REJECTIONS if len(seen) < _MANY else _LATE_REJECTIONS
+        for _ in range(patience):
             trial = self.study.ask(dict(self._knobs()))
             if self._place(trial) >= 0 and not taken[self._place(trial)]:
                 return trial, f"proposed by {self.name}"
             self._reject(trial, known=self._place(trial) in tried)
         plan = self.space.plans[self._random.choice(free.tolist())]
-        return self._exactly(plan), f"drawn, after {_REJECTIONS} proposals of {self.name} that were tried or can't be"
+        return self._exactly(plan), f"drawn, after {patience} proposals of {self.name} that were tried or can't be"
 
     def _knobs(self) -> dict[str, optuna.distributions.CategoricalDistribution]:
         """The parameters of Optuna's samplers: the accumulation follows from the micro-batch."""

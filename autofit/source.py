@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -13,6 +13,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
+from autofit import strict
 from autofit.errors import ModelError
 from autofit.files import writing
 
@@ -62,7 +63,7 @@ def _source(name: str, *, trust_remote_code: bool) -> Path:
             return path
         if path.is_file():
             return path
-    except (OSError, RuntimeError) as error:  # a name too long for a path, a home that does not exist
+    except (OSError, RuntimeError, ValueError) as error:  # too long for a path, no such home, half a letter
         if not _HUB_ID.fullmatch(name):
             why = getattr(error, "strerror", None) or error  # the error itself holds the whole name again
             raise ModelError(f"MODEL {name[:200]!r} can't be a path: {why}", hint=_WANTED) from error
@@ -81,6 +82,10 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     # the library tries five times in half a minute; a hub that can't be reached is asked of the cache alone
     local = constants.HF_HUB_OFFLINE or not _reachable(constants.ENDPOINT)
     try:
+        if not local:
+            length = hf_hub_download(name, "config.json", dry_run=True).file_size or 0
+            if length > MAX_CONFIG_BYTES:
+                raise _too_large(f"the hub's config.json of {name!r}", length)
         if trust_remote_code:
             return Path(snapshot_download(name, allow_patterns=["config.json", "*.py"], local_files_only=local))
         return Path(hf_hub_download(name, "config.json", local_files_only=local))
@@ -119,6 +124,10 @@ def _reachable(endpoint: str, timeout_seconds: float = 5.0) -> bool:
         return False
 
 
+def _too_large(what: str, length: int) -> ModelError:
+    return ModelError(f"{what} has {length} bytes; a config.json has a few thousand", hint="is it the right file?")
+
+
 def read_config(path: Path, name: str) -> dict[str, Any]:
     """The config as an object.
 
@@ -128,17 +137,15 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
     try:
         length = path.stat().st_size
         if length > MAX_CONFIG_BYTES:
-            raise ModelError(
-                f"{path} has {length} bytes; a config.json has a few thousand", hint="is it the right file?"
-            )
+            raise _too_large(str(path), length)
         if length == 0:
             raise ModelError(f"{path} is empty", hint="fetch the model's config.json again")
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} can't be read: {error}", hint=_WANTED) from error
     try:
-        config = json.loads(text, parse_constant=_no_constant, parse_int=_small_int, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
+        config = strict.loads(text)
+    except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}", hint="fetch the model's config.json again") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds a JSON {type(config).__name__}, not an object", hint=_WANTED)
@@ -150,23 +157,6 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
     return config
 
 
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(float(text)):
-        raise ValueError(f"{text[:20]} is too large a number")
-    return float(text)
-
-
-def _small_int(text: str) -> int:
-    number = int(text) if len(text) < 20 else math.inf
-    if abs(number) >= 2**63:
-        raise ValueError(f"{text[:20]}... is too large a number")
-    return int(number)
-
-
 def _refuse_code(config: dict[str, Any], name: str) -> None:
     """Refuse a model that only its own code can build; transformers' own classes need none."""
     if not _known(config["model_type"]):
@@ -176,15 +166,34 @@ def _refuse_code(config: dict[str, Any], name: str) -> None:
         )
 
 
+def own_code(folder: Path, *, trusted: bool) -> str | None:
+    """What becomes of the code that a model brings along, in words; ``None`` where it brings none."""
+    named = read_config(folder / "config.json", str(folder)).get("auto_map")
+    if not named:
+        return None
+    if not trusted:
+        return "the model brings code of its own (auto_map), which is not used: transformers knows its architecture"
+    prints = [
+        f"{path.name} (sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]})"
+        for path in sorted(folder.glob("*.py"))
+    ]
+    values = [str(value) for value in (named.values() if isinstance(named, dict) else [named])]
+    elsewhere = sorted({value.partition("--")[0] for value in values if "--" in value})
+    return (
+        f"--trust-remote-code: the model's own code runs here: {', '.join(prints) or 'no file beside the config'}"
+        + (f"; and code that is fetched from {', '.join(elsewhere)}" if elsewhere else "")
+    )
+
+
 def _known(model_type: str) -> bool:
     """Whether transformers has the model type, told from its folders, without importing it."""
     from importlib.util import find_spec
 
     spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
+    if spec is None or spec.origin is None or not re.fullmatch(r"[\w-]{1,100}", model_type):
         return False
     folder = Path(spec.origin).parent / "models" / model_type.replace("-", "_")
-    return bool(re.fullmatch(r"[\w-]+", model_type)) and folder.is_dir()
+    return folder.is_dir()
 
 
 def modeling_module(config: Path) -> tuple[str, ...]:

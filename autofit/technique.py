@@ -160,6 +160,15 @@ class Technique(ABC):
                 return choice.value
         raise InputError(f"{self.name} has no value {text!r}", hint=self.suggest(value, facts))
 
+    def knows(self, value: object, facts: Facts) -> bool:
+        """Whether this is one of its values, to be had here or not; for plans that come out of a file.
+
+        Numbers may be any above zero: which ones divide the batch is no question of what they mean.
+        """
+        if isinstance(self.plain, int):
+            return type(value) is int and value > 0
+        return any(choice.value == value for choice in self.choices(facts))
+
     def suggest(self, value: Value, facts: Facts) -> str:
         """A hint for a value that the technique does not have."""
         from autofit.errors import near

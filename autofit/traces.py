@@ -11,7 +11,9 @@ import functools
 import hashlib
 import json
 import os
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +36,11 @@ PARTS: tuple[Part, ...] = ("micro_steps", "optimizer")
 MANY = 2
 """Rows whose trace stands for any number of them; what it says of one alone may be 3 % off."""
 _LONGEST_SECONDS = 900.0
+_SPOILED = (
+    OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, MemoryError, EOFError,
+    zipfile.BadZipFile, zlib.error, struct.error,
+)  # fmt: skip
+"""What reading an archive may raise that is cut off, or whose bytes are not those that were written."""
 
 
 def cache_folder() -> Path:
@@ -134,7 +141,7 @@ class Traces:
             # opened here: numpy leaves a file that is no whole archive open
             with (self.cache / f"{key}.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 self._parts[key] = footprint.unpack(arrays)
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        except _SPOILED:
             return False  # not there, or cut off: it is made again
         return True
 

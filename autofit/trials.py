@@ -17,15 +17,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from pydantic import ValidationError
-
+from autofit import strict
 from autofit.clock import Effort
 from autofit.errors import MachineError, ServerLost
 from autofit.files import write_atomically, writing
 from autofit.forkserver import ForkServer
 from autofit.memory import control_groups, device_used_bytes
+from autofit.neighbours import neighbours, words
 from autofit.plan import OUTCOME, TRIAL, Crashed, Measured, Outcome, OutOfMemory, Plan, TimedOut, Trial, dump_json
 from autofit.probe import host_memory
+from autofit.redact import redacted
 from autofit.units import MIB, size
 from autofit.worker import JOB, JOBS, OUTCOME_FILE, PROGRESS_FILE, TrialJob
 
@@ -145,9 +146,11 @@ class ProcessRunner:
         while (free := self.free_bytes()) < self.room_bytes - _SLACK_BYTES and time.monotonic() < deadline:
             time.sleep(0.05)
         if free < self.room_bytes - _SLACK_BYTES:
+            who = words(neighbours(self.facts.hardware))
             self.note(
                 f"another process took memory of {self.facts.hardware.name}: {size(free)} are free, where "
                 f"{size(self.room_bytes)} were for trials; what runs out of memory meanwhile is measured once more"
+                f"{'; also on this device: ' + who if who else ''}"
             )
             self.room_bytes = free
 
@@ -174,8 +177,8 @@ class ProcessRunner:
         self, folder: Path, status: int | None, limit_seconds: float, *, host_ran_out: bool, lost: str
     ) -> Outcome:
         """The child's own verdict where it wrote one; else what its end tells."""
-        with contextlib.suppress(FileNotFoundError, ValidationError):
-            outcome: Outcome = OUTCOME.validate_json((folder / OUTCOME_FILE).read_bytes())
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            outcome: Outcome = strict.read(OUTCOME, (folder / OUTCOME_FILE).read_bytes())
             return outcome
         phase = "start"
         with contextlib.suppress(OSError):
@@ -259,7 +262,7 @@ def log_tail(folder: Path) -> str:
         with (folder / "stderr.log").open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
-            return file.read().decode("utf-8", "replace").strip()
+            return redacted(file.read().decode("utf-8", "replace").strip())
     except OSError:
         return ""
 
@@ -271,8 +274,8 @@ def finished(folder: Path) -> Iterator[Trial]:
     except FileNotFoundError:
         return
     for name in names:
-        with contextlib.suppress(OSError, ValidationError):
-            trial = TRIAL.validate_json((folder / name / TRIAL_FILE).read_bytes())
+        with contextlib.suppress(OSError, ValueError):
+            trial = strict.read(TRIAL, (folder / name / TRIAL_FILE).read_bytes())
             if trial.number == int(name):
                 yield trial
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from autofit import answer, catalogue, choose, insight, landscape, question, search, space, units
+from autofit import answer, catalogue, choose, insight, landscape, neighbours, question, search, space, units
 from autofit import document as documents
 from autofit.answer import Result
 from autofit.campaign import Campaign
@@ -31,11 +31,10 @@ from autofit.forecast import Forecast, forecast
 from autofit.forkserver import ForkServer
 from autofit.guard import Guards, Look
 from autofit.landscape import Replay
-from autofit.locks import device_lock, held
+from autofit.locks import hardware_lock, held
 from autofit.plan import Measured, Outcome, OutOfMemory, Plan, Trial, median
-from autofit.probe import host_memory
 from autofit.question import TRIALS, Request, Search
-from autofit.source import fetch, modeling_module
+from autofit.source import fetch, modeling_module, own_code
 from autofit.traces import Traces, cache_folder
 from autofit.trials import ProcessRunner, Runner, finished, trial_folder
 
@@ -49,8 +48,6 @@ LOCK = ".lock"
 FORKSERVER_LOG = "forkserver.log"
 JOURNAL = "journal.log"
 NOTICEABLE = 0.1
-LEAST_DISK_BYTES = 64 * units.MIB
-LEAST_HOST_BYTES = 2 * units.GIB
 MOST_GUARDS = 3
 
 
@@ -213,6 +210,9 @@ class _Tune:
         config = self.folder / documents.MODEL_FOLDER
         if before is None:
             fetch(self.request.model, config, trust_remote_code=self.request.trust_remote_code)
+        code = own_code(config, trusted=self.request.trust_remote_code)
+        if code is not None:
+            self._note(code)
         server = ForkServer(self.folder / FORKSERVER_LOG, device, modeling_module(config))
         with contextlib.closing(server):
             if before is not None:
@@ -222,6 +222,9 @@ class _Tune:
             else:
                 facts = question.read_facts(self.folder, self.request, device, server, self._note)
             with self._device(facts):
+                if self.given_runner is None:
+                    for words in neighbours.warnings(facts.hardware, self.folder):
+                        self._note(words)
                 return self._tune(facts, config, server)
 
     def _chosen_device(self, before: question.Started | None) -> Literal["cuda", "cpu"]:
@@ -230,10 +233,7 @@ class _Tune:
         return choose_device(before.facts.hardware.device if before else self.request.device)
 
     def _device(self, facts: Facts) -> contextlib.AbstractContextManager[None]:
-        if self.given_runner is not None:
-            return contextlib.nullcontext()
-        hardware = facts.hardware
-        return device_lock(hardware.uuid or hardware.visible_id if hardware.device == "cuda" else "cpu")
+        return contextlib.nullcontext() if self.given_runner is not None else hardware_lock(facts.hardware)
 
     def _note(self, words: str) -> None:
         self.notes.append(words)
@@ -261,7 +261,6 @@ class _Tune:
         if not (self.folder / question.REQUEST).exists():
             question.keep(self.folder, self.request, facts)
         self.events.ready(facts, plans, len(self.trials))
-        self._say_what_is_low(facts)
         runner = self.given_runner or ProcessRunner(
             self.folder / TRIALS, facts, config, server, predicted(plans, cast), known=self.trials, note=self._note
         )
@@ -378,16 +377,6 @@ class _Tune:
         """Seconds left of the time that was given."""
         given = self.settings.timeout_seconds
         return None if given is None else given - (time.monotonic() - self.began)
-
-    def _say_what_is_low(self, facts: Facts) -> None:
-        """Say before the first trial what may run out: the disk, or the host's memory."""
-        disk, host = shutil.disk_usage(self.folder).free, host_memory()[1]
-        if disk < LEAST_DISK_BYTES:
-            self._note(f"only {units.size(disk)} are free where {self.folder} lies: a long tune may fill the disk")
-        if facts.hardware.device == "cuda" and host < LEAST_HOST_BYTES:
-            self._note(f"only {units.size(host)} of the host's memory are free: each trial needs some of it")
-        elif host < facts.workload.limit_bytes < facts.hardware.free_bytes:
-            self._note(f"only {units.size(host)} are free now, less than the ceiling")
 
     def _say_if_disturbed(self) -> None:
         """Say so where others took a good part of the processors while trials were timed."""

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from autofit import document as documents
-from autofit import units
+from autofit import strict, units
 from autofit.emit import ARGUMENTS, YAML
 from autofit.errors import InputError, MachineError
+from autofit.locks import hardware_lock
 from autofit.plan import OUTCOME, Measured, Outcome, Promise
+from autofit.redact import redacted
 
 TOLERANCE = {"cuda": 0.10, "cpu": 0.30}
 """How much fewer samples/s than promised are let pass. A CPU is shared: other processes and the host's other guests
@@ -64,7 +66,7 @@ def verify(
 
     Raises:
         InputError: The folder lacks a file.
-        MachineError: The launch itself could not be started.
+        MachineError: The launch itself could not be started, or a tune is measuring on the device.
     """
     folder = Path(folder)
     document = documents.read(folder)
@@ -76,7 +78,8 @@ def verify(
     attempts = 2 if device == "cpu" else 1
     best: Verification | None = None
     for attempt in range(1, attempts + 1):
-        command, outcome = _launch(folder, steps)
+        with hardware_lock(document.hardware):
+            command, outcome = _launch(folder, steps)
         found = judge(document.promise, outcome, tolerance=tolerance, command=command, launches=attempt)
         if best is None or found.speed_ratio > best.speed_ratio:
             best = found
@@ -171,9 +174,9 @@ def _launch(folder: Path, steps: int, limit_seconds: float = 3600.0) -> tuple[tu
         finally:
             _end_group(process)
         try:
-            return command, OUTCOME.validate_json(result.read_bytes())
-        except (OSError, ValidationError):
-            tail = log.read_text("utf-8", "replace").strip()[-4000:]
+            return command, strict.read(OUTCOME, result.read_bytes())
+        except (OSError, ValueError):
+            tail = redacted(log.read_text("utf-8", "replace").strip()[-4000:])
             last = tail.splitlines()[-1] if tail else "no output"
             return command, Crashed(reason=f"the launch ended with status {status}: {last}", log_tail=tail)
 

@@ -28,11 +28,12 @@ from autofit.curve import CURVE, Curve, record
 from autofit.facts import Facts
 from autofit.files import write_atomically
 from autofit.measure import measure
-from autofit.memory import CeilingBroken, guard_host, meter
+from autofit.memory import CeilingBroken, guard_host, guarded, meter
 from autofit.plan import OUTCOME, Crashed, Outcome, OutOfMemory, Plan, Unsupported, dump_json
 from autofit.recipe import Recipe
 from autofit.technique import Part
 from autofit.training import run_recipe
+from autofit.units import GIB, size
 
 JOB = "job.json"
 OUTCOME_FILE = "outcome.json"
@@ -41,6 +42,8 @@ CHECK_FILE = "check.json"
 TRACED_FILE = "traced.json"
 CURVE_FILE = "curve.json"
 PROGRESS_FILE = "progress"
+DESCRIBING_BYTES = 4 * GIB
+"""Of the host, for the objects of a model without storage; 61 layers of 384 experts take less than 1 GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +186,7 @@ def _measured(job: TrialJob, folder: Path) -> Outcome:
 def _launched(plan: Plan, facts: Facts, folder: Path) -> Recipe:
     """Become the process that ``accelerate launch`` starts for a plan, and return its recipe."""
     from autofit.launching import launch_environment, write_yaml
+    from autofit.probe import given_threads
     from autofit.registry import recipe as recipe_of
 
     recipe = recipe_of(plan, facts)
@@ -193,7 +197,7 @@ def _launched(plan: Plan, facts: Facts, folder: Path) -> Recipe:
     from transformers import Trainer, utils
 
     _ = Trainer  # imported before the base of memory is read
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(given_threads() or 1)
     utils.logging.set_verbosity(logging.ERROR)
     warm_up_threads()
     if facts.hardware.device == "cpu":
@@ -238,7 +242,10 @@ def _described(job: DescribeJob) -> dict[str, Any]:
     from autofit.probe import describe_hardware, describe_model
 
     try:
-        model = describe_model(job.name, Path(job.config), trust_remote_code=job.trust_remote_code)
+        with guarded(DESCRIBING_BYTES):
+            model = describe_model(job.name, Path(job.config), trust_remote_code=job.trust_remote_code)
+    except MemoryError:
+        return {"error": f"its modules alone take more than {size(DESCRIBING_BYTES)} of the host: are its sizes right?"}
     except Exception as error:  # noqa: BLE001 - libraries raise anything on a bad config; the words reach the user
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {_first_line(error)}"}

@@ -80,6 +80,9 @@ class Adapter(Technique):
             return super().parse(text, facts)
         return wanted.words()
 
+    def knows(self, value: object, facts: Facts) -> bool:
+        return super().knows(value, facts) or (isinstance(value, str) and _read(value) is not None)
+
     def suggest(self, value: Value, facts: Facts) -> str:
         return f"write it like adapter=lora:r={_RANK} or adapter=lora:r=8:alpha=16:targets=q_proj+v_proj"
 

@@ -482,14 +482,6 @@ def test_what_was_measured_beside_a_busy_neighbour_is_measured_once_more(tune, o
     assert crowded.promise.step_seconds < 2 * quiet.promise.step_seconds
 
 
-def test_what_is_low_is_said_before_the_first_trial(tune, out, monkeypatch):
-    monkeypatch.setattr(tuning.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5 << 20}))
-    monkeypatch.setattr(tuning, "host_memory", lambda: (64 << 30, 100 << 20))
-    notes = tune(Replay(out), trials=1).document.notes
-    assert any(note.startswith("only 5.0 MiB are free where") for note in notes), notes
-    assert any(note.startswith("only 100 MiB are free now, less than the ceiling") for note in notes), notes
-
-
 def test_what_a_killed_tune_has_left_half_written_is_swept(tune, out):
     tune(Replay(out), trials=1)
     (out / ".ask-abc").mkdir()

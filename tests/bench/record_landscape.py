@@ -25,7 +25,7 @@ from autofit.device import choose_device
 from autofit.forecast import forecast
 from autofit.forkserver import ForkServer
 from autofit.landscape import Landscape, Writer, pack, traced
-from autofit.locks import device_lock
+from autofit.locks import hardware_lock
 from autofit.plan import Measured, Plan
 from autofit.registry import techniques
 from autofit.source import fetch, modeling_module
@@ -56,7 +56,7 @@ def record(options: argparse.Namespace) -> None:
         )
         facts = question.read_facts(folder, request, device, server, print)
         hardware = facts.hardware
-        stack.enter_context(device_lock(hardware.uuid or hardware.visible_id if device == "cuda" else "cpu"))
+        stack.enter_context(hardware_lock(hardware))
         plans = space.build(
             facts, space.parse_allowed(options.allow), space.parse_knobs(options.fix, options.among, facts)
         )

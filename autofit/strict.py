@@ -1,0 +1,52 @@
+"""JSON as the standard has it: no NaN, no infinity, no number that overflows into one, no text in a number's place."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+Kind = TypeVar("Kind")
+
+
+def loads(text: str | bytes) -> Any:
+    """Read JSON.
+
+    Raises:
+        ValueError: It is no JSON, is nested too deeply, or holds a number that is not finite or has over 63 bits.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_constant, parse_int=_small_int, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read(adapter: TypeAdapter[Kind], text: str | bytes) -> Kind:
+    """A value of ours out of JSON that anybody may have edited.
+
+    Raises:
+        ValueError: It is no such JSON, or not of that kind; pydantic's own error is one of these.
+    """
+    loads(text)
+    return adapter.validate_json(text, strict=True)
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return number
+
+
+def _small_int(text: str) -> int:
+    number = int(text) if len(text) < 20 else math.inf
+    if abs(number) >= 2**63:
+        raise ValueError(f"{text[:20]}... is too large a number")
+    return int(number)
