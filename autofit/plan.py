@@ -40,6 +40,8 @@ class Plan(Mapping[str, Value]):
         return hash(frozenset(self._values.items()))
 
     def __eq__(self, other: object) -> bool:
+        if isinstance(other, Plan):
+            return self._values == other._values
         return dict(self) == dict(other) if isinstance(other, Mapping) else NotImplemented
 
     def __repr__(self) -> str:

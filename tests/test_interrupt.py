@@ -235,8 +235,8 @@ def test_two_tunes_do_not_share_a_folder_or_a_device(start, tmp_path):
     in_its_folder = start(output, "--resume")
     on_its_device = start(other)
     for process, words in (
-        (in_its_folder, f"error: another tune is writing {output}"),
-        (on_its_device, "error: another tune is measuring on this device (cpu)"),
+        (in_its_folder, f"error: another tune is writing {output}: process {first.pid}"),
+        (on_its_device, f"error: another tune is measuring on this device (cpu): process {first.pid}"),
     ):
         assert end(process) == 5
         lines = process.said().splitlines()

@@ -5,8 +5,8 @@
 An input is a good one that was spoiled: text with letters taken out, doubled or put in, JSON with values replaced by
 what no writer of ours would write, bytes cut and flipped. It is given to the function that meets it first in a real
 run, and the commands are run whole, in this process, up to where a process would be started. What may come of it is an
-answer, an error of autofit's own or of the command line's parser, within a second of processor time (or, should it
-sleep, twenty of the clock: a shared machine may be slow); whatever else comes is counted and shown.
+answer, an error of autofit's own or of the command line's parser, within a second of processor time (or twenty of the
+clock, should it sleep: a shared machine may be slow); whatever else comes is counted and shown.
 
 The last line is one JSON object; the status is 1 where anything was found.
 """
@@ -298,7 +298,7 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
     def read_outcome(data: bytes) -> None:
         written("one/outcome.json", data)
         runner = trials.ProcessRunner(folder, small, folder, Stopped())
-        runner._outcome(folder / "one", 0, 5.0, host_ran_out=False)
+        runner._outcome(folder / "one", 0, 5.0, host_ran_out=False, lost="")
 
     def read_landscape(lines: bytes) -> None:
         found = landscape.Landscape.read(written("land.jsonl", lines))
