@@ -195,10 +195,10 @@ def doubt(trial: Trial) -> str | None:
     """
     found, which = trial.outcome, f"trial {trial.number}"
     words = None
-    if isinstance(found, Measured) and found.disturbed:
-        words = f"others took {found.disturbance:.0%} of the processors during {which}"
-    elif isinstance(found, Measured) and found.paused:
+    if isinstance(found, Measured) and found.paused:
         words = f"the machine stood still during a step of {which}"
+    elif isinstance(found, Measured) and found.disturbed:
+        words = f"others took {found.disturbance:.0%} of the processors during {which}"
     elif isinstance(found, OutOfMemory) and found.squeezed:
         words = f"{which} ran out of memory that others had taken"
     elif isinstance(found, Crashed):

@@ -20,13 +20,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.faults import FAULTS, Impossible, Place, survives
 
 
+def markdown(rows: list[dict]) -> str:
+    """The rows as a table for the README."""
+    lines = ["| fault | injected | tries | survived | what the user sees |", "|---|---|---|---|---|"]
+    for row in rows:
+        words = f"not injected: {row['impossible']}" if "impossible" in row else row["sees"]
+        cells = (row["fault"], row["injected"], row["tries"], row["survived"], words)
+        lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tries", type=int, default=3)
     parser.add_argument("--only", default="", help="kinds whose names match this")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true", help="no talk")
+    parser.add_argument("--table", type=Path, help="only print the table of a result that was kept")
     options = parser.parse_args()
+    if options.table is not None:
+        print(markdown(json.loads(options.table.read_text("utf-8"))["rows"]))
+        return 0
     rows = {}
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
         place = Place(Path(folder))
@@ -62,10 +76,7 @@ def main() -> int:
             place.close()
     table = list(rows.values())
     if options.markdown:
-        print("| fault | injected | tries | survived | what the user sees |\n|---|---|---|---|---|")
-        for row in table:
-            words = f"not injected: {row['impossible']}" if "impossible" in row else row["sees"].replace("|", "\\|")
-            print(f"| {row['fault']} | {row['injected']} | {row['tries']} | {row['survived']} | {words} |")
+        print(markdown(table))
     whole = [row for row in table if row["tries"] >= options.tries == row["survived"]]
     result = {
         "bench": "faults",
