@@ -54,10 +54,12 @@ class ForkServer:
         log: File that takes what the server prints.
         device: ``cuda`` or ``cpu``.
         modules: Modules to load beyond the usual ones, such as the model's; what can't be loaded is left out.
+        compiles: Whether a job may compile: it takes a second longer to load.
     """
 
-    def __init__(self, log: Path, device: str, modules: tuple[str, ...] = ()) -> None:
+    def __init__(self, log: Path, device: str, modules: tuple[str, ...] = (), *, compiles: bool = True) -> None:
         self.log = log
+        self.compiles = compiles
         self.device = device
         self.modules = modules
         self.import_seconds = 0.0
@@ -71,6 +73,8 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         # a driver that was asked once can't be used after a fork; this asks NVML instead
         environment = {**harmless(os.environ), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if not self.compiles:
+            environment["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes asks for the compiler when it is imported
         here = str(Path(__file__).resolve().parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(p for p in (here, environment.get("PYTHONPATH")) if p)
         with writing(self.log), self.log.open("ab") as log:

@@ -63,6 +63,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- following ------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: the wrapper that keeps a compiler out would be a tenth of a trace."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

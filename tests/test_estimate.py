@@ -28,7 +28,7 @@ def ask(server, monkeypatch):
     """``autofit.estimate.estimate`` with one server for all tests."""
     started = []
 
-    def lend(*_):
+    def lend(*_, **__):
         started.append(1)
         return Lent(server)
 
@@ -97,7 +97,7 @@ def test_what_is_kept_needs_no_process(ask):
             pass
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(estimate, "ForkServer", lambda *_: Never())
+        patch.setattr(estimate, "ForkServer", lambda *_, **__: Never())
         second = estimate.estimate("demo", memory="8GiB", **SMALL)
     assert before
     assert not server_asked
@@ -131,7 +131,7 @@ def test_bad_input_is_refused(ask, options, words):
 
 
 def run(server, monkeypatch, *words):
-    monkeypatch.setattr(estimate, "ForkServer", lambda *_: Lent(server))
+    monkeypatch.setattr(estimate, "ForkServer", lambda *_, **__: Lent(server))
     return CliRunner().invoke(cli.main, ["estimate", *words], prog_name="autofit")
 
 
