@@ -1,8 +1,9 @@
 """The one test of the whole family: what every technique must do, whichever it is.
 
 A new technique is tested by being in ``ALL``. The parts below: what is said of each choice on machines of every kind;
-what is emitted; how the files lie; and, on a tiny model that really trains on the CPU, that what is chosen is what
-happens, and that the check would tell if it were not.
+what is emitted; how the files lie; and, on tiny models of three architectures that really train on the CPU, that what
+is chosen is what happens, that the check would tell if it were not, and that its files are loaded back as it.
+Their traces are held against real tensors in ``test_trace.py``; ``bench/launch_matrix.py`` launches them all.
 """
 
 import ast
@@ -20,20 +21,23 @@ from pathlib import Path
 import pytest
 import yaml
 
-from autofit import answer, choose, placement, space
+from autofit import answer, choose, placement, report, space
+from autofit.campaign import Campaign
 from autofit.choose import extras
 from autofit.clock import Effort
 from autofit.document import MODEL_FOLDER
 from autofit.emit import ARGUMENTS, YAML, check_files, emit
 from autofit.errors import InputError
 from autofit.loading import installed, load
+from autofit.measure import RECOMPILED
 from autofit.observe import _unwrapped, compiled_graphs
-from autofit.plan import Evidence, Measured, Plan
+from autofit.plan import Evidence, Measured, Plan, TimedOut, Trial
 from autofit.registry import changes, extra_seconds, recipe, technique, techniques
 from autofit.technique import Emission, Kind
 from autofit.trials import ProcessRunner
+from autofit.units import duration
 
-from .synthetic import GIB, cpu_facts, cuda_facts, model
+from .synthetic import GIB, Landscape, cpu_facts, cuda_facts, model
 from .tiny import describe, write_config
 from .traced import like_a_process_of_its_own
 
@@ -704,3 +708,31 @@ def test_what_a_trial_costs_beyond_its_steps_is_told_for_compiled_plans():
     plan = plan_with(technique("compile"), "model", facts)
     assert extra_seconds(plan, facts) > extra_seconds(plan.replaced(compile="regions"), facts) > 0
     assert extra_seconds(plan.replaced(compile="off"), facts) == 0
+
+
+def test_a_trial_that_compiles_is_given_longer_and_says_what_took_so_long():
+    facts, asked = FACTS["cuda 8.0"], []
+
+    class Late:
+        def run(self, number, plan, effort, *, purpose, limit_seconds):
+            asked.append(limit_seconds)
+            late = TimedOut(limit_seconds=limit_seconds, phase="compiling")
+            return Trial(number=number, plan=plan, outcome=late, wall_seconds=limit_seconds, purpose=purpose)
+
+    plan = plan_with(technique("compile"), "off", facts)
+    campaign = Campaign(facts=facts, space=space.build(facts, EVERY), runner=Late())
+    for value in ("off", "regions", "model"):
+        campaign.run(plan.replaced(compile=value), QUICK, "search")
+    off, regions, whole = asked
+    assert off < regions < whole == off + 3 * extra_seconds(plan.replaced(compile="model"), facts)
+    campaign.left = lambda: 100.0
+    campaign.run(plan.replaced(compile="model"), QUICK, "search")
+    assert asked[-1] == 100.0
+    land = Landscape(facts=facts, row_bytes=1e6)
+    trials = [*campaign.trials, land.trial(plan, 4, "final")]
+    again = replace(trials[-1].outcome, notes=(RECOMPILED.format(2),))
+    trials[-1] = replace(trials[-1], outcome=again)
+    decision = choose.decide(trials, facts.workload.limit_bytes)
+    page = report.html(answer.compose(decision, facts, trials, notes=(), seconds=1.0), folder="out")
+    assert f"timed out in compiling, after {duration(whole)}" in page
+    assert RECOMPILED.format(2) in page
