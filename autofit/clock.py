@@ -121,6 +121,8 @@ class Clock:
 
     def step_begin(self) -> None:
         """An optimizer step begins."""
+        if self.done == 0 and self.recipe.slow_start:
+            self.progress(self.recipe.slow_start)
         self._started = self._mark = self._now()
         self._micro.clear()
 

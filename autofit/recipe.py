@@ -62,6 +62,7 @@ class Recipe:
         random_model: Given what makes the plain model, makes random weights as those arguments would load them.
         model_wraps: Applied in order to the loaded model.
         optimizer_wraps: Applied in order to the optimizer that the arguments name.
+        slow_start: What takes long in the first step, in a word, for a trial that is cut off in it.
     """
 
     plan: Plan
@@ -77,6 +78,7 @@ class Recipe:
     random_model: Callable[[Callable[[], PreTrainedModel]], PreTrainedModel] | None = None
     model_wraps: list[ModelWrap] = field(default_factory=list)
     optimizer_wraps: list[OptimizerWrap] = field(default_factory=list)
+    slow_start: str = ""
 
     def add(self, emission: Emission) -> None:
         """Join one technique's emission to what is there; two techniques never write one key."""

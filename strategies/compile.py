@@ -12,6 +12,9 @@ Saves: reading and writing what lies between element-wise operations, and launch
 Costs: half a minute to many minutes before the first step, which a long training pays back and a short one does not;
 rows of another length are compiled anew. Of class ``exact``: fused kernels round in another order.
 
+Beyond the time of every trial, one that compiles is given three times what compiling is expected to take; where that
+is not enough it has timed out "in compiling". Graphs that are made after the warm-up are counted, and told.
+
 Needs Triton and a C compiler on CUDA (compute capability 7.0), a C++ compiler on a CPU. Inductor's cache stays where
 the user has it by default, since the launch that follows then finds what the trials have compiled.
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
     from autofit.facts import Facts
     from autofit.plan import Evidence, Value
+    from autofit.recipe import Recipe
 
 _MODES = {
     "regions": "default",
@@ -79,6 +83,10 @@ class Compile(Technique):
         if offload == "activations":
             return "the hooks that move saved tensors to the host are none that a graph can hold"
         return f"{offload} brings weights in by hooks that a compiled model passes by"
+
+    def apply(self, value: Value, recipe: Recipe) -> None:
+        if value != self.plain:
+            recipe.slow_start = "compiling"
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         """The YAML says it all; a Trainer's arguments can't say regions, and say the rest once more."""

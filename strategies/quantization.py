@@ -17,6 +17,11 @@ Only linear layers are quantized: embeddings, norms and the head are not, and ke
 That is what scripts for QLoRA get: under ``bf16`` they are float32 (as ``peft.prepare_model_for_kbit_training`` leaves
 them) and products compute in bfloat16, under ``bf16_weights`` they are bfloat16.
 
+A trial makes one random matrix of each shape, quantizes it, and copies it to the layers of that shape. On one core of a
+CPU, for a model of 1.5 billion weights, that took 1.0 s for ``nf4`` and 0.3 s for ``int8``, the copies 0.3 s and 0.5 s;
+to quantize layer by layer would have taken 40 s. So nothing is kept from one trial for the next: to read 0.7 GB of
+weights from a file is no faster.
+
 Sources: the papers above; ``bitsandbytes.autograd``; ``transformers.BitsAndBytesConfig``, ``TorchAoConfig``;
 ``Int8Tensor`` of torchao 0.18. Not covered: stacked weights of experts, which are no linear layers; DoRA and (IA)3 on
 quantized weights; ``int8`` in a plain loop; GPTQ and AWQ; a trace of ``int8_torchao``, whose tensors fake ones can't

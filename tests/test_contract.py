@@ -1,8 +1,9 @@
 """The one test of the whole family: what every technique must do, whichever it is.
 
 A new technique is tested by being in ``ALL``. The parts below: what is said of each choice on machines of every kind;
-what is emitted; how the files lie; and, on a tiny model that really trains on the CPU, that what is chosen is what
-happens, and that the check would tell if it were not.
+what is emitted; how the files lie; and, on tiny models of three architectures that really train on the CPU, that what
+is chosen is what happens, that the check would tell if it were not, and that its files are loaded back as it.
+Their traces are held against real tensors in ``test_trace.py``; ``bench/launch_matrix.py`` launches them all.
 """
 
 import ast
@@ -13,24 +14,32 @@ import inspect
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
-from autofit import placement, space
+from autofit import answer, choose, placement, report, space
+from autofit.campaign import Campaign
 from autofit.choose import extras
 from autofit.clock import Effort
+from autofit.document import MODEL_FOLDER
+from autofit.emit import ARGUMENTS, YAML, check_files, emit
 from autofit.errors import InputError
-from autofit.loading import installed
-from autofit.observe import compiled_graphs
-from autofit.plan import Evidence, Measured, Plan
+from autofit.loading import installed, load
+from autofit.measure import RECOMPILED
+from autofit.observe import _unwrapped, compiled_graphs
+from autofit.plan import Evidence, Measured, Plan, TimedOut, Trial
 from autofit.registry import changes, extra_seconds, recipe, technique, techniques
 from autofit.technique import Emission, Kind
 from autofit.trials import ProcessRunner
+from autofit.units import duration
 
-from .synthetic import GIB, cpu_facts, cuda_facts, model
-from .tiny import write_config
+from .synthetic import GIB, Landscape, cpu_facts, cuda_facts, model
+from .tiny import describe, write_config
+from .traced import like_a_process_of_its_own
 
 FOLDER = Path(__file__).resolve().parent.parent / "strategies"
 EVERY = frozenset(Kind)
@@ -358,64 +367,130 @@ def test_what_a_cpu_refuses_is_run_on_a_gpu(facts):
 
 # --- what really happens --------------------------------------------------------------------------------------------
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128,
-    "max_position_embeddings": 16, "tie_word_embeddings": False,
-}  # fmt: skip
+_SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128, "max_position_embeddings": 16}
+_WIDTHS = {**_SIZES, "hidden_size": 32, "intermediate_size": 128, "num_key_value_heads": 2}
+MODELS = {
+    "llama": (
+        {"model_type": "llama", **_WIDTHS, "tie_word_embeddings": False},
+        {"architecture": "LlamaForCausalLM", "layer_classes": ("LlamaDecoderLayer",), "plain_head": True},
+    ),
+    "gpt2": (
+        {"model_type": "gpt2", "n_embd": 32, "n_inner": 128, "n_layer": 2, "n_head": 2, "vocab_size": 128}
+        | {"n_positions": 16},
+        {"architecture": "GPT2LMHeadModel", "layer_classes": ("GPT2Block",), "plain_head": True},
+    ),
+    "gemma2": (
+        {"model_type": "gemma2", **_WIDTHS, "head_dim": 16, "sliding_window": 8},
+        {"architecture": "Gemma2ForCausalLM", "layer_classes": ("Gemma2DecoderLayer",)}
+        | {"attention": "eager", "attentions": ("eager",)},
+    ),
+}
+"""Configs, and what a tune reads off them: rotary and learned positions, linear layers and Conv1D, capped scores."""
 QUICK = Effort(fidelity="whole", min_steps=1, max_steps=1)
 
 
-def tiny(launch_path):
+def tiny(launch_path, name="llama"):
     facts = cpu_facts(global_batch=4, seq_len=16, limit_bytes=2 * GIB, launch_path=launch_path)
     sizes = {"parameters": 50_000, "layers": 2, "hidden_size": 32, "vocab_size": 128, "max_positions": 16}
-    sizes["plain_head"] = True
-    return replace(facts, model=model(**sizes), packages=installed())
+    read = model(**sizes, model_type=name, **MODELS[name][1])
+    return replace(facts, model=read, packages=installed())
+
+
+def to_be_had(one, facts):
+    return [choice.value for choice in one.choices(facts) if choice.status != "withheld"]
+
+
+def real():
+    """Every value on every model: on the first by both launch paths, on the others by one or the other in turn."""
+    for path in ("trainer", "loop"):
+        for one in techniques():
+            for value in to_be_had(one, tiny(path)):
+                yield "llama", path, one, value
+    for turn, name in enumerate(("gpt2", "gemma2")):
+        for one in techniques():
+            values = dict.fromkeys(value for path in ("trainer", "loop") for value in to_be_had(one, tiny(path, name)))
+            for place, value in enumerate(values):
+                paths = [path for path in ("trainer", "loop") if value in to_be_had(one, tiny(path, name))]
+                yield name, paths[(place + turn) % len(paths)], one, value
 
 
 REAL = [
-    pytest.param(path, one, choice.value, id=f"{one.name}={choice.value} by {path}")
-    for path in ("trainer", "loop")
-    for one in techniques()
-    for choice in one.choices(tiny(path))
-    if choice.status != "withheld"
+    pytest.param(name, path, one, value, id=f"{one.name}={value} on {name} by {path}")
+    for name, path, one, value in real()
 ]
 
 
 @pytest.fixture(scope="module")
-def run(server, tmp_path_factory):
+def configs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("configs")
+    return {name: write_config(folder / name, config) for name, (config, _) in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def run(server, configs, tmp_path_factory):
     """Runs a plan as a trial does, each in a process of its own, and each plan once."""
     folder = tmp_path_factory.mktemp("contract")
-    write_config(folder / "model", CONFIG)
     known = {}
 
-    def run_once(path, one, value):
-        facts = tiny(path)
+    def run_once(path, one, value, name="llama"):
+        facts = tiny(path, name)
         fitting = space.build(facts, EVERY, {one.name: (value,)}).plans
         plan = min(fitting, key=lambda plan: (extras(plan), plan["accumulation"]))
-        if (path, plan) not in known:
-            runner = ProcessRunner(folder / "trials", facts, folder / "model", server)
-            known[path, plan] = runner.run(len(known), plan, QUICK, purpose="search", limit_seconds=180).outcome
-        return known[path, plan]
+        if (name, path, plan) not in known:
+            runner = ProcessRunner(folder / "trials", facts, configs[name], server)
+            trial = runner.run(len(known), plan, QUICK, purpose="final", limit_seconds=300)
+            known[name, path, plan] = trial
+        return known[name, path, plan]
 
     return run_once
 
 
-@pytest.mark.parametrize(("path", "one", "value"), REAL)
-def test_what_is_chosen_is_what_happens(run, path, one, value):
-    outcome = run(path, one, value)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_are_as_a_tune_reads_them(server, configs, name):
+    for path in ("trainer", "loop"):
+        known = tiny(path, name)
+        read = replace(known, model=describe(server, configs[name]).model)
+        for one in techniques():
+            assert to_be_had(one, read) == to_be_had(one, known), one.name
+
+
+@pytest.mark.parametrize(("name", "path", "one", "value"), REAL)
+def test_what_is_chosen_is_what_happens(run, configs, tmp_path, name, path, one, value):
+    """Tried; seen to be in effect, and no other value of the technique; written; loaded back as what was tried."""
+    trial, facts = run(path, one, value, name), tiny(path, name)
+    outcome = trial.outcome
     assert isinstance(outcome, Measured), outcome
-    assert one.in_effect(value, outcome.evidence, tiny(path)) is None
+    assert one.in_effect(value, outcome.evidence, facts) is None
     assert math.isfinite(outcome.loss)
-    others = [choice.value for choice in one.choices(tiny(path)) if choice.status != "withheld"]
-    for other in others:
+    for other in to_be_had(one, facts):
         if other != value:
-            assert one.in_effect(other, outcome.evidence, tiny(path)), f"{value} would pass for {other}"
+            assert one.in_effect(other, outcome.evidence, facts), f"{value} would pass for {other}"
+    emission, setup = recipe(trial.plan, facts).emission, loaded_back(trial, facts, configs[name], tmp_path / "out")
+    assert setup.plan == trial.plan
+    assert setup.recipe.emission == emission
+    assert yaml.safe_load((tmp_path / "out" / YAML).read_text("utf-8")) == emission.accelerate
+    assert json.loads((tmp_path / "out" / ARGUMENTS).read_text("utf-8")) == emission.training_args
+    with like_a_process_of_its_own():
+        net = setup.model()
+        optimizer = setup.optimizer(net, output_dir=str(tmp_path))
+    sizes = [parameter.numel() for parameter in net.parameters()]
+    trained = [parameter.numel() for parameter in net.parameters() if parameter.requires_grad]
+    assert (sum(sizes), sum(trained)) == (outcome.evidence.parameters, outcome.evidence.trainable_parameters)
+    stepping = type(_unwrapped(optimizer))
+    assert f"{stepping.__module__}.{stepping.__qualname__}" == outcome.evidence.optimizer
+
+
+def loaded_back(trial, facts, config, folder):
+    """What a script gets of the files of a tune that this trial has won."""
+    shutil.copytree(config, folder / MODEL_FOLDER)
+    decision = choose.decide([trial], facts.workload.limit_bytes)
+    emit(answer.compose(decision, facts, [trial], notes=(), seconds=1.0), folder, "<html>", check_files)
+    return load(folder)
 
 
 def test_rows_are_full_and_unpadded(run):
     for path in ("trainer", "loop"):
-        evidence = run(path, technique("micro_batch"), 2).evidence
+        evidence = run(path, technique("micro_batch"), 2).outcome.evidence
         assert (evidence.micro_batch, evidence.seq_len, evidence.accumulation) == (2, 16, 2)
         assert evidence.padding_mask is False
 
@@ -424,7 +499,7 @@ def test_checkpointing_recomputes_each_layer_once(run):
     again = {"off": (1, 0), "full": (2, 2), "every_2": (2, 1), "selective": (2, 2)}
     for path in ("trainer", "loop"):
         for value, seen in again.items():
-            evidence = run(path, technique("checkpointing"), value).evidence
+            evidence = run(path, technique("checkpointing"), value).outcome.evidence
             assert (evidence.layer_forwards, evidence.layers_recomputed) == seen
             assert evidence.layers == 2
             assert (evidence.kept_outputs > 0) == (value == "selective")
@@ -433,10 +508,10 @@ def test_checkpointing_recomputes_each_layer_once(run):
 def test_exact_choices_keep_the_loss_of_the_plain_run(run):
     """The seed is the same, so are the rows; three steps apart only by the order of rounding."""
     for path in ("trainer", "loop"):
-        plain = run(path, technique("checkpointing"), "off").loss
+        plain = run(path, technique("checkpointing"), "off").outcome.loss
         for value in ("full", "every_2", "selective"):
-            assert run(path, technique("checkpointing"), value).loss == pytest.approx(plain, rel=1e-5)
-        assert run(path, technique("optimizer"), "sgd").loss != plain
+            assert run(path, technique("checkpointing"), value).outcome.loss == pytest.approx(plain, rel=1e-5)
+        assert run(path, technique("optimizer"), "sgd").outcome.loss != plain
 
 
 # --- the parts that need a GPU, on what a CPU can show of them ------------------------------------------------------
@@ -599,13 +674,13 @@ def test_without_a_compiler_nothing_is_compiled(name, changes, reason):
 
 def test_a_compiled_plan_compiles_in_the_warm_up_alone(run):
     for path, value in (("trainer", "regions"), ("loop", "model")):
-        outcome = run(path, technique("compile"), value)
+        outcome = run(path, technique("compile"), value).outcome
         seen = outcome.evidence
         assert (seen.compiled, seen.compile_mode, seen.recompiles) == (value, "default", 0)
         assert seen.compiled_graphs >= 1
         assert outcome.warm_up_seconds > outcome.step_seconds
         assert not any("compiled again" in note for note in outcome.notes)
-    assert run("loop", technique("compile"), "off").evidence.compiled_graphs == 0
+    assert run("loop", technique("compile"), "off").outcome.evidence.compiled_graphs == 0
 
 
 def test_another_shape_is_another_graph():
@@ -633,3 +708,31 @@ def test_what_a_trial_costs_beyond_its_steps_is_told_for_compiled_plans():
     plan = plan_with(technique("compile"), "model", facts)
     assert extra_seconds(plan, facts) > extra_seconds(plan.replaced(compile="regions"), facts) > 0
     assert extra_seconds(plan.replaced(compile="off"), facts) == 0
+
+
+def test_a_trial_that_compiles_is_given_longer_and_says_what_took_so_long():
+    facts, asked = FACTS["cuda 8.0"], []
+
+    class Late:
+        def run(self, number, plan, effort, *, purpose, limit_seconds):
+            asked.append(limit_seconds)
+            late = TimedOut(limit_seconds=limit_seconds, phase="compiling")
+            return Trial(number=number, plan=plan, outcome=late, wall_seconds=limit_seconds, purpose=purpose)
+
+    plan = plan_with(technique("compile"), "off", facts)
+    campaign = Campaign(facts=facts, space=space.build(facts, EVERY), runner=Late())
+    for value in ("off", "regions", "model"):
+        campaign.run(plan.replaced(compile=value), QUICK, "search")
+    off, regions, whole = asked
+    assert off < regions < whole == off + 3 * extra_seconds(plan.replaced(compile="model"), facts)
+    campaign.left = lambda: 100.0
+    campaign.run(plan.replaced(compile="model"), QUICK, "search")
+    assert asked[-1] == 100.0
+    land = Landscape(facts=facts, row_bytes=1e6)
+    trials = [*campaign.trials, land.trial(plan, 4, "final")]
+    again = replace(trials[-1].outcome, notes=(RECOMPILED.format(2),))
+    trials[-1] = replace(trials[-1], outcome=again)
+    decision = choose.decide(trials, facts.workload.limit_bytes)
+    page = report.html(answer.compose(decision, facts, trials, notes=(), seconds=1.0), folder="out")
+    assert f"timed out in compiling, after {duration(whole)}" in page
+    assert RECOMPILED.format(2) in page

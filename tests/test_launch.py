@@ -16,6 +16,7 @@ from autofit import answer, verify
 from autofit import document as documents
 from autofit.document import DOCUMENT
 from autofit.plan import Measured, Unsupported, dump_json
+from autofit.registry import technique
 from autofit.verify import VERIFICATION, judge
 
 from .tiny import MIB, PLAIN, REPOSITORY, gone, offspring, wait_until, write_config
@@ -130,6 +131,28 @@ def test_a_real_tune_makes_a_promise_that_verify_finds_kept(tuned, launch_path):
     assert judge(found.promise, found.outcome, tolerance=WIDE_TOLERANCE).broken == ()
     # trial and launch count memory alike, from whatever base they started
     assert abs(found.outcome.peak_bytes - found.promise.peak_bytes) < 0.25 * found.promise.peak_bytes + 8 * MIB
+
+
+SAMPLE = {
+    "trainer": {"attention": "eager", "checkpointing": "selective", "adapter": "lora:r=16", "quantization": "nf4"},
+    "loop": {"precision": "bf16_weights", "kernels": "chunked_ce", "adapter": "dora:r=16", "optimizer": "adafactor"},
+}
+"""What no other test here launches; `tests/bench/launch_matrix.py` launches every value by itself."""
+
+
+@pytest.mark.parametrize("launch_path", PATHS)
+def test_a_sample_of_other_values_is_launched_for_two_steps(tuned, server, tmp_path, monkeypatch, launch_path):
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    source, folder = tuned(launch_path), tmp_path / "out"
+    shutil.copytree(source / documents.MODEL_FOLDER, folder / documents.MODEL_FOLDER)
+    document = dataclasses.replace(documents.read(source), plan=PLAIN.replaced(**SAMPLE[launch_path]))
+    answer.write(document, folder, server)
+    found = verify.verify(folder, steps=2, tolerance=1.0)
+    assert isinstance(found.outcome, Measured), found.outcome  # so each value was seen in effect
+    assert (len(found.outcome.steps), found.launches, found.broken) == (2, 1, ())
+    for name in SAMPLE[launch_path]:
+        assert technique(name).in_effect(PLAIN[name], found.outcome.evidence, document.facts)
 
 
 def test_a_promise_that_is_too_good_is_found_broken(tuned, tmp_path):

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from autofit import trials
+from autofit import findings, trials
 from autofit.clock import PARTS, Effort
 from autofit.errors import MachineError
+from autofit.measure import RECOMPILED
 from autofit.plan import OUTCOME, TRIAL, Crashed, Diverged, Measured, OutOfMemory, TimedOut, Unsupported, dump_json
 from autofit.trials import ProcessRunner, finished, log_tail, training_seconds, trial_folder
 from autofit.worker import JOBS
@@ -60,13 +61,14 @@ def try_plan(server, tmp_path, facts_of):
 def try_fault(server, tmp_path, facts_of):
     """Runs a trial whose process does something else than its work."""
 
-    def run(fault, *, limit_seconds=300.0, name="trials"):
+    def run(fault, *, limit_seconds=300.0, name="trials", plan=None):
         described, facts = facts_of()
         config = tmp_path / "faulty-model"
         shutil.copytree(described, config, dirs_exist_ok=True)
         (config / "fault.py").write_text(textwrap.dedent(fault), "utf-8")
         runner = ProcessRunner(tmp_path / name, facts, config, server)
-        return runner.run(0, PLAIN, QUICK, purpose="search", limit_seconds=limit_seconds)
+        tried = PLAIN.replaced(**plan or {})
+        return runner.run(0, tried, QUICK, purpose="search", limit_seconds=limit_seconds)
 
     return run
 
@@ -332,6 +334,49 @@ def test_a_real_trial_that_takes_too_long_tells_how_far_it_came(try_plan):
     found = try_plan(plan={"micro_batch": 4, "accumulation": 1}, effort=effort, limit_seconds=6.0).outcome
     assert isinstance(found, TimedOut)
     assert found.phase == "load" or found.phase.startswith("step ")
+
+
+def test_a_compiler_that_takes_too_long_is_told(try_fault):
+    slow = """
+        import time
+        from torch._inductor import compile_fx
+        compile_fx.compile_fx = lambda *_, **__: time.sleep(1000)
+        honest(folder)
+    """
+    for limit_seconds in (8.0, 60.0):  # the second where others leave little of the processors
+        found = try_fault(slow, plan={"compile": "model"}, limit_seconds=limit_seconds).outcome
+        assert isinstance(found, TimedOut)
+        assert found.phase in {"start", "load", "compiling"}
+        if found.phase == "compiling":
+            break
+    assert found == TimedOut(limit_seconds=limit_seconds, phase="compiling")
+    assert findings.why(found).startswith("timed out in compiling, after ")
+
+
+def test_what_is_compiled_after_the_warm_up_is_counted_and_told(try_fault):
+    """The compiler forgets what it has made, once, behind the first timed step."""
+    forgets = """
+        import torch
+        from autofit.clock import Clock
+        from torch._inductor import compile_fx
+        compile_fx.compile_fx = lambda graph, *_, **__: graph
+        ended = Clock.step_end
+        def step_end(self):
+            enough = ended(self)
+            if self.done == 3:
+                torch._dynamo.reset_code_caches()
+            return enough
+        Clock.step_end = {step_end}
+        honest(folder)
+    """
+    steady = try_fault(forgets.format(step_end="ended"), plan={"compile": "model"}, name="steady").outcome
+    assert isinstance(steady, Measured), steady
+    made, notes = steady.evidence.compiled_graphs, steady.notes
+    assert made > 0 == steady.evidence.recompiles
+    again = try_fault(forgets.format(step_end="step_end"), plan={"compile": "model"}, name="again").outcome
+    assert isinstance(again, Measured), again
+    assert (again.evidence.compiled_graphs, again.evidence.recompiles) == (made, made)
+    assert again.notes == (*notes, RECOMPILED.format(made))
 
 
 # its folder
