@@ -420,10 +420,28 @@ REAL = [
 ]
 
 
+WITHOUT_CODE = """
+import json
+from autofit.worker import JOB
+if json.loads((folder / JOB).read_text()).get("plan", {}).get("compile", "off") != "off":
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._inductor import compile_fx
+    compile_fx.compile_fx = lambda graph, inputs, **_: aot_eager(graph, inputs)
+honest(folder)
+"""
+"""Graphs are captured, and run as they are: the code that Inductor makes of them takes a minute for a model.
+
+It is made for the first model here, and for every model in ``bench/launch_matrix.py``.
+"""
+
+
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("configs")
-    return {name: write_config(folder / name, config) for name, (config, _) in MODELS.items()}
+    made = {name: write_config(folder / name, config) for name, (config, _) in MODELS.items()}
+    for name in list(made)[1:]:
+        (made[name] / "fault.py").write_text(WITHOUT_CODE, "utf-8")
+    return made
 
 
 @pytest.fixture(scope="module")
