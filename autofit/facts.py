@@ -13,6 +13,9 @@ LaunchPath = Literal["trainer", "loop"]
 Positive = Annotated[int, Field(gt=0)]
 
 
+_CONV1D = {"gpt2", "openai-gpt", "imagegpt"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """What matters of a model: its sizes and what its class can do. No weights.
@@ -44,6 +47,11 @@ class Model:
     attention_dropout: bool = False
     plain_head: bool = False
     liger: bool = False
+
+    @property
+    def conv1d(self) -> bool:
+        """Whether its layers are transformers' ``Conv1D``, which much that looks for ``nn.Linear`` passes by."""
+        return self.model_type in _CONV1D
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -412,6 +412,9 @@ def _why_not(row: _Row, facts: Facts) -> str | None:
         "a plain loop does not hand it the learning rate: its accelerator.backward(loss) takes none": (
             row.in_backward and facts.workload.launch_path == "loop"
         ),
+        f"the layers of {facts.model.model_type} are Conv1D, whose gradients are not projected": (
+            row.low_rank and facts.model.conv1d
+        ),
         "it steps before gradients are summed over the processes": row.in_backward and facts.workload.processes > 1,
     }
     return next((words for words, holds in reasons.items() if words and holds), None)

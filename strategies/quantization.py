@@ -56,7 +56,6 @@ _BLOCK, _OUTER_BLOCK = 64, 256  # bitsandbytes.nn.Params4bit; bitsandbytes.funct
 _SIXTEEN = {"bf16": "bfloat16", "fp16": "float16"}
 _AUTOCAST = {"bf16", "fp16", "fp8"}
 _TORCHAO = {"int8_torchao", "int4_torchao"}
-_CONV1D = {"gpt2", "openai-gpt", "imagegpt"}
 
 
 class Quantization(Technique):
@@ -156,7 +155,7 @@ def _of_torchao(facts: Facts) -> tuple[Choice, ...]:
     """Torchao's choices."""
     missing = [name for name in ("torchao", "peft") if not facts.has(name)]
     why = f"{' and '.join(missing)} not installed" if missing else None
-    if facts.model.model_type in _CONV1D:
+    if facts.model.conv1d:
         why = why or f"the layers of {facts.model.model_type} are Conv1D, which torchao does not quantize"
     int8 = Choice(
         "int8_torchao",

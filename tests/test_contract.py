@@ -740,11 +740,11 @@ def test_a_trial_that_compiles_is_given_longer_and_says_what_took_so_long():
     plan = plan_with(technique("compile"), "off", facts)
     campaign = Campaign(facts=facts, space=space.build(facts, EVERY), runner=Late())
     for value in ("off", "regions", "model"):
-        campaign.run(plan.replaced(compile=value), QUICK, "search")
+        campaign.run(plan.replaced(compile=value), QUICK, "search", again=True)
     off, regions, whole = asked
     assert off < regions < whole == off + 3 * extra_seconds(plan.replaced(compile="model"), facts)
     campaign.left = lambda: 100.0
-    campaign.run(plan.replaced(compile="model"), QUICK, "search")
+    campaign.run(plan.replaced(compile="model"), QUICK, "search", again=True)
     assert asked[-1] == 100.0
     land = Landscape(facts=facts, row_bytes=1e6)
     trials = [*campaign.trials, land.trial(plan, 4, "final")]

@@ -53,7 +53,7 @@ BEYOND = {
 @pytest.mark.parametrize("sizes", BEYOND.values(), ids=BEYOND)
 def test_a_model_of_petabytes_is_told_by_its_trace(tmp_path, server, monkeypatch, sizes):
     for module in (estimate, tuning):
-        monkeypatch.setattr(module, "ForkServer", lambda *_: Lent(server))
+        monkeypatch.setattr(module, "ForkServer", lambda *_, **__: Lent(server))
     config = write_config(tmp_path / "model", {**LLAMA, **sizes})
     found = estimate.estimate(str(config), memory="80GiB", fix=SIMPLE, seq_len=16, global_batch=4)
     assert {one.verdict for one in found.plans} == {"too large"}
@@ -64,7 +64,7 @@ def test_a_model_of_petabytes_is_told_by_its_trace(tmp_path, server, monkeypatch
 
 
 def test_sizes_that_no_tensor_can_have_are_a_model_error(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(estimate, "ForkServer", lambda *_: Lent(server))
+    monkeypatch.setattr(estimate, "ForkServer", lambda *_, **__: Lent(server))
     for sizes in ({"hidden_size": 2**40}, {"hidden_size": -8}, {"num_attention_heads": 0}, {"vocab_size": "many"}):
         config = write_config(tmp_path / "model", {**LLAMA, **sizes})
         with pytest.raises(ModelError, match="no causal language model can be built"):

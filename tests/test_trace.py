@@ -279,7 +279,7 @@ def test_a_score_for_every_pair_of_tokens_is_seen(labs):
 @pytest.mark.parametrize("precision", ["fp32", "bf16_weights"])
 @pytest.mark.parametrize("optimizer", [name for name in FOREIGN if name != "lomo"])
 def test_a_trace_of_a_foreign_optimizer_needs_what_real_tensors_need(labs, optimizer, precision):
-    lab = labs("gpt2" if "galore" not in optimizer else "llama")
+    lab = labs("llama" if optimizer.startswith(("galore", "apollo")) else "gpt2")
     if FOREIGN[optimizer] not in lab.facts.packages:
         pytest.skip(f"{FOREIGN[optimizer]} is not installed")
     plan = PLAIN.replaced(optimizer=optimizer, precision=precision)

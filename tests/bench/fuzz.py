@@ -89,7 +89,7 @@ class Hang(BaseException):
 class Stopped:
     """Stands where a process would be started."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
     def __getattr__(self, _name: str) -> Any:
