@@ -139,6 +139,18 @@ def traced(space: Space, cast: Forecast) -> dict[Plan, dict[str, Any]]:
     return found
 
 
+def _alike(runs: Mapping[Plan, list[Run]]) -> dict[Plan, tuple[Run, ...]]:
+    """The runs by plans that all name the same knobs: one that came later was plain before."""
+    names = {name: None for plan in runs for name in plan}
+    plain = {one.name: one.plain for one in techniques()}
+    whole: dict[Plan, tuple[Run, ...]] = {}
+    for plan, every in runs.items():
+        alike = Plan({name: plan.get(name, plain.get(name, "")) for name in names})
+        named = every if alike == plan else [dataclasses.replace(run, plan=alike) for run in every]
+        whole[alike] = (*whole.get(alike, ()), *named)
+    return whole
+
+
 def _append(path: Path, line: Mapping[str, Any]) -> None:
     text = json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
     with writing(path), path.open("ab") as file:
@@ -210,7 +222,7 @@ class Landscape:
             raise InputError(f"{path} is no landscape: {first}", hint="write one by --record") from error
         if facts is None or not runs:
             raise InputError(f"{path} holds no measurement", hint="write one by --record")
-        return cls(facts, {plan: tuple(every) for plan, every in runs.items()}, provenance)
+        return cls(facts, _alike(runs), provenance)
 
     def at(self, limit_bytes: int) -> Facts:
         """The facts under another ceiling."""

@@ -194,6 +194,18 @@ def test_knobs_that_were_not_known_count_where_they_are_plain(tmp_path, facts, p
     assert "offload" not in found.space.domains
 
 
+def test_a_recording_that_is_gone_on_with_knows_the_plans_of_before(tmp_path, facts, plans):
+    plan = plans.plans[0]
+    less = Plan({name: value for name, value in plan.items() if name != "offload"})
+    path = tmp_path / "land.jsonl"
+    for one in (less, plan, plan.replaced(offload="optimizer")):
+        trial = Trial(number=0, plan=one, outcome=measured([1.0, 1.0], GIB, facts), wall_seconds=4.0)
+        Writer(path, facts, plans).add(trial)
+    found = Landscape.read(path)
+    assert len(found.runs) == 2
+    assert [run.plan for run in found.of(plan)] == [plan, plan]
+
+
 def test_a_tune_cannot_tell_the_difference(recorded, tmp_path):
     found = Landscape.read(recorded)
     peaks = sorted(landscape.needed(runs[0].outcome) for runs in found.runs.values())

@@ -67,7 +67,8 @@ def record(options: argparse.Namespace) -> None:
         )
         done: dict[object, int] = {}
         if target.exists():
-            done = {plan: len(runs) for plan, runs in Landscape.read(target).runs.items()}
+            known = Landscape.read(target)
+            done = {plan: len(known.of(plan)) for plan in plans.plans}
         provenance = {
             "recorded": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, {len(os.sched_getaffinity(0))} of them used",
