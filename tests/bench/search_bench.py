@@ -256,11 +256,13 @@ SEARCHERS: dict[str, Callable[[Cell, int], Iterator[Step]]] = {
 # -- without a part of the knowledge ------------------------------------------------------------------------------
 
 ABLATIONS = (
-    "traces", "work", "time priors", "families", "noise", "ceilings", "scouts", "dares", "near", "hopeless",
+    "traces", "work", "time priors", "families", "noise", "ceilings", "scouts", "dares", "near", "doubt",
+    "hopeless",
 )  # fmt: skip
 """What is taken away: all that the traces say, or their work alone; what a technique expects of time; that plans of one
 family are alike beyond their values; that a run is a draw; that breaking a ceiling tells a bound; trying fewer rows
-first; trying what may not fit in the end; changing little at a time; cutting off hopeless trials."""
+first; trying what may not fit in the end; changing little at a time; looking once
+more before the end; cutting off hopeless trials."""
 
 
 def ablated(space: Space, cast: Forecast | None, ablation: str) -> tuple[Space, Forecast | None]:
@@ -294,6 +296,7 @@ def without(ablation: str) -> Iterator[None]:
         "scouts": (AutofitSampler, "_scout", lambda *_: None),
         "dares": (AutofitSampler, "_may_dare", lambda *_: False),
         "near": (AutofitSampler, "_near", lambda *given: given[1]),
+        "doubt": (sampling, "_DOUBT", 1.0),
         "ceilings": (sampling, "above", lambda *given: (given[0], 1e6 * given[1])),
     }
     if ablation not in changes:
