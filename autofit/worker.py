@@ -121,6 +121,7 @@ def main(folder: Path) -> None:
         write_atomically(folder / CHECK_FILE, json.dumps({"error": _refusal(job)}))
         return
     if isinstance(job, TraceJob):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything is imported that asks for the device, and forked
         from autofit.tracing import trace_all
 
         failed = trace_all(job, folder)
@@ -239,8 +240,11 @@ def _refusal(job: CheckJob) -> str | None:
 
 def _described(job: DescribeJob) -> dict[str, Any]:
     """The facts as JSON, or ``{"error": words}``: nearly anything can be wrong with a config."""
+    from transformers import modeling_utils
+
     from autofit.probe import describe_hardware, describe_model
 
+    _ = modeling_utils  # what it imports may ask for the device, whose driver takes more than the guard leaves
     try:
         with guarded(DESCRIBING_BYTES):
             model = describe_model(job.name, Path(job.config), trust_remote_code=job.trust_remote_code)
