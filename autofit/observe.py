@@ -180,6 +180,7 @@ class Observer:
         group = real.param_groups[0] if getattr(real, "param_groups", None) else {}
         on_cuda = self.recipe.facts.hardware.device == "cuda"
         adapter, adapted = _adapter(self.model)
+        rounded = getattr(real, "bf16_stochastic_round", None)  # transformers reads a number off its argument
         return Evidence(
             micro_batch=self.rows,
             seq_len=self.seq_len,
@@ -199,7 +200,7 @@ class Observer:
             optimizer_momentum=group.get("momentum"),
             optimizer_paged=getattr(real, "is_paged", None),
             optimizer_projected=_projected(real),
-            optimizer_stochastic=getattr(real, "bf16_stochastic_round", None),
+            optimizer_stochastic=None if rounded is None else bool(rounded),
             optimizer_state_dtypes=state_dtypes,
             optimizer_state_devices=state_devices,
             parameter_devices=tuple(sorted({parameter.device.type for parameter in parameters})),
