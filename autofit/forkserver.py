@@ -75,6 +75,8 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         # a driver that was asked once can't be used after a fork; this asks NVML instead
         environment = {**harmless(os.environ), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if self.device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # what is loaded for the CPU asks for a device that is there
         if not self.compiles:
             environment["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes asks for the compiler when it is imported
         here = str(Path(__file__).resolve().parent.parent)

@@ -112,6 +112,16 @@ def test_where_an_import_has_touched_the_device_a_job_is_a_fresh_process(tmp_pat
         assert pid == session != parent == started._process.pid
 
 
+@pytest.mark.parametrize(("device", "shown"), [("cpu", ""), ("cuda", "3")])
+def test_a_device_is_shown_to_those_who_use_it(tmp_path, monkeypatch, quick_path, device, shown):
+    monkeypatch.setenv("PYTHONPATH", quick_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    folder = job(tmp_path / "job", "import os; (folder / 'shown').write_text(os.environ['CUDA_VISIBLE_DEVICES'])")
+    with contextlib.closing(ForkServer(tmp_path / "server.log", device, ("faulty",))) as started:
+        assert started.run(folder, kill_after_seconds=PATIENT) == 0
+    assert (folder / "shown").read_text() == shown
+
+
 def test_nothing_that_a_job_does_to_its_process_reaches_the_next(server, tmp_path):
     first = job(tmp_path / "first", "import os, torch; os.environ['LEFT'] = '1'; os.chdir('/'); torch.stain = 1")
     second = job(
