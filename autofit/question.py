@@ -161,7 +161,10 @@ def described(answer: Mapping[str, Any], name: str, device: Device) -> tuple[Mod
     if "device" in answer:
         raise MachineError(
             f"--device {device}: it is there and can't be used: {answer['device']}",
-            hint="does the driver fit the installed torch? --device cpu does without" if device == "cuda" else None,
+            hint="what does nvidia-smi say, and does the driver fit the installed torch? A tune does without by "
+            "--device cpu, an estimate by --gpu NAME"
+            if device == "cuda"
+            else None,
         )
     return (
         TypeAdapter(Model).validate_python(answer["model"]),
