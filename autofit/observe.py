@@ -6,6 +6,7 @@ launch; what it sees goes to each technique's ``in_effect``.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -221,6 +222,14 @@ class Observer:
             compiled_graphs=compiled_graphs(),
             cuda_graphs=_cuda_graphs() if on_cuda else None,
         )
+
+
+def with_later_state(seen: Evidence, optimizer: Any) -> Evidence:
+    """The evidence, with a state that came later: while a loss scale is too high, steps are skipped."""
+    if seen.optimizer_state_dtypes:
+        return seen
+    dtypes, devices = _state(_unwrapped(optimizer))
+    return dataclasses.replace(seen, optimizer_state_dtypes=dtypes, optimizer_state_devices=devices)
 
 
 def _layer_products(model: nn.Module, layer_classes: tuple[str, ...]) -> list[nn.Module]:

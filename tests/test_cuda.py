@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from autofit import device, doctor, memory, placement, probe, question
 from autofit.errors import MachineError, ModelError
 from autofit.memory import CeilingBroken, CudaMeter, out_of_memory
+from autofit.observe import with_later_state
 from autofit.plan import Evidence, dump_json
 from autofit.registry import recipe as recipe_of
 from autofit.registry import technique
@@ -309,3 +310,17 @@ def test_a_trace_s_process_is_shown_no_device(tmp_path, monkeypatch):
     with contextlib.suppress(FileNotFoundError):
         work(tmp_path)
     assert seen == [""]
+
+
+def test_a_state_that_comes_after_skipped_steps_is_seen():
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.Adam([weight])
+    before = Evidence(compute_dtype="float16", optimizer_state_dtypes=())
+    assert with_later_state(before, optimizer) == before
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    after = with_later_state(before, optimizer)
+    assert after.optimizer_state_dtypes == ("float32",)
+    assert (after.optimizer_state_devices, after.compute_dtype) == (("cpu",), "float16")
+    optimizer.state.clear()
+    assert with_later_state(after, optimizer) is after
