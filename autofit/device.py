@@ -35,7 +35,8 @@ def missing_cuda() -> str | None:
     """Why there is no CUDA device to use, or ``None`` where there is one."""
     version = torch_cuda()
     if version is None:
-        return "the installed torch is built without CUDA"
+        other = _built_for("hip")
+        return f"the installed torch is built {f'for ROCm {other}, not for' if other else 'without'} CUDA"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in {"", "-1"}:
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides every device"
@@ -45,10 +46,9 @@ def missing_cuda() -> str | None:
         return "nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
+        return None if pynvml.nvmlDeviceGetCount() else "the Nvidia driver has no device"
     except pynvml.NVMLError as error:
         return f"the Nvidia driver does not answer ({error})"
-    try:
-        return None if pynvml.nvmlDeviceGetCount() else "the Nvidia driver has no device"
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
@@ -60,11 +60,16 @@ def torch_cuda() -> str | None:
     Raises:
         MachineError: torch is not installed.
     """
+    return _built_for("cuda")
+
+
+def _built_for(name: str) -> str | None:
+    """What the installed torch says of one kind of device in its ``version.py``."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         raise MachineError("torch is not installed", hint="pip install torch")
     with contextlib.suppress(OSError):
         text = (Path(spec.origin).parent / "version.py").read_text("utf-8")
-        found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+        found = re.search(rf"^{name}\b[^=]*=\s*['\"]([\d.]+)", text, re.MULTILINE)
         return found[1] if found else None
     return None

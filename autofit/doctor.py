@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ from pydantic import TypeAdapter
 from autofit import __version__, neighbours, space
 from autofit.device import choose_device, missing_cuda
 from autofit.document import Offer
-from autofit.facts import Facts, Hardware, Model, Workload
+from autofit.errors import MachineError
+from autofit.facts import Device, Facts, Hardware, Model, Workload
 from autofit.forkserver import ForkServer
 from autofit.loading import PACKAGES, installed
 from autofit.neighbours import Neighbour
 from autofit.plan import dump_json
+from autofit.question import described
 from autofit.source import DEMO, fetch
 from autofit.worker import FACTS_FILE, JOBS, DescribeJob
 
@@ -48,32 +51,40 @@ class Diagnosis:
 DIAGNOSIS: TypeAdapter[Diagnosis] = TypeAdapter(Diagnosis)
 
 
+def _described(model: str, device: Device) -> tuple[Model, Hardware]:
+    """What a process of its own tells of the model and of the device."""
+    with tempfile.TemporaryDirectory(prefix="autofit-doctor-") as scratch:
+        folder = Path(scratch)
+        config = fetch(model, folder / "model")
+        with contextlib.closing(ForkServer(folder / "log", device)) as server:
+            job = DescribeJob(name=model, config=str(config), device=device, trust_remote_code=False)
+            with server.ask(folder, dump_json(JOBS, job), FACTS_FILE) as answer:
+                if answer is None:
+                    raise MachineError(f"the device {device} could not be described in a minute")
+                return described(answer, model, device)
+
+
 def examine(device: str = "auto", model: str = DEMO) -> Diagnosis:
     """Look at the machine, and ask every technique what it would offer a model on it.
 
     Raises:
-        MachineError: The wanted device is not there.
+        MachineError: The wanted device is not there, or can't be used.
         ModelError: The model can't be read.
     """
-    chosen = choose_device(device)
-    with tempfile.TemporaryDirectory(prefix="autofit-doctor-") as scratch:
-        folder = Path(scratch)
-        config = fetch(model, folder / "model")
-        server = ForkServer(folder / "log", chosen)
-        try:
-            job = DescribeJob(name=model, config=str(config), device=chosen, trust_remote_code=False)
-            with server.ask(folder, dump_json(JOBS, job), FACTS_FILE) as answer:
-                assert answer is not None
-                hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
-                described = TypeAdapter(Model).validate_python(answer["model"])
-        finally:
-            server.close()
+    cuda = missing_cuda()
+    try:
+        known, hardware = _described(model, choose_device(device))
+    except MachineError as error:
+        if device != "auto" or cuda is not None:
+            raise
+        cuda = error.message
+        known, hardware = _described(model, "cpu")
     packages = installed()
     facts = Facts(
-        model=described,
+        model=known,
         hardware=hardware,
         workload=Workload(
-            seq_len=min(1024, described.max_positions or 1024),
+            seq_len=min(1024, known.max_positions or 1024),
             global_batch=32,
             limit_bytes=hardware.free_bytes,
             host_limit_bytes=hardware.host_free_bytes,
@@ -84,7 +95,7 @@ def examine(device: str = "auto", model: str = DEMO) -> Diagnosis:
     return Diagnosis(
         autofit=__version__,
         hardware=hardware,
-        cuda=missing_cuda(),
+        cuda=cuda,
         packages=packages,
         missing=tuple(name for name in PACKAGES if name not in packages),
         choices=tuple(

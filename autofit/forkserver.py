@@ -1,6 +1,7 @@
 """A process that has torch and transformers loaded, and forks one child for each job.
 
-Importing them takes seconds, a fork takes hundredths. The server never touches the device, so that each child can.
+Importing them takes seconds, a fork takes hundredths. The server never touches the device, so that each child can;
+where a library does when it is imported, the child becomes a fresh process and imports all anew.
 Jobs have no use for tokens and passwords, so their environment holds none: no log and no model's own code tells one.
 It is the parent's child and dies with it: it sees its socket close, and asks the kernel for SIGTERM when the parent
 goes (PR_SET_PDEATHSIG); each job's process is in a session of its own, asks for SIGKILL when the server goes, and is
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,7 +45,7 @@ _TICK_SECONDS = 1.0
 _FIRST = ("torch", "transformers", "transformers.modeling_utils")
 _ALWAYS = ("torch._dynamo", "accelerate.commands.launch")
 # peft and bitsandbytes, which Trainer's module imports, ask for the device at import; a forked child can't use CUDA
-# once its parent has touched it
+# once its parent has touched it; so does torchao, which transformers imports where it is installed
 _ON_CPU = ("transformers.trainer", "autofit.worker", "torch.utils.data")
 
 
@@ -73,6 +75,8 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         # a driver that was asked once can't be used after a fork; this asks NVML instead
         environment = {**harmless(os.environ), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if self.device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # what is loaded for the CPU asks for a device that is there
         if not self.compiles:
             environment["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes asks for the compiler when it is imported
         here = str(Path(__file__).resolve().parent.parent)
@@ -354,12 +358,21 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(os.getppid(), signal.SIGTERM)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    server.load((*_FIRST, *modules), ready_for_early=False)
+    first = [*_FIRST, *modules]
+    if device == "cuda" and find_spec("torchao"):
+        first = [name for name in first if not name.startswith("transformers.")]
+    server.load(first, ready_for_early=False)
     server.load((*_ALWAYS, *(_ON_CPU if device == "cpu" else ())), ready_for_early=True)
     server.say({"ready": time.monotonic() - began})
     server.loaded()
     while True:
         server.turn()
+
+
+def device_is_spoilt() -> bool:
+    """Whether something that the server has imported has touched the device, so that a forked child can't use it."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda is not None and bool(cuda._is_in_bad_fork())  # noqa: SLF001 - PyTorch's own question before it begins
 
 
 def _job(folder: Path, server: int) -> NoReturn:
@@ -374,6 +387,8 @@ def _job(folder: Path, server: int) -> NoReturn:
             handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(handle, stream)
             os.close(handle)
+        if device_is_spoilt():
+            os.execv(sys.executable, [sys.executable, "-m", "autofit.worker", str(folder)])  # noqa: S606 - a list
         from autofit.worker import main
 
         main(folder)

@@ -17,8 +17,9 @@ import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from autofit.errors import MachineError
 from autofit.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -78,8 +79,9 @@ def fault_in_libraries() -> None:
     """Read every mapped library page into the resident set, so that it belongs to the base."""
     libc = ctypes.CDLL(None, use_errno=True)
     for line in Path("/proc/self/maps").read_text("utf-8", "replace").splitlines():
-        span, access, _offset, _device, inode = line.split(maxsplit=5)[:5]
-        if inode != "0" and access.startswith("r"):
+        span, access, _offset, _device, inode, *path = line.split(maxsplit=5)
+        # what a driver maps is no library
+        if inode != "0" and access.startswith("r") and not "".join(path).startswith("/dev/"):
             start, end = (int(part, 16) for part in span.split("-"))
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ)
 
@@ -96,7 +98,10 @@ class HostMeter:
 
     def peak_bytes(self) -> int:
         """Peak since the meter was made, above the base."""
-        return max(0, status()["VmHWM"] - self.base_bytes)
+        peak = status().get("VmHWM")
+        if peak is None:  # gVisor has none
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return max(0, peak - self.base_bytes)
 
     def check(self) -> None:
         """Raise where the peak is above the ceiling."""
@@ -179,16 +184,52 @@ class CudaMeter:
         )
 
 
-def device_used_bytes(uuid: str | None) -> int:
-    """What ``nvidia-smi`` counts as used on a device, by all processes together; makes no context."""
+@contextlib.contextmanager
+def driver() -> Iterator[Any]:
+    """The driver's own library, NVML; makes no context.
+
+    Raises:
+        MachineError: It does not answer, or not to what is asked inside.
+    """
     import pynvml
 
-    pynvml.nvmlInit()
     try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
-        return int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
-    finally:
-        pynvml.nvmlShutdown()
+        pynvml.nvmlInit()
+        try:
+            yield pynvml
+        finally:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise MachineError(f"the Nvidia driver does not answer ({error})", hint="what does nvidia-smi say?") from error
+
+
+def device_used_bytes(uuid: str | None) -> int:
+    """What ``nvidia-smi`` counts as used on a device, by all processes together; makes no context.
+
+    Raises:
+        MachineError: The driver does not tell; that of a chip which shares the host's memory does not.
+    """
+    with driver() as nvml:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else nvml.nvmlDeviceGetHandleByIndex(0)
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+
+
+def driver_s_name(uuid: str) -> str:
+    """How the driver calls a device, or a slice of one (MIG), whose UUID CUDA tells without a prefix.
+
+    Raises:
+        MachineError: It knows it by neither.
+    """
+    if uuid.startswith(("GPU-", "MIG-")):
+        return uuid
+    with driver() as nvml:
+        try:
+            nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except nvml.NVMLError:
+            nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+            return f"MIG-{uuid}"
+    return f"GPU-{uuid}"
 
 
 def control_groups() -> Iterator[Path]:
@@ -262,7 +303,9 @@ def out_of_memory(error: BaseException) -> tuple[Literal["device", "host"], int 
         found = re.search(r"you tried to allocate (\d+) bytes", text)
         return "host", int(found[1]) if found else None
     if isinstance(error, RuntimeError) and re.search(
-        r"CUDA error: out of memory|CUDA out of memory|ALLOC_FAILED", text
+        r"CUDA( driver)? error: out of memory|CUDA out of memory|ALLOC(ATION)?_FAILED"
+        r"|Triton Error \[CUDA\]: out of memory|Cuda failure.*'out of memory'",
+        text,
     ):
         return "device", None  # of a library with an allocator of its own, or of the driver
     return None

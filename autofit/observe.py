@@ -6,6 +6,7 @@ launch; what it sees goes to each technique's ``in_effect``.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -180,6 +181,7 @@ class Observer:
         group = real.param_groups[0] if getattr(real, "param_groups", None) else {}
         on_cuda = self.recipe.facts.hardware.device == "cuda"
         adapter, adapted = _adapter(self.model)
+        rounded = getattr(real, "bf16_stochastic_round", None)  # transformers reads a number off its argument
         return Evidence(
             micro_batch=self.rows,
             seq_len=self.seq_len,
@@ -199,7 +201,7 @@ class Observer:
             optimizer_momentum=group.get("momentum"),
             optimizer_paged=getattr(real, "is_paged", None),
             optimizer_projected=_projected(real),
-            optimizer_stochastic=getattr(real, "bf16_stochastic_round", None),
+            optimizer_stochastic=None if rounded is None else bool(rounded),
             optimizer_state_dtypes=state_dtypes,
             optimizer_state_devices=state_devices,
             parameter_devices=tuple(sorted({parameter.device.type for parameter in parameters})),
@@ -220,6 +222,14 @@ class Observer:
             compiled_graphs=compiled_graphs(),
             cuda_graphs=_cuda_graphs() if on_cuda else None,
         )
+
+
+def with_later_state(seen: Evidence, optimizer: Any) -> Evidence:
+    """The evidence, with a state that came later: while a loss scale is too high, steps are skipped."""
+    if seen.optimizer_state_dtypes:
+        return seen
+    dtypes, devices = _state(_unwrapped(optimizer))
+    return dataclasses.replace(seen, optimizer_state_dtypes=dtypes, optimizer_state_devices=devices)
 
 
 def _layer_products(model: nn.Module, layer_classes: tuple[str, ...]) -> list[nn.Module]:

@@ -39,7 +39,13 @@ class Cuda:
         """A copy in the host's pinned memory."""
         import torch
 
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
+        try:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            # CUDA's words are the same as for the device
+            raise MemoryError(f"the host has no {tensor.nbytes} bytes left to pin") from error
         return host.copy_(tensor, non_blocking=True)
 
     def to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:

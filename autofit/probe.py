@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from autofit.memory import control_groups, device_used_bytes
+from autofit.memory import control_groups, device_used_bytes, driver_s_name
 
 
 def describe_model(name: str, config: Path, *, trust_remote_code: bool) -> dict[str, Any]:
@@ -206,9 +206,10 @@ def _cuda() -> dict[str, Any]:
         precisions.append("fp16")
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
     uuid = str(getattr(properties, "uuid", "") or "")
-    uuid = uuid if not uuid or uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    uuid = driver_s_name(uuid) if uuid else ""
     total = int(properties.total_memory)
     used = device_used_bytes(uuid)  # before this process has a context of its own there
+    _ = torch.ones(2, device="cuda").sum().item()  # a device that can't is better known now than by every trial
     return {
         "device": "cuda",
         "name": properties.name,

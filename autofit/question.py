@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from autofit import document as documents
 from autofit import space, strict, units
-from autofit.errors import InputError, ModelError
-from autofit.facts import Facts, Hardware, LaunchPath, Model, Workload
+from autofit.errors import InputError, MachineError, ModelError
+from autofit.facts import Device, Facts, Hardware, LaunchPath, Model, Workload
 from autofit.files import write_atomically
 from autofit.forkserver import ForkServer
 from autofit.loading import installed
@@ -129,6 +129,7 @@ def read_facts(
 
     Raises:
         ModelError: No causal language model can be built from the config.
+        MachineError: The device is there and can't be used.
     """
     job = DescribeJob(
         name=request.model,
@@ -141,14 +142,34 @@ def read_facts(
             raise ModelError(
                 f"{request.model!r} could not be built in a minute", hint="are the sizes in its config right?"
             )
-        if "error" in answer:
-            raise ModelError(
-                f"no causal language model can be built from the config of {request.model!r}: {answer['error']}",
-                hint="is the architecture known to the installed transformers?",
-            )
-        model = TypeAdapter(Model).validate_python(answer["model"])
-        hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
+        model, hardware = described(answer, request.model, device)
     return Facts(model=model, hardware=hardware, workload=workload(request, model, hardware, say), packages=installed())
+
+
+def described(answer: Mapping[str, Any], name: str, device: Device) -> tuple[Model, Hardware]:
+    """What a process of its own told of the model and the device.
+
+    Raises:
+        ModelError: No causal language model can be built from the config.
+        MachineError: The device is there and can't be used.
+    """
+    if "error" in answer:
+        raise ModelError(
+            f"no causal language model can be built from the config of {name!r}: {answer['error']}",
+            hint="is the architecture known to the installed transformers?",
+        )
+    if "device" in answer:
+        raise MachineError(
+            f"--device {device}: it is there and can't be used: {answer['device']}",
+            hint="what does nvidia-smi say, and does the driver fit the installed torch? A tune does without by "
+            "--device cpu, an estimate by --gpu NAME"
+            if device == "cuda"
+            else None,
+        )
+    return (
+        TypeAdapter(Model).validate_python(answer["model"]),
+        TypeAdapter(Hardware).validate_python(answer["hardware"]),
+    )
 
 
 def keep(folder: Path, request: Request, facts: Facts) -> None:

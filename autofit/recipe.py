@@ -161,7 +161,7 @@ class Recipe:
 
         on_cpu = self.facts.hardware.device == "cpu"
         if not on_cpu:
-            # as a Trainer's argument does; after it the older allow_tf32 flags can't even be read
+            # as a Trainer's argument does
             torch.backends.fp32_precision = "tf32" if self.tf32 else "ieee"  # type: ignore[attr-defined]
         given: dict[str, Any] = {
             "gradient_accumulation_steps": self.accumulation,
@@ -169,7 +169,11 @@ class Recipe:
             # told to use the CPU, Accelerate leaves its engines out
             "cpu": on_cpu and self.emission.accelerate["distributed_type"] == "NO",
         }
-        return Accelerator(**{**given, **others})
+        accelerator = Accelerator(**{**given, **others})
+        if not on_cpu:
+            # beside a compiled model it switches TF32 on, whatever was said, by the older flag
+            torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        return accelerator
 
 
 @contextlib.contextmanager

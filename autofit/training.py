@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit.clock import Listener
-from autofit.observe import Observer
+from autofit.observe import Observer, with_later_state
 from autofit.plan import Evidence
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def run_trainer(
         optimizers=(optimizer, None),
     )
     trainer.train()
-    return seen[0]
+    return with_later_state(seen[0], trainer.optimizer)
 
 
 def run_loop(
@@ -160,7 +160,7 @@ def run_loop(
                 break
     if evidence is None:
         raise RuntimeError("the loader ended before the warm-up did")
-    return evidence
+    return with_later_state(evidence, optimizer)
 
 
 def counted(clock: Listener) -> int | None:

@@ -121,6 +121,7 @@ def main(folder: Path) -> None:
         write_atomically(folder / CHECK_FILE, json.dumps({"error": _refusal(job)}))
         return
     if isinstance(job, TraceJob):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything is imported that asks for the device, and forked
         from autofit.tracing import trace_all
 
         failed = trace_all(job, folder)
@@ -238,9 +239,12 @@ def _refusal(job: CheckJob) -> str | None:
 
 
 def _described(job: DescribeJob) -> dict[str, Any]:
-    """The facts as JSON, or ``{"error": words}``: nearly anything can be wrong with a config."""
+    """The facts as JSON; ``{"error": words}`` where the config is wrong, ``{"device": words}`` where the device is."""
+    from transformers import modeling_utils
+
     from autofit.probe import describe_hardware, describe_model
 
+    _ = modeling_utils  # what it imports may ask for the device, whose driver takes more than the guard leaves
     try:
         with guarded(DESCRIBING_BYTES):
             model = describe_model(job.name, Path(job.config), trust_remote_code=job.trust_remote_code)
@@ -249,7 +253,11 @@ def _described(job: DescribeJob) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - libraries raise anything on a bad config; the words reach the user
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {_first_line(error)}"}
-    return {"model": model, "hardware": describe_hardware(job.device)}
+    try:
+        return {"model": model, "hardware": describe_hardware(job.device)}
+    except Exception as error:  # noqa: BLE001 - a driver, too
+        traceback.print_exc()
+        return {"device": f"{type(error).__name__}: {_first_line(error)}"}
 
 
 if __name__ == "__main__":

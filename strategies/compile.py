@@ -78,7 +78,12 @@ class Compile(Technique):
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         offload = others.get("offload", "none")
-        if value == "off" or offload in {"none", "optimizer"}:
+        if value == "off":
+            return None
+        by_trainer = facts.workload.launch_path == "trainer" and "tf32" in facts.hardware.precisions
+        if by_trainer and others.get("precision") == "fp32":
+            return "Accelerate switches TF32 on for a compiled model, which is precision=tf32"
+        if offload in {"none", "optimizer"}:
             return None
         if offload == "activations":
             return "the hooks that move saved tensors to the host are none that a graph can hold"

@@ -132,7 +132,10 @@ class Precision(Technique):
             weights = wanted
         if evidence.weights_dtype != weights:
             return f"the weights are {evidence.weights_dtype}, not {weights}"
-        if facts.hardware.device == "cuda" and evidence.tf32 is not None and evidence.tf32 != (value == "tf32"):
+        known = "tf32" in facts.hardware.precisions and evidence.tf32 is not None
+        # Accelerate switches it on for a compiled model without autocast, and bfloat16 weights have no such product
+        spared = value == "bf16_weights" and evidence.compiled != "none"
+        if known and evidence.tf32 != (value == "tf32") and not spared:
             # autocast leaves hardly any float32 product, and a Trainer switches the flag by its argument alone
             return f"TF32 is {'on' if evidence.tf32 else 'off'}"
         if (evidence.float8_linears > 0) != (value == "fp8"):

@@ -12,6 +12,8 @@ import pytest
 
 from autofit.errors import MachineError
 from autofit.forkserver import ForkServer
+from autofit.plan import dump_json
+from autofit.worker import JOBS, CheckJob
 
 from .tiny import REPOSITORY, TESTS, alive, gone, offspring, wait_until
 
@@ -86,6 +88,38 @@ def test_a_job_is_a_process_in_a_session_of_its_own_with_its_logs_in_its_folder(
         assert ids["pid"] == ids["session"] == ids["group"]
         assert ids["server"] == server._process.pid
     assert len({ids["pid"] for ids in seen} | {os.getpid(), server._process.pid}) == 4
+
+
+def test_where_an_import_has_touched_the_device_a_job_is_a_fresh_process(tmp_path, monkeypatch, quick_path):
+    stubs = tmp_path / "stubs"
+    (stubs / "torch.py").write_text(
+        "import os, types\npid = os.getpid()\ncuda = types.SimpleNamespace(_is_in_bad_fork=lambda: os.getpid() != pid)"
+    )
+    (stubs / "accelerate.py").write_text(
+        "import os, sys\nif os.path.isdir(sys.argv[1]):\n"
+        "    open(os.path.join(sys.argv[1], 'seen'), 'w').write(f'{os.getpid()} {os.getsid(0)} {os.getppid()}')\n"
+        "raise ImportError('left out by a test')"
+    )
+    monkeypatch.setenv("PYTHONPATH", quick_path)
+    with contextlib.closing(ForkServer(tmp_path / "server.log", "cuda")) as started:
+        folder = tmp_path / "job"
+        folder.mkdir()
+        (folder / "job.json").write_bytes(dump_json(JOBS, CheckJob(folder=str(folder))).encode())
+        status = started.run(folder, kill_after_seconds=PATIENT)
+        assert os.waitstatus_to_exitcode(status) == 1
+        assert "left out by a test" in (folder / "stderr.log").read_text()
+        pid, session, parent = map(int, (folder / "seen").read_text().split())
+        assert pid == session != parent == started._process.pid
+
+
+@pytest.mark.parametrize(("device", "shown"), [("cpu", ""), ("cuda", "3")])
+def test_a_device_is_shown_to_those_who_use_it(tmp_path, monkeypatch, quick_path, device, shown):
+    monkeypatch.setenv("PYTHONPATH", quick_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    folder = job(tmp_path / "job", "import os; (folder / 'shown').write_text(os.environ['CUDA_VISIBLE_DEVICES'])")
+    with contextlib.closing(ForkServer(tmp_path / "server.log", device, ("faulty",))) as started:
+        assert started.run(folder, kill_after_seconds=PATIENT) == 0
+    assert (folder / "shown").read_text() == shown
 
 
 def test_nothing_that_a_job_does_to_its_process_reaches_the_next(server, tmp_path):

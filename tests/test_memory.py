@@ -210,6 +210,10 @@ def test_cuda_s_own_error_names_the_device_and_the_size():
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
         "CUDA out of memory at line 42 of pythonInterface.cpp",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA driver error: out of memory",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "Triton Error [CUDA]: out of memory",
+        "NCCL error, ncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 2 'out of memory'",
     ],
 )
 def test_libraries_with_allocators_of_their_own_run_out_on_the_device(words):

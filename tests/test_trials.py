@@ -73,6 +73,19 @@ def try_fault(server, tmp_path, facts_of):
     return run
 
 
+@pytest.mark.parametrize("phase", ["load", "forward", "backward", "optimizer"])
+def test_the_phase_in_which_a_device_runs_out_is_told(try_fault, phase):
+    found = try_fault(f"""
+        import torch
+        def act():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a capacity")
+        at({phase!r}, act, 0)
+        honest(folder)
+    """).outcome
+    assert isinstance(found, OutOfMemory), found
+    assert (found.where, found.phase, found.requested_bytes) == ("device", phase, 256 * MIB)
+
+
 # what a trial measures
 
 

@@ -763,9 +763,13 @@ def _words(record):
 def preload(models):
     """What every child needs, loaded once; touches no device."""
     import importlib
+    from importlib.util import find_spec
 
-    for name in ("torch", "torch._dynamo", "transformers", "transformers.modeling_utils", "accelerate.commands.launch"):
+    for name in ("torch", "torch._dynamo", "transformers", "accelerate.commands.launch"):
         importlib.import_module(name)
+    if find_spec("torchao"):  # transformers' models import it, and it asks for the device
+        return
+    importlib.import_module("transformers.modeling_utils")
     for model in sorted(models):
         kind = MODELS[model]["model_type"]
         with contextlib.suppress(ImportError):
