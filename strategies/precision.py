@@ -32,7 +32,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
+from autofit.technique import Choice, Emission, Kind, Part, Prior, Status, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,7 +66,8 @@ class Precision(Technique):
 
         def choice(value: str, needs: str, kind: Kind, good: str, bad: str) -> Choice:
             here = needs in hardware.precisions
-            return Choice(value, kind, "offered" if here else "withheld", good if here else bad)
+            searched: Status = "on_request" if on_cpu and value == "bf16_weights" else "offered"  # never seen to win
+            return Choice(value, kind, searched if here else "withheld", good if here else bad)
 
         on_cpu = hardware.device == "cpu"
         return (

@@ -20,6 +20,7 @@ PACKAGES = dict.fromkeys(
 )
 ELSEWHERE = {
     ("precision", "bf16"): "the fastest of four architectures in tests/bench/tune_bench.2026-11-21.json",
+    ("precision", "bf16_weights"): "half of what float32 weights need: LitGPT's bf16-true in tests/bench/published",
     ("adapter", "lora:r=16"): "published, and traced, in tests/bench/anchors.2026-11-21.json",
     ("quantization", "nf4"): "the only plans of 7B in 8 GiB, in tests/bench/anchors.2026-11-21.json",
 }

@@ -39,7 +39,7 @@ def test_every_optimizer_is_to_be_had_where_all_is_installed():
     choices = said(OPTIMIZER, cuda())
     assert [value for value, choice in choices.items() if choice.status == "withheld"] == []
     assert {value for value, choice in choices.items() if choice.status == "offered"} == {
-        "adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd", "lion", "lion_8bit",
+        "adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd",
     }  # fmt: skip
 
 
