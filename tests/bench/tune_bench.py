@@ -1,6 +1,6 @@
 """autofit against the batch finders, on the CPU: five architectures, a ceiling that the naive plan breaks.
 
-    python tests/bench/tune_bench.py [--only llama,qwen2] [--json FILE]
+    python tests/bench/tune_bench.py [--only llama,qwen2] [--share 0.6] [--json FILE]
 
 For each tiny model: the naive plan (fp32, the whole global batch at once) is measured; the ceiling is 60 % of its peak.
 The finders' answer is the largest micro-batch whose fp32 plan fits, all else plain: what shrinking until it fits gives.
@@ -110,12 +110,12 @@ def compare(result: Result, folder: Path) -> dict[str, object]:
     }
 
 
-def row(name: str, scratch: Path) -> dict[str, object]:
+def row(name: str, scratch: Path, share: float) -> dict[str, object]:
     """One architecture."""
     config = scratch / f"{name}.json"
     config.write_text(json.dumps(MODELS[name]))
     peak = naive_peak(config, scratch / f"{name}-naive")
-    limit = int(peak * 0.6)
+    limit = int(peak * share)
     result = tune(str(config), output=scratch / name, device="cpu", global_batch=BATCH, memory_limit=limit)
     compared = compare(result, scratch / name / "compare")
     checked = verify(scratch / name)
@@ -152,12 +152,13 @@ def main() -> None:
     """Print a line a model, and write all of it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(MODELS))
+    parser.add_argument("--share", type=float, default=0.6, help="of the naive plan's peak: the ceiling")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(prefix="autofit-bench-") as scratch:
         for name in options.only.split(","):
-            one = row(name, Path(scratch))
+            one = row(name, Path(scratch), options.share)
             rows.append(one)
             print(line(one), flush=True)
     if options.json:
