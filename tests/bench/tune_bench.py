@@ -2,7 +2,8 @@
 
     python tests/bench/tune_bench.py [--only llama,qwen2] [--share 0.6] [--json FILE]
 
-For each tiny model: the naive plan (fp32, the whole global batch at once) is measured; the ceiling is 60 % of its peak.
+For each tiny model: the naive plan (fp32, the whole global batch at once) is measured; the ceiling is 60 % of its peak
+(``--share``).
 The finders' answer is the largest micro-batch whose fp32 plan fits, all else plain: what shrinking until it fits gives.
 autofit tunes under the same ceiling. Then both plans are measured whole and interleaved, and the ratio of their medians
 is the figure; last, `autofit verify` launches the winner.
