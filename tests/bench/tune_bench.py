@@ -75,6 +75,7 @@ def naive_peak(config: Path, folder: Path) -> int:
 
 def compare(result: Result, folder: Path) -> dict[str, object]:
     """The finders' plan and the winner, measured whole and interleaved."""
+    folder.mkdir()
     facts = result.document.facts
     config = result.folder / documents.MODEL_FOLDER
     server = ForkServer(folder / "server.log", "cpu", modeling_module(config))
