@@ -20,7 +20,7 @@ from autofit.space import Space
 from autofit.technique import Kind
 from autofit.units import duration, size
 
-_NEAR = 1.10
+_NEAR, _NEAR_IN_NOISE = 1.10, 1.25
 _SAME_MEMORY = 1.02
 
 
@@ -45,9 +45,10 @@ class Decision:
 def finalists(
     trials: Sequence[Trial], limit_bytes: int, count: int = 3, otherwise: Mapping[Plan, str] | None = None
 ) -> list[Plan]:
-    """The plans that are worth measuring again, best first: those within noise or 10 % of the best.
+    """The plans that are worth measuring again, best first: those within 10 % of the best, or within noise and 25 %.
 
-    Those that train ``otherwise`` are out; see :func:`decide`.
+    The noise of a trial that was cut off after two steps knows no bounds. Those that train ``otherwise`` are out; see
+    :func:`decide`.
     """
     contenders, _ = _contenders(trials, limit_bytes, otherwise or {})
     if not contenders:
@@ -56,7 +57,7 @@ def finalists(
     return [
         one.plan
         for one in contenders
-        if one.measured.step_seconds <= best.step_seconds * _NEAR or _tied(one.measured, best)
+        if one.measured.step_seconds <= best.step_seconds * (_NEAR_IN_NOISE if _tied(one.measured, best) else _NEAR)
     ][:count]
 
 

@@ -121,6 +121,17 @@ def test_finalists_are_near_the_best():
     assert choose.finalists(trials, LIMIT, count=1) == [BF16]
 
 
+def test_a_trial_that_was_cut_off_is_no_finalist_for_its_noise():
+    other = BF16.replaced(checkpointing="full")
+    trials = [
+        run(0, PLAIN, 6.0, step_seconds_spread=7.6),
+        run(1, BF16, 1.0),
+        run(2, BF16_8BIT, 1.2, step_seconds_spread=0.3),
+        run(3, other, 1.2),
+    ]
+    assert choose.finalists(trials, LIMIT) == [BF16, BF16_8BIT]
+
+
 OUTCOMES = st.one_of(
     st.tuples(st.floats(0.1, 10.0), st.floats(0.0, 0.1), st.integers(GIB, 2 * LIMIT)),
     st.sampled_from([out_of_memory(FACTS), Crashed(reason="x"), TimedOut(limit_seconds=1.0, phase="x")]),
