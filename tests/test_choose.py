@@ -123,11 +123,10 @@ def test_finalists_are_near_the_best():
 
 def test_a_trial_that_was_cut_off_is_no_finalist_for_its_noise():
     other = BF16.replaced(checkpointing="full")
+    steps = {PLAIN: (7.0, 5.0), BF16: (1.0, 1.01, 0.99), BF16_8BIT: (1.1, 1.3, 1.2), other: (1.2, 1.21, 1.19)}
     trials = [
-        run(0, PLAIN, 6.0, step_seconds_spread=7.6),
-        run(1, BF16, 1.0),
-        run(2, BF16_8BIT, 1.2, step_seconds_spread=0.3),
-        run(3, other, 1.2),
+        Trial(number=n, plan=plan, outcome=measured(found, GIB, FACTS), wall_seconds=1.0, purpose="search")
+        for n, (plan, found) in enumerate(steps.items())
     ]
     assert choose.finalists(trials, LIMIT) == [BF16, BF16_8BIT]
 
