@@ -19,7 +19,7 @@ PACKAGES = dict.fromkeys(
     ("peft", "bitsandbytes", "torchao", "deepspeed", "triton", "flash-attn", "flash-attn-3", "liger-kernel"), "1.0"
 )
 ELSEWHERE = {
-    ("precision", "bf16"): "the fastest of four architectures in tests/bench/tune_bench.2026-11-21.json",
+    ("precision", "bf16"): "the fastest of five architectures in tests/bench/tune_bench.2026-11-21.json",
     ("precision", "bf16_weights"): "half of what float32 weights need: LitGPT's bf16-true in tests/bench/published",
     ("adapter", "lora:r=16"): "published, and traced, in tests/bench/anchors.2026-11-21.json",
     ("quantization", "nf4"): "the only plans of 7B in 8 GiB, in tests/bench/anchors.2026-11-21.json",
