@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit import document as documents
+from autofit.errors import ModelError
 from autofit.registry import recipe as recipe_of
 from autofit.registry import techniques
 
@@ -84,8 +85,19 @@ class Setup:
 
         Args:
             source: A pretrained model's id or folder; without it, random weights of the tuned config.
+
+        Raises:
+            ModelError: There are no weights to be loaded from there.
         """
-        return self.recipe.model(source, config=self.folder / documents.MODEL_FOLDER)
+        try:
+            return self.recipe.model(source, config=self.folder / documents.MODEL_FOLDER)
+        except OSError as error:
+            if source is None:
+                raise
+            raise ModelError(
+                f"{str(source)!r} can't be loaded: {str(error).splitlines()[0]}",
+                hint="it is to be a hub id, or a folder with trained weights; without it the weights are random",
+            ) from error
 
     def optimizer(self, model: PreTrainedModel, **others: Any) -> torch.optim.Optimizer:
         """The optimizer that the plan names, as a Trainer builds it.

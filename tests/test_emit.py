@@ -19,7 +19,7 @@ from autofit import answer, choose, document, loading, registry, space
 from autofit.choose import extras
 from autofit.document import DOCUMENT
 from autofit.emit import ARGUMENTS, ASIDE, REPORT, YAML, check_files, emit
-from autofit.errors import EmissionError, InputError, MachineError
+from autofit.errors import EmissionError, InputError, MachineError, ModelError
 from autofit.loading import installed
 from autofit.plan import Plan, dump_json
 from autofit.technique import Kind
@@ -317,6 +317,16 @@ def test_tuned_arguments_are_not_given_twice(tmp_path):
     with pytest.raises(InputError, match="bf16, optim: set by autofit") as caught:
         setup.training_arguments(bf16=False, optim="adamw_torch", learning_rate=0.1)
     assert "--fix" in caught.value.hint
+
+
+def test_a_folder_without_weights_is_no_pretrained_model(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    written(folder)
+    setup = autofit.load(folder)
+    for source in (folder / document.MODEL_FOLDER, "./no-such-model"):
+        with pytest.raises(ModelError, match="can't be loaded") as caught:
+            setup.model(source)
+        assert "trained weights" in caught.value.hint
 
 
 def test_the_result_is_copied_without_its_trials(tmp_path):

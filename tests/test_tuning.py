@@ -16,7 +16,7 @@ from autofit.landscape import Landscape
 from autofit.plan import Crashed, Plan, TimedOut, Unsupported
 
 from .replay import Lent, Replay
-from .synthetic import GIB, out_of_memory
+from .synthetic import GIB, measured, out_of_memory
 
 FILES = [YAML, ARGUMENTS, REPORT, document.NAME]
 PROMISED = {"fix": ["precision=fp32"], "memory_limit": "1GiB", "global_batch": 16, "seq_len": 32, "device": "cpu"}
@@ -421,6 +421,19 @@ def test_a_plan_that_broke_the_ceiling_once_does_not_win(tune, out):
     result = tune(Replay(other, {first: out_of_memory(probe.facts)}), trials=6, sampler="grid", output=other)
     assert result.plan != fastest
     assert fastest.words() in result.document.reason
+
+
+def test_a_lucky_trial_does_not_keep_the_others_out_of_the_playoff(tune, out):
+    probe = Replay(out)
+    honest = tune(probe, trials=6, sampler="grid")
+    slowest = max(range(6), key=lambda n: honest.document.trials[n].outcome.step_seconds)
+    lucky = measured((0.001, 0.001, 0.001), GIB // 8, probe.facts)
+    other = Replay(out.parent / "other", {slowest: lucky})
+    result = tune(other, trials=6, sampler="grid", output=out.parent / "other")
+    finals = [plan for _, plan, purpose in other.asked if purpose == "final"]
+    assert finals[0] == honest.document.trials[slowest].plan
+    assert honest.plan in finals
+    assert result.plan == honest.plan
 
 
 def test_no_number_is_used_twice(tune, out):
