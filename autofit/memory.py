@@ -204,14 +204,24 @@ def driver() -> Iterator[Any]:
         raise MachineError(f"the Nvidia driver does not answer ({error})", hint="what does nvidia-smi say?") from error
 
 
+@contextlib.contextmanager
+def on_device(uuid: str | None) -> Iterator[tuple[Any, Any]]:
+    """NVML, and its handle of a device: of the first one where nothing is known of it.
+
+    Raises:
+        MachineError: As for :func:`driver`.
+    """
+    with driver() as nvml:
+        yield nvml, nvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else nvml.nvmlDeviceGetHandleByIndex(0)
+
+
 def device_used_bytes(uuid: str | None) -> int:
     """What ``nvidia-smi`` counts as used on a device, by all processes together; makes no context.
 
     Raises:
         MachineError: The driver does not tell; that of a chip which shares the host's memory does not.
     """
-    with driver() as nvml:
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else nvml.nvmlDeviceGetHandleByIndex(0)
+    with on_device(uuid) as (nvml, handle):
         return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
 
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from autofit.units import GIB, MIB, size
+from autofit.errors import MachineError
+from autofit.memory import on_device
+from autofit.units import GIB, size
 
 if TYPE_CHECKING:
     from autofit.facts import Hardware
@@ -25,7 +27,6 @@ LOW_DISK_BYTES = GIB
 """A trial leaves less than 1 MiB; what a library unpacks or compiles on the way can be hundreds."""
 LOW_HOST_BYTES = {"cuda": 4 * GIB, "cpu": 2 * GIB}
 """A process that has loaded torch, transformers and, on a GPU, CUDA's libraries holds 1 to 3 GiB of the host."""
-_SLACK_BYTES = 64 * MIB
 _SHOWN = 3
 _NOTICEABLE = 0.02
 
@@ -90,23 +91,12 @@ def free_disk_bytes(folder: Path) -> int | None:
 
 def _on_device(uuid: str | None) -> Iterable[Neighbour]:
     """The processes that NVML lists; none where it has no answer."""
-    import pynvml
-
     own = _own()
     held: dict[int, int | None] = {}
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
-        for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
-            with contextlib.suppress(pynvml.NVMLError):
+    with contextlib.suppress(MachineError), on_device(uuid) as (nvml, handle):
+        for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
+            with contextlib.suppress(nvml.NVMLError):
                 held.update({one.pid: one.usedGpuMemory for one in ask(handle)})
-    except pynvml.NVMLError:
-        return
-    finally:
-        pynvml.nvmlShutdown()
     for pid, count in held.items():
         if pid not in own:
             name, user = _who(pid)

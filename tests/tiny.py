@@ -60,9 +60,9 @@ def write_config(folder, config=LLAMA, **changes):
     return folder
 
 
-def describe(server, config, *, limit_bytes=4 * GIB, seq_len=32, global_batch=4, launch_path="trainer"):
+def describe(server, config, *, device="cpu", limit_bytes=4 * GIB, seq_len=32, global_batch=4, launch_path="trainer"):
     """The facts of a config on this machine, read as a tune reads them."""
-    job = DescribeJob(name="tiny", config=str(config), device="cpu", trust_remote_code=False)
+    job = DescribeJob(name="tiny", config=str(config), device=device, trust_remote_code=False)
     with server.ask(config, dump_json(JOBS, job), FACTS_FILE) as answer:
         return Facts(
             model=TypeAdapter(Model).validate_python(answer["model"]),

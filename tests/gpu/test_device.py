@@ -8,16 +8,14 @@ import pytest
 
 from autofit import space
 from autofit.clock import Effort
-from autofit.facts import Facts, Hardware, Model, Workload
+from autofit.facts import Facts
 from autofit.forkserver import ForkServer
-from autofit.loading import installed
 from autofit.memory import device_used_bytes
-from autofit.plan import Measured, OutOfMemory, Plan, Unsupported, dump_json
+from autofit.plan import Measured, OutOfMemory, Plan, Unsupported
 from autofit.source import fetch, modeling_module
 from autofit.trials import ProcessRunner
-from autofit.units import GIB, MIB
-from autofit.worker import FACTS_FILE, JOBS, DescribeJob
-from tests.gpu.models import LLAMA
+from autofit.units import MIB
+from tests.gpu.models import LLAMA, facts_on_card
 
 QUICK = Effort(min_steps=2, max_steps=3, seconds=1.0)
 PLAIN = Plan(
@@ -47,23 +45,7 @@ def bench(tmp_path_factory):
     source.write_text(json.dumps(LLAMA))
     config = fetch(str(source), folder / "model")
     server = ForkServer(folder / "server.log", "cuda", modeling_module(config))
-    job = DescribeJob(name="llama", config=str(config), device="cuda", trust_remote_code=False)
-    with server.ask(folder, dump_json(JOBS, job), FACTS_FILE) as answer:
-        from pydantic import TypeAdapter
-
-        hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
-        model = TypeAdapter(Model).validate_python(answer["model"])
-    facts = Facts(
-        model=model,
-        hardware=hardware,
-        workload=Workload(
-            seq_len=512,
-            global_batch=8,
-            limit_bytes=min(12 * GIB, int(hardware.free_bytes * 0.9)),
-            host_limit_bytes=int(hardware.host_free_bytes * 0.8),
-        ),
-        packages=installed(),
-    )
+    facts = facts_on_card(server, config)
     yield Bench(folder, config, server, facts)
     server.close()
 

@@ -8,21 +8,17 @@ import sys
 import textwrap
 
 import pytest
-from pydantic import TypeAdapter
 
 from autofit.campaign import Campaign
 from autofit.clock import Effort
-from autofit.facts import Facts, Hardware, Model, Workload
 from autofit.forkserver import ForkServer
-from autofit.loading import installed
 from autofit.memory import device_used_bytes
-from autofit.plan import Crashed, Measured, OutOfMemory, dump_json
+from autofit.plan import Crashed, Measured, OutOfMemory
 from autofit.source import fetch
 from autofit.space import build
 from autofit.trials import ProcessRunner
-from autofit.units import GIB, MIB
-from autofit.worker import FACTS_FILE, JOBS, DescribeJob
-from tests.gpu.models import LLAMA
+from autofit.units import MIB
+from tests.gpu.models import LLAMA, facts_on_card
 from tests.tiny import PLAIN, TESTS, gone
 
 QUICK = Effort(min_steps=2, max_steps=3, seconds=1.0)
@@ -46,17 +42,7 @@ def device(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(TESTS))
             server.start()
-        job = DescribeJob(name="llama", config=str(config), device="cuda", trust_remote_code=False)
-        with server.ask(folder, dump_json(JOBS, job), FACTS_FILE) as answer:
-            hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
-            model = TypeAdapter(Model).validate_python(answer["model"])
-        work = Workload(
-            seq_len=512,
-            global_batch=8,
-            limit_bytes=min(12 * GIB, int(hardware.free_bytes * 0.9)),
-            host_limit_bytes=int(hardware.host_free_bytes * 0.8),
-        )
-        yield server, config, Facts(model=model, hardware=hardware, workload=work, packages=installed())
+        yield server, config, facts_on_card(server, config)
 
 
 @pytest.fixture

@@ -23,11 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autofit import allocator, footprint, placement
 from autofit.clock import Effort
 from autofit.cudalike import attention_stand_ins, like_cuda
-from autofit.facts import Facts, Workload
 from autofit.forecast import workspace_bytes
 from autofit.forkserver import ForkServer
-from autofit.loading import installed
-from autofit.plan import Measured, Plan, dump_json
+from autofit.plan import Measured, Plan
 from autofit.recorder import Recorder
 from autofit.registry import technique
 from autofit.source import fetch, modeling_module
@@ -35,8 +33,7 @@ from autofit.standins import without_values
 from autofit.traces import Traces
 from autofit.trials import ProcessRunner
 from autofit.units import GIB, KIB, MIB
-from autofit.worker import FACTS_FILE, JOBS, DescribeJob
-from tests.gpu.models import LLAMA
+from tests.gpu.models import LLAMA, facts_on_card
 
 NEAR = 0.03
 SLACK_BYTES = 64 * KIB  # seeds, scalars, and what is rounded up to 512 bytes
@@ -510,21 +507,7 @@ class Bench:
         self.number = 0
 
     def facts(self, global_batch):
-        from pydantic import TypeAdapter
-
-        from autofit.facts import Hardware, Model
-
-        job = DescribeJob(name="model", config=str(self.config), device="cuda", trust_remote_code=False)
-        with self.device.ask(self.folder, dump_json(JOBS, job), FACTS_FILE) as answer:
-            hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
-            model = TypeAdapter(Model).validate_python(answer["model"])
-        work = Workload(
-            seq_len=512,
-            global_batch=global_batch,
-            limit_bytes=min(24 * GIB, int(hardware.free_bytes * 0.9)),
-            host_limit_bytes=int(hardware.host_free_bytes * 0.8),
-        )
-        return Facts(model=model, hardware=hardware, workload=work, packages=installed())
+        return facts_on_card(self.device, self.config, most_bytes=24 * GIB, global_batch=global_batch)
 
     def close(self):
         self.device.close()
