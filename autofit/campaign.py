@@ -92,11 +92,22 @@ class Campaign:
         if self.record is not None:
             self.record.add(trial)
         self.events.trial_ends(trial, self.best())
-        doubt = None if again else self._doubt(trial)
+        return trial if again else self._settled(trial, effort)
+
+    def take_up(self) -> None:
+        """Measure the last trial once more, where a tune that was stopped had not come to it."""
+        ends = [(trial.plan, trial.purpose) for trial in self.trials[-2:]]
+        if ends and ends.count(ends[-1]) == 1:
+            last = self.trials[-1]
+            self._settled(last, FINAL if last.purpose == "final" else self._effort())
+
+    def _settled(self, trial: Trial, effort: Effort) -> Trial:
+        """The trial; or a second one of its plan, where the first may say nothing of it."""
+        doubt = self._doubt(trial)
         if doubt is None:
             return trial
         self.note(f"{doubt}: it is measured once more")
-        second = self.run(plan, effort, purpose, again=True)
+        second = self.run(trial.plan, effort, trial.purpose, again=True)
         if not isinstance(trial.outcome, Measured):
             cured = isinstance(second.outcome, Measured)
             self.credit = min(CREDIT, self.credit + 1) if cured else self.credit - 1
@@ -128,10 +139,14 @@ class Campaign:
         plan = searcher.ask()
         if plan is None:
             return False
+        searcher.tell(self.run(plan, self._effort(), "search"))
+        return True
+
+    def _effort(self) -> Effort:
+        """Of a trial of the search: one that is far slower than the best is cut off."""
         best = self.best()
         hopeless = best.outcome.step_seconds * self.hopeless if best and isinstance(best.outcome, Measured) else 0.0
-        searcher.tell(self.run(plan, Effort(hopeless_seconds=hopeless), "search"))
-        return True
+        return Effort(hopeless_seconds=hopeless)
 
     def playoff(self) -> Decision | None:
         """Measure the finalists again, whole and interleaved, until one of them has stood it."""

@@ -241,7 +241,8 @@ def open_study(
         MachineError: The folder can't be written, or the database failed.
         InputError: The storage URL can't be used.
     """
-    searched = [trial for trial in trials if trial.purpose == "search"]
+    # of a plan that was measured once more, the first trial said nothing
+    searched = list({trial.plan: trial for trial in trials if trial.purpose == "search"}.values())
     with writing(folder / NAME if storage is None else "the study's storage"):
         if storage is None:
             study = _from_journal(folder / NAME, sampler, searched, space, limit_bytes)

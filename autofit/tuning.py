@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,8 @@ from autofit.question import TRIALS, Request, Search
 from autofit.source import fetch, modeling_module, own_code
 from autofit.traces import Traces, cache_folder
 from autofit.trials import ProcessRunner, Runner, finished, trial_folder
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from autofit.choose import Decision
@@ -165,6 +167,16 @@ def _best_in_hint(campaign: Campaign) -> Iterator[None]:
         raise
 
 
+def _until_stopped(work: Callable[[], T]) -> tuple[T | None, Interrupted | Terminated | None]:
+    """What some work gives, or what has stopped it."""
+    try:
+        return work(), None
+    except (KeyboardInterrupt, Interrupted) as error:
+        return None, error if isinstance(error, Interrupted) else Interrupted("stopped by Ctrl-C")
+    except Terminated as error:
+        return None, error
+
+
 def _says_of_memory(outcome: Outcome) -> bool:
     """Whether it tells what a plan needs."""
     return isinstance(outcome, Measured) or (isinstance(outcome, OutOfMemory) and not outcome.squeezed)
@@ -248,19 +260,6 @@ class _Tune:
             self._note("experts are routed by random weights here: trained ones may be less balanced, and slower")
         self.trials = list(finished(self.folder / TRIALS))
         cast = self._forecast(plans, facts, config, server)
-        searcher = search.open_searcher(
-            self.folder,
-            plans,
-            facts,
-            sampler=settings.sampler,
-            seed=self.request.seed,
-            storage=settings.storage,
-            trials=self.trials,
-            forecast=cast,
-        )
-        if not (self.folder / question.REQUEST).exists():
-            question.keep(self.folder, self.request, facts)
-        self.events.ready(facts, plans, len(self.trials))
         runner = self.given_runner or ProcessRunner(
             self.folder / TRIALS, facts, config, server, predicted(plans, cast), known=self.trials, note=self._note
         )
@@ -276,19 +275,25 @@ class _Tune:
             record=landscape.Writer(settings.record, facts, plans, cast) if settings.record else None,
             refused=self.refused,
         )
-        stopped: Interrupted | Terminated | None = None
-        decision = None
-        try:
-            with _best_in_hint(campaign):
-                campaign.search(searcher, settings.trials)
-                decision = campaign.playoff()
-                if self.given_runner is None and settings.guard:
-                    guards = Guards(self.folder, facts, config, server)
-                    decision = self._guarded(decision, guards.look, campaign.playoff)
-        except (KeyboardInterrupt, Interrupted) as error:
-            stopped = error if isinstance(error, Interrupted) else Interrupted("stopped by Ctrl-C")
-        except Terminated as error:
-            stopped = error
+        with _best_in_hint(campaign):
+            self.events.ready(facts, plans, len(self.trials))
+            _, stopped = _until_stopped(campaign.take_up)
+            searcher = search.open_searcher(
+                self.folder,
+                plans,
+                facts,
+                sampler=settings.sampler,
+                seed=self.request.seed,
+                storage=settings.storage,
+                trials=self.trials if stopped is None else self.trials[:-1],  # whose last one says nothing yet
+                forecast=cast,
+            )
+            if not (self.folder / question.REQUEST).exists():
+                question.keep(self.folder, self.request, facts)
+            decision = None
+            if stopped is None:
+                guards = Guards(self.folder, facts, config, server)
+                decision, stopped = _until_stopped(lambda: self._decision(campaign, searcher, guards))
         if stopped is not None:
             server.stop_job()
             server.close()
@@ -319,6 +324,14 @@ class _Tune:
             stopped.hint = f"the best so far is in {self.folder}; go on with --resume"
             raise stopped
         return result
+
+    def _decision(self, campaign: Campaign, searcher: Searcher, guards: Guards) -> Decision | None:
+        """The search, the playoff, and a look at how the winner trains."""
+        campaign.search(searcher, self.settings.trials)
+        decision = campaign.playoff()
+        if self.given_runner is None and self.settings.guard:
+            decision = self._guarded(decision, guards.look, campaign.playoff)
+        return decision
 
     def _forecast(self, plans: Space, facts: Facts, config: Path, server: ForkServer) -> Forecast | None:
         """What the traces say of the plans' memory; a tune does without where they can't be made."""

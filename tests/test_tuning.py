@@ -6,10 +6,13 @@ import json
 from collections import Counter
 from dataclasses import replace
 
+import optuna
 import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 
 import autofit
-from autofit import document, question, tuning
+from autofit import document, journal, question, tuning
 from autofit.emit import ARGUMENTS, REPORT, YAML
 from autofit.errors import InputError, Interrupted, MachineError, NothingFits, Terminated
 from autofit.landscape import Landscape
@@ -493,6 +496,38 @@ def test_what_was_measured_beside_a_busy_neighbour_is_measured_once_more(tune, o
     assert len(set(searched)) <= 6
     assert crowded.plan == quiet.plan
     assert crowded.promise.step_seconds < 2 * quiet.promise.step_seconds
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), Terminated("stopped by SIGTERM")])
+def test_a_repeat_that_was_stopped_is_made_by_resume(tune, out, stop):
+    quiet_folder = out.parent / "quiet"
+    quiet = Replay(quiet_folder)
+    tune(quiet, output=quiet_folder, trials=6)
+    slow = replace(measured((50.0, 50.0, 50.0), GIB // 2, quiet.facts), disturbance=0.5)
+    first = Replay(out, {2: slow, 3: stop})
+    with pytest.raises((Interrupted, Terminated)):
+        tune(first, trials=6)
+    stopped_again = Replay(out, {0: stop})
+    with pytest.raises((Interrupted, Terminated)):
+        tune(stopped_again, trials=6, resume=True)
+    second = Replay(out)
+    result = tune(second, trials=6, resume=True)
+    assert [plan for _, plan, _ in stopped_again.asked] == [first.asked[2][1]]
+    assert second.asked[0][1:] == first.asked[2][1:], "the repeat comes first"
+    assert purposes(first, "search")[:3] + purposes(second, "search")[1:] == purposes(quiet, "search")
+    assert any("others took 50%" in note for note in result.document.notes)
+    told = [trial.user_attrs["number"] for trial in study_of(out).trials if "number" in trial.user_attrs]
+    assert sorted(told) == sorted({0, 1} | {number for number, _, purpose in second.asked if purpose == "search"})
+    after = Replay(out)
+    tune(after, trials=6, resume=True)
+    assert not purposes(after, "search"), "what was measured once more is not repeated for ever"
+    assert not list(out.glob("journal.log.broken-*"))
+
+
+def study_of(folder):
+    return optuna.load_study(
+        study_name=journal.STUDY, storage=JournalStorage(JournalFileBackend(str(folder / journal.NAME)))
+    )
 
 
 def test_what_a_killed_tune_has_left_half_written_is_swept(tune, out):
