@@ -199,7 +199,8 @@ def _reason(winner: Contender, fastest: Contender, eligible: Sequence[Contender]
         if mine.peak_bytes * _SAME_MEMORY < theirs.peak_bytes:
             return f"{said}, with {size(saved)} less memory ({size(mine.peak_bytes)})."
         return f"{said}, with about the same memory, and simpler ({extras(winner.plan)} values that are not plain)."
-    said = f"The fastest of {len(eligible)} that fit: {said}"
+    among = f"{len(eligible)} finalists" if len(eligible) > 1 else "those that fit"
+    said = f"The fastest of {among}: {said}"
     after = [one for one in eligible if one is not winner]
     if not after:
         return said + "."
@@ -219,7 +220,7 @@ def nearest_change(trials: Sequence[Trial], space: Space, limit_bytes: int, fact
         facts: Lets it name the values that ``--allow method`` would add; without them none is named.
     """
     seen = [
-        (trial.outcome.peak_bytes, trial.plan, trial.outcome)
+        (_held_or_traced(trial.outcome, trial.predicted_bytes), trial.plan, trial.outcome)
         for trial in trials
         if isinstance(trial.outcome, Measured)
         or (isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "device" and not trial.outcome.squeezed)
@@ -232,19 +233,20 @@ def nearest_change(trials: Sequence[Trial], space: Space, limit_bytes: int, fact
             if on_host
             else "No plan that was tried got as far as to show its memory."
         )
-    peak, plan, outcome = min(seen, key=lambda one: (one[0], extras(one[1])))
+    need, plan, outcome = min(seen, key=lambda one: (one[0], extras(one[1])))
     if isinstance(outcome, Measured):
-        words = [f"The tightest plan that was seen needs {size(peak)} under a ceiling of {size(limit_bytes)}"]
-        change = f"a ceiling of {size(peak)}"
+        words = [f"The tightest plan that was seen needs {size(need)} under a ceiling of {size(limit_bytes)}"]
+        change = f"a ceiling of {size(need)}"
     else:
-        more = outcome.requested_bytes or 0
+        peak, more = outcome.peak_bytes, outcome.requested_bytes or 0
         asked = f" and asked for {size(more)} more" if more else ""
         where = "while loading" if outcome.phase == "load" else f"in the {outcome.phase} pass"
         where = "in the optimizer's step" if outcome.phase == "optimizer" else where
-        words = [
-            f"The tightest plan that was seen held {size(peak)}{asked} {where}, under a ceiling of {size(limit_bytes)}"
-        ]
-        change = f"a ceiling of more than {size(max(peak + more, limit_bytes))}"
+        traced = f" (by its trace it needs about {size(need)})" if need > peak + more else ""
+        need = max(need, peak + more)
+        held = f"held {size(peak)}{asked} {where}, under a ceiling of {size(limit_bytes)}{traced}"
+        words = [f"The tightest plan that was seen {held}"]
+        change = f"a ceiling of more than {size(max(need, limit_bytes))}"
     words.append(f"({plan.words()}). What may help: {change} (--memory-limit)")
     if isinstance(outcome, Measured) or outcome.phase in {"forward", "backward"}:
         words.append("or a shorter sequence (--seq-len), since activations shrink with it")
@@ -252,6 +254,11 @@ def nearest_change(trials: Sequence[Trial], space: Space, limit_bytes: int, fact
     if smaller:
         words.append(f"or --allow exact,numeric,method, which adds {', '.join(smaller)}")
     return " ".join(words) + "."
+
+
+def _held_or_traced(outcome: Measured | OutOfMemory, traced_bytes: int | None) -> int:
+    """The peak of a plan; one that broke the ceiling was stopped before it, and its trace may tell it."""
+    return outcome.peak_bytes if isinstance(outcome, Measured) else max(outcome.peak_bytes, traced_bytes or 0)
 
 
 def _smaller_methods(space: Space, facts: Facts) -> list[str]:

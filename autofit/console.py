@@ -96,7 +96,7 @@ class ConsoleEvents:
             f"of {units.size(hardware.free_bytes)} free"
         )
         self._line(
-            f"rows of {work.seq_len} tokens, global batch {work.global_batch}; {len(space.plans)} plans may fit"
+            f"rows of {work.seq_len} tokens, global batch {work.global_batch}; {len(space.plans)} plans in the space"
             + (f"; {known} trials are known" if known else "")
         )
 

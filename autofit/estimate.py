@@ -41,7 +41,8 @@ from autofit.units import MIB
 Verdict = Literal["fits", "tight", "too large"]
 HOST_BYTES = 1 << 50
 """Of a host that is not here: offload is not refused for it, what it takes is shown."""
-_EVERY_PRECISION = ("fp32", "tf32", "bf16", "fp16")
+_EVERY_PRECISION = ("fp32", "bf16", "fp16")
+"""Of a card that is not known, where memory alone is told: TF32 takes what float32 takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,6 +88,10 @@ def _count(parameters: int) -> str:
 def bar(one: Estimated, memory_bytes: int) -> Text:
     """The memory of the card as a bar, filled by what each category takes; what is too much stands behind it."""
     text = Text("▕")
+    if 0 < sum(one.need.by_category.values()) * 2 * _WIDTH < memory_bytes:  # not even half a letter
+        largest = max(_LETTERS, key=lambda name: one.need.by_category.get(name, 0))
+        letter, style = _LETTERS[largest]
+        return text.append(letter, style=style).append(" " * (_WIDTH - 1) + "▏")
     filled = 0.0
     drawn = 0
     for category, (letter, style) in _LETTERS.items():

@@ -234,9 +234,6 @@ class _Tune:
             else:
                 facts = question.read_facts(self.folder, self.request, device, server, self._note)
             with self._device(facts):
-                if self.given_runner is None:
-                    for words in neighbours.warnings(facts.hardware, self.folder):
-                        self._note(words)
                 return self._tune(facts, config, server)
 
     def _chosen_device(self, before: question.Started | None) -> Literal["cuda", "cpu"]:
@@ -256,6 +253,9 @@ class _Tune:
         plans = space.build(
             facts, space.parse_allowed(settings.allowed), space.parse_knobs(settings.fix, settings.among, facts)
         )
+        if self.given_runner is None:
+            for words in neighbours.warnings(facts.hardware, self.folder):
+                self._note(words)
         if facts.model.has_experts:
             self._note("experts are routed by random weights here: trained ones may be less balanced, and slower")
         self.trials = list(finished(self.folder / TRIALS))
@@ -356,7 +356,8 @@ class _Tune:
         found = searcher.correction()
         if found is not None and found.count > 1:
             self._note(
-                f"measured peaks are {found.slope:.3g} x the traced ones + {units.size(found.offset_bytes)}, "
+                f"measured peaks are {found.slope:.3g} x the traced ones {'-' if found.offset_bytes < 0 else '+'} "
+                f"{units.size(abs(found.offset_bytes))}, "
                 f"give or take {found.scatter:.1%} ({found.count} trials)"
             )
 

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -179,6 +180,16 @@ def test_nearest_change_names_the_tightest_peak():
     assert "more than 23.00 GiB (--memory-limit)" in words
     assert "--seq-len" in words
     assert "--allow" not in words
+
+
+def test_nearest_change_of_plans_that_were_stopped_early_goes_by_their_traces():
+    early = replace(failed(0, PLAIN, out_of_memory(FACTS, peak_bytes=GIB)), predicted_bytes=60 * GIB)
+    late = replace(failed(1, BF16, out_of_memory(FACTS, peak_bytes=21 * GIB)), predicted_bytes=25 * GIB)
+    words = choose.nearest_change([early, late], SPACE, LIMIT)
+    assert BF16.words() in words
+    assert "held 21.00 GiB" in words
+    assert "by its trace it needs about 25.00 GiB" in words
+    assert "more than 25.00 GiB (--memory-limit)" in words
 
 
 def test_nearest_change_in_the_optimizer_step_does_not_blame_the_sequence():

@@ -165,6 +165,15 @@ def test_the_bar_is_as_long_as_the_need(ask):
     assert letters[1] == pytest.approx(2 * letters[0], abs=1)
     assert letters[2] == pytest.approx(2 * letters[1], abs=1)
     assert "▏" in twice[:-1]
+    tiny = bar(one, 1000 * one.need.peak_bytes).plain
+    assert len(tiny) == len(half)
+    assert sum(mark.isalpha() for mark in tiny) == 1, "what is there is seen"
+
+
+def test_of_a_card_that_is_not_known_precisions_of_one_size_are_told_once(ask):
+    found = ask(memory="8GiB", most=None)
+    assert {one.plan["precision"] for one in found.plans} >= {"fp32", "bf16", "fp16"}
+    assert not any(one.plan["precision"] == "tf32" for one in found.plans)
 
 
 def test_the_table_says_what_would_save_the_logits(ask):
