@@ -89,7 +89,7 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return add
 
 
-@main.command()
+@main.command(short_help="Find the fastest plan, and write the files that launch it.")
 @click.argument("model")
 @_options(
     click.option("--output", default="autofit-out", show_default=True, help="Folder for the files and the trials."),
@@ -138,7 +138,7 @@ def tune(model: str, as_json: bool, **options: Any) -> None:
         _console().print(report.summary(result.document, folder=str(result.folder)))
 
 
-@main.command()
+@main.command(short_help="Predict what plans need on a card; needs no device.")
 @click.argument("model")
 @_options(
     click.option("--gpu", help='The card: "RTX 4090", H100, A100-80GB...  [default: this machine\'s device]'),
@@ -177,7 +177,7 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
         raise NothingFits("no plan fits", hint="a shorter --seq-len, --allow method, or a larger card")
 
 
-@main.command()
+@main.command(short_help="Launch the files, and hold them to the promise.")
 @click.argument("folder", metavar="DIR")
 @click.option("--steps", type=click.IntRange(2, 1000), default=5, show_default=True, help="Timed optimizer steps.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verification as JSON to stdout.")
@@ -245,7 +245,7 @@ def doctor(device: str, model: str, as_json: bool) -> None:
     _console().print(table)
 
 
-@main.command()
+@main.command(short_help="Show again what a tune found.")
 @click.argument("folder", metavar="DIR")
 @click.option("--json", "as_json", is_flag=True, help="Print autofit.json to stdout.")
 def report(folder: str, as_json: bool) -> None:
