@@ -1,4 +1,5 @@
 import contextlib
+import signal
 
 import pytest
 
@@ -26,6 +27,13 @@ def server(tmp_path_factory):
             patch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for one another crawl where others compute too
             started.start()
         yield started
+
+
+def pytest_configure():
+    """Programs that the tests start hear signals, also where nohup or a shell's ``&`` made this one deaf to them."""
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 def pytest_addoption(parser):
