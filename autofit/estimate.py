@@ -156,7 +156,7 @@ def estimate(
         if code is not None:
             say(code)
         here = choose_device("auto") if given is None else "cpu"
-        server = ForkServer(folder / "forkserver.log", here, modeling_module(config), compiles=False)
+        server = ForkServer(folder / "forkserver.log", here, modeling_module(config), trains=False)
         with contextlib.closing(server):
             kept = cache_folder() if cache else None
             if given is not None:

@@ -42,6 +42,7 @@ from autofit.redact import harmless
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TICK_SECONDS = 1.0
+_TRACES = "AUTOFIT_TRACES"
 _FIRST = ("torch", "transformers", "transformers.modeling_utils")
 _ALWAYS = ("torch._dynamo", "accelerate.commands.launch")
 # peft and bitsandbytes, which Trainer's module imports, ask for the device at import; a forked child can't use CUDA
@@ -56,12 +57,12 @@ class ForkServer:
         log: File that takes what the server prints.
         device: ``cuda`` or ``cpu``.
         modules: Modules to load beyond the usual ones, such as the model's; what can't be loaded is left out.
-        compiles: Whether a job may compile: it takes a second longer to load.
+        trains: Whether jobs train, or only trace: what that has no use for takes two seconds to load.
     """
 
-    def __init__(self, log: Path, device: str, modules: tuple[str, ...] = (), *, compiles: bool = True) -> None:
+    def __init__(self, log: Path, device: str, modules: tuple[str, ...] = (), *, trains: bool = True) -> None:
         self.log = log
-        self.compiles = compiles
+        self.trains = trains
         self.device = device
         self.modules = modules
         self.import_seconds = 0.0
@@ -77,8 +78,9 @@ class ForkServer:
         environment = {**harmless(os.environ), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
         if self.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""  # what is loaded for the CPU asks for a device that is there
-        if not self.compiles:
+        if not self.trains:
             environment["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes asks for the compiler when it is imported
+            environment[_TRACES] = "1"
         here = str(Path(__file__).resolve().parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(p for p in (here, environment.get("PYTHONPATH")) if p)
         with writing(self.log), self.log.open("ab") as log:
@@ -358,6 +360,8 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(os.getppid(), signal.SIGTERM)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if os.environ.get(_TRACES):
+        _leave_out("datasets", "scipy")
     first = [*_FIRST, *modules]
     if device == "cuda" and find_spec("torchao"):
         first = [name for name in first if not name.startswith("transformers.")]
@@ -367,6 +371,16 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...]) -> NoReturn:
     server.loaded()
     while True:
         server.turn()
+
+
+def _leave_out(*packages: str) -> None:
+    """Have transformers go without some packages, which it loads wherever they are: seconds, and a trace uses none."""
+    with contextlib.suppress(ImportError):
+        from transformers import utils
+
+        for name in packages:
+            if hasattr(utils, f"is_{name}_available"):
+                setattr(utils, f"is_{name}_available", lambda: False)
 
 
 def device_is_spoilt() -> bool:

@@ -63,6 +63,16 @@ def test_a_job_runs_and_its_status_comes_back(server, tmp_path):
     assert server.import_seconds > 0
 
 
+def test_a_server_for_traces_loads_what_they_need_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    told = job(tmp_path / "job", "import json, sys; (folder / 'loaded').write_text(json.dumps(list(sys.modules)))")
+    with contextlib.closing(ForkServer(tmp_path / "log", "cpu", ("faulty",), trains=False)) as traces:
+        assert traces.run(told, kill_after_seconds=PATIENT) == 0
+    loaded = set(json.loads((told / "loaded").read_text()))
+    assert {"transformers.trainer", "autofit.worker"} <= loaded
+    assert not {"datasets", "pandas", "scipy.optimize"} & loaded
+
+
 def test_a_job_that_raises_ends_with_status_one_and_leaves_its_traceback(server, tmp_path):
     raises = job(tmp_path / "job", "raise LookupError('of its own making')")
     assert os.waitstatus_to_exitcode(server.run(raises, kill_after_seconds=PATIENT)) == 1
