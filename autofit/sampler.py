@@ -61,7 +61,7 @@ _TRIALS_TO_A_BREAK = 10
 _WORTH_A_SCOUT = 0.75
 _SCOUTED = 50
 _WORTH_A_DARE = 0.03
-_DARED, _DARED_IN_A_ROW = 2, 4
+_DARED, _DARED_IN_A_ROW = 1, 4
 _SURELY_STDS = 3.0
 _ABSURD = math.log(8)
 _LEAST_NOISE, _MOST_NOISE = 0.005, 0.1
@@ -217,9 +217,9 @@ class AutofitSampler(optuna.samplers.BaseSampler):
             scout = self._scout(seen, np.where(free, gains, 0.0), free & (belief.fits >= _WORTH_A_SCOUT))
             if scout is not None:
                 return scout
-            dare = free & (gains >= _WORTH_A_DARE)
-            if dare.any() and self._may_dare(seen):
-                return self._take(np.where(dare, gains * belief.fits**caution.power, -1.0), gains, belief)
+            dare = free & (gains >= self._worth_a_dare(seen))
+            if dare.any():
+                return self._take(np.where(dare, gains * belief.fits, -1.0), gains, belief)
         if self.encoded.forecast is not None and not likely.any():
             return Advice(place=None, expected_gain=None, reason="none of the plans left is likely to fit")
         candidates = likely if likely.any() else free
@@ -259,11 +259,18 @@ class AutofitSampler(optuna.samplers.BaseSampler):
                 return Advice(place=int(kin[rows[kin].argmax()]), expected_gain=float(gains[place]), reason=words)
         return None
 
-    def _may_dare(self, seen: Sequence[Seen]) -> bool:
-        """Whether a plan may be tried that is not likely to fit, since nothing else is left that promises much."""
+    def _worth_a_dare(self, seen: Sequence[Seen]) -> float:
+        """What a plan that is not likely to fit has to promise, to be tried since nothing else is left.
+
+        Each break beyond one in ten asks for twice as much: to end the search for fear of another one would cost more
+        than a few trials where half of the speed is at stake.
+        """
         broke = [one.verdict == "out_of_memory" for one in seen]
         in_a_row = len(seen) - max((place + 1 for place, one in enumerate(broke) if not one), default=0)
-        return in_a_row < _DARED_IN_A_ROW and sum(broke) <= _DARED + len(seen) / _TRIALS_TO_A_BREAK
+        if in_a_row >= _DARED_IN_A_ROW:
+            return math.inf
+        too_many = max(0.0, sum(broke) - _DARED - len(seen) / _TRIALS_TO_A_BREAK)
+        return _WORTH_A_DARE * math.pow(2.0, too_many)
 
     def _near(self, score: Floats, leader: int) -> Floats:
         """Of the plans that are about as good as the best choice, those that differ least from the fastest so far.

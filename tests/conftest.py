@@ -1,11 +1,10 @@
 import contextlib
-import signal
 
 import pytest
 
 from autofit.forkserver import ForkServer
 
-from .tiny import TESTS
+from .tiny import TESTS, hear_signals
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,10 +29,7 @@ def server(tmp_path_factory):
 
 
 def pytest_configure():
-    """Programs that the tests start hear signals, also where nohup or a shell's ``&`` made this one deaf to them."""
-    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-        if signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, usual)
+    hear_signals()
 
 
 def pytest_addoption(parser):

@@ -3,16 +3,21 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import optuna
 import pytest
 
 from autofit import campaign, choose, journal, memory, probe, search, space, trials
 from autofit.campaign import CREDIT, Campaign, doubt
 from autofit.errors import MachineError
+from autofit.landscape import Landscape as Recording
+from autofit.landscape import Replay as Replayed
 from autofit.plan import Crashed, Diverged, Evidence, Measured, OutOfMemory, TimedOut, Trial, Unsupported
 from autofit.trials import ProcessRunner, spilled
 
@@ -103,6 +108,68 @@ def test_a_plan_that_fails_twice_is_out():
     assert choose.decide([tried(CRASH), tried(good, 1), tried(CRASH, 2)], 16 * GIB) is None
     assert choose.decide([tried(out_of_memory(FACTS)), tried(good, 1)], 16 * GIB) is None, "the ceiling was broken"
     assert choose.decide([tried(SQUEEZED), tried(good, 1), tried(SQUEEZED, 2)], 16 * GIB).plan == plan
+
+
+@pytest.mark.parametrize(
+    ("facts", "share", "broken", "finals"),
+    [
+        (FACTS, 0.99, False, 4),
+        (FACTS, 0.90, False, 2),
+        (FACTS, 0.99, True, 3),
+        (dataclasses.replace(cuda_facts(), workload=FACTS.workload), 0.99, False, 2),
+    ],
+)
+def test_a_winner_near_to_the_ceiling_has_to_stand_it_for_longer(facts, share, broken, finals):
+    """On a CPU, whose peaks scatter; the playoff goes on with the others where it does not."""
+    tight = measured((0.1, 0.1, 0.1), int(share * 16 * GIB), facts)
+    other = measured((0.2, 0.2, 0.2), GIB, facts)
+    first, second = SPACE.plans[:2]
+
+    class Near:
+        def run(self, number, plan, effort, *, purpose, limit_seconds):
+            again = sum(trial.plan == plan for trial in one.trials)
+            outcome = tight if plan == first else other
+            if broken and plan == first and again == 3:
+                outcome = out_of_memory(facts)
+            return Trial(number=number, plan=plan, outcome=outcome, wall_seconds=1.0, purpose=purpose)
+
+    one = Campaign(facts=facts, space=SPACE, runner=Near())
+    for plan in (first, second):
+        one.run(plan, campaign.FINAL, "search")
+    decision = one.playoff()
+    assert sum(trial.plan == first and trial.purpose == "final" for trial in one.trials) == finals
+    assert decision.plan == (second if broken else first)
+    assert [trial.purpose for trial in one.trials if trial.plan == second].count("final") == (2 if broken else 0)
+
+
+def test_the_search_dares_where_much_is_at_stake():
+    """Each break beyond the usual asks for twice the gain; four in a row are enough."""
+    sampler = search.make_sampler("autofit", SPACE, FACTS, 0, None)
+
+    def worth(*verdicts):
+        return sampler._worth_a_dare([SimpleNamespace(verdict=verdict) for verdict in verdicts])
+
+    good, bad = "measured", "out_of_memory"
+    assert worth(good, bad) == worth(good)
+    assert worth(good, bad, good, bad, good, bad) == pytest.approx(2 * worth(good, bad, bad, *[good] * 3))
+    assert 0 < worth(good, bad, bad, bad) < 0.2
+    assert worth(good, bad, bad, bad, bad) == math.inf
+    assert worth(good, bad, bad, bad, bad, good) < math.inf
+
+
+@pytest.mark.parametrize("seed", [1, 8, 11])
+def test_the_search_does_not_end_after_three_breaks(seed):
+    """Three of the first four trials ran out of memory there; the best plan is twice as fast as the one that ran."""
+    land = Recording.read(REPOSITORY / "tests" / "landscapes" / "llama.jsonl.gz")
+    limit = 31_717_038
+    one = Campaign(facts=land.at(limit), space=land.space, runner=Replayed(land, limit, seed=seed))
+    study = optuna.create_study(
+        direction="maximize",
+        sampler=search.make_sampler("autofit", land.space, land.at(limit), seed, land.forecast),
+    )
+    one.search(search.Searcher(land.space, study, sampler="autofit", limit_bytes=limit, forecast=land.forecast), 40)
+    best = land.seconds(land.best(limit))
+    assert land.seconds(one.playoff().plan) < 1.3 * best
 
 
 def test_a_measurement_that_stood_still_does_not_count_where_there_is_another():

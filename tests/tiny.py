@@ -1,6 +1,7 @@
 """Models that train in milliseconds on a CPU, facts of this very machine for them, and processes to watch."""
 
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -87,6 +88,13 @@ def wait_until(true, seconds=60.0, what="it"):
             return found
         time.sleep(0.01)
     raise AssertionError(f"{what} did not come in {seconds} s")
+
+
+def hear_signals():
+    """Let programs that are started from here hear signals, also where nohup or a shell's ``&`` made this one deaf."""
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 def alive(pid):

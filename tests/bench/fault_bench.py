@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.faults import FAULTS, Impossible, Place, survives
+from tests.tiny import hear_signals
 
 
 def markdown(rows: list[dict]) -> str:
@@ -41,6 +42,7 @@ def main() -> int:
     if options.table is not None:
         print(markdown(json.loads(options.table.read_text("utf-8"))["rows"]))
         return 0
+    hear_signals()
     rows = {}
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
         place = Place(Path(folder))

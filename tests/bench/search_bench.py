@@ -294,7 +294,7 @@ def without(ablation: str) -> Iterator[None]:
     """The sampler without one of its ways."""
     changes: dict[str, tuple[Any, str, Any]] = {
         "scouts": (AutofitSampler, "_scout", lambda *_: None),
-        "dares": (AutofitSampler, "_may_dare", lambda *_: False),
+        "dares": (AutofitSampler, "_worth_a_dare", lambda *_: math.inf),
         "near": (AutofitSampler, "_near", lambda *given: given[1]),
         "doubt": (sampling, "_DOUBT", 1.0),
         "ceilings": (sampling, "above", lambda *given: (given[0], 1e6 * given[1])),
