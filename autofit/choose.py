@@ -2,7 +2,7 @@
 
 The fastest plan that never broke the ceiling wins. Two plans whose step times differ by less than their
 uncertainties (the root of their summed squared spreads) are equally fast; of those the one with less memory wins,
-if by more than 2 %, and else the simpler one. More than 10 % apart is never a tie: noise as wide as that says that
+if by more than 2 %, and else the simpler one. More than 3 % apart is never a tie: noise as wide as that says that
 a plan was measured badly, not that it is as fast.
 """
 
@@ -21,7 +21,7 @@ from autofit.technique import Kind
 from autofit.units import duration, size
 
 _NEAR, _NEAR_IN_NOISE = 1.10, 1.25
-_SAME_MEMORY = 1.02
+_SAME_MEMORY, _SAME_SPEED = 1.02, 1.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,8 @@ def decide(trials: Sequence[Trial], limit_bytes: int, otherwise: Mapping[Plan, s
     tied = [
         one
         for one in eligible
-        if _tied(one.measured, fastest.measured) and one.measured.step_seconds <= fastest.measured.step_seconds * _NEAR
+        if _tied(one.measured, fastest.measured)
+        and one.measured.step_seconds <= fastest.measured.step_seconds * _SAME_SPEED
     ]
     least = min(one.measured.peak_bytes for one in tied)
     small = [one for one in tied if one.measured.peak_bytes <= least * _SAME_MEMORY]
