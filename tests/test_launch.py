@@ -15,10 +15,13 @@ from pydantic import TypeAdapter
 from autofit import answer, verify
 from autofit import document as documents
 from autofit.document import DOCUMENT
+from autofit.errors import MachineError
+from autofit.facts import Facts
 from autofit.plan import Measured, Unsupported, dump_json
 from autofit.registry import technique
 from autofit.verify import VERIFICATION, judge
 
+from . import synthetic
 from .tiny import MIB, PLAIN, REPOSITORY, gone, offspring, wait_until, write_config
 
 pytestmark = pytest.mark.slow
@@ -295,3 +298,38 @@ def test_the_example_says_which_knob_was_ignored(every_knob, tmp_path):
         "ignored: accumulation=2: 1 micro-batches went into an optimizer step, not 2",
         "ignored: optimizer=adamw_8bit: torch.optim.adamw.AdamW stepped, not bitsandbytes.optim.adamw.AdamW",
     ]
+
+
+BUSY, QUIET = {"disturbance": 0.6}, {}
+
+
+@pytest.mark.parametrize(
+    ("launches", "answer"),
+    [
+        ([(0.1, BUSY), (1.0, QUIET)], 2),
+        ([(0.1, BUSY), (0.1, BUSY), (0.1, BUSY), (0.9, BUSY)], 4),
+        ([(0.1, QUIET), (0.2, QUIET)], "broken"),
+        ([(0.1, BUSY), (0.1, QUIET), (0.2, QUIET)], "broken"),
+        ([(0.1, BUSY), (0.3, BUSY), (0.1, BUSY), (0.1, BUSY)], "others"),
+    ],
+)
+def test_a_launch_beside_others_says_nothing(tuned, monkeypatch, launches, answer):
+    folder = tuned("loop")
+    document = documents.read(folder)
+    facts = Facts(model=document.model, hardware=document.hardware, workload=document.workload)
+    outcomes = [
+        synthetic.measured((document.promise.step_seconds / speed,) * 3, MIB, facts, **others)
+        for speed, others in launches
+    ]
+    waiting, said = list(outcomes), []
+    monkeypatch.setattr(verify, "_launch", lambda *_: (("accelerate",), waiting.pop(0)))
+    if answer == "others":
+        with pytest.raises(MachineError, match=r"in each of 4 launches others took a large part.* came to 30%"):
+            verify.verify(folder, say=said.append)
+    else:
+        found = verify.verify(folder, say=said.append)
+        assert bool(found.broken) == (answer == "broken")
+        assert found.outcome == (outcomes[-1])
+    assert waiting == []
+    busy = [others is BUSY and speed < 0.7 for speed, others in launches]
+    assert ["others took 60%" in words for words in said] == busy[: len(said)]
