@@ -144,6 +144,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif "flash_attention" in str(func):
             flops = _attention_flops(func, args)
             kind = _product(first) if first is None or first.dtype == torch.float32 else "attention"
+        elif func is torch.ops.aten._grouped_mm.default:  # which PyTorch's own counter does not know
+            flops, kind = 2.0 * args[0].numel() * args[1].shape[-1], _product(first)
         self._add(kind, flops, moved)
 
     def _add(self, kind: Kind, flops: float, moved: Iterable[int]) -> None:

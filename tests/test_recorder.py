@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autofit.recorder import Recorder
 from autofit.roofline import KINDS
+from autofit.standins import without_values
 from autofit.tape import CATEGORIES
 
 KIB = 1024
@@ -317,3 +318,26 @@ def test_the_rest_moves_bytes():
     many = [torch.ones(KIB) for _ in range(3)]
     assert work_of(lambda: torch._foreach_exp(many)) == {"other": (0, 6 * 4 * KIB, 1)}
     assert work_of(lambda: torch._foreach_mul_(many, 2))["other"][2] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_do_what_the_products_of_their_experts_do(dtype):
+    """Forward, and backward for the rows and for the weights; PyTorch's own counter leaves them out."""
+    rows, wide, narrow, experts = 24, 32, 16, 4
+    recorder = Recorder(fake=True, stand_ins=without_values())
+    with FakeTensorMode(), recorder:
+        recorder.mark("0:F0")
+        given, weights = torch.empty(rows, wide, dtype=dtype), torch.empty(experts, wide, narrow, dtype=dtype)
+        offsets = torch.empty(experts, dtype=torch.int32)
+        out = torch._grouped_mm(given, weights, offs=offsets)
+        back = torch._grouped_mm(out, weights.transpose(1, 2), offs=offsets)
+        slope = torch._grouped_mm(given.t(), out, offs=offsets)
+        assert [tuple(one.shape) for one in (out, back, slope)] == [
+            (rows, narrow),
+            (rows, wide),
+            (experts, wide, narrow),
+        ]
+    work = recorder.tape(since=1).work[0]
+    kind = KINDS.index("matmul bf16" if dtype == torch.bfloat16 else "matmul fp32")
+    assert work[kind, 0] == 3 * 2 * rows * wide * narrow
+    assert work[kind, 2] == 3
