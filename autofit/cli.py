@@ -97,7 +97,13 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     click.option("--seq-len", type=int, help="Tokens in a row.  [default: the lesser of 1024 and the model's]"),
     click.option("--global-batch", type=int, default=32, show_default=True, help="Rows to an optimizer step."),
     click.option("--memory-limit", help="Ceiling: 22GiB, or 90% of what is free.  [default: 92%]"),
-    click.option("--trials", type=int, default=40, show_default=True, help="At most so many trials."),
+    click.option(
+        "--trials",
+        type=int,
+        default=40,
+        show_default=True,
+        help="At most so many plans; repeats and the playoff come on top.",
+    ),
     click.option("--timeout", help="At most so long: 90s, 10m, 1h."),
     click.option(
         "--allow", default="exact,numeric", show_default=True, help="What may change: exact, numeric, method."
@@ -174,7 +180,7 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
     else:
         _console(120).print(table(found))
     if not any(one.verdict != "too large" for one in found.plans):
-        raise NothingFits("no plan fits", hint="a shorter --seq-len, --allow method, or a larger card")
+        raise NothingFits("no plan fits", hint="a shorter --seq-len, --allow exact,numeric,method, or a larger card")
 
 
 @main.command(short_help="Launch the files, and hold them to the promise.")

@@ -41,6 +41,7 @@ from autofit.units import MIB
 Verdict = Literal["fits", "tight", "too large"]
 HOST_BYTES = 1 << 50
 """Of a host that is not here: offload is not refused for it, what it takes is shown."""
+_MANY_KINDS = 50
 _EVERY_PRECISION = ("fp32", "bf16", "fp16")
 """Of a card that is not known, where memory alone is told: TF32 takes what float32 takes."""
 
@@ -170,7 +171,7 @@ def estimate(
             plans = space.build(facts, space.parse_allowed(words), knobs)
             traces = Traces(facts, config, lambda: server, folder, kept)
             cast = forecast(plans, traces, facts, card, say)
-        rows = _rows(plans, cast, traces, facts, most)
+        rows = _rows(plans, cast, traces, facts, most, say)
         untraced = sorted({why for plan in families_of(plans) if (why := traces.untraced(plan))})
         return Estimate(
             model=str(model),
@@ -198,6 +199,7 @@ def _card(gpu: str | None, memory: str | int | None) -> tuple[Card | None, int |
         card = catalogue.find(gpu)
         return card, card.memory_bytes
     if memory is not None:
+        units.check_unit(str(memory), "--memory")
         return None, units.parse_size(memory) if isinstance(memory, str) else int(memory)
     return None, None
 
@@ -254,7 +256,14 @@ def elsewhere(request: question.Request, model: Model, card: Card | None, memory
     )
 
 
-def _rows(plans: space.Space, cast: Forecast, traces: Traces, facts: Facts, most: int | None) -> list[Estimated]:
+def _rows(  # noqa: PLR0917 - of the story above
+    plans: space.Space,
+    cast: Forecast,
+    traces: Traces,
+    facts: Facts,
+    most: int | None,
+    say: Callable[[str], None],
+) -> list[Estimated]:
     """For each family the plan with the largest micro-batch that fits, or the smallest plan.
 
     The first look is at the tensors alone; for ``most`` of the families the allocator is then replayed.
@@ -285,6 +294,8 @@ def _rows(plans: space.Space, cast: Forecast, traces: Traces, facts: Facts, most
         )
 
     chosen = [places for _, places in sorted(candidates, key=rank)[:most]]
+    if len(chosen) > _MANY_KINDS:
+        say(f"replaying {len(chosen)} kinds of plan through the allocator")
 
     def judge(places: list[int]) -> tuple[Estimated, float]:
         for place in places:  # from the largest micro-batch down, until it fits
@@ -343,6 +354,9 @@ def device_bytes(
 def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space) -> tuple[str, ...]:
     """What was assumed."""
     said = []
+    seq_len, longest = facts.workload.seq_len, facts.model.max_positions
+    if longest and seq_len > longest:
+        said.append(f"rows of {seq_len} tokens are longer than the {longest} the model was made for: it may not run")
     if facts.hardware.device == "cuda":
         workspace = units.size(workspace_bytes(facts.hardware.capability))
         said.append(f"{units.size(CONTEXT_BYTES)} for the CUDA context and {workspace} for cuBLAS are included")

@@ -75,6 +75,7 @@ def check(request: Request, settings: Search) -> None:
         raise InputError(f"--seq-len {request.seq_len} is out of range", hint="a row has two tokens at least")
     if request.memory_limit is not None:
         units.parse_limit(request.memory_limit, 1 << 40)
+        units.check_unit(request.memory_limit, "--memory-limit")
     if settings.sampler not in SAMPLERS:
         raise InputError(f"--sampler {settings.sampler!r} is not known", hint="known: " + ", ".join(SAMPLERS))
     if request.launch_path not in {"trainer", "loop"}:

@@ -39,7 +39,7 @@ def table(found: Estimate) -> RenderableType:
     if host:
         columns.add_column("on the host", justify="right", no_wrap=True)
     columns.add_column("where it goes", no_wrap=True)
-    columns.add_column("", no_wrap=True)
+    columns.add_column("", no_wrap=True, min_width=len("too large"))
     fast = any(one.samples_per_second for one in shown)
     if fast:
         columns.add_column("samples/s", justify="right", no_wrap=True)

@@ -87,7 +87,7 @@ def tune(
         global_batch: Rows to an optimizer step.
         memory_limit: The ceiling: bytes, a size (``"22GiB"``) or a share of what is free (``"90%"``); by default
             92 % of what is free.
-        trials: No more trials than these before the playoff.
+        trials: No more plans than these before the playoff; what is measured once more comes on top.
         timeout: No longer than this: seconds, or words such as ``"10m"``.
         allow: Classes of techniques that may be used: ``exact``, ``numeric``, ``method``.
         fix: Knobs that are held at a value.
@@ -211,6 +211,7 @@ class _Tune:
     events: Events
     given_runner: Runner | None
     began: float = field(default_factory=time.monotonic)
+    spent: float = 0.0
     trials: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     refused: dict[Plan, str] = field(default_factory=dict)
@@ -259,6 +260,7 @@ class _Tune:
         if facts.model.has_experts:
             self._note("experts are routed by random weights here: trained ones may be less balanced, and slower")
         self.trials = list(finished(self.folder / TRIALS))
+        self.spent += sum(trial.wall_seconds for trial in self.trials)
         cast = self._forecast(plans, facts, config, server)
         runner = self.given_runner or ProcessRunner(
             self.folder / TRIALS, facts, config, server, predicted(plans, cast), known=self.trials, note=self._note
@@ -295,6 +297,7 @@ class _Tune:
                 guards = Guards(self.folder, facts, config, server)
                 decision, stopped = _until_stopped(lambda: self._decision(campaign, searcher, guards))
         if stopped is not None:
+            self.events.note("stopping: the best so far is being written")
             server.stop_job()
             server.close()
             decision = campaign.decide()
@@ -312,7 +315,7 @@ class _Tune:
                 facts,
                 self.trials,
                 notes=self.notes,
-                seconds=time.monotonic() - self.began,
+                seconds=self.spent + time.monotonic() - self.began,
                 guard=self.guard,
                 front=insight.front(decision),
                 contributions=insight.contributions(decision, self.trials, plans, facts, searcher.expected),

@@ -54,6 +54,18 @@ def parse_limit(text: str, free_bytes: int) -> int:
         ) from error
 
 
+def check_unit(text: str, what: str) -> None:
+    """Refuse a number of bytes that was surely meant in another unit; ``what`` is the option that it was given to.
+
+    Raises:
+        InputError: A number alone, under 1 MiB, in which no model trains.
+    """
+    match = _NUMBER.fullmatch(text.strip().lower())
+    if match and not match[2] and 1 <= float(match[1]) < MIB:
+        number = match[1]
+        raise InputError(f"{what} {number} is {number} bytes", hint=f"write {number}GiB, or {number}MiB")
+
+
 def parse_duration(text: str) -> float:
     """Seconds from ``90``, ``90s``, ``10m`` or ``1.5h``.
 

@@ -131,7 +131,8 @@ class Quantization(Technique):
         return None
 
     def changes(self, value: Value, facts: Facts) -> str | None:
-        return {
+        experts = " Experts are no linear layers, and stay as they are." if facts.model.has_experts else ""
+        said = {
             "none": None,
             "nf4": "The frozen weights of linear layers are rounded to 4 bits (NF4, double quantization).",
             "int8": "The frozen weights of linear layers are rounded to 8 bits, and so is what they are multiplied "
@@ -139,6 +140,7 @@ class Quantization(Technique):
             "int8_torchao": "The frozen weights of linear layers are rounded to 8 bits, with one scale a row.",
             "int4_torchao": "The frozen weights of linear layers are rounded to 4 bits, in groups of 128.",
         }[str(value)]
+        return said + experts if said else None
 
     def prior(self, value: Value, facts: Facts) -> Prior:
         """Copies of the weights cost the same whatever the batch, so that large batches hide them."""

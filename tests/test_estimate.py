@@ -19,6 +19,7 @@ from autofit.tape import CATEGORIES
 from autofit.units import GIB, MIB
 
 from .replay import Lent
+from .tiny import REPOSITORY
 
 SMALL = {"seq_len": 32, "global_batch": 8}
 
@@ -117,6 +118,7 @@ def test_host_memory_is_shown_where_a_plan_takes_some(ask):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"memory": "24"}, "--memory 24 is 24 bytes"),
         ({"gpu": "4090", "memory": "24GiB"}, "both say"),
         ({"gpu": "a card of mine"}, "no card that is known"),
         ({"memory": "a lot"}, "not a size"),
@@ -168,6 +170,15 @@ def test_the_bar_is_as_long_as_the_need(ask):
     tiny = bar(one, 1000 * one.need.peak_bytes).plain
     assert len(tiny) == len(half)
     assert sum(mark.isalpha() for mark in tiny) == 1, "what is there is seen"
+
+
+def test_rows_that_the_model_does_not_know_are_said(ask):
+    config = REPOSITORY / "autofit" / "demo.json"
+    longest = json.loads(config.read_text("utf-8"))["max_position_embeddings"]
+    fix = ("precision=fp32", "kernels=none", "checkpointing=off", "optimizer=adamw", "offload=none")
+    assert not any("longer than" in note for note in ask("demo", memory="8GiB", seq_len=longest, fix=fix).notes)
+    said = ask("demo", memory="8GiB", seq_len=2 * longest, fix=fix).notes
+    assert any(f"longer than the {longest}" in note for note in said)
 
 
 def test_of_a_card_that_is_not_known_precisions_of_one_size_are_told_once(ask):

@@ -524,6 +524,16 @@ def test_a_repeat_that_was_stopped_is_made_by_resume(tune, out, stop):
     assert not list(out.glob("journal.log.broken-*"))
 
 
+def test_what_a_tune_cost_is_told_over_all_of_its_sessions(tune, out):
+    with pytest.raises(Interrupted):
+        tune(Replay(out, {3: KeyboardInterrupt()}), trials=6)
+    for number in range(3):
+        path = out / "trials" / f"{number:05d}" / "trial.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "wall_seconds": 1000.0}))
+    result = tune(Replay(out), trials=6, resume=True)
+    assert 3000 < result.document.seconds < 3000 + 600
+
+
 def study_of(folder):
     return optuna.load_study(
         study_name=journal.STUDY, storage=JournalStorage(JournalFileBackend(str(folder / journal.NAME)))

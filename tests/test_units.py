@@ -65,6 +65,18 @@ def test_a_limit_is_a_size_or_a_share_of_what_is_free(text, wanted):
     assert units.parse_limit(text, 1000) == wanted
 
 
+@pytest.mark.parametrize("text", ["24", "90", " 1000000 "])
+def test_a_number_that_can_t_be_meant_in_bytes_is_asked_back(text):
+    with pytest.raises(InputError, match=f"--memory {text.strip()} is {text.strip()} bytes") as caught:
+        units.check_unit(text, "--memory")
+    assert f"{text.strip()}GiB" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["1073741824", "24b", "24GiB", "90%", "most"])
+def test_what_has_a_unit_or_may_be_bytes_is_not(text):
+    units.check_unit(text, "--memory")
+
+
 @pytest.mark.parametrize("text", ["0%", "101%", "1000%"])
 def test_a_share_is_between_nothing_and_everything(text):
     with pytest.raises(InputError, match="not a share"):
