@@ -28,8 +28,9 @@ FINALISTS = 3
 ROUNDS = 2
 DISAGREEMENT = 1.15
 MOST_REPEATS = 6
-CREDIT = 3
-"""Failures that are looked at twice, if they come again: what was no accident is not repeated for ever."""
+CREDIT, EARNED = 3.0, 0.25
+"""Failures that are looked at twice, if they come again: what was no accident is not repeated for ever. Each trial that
+was measured earns a part of one."""
 LEAST_LIMIT_SECONDS = 120.0
 SLOWEST = 10
 """A trial that takes so many times as long as those that were measured hangs."""
@@ -64,7 +65,7 @@ class Campaign:
     record: Writer | None = None
     refused: Mapping[Plan, str] = field(default_factory=dict)
     repeats: int = 0
-    credit: int = CREDIT
+    credit: float = CREDIT
     hopeless: float = HOPELESS
 
     @property
@@ -108,6 +109,8 @@ class Campaign:
         """The trial; or a second one of its plan, where the first may say nothing of it."""
         doubt = self._doubt(trial)
         if doubt is None:
+            if isinstance(trial.outcome, Measured):
+                self.credit = min(CREDIT, self.credit + EARNED)
             return trial
         self.note(f"{doubt}: it is measured once more")
         second = self.run(trial.plan, effort, trial.purpose, again=True)
@@ -122,7 +125,7 @@ class Campaign:
         if why is None or (left is not None and left < trial.wall_seconds):
             return None
         if not isinstance(trial.outcome, Measured):
-            return why if self.credit > 0 else None
+            return why if self.credit >= 1 else None
         self.repeats += 1
         return why if self.repeats <= MOST_REPEATS else None
 

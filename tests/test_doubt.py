@@ -93,6 +93,14 @@ def test_failures_that_come_again_are_not_repeated_for_ever():
     assert len(runner.asked) == 8 + CREDIT
 
 
+def test_credit_is_earned_again_by_trials_that_run():
+    good = measured((0.1, 0.1), GIB, FACTS)
+    _, runner, notes = held(*[CRASH] * 6, *[good] * 4, CRASH, good, plans=SPACE.plans[:9])
+    assert len(notes) == CREDIT + 1
+    assert runner.asked[6:10] == list(SPACE.plans[3:7])
+    assert runner.asked[10:12] == [SPACE.plans[7]] * 2, "after four that ran an accident is forgiven again"
+
+
 def test_nothing_is_repeated_when_the_time_is_spent():
     runner = Scripted(TimedOut(limit_seconds=10.0, phase="step 2"))
     one = Campaign(facts=FACTS, space=SPACE, runner=runner, left=lambda: 1.5)
