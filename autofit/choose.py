@@ -2,8 +2,8 @@
 
 The fastest plan that never broke the ceiling wins. Two plans whose step times differ by less than their
 uncertainties (the root of their summed squared spreads) are equally fast; of those the one with less memory wins,
-if by more than 2 %, and else the simpler one. More than 3 % apart is never a tie: noise as wide as that says that
-a plan was measured badly, not that it is as fast.
+if by more than 2 %, and else the simpler one. More than 3 % apart is never a tie, however wide the noise: more speed
+than that is not given up on a doubt.
 """
 
 from __future__ import annotations

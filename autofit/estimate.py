@@ -161,10 +161,10 @@ def estimate(
         with contextlib.closing(server):
             kept = cache_folder() if cache else None
             if given is not None:
-                described = _described(folder, config, request, server, kept, say)
+                described = _described(folder, config, request, server, kept)
                 facts = elsewhere(request, described, card, given)
             else:
-                facts = question.read_facts(folder, request, here, server, say)
+                facts = question.read_facts(folder, request, here, server, lambda _: None)  # the notes say it
                 if facts.hardware.device == "cuda":
                     card = catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
             knobs = space.parse_knobs(tuple(fix), tuple(among), facts)
@@ -204,14 +204,7 @@ def _card(gpu: str | None, memory: str | int | None) -> tuple[Card | None, int |
     return None, None
 
 
-def _described(  # noqa: PLR0917 - of the story above
-    folder: Path,
-    config: Path,
-    request: question.Request,
-    server: ForkServer,
-    cache: Path | None,
-    say: Callable[[str], None],
-) -> Model:
+def _described(folder: Path, config: Path, request: question.Request, server: ForkServer, cache: Path | None) -> Model:
     """The model's facts, kept on disk beside the traces."""
     adapter = TypeAdapter(Model)
     ground = [source_hash(), installed(), request.trust_remote_code, model_of(config)]
@@ -220,7 +213,7 @@ def _described(  # noqa: PLR0917 - of the story above
     if path is not None:
         with contextlib.suppress(OSError, ValueError):
             return replace(adapter.validate_json(path.read_bytes()), name=request.model)
-    model = question.read_facts(folder, request, "cpu", server, say).model
+    model = question.read_facts(folder, request, "cpu", server, lambda _: None).model
     if path is not None:
         with contextlib.suppress(MachineError, OSError):  # it is only a cache
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -354,9 +347,8 @@ def device_bytes(
 def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space) -> tuple[str, ...]:
     """What was assumed."""
     said = []
-    seq_len, longest = facts.workload.seq_len, facts.model.max_positions
-    if longest and seq_len > longest:
-        said.append(f"rows of {seq_len} tokens are longer than the {longest} the model was made for: it may not run")
+    if long := question.longer_than_known(facts.workload.seq_len, facts.model):
+        said.append(f"{long}: it may not run")
     if facts.hardware.device == "cuda":
         workspace = units.size(workspace_bytes(facts.hardware.capability))
         said.append(f"{units.size(CONTEXT_BYTES)} for the CUDA context and {workspace} for cuBLAS are included")

@@ -178,6 +178,13 @@ def keep(folder: Path, request: Request, facts: Facts) -> None:
     write_atomically(folder / REQUEST, dump_json(STARTED, Started(request=request, facts=facts)))
 
 
+def longer_than_known(seq_len: int, model: Model) -> str | None:
+    """That rows are longer than the model was made for, in words; ``None`` where they are not."""
+    if model.max_positions and seq_len > model.max_positions:
+        return f"rows of {seq_len} tokens are longer than the {model.max_positions} the model was made for"
+    return None
+
+
 def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[str], None]) -> Workload:
     """The sizes and ceilings of the training.
 
@@ -185,8 +192,8 @@ def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[
         InputError: The ceiling is more than the device has.
     """
     seq_len = request.seq_len or min(1024, model.max_positions or 1024)
-    if model.max_positions and seq_len > model.max_positions:
-        say(f"rows of {seq_len} tokens are longer than the {model.max_positions} the model was made for")
+    if long := longer_than_known(seq_len, model):
+        say(long)
     limit = units.parse_limit(request.memory_limit or f"{DEFAULT_CEILING * 100:g}%", hardware.free_bytes)
     if limit > hardware.total_bytes:
         raise InputError(

@@ -38,14 +38,13 @@ from autofit.source import fetch, modeling_module, own_code
 from autofit.traces import Traces, cache_folder
 from autofit.trials import ProcessRunner, Runner, finished, trial_folder
 
-T = TypeVar("T")
-
 if TYPE_CHECKING:
     from autofit.choose import Decision
     from autofit.document import Guard
     from autofit.search import Searcher
     from autofit.space import Space
 
+T = TypeVar("T")
 LOCK = ".lock"
 FORKSERVER_LOG = "forkserver.log"
 JOURNAL = "journal.log"

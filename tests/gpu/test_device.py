@@ -15,7 +15,8 @@ from autofit.plan import Measured, OutOfMemory, Plan, Unsupported
 from autofit.source import fetch, modeling_module
 from autofit.trials import ProcessRunner
 from autofit.units import MIB
-from tests.gpu.models import LLAMA, facts_on_card
+from tests.gpu.card import facts_on_card
+from tests.gpu.models import LLAMA
 
 QUICK = Effort(min_steps=2, max_steps=3, seconds=1.0)
 PLAIN = Plan(

@@ -18,7 +18,8 @@ from autofit.source import fetch
 from autofit.space import build
 from autofit.trials import ProcessRunner
 from autofit.units import MIB
-from tests.gpu.models import LLAMA, facts_on_card
+from tests.gpu.card import facts_on_card
+from tests.gpu.models import LLAMA
 from tests.tiny import PLAIN, TESTS, gone
 
 QUICK = Effort(min_steps=2, max_steps=3, seconds=1.0)

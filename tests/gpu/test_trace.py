@@ -33,7 +33,8 @@ from autofit.standins import without_values
 from autofit.traces import Traces
 from autofit.trials import ProcessRunner
 from autofit.units import GIB, KIB, MIB
-from tests.gpu.models import LLAMA, facts_on_card
+from tests.gpu.card import facts_on_card
+from tests.gpu.models import LLAMA
 
 NEAR = 0.03
 SLACK_BYTES = 64 * KIB  # seeds, scalars, and what is rounded up to 512 bytes

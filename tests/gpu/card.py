@@ -1,0 +1,17 @@
+"""What the device tests train on: the facts of this machine's card."""
+
+import dataclasses
+
+from autofit.units import GIB
+from tests.tiny import describe
+
+
+def facts_on_card(server, config, *, most_bytes=12 * GIB, global_batch=8):
+    """The facts of a model on this machine's card, under a ceiling that leaves others some of it."""
+    facts = describe(server, config, device="cuda", seq_len=512, global_batch=global_batch)
+    work = dataclasses.replace(
+        facts.workload,
+        limit_bytes=min(most_bytes, int(facts.hardware.free_bytes * 0.9)),
+        host_limit_bytes=int(facts.hardware.host_free_bytes * 0.8),
+    )
+    return dataclasses.replace(facts, workload=work)
