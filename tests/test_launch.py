@@ -333,3 +333,16 @@ def test_a_launch_beside_others_says_nothing(tuned, monkeypatch, launches, answe
     assert waiting == []
     busy = [others is BUSY and speed < 0.7 for speed, others in launches]
     assert ["others took 60%" in words for words in said] == busy[: len(said)]
+
+
+def test_who_computes_on_the_host_is_no_excuse_on_a_gpu(tuned, monkeypatch):
+    folder = tuned("loop")
+    document = documents.read(folder)
+    there = dataclasses.replace(document, hardware=dataclasses.replace(document.hardware, device="cuda"))
+    facts = Facts(model=document.model, hardware=document.hardware, workload=document.workload)
+    slow = synthetic.measured((10 * document.promise.step_seconds,) * 3, MIB, facts, **BUSY)
+    launched = []
+    monkeypatch.setattr(documents, "read", lambda _: there)
+    monkeypatch.setattr(verify, "_launch", lambda *_: launched.append(1) or (("accelerate",), slow))
+    assert verify.verify(folder).broken
+    assert len(launched) == 1
