@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit.errors import InputError
+from autofit.kept import Kept
 from autofit.technique import Emission
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Recipe:
         attention: Name of the attention implementation; ``None`` leaves it to transformers.
         load_arguments: Further arguments of ``from_pretrained``, asked for when a model is loaded.
         random_model: Given what makes the plain model, makes random weights as those arguments would load them.
+        kept: What is dear to make and the same in every trial; nothing is kept where nobody says where.
         model_wraps: Applied in order to the loaded model.
         optimizer_wraps: Applied in order to the optimizer that the arguments name.
         slow_start: What takes long in the first step, in a word, for a trial that is cut off in it.
@@ -76,6 +78,7 @@ class Recipe:
     attention: str | None = None
     load_arguments: list[Callable[[], dict[str, Any]]] = field(default_factory=list)
     random_model: Callable[[Callable[[], PreTrainedModel]], PreTrainedModel] | None = None
+    kept: Kept = field(default_factory=Kept)
     model_wraps: list[ModelWrap] = field(default_factory=list)
     optimizer_wraps: list[OptimizerWrap] = field(default_factory=list)
     slow_start: str = ""

@@ -30,6 +30,7 @@ from autofit.files import usable_folder
 from autofit.forecast import Forecast, forecast
 from autofit.forkserver import ForkServer
 from autofit.guard import Guards, Look
+from autofit.kept import KEPT, Kept
 from autofit.landscape import Replay
 from autofit.locks import hardware_lock, held
 from autofit.plan import Measured, Outcome, OutOfMemory, Plan, Trial, median
@@ -226,7 +227,7 @@ class _Tune:
         if code is not None:
             self._note(code)
         server = ForkServer(self.folder / FORKSERVER_LOG, device, modeling_module(config))
-        with contextlib.closing(server):
+        with contextlib.closing(server), Kept(self.folder / TRIALS / KEPT):
             if before is not None:
                 facts = before.facts
             elif isinstance(self.given_runner, Replay):

@@ -27,6 +27,7 @@ from autofit.clock import Effort
 from autofit.curve import CURVE, Curve, record
 from autofit.facts import Facts
 from autofit.files import write_atomically
+from autofit.kept import KEPT, Kept
 from autofit.measure import measure
 from autofit.memory import CeilingBroken, guard_host, guarded, meter
 from autofit.plan import OUTCOME, Crashed, Outcome, OutOfMemory, Plan, Unsupported, dump_json
@@ -167,6 +168,7 @@ def _trained(job: CurveJob, folder: Path) -> Curve:
 
 def _measured(job: TrialJob, folder: Path) -> Outcome:
     recipe = _launched(job.plan, job.facts, folder)
+    recipe.kept = Kept(folder.parent / KEPT)
     progress = os.open(folder / PROGRESS_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
 
     def tell(words: str) -> None:

@@ -17,10 +17,7 @@ Only linear layers are quantized: embeddings, norms and the head are not, and ke
 That is what scripts for QLoRA get: under ``bf16`` they are float32 (as ``peft.prepare_model_for_kbit_training`` leaves
 them) and products compute in bfloat16, under ``bf16_weights`` they are bfloat16.
 
-A trial makes one random matrix of each shape, quantizes it, and copies it to the layers of that shape. On one core of a
-CPU, for a model of 1.5 billion weights, that took 1.0 s for ``nf4`` and 0.3 s for ``int8``, the copies 0.3 s and 0.5 s;
-to quantize layer by layer would have taken 40 s. So nothing is kept from one trial for the next: to read 0.7 GB of
-weights from a file is no faster.
+One random matrix of each shape is quantized once, kept for the trials after it, and copied to the layers of that shape.
 
 Sources: the papers above; ``bitsandbytes.autograd``; ``transformers.BitsAndBytesConfig``, ``TorchAoConfig``;
 ``Int8Tensor`` of torchao 0.18. Not covered: stacked weights of experts, which are no linear layers; DoRA and (IA)3 on
@@ -48,6 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from autofit.facts import Facts
+    from autofit.kept import Kept
     from autofit.plan import Evidence, Value
     from autofit.recipe import Recipe
     from autofit.recorder import Recorder
@@ -105,7 +103,7 @@ class Quantization(Technique):
         on_cpu = recipe.facts.hardware.device == "cpu"
         recipe.load_arguments.append(functools.partial(load_arguments, str(value), compute, on_cpu=on_cpu))
         make = random_torchao_model if value in _TORCHAO else functools.partial(random_model, str(value), compute)
-        recipe.random_model = functools.partial(make, on_cpu=on_cpu)
+        recipe.random_model = lambda plain: make(plain, on_cpu=on_cpu, kept=recipe.kept)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         return Emission(script=() if value == "none" else (f"load the weights in {value}: model = setup.model(...)",))
@@ -197,11 +195,20 @@ def load_arguments(value: str, compute: str, *, on_cpu: bool) -> dict[str, Any]:
     return {"quantization_config": quantization_config(value, compute), "device_map": place}
 
 
-def random_model(value: str, compute: str, make: Callable[[], PreTrainedModel], *, on_cpu: bool) -> PreTrainedModel:
+def random_model(
+    value: str, compute: str, make: Callable[[], PreTrainedModel], *, on_cpu: bool, kept: Kept
+) -> PreTrainedModel:
     """A model with random weights as ``from_pretrained`` would have loaded it.
 
     Linear layers are never made in full: each is quantized from one random matrix of its shape, so that no more than
     one of them is there at a time, and none has to be quantized twice.
+
+    Args:
+        value: How.
+        compute: Names the dtype that products compute in.
+        make: Makes the plain model.
+        on_cpu: Whether the model will train there.
+        kept: Holds the matrices from trial to trial.
     """
     import torch
     from bitsandbytes.nn import modules
@@ -218,9 +225,9 @@ def random_model(value: str, compute: str, make: Callable[[], PreTrainedModel], 
         known: dict[tuple[int, int], nn.Parameter] = {}
         for module in model.modules():
             if isinstance(module, layers.Linear4bit):
-                _fill_4bit(module, known, dtype)
+                _fill_4bit(module, known, dtype, kept)
             elif isinstance(module, layers.Linear8bitLt):
-                _fill_8bit(module, known, dtype)
+                _fill_8bit(module, known, dtype, kept)
             elif device.type != "meta" and any(one.is_meta for one in module.parameters(recurse=False)):
                 module.to_empty(device=device, recurse=False)
                 model._init_weights(module)  # noqa: SLF001 - as the model itself does
@@ -230,7 +237,7 @@ def random_model(value: str, compute: str, make: Callable[[], PreTrainedModel], 
     return built
 
 
-def random_torchao_model(make: Callable[[], PreTrainedModel], *, on_cpu: bool) -> PreTrainedModel:
+def random_torchao_model(make: Callable[[], PreTrainedModel], *, on_cpu: bool, kept: Kept) -> PreTrainedModel:
     """The same with torchao's weights."""
     import torch
     from torch import nn
@@ -254,16 +261,36 @@ def random_torchao_model(make: Callable[[], PreTrainedModel], *, on_cpu: bool) -
                 continue
             shape = module.out_features, module.in_features
             if shape not in known:
-                layer = nn.Linear(module.in_features, module.out_features, bias=False, dtype=model.dtype)
-                nn.init.normal_(layer.weight, std=0.02)
-                quantize(layer, config.quant_type)
-                known[shape] = layer.weight
+                known[shape] = _of_torchao_kept(shape, model.dtype, lambda it: quantize(it, config.quant_type), kept)
             module.weight = nn.Parameter(known[shape].detach().clone(), requires_grad=False)
             _fill_bias(module, model.dtype)
         model.hf_quantizer = quantizer
         quantizer.postprocess_model(model)
     built: PreTrainedModel = model
     return built
+
+
+def _of_torchao_kept(
+    shape: tuple[int, int], dtype: torch.dtype, quantize: Callable[[nn.Module], None], kept: Kept
+) -> torch.Tensor:
+    """A random matrix in torchao's 8 bits, whose tensors are kept."""
+    import torch
+    from torch import nn
+
+    def quantized(matrix: torch.Tensor) -> Any:
+        layer = nn.Linear(1, 1, bias=False, device="meta")
+        layer.weight = nn.Parameter(matrix, requires_grad=False)
+        quantize(layer)
+        return layer.weight.detach()
+
+    def made() -> dict[str, torch.Tensor]:
+        whole = quantized(_random(*shape, dtype))
+        return {name: getattr(whole, name) for name in whole.__tensor_flatten__()[0]}
+
+    held = made() if _nowhere() else kept.tensors(_name("int8_torchao", shape, dtype), made)
+    empty = quantized(torch.empty(shape, dtype=dtype, device="meta"))
+    whole: torch.Tensor = type(empty).__tensor_unflatten__(held, empty.__tensor_flatten__()[1], None, None)
+    return whole
 
 
 def _device(*, on_cpu: bool) -> torch.device:
@@ -297,9 +324,24 @@ def linear_layers_without_weights() -> Iterator[None]:
 
 
 def _random(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """The same numbers in every trial, whatever else is random in it."""
     import torch
 
-    return torch.empty(outputs, inputs, dtype=dtype).normal_(std=0.02)
+    device = torch.get_default_device()
+    numbers = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
+    return torch.empty(outputs, inputs, dtype=dtype).normal_(std=0.02, generator=numbers)
+
+
+def _name(value: str, shape: tuple[int, int], dtype: torch.dtype) -> str:
+    """What a kept matrix is called: all that it depends on."""
+    return f"{value}-{shape[0]}x{shape[1]}-{str(dtype).removeprefix('torch.')}"
+
+
+def _nowhere() -> bool:
+    """Whether what is made now has no storage."""
+    import torch
+
+    return torch.get_default_device().type == "meta"
 
 
 def _fill_bias(module: nn.Linear, dtype: torch.dtype) -> None:
@@ -310,7 +352,7 @@ def _fill_bias(module: nn.Linear, dtype: torch.dtype) -> None:
         module.bias = nn.Parameter(torch.zeros(module.out_features, dtype=dtype), requires_grad=False)
 
 
-def _fill_4bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype) -> None:
+def _fill_4bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype, kept: Kept) -> None:
     """Give a layer random weights in 4 bits; what belongs to them is kept as buffers, so that it is counted."""
     import torch
     from bitsandbytes import functional
@@ -325,7 +367,7 @@ def _fill_4bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtyp
     }
     if shape in known:
         weight = copy.deepcopy(known[shape])
-    elif torch.get_default_device().type == "meta":
+    elif _nowhere():
         blocks = -(-shape[0] * shape[1] // _BLOCK)
         state = state_of(
             absmax=torch.empty(blocks, dtype=torch.uint8), shape=torch.Size(shape), code=torch.empty(16),
@@ -336,8 +378,15 @@ def _fill_4bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtyp
         packed = torch.empty(-(-shape[0] * shape[1] // 2), 1, dtype=torch.uint8)
         weight = params(packed, requires_grad=False, quant_state=state, bnb_quantized=True, **asked)
     else:
-        value = _random(*shape, dtype)
-        weight = known[shape] = params(value, requires_grad=False, **asked).to(value.device)
+
+        def made() -> dict[str, torch.Tensor]:
+            value = _random(*shape, dtype)
+            whole = params(value, requires_grad=False, **asked).to(value.device)
+            return {"weight": whole.data, **whole.quant_state.as_dict(packed=True)}
+
+        held = kept.tensors(_name("nf4", shape, dtype), made)
+        data = held.pop("weight")
+        weight = known[shape] = params.from_prequantized(data, held, device=data.device)
     weight.module = module
     module.weight, module.quant_state = weight, weight.quant_state
     _fill_bias(module, dtype)
@@ -357,7 +406,7 @@ def _tables(state: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _fill_8bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype) -> None:
+def _fill_8bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype, kept: Kept) -> None:
     """Give a layer random weights in 8 bits."""
     import torch
     from bitsandbytes.nn import modules
@@ -365,12 +414,17 @@ def _fill_8bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtyp
     params: Any = modules.Int8Params
     shape = module.out_features, module.in_features
     device = torch.get_default_device()
-    if device.type == "meta":
+    if _nowhere():
         data, scales = torch.empty(shape, dtype=torch.int8), torch.empty(shape[0])
     else:
         if shape not in known:
-            made = params(_random(*shape, dtype).cpu(), requires_grad=False).to(device)  # quantized as it moves
-            known[shape] = made.data, made.SCB
+
+            def made() -> dict[str, torch.Tensor]:
+                whole = params(_random(*shape, dtype).cpu(), requires_grad=False).to(device)  # quantized as it moves
+                return {"weight": whole.data, "scales": whole.SCB}
+
+            held = kept.tensors(_name("int8", shape, dtype), made)
+            known[shape] = held["weight"], held["scales"]
         data, scales = (tensor.clone() for tensor in known[shape])
     module.weight = params(data, requires_grad=False, CB=data, SCB=scales)
     _fill_bias(module, dtype)

@@ -1,12 +1,14 @@
 """Adapters and quantized weights: how they are written, and that random weights are made as loaded ones are."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit.errors import InputError
+from autofit.kept import Kept
 from autofit.plan import Evidence
 from autofit.registry import recipe, technique
 
@@ -135,6 +137,47 @@ def test_random_weights_are_quantized_as_loaded_ones_are(tmp_path, config, value
     tables = [name for name, _ in made.named_buffers() if name.endswith(("absmax", "scales"))]
     assert tables
     assert not set(tables) & set(made.state_dict())
+
+
+@pytest.mark.parametrize("value", ["nf4", "int8", "int8_torchao"])
+def test_a_shape_is_quantized_once_for_all_trials(tmp_path, value, monkeypatch):
+    if value == "int8_torchao":
+        pytest.importorskip("torchao", reason="torchao is not installed")
+    folder = write_config(tmp_path / "config", CONFIGS["llama"])
+    random = vars(sys.modules[type(technique("quantization")).__module__])
+    made = []
+
+    def counted(*args, make=random["_random"]):
+        made.append(args)
+        return make(*args)
+
+    monkeypatch.setitem(random, "_random", counted)
+
+    def parts(kept):
+        filled = recipe(PLAIN.replaced(adapter="lora:r=4", quantization=value), facts_of("llama"))
+        filled.kept = kept
+        torch.manual_seed(0)
+        model = filled.model(None, config=folder)
+        tensors = {}
+        for name, one in (*model.named_parameters(), *model.named_buffers()):
+            inner = getattr(one, "tensor_data_names", None)
+            tensors |= {f"{name}.{part}": getattr(one, part) for part in inner} if inner else {name: one}
+        return model, tensors
+
+    first, tensors = parts(Kept(tmp_path / "kept"))
+    shapes = {one[:2] for one in made}
+    assert len(made) == len(shapes) == len(list((tmp_path / "kept").iterdir())) > 0
+    made.clear()
+    second, again = parts(Kept(tmp_path / "kept"))
+    assert not made
+    third, alone = parts(Kept())
+    assert {one[:2] for one in made} == shapes
+    for other in (again, alone):
+        assert tensors.keys() == other.keys()
+        assert all(torch.equal(one, other[name]) for name, one in tensors.items())
+    ids = torch.ones(2, 8, dtype=torch.long)
+    losses = {model.train(False)(input_ids=ids, labels=ids).loss.item() for model in (first, second, third)}
+    assert len(losses) == 1
 
 
 def test_torchao_s_weights_are_made_as_loaded_ones_are(tmp_path):

@@ -423,6 +423,21 @@ def test_a_trial_that_was_cut_off_is_run_again_from_nothing(try_plan, tmp_path):
     assert list(finished(tmp_path / "trials")) == [trial]
 
 
+def test_quantized_weights_are_kept_for_the_trials_after_it(try_plan, tmp_path):
+    knobs = {"adapter": "lora:r=4", "quantization": "nf4"}
+
+    def kept():
+        return {file: file.stat().st_mtime_ns for file in (tmp_path / "trials" / "kept").iterdir()}
+
+    first = try_plan(number=0, plan=knobs)
+    files = kept()
+    assert files
+    second = try_plan(number=1, plan={**knobs, "micro_batch": 2, "accumulation": 2})
+    assert kept() == files
+    assert list(finished(tmp_path / "trials")) == [first, second]
+    assert all(isinstance(trial.outcome, Measured) for trial in (first, second)), (first, second)
+
+
 def test_a_folder_that_can_not_be_written_is_the_machine_s_fault(server, tmp_path, facts_of):
     config, facts = facts_of()
     (tmp_path / "trials").write_text("a file")
