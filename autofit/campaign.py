@@ -34,6 +34,7 @@ was measured earns a part of one."""
 LEAST_LIMIT_SECONDS = 120.0
 SLOWEST = 10
 """A trial that takes so many times as long as those that were measured hangs."""
+BASELINES = 2
 HOPELESS = 1.5
 """A trial whose first steps are that many times slower than the best is cut off."""
 TIGHT, LOOKS_AT_TIGHT = 0.95, 5
@@ -131,7 +132,7 @@ class Campaign:
 
     def search(self, searcher: Searcher, most_trials: int) -> None:
         """Ask, run, tell, until nothing is worth trying or the budget is spent."""
-        while len({trial.plan for trial in self.trials if trial.purpose == "search"}) < most_trials:
+        while self._tried() < most_trials:
             left = self.left()
             if self.trials and left is not None and left < self._playoff_seconds():
                 self.note("the time is spent: the search ended before it was done")
@@ -147,6 +148,23 @@ class Campaign:
             return False
         searcher.tell(self.run(plan, self._effort(), "search"))
         return True
+
+    def baseline(self, searcher: Searcher, most_trials: int) -> None:
+        """Measure the plain plan that is believed to be the fastest, unless one as fast was: what the winner gained.
+
+        Where it does not turn out to be the fastest, or to fit, another one follows.
+        """
+        plain = [plan for plan in self.space.plans if not choose.extras(plan)]
+        for _ in range(min(BASELINES, most_trials - self._tried())):
+            plan, left = searcher.foremost(plain), self.left()
+            walls = [one.wall_seconds for one in self.trials if isinstance(one.outcome, Measured)]
+            if plan is None or (left is not None and left < self._playoff_seconds() + max(walls, default=0.0)):
+                return
+            searcher.tell(self.run(plan, Effort(), "search"))
+
+    def _tried(self) -> int:
+        """Plans that the search has tried."""
+        return len({trial.plan for trial in self.trials if trial.purpose == "search"})
 
     def _effort(self) -> Effort:
         """Of a trial of the search: one that is far slower than the best is cut off."""

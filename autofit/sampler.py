@@ -54,8 +54,11 @@ LEAST_TRIALS = 6
 LEAST_GAIN = 0.01
 _LOW_MEMORY_TRIES = 4
 _FRUITLESS_TRIES = 12
-_LIKELY = 0.6
+LIKELY = 0.6
+CAUTION = 3
+"""Of the probability to fit, in the choice among plans that may not."""
 _SURE = 0.95
+LIKELY_WORKS = 0.5
 _AS_GOOD = 0.4
 _TRIALS_TO_A_BREAK = 10
 _WORTH_A_SCOUT = 0.75
@@ -227,7 +230,7 @@ class AutofitSampler(optuna.samplers.BaseSampler):
             most = float(gains[candidates].max())
             reason = f"none of the {free.sum()} plans left is expected to be {LEAST_GAIN:.0%} faster than the best"
             return Advice(place=None, expected_gain=most, reason=reason)
-        runs = candidates & (belief.works > 0.5)  # a trial that is made for its own sake should at least run
+        runs = candidates & (belief.works > LIKELY_WORKS)  # a trial that is made for its own sake should at least run
         score = np.where(runs if runs.any() else candidates, gains * belief.fits**caution.power, -1.0)
         return self._take(score, gains, belief)
 
@@ -288,7 +291,7 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         broken = sum(one.verdict == "out_of_memory" for one in seen)
         too_many = max(0.0, broken - 1 - len(seen) / _TRIALS_TO_A_BREAK)
         if not too_many:
-            return Caution(likely=_LIKELY, gain=LEAST_GAIN, power=3)
+            return Caution(likely=LIKELY, gain=LEAST_GAIN, power=CAUTION)
         return Caution(likely=0.8, gain=2 * LEAST_GAIN * max(1.0, too_many), power=6)
 
     def _first_that_fits(self, seen: Sequence[Seen], free: Bools, found: Needs | None) -> Advice:
@@ -311,7 +314,7 @@ class AutofitSampler(optuna.samplers.BaseSampler):
             how = "the largest micro-batch that fits" if self.encoded.forecast else "the smallest sensible micro-batch"
             return self._first, f"expected to be fast, with {how}"
         speed = np.exp(belief.time.min() - belief.time) * belief.works
-        likely = free & (belief.fits >= _LIKELY) if broken else free
+        likely = free & (belief.fits >= LIKELY) if broken else free
         if broken < 2 and likely.any():
             return self._foremost(np.where(likely, speed * belief.fits, -1.0), belief.memory), "fast, and likely to fit"
         if free[self._smallest]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -37,13 +37,25 @@ from autofit.forecast import Forecast
 from autofit.insight import Expected
 from autofit.plan import Plan, Trial, Value
 from autofit.registry import technique
-from autofit.sampler import Advice, AutofitSampler, believe, excluded, needed, observations
+from autofit.sampler import (
+    CAUTION,
+    LIKELY,
+    LIKELY_WORKS,
+    Advice,
+    AutofitSampler,
+    believe,
+    excluded,
+    needed,
+    observations,
+)
 from autofit.space import Space
 from autofit.surrogate import FOLLOWS, ROWS, Needs, encode
 from autofit.technique import Kind
 
 SamplerName = Literal["autofit", "tpe", "gp", "random", "grid"]
 _REJECTIONS = 50
+_ABOUT_AS_FAST = 0.03
+"""As the logarithm of seconds."""
 _MANY, _LATE_REJECTIONS = 100, 1
 """After so many trials a proposal is hardly ever new, and each one that is rejected makes the journal longer."""
 
@@ -150,6 +162,25 @@ class Searcher:
             spread=float(belief.time_std[place]),
             peak_bytes=math.exp(belief.memory[place]),
         )
+
+    def foremost(self, plans: Collection[Plan]) -> Plan | None:
+        """The plan that is believed to be the fastest of some that likely fit, where it was not tried yet.
+
+        Returns:
+            ``None`` where one that was measured is about as fast, none likely fits, or nothing was measured at all.
+        """
+        seen = observations(self.study.get_trials(deepcopy=False), self._encoded, self.limit_bytes)
+        places = np.array([self._encoded.index[plan] for plan in plans if plan in self._encoded.index], dtype=np.int64)
+        if not len(places) or not any(one.verdict == "measured" for one in seen):
+            return None
+        belief = believe(self._encoded, seen, self.limit_bytes)
+        measured = [one.place for one in seen if one.verdict == "measured" and one.peak_bytes <= self.limit_bytes]
+        known = belief.time[np.intersect1d(places, measured)]
+        may = (belief.fits >= LIKELY) & (belief.works > LIKELY_WORKS) & ~excluded(self._encoded, seen, self.limit_bytes)
+        likely = places[may[places] & (belief.time[places] <= known.min(initial=math.inf) - _ABOUT_AS_FAST)]
+        if not len(likely):
+            return None
+        return self.space.plans[int(likely[(belief.time - CAUTION * np.log(belief.fits))[likely].argmin()])]
 
     def correction(self) -> Needs | None:
         """How the measured peaks lie to the traces; ``None`` without traces."""

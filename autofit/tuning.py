@@ -331,6 +331,7 @@ class _Tune:
     def _decision(self, campaign: Campaign, searcher: Searcher, guards: Guards) -> Decision | None:
         """The search, the playoff, and a look at how the winner trains."""
         campaign.search(searcher, self.settings.trials)
+        campaign.baseline(searcher, self.settings.trials)
         decision = campaign.playoff()
         if self.given_runner is None and self.settings.guard:
             decision = self._guarded(decision, guards.look, campaign.playoff)
