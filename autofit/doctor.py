@@ -84,7 +84,7 @@ def examine(device: str = "auto", model: str = DEMO) -> Diagnosis:
         model=known,
         hardware=hardware,
         workload=Workload(
-            seq_len=min(1024, known.max_positions or 1024),
+            seq_len=known.usual_seq_len,
             global_batch=32,
             limit_bytes=hardware.free_bytes,
             host_limit_bytes=hardware.host_free_bytes,

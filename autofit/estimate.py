@@ -238,7 +238,7 @@ def elsewhere(request: question.Request, model: Model, card: Card | None, memory
             capability=card.capability if card else None,
         ),
         workload=Workload(
-            seq_len=request.seq_len or min(1024, model.max_positions or 1024),
+            seq_len=question.row_length(request.seq_len, model),
             global_batch=request.global_batch,
             limit_bytes=memory_bytes,
             host_limit_bytes=host,
@@ -346,9 +346,7 @@ def device_bytes(
 
 def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space) -> tuple[str, ...]:
     """What was assumed."""
-    said = []
-    if long := question.longer_than_known(facts.workload.seq_len, facts.model):
-        said.append(f"{long}: it may not run")
+    said = question.remarks(facts.workload.seq_len, facts.model)
     if facts.hardware.device == "cuda":
         workspace = units.size(workspace_bytes(facts.hardware.capability))
         said.append(f"{units.size(CONTEXT_BYTES)} for the CUDA context and {workspace} for cuBLAS are included")

@@ -27,6 +27,9 @@ class Model:
         plain_head: Whether the loss is transformers' own for causal language models, of nothing but what the output
             layer makes: no cap on the logits, no factor.
         liger: Whether Liger, where it is installed, has kernels for the model's type.
+        position_rows: Length of the longest row that a learned table of positions has an entry for each token of;
+            ``None`` where the model has no such table.
+        named: What the config itself says that it is of.
     """
 
     name: str
@@ -47,6 +50,13 @@ class Model:
     attention_dropout: bool = False
     plain_head: bool = False
     liger: bool = False
+    position_rows: int | None = None
+    named: tuple[str, ...] = ()
+
+    @property
+    def usual_seq_len(self) -> int:
+        """Tokens of a row where nobody says how many: 1024, or what the model is made for where that is less."""
+        return min(1024, self.max_positions or 1024, self.position_rows or 1024)
 
     @property
     def conv1d(self) -> bool:

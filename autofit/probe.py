@@ -33,7 +33,7 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool) -> dict[
     text = settings.get_text_config()
     embeddings = model.get_input_embeddings()
     classes = {type(module).__name__ for module in model.modules()}
-    longest = getattr(text, "max_position_embeddings", None)
+    longest = max(0, int(getattr(text, "max_position_embeddings", None) or 0))  # XLNet says -1 for no end
     return {
         "name": name,
         "architecture": type(model).__name__,
@@ -42,7 +42,7 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool) -> dict[
         "layers": int(getattr(text, "num_hidden_layers", 0) or 0),
         "hidden_size": int(getattr(text, "hidden_size", 0) or 0),
         "vocab_size": int(embeddings.weight.shape[0]),
-        "max_positions": int(longest) if longest else None,
+        "max_positions": longest or None,
         "supports_checkpointing": bool(model.supports_gradient_checkpointing),
         "layer_classes": tuple(sorted(set(getattr(model, "_no_split_modules", None) or ()) & classes)),
         "has_experts": any("expert" in part.lower() for part in classes),
@@ -52,7 +52,29 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool) -> dict[
         "attention_dropout": any(getattr(text, name, 0) for name in ("attention_dropout", "attn_pdrop")),
         "plain_head": _has_plain_head(model),
         "liger": settings.model_type in _ligers_types(),
+        "position_rows": _position_rows(model, longest),
+        "named": tuple(settings.architectures or ()),
     }
+
+
+def _position_rows(model: Any, longest: int) -> int | None:
+    """How many tokens a row may have by the model's learned table of positions, where it has one.
+
+    Some tables begin with entries that no token has: OPT's ``offset``, RoBERTa's padding.
+    """
+    import torch
+
+    found = [
+        module.num_embeddings
+        - int(getattr(module, "offset", 0) or 0)
+        - (0 if module.padding_idx is None else module.padding_idx + 1)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+        and module.num_embeddings >= longest > 0
+        and ("position" in name or name.endswith("wpe"))
+        and module is not model.get_input_embeddings()
+    ]
+    return min(found, default=None)
 
 
 def _ligers_types() -> tuple[str, ...]:

@@ -102,10 +102,10 @@ def before(folder: Path, now: Request, *, resume: bool, say: Callable[[str], Non
         first = str(error).splitlines()[0]
         raise InputError(f"{path} can't be read: {first}", hint="choose another --output") from error
     then = started.request
-    for name in ("model", "seq_len", "global_batch", "memory_limit", "launch_path", "trust_remote_code"):
+    for name in ("model", "seq_len", "global_batch", "memory_limit", "launch_path", "trust_remote_code", "seed"):
         if getattr(then, name) != getattr(now, name):
             raise InputError(
-                f"{folder} was begun with {name} {getattr(then, name)!r}, this is {getattr(now, name)!r}",
+                f"{folder} was begun {_asked(name, then)}, this is {_asked(name, now)}",
                 hint="repeat the first command with --resume, or choose another --output",
             )
     if now.device not in {"auto", started.facts.hardware.device}:
@@ -121,6 +121,16 @@ def before(folder: Path, now: Request, *, resume: bool, say: Callable[[str], Non
             hint="measurements would not compare: choose another --output",
         )
     return started
+
+
+def _asked(name: str, request: Request) -> str:
+    """An option as it was given, in words."""
+    option, value = f"--{name.replace('_', '-')}", getattr(request, name)
+    if name == "model":
+        return f"for the model {value!r}"
+    if value is None or value is False:
+        return f"without {option}"
+    return f"with {option}" if value is True else f"with {option} {value}"
 
 
 def read_facts(
@@ -178,11 +188,30 @@ def keep(folder: Path, request: Request, facts: Facts) -> None:
     write_atomically(folder / REQUEST, dump_json(STARTED, Started(request=request, facts=facts)))
 
 
-def longer_than_known(seq_len: int, model: Model) -> str | None:
-    """That rows are longer than the model was made for, in words; ``None`` where they are not."""
+def row_length(seq_len: int | None, model: Model) -> int:
+    """Tokens of a row: what was asked for, or what is usual.
+
+    Raises:
+        InputError: The model can't be run on so many.
+    """
+    if seq_len is not None and model.position_rows is not None and seq_len > model.position_rows:
+        raise InputError(
+            f"--seq-len {seq_len}: {model.architecture} has learned positions for rows of {model.position_rows} tokens "
+            "and can't be run on longer ones",
+            hint=f"--seq-len {model.position_rows} or less",
+        )
+    return seq_len or model.usual_seq_len
+
+
+def remarks(seq_len: int, model: Model) -> list[str]:
+    """What is not as one would expect of the model, a sentence each."""
+    said = []
     if model.max_positions and seq_len > model.max_positions:
-        return f"rows of {seq_len} tokens are longer than the {model.max_positions} the model was made for"
-    return None
+        said.append(f"rows of {seq_len} tokens are longer than the {model.max_positions} the model was made for")
+    if model.named and model.architecture not in model.named:
+        named = " and ".join(model.named)
+        said.append(f"the config is of {named}: it is trained as {model.architecture}, to tell the next token")
+    return said
 
 
 def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[str], None]) -> Workload:
@@ -191,9 +220,9 @@ def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[
     Raises:
         InputError: The ceiling is more than the device has.
     """
-    seq_len = request.seq_len or min(1024, model.max_positions or 1024)
-    if long := longer_than_known(seq_len, model):
-        say(long)
+    seq_len = row_length(request.seq_len, model)
+    for words in remarks(seq_len, model):
+        say(words)
     limit = units.parse_limit(request.memory_limit or f"{DEFAULT_CEILING * 100:g}%", hardware.free_bytes)
     if limit > hardware.total_bytes:
         raise InputError(

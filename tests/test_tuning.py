@@ -152,11 +152,13 @@ def test_a_trial_that_was_cut_off_is_run_again(tune, out):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"memory_limit": "2GiB"}, "memory_limit"),
-        ({"seq_len": 64}, "seq_len"),
-        ({"global_batch": 32}, "global_batch"),
-        ({"launch_path": "loop"}, "launch_path"),
-        ({"trust_remote_code": True}, "trust_remote_code"),
+        ({"memory_limit": "2GiB"}, "begun with --memory-limit 1GiB, this is with --memory-limit 2GiB"),
+        ({"seq_len": 64}, "begun with --seq-len 32, this is with --seq-len 64"),
+        ({"seq_len": None}, "begun with --seq-len 32, this is without --seq-len"),
+        ({"global_batch": 32}, "--global-batch"),
+        ({"launch_path": "loop"}, "--launch-path"),
+        ({"trust_remote_code": True}, "begun without --trust-remote-code, this is with --trust-remote-code"),
+        ({"seed": 7}, "begun with --seed 0, this is with --seed 7"),
     ],
 )
 def test_another_question_is_not_a_resumed_one(tune, out, change, word):
@@ -172,7 +174,7 @@ def test_another_question_is_not_a_resumed_one(tune, out, change, word):
 
 def test_another_model_or_device_is_not_a_resumed_one(tune, out, tmp_path):
     tune(Replay(out), trials=1)
-    with pytest.raises(InputError, match="begun with model 'demo'"):
+    with pytest.raises(InputError, match="begun for the model 'demo', this is for the model"):
         tune(Replay(out), model=str(tmp_path / "other"), resume=True)
     with pytest.raises(InputError, match="begun on cpu"):
         tune(Replay(out), device="cuda", resume=True)
