@@ -18,6 +18,7 @@ from autofit.files import usable_folder, writing
 from autofit.forkserver import ForkServer
 from autofit.plan import Plan, Promise, Trial, dump_json, median
 from autofit.trials import training_seconds
+from autofit.units import size
 from autofit.worker import CHECK_FILE, JOBS, CheckJob
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from autofit.facts import Facts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Result:
     """The answer of a tune.
 
@@ -38,6 +39,11 @@ class Result:
 
     folder: Path
     document: Document
+
+    def __repr__(self) -> str:
+        promise = self.promise
+        said = f"{promise.samples_per_second:.4g} samples/s, {size(promise.peak_bytes)}"
+        return f"Result({self.plan.words()}: {said}, in {str(self.folder)!r})"
 
     @property
     def plan(self) -> Plan:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from autofit import document as documents
 from autofit import space, strict, units
@@ -64,6 +64,22 @@ class Started:
 
 
 STARTED: TypeAdapter[Started] = TypeAdapter(Started)
+Asked = TypeVar("Asked", Request, Search)
+
+
+def asked(kind: type[Asked], given: Mapping[str, Any]) -> Asked:
+    """A request or a search out of what somebody has written in Python.
+
+    Raises:
+        InputError: An argument is of a type that does not become what was wanted.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option, got = _option(str(first["loc"][0])), first["input"]
+        words = first["msg"][:1].lower() + first["msg"][1:]
+        raise InputError(f"{option} {got!r}: {words}", hint="help(autofit.tune) tells what each argument is") from None
 
 
 def check(request: Request, settings: Search) -> None:
@@ -78,8 +94,6 @@ def check(request: Request, settings: Search) -> None:
         units.check_unit(request.memory_limit, "--memory-limit")
     if settings.sampler not in SAMPLERS:
         raise InputError(f"--sampler {settings.sampler!r} is not known", hint="known: " + ", ".join(SAMPLERS))
-    if request.launch_path not in {"trainer", "loop"}:
-        raise InputError(f"--launch-path {request.launch_path!r} is not known", hint="trainer or loop")
     if settings.record is not None and not settings.record.absolute().parent.is_dir():
         raise InputError(f"--record {str(settings.record)!r}: no folder to write into", hint="make it first")
     space.parse_allowed(settings.allowed)
@@ -123,9 +137,14 @@ def before(folder: Path, now: Request, *, resume: bool, say: Callable[[str], Non
     return started
 
 
+def _option(name: str) -> str:
+    """How a field is called on the command line."""
+    return f"--{name.removesuffix('_seconds').replace('_', '-')}"
+
+
 def _asked(name: str, request: Request) -> str:
     """An option as it was given, in words."""
-    option, value = f"--{name.replace('_', '-')}", getattr(request, name)
+    option, value = _option(name), getattr(request, name)
     if name == "model":
         return f"for the model {value!r}"
     if value is None or value is False:

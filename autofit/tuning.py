@@ -10,7 +10,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -109,28 +109,34 @@ def tune(
         MachineError: The machine stands in the way, or no plan got as far as to be measured.
         Interrupted: Ctrl-C; the best so far is written, if there is one.
     """
-    request = Request(
-        model=str(model),
-        device=device,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        memory_limit=None if memory_limit is None else str(memory_limit),
-        launch_path=launch_path,
-        trust_remote_code=trust_remote_code,
-        seed=seed,
+    request = question.asked(
+        Request,
+        {
+            "model": str(model),
+            "device": device,
+            "seq_len": seq_len,
+            "global_batch": global_batch,
+            "memory_limit": None if memory_limit is None else str(memory_limit),
+            "launch_path": launch_path,
+            "trust_remote_code": trust_remote_code,
+            "seed": seed,
+        },
     )
-    settings = Search(
-        trials=trials,
-        timeout_seconds=units.parse_duration(timeout) if isinstance(timeout, str) else timeout,
-        allowed=allow if isinstance(allow, str) else ",".join(allow),
-        fix=tuple(f"{k}={v}" for k, v in fix.items()) if isinstance(fix, Mapping) else tuple(fix),
-        among=tuple(f"{k}={','.join(str(v) for v in vs)}" for k, vs in among.items())
-        if isinstance(among, Mapping)
-        else tuple(among),
-        sampler=sampler,
-        storage=storage,
-        record=Path(record) if record else None,
-        guard=guard,
+    settings = question.asked(
+        Search,
+        {
+            "trials": trials,
+            "timeout_seconds": units.parse_duration(timeout) if isinstance(timeout, str) else timeout,
+            "allowed": ",".join(map(str, _listed(allow))),
+            "fix": tuple(f"{k}={v}" for k, v in fix.items()) if isinstance(fix, Mapping) else _listed(fix),
+            "among": tuple(f"{k}={','.join(map(str, _listed(vs)))}" for k, vs in among.items())
+            if isinstance(among, Mapping)
+            else _listed(among),
+            "sampler": sampler,
+            "storage": storage,
+            "record": record or None,
+            "guard": guard,
+        },
     )
     question.check(request, settings)
     folder = Path(output) if output else Path(tempfile.mkdtemp(prefix="autofit-"))
@@ -145,6 +151,11 @@ def tune(
             teller.close()
             if not (folder / question.REQUEST).exists():
                 _leave_no_trace(folder, whole=fresh)
+
+
+def _listed(given: object) -> tuple[object, ...]:
+    """Several values, or one."""
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
 def predicted(plans: Space, cast: Forecast | None) -> dict[Plan, int]:

@@ -244,7 +244,7 @@ USAGE = [
     (["tune", "demo", "--timeout", "soon"], "'soon' is not a duration"),
     (["tune", "demo", "--sampler", "best"], "'best' is not known"),
     (["tune", "demo", "--allow", "magic"], "'magic' is not a class"),
-    (["tune", "demo", "--launch-path", "notebook"], "'notebook' is not known"),
+    (["tune", "demo", "--launch-path", "notebook"], "--launch-path 'notebook'"),
     (["tune", "demo", "--device", "tpu"], "'tpu' is not known"),
     ([*TUNE[:2], *OPTIONS, "--fix", "precison=bf16"], "'precison' is not a knob"),
     ([*TUNE[:2], *OPTIONS, "--fix", "precision"], "is not KNOB=VALUE"),

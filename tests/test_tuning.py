@@ -348,6 +348,14 @@ def test_bad_input_leaves_the_folder_usable(tune, out, bad):
         ({"allow": "everything"}, "is not a class"),
         ({"allow": ["exact", "magic"]}, "is not a class"),
         ({"device": "tpu"}, "--device 'tpu'"),
+        ({"device": None}, "--device None"),
+        ({"trials": "many"}, "--trials 'many': input should be a valid integer"),
+        ({"trials": 2.5}, "--trials 2.5"),
+        ({"guard": "maybe"}, "--guard 'maybe'"),
+        ({"timeout": [1]}, r"--timeout \[1\]"),
+        ({"allow": 3}, "'3' is not a class"),
+        ({"fix": 3}, "--fix 3"),
+        ({"record": 3}, "--record 3"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(tmp_path, bad, words):
@@ -355,6 +363,24 @@ def test_bad_arguments_are_refused_at_once(tmp_path, bad, words):
         autofit.tune(**{"model": "demo", "output": tmp_path / "out", **bad})
     assert caught.value.hint
     assert not any(path.is_file() and path.name != ".lock" for path in tmp_path.rglob("*"))
+
+
+def test_one_value_need_not_be_a_list_and_numbers_may_be_words(tune, out):
+    replay = Replay(out)
+    tune(
+        replay, trials="1", global_batch="16", allow="exact", fix="precision=fp32",
+        among={"checkpointing": "full", "micro_batch": 2}, guard=False,
+    )  # fmt: skip
+    assert {(plan["checkpointing"], plan["micro_batch"]) for _, plan, _ in replay.asked} == {("full", 2)}
+
+
+def test_the_answer_is_told_in_a_line(tune, out):
+    result = tune(Replay(out), trials=2)
+    said = repr(result)
+    assert said.startswith(f"Result({result.plan.words()}: ")
+    assert f"{result.promise.samples_per_second:.4g} samples/s" in said
+    assert said.endswith(f"in {str(out)!r})")
+    assert "\n" not in said
 
 
 def test_a_plan_that_fails_does_not_end_the_search(tune, out):
