@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from packaging.version import Version
 from pydantic import Field, TypeAdapter
 
 Device = Literal["cuda", "cpu"]
@@ -14,6 +15,8 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 _CONV1D = {"gpt2", "openai-gpt", "imagegpt"}
+_OLDEST = {"bitsandbytes": "0.50", "peft": "0.18"}
+"""Before 0.50 the optimizers of bitsandbytes don't run without a GPU, and so can't be traced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +127,18 @@ class Facts:
     packages: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, package: str) -> bool:
-        """Whether a distribution is installed."""
-        return package in self.packages
+        """Whether a distribution is installed, and new enough."""
+        return self.lacks(package) is None
+
+    def lacks(self, *packages: str) -> str | None:
+        """What of some distributions is missing, in words, the first one; ``None`` where nothing is."""
+        for package in packages:
+            oldest, there = _OLDEST.get(package), self.packages.get(package)
+            if there is None:
+                return f"{package} is not installed: pip install {package}"
+            if oldest is not None and Version(there) < Version(oldest):
+                return f"{package} {there} is too old, {oldest} is needed: pip install -U {package}"
+        return None
 
 
 FACTS: TypeAdapter[Facts] = TypeAdapter(Facts)

@@ -61,8 +61,8 @@ class Adapter(Technique):
         }
         choices = [Choice("none", Kind.EXACT, "offered", "every weight is trained")]
         for value, reason in said.items():
-            if not facts.has("peft"):
-                choices.append(Choice(value, Kind.METHOD, "withheld", "peft is not installed"))
+            if lacking := facts.lacks("peft"):
+                choices.append(Choice(value, Kind.METHOD, "withheld", lacking))
             else:
                 choices.append(
                     Choice(value, Kind.METHOD, "offered" if value.startswith("lora") else "on_request", reason)

@@ -82,8 +82,8 @@ class Attention(Technique):
         capability, why = facts.hardware.capability, None
         if facts.hardware.device == "cpu":
             why = "it runs on CUDA devices only"
-        elif not facts.has(package):
-            why = f"{package} is not installed"
+        elif lacking := facts.lacks(package):
+            why = lacking
         elif capability is None or not least <= capability < below:
             why = f"it needs {generation}, and {facts.hardware.name} is none"
         elif value == "flash_attention_3" and facts.model.attention_dropout:
@@ -93,11 +93,9 @@ class Attention(Technique):
         return self._choice(value, facts, "offered", f"kernels of {package}, in 16 bits")
 
     def _flex(self, facts: Facts) -> Choice:
-        why = None
+        why = facts.lacks("triton")
         if facts.hardware.device == "cpu":
             why = "it can't be trained with on a CPU"
-        elif not facts.has("triton"):
-            why = "triton is not installed"
         if why is not None:
             return Choice("flex_attention", Kind.EXACT, "withheld", why)
         return self._choice("flex_attention", facts, "on_request", "a kernel that is compiled in the first step")

@@ -194,7 +194,7 @@ class KeptOutputs:
 
         if op.name().partition(".")[0] not in self.names:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        self.count += 1
+        self.count += not context.is_recompute  # which some versions of PyTorch ask for too
         return CheckpointPolicy.MUST_SAVE
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -60,12 +60,11 @@ class Kernels(Technique):
         if not model.plain_head:
             own = f"{model.architecture} does more to its logits than take their loss"
             chunked = Choice("chunked_ce", Kind.EXACT, "withheld", own)
-        missing = [name for name in ("liger-kernel", "triton") if not facts.has(name)]
         why = None
         if facts.hardware.device == "cpu":
             why = "its kernels run on a GPU only"
-        elif missing:
-            why = f"{missing[0]} is not installed"
+        elif lacking := facts.lacks("liger-kernel", "triton"):
+            why = lacking
         elif not model.liger:
             why = f"Liger does not know {model.model_type}"
         return (

@@ -75,7 +75,7 @@ class Offload(Technique):
                 return Choice(value, Kind.EXACT, "withheld", short)
             return Choice(value, Kind.EXACT, "offered", reason)
 
-        deepspeed = facts.has("deepspeed")
+        lacking = facts.lacks("deepspeed")
         fsdp2 = fits("fsdp2", state_bytes, "parameters, gradients and state on the host; Accelerate launches it")
         if not facts.model.layer_classes:
             fsdp2 = Choice("fsdp2", Kind.EXACT, "withheld", f"{facts.model.architecture} names no layer to shard by")
@@ -85,9 +85,9 @@ class Offload(Technique):
             fits("optimizer", state_bytes // 2, "the optimizer's state waits in pinned host memory"),
             fsdp2,
             *(
-                fits(stage, state_bytes, "DeepSpeed's ZeRO-Offload")
-                if deepspeed
-                else Choice(stage, Kind.EXACT, "withheld", "deepspeed is not installed")
+                Choice(stage, Kind.EXACT, "withheld", lacking)
+                if lacking
+                else fits(stage, state_bytes, "DeepSpeed's ZeRO-Offload")
                 for stage in ("zero2", "zero3")
             ),
         )

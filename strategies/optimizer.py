@@ -397,9 +397,9 @@ class Optimizer(Technique):
 
 def _why_not(row: _Row, facts: Facts) -> str | None:
     """Why an optimizer can't be had here, or ``None``."""
-    missing = [package for package in row.packages if not facts.has(package)]
-    if missing:
-        return f"{missing[0]} is not installed: pip install {' '.join(missing)}"
+    lacking = facts.lacks(*row.packages)
+    if lacking is not None:
+        return lacking
     reasons = {
         row.needs_cuda: facts.hardware.device == "cpu",
         "galore-torch gives bitsandbytes arguments by their places, which are others since 0.50": (

@@ -176,9 +176,8 @@ def _float8(facts: Facts) -> Choice:
     reasons = {
         "a CPU has no float8 products for training": hardware.device == "cpu",
         f"{hardware.name} is older than Ada and has no float8": (hardware.capability or (0, 0)) < _FLOAT8,
-        "torchao is not installed: pip install torchao": not facts.has("torchao"),
     }
-    why_not = next((words for words, holds in reasons.items() if holds), None)
+    why_not = next((words for words, holds in reasons.items() if holds), facts.lacks("torchao"))
     good = "linear layers multiply in float8; faster than bf16 only where the step is compiled"
     return Choice("fp8", Kind.NUMERIC, "withheld" if why_not else "on_request", why_not or good)
 

@@ -63,18 +63,18 @@ class Quantization(Technique):
     plain = "none"
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
-        missing = [name for name in ("bitsandbytes", "peft") if not facts.has(name)]
+        lacking = facts.lacks("bitsandbytes", "peft")
 
         def choice(value: str, reason: str, *, offered: bool) -> Choice:
-            if missing:
-                return Choice(value, Kind.METHOD, "withheld", f"{' and '.join(missing)} not installed")
+            if lacking is not None:
+                return Choice(value, Kind.METHOD, "withheld", lacking)
             return Choice(value, Kind.METHOD, "offered" if offered else "on_request", reason)
 
         on_cpu = facts.hardware.device == "cpu"
         int8 = choice(
             "int8", "one byte a frozen weight, for an adapter: slower than nf4 on most devices", offered=False
         )
-        if facts.workload.launch_path == "loop" and not missing:
+        if facts.workload.launch_path == "loop" and lacking is None:
             kept = (
                 "bitsandbytes lets go of its layers' inputs with the loss, which a plain loop keeps for a step too long"
             )
@@ -153,8 +153,7 @@ class Quantization(Technique):
 
 def _of_torchao(facts: Facts) -> tuple[Choice, ...]:
     """Torchao's choices."""
-    missing = [name for name in ("torchao", "peft") if not facts.has(name)]
-    why = f"{' and '.join(missing)} not installed" if missing else None
+    why = facts.lacks("torchao", "peft")
     if facts.model.conv1d:
         why = why or f"the layers of {facts.model.model_type} are Conv1D, which torchao does not quantize"
     int8 = Choice(

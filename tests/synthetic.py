@@ -18,7 +18,7 @@ PACKAGES = {
     "torch": "2.13.0",
     "transformers": "5.17.0",
     "accelerate": "1.14.0",
-    "bitsandbytes": "0.49.0",
+    "bitsandbytes": "0.50.0",
     "deepspeed": "0.18.0",
     "peft": "0.18.0",
 }

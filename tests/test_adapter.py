@@ -17,7 +17,7 @@ from .tiny import write_config
 from .traced import CONFIGS, PLAIN, facts_of
 
 ADAPTER = technique("adapter")
-FACTS = dataclasses.replace(cpu_facts(), packages={"peft": "0.18.0", "bitsandbytes": "0.49.0"})
+FACTS = dataclasses.replace(cpu_facts(), packages={"peft": "0.18.0", "bitsandbytes": "0.50.0"})
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_torchao_s_weights_are_refused_where_they_are_of_no_use():
     assert said()["int8_torchao"][0] == "on_request"
     assert "Conv1D" in said(model_type="gpt2")["int8_torchao"][1]
     assert "no adapter" in said()["int4_torchao"][1]
-    assert {choice.value: choice.reason for choice in one.choices(FACTS)}["int8_torchao"] == "torchao not installed"
+    assert "torchao is not installed" in {choice.value: choice.reason for choice in one.choices(FACTS)}["int8_torchao"]
     assert "autocast" in one.conflict("int8_torchao", {"adapter": "lora:r=16", "precision": "bf16"}, FACTS)
     assert "need an adapter" in one.conflict("int8_torchao", {"adapter": "none", "precision": "fp32"}, FACTS)
     assert one.conflict("int8_torchao", {"adapter": "lora:r=16", "precision": "bf16_weights"}, FACTS) is None

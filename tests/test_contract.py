@@ -19,9 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from autofit import answer, choose, placement, report, space
+from autofit import answer, choose, placement, probe, report, space
 from autofit.campaign import Campaign
 from autofit.choose import extras
 from autofit.clock import Effort
@@ -69,7 +71,7 @@ def cuda(capability, *, packages=HERE, host_limit_bytes=100 * GIB, launch_path="
 
 
 EXTRAS = {
-    "bitsandbytes": "0.49.0",
+    "bitsandbytes": "0.50.0",
     "deepspeed": "0.18.0",
     "peft": "0.18.0",
     "torchao": "0.18.0",
@@ -83,7 +85,7 @@ FACTS = {
     "cpu with bfloat16": cpu(("fp32", "bf16"), **EXTRAS),
     "cpu, no layers": replace(cpu(), model=model(layer_classes=(), supports_checkpointing=False)),
     "cuda 6.1": cuda((6, 1), packages=BARE),
-    "cuda 7.0": cuda((7, 0), packages={**BARE, "bitsandbytes": "0.49.0"}),
+    "cuda 7.0": cuda((7, 0), packages={**BARE, "bitsandbytes": "0.50.0"}),
     "cuda 8.0": cuda((8, 0), packages={**BARE, **EXTRAS}),
     "cuda 9.0": cuda((9, 0), packages={**HERE, **EXTRAS}),
     "cuda 9.0, loop": cuda((9, 0), packages={**HERE, **EXTRAS}, launch_path="loop"),
@@ -347,7 +349,7 @@ def test_a_technique_imports_the_contract_and_no_other_technique(name):
         for imported in names:
             assert not imported.startswith((".", "strategies", "autofit.strategies")), imported
             if imported.split(".")[0] == "autofit":
-                allowed = below | {"recipe", "recorder"} if node in for_types else below
+                allowed = below | {"recipe", "recorder", "kept"} if node in for_types else below
                 assert imported.removeprefix("autofit.") in allowed, imported
 
 
@@ -369,6 +371,15 @@ def test_what_a_cpu_refuses_is_run_on_a_gpu(facts):
 
 _SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128, "max_position_embeddings": 16}
 _WIDTHS = {**_SIZES, "hidden_size": 32, "intermediate_size": 128, "num_key_value_heads": 2}
+
+
+def attentions_of(model_type):
+    """What a class attends by, which changes with transformers."""
+    with torch.device("meta"):
+        found = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type))
+    return {"attention": found.config._attn_implementation, "attentions": probe._attentions(found)}
+
+
 MODELS = {
     "llama": (
         {"model_type": "llama", **_WIDTHS, "tie_word_embeddings": False},
@@ -381,8 +392,7 @@ MODELS = {
     ),
     "gemma2": (
         {"model_type": "gemma2", **_WIDTHS, "head_dim": 16, "sliding_window": 8},
-        {"architecture": "Gemma2ForCausalLM", "layer_classes": ("Gemma2DecoderLayer",)}
-        | {"attention": "eager", "attentions": ("eager",)},
+        {"architecture": "Gemma2ForCausalLM", "layer_classes": ("Gemma2DecoderLayer",)} | attentions_of("gemma2"),
     ),
 }
 """Configs, and what a tune reads off them: rotary and learned positions, linear layers and Conv1D, capped scores."""

@@ -276,6 +276,6 @@ def test_liger_is_withheld_with_what_is_missing():
         return {c.value: c.reason for c in KERNELS.choices(now) if c.status == "withheld"}.get("liger")
 
     both = {**facts.packages, "liger-kernel": "0.8.5", "triton": "3.7.0"}
-    assert said() == "liger-kernel is not installed"
+    assert said() == "liger-kernel is not installed: pip install liger-kernel"
     assert said(packages=both) == "Liger does not know llama"
     assert said(packages=both, model=model(liger=True)) is None

@@ -18,7 +18,7 @@ OPTIMIZER, PRECISION = technique("optimizer"), technique("precision")
 PACKAGES = (
     "bitsandbytes", "torchao", "galore-torch", "apollo-torch", "lomo-optim", "schedulefree", "torch-optimi",
 )  # fmt: skip
-EVERY_PACKAGE = {**cuda_facts().packages, **dict.fromkeys(PACKAGES, "0.49.0")}
+EVERY_PACKAGE = {**cuda_facts().packages, **dict.fromkeys(PACKAGES, "1.0.0")}
 EVERY = frozenset(Kind)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autofit import space
 from autofit.errors import InputError
-from autofit.registry import techniques
+from autofit.registry import technique, techniques
 from autofit.technique import Choice, Emission, Kind, Technique, divisors
 
 from .synthetic import cpu_facts, cuda_facts
@@ -19,6 +19,24 @@ CPU = cpu_facts()
 CUDA = cuda_facts()
 EVERY = frozenset(Kind)
 NOT_METHOD = frozenset({Kind.EXACT, Kind.NUMERIC})
+
+
+def test_a_package_that_is_missing_or_too_old_is_said():
+    def lacks(**packages):
+        return replace(CPU, packages={name: version for name, version in packages.items() if version})
+
+    none, old, new = (lacks(bitsandbytes=version, peft="0.20") for version in (None, "0.49.2", "0.50.0"))
+    assert none.lacks("bitsandbytes") == "bitsandbytes is not installed: pip install bitsandbytes"
+    assert old.lacks("peft", "bitsandbytes") == (
+        "bitsandbytes 0.49.2 is too old, 0.50 is needed: pip install -U bitsandbytes"
+    )
+    assert not old.has("bitsandbytes")
+    assert new.lacks("peft", "bitsandbytes") is None
+    assert new.has("bitsandbytes")
+    for facts in (none, old):
+        choices = {choice.value: choice for choice in technique("optimizer").choices(facts)}
+        assert choices["adamw_8bit"].status == "withheld"
+        assert choices["adamw_8bit"].reason == facts.lacks("bitsandbytes")
 
 
 def knobs(*fix, among=(), facts=CPU):
