@@ -397,15 +397,13 @@ class Optimizer(Technique):
 
 def _why_not(row: _Row, facts: Facts) -> str | None:
     """Why an optimizer can't be had here, or ``None``."""
+    if {"galore-torch", "bitsandbytes"} <= set(row.packages):
+        return "galore-torch gives bitsandbytes arguments by their places, which are others since 0.50"
     lacking = facts.lacks(*row.packages)
     if lacking is not None:
         return lacking
     reasons = {
         row.needs_cuda: facts.hardware.device == "cpu",
-        "galore-torch gives bitsandbytes arguments by their places, which are others since 0.50": (
-            {"galore-torch", "bitsandbytes"} <= set(row.packages)
-            and tuple(map(int, facts.packages["bitsandbytes"].split(".")[:2])) >= (0, 50)
-        ),
         f"{facts.hardware.name} would emulate the bfloat16 weights that it rounds": (
             row.stochastic and "bf16" not in facts.hardware.precisions
         ),
