@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from autofit.choose import Decision
     from autofit.facts import Facts
+    from autofit.technique import Choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -71,6 +72,14 @@ class Result:
                 shutil.copyfile(self.folder / name, target / name)
             shutil.copytree(self.folder / documents.MODEL_FOLDER, target / documents.MODEL_FOLDER, dirs_exist_ok=True)
         return target
+
+
+def _offers(plan: Plan, facts: Facts) -> list[tuple[str, Choice]]:
+    """What every technique offers, and the plan's own values where they are none of these."""
+    known = space.offers(facts)
+    listed = {(name, choice.value) for name, choice in known}
+    own = [(one.name, one.choice(plan[one.name], facts)) for one in registry.techniques()]
+    return [*known, *((name, choice) for name, choice in own if (name, choice.value) not in listed)]
 
 
 def write(document: Document, folder: Path, server: ForkServer) -> Result:
@@ -152,7 +161,7 @@ def compose(
                 status=choice.status,
                 reason=choice.reason,
             )
-            for name, choice in space.offers(facts)
+            for name, choice in _offers(decision.plan, facts)
         ),
         trials=tuple(trials),
         notes=tuple(dict.fromkeys((*notes, *added, *measured.notes))),

@@ -113,7 +113,9 @@ class Campaign:
             if isinstance(trial.outcome, Measured):
                 self.credit = min(CREDIT, self.credit + EARNED)
             return trial
-        self.note(f"{doubt}: it is measured once more")
+        # on a busy machine there are many such, of which the end of the tune tells in one line
+        busy = isinstance(trial.outcome, Measured) and trial.outcome.disturbed
+        (self.events.note if busy else self.note)(f"{doubt}: it is measured once more")
         second = self.run(trial.plan, effort, trial.purpose, again=True)
         if not isinstance(trial.outcome, Measured):
             cured = isinstance(second.outcome, Measured)
@@ -128,6 +130,8 @@ class Campaign:
         if not isinstance(trial.outcome, Measured):
             return why if self.credit >= 1 else None
         self.repeats += 1
+        if self.repeats == MOST_REPEATS + 1:
+            self.note("the machine stays busy: from here on trials that others disturb are not measured once more")
         return why if self.repeats <= MOST_REPEATS else None
 
     def search(self, searcher: Searcher, most_trials: int) -> None:

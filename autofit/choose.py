@@ -21,7 +21,7 @@ from autofit.technique import Kind
 from autofit.units import duration, size
 
 _NEAR, _NEAR_IN_NOISE = 1.10, 1.25
-_SAME_MEMORY, _SAME_SPEED = 1.02, 1.03
+SAME_MEMORY, _SAME_SPEED = 1.02, 1.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,19 +79,15 @@ def decide(trials: Sequence[Trial], limit_bytes: int, otherwise: Mapping[Plan, s
     final = {trial.plan for trial in trials if trial.purpose == "final" and isinstance(trial.outcome, Measured)}
     eligible = [one for one in contenders if one.plan in final] or contenders
     fastest = eligible[0]
-    tied = [
-        one
-        for one in eligible
-        if _tied(one.measured, fastest.measured)
-        and one.measured.step_seconds <= fastest.measured.step_seconds * _SAME_SPEED
-    ]
+    in_noise = [one for one in eligible if _tied(one.measured, fastest.measured)]
+    tied = [one for one in in_noise if one.measured.step_seconds <= fastest.measured.step_seconds * _SAME_SPEED]
     least = min(one.measured.peak_bytes for one in tied)
-    small = [one for one in tied if one.measured.peak_bytes <= least * _SAME_MEMORY]
+    small = [one for one in tied if one.measured.peak_bytes <= least * SAME_MEMORY]
     winner = min(small, key=lambda one: (extras(one.plan), one.measured.step_seconds))
     return Decision(
         plan=winner.plan,
         measured=winner.measured,
-        reason=" ".join([_reason(winner, fastest, eligible, tied), *refused]),
+        reason=" ".join([_reason(winner, fastest, eligible, tied, sure=len(in_noise) == 1), *refused]),
         runners_up=tuple(one for one in contenders if one is not winner),
     )
 
@@ -121,7 +117,7 @@ def _contenders(
         failures = _failures(tried)
         if not runs:
             continue
-        pooled = _pool(runs)
+        pooled = pool(runs)
         if pooled.peak_bytes > limit_bytes or any(isinstance(one, OutOfMemory) for one in failures):
             refused.append(f"Refused: {plan.words()} fitted once, and broke the ceiling another time.")
         elif plan in otherwise:
@@ -158,7 +154,7 @@ def _failures(tried: Sequence[Trial]) -> list[Outcome]:
     return [outcome for _, outcome in failures]
 
 
-def _pool(runs: Sequence[Measured]) -> Measured:
+def pool(runs: Sequence[Measured]) -> Measured:
     """All measurements of a plan as one: times of the best fidelity, memory and MFU at their most."""
     whole = [run for run in runs if run.fidelity == "whole"] or list(runs)
     timed = [run for run in whole if not run.disturbed and not run.paused] or whole
@@ -186,7 +182,9 @@ def _pool(runs: Sequence[Measured]) -> Measured:
     )
 
 
-def _reason(winner: Contender, fastest: Contender, eligible: Sequence[Contender], tied: Sequence[Contender]) -> str:
+def _reason(
+    winner: Contender, fastest: Contender, eligible: Sequence[Contender], tied: Sequence[Contender], *, sure: bool
+) -> str:
     mine = winner.measured
     said = (
         f"{mine.samples_per_second:.3g} samples/s "
@@ -197,7 +195,7 @@ def _reason(winner: Contender, fastest: Contender, eligible: Sequence[Contender]
         slower = mine.step_seconds / theirs.step_seconds - 1
         said = f"As fast as the fastest within noise: {said}, {slower:.1%} behind {fastest.plan.words()}"
         saved = theirs.peak_bytes - mine.peak_bytes
-        if mine.peak_bytes * _SAME_MEMORY < theirs.peak_bytes:
+        if mine.peak_bytes * SAME_MEMORY < theirs.peak_bytes:
             return f"{said}, with {size(saved)} less memory ({size(mine.peak_bytes)})."
         return f"{said}, with about the same memory, and simpler ({extras(winner.plan)} values that are not plain)."
     among = f"{len(eligible)} finalists" if len(eligible) > 1 else "those that fit"
@@ -207,7 +205,8 @@ def _reason(winner: Contender, fastest: Contender, eligible: Sequence[Contender]
         return said + "."
     ahead = after[0].measured.step_seconds / mine.step_seconds - 1
     if len(tied) == 1:
-        return f"{said}, {ahead:.1%} ahead of the next, which is more than the noise."
+        noise = "which is more than the noise" if sure else "which is within the noise of the two"
+        return f"{said}, {ahead:.1%} ahead of the next of them, {noise}."
     return f"{said}; {len(tied) - 1} equally fast within noise, none with clearly less memory or simpler."
 
 
@@ -250,7 +249,7 @@ def nearest_change(trials: Sequence[Trial], space: Space, limit_bytes: int, fact
         change = f"a ceiling of more than {size(max(need, limit_bytes))}"
     words.append(f"({plan.words()}). What may help: {change} (--memory-limit)")
     if isinstance(outcome, Measured) or outcome.phase in {"forward", "backward"}:
-        words.append("or a shorter sequence (--seq-len), since activations shrink with it")
+        words.append("or a shorter sequence (--seq-len: activations shrink with it)")
     smaller = [] if facts is None else _smaller_methods(space, facts)
     if smaller:
         words.append(f"or --allow exact,numeric,method, which adds {', '.join(smaller)}")

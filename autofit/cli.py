@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from autofit import __version__
-from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits, PromiseBroken, Terminated
+from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits, PromiseBroken, Stopped, Terminated
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +34,7 @@ class Commands(click.Group):
             if error.errno != errno.EPIPE:  # a reader that has seen enough, such as head, is no failure
                 _complain(f"error: {_shown(str(error))}")
                 context.exit(MachineError.exit_code)
-        except AutofitError as error:
+        except (AutofitError, Stopped) as error:
             _complain(f"{'' if isinstance(error, NothingFits) else 'error: '}{_shown(error.message)}")
             if error.hint:
                 _complain(f"\nhint: {_shown(error.hint)}")

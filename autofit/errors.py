@@ -1,4 +1,4 @@
-"""Every error that autofit raises on purpose, one tree.
+"""Every error that autofit raises on purpose, and what stops it: two trees.
 
     AutofitError                 1   never raised itself
     ├── InputError               2   what the user gave can't be used
@@ -6,8 +6,9 @@
     ├── NothingFits              3   every plan that was tried breaks the ceiling
     ├── PromiseBroken            4   a launch did not keep what was promised
     ├── EmissionError            1   an emitted file is not one that its reader takes: a bug
-    ├── MachineError             5   the machine stands in the way: disk, device, a second tune
-    │   └── ServerLost           5   the process that starts trials died while one ran
+    └── MachineError             5   the machine stands in the way: disk, device, a second tune
+        └── ServerLost           5   the process that starts trials died while one ran
+    Stopped                    130   no ``Exception``, and never raised itself
     ├── Interrupted            130   Ctrl-C
     └── Terminated             143   SIGTERM or SIGHUP
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class AutofitError(Exception):
-    """An error whose message a person can act on.
+class _Told(BaseException):
+    """A message that a person can act on.
 
     Args:
         message: One line that says what came and what was wanted.
@@ -43,6 +44,10 @@ class AutofitError(Exception):
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+class AutofitError(_Told, Exception):
+    """An error whose message a person can act on; see the tree above."""
 
 
 class InputError(AutofitError):
@@ -81,13 +86,17 @@ class ServerLost(MachineError):  # noqa: N818 - what happened
     """The process that starts trials died while one ran; the next trial gets a new one."""
 
 
-class Interrupted(AutofitError):  # noqa: N818 - said by the user
-    """Ctrl-C. What was known until then has been written."""
+class Stopped(_Told, KeyboardInterrupt):
+    """Stopped from outside: a loop over many tunes that catches every ``Exception`` stops too."""
 
     exit_code = 130
 
 
-class Terminated(AutofitError):  # noqa: N818 - said by the system
+class Interrupted(Stopped):
+    """Ctrl-C. What was known until then has been written."""
+
+
+class Terminated(Stopped):
     """SIGTERM or SIGHUP. What was known until then has been written."""
 
     exit_code = 143

@@ -368,7 +368,7 @@ def cause(one: Estimated) -> str:
         saves = "a fused linear cross-entropy (kernels=chunked_ce) would save"
         return f"{words}: logits and loss take {units.size(logits)}, most of which {saves}"
     largest = max(need.by_category, key=lambda name: need.by_category[name])
-    return f"{words}; most of it is {largest} ({units.size(need.by_category[largest])})"
+    return f"{words}; the largest part is {largest} ({units.size(need.by_category[largest])})"
 
 
 def knobs_of(plan: Plan) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
+from autofit.choose import pool
 from autofit.document import Contribution, Document, Offer
 from autofit.plan import (
     Crashed,
@@ -23,7 +24,6 @@ from autofit.plan import (
     Trial,
     Unsupported,
     Value,
-    median,
 )
 from autofit.registry import techniques
 from autofit.units import duration, size
@@ -46,9 +46,8 @@ class Standing:
     """One plan that ran inside the ceiling, all of its runs together.
 
     Attributes:
-        samples_per_second: The promise's for the winner; else the median of its runs as a finalist, or of all
-            its runs where it was none.
-        peak_bytes: The promise's for the winner; else the most of the same runs.
+        samples_per_second: The promise's for the winner; else that of all its runs together, as the winner was chosen.
+        peak_bytes: The promise's for the winner; else the most of its runs.
         runs: How many times it was measured.
     """
 
@@ -62,24 +61,21 @@ class Standing:
 
 def standings(document: Document) -> list[Standing]:
     """The plans that were measured: the winner, then the fastest first."""
-    runs: dict[Plan, list[tuple[Trial, Measured]]] = {document.plan: []}
+    runs: dict[Plan, list[Measured]] = {document.plan: []}
     for trial in document.trials:
         if isinstance(trial.outcome, Measured):
-            runs.setdefault(trial.plan, []).append((trial, trial.outcome))
+            runs.setdefault(trial.plan, []).append(trial.outcome)
     plain = plain_values()
     found = []
-    for plan, all_runs in runs.items():
-        seen = [outcome for trial, outcome in all_runs if trial.purpose == "final"] or [run for _, run in all_runs]
+    for plan, seen in runs.items():
         wins = plan == document.plan
-        promise = document.promise
+        shown = document.promise if wins else pool(seen)
         found.append(
             Standing(
                 plan=plan,
-                samples_per_second=promise.samples_per_second
-                if wins
-                else median([run.samples_per_second for run in seen]),
-                peak_bytes=promise.peak_bytes if wins else max(run.peak_bytes for run in seen),
-                runs=len(all_runs),
+                samples_per_second=shown.samples_per_second,
+                peak_bytes=shown.peak_bytes,
+                runs=len(seen),
                 is_winner=wins,
                 is_plain=is_plain(plan, plain),
             )

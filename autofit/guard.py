@@ -146,12 +146,7 @@ def references(plan: Plan, facts: Facts) -> Iterator[Plan]:
 
 def kind_of(plan: Plan, facts: Facts) -> Kind:
     """The loosest class among the plan's values; plain ones count as exact."""
-    found = {
-        choice.kind
-        for one in techniques()
-        for choice in one.choices(facts)
-        if choice.value == plan[one.name] != one.plain
-    }
+    found = {one.choice(plan[one.name], facts).kind for one in techniques() if plan[one.name] != one.plain}
     return next((kind for kind in (Kind.METHOD, Kind.NUMERIC) if kind in found), Kind.EXACT)
 
 
@@ -194,14 +189,20 @@ def _compared(facts: Facts, mine: Curve, theirs: Curve, kind: Kind, difference: 
     bounds, steps = BOUNDS.get(kind), len(mine.losses)
     if bounds is None:
         words = "another training method: its losses stayed finite, and differ from the plain plan's by up to"
-        return "method", f"{words} {difference:.2g} of them in {steps} steps"
+        return "method", f"{words} {_percent(difference)} in {steps} steps"
     why = _unlike(mine, theirs, bounds, routed=facts.model.has_experts and kind != Kind.EXACT)
     if why is None and difference > bounds.loss:
-        why = f"its losses differ from the plain plan's by up to {difference:.2g} of them; {bounds.loss:g} is allowed"
+        allowed = f"{_percent(bounds.loss)} is allowed"
+        why = f"its losses differ from the plain plan's by up to {_percent(difference)}; {allowed}"
     if why is not None:
         return "other", why
     words = "it trains as the plain plan does: the losses differ by no more than"
-    return "same", f"{words} {difference:.1g} of them in {steps} steps ({bounds.loss:g} is allowed: {kind.value})"
+    allowed = f"{_percent(bounds.loss)} is allowed: {kind.value}"
+    return "same", f"{words} {_percent(difference)} in {steps} steps ({allowed})"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
 
 
 def _unlike(mine: Curve, theirs: Curve, bounds: Bounds, *, routed: bool) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autofit.choose import Contender, Decision
+from autofit.choose import SAME_MEMORY, Contender, Decision
 from autofit.document import Contribution, Point
 from autofit.facts import Facts
 from autofit.plan import OutOfMemory, Plan, Trial
@@ -37,7 +37,8 @@ def front(decision: Decision) -> tuple[Point, ...]:
     The winner ends the front: a plan that is faster within the noise, but larger, is no better.
     """
     winner = Contender(plan=decision.plan, measured=decision.measured)
-    smaller = [one for one in decision.runners_up if one.measured.peak_bytes < winner.measured.peak_bytes]
+    most = winner.measured.peak_bytes / SAME_MEMORY
+    smaller = [one for one in decision.runners_up if one.measured.peak_bytes < most]
     found: list[Contender] = []
     for one in [*sorted(smaller, key=lambda one: one.measured.peak_bytes), winner]:
         if not found or one is winner or one.measured.step_seconds < found[-1].measured.step_seconds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,10 @@ def check(request: Request, settings: Search) -> None:
     for name, number in (("--global-batch", request.global_batch), ("--trials", settings.trials)):
         if not 1 <= number <= 10**7:
             raise InputError(f"{name} {number} is out of range", hint="give a whole number from 1 on")
+    if not 0 <= request.seed < 2**32:
+        raise InputError(f"--seed {request.seed} is out of range", hint="give a whole number from 0 to 4294967295")
+    if settings.timeout_seconds is not None and not 0 < settings.timeout_seconds < math.inf:
+        raise InputError(f"--timeout {settings.timeout_seconds:g} is out of range", hint="write it like 90s or 10m")
     if request.seq_len is not None and not 2 <= request.seq_len <= 10**8:
         raise InputError(f"--seq-len {request.seq_len} is out of range", hint="a row has two tokens at least")
     if request.memory_limit is not None:

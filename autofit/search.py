@@ -316,6 +316,6 @@ def make_sampler(
 def _other_methods(space: Space, facts: Facts) -> dict[str, list[Value]]:
     """The values, by technique, that change the training method."""
     return {
-        name: [choice.value for choice in technique(name).choices(facts) if choice.kind == Kind.METHOD]
-        for name in space.domains
+        name: [value for value in values if technique(name).choice(value, facts).kind == Kind.METHOD]
+        for name, values in space.domains.items()
     }

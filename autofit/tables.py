@@ -38,23 +38,23 @@ def table(found: Estimate) -> RenderableType:
     host = any(one.need.elsewhere_bytes for one in shown)
     if host:
         columns.add_column("on the host", justify="right", no_wrap=True)
-    columns.add_column("where it goes", no_wrap=True)
-    columns.add_column("", no_wrap=True, min_width=len("too large"))
+    columns.add_column("", no_wrap=True)
     fast = any(one.samples_per_second for one in shown)
     if fast:
         columns.add_column("samples/s", justify="right", no_wrap=True)
+    columns.add_column("where it goes", no_wrap=True)  # last, since it is what may be cut off
     for one in shown:
         cells: list[RenderableType] = [
             Text(knobs_of(one.plan)),
             f"{one.plan['micro_batch']} x {one.plan['accumulation']}",
             units.size(one.device_bytes),
-            bar(one, found.memory_bytes),
             Text(one.verdict, style={"fits": "green", "tight": "yellow"}.get(one.verdict, "red")),
         ]
         if host:
             cells.insert(3, units.size(one.need.elsewhere_bytes) if one.need.elsewhere_bytes else "")
         if fast:
-            cells.append(f"~{one.samples_per_second:.3g}" if one.samples_per_second else "")
+            cells.append(f"~{float(f'{one.samples_per_second:.3g}'):,g}" if one.samples_per_second else "")
+        cells.append(bar(one, found.memory_bytes))
         columns.add_row(*cells)
     legend = Text("  ").join(Text(f"{letter} {name}", style=style) for name, (letter, style) in _LETTERS.items())
     parts: list[RenderableType] = [Text(head), Text(), columns, Text(), legend]

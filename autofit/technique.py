@@ -94,6 +94,11 @@ class Technique(ABC):
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         """Every value the technique knows, offered or not, each with its reason. Simple ones first."""
 
+    def choice(self, value: Value, facts: Facts) -> Choice:
+        """What is said of a value that it knows, also of one that :meth:`choices` does not list."""
+        listed = (one for one in self.choices(facts) if one.value == value)
+        return next(listed, Choice(value, Kind.EXACT, "on_request", "asked for"))
+
     @abstractmethod
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         """What is written for the value; ``plan`` is the whole plan that it belongs to."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from autofit.answer import Result
 from autofit.campaign import Campaign
 from autofit.device import choose_device
 from autofit.emit import ASIDE
-from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits, Terminated
+from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits, Stopped
 from autofit.events import Events, Silent
 from autofit.facts import Facts, LaunchPath
 from autofit.files import usable_folder
@@ -140,7 +141,7 @@ def tune(
     )
     question.check(request, settings)
     folder = Path(output) if output else Path(tempfile.mkdtemp(prefix="autofit-"))
-    fresh = not folder.exists()
+    fresh = not output or not folder.exists()
     usable_folder(folder)
     teller = events or Silent()
     with held(folder / LOCK, f"another tune is writing {folder}", "give each tune its own --output"):
@@ -178,14 +179,12 @@ def _best_in_hint(campaign: Campaign) -> Iterator[None]:
         raise
 
 
-def _until_stopped(work: Callable[[], T]) -> tuple[T | None, Interrupted | Terminated | None]:
+def _until_stopped(work: Callable[[], T]) -> tuple[T | None, Stopped | None]:
     """What some work gives, or what has stopped it."""
     try:
         return work(), None
-    except (KeyboardInterrupt, Interrupted) as error:
-        return None, error if isinstance(error, Interrupted) else Interrupted("stopped by Ctrl-C")
-    except Terminated as error:
-        return None, error
+    except KeyboardInterrupt as error:
+        return None, error if isinstance(error, Stopped) else Interrupted("stopped by Ctrl-C")
 
 
 def _says_of_memory(outcome: Outcome) -> bool:
@@ -409,6 +408,17 @@ class _Tune:
 
     def _say_if_disturbed(self) -> None:
         """Say so where others took a good part of the processors while trials were timed."""
+        again = [
+            (one.number, one.outcome.disturbance)
+            for one, after in itertools.pairwise(self.trials)
+            if isinstance(one.outcome, Measured)
+            and one.outcome.disturbed
+            and (one.plan, one.purpose) == (after.plan, after.purpose)
+        ]
+        if again:
+            which = f"trial{'' if len(again) == 1 else 's'} {', '.join(str(number) for number, _ in again)}"
+            most = max(share for _, share in again)
+            self._note(f"others took up to {most:.0%} of the processors during {which}: measured once more")
         shares = [trial.outcome.disturbance for trial in self.trials if isinstance(trial.outcome, Measured)]
         if shares and median(shares) > NOTICEABLE:
             self._note(

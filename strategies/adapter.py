@@ -69,6 +69,14 @@ class Adapter(Technique):
                 )
         return tuple(choices)
 
+    def choice(self, value: Value, facts: Facts) -> Choice:
+        wanted = None if value == "none" else _wanted(value)
+        alike = {value if wanted is None else f"{wanted.method}:r={_RANK}" if wanted.rank else wanted.method}
+        found = next(one for one in self.choices(facts) if one.value in alike)
+        if found.value == value:
+            return found
+        return Choice(value, found.kind, found.status, f"{found.reason} (here with settings of its own)")
+
     def parse(self, text: str, facts: Facts) -> Value:
         """Any rank, and the other settings after colons; written in one way only.
 

@@ -7,10 +7,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from autofit import guard, space
 from autofit.errors import InputError
 from autofit.kept import Kept
 from autofit.plan import Evidence
 from autofit.registry import recipe, technique
+from autofit.search import make_sampler
+from autofit.technique import Kind
 
 from .synthetic import cpu_facts
 from .tiny import write_config
@@ -48,6 +51,22 @@ def test_what_can_not_be_read_is_refused(text):
     with pytest.raises(InputError, match="adapter has no value") as caught:
         ADAPTER.parse(text, FACTS)
     assert "lora:r=16" in caught.value.hint
+
+
+def test_what_is_said_of_a_value_that_is_not_listed():
+    listed = {choice.value: choice for choice in ADAPTER.choices(FACTS)}
+    for value in ("none", "lora:r=16", "ia3"):
+        assert ADAPTER.choice(value, FACTS) == listed[value]
+    for value, like in (("lora:r=8", "lora:r=16"), ("dora:r=4:alpha=2", "dora:r=16"), ("ia3:targets=k_proj", "ia3")):
+        found = ADAPTER.choice(value, FACTS)
+        assert (found.value, found.kind, found.status) == (value, Kind.METHOD, listed[like].status)
+        assert found.reason.startswith(listed[like].reason)
+        plan = PLAIN.replaced(adapter=value)
+        assert guard.kind_of(plan, FACTS) == Kind.METHOD, "its losses are not held to those of the plain plan"
+    assert guard.kind_of(PLAIN, FACTS) == Kind.EXACT
+    sampler = make_sampler("autofit", space.build(FACTS, given={"adapter": ("none", "lora:r=8")}), FACTS, 0, None)
+    first = sampler.space.plans[sampler._first]
+    assert first["adapter"] == "none", "another training method is not tried first"
 
 
 def test_without_peft_there_is_no_adapter():

@@ -42,6 +42,18 @@ def test_the_fastest_wins_with_numbers():
     assert [one.plan for one in decision.runners_up] == [PLAIN]
 
 
+def test_what_is_within_the_noise_is_not_called_more_than_it():
+    def wide(number, plan, seconds):
+        outcome = measured((0.8 * seconds, seconds, seconds, 1.2 * seconds), 10 * GIB, FACTS)
+        return Trial(number=number, plan=plan, outcome=outcome, wall_seconds=1.0)
+
+    decision = choose.decide([wide(0, BF16_8BIT, 1.0), wide(1, BF16, 1.05)], LIMIT)
+    assert decision.plan == BF16_8BIT, "5 % of the speed is not given up on a doubt"
+    assert "5.0% ahead of the next of them, which is within the noise of the two." in decision.reason
+    sure = choose.decide([run(0, BF16_8BIT, 1.0), run(1, BF16, 1.05)], LIMIT)
+    assert "5.0% ahead of the next of them, which is more than the noise." in sure.reason
+
+
 def test_a_tie_goes_to_less_memory():
     decision = choose.decide([run(0, BF16, 1.0, 12 * GIB), run(1, BF16_8BIT, 1.0005, 10 * GIB)], LIMIT)
     assert decision.plan == BF16_8BIT

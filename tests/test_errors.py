@@ -1,4 +1,4 @@
-"""One tree of errors: the drawing at the top of the file is the tree, and the hints point at what is near."""
+"""The trees of errors: the drawing at the top of the file is the tree, and the hints point at what is near."""
 
 import re
 
@@ -14,7 +14,10 @@ def family():
     return {
         name: one
         for name, one in vars(errors).items()
-        if isinstance(one, type) and issubclass(one, Exception) and one.__module__ == errors.__name__
+        if isinstance(one, type)
+        and issubclass(one, errors._Told)
+        and one.__module__ == errors.__name__
+        and name[0] != "_"
     }
 
 
@@ -26,9 +29,9 @@ def test_the_drawing_is_the_tree():
             continue
         depth = len(found[1])
         above = [(column, name) for column, name in above if column < depth]
-        drawn[found[2]] = (int(found[3]), above[-1][1] if above else "Exception")
+        drawn[found[2]] = (int(found[3]), above[-1][1] if above else "_Told")
         above.append((depth, found[2]))
-    assert drawn == {name: (one.exit_code, one.__base__.__name__) for name, one in family().items()}
+    assert drawn == {name: (one.exit_code, one.__bases__[0].__name__) for name, one in family().items()}
 
 
 def test_the_exit_codes_are_those_that_are_promised():
@@ -42,6 +45,7 @@ def test_the_exit_codes_are_those_that_are_promised():
         "PromiseBroken": 4,
         "MachineError": 5,
         "ServerLost": 5,
+        "Stopped": 130,
         "Interrupted": 130,
         "Terminated": 143,
     }
@@ -50,7 +54,8 @@ def test_the_exit_codes_are_those_that_are_promised():
 @pytest.mark.parametrize("kind", family().values(), ids=family())
 def test_an_error_carries_words_and_a_hint(kind):
     error = kind("it is so", hint="do this")
-    assert isinstance(error, AutofitError)
+    assert isinstance(error, AutofitError if kind.exit_code < 128 else KeyboardInterrupt)
+    assert isinstance(error, Exception) == (kind.exit_code < 128), "what stops a tune stops a loop around it, too"
     assert (error.message, error.hint) == ("it is so", "do this")
     assert str(error) == "it is so\nhint: do this"
     assert str(kind("it is so")) == "it is so"

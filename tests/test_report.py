@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from autofit import charts, findings
+from autofit import charts, choose, findings
 from autofit.document import DOCUMENT, Document, Guard, Offer
 from autofit.facts import Facts, Hardware, Model, Workload
 from autofit.plan import (
@@ -378,7 +378,7 @@ class TestComparison:
 
 
 class TestStandings:
-    def test_winner_first_then_the_fastest_and_finals_outweigh_the_search(self):
+    def test_winner_first_then_the_fastest_each_by_all_of_its_runs(self):
         ranked = findings.standings(document())
         assert [one.is_winner for one in ranked][:2] == [True, False]
         assert ranked[0].samples_per_second == 52.0
@@ -386,7 +386,9 @@ class TestStandings:
         rates = [one.samples_per_second for one in ranked[1:]]
         assert rates == sorted(rates, reverse=True)
         bnb = next(one for one in ranked if one.plan == plan(8, precision="bf16", optimizer="adamw_8bit"))
-        assert bnb.samples_per_second == pytest.approx(50.25)
+        runs = [trial.outcome for trial in document().trials if trial.plan == bnb.plan]
+        assert len(runs) == bnb.runs > 1
+        assert bnb.samples_per_second == choose.pool(runs).samples_per_second == pytest.approx(50.25, rel=1e-4)
 
     def test_pareto_front(self):
         front = charts.pareto(findings.standings(document()))
