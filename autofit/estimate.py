@@ -140,12 +140,15 @@ def estimate(
         MachineError: The machine stands in the way.
     """
     began = time.monotonic()
-    request = question.Request(
-        model=str(model),
-        seq_len=seq_len,
-        global_batch=global_batch,
-        launch_path=launch_path,
-        trust_remote_code=trust_remote_code,
+    request = question.asked(
+        question.Request,
+        {
+            "model": str(model),
+            "seq_len": seq_len,
+            "global_batch": global_batch,
+            "launch_path": launch_path,
+            "trust_remote_code": trust_remote_code,
+        },
     )
     words = allow if isinstance(allow, str) else ",".join(allow)
     question.check(request, question.Search(allowed=words, fix=tuple(fix), among=tuple(among)))

@@ -245,6 +245,7 @@ USAGE = [
     (["tune", "demo", "--sampler", "best"], "'best' is not known"),
     (["tune", "demo", "--allow", "magic"], "'magic' is not a class"),
     (["tune", "demo", "--launch-path", "notebook"], "--launch-path 'notebook'"),
+    (["estimate", "demo", "--memory", "8GiB", "--launch-path", "traner"], "--launch-path 'traner'"),
     (["tune", "demo", "--device", "tpu"], "'tpu' is not known"),
     ([*TUNE[:2], *OPTIONS, "--fix", "precison=bf16"], "'precison' is not a knob"),
     ([*TUNE[:2], *OPTIONS, "--fix", "precision"], "is not KNOB=VALUE"),

@@ -109,7 +109,14 @@ def test_what_is_kept_needs_no_process(ask):
 def test_host_memory_is_shown_where_a_plan_takes_some(ask):
     found = ask(
         memory="8GiB",
-        fix=("offload=optimizer", "optimizer=adamw", "precision=fp32", "checkpointing=off", "kernels=none"),
+        fix=(
+            "offload=optimizer",
+            "optimizer=adamw",
+            "precision=fp32",
+            "checkpointing=off",
+            "kernels=none",
+            "compile=off",
+        ),
     )
     (one,) = found.plans
     parameters = 4 * found.parameters
