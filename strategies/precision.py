@@ -152,8 +152,8 @@ class Precision(Technique):
             "bf16": "Forward and backward run under bfloat16 autocast; weights and optimizer state stay float32.",
             "fp16": "Forward and backward run under float16 autocast with dynamic loss scaling; "
             "steps whose gradients overflow are skipped.",
-            "bf16_weights": "Weights, gradients and optimizer state are bfloat16 without a float32 copy: updates smaller "
-            "than the last place of a weight are lost. An adapter's weights stay float32, and lose none.",
+            "bf16_weights": "Weights, gradients and optimizer state are bfloat16 without a float32 copy: updates "
+            "smaller than the last place of a weight are lost. An adapter's weights stay float32, and lose none.",
             "fp8": "Linear layers multiply in float8 with one scale a tensor, the rest runs under bfloat16 autocast; "
             "weights and optimizer state stay float32.",
         }[str(value)]
