@@ -172,7 +172,7 @@ def against_plain(document: Document) -> tuple[float | None, list[str]]:
         failed = sum(is_plain(trial.plan, plain_values()) for trial in document.trials)
         if failed:
             return None, [f"{plural(failed, 'plain trial')}, and none was measured inside the ceiling.", meaning]
-        return None, ["No plain plan was tried, so there is none to compare with.", meaning]
+        return None, ["No plain plan was tried, so there is none to compare with."]
 
     def compared(other: Standing) -> str:
         return (
