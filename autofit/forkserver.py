@@ -251,8 +251,9 @@ def die_with_parent(parent: int, number: int) -> None:
 class _Server:
     """The server's side: forks a child for each job until the socket closes."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, device: str) -> None:
         self.control = control
+        self.device = device
         self.child = 0
         self.buffer = b""
         self.loading = True
@@ -346,7 +347,7 @@ class _Server:
         self.child = os.fork()
         if self.child == 0:
             self.control.close()
-            _job(folder, server)
+            _job(folder, server, self.device)
         self.say({"pid": self.child})
 
 
@@ -355,7 +356,7 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...]) -> NoReturn:
     began = time.monotonic()
     control = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
-    server = _Server(control)
+    server = _Server(control, device)
     signal.signal(signal.SIGTERM, server.end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(os.getppid(), signal.SIGTERM)
@@ -389,7 +390,7 @@ def device_is_spoilt() -> bool:
     return cuda is not None and bool(cuda._is_in_bad_fork())  # noqa: SLF001 - PyTorch's own question before it begins
 
 
-def _job(folder: Path, server: int) -> NoReturn:
+def _job(folder: Path, server: int, device: str) -> NoReturn:
     """The child: a session of its own, its output in the folder, then the worker; never returns."""
     code = 1
     try:
@@ -401,7 +402,7 @@ def _job(folder: Path, server: int) -> NoReturn:
             handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(handle, stream)
             os.close(handle)
-        if device_is_spoilt():
+        if device == "cuda" and device_is_spoilt():
             os.execv(sys.executable, [sys.executable, "-m", "autofit.worker", str(folder)])  # noqa: S606 - a list
         from autofit.worker import main
 

@@ -139,11 +139,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     first = tensor if first is None else first
         flops, kind = 0.0, "other"
         counter = flop_registry.get(func._overloadpacket)
-        if counter is not None:
-            flops, kind = float(counter(*args, **kwargs, out_val=result)), _product(first)
-        elif "flash_attention" in str(func):
+        if "flash_attention" in str(func):
             flops = _attention_flops(func, args)
             kind = _product(first) if first is None or first.dtype == torch.float32 else "attention"
+        elif counter is not None:
+            flops, kind = float(counter(*args, **kwargs, out_val=result)), _product(first)
         elif func is torch.ops.aten._grouped_mm.default:  # which PyTorch's own counter does not know
             flops, kind = 2.0 * args[0].numel() * args[1].shape[-1], _product(first)
         self._add(kind, flops, moved)

@@ -413,7 +413,8 @@ class _Tune:
             for one, after in itertools.pairwise(self.trials)
             if isinstance(one.outcome, Measured)
             and one.outcome.disturbed
-            and (one.plan, one.purpose) == (after.plan, after.purpose)
+            and one.plan == after.plan
+            and one.purpose == after.purpose == "search"
         ]
         if again:
             which = f"trial{'' if len(again) == 1 else 's'} {', '.join(str(number) for number, _ in again)}"
