@@ -88,7 +88,7 @@ class Campaign:
         number = max((trial.number for trial in self.trials), default=-1) + 1
         left = self.left()
         self.events.trial_begins(number, plan, purpose, left)
-        walls = [one.wall_seconds for one in self.trials if isinstance(one.outcome, Measured)]
+        walls = self._walls()
         longest = min(LONGEST_TRIAL_SECONDS, max(LEAST_LIMIT_SECONDS, SLOWEST * median(walls) if walls else math.inf))
         longest += _LATER * registry.extra_seconds(plan, self.facts)
         limit = longest if left is None else max(10.0, min(longest, left))
@@ -161,10 +161,13 @@ class Campaign:
         plain = [plan for plan in self.space.plans if not choose.extras(plan)]
         for _ in range(min(BASELINES, most_trials - self._tried())):
             plan, left = searcher.foremost(plain), self.left()
-            walls = [one.wall_seconds for one in self.trials if isinstance(one.outcome, Measured)]
-            if plan is None or (left is not None and left < self._playoff_seconds() + max(walls, default=0.0)):
+            if plan is None or (left is not None and left < self._playoff_seconds() + max(self._walls(), default=0.0)):
                 return
             searcher.tell(self.run(plan, Effort(), "search"))
+
+    def _walls(self) -> list[float]:
+        """What the trials that were measured took, all in all."""
+        return [one.wall_seconds for one in self.trials if isinstance(one.outcome, Measured)]
 
     def _tried(self) -> int:
         """Plans that the search has tried."""
@@ -210,7 +213,7 @@ class Campaign:
 
     def _playoff_seconds(self) -> float:
         """What the playoff will take, from what trials took; half of the time at most."""
-        walls = [trial.wall_seconds for trial in self.trials if isinstance(trial.outcome, Measured)]
+        walls = self._walls()
         if not walls:
             return 0.0
         usual = FINALISTS * ROUNDS * 1.3 * median(walls)

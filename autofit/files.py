@@ -11,7 +11,7 @@ from pathlib import Path
 from autofit.errors import InputError, MachineError
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write aside, flush to the disk, rename into place: a reader sees the old file or the new one.
 
     Raises:
@@ -19,8 +19,8 @@ def write_atomically(path: Path, text: str) -> None:
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with aside.open("wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)

@@ -6,11 +6,12 @@ Nothing depends on it: where a file can't be written or read, what it holds is m
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from autofit.errors import MachineError
+from autofit.files import write_atomically
 from autofit.units import GIB
 
 if TYPE_CHECKING:
@@ -83,14 +84,8 @@ def _read(file: Path) -> dict[str, torch.Tensor] | None:
 def _write(file: Path, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save
 
-    aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
+    with contextlib.suppress(OSError, MachineError):
         file.parent.mkdir(parents=True, exist_ok=True)
         room = shutil.disk_usage(file.parent).free - sum(tensor.nbytes for tensor in tensors.values())
-        if room < _LEFT_FREE_BYTES:
-            return
-        aside.write_bytes(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
-        aside.replace(file)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink()
+        if room >= _LEFT_FREE_BYTES:
+            write_atomically(file, save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))

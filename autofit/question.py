@@ -124,7 +124,7 @@ def before(folder: Path, now: Request, *, resume: bool, say: Callable[[str], Non
     for name in ("model", "seq_len", "global_batch", "memory_limit", "launch_path", "trust_remote_code", "seed"):
         if getattr(then, name) != getattr(now, name):
             raise InputError(
-                f"{folder} was begun {_asked(name, then)}, this is {_asked(name, now)}",
+                f"{folder} was begun {_as_given(name, then)}, this is {_as_given(name, now)}",
                 hint="repeat the first command with --resume, or choose another --output",
             )
     if now.device not in {"auto", started.facts.hardware.device}:
@@ -147,7 +147,7 @@ def _option(name: str) -> str:
     return f"--{name.removesuffix('_seconds').replace('_', '-')}"
 
 
-def _asked(name: str, request: Request) -> str:
+def _as_given(name: str, request: Request) -> str:
     """An option as it was given, in words."""
     option, value = _option(name), getattr(request, name)
     if name == "model":

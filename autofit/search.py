@@ -173,10 +173,12 @@ class Searcher:
         places = np.array([self._encoded.index[plan] for plan in plans if plan in self._encoded.index], dtype=np.int64)
         if not len(places) or not any(one.verdict == "measured" for one in seen):
             return None
-        belief = believe(self._encoded, seen, self.limit_bytes)
+        found = needed(self._encoded, seen, self.limit_bytes)
+        belief = believe(self._encoded, seen, self.limit_bytes, found)
+        out = excluded(self._encoded, seen, self.limit_bytes, found)
         measured = [one.place for one in seen if one.verdict == "measured" and one.peak_bytes <= self.limit_bytes]
         known = belief.time[np.intersect1d(places, measured)]
-        may = (belief.fits >= LIKELY) & (belief.works > LIKELY_WORKS) & ~excluded(self._encoded, seen, self.limit_bytes)
+        may = (belief.fits >= LIKELY) & (belief.works > LIKELY_WORKS) & ~out
         likely = places[may[places] & (belief.time[places] <= known.min(initial=math.inf) - _ABOUT_AS_FAST)]
         if not len(likely):
             return None
