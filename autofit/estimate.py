@@ -35,7 +35,6 @@ from autofit.plan import Plan, dump_json
 from autofit.probe import host_memory
 from autofit.registry import changes, technique
 from autofit.source import fetch, modeling_module, own_code
-from autofit.tape import Floats
 from autofit.traces import Traces, cache_folder, model_of, source_hash
 from autofit.units import MIB
 
@@ -133,8 +132,7 @@ def estimate(
         launch_path: ``trainer`` or ``loop``.
         trust_remote_code: Whether the model's own code may run.
         cache: Whether traces are kept on disk, and read from there.
-        most: Kinds of plan that are shown, the fastest first, and those that are predicted alike in two precisions
-            once; ``None`` for all.
+        most: Kinds of plan that are shown, the fastest first; ``None`` for all.
         say: Told of what is being done.
 
     Raises:
@@ -291,8 +289,7 @@ def _rows(  # noqa: PLR0917 - of the story above
             float(rough[first]),
         )
 
-    ranked = [places for _, places in sorted(candidates, key=rank)]
-    chosen = ranked if most is None else _apart(ranked, plans, rough, pace_of)[:most]
+    chosen = [places for _, places in sorted(candidates, key=rank)[:most]]
     if len(chosen) > _MANY_KINDS:
         say(f"replaying {len(chosen)} kinds of plan through the allocator")
 
@@ -308,16 +305,6 @@ def _rows(  # noqa: PLR0917 - of the story above
     # a smaller micro-batch than the first look hoped for may be a slower one
     found.sort(key=lambda one: (order[one[0].verdict], one[1] if one[0].verdict == "fits" else 0.0))
     return [one for one, _ in found]
-
-
-def _apart(ranked: list[list[int]], plans: space.Space, rough: Floats, pace_of: Floats) -> list[list[int]]:
-    """Of kinds that differ in the precision, and in nothing that is predicted, the first: fp16 is traced as bf16."""
-    first: dict[tuple[object, ...], list[int]] = {}
-    for places in ranked:
-        place = places[0]
-        other = tuple((name, value) for name, value in plans.plans[place].items() if name != "precision")
-        first.setdefault((other, rough[place], str(pace_of[place])), places)
-    return list(first.values())
 
 
 def _estimated(plan: Plan, seconds: float, traces: Traces, facts: Facts) -> Estimated:

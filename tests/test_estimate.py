@@ -74,18 +74,6 @@ def test_only_a_size_gives_no_speed_and_the_margin_decides(ask):
     assert [kind.verdict for kind in short.plans] == ["too large"]
 
 
-def test_fp16_that_is_predicted_as_bf16_is_not_shown_beside_it(ask):
-    options = {"gpu": "4090", "fix": ("offload=none", "kernels=none", "optimizer=adamw", "checkpointing=off")}
-    short, whole = (ask(**options, most=most) for most in (12, None))
-    assert {one.plan["precision"] for one in whole.plans} == {"fp32", "tf32", "bf16", "fp16"}
-    shown = {one.plan["precision"] for one in short.plans}
-    assert "bf16" in shown
-    assert "fp16" not in shown
-    assert short.kinds == whole.kinds == len(whole.plans)
-    old = ask(gpu="V100 SXM2 16 GB", fix=options["fix"])
-    assert "fp16" in {one.plan["precision"] for one in old.plans}
-
-
 def test_a_smaller_card_takes_a_smaller_micro_batch(ask):
     fix = ("precision=fp32", "optimizer=adamw", "offload=none", "checkpointing=off", "kernels=none")
     big = ask(memory="8GiB", fix=fix, seq_len=128, global_batch=32).plans[0]
