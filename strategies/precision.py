@@ -4,7 +4,8 @@
 - ``tf32``: float32 tensors, matrix products in TensorFloat-32 (10-bit mantissa). Nvidia Ampere and newer.
 - ``bf16``: autocast to bfloat16 over float32 weights. Saves activations, costs a bfloat16 copy of each weight
   while a step lasts. On a small device-memory budget it can need more than fp32 at a small micro-batch.
-- ``fp16``: autocast to float16 with dynamic loss scaling, for devices without bfloat16.
+- ``fp16``: autocast to float16 with dynamic loss scaling, for devices without bfloat16. Where there is bfloat16 it is
+  tried on request only: tensor cores multiply both at one rate, and the scaling comes on top.
   Under DeepSpeed both 16-bit precisions are its own: 16-bit weights beside a float32 copy that the optimizer steps.
 - ``bf16_weights``: weights, gradients and optimizer state in bfloat16, no autocast, no float32 master copy.
   Halves the bytes per parameter, and changes the method: with AdamW at a learning rate of 2e-5 about 70 % of the
@@ -64,12 +65,14 @@ class Precision(Technique):
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         hardware = facts.hardware
 
+        on_cpu = hardware.device == "cpu"
+        never_wins = {"bf16_weights"} if on_cpu else {"fp16"} if "bf16" in hardware.precisions else set()
+
         def choice(value: str, needs: str, kind: Kind, good: str, bad: str) -> Choice:
             here = needs in hardware.precisions
-            searched: Status = "on_request" if on_cpu and value == "bf16_weights" else "offered"  # never seen to win
+            searched: Status = "on_request" if value in never_wins else "offered"
             return Choice(value, kind, searched if here else "withheld", good if here else bad)
 
-        on_cpu = hardware.device == "cpu"
         return (
             Choice("fp32", Kind.NUMERIC, "offered", "runs everywhere"),
             choice(
@@ -84,7 +87,9 @@ class Precision(Technique):
             ),
             choice(
                 "fp16", "fp16", Kind.NUMERIC,
-                "the device multiplies float16 itself; the loss is scaled",
+                "no faster than bfloat16, which needs no scaled loss"
+                if "fp16" in never_wins
+                else "the device multiplies float16 itself; the loss is scaled",
                 "a Trainer's fp16 on a CPU silently trains in fp32"
                 if on_cpu
                 else f"{hardware.name} is slow at float16",

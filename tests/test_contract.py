@@ -672,6 +672,11 @@ def offered(facts):
     return {choice.value: (choice.status, choice.reason) for choice in technique("compile").choices(facts)}
 
 
+@pytest.mark.parametrize(("capability", "status"), [((6, 1), "withheld"), ((7, 0), "offered"), ((8, 0), "on_request")])
+def test_fp16_is_searched_where_there_is_no_bf16(capability, status):
+    assert technique("precision").choice("fp16", cuda(capability)).status == status
+
+
 def test_what_can_be_compiled_is_offered_on_cuda_and_on_request_on_a_cpu():
     on_cuda, on_cpu = offered(FACTS["cuda 8.0"]), offered(FACTS["cpu"])
     assert [on_cuda[value][0] for value in ("regions", "model")] == ["offered"] * 2

@@ -191,8 +191,9 @@ def test_rows_that_the_model_does_not_know_are_said(ask):
 
 def test_of_a_card_that_is_not_known_precisions_of_one_size_are_told_once(ask):
     found = ask(memory="8GiB", most=None)
-    assert {one.plan["precision"] for one in found.plans} >= {"fp32", "bf16", "fp16"}
-    assert not any(one.plan["precision"] == "tf32" for one in found.plans)
+    assert {one.plan["precision"] for one in found.plans} == {"fp32", "bf16"}
+    asked = ask(memory="8GiB", fix=("precision=fp16", "optimizer=adamw", "offload=none"))
+    assert {one.plan["precision"] for one in asked.plans} == {"fp16"}
 
 
 def test_the_table_says_what_would_save_the_logits(ask):

@@ -59,10 +59,9 @@ def machines():
         known = model(attention=attention, attentions=everywhere, plain_head=True, liger=True)
         hardware = dataclasses.replace(on_cpu.hardware, precisions=("fp32", "bf16"))
         yield dataclasses.replace(on_cpu, model=known, hardware=hardware, packages=PACKAGES)
-        for capability in ((8, 0), (9, 0)):
-            hardware = dataclasses.replace(
-                on_cuda.hardware, capability=capability, precisions=("fp32", "tf32", "bf16", "fp16")
-            )
+        for capability in ((7, 0), (8, 0), (9, 0)):
+            precisions = ("fp32", "fp16") if capability < (8, 0) else ("fp32", "tf32", "bf16", "fp16")
+            hardware = dataclasses.replace(on_cuda.hardware, capability=capability, precisions=precisions)
             yield dataclasses.replace(on_cuda, model=known, hardware=hardware, packages=PACKAGES)
 
 
