@@ -13,6 +13,7 @@ there, both beside the state; the optimizer's step.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,6 +87,12 @@ class MicroPart:
         zero, slope = (line[:end] for line in self.tape.lines())
         moments = _hull(zero, slope)
         return zero[moments], slope[moments], moments
+
+    def without(self, *names: Category) -> MicroPart:
+        """The same where blocks of some categories are not on the device."""
+        gone = np.isin(self.tape.categories, [CATEGORIES.index(name) for name in names])
+        sizes, per_row = (np.where(gone, 0.0, line) for line in (self.tape.sizes, self.tape.per_row))
+        return dataclasses.replace(self, tape=dataclasses.replace(self.tape, sizes=sizes, per_row=per_row))
 
     def batch_bytes_per_row(self) -> float:
         """What one row of a batch holds on the device."""
@@ -177,12 +184,29 @@ def need(micro: MicroPart, optimizer: OptimizerPart, *, rows: int, accumulation:
 
 def peaks(micro: MicroPart, optimizer: OptimizerPart, rows: Ints, accumulation: Ints, *, waiting: bool) -> Floats:
     """:attr:`Need.peak_bytes` of many plans that share their parts."""
+    in_micro = _micro_peaks(micro, rows, accumulation) + optimizer.state_bytes
+    queue = _queue(micro, rows, accumulation, waiting=waiting)
+    return float(micro.weights.sum()) + queue + np.maximum(in_micro, optimizer.peak_bytes)
+
+
+def hosted_peaks(micro: MicroPart, held_bytes: float, rows: Ints, accumulation: Ints, *, waiting: bool) -> Floats:
+    """The same where weights, gradients and state wait on the host, but for ``held_bytes``; no more than about."""
+    in_micro = _micro_peaks(micro.without("gradients", "copies"), rows, accumulation)
+    return held_bytes + _queue(micro, rows, accumulation, waiting=waiting) + in_micro
+
+
+def _micro_peaks(micro: MicroPart, rows: Ints, accumulation: Ints) -> Floats:
     wide = rows.astype(np.float64)
     fresh, _ = micro.peaks(wide, adding=False)
     adding, _ = micro.peaks(wide, adding=True)
-    queue = micro.batch_bytes_per_row() * wide * np.maximum(0, accumulation - _TRACED_MICRO_STEPS) * waiting
-    in_micro = np.where(accumulation > 1, adding, fresh) + optimizer.state_bytes
-    return float(micro.weights.sum()) + queue + np.maximum(in_micro, optimizer.peak_bytes)
+    return np.where(accumulation > 1, adding, fresh)
+
+
+def _queue(micro: MicroPart, rows: Ints, accumulation: Ints, *, waiting: bool) -> Floats:
+    """Bytes of the batches that wait on the device."""
+    waits = np.maximum(0, accumulation - _TRACED_MICRO_STEPS) * waiting
+    waiting_rows: Floats = (rows * waits).astype(np.float64)
+    return waiting_rows * micro.batch_bytes_per_row()
 
 
 def requests(

@@ -9,6 +9,7 @@ What the traces don't see is added here, each with its source; nothing is fitted
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,16 +20,19 @@ from autofit import footprint, roofline
 from autofit.plan import Plan
 from autofit.registry import recipe, technique
 from autofit.roofline import KINDS, WORK, Totals
-from autofit.tape import Floats
+from autofit.tape import Bools, Floats
 from autofit.traces import MANY, PARTS
 from autofit.units import MIB
 
 if TYPE_CHECKING:
     from autofit.catalogue import Card
     from autofit.facts import Facts, Hardware
+    from autofit.footprint import MicroPart
     from autofit.space import Space
+    from autofit.technique import Hosted
     from autofit.traces import Traces
 
+_TRANSFER = WORK.index("transfer")
 CONTEXT_BYTES = 512 * MIB
 """Context and kernels. With lazy loading, the default since CUDA 12.2, 274 MiB before any kernel (pytorch/pytorch PR
 86509), and more with each library that is loaded; 1343 MiB on a V100 with CUDA 11.2. Measured on a real device."""
@@ -38,6 +42,8 @@ _WORKSPACE_BYTES_HOPPER = 32 * MIB
 """``getChosenWorkspaceSize`` of ATen/cuda/CublasHandlePool.cpp: 4096 x 1024 x 2 + 16 x 1024 x 8 bytes, 32 MiB from
 compute capability 9.0 on; one for each handle and stream, and each thread has a handle of its own."""
 _THREADS = 2
+_ROUGHLY, _ROUGHLY_OWN = 0.25, 0.1
+"""Of the need of a plan that can't be traced: how far what is said of its value may be off, and its own beside that."""
 _FEW = 4
 """Kinds of plan up to which one row alone is traced too; in larger spaces it takes what many rows say."""
 MARGIN = 0.05
@@ -88,7 +94,7 @@ to 2 times their tensors, give or take 10 MiB; plans of a few ten MiB scatter by
 A guess, corrected by the first trials."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: it remembers what it computed
 class Forecast:
     """What the traces say of every plan of a space, in the space's order.
 
@@ -98,6 +104,8 @@ class Forecast:
         work: How much of each of :data:`~autofit.roofline.WORK` a sample is, a row for each plan; NaN where that is
             not known. A value that can't be traced counts as its technique's plain one.
         nominal: Seconds for each unit of it, beforehand.
+        rough: Plans that can't be traced, whose peak is what their plain twin needs less what is said to wait on the
+            host.
         beside: What is believed of the peak on the device, given the tensors'.
         noise: Standard deviation of the logarithm of a step's seconds between two runs of one plan.
     """
@@ -107,8 +115,25 @@ class Forecast:
     work: Floats
     nominal: Floats
     known_card: bool
+    rough: Bools
     beside: Beside
     noise: float
+
+    @functools.cached_property
+    def own_bytes(self) -> Floats:
+        """Standard deviation of a plan's own around the line that all have in common."""
+        tensors = np.nan_to_num(self.tensor_bytes)
+        return np.hypot(self.beside.own(tensors), _ROUGHLY_OWN * tensors * self.rough)
+
+    @functools.cached_property
+    def value_bytes(self) -> Floats:
+        """Standard deviation of what each value of a plan adds."""
+        return self.beside.of_a_value(np.nan_to_num(self.tensor_bytes))
+
+    @functools.cached_property
+    def rough_bytes(self) -> Floats:
+        """The same of a value that keeps a plan from being traced; 0 for a plan that was."""
+        return _ROUGHLY * np.nan_to_num(self.tensor_bytes) * self.rough
 
     @property
     def device_bytes(self) -> Floats:
@@ -151,7 +176,8 @@ def forecast(
     traces.prepare([*families, *map(_traceable, families)], say)
     count = len(space.plans)
     tensors, seconds = np.full(count, np.nan), np.full(count, np.nan)
-    work = np.full((count, len(WORK)), np.nan)
+    work, rough = np.full((count, len(WORK)), np.nan), np.zeros(count, dtype=bool)
+    waiting = facts.workload.launch_path == "trainer"
     for family, members in families.items():
         parts = traces.parts(family)
         likest = parts or traces.parts(_traceable(family))
@@ -162,10 +188,14 @@ def forecast(
         accumulation = np.array([int(space.plans[place]["accumulation"]) for place in members])
         micro_step = _as_computed(micro.work(rows.astype(np.float64)), family, facts)
         amounts = roofline.amounts(micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation)
+        hosted = None if parts else _hosted(family, micro, facts)
+        if hosted is not None:
+            amounts[:, _TRANSFER] += accumulation * hosted.micro_step_bytes + hosted.step_bytes
+            tensors[members] = footprint.hosted_peaks(micro, hosted.held_bytes, rows, accumulation, waiting=waiting)
+            rough[members] = True
         work[members] = amounts / (rows * accumulation)[:, None]
         if parts is None:
             continue
-        waiting = facts.workload.launch_path == "trainer"
         tensors[members] = footprint.peaks(micro, optimizer, rows, accumulation, waiting=waiting)
         if card is not None:
             step = roofline.step_seconds(
@@ -179,6 +209,7 @@ def forecast(
         work=work,
         nominal=roofline.nominal_seconds(card, on_cpu=hardware.device == "cpu", threads=hardware.threads),
         known_card=card is not None,
+        rough=rough,
         beside=beside(hardware),
         noise=noise_of(hardware),
     )
@@ -191,12 +222,22 @@ def noise_of(hardware: Hardware) -> float:
 
 def _traceable(family: Plan) -> Plan:
     """The plan with a plain value in the place of each that can't be traced."""
-    untraced = {
-        name: technique(name).plain
-        for name, value in family.items()
-        if any(technique(name).traced_as(value, part) is None for part in PARTS)
-    }
-    return family.replaced(**untraced)
+    return family.replaced(**{name: technique(name).plain for name in untraceable(family)})
+
+
+def untraceable(plan: Plan) -> list[str]:
+    """The techniques whose values keep a plan from being traced."""
+    return [
+        name for name, value in plan.items() if any(technique(name).traced_as(value, part) is None for part in PARTS)
+    ]
+
+
+def _hosted(family: Plan, micro: MicroPart, facts: Facts) -> Hosted | None:
+    """What the one value that can't be traced says of the plan; ``None`` where it says nothing, or there are more."""
+    names = untraceable(family)
+    if len(names) != 1:
+        return None
+    return technique(names[0]).hosted(family[names[0]], family, facts, micro.weights)
 
 
 def families_of(space: Space, *, one_row_apart: bool = False) -> dict[Plan, list[int]]:

@@ -130,8 +130,9 @@ def traced(space: Space, cast: Forecast) -> dict[Plan, dict[str, Any]]:
     found = {}
     for place, plan in enumerate(space.plans):
         tensors, seconds, work = cast.tensor_bytes[place], cast.seconds[place], cast.work[place]
+        sure = not math.isnan(tensors) and not cast.rough[place]
         found[plan] = {
-            "predicted_bytes": None if math.isnan(tensors) else round(cast.device_bytes[place]),
+            "predicted_bytes": round(cast.device_bytes[place]) if sure else None,
             "traced_bytes": None if math.isnan(tensors) else round(tensors),
             "traced_seconds": None if math.isnan(seconds) else float(seconds),
             "work": None if np.isnan(work).any() else tuple(work.tolist()),
@@ -267,6 +268,7 @@ class Landscape:
             work=np.array(work),
             nominal=nominal_seconds(card, on_cpu=hardware.device == "cpu", threads=hardware.threads),
             known_card=card is not None,
+            rough=np.array([bool(forecasts.untraceable(plan)) for plan in space.plans]) & ~np.isnan(tensors),
             beside=forecasts.beside(self.facts.hardware),
             noise=forecasts.noise_of(self.facts.hardware),
         )

@@ -425,8 +425,7 @@ def _memory(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int, found: Nee
     measured = [one for one in seen if one.verdict == "measured" and one.peak_bytes > 0]
     mean, std = sharpen(encoded, mean, std, {one.place: one.peak_bytes for one in measured})
     if encoded.forecast is not None:  # one measurement scatters, and so will the next
-        own = encoded.forecast.beside.own(np.nan_to_num(encoded.forecast.tensor_bytes))
-        std = np.maximum(std, 0.5 * own / np.exp(mean))
+        std = np.maximum(std, 0.5 * encoded.forecast.own_bytes / np.exp(mean))
     return mean, std
 
 
@@ -468,13 +467,12 @@ def needed(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> Needs | 
     at = np.array([one.place for one in broke], dtype=np.int64)
     at = at[~np.isnan(found.mean[at])]
     beyond, scatter = above(found.mean[at], found.std[at], float(limit_bytes))
-    own = forecast.beside.own(forecast.tensor_bytes[at])
     both = needs(
         encoded,
         forecast,
         seen=np.concatenate([places, at]),
         peaks=np.concatenate([peaks, beyond]),
-        noise=np.concatenate([noise, scatter / own]),
+        noise=np.concatenate([noise, scatter / forecast.own_bytes[at]]),
     )
     return dataclasses.replace(both, scatter=found.scatter, count=found.count)
 

@@ -35,6 +35,7 @@ from autofit.space import Space
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 ROWS = "micro_batch"
 FOLLOWS = "accumulation"
@@ -321,10 +322,9 @@ def _pace(  # noqa: PLR0917 - what encode has found
     mean, columns = np.zeros(len(rows)), [np.full(len(rows), _SCALE_STD[forecast.known_card])]
     bent = np.log((1 + 8 / rows) / 9)
     for (name, value), here in effects.items():
+        expected, std = space.priors[name][value].time
         if _shows(space, counted, index, (name, value, plain.get(name))):
-            expected, std = 0.0, _EFFECT_STD
-        else:
-            expected, std = space.priors[name][value].time
+            expected, std = 0.0, std if forecast.rough[here > 0].all() else _EFFECT_STD
         mean += here * expected
         columns += [here * std, here * bent * 0.1]
     return Pace(
@@ -439,11 +439,12 @@ def needs(encoded: Encoded, forecast: Forecast, *, seen: Ints, peaks: Floats, no
     traced = np.nan_to_num(forecast.tensor_bytes)
     known = ~np.isnan(forecast.tensor_bytes)
     seen, peaks, noise = seen[known[seen]], peaks[known[seen]], noise[known[seen]]
-    unit = beside.own(traced)
-    of_a_value = beside.of_a_value(traced) / unit
+    unit = forecast.own_bytes
     common = np.column_stack([beside.offset_std / unit, beside.slope_std * traced / unit])
+    of_a_value = (forecast.value_bytes / unit)[:, None] * encoded.indicators
+    hardly_known = (forecast.rough_bytes / unit)[:, None] * encoded.indicators[:, _untraced(encoded, forecast)]
     kernel = Kernel(
-        features=np.column_stack([common, of_a_value[:, None] * encoded.indicators]),
+        features=np.column_stack([common, of_a_value, hardly_known]),
         family=encoded.family,
         rows=encoded.rows,
         family_std=0.8,
@@ -474,6 +475,12 @@ def needs(encoded: Encoded, forecast: Forecast, *, seen: Ints, peaks: Floats, no
         scatter=scatter,
         count=len(seen),
     )
+
+
+def _untraced(encoded: Encoded, forecast: Forecast) -> Bools:
+    """Of the indicators' columns those of values that no traced plan has."""
+    rough, traced = (encoded.indicators[which].any(axis=0) for which in (forecast.rough, ~forecast.rough))
+    return np.asarray(rough & ~traced)
 
 
 def sharpen(encoded: Encoded, mean: Floats, std: Floats, peaks: Mapping[int, float]) -> tuple[Floats, Floats]:

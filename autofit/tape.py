@@ -29,6 +29,7 @@ from autofit.errors import AutofitError
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 Category = Literal[
     "weights", "copies", "gradients", "state", "activations", "logits", "batch", "temporaries", "elsewhere"

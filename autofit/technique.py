@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autofit.facts import Facts
     from autofit.recipe import Recipe
     from autofit.recorder import Recorder
+    from autofit.tape import Ints
 
 
 class Kind(enum.StrEnum):
@@ -83,6 +84,21 @@ class Prior:
     extra_seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosted:
+    """Where weights, gradients and optimizer state wait on the host: what of them is not there all the time.
+
+    Attributes:
+        held_bytes: Of weights and gradients, on the device while a micro-step runs.
+        micro_step_bytes: Copied between host and device in each micro-step.
+        step_bytes: Copied, or moved through the host's own memory, in each optimizer step.
+    """
+
+    held_bytes: float
+    micro_step_bytes: float
+    step_bytes: float
+
+
 class Technique(ABC):
     """One technique. Stateless: an instance is only a name and its answers."""
 
@@ -119,6 +135,20 @@ class Technique(ABC):
         ``None`` says that this part can't be traced.
         """
         return value
+
+    def hosted(self, value: Value, plan: Mapping[str, Value], facts: Facts, weights: Ints) -> Hosted | None:
+        """What a value that can't be traced leaves of its plain twin's weights, gradients and state on the device.
+
+        Args:
+            value: Of this technique.
+            plan: The whole plan that it belongs to.
+            facts: What the plan is for.
+            weights: Bytes of each of the model's weights, of shape ``(weights,)``.
+
+        Returns:
+            ``None`` where it leaves all of them there, or is no matter of them.
+        """
+        return None
 
     def period(self, value: Value) -> int:
         """After how many of the repeated layers what the value does to them repeats.

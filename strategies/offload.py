@@ -24,7 +24,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from autofit.placement import current
-from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
+from autofit.technique import Choice, Emission, Hosted, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from autofit.facts import Facts
     from autofit.plan import Evidence, Value
     from autofit.recipe import Recipe
+    from autofit.tape import Ints
 
 _ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed", "zero3": "deepspeed"}
 _REFUSED = {
@@ -47,6 +48,10 @@ _REFUSED = {
 _SMALLEST_BYTES = 1 << 20  # smaller tensors cost more to move than they free
 _PLAIN_STATE = {"adamw", "adafactor", "sgd"}
 _CHUNK_BYTES = 256 << 20
+_HOST_STEP_PASSES = 7
+"""An AdamW step on the host reads weight, gradient and both moments, and writes all but the gradient."""
+_ZERO3_LIVE_PARAMETERS, _ZERO_BUCKET_PARAMETERS = 10**9, 5 * 10**8
+"""DeepSpeed's ``stage3_max_live_parameters`` and ``reduce_bucket_size``, where the user sets none."""
 
 
 class Offload(Technique):
@@ -159,6 +164,23 @@ class Offload(Technique):
             return None  # shards live in processes that a trace does not have
         matters = {"micro_steps": "activations", "optimizer": "optimizer"}[part]
         return value if value == matters else "none"
+
+    def hosted(self, value: Value, plan: Mapping[str, Value], facts: Facts, weights: Ints) -> Hosted | None:
+        if value not in _ENGINES:
+            return None
+        model, every = facts.model, float(weights.sum())
+        width = 2 if plan["precision"] == "bf16_weights" else 4
+        shrunk = 0.5 if plan["precision"] in {"bf16", "fp16"} else 1.0  # each engine gathers weights in what computes
+        root = float(weights[weights >= model.vocab_size * model.hidden_size * width].sum())  # embedding and head
+        layer = (every - root) / max(model.layers, 1)
+        through_host = _HOST_STEP_PASSES * every
+        if value == "fsdp2":  # the root stays gathered, its gradient beside it; of the layers, this one and the next
+            held = shrunk * (2 * root + 3 * layer) + layer
+            return Hosted(held_bytes=held, micro_step_bytes=3 * every, step_bytes=through_host)
+        held = shrunk * (every if value == "zero2" else min(every, _ZERO3_LIVE_PARAMETERS * width))
+        held += shrunk * min(every, _ZERO_BUCKET_PARAMETERS * width)
+        up_and_down = 1 if value == "zero2" else 3
+        return Hosted(held_bytes=held, micro_step_bytes=up_and_down * shrunk * every, step_bytes=through_host)
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         engine = _ENGINES.get(str(value), "none")

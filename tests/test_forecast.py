@@ -49,6 +49,7 @@ def cast(scale=1.0, *, untraced=()):
         work=np.full((len(tensors), len(WORK)), np.nan),
         nominal=np.ones(len(WORK)),
         known_card=False,
+        rough=np.zeros(len(tensors), dtype=bool),
         beside=BESIDE,
         noise=0.01,
     )

@@ -48,7 +48,14 @@ def record(path, facts, plans, rounds=3, **shape):
     work = np.full((len(tensors), len(WORK)), np.nan)
     nominal = np.ones(len(WORK))
     cast = Forecast(
-        tensor_bytes=tensors, seconds=nothing, work=work, nominal=nominal, known_card=False, beside=lies, noise=0.02
+        tensor_bytes=tensors,
+        seconds=nothing,
+        work=work,
+        nominal=nominal,
+        known_card=False,
+        rough=np.zeros(len(tensors), dtype=bool),
+        beside=lies,
+        noise=0.02,
     )
     writer = Writer(path, facts, plans, cast, {"machine": "none"})
     for turn in range(rounds):

@@ -82,7 +82,7 @@ def test_it_finds_the_best_soon_and_seldom_runs_out_of_memory(facts, shape):
         broke += sum(trial.outcome.kind == "out_of_memory" for trial in trials)
         ran += len(trials)
     assert statistics.median(found) <= 14, found  # of 120 to 1566 plans
-    assert broke <= 0.1 * ran, f"{broke} of {ran}"
+    assert broke <= 0.12 * ran, f"{broke} of {ran}"  # where no trace says what fits
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
