@@ -79,6 +79,9 @@ class Listener(Protocol):
     def backward_end(self, loss: torch.Tensor) -> None:
         """The gradients of a micro-step are there; ``loss`` is its share of the step's."""
 
+    def step_skipped(self) -> None:
+        """The gradients of a scaled loss overflowed, and the optimizer did not step; told before :meth:`step_end`."""
+
     def step_end(self) -> bool:
         """An optimizer step is done; returns whether enough was seen."""
 
@@ -106,6 +109,7 @@ class Clock:
     _micro: list[float] = field(default_factory=list)
     _mark: float = 0.0
     _loss: torch.Tensor | None = None
+    _skipped: bool = False
 
     def _now(self) -> float:
         if self.on_cuda:
@@ -150,6 +154,10 @@ class Clock:
             self._micro.append(0.0)
         self.phase = "optimizer"
 
+    def step_skipped(self) -> None:
+        """A step without its optimizer is no step: it is not timed."""
+        self._skipped = True
+
     def step_end(self) -> bool:
         """An optimizer step is done; returns whether enough was seen."""
         now = self._now()
@@ -165,8 +173,9 @@ class Clock:
             self.meter.settle()
             self.warm_up_seconds = self.training_seconds
             self.cpu = CpuShare()
-        if self.done > self.effort.warm_up:
+        if self.done > self.effort.warm_up and not self._skipped:
             self.steps.append(self._whole(now))
+        self._skipped = False
         self.progress(f"step {self.done}")
         return self._enough()
 

@@ -116,6 +116,9 @@ class Recorder:
                 if parameter.grad is not None:
                     self._squares[id(parameter)] = _norm(parameter.grad) ** 2
 
+    def step_skipped(self) -> None:
+        """Nothing to do."""
+
     def step_end(self) -> bool:
         """An optimizer step is done."""
         self.meter.check()

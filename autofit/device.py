@@ -54,6 +54,17 @@ def missing_cuda() -> str | None:
             pynvml.nvmlShutdown()
 
 
+def left_unused() -> str | None:
+    """Why an Nvidia card that is there is not used, in words; ``None`` where none is there, or it is hidden on purpose.
+
+    The card is seen by what its driver makes in ``/dev``, on Windows' Linux by that of the host.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in {"", "-1"}
+    if hidden or not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg")):
+        return None
+    return missing_cuda()
+
+
 def torch_cuda() -> str | None:
     """The CUDA version that the installed torch was built with, read from its files; ``None`` without CUDA.
 

@@ -77,10 +77,10 @@ class Hardware:
         total_bytes: The device's memory; on the CPU the host's (or the control group's limit).
         free_bytes: What of it is free when asked.
         visible_id: How ``CUDA_VISIBLE_DEVICES`` calls the device.
-        count: Devices of this kind that a process sees.
+        count: Devices of this kind that a launched process may see.
         others_bytes: Device memory that other processes hold.
         threads: CPU threads that ``accelerate launch`` will give to the process.
-        compilers: Compilers that a process finds on its path, of ``cc`` and ``c++``.
+        compilers: What a process finds to compile with, of ``cc``, ``c++`` and ``python.h``.
     """
 
     device: Device
@@ -97,7 +97,7 @@ class Hardware:
     threads: int = 1
     driver: str | None = None
     count: int = 1
-    compilers: tuple[str, ...] = ("cc", "c++")
+    compilers: tuple[str, ...] = ("cc", "c++", "python.h")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +138,16 @@ class Facts:
                 return f"{package} is not installed: pip install {package}"
             if oldest is not None and Version(there) < Version(oldest):
                 return f"{package} {there} is too old, {oldest} is needed: pip install -U {package}"
+        return None
+
+    def lacks_triton(self) -> str | None:
+        """What Triton lacks to compile kernels on this machine, in words; ``None`` where it has all."""
+        if lacking := self.lacks("triton"):
+            return lacking
+        if "cc" not in self.hardware.compilers:
+            return "no C compiler (gcc) is installed, which Triton needs"
+        if "python.h" not in self.hardware.compilers:
+            return "Python's headers (python3-dev) are not installed, which Triton needs"
         return None
 
 

@@ -10,11 +10,14 @@ What the traces don't see is added here, each with its source; nothing is fitted
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import numpy as np
+from packaging.version import Version
 
 from autofit import footprint, roofline
 from autofit.plan import Plan
@@ -42,6 +45,8 @@ _WORKSPACE_BYTES_HOPPER = 32 * MIB
 """``getChosenWorkspaceSize`` of ATen/cuda/CublasHandlePool.cpp: 4096 x 1024 x 2 + 16 x 1024 x 8 bytes, 32 MiB from
 compute capability 9.0 on; one for each handle and stream, and each thread has a handle of its own."""
 _THREADS = 2
+_UNKEPT = Version("2.15.dev0")
+"""From this torch on a workspace lives as long as one product, unless ``TORCH_CUBLAS_WORKSPACE_CACHE=1``."""
 _ROUGHLY, _ROUGHLY_OWN = 0.25, 0.1
 """Of the need of a plan that can't be traced: how far what is said of its value may be off, and its own beside that."""
 _FEW = 4
@@ -157,9 +162,10 @@ def beside(hardware: Hardware) -> Beside:
 
 
 def workspace_bytes(capability: tuple[int, int] | None) -> int:
-    """Of cuBLAS, inside PyTorch's allocator."""
+    """Of cuBLAS, inside PyTorch's allocator; where they are not kept, what one product may hold."""
     each = _WORKSPACE_BYTES_HOPPER if capability and capability >= (9, 0) else _WORKSPACE_BYTES
-    return _THREADS * each
+    kept = Version(version("torch")) < _UNKEPT or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+    return (_THREADS if kept else 1) * each
 
 
 def forecast(

@@ -63,6 +63,9 @@ class Meter(Protocol):
     def read(self) -> Reading:
         """The peaks so far."""
 
+    def settled_bytes(self) -> int:
+        """What lay outside of the allocator when :meth:`settle` was called."""
+
 
 def status() -> dict[str, int]:
     """Bytes by name from ``/proc/self/status``."""
@@ -112,6 +115,10 @@ class HostMeter:
     def settle(self) -> None:
         """Nothing to do: the resident set has no cache of its own."""
 
+    def settled_bytes(self) -> int:
+        """Nothing lies outside of the resident set."""
+        return 0
+
     def read(self) -> Reading:
         """The peak, the same by every name."""
         peak = self.peak_bytes()
@@ -124,8 +131,9 @@ class CudaMeter:
     def __init__(self, limit_bytes: int, host_limit_bytes: int, uuid: str | None) -> None:
         import torch
 
-        self.uuid = uuid
-        self.before_bytes = device_used_bytes(uuid)
+        own = str(getattr(torch.cuda.get_device_properties(0), "uuid", "") or "")  # makes no context
+        self.uuid = driver_s_name(own) if own else uuid  # a launch may see another card than was tuned on
+        self.before_bytes = device_used_bytes(self.uuid)
         torch.cuda.set_device(0)
         self.device = torch.cuda.current_device()
         warm = torch.ones(64, 64, device="cuda")
@@ -133,7 +141,7 @@ class CudaMeter:
         self.limit_bytes = limit_bytes
         self.total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         self.host = HostMeter(host_limit_bytes, "host")
-        self._outside_bytes = 0
+        self._outside_bytes = self._settled_bytes = 0
         self._measure_outside()
         self._cap()
 
@@ -165,6 +173,11 @@ class CudaMeter:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         self._cap()
+        self._settled_bytes = self._outside_bytes
+
+    def settled_bytes(self) -> int:
+        """What lay outside of the allocator then: what came later may be somebody else's."""
+        return self._settled_bytes
 
     def read(self) -> Reading:
         """The peaks so far."""

@@ -6,12 +6,16 @@ import ast
 import importlib.util
 import os
 import shutil
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from autofit.memory import control_groups, device_used_bytes, driver_s_name
+from autofit.memory import control_groups, device_used_bytes, driver, driver_s_name
+
+_SCHEDULED = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"}
+"""Of a job that a scheduler gives its devices, others the next time."""
 
 
 def describe_model(name: str, config: Path, *, trust_remote_code: bool) -> dict[str, Any]:
@@ -186,9 +190,12 @@ def host_memory() -> tuple[int, int]:
 
 
 def compilers() -> tuple[str, ...]:
-    """Compilers on the path, looked for as Triton (``cc``) and PyTorch (``c++``) do."""
+    """What there is to compile with, looked for as Triton (``cc``, ``python.h``) and PyTorch (``c++``) do."""
     wanted = {"cc": (os.environ.get("CC"), "cc", "gcc", "clang"), "c++": (os.environ.get("CXX"), "g++")}
-    return tuple(name for name, files in wanted.items() if any(file and shutil.which(file) for file in files))
+    found = tuple(name for name, files in wanted.items() if any(file and shutil.which(file) for file in files))
+    scheme = sysconfig.get_default_scheme()  # Debian's own is where pip installs, and not where Python lies
+    headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+    return (*found, "python.h") if (headers / "Python.h").is_file() else found
 
 
 def cpu_name() -> str:
@@ -232,6 +239,11 @@ def _cuda() -> dict[str, Any]:
     total = int(properties.total_memory)
     used = device_used_bytes(uuid)  # before this process has a context of its own there
     _ = torch.ones(2, device="cuda").sum().item()  # a device that can't is better known now than by every trial
+    count = torch.cuda.device_count()
+    with driver() as nvml:
+        version = str(nvml.nvmlSystemGetDriverVersion())
+        if visible and not _SCHEDULED & os.environ.keys():
+            count = max(count, int(nvml.nvmlDeviceGetCount()))  # a launch from another shell would see them all
     return {
         "device": "cuda",
         "name": properties.name,
@@ -243,6 +255,6 @@ def _cuda() -> dict[str, Any]:
         "precisions": tuple(precisions),
         "capability": (major, minor),
         "threads": given_threads() or 1,
-        "driver": torch.version.cuda,
-        "count": torch.cuda.device_count(),
+        "driver": version,
+        "count": count,
     }

@@ -156,6 +156,9 @@ class Marks:
             self.recorder.close()
             raise _Enough
 
+    def step_skipped(self) -> None:
+        """Nothing to do."""
+
     def step_end(self) -> bool:
         """An optimizer step is done."""
         self.done += 1

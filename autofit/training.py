@@ -72,6 +72,8 @@ def run_trainer(
             clock.step_begin()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            if trainer.accelerator.optimizer_step_was_skipped:
+                clock.step_skipped()
             if clock.step_end():
                 control.should_training_stop = True
             if clock.done == clock.effort.warm_up:
@@ -152,6 +154,8 @@ def run_loop(
             optimizer.zero_grad()
         fresh = accelerator.sync_gradients
         if fresh:
+            if accelerator.optimizer_step_was_skipped:
+                clock.step_skipped()
             enough = clock.step_end()
             if clock.done == clock.effort.warm_up:
                 evidence = observer.evidence(optimizer, accelerator, counted(clock))

@@ -86,6 +86,7 @@ class ProcessRunner:
         work, hardware = facts.workload, facts.hardware
         self.room_bytes = min(work.limit_bytes, hardware.free_bytes)
         """What was free for trials; less where others have taken some of it since, and were reported."""
+        self._idle_bytes = hardware.free_bytes if hardware.device == "cuda" else self.room_bytes
         self._home = _identity(folder.parent)
 
     def run(
@@ -143,8 +144,10 @@ class ProcessRunner:
         it: that is said once, and the trial is run all the same.
         """
         deadline = time.monotonic() + patience_seconds
-        while (free := self.free_bytes()) < self.room_bytes - _SLACK_BYTES and time.monotonic() < deadline:
-            time.sleep(0.05)
+        while (free := self.free_bytes()) < self._idle_bytes - _SLACK_BYTES and time.monotonic() < deadline:
+            time.sleep(0.05)  # also where the rest were enough: what goes later is taken for the next trial's own
+        if free < self._idle_bytes - _SLACK_BYTES:
+            self._idle_bytes = free  # for somebody who stays it is waited once
         if free < self.room_bytes - _SLACK_BYTES:
             who = words(neighbours(self.facts.hardware))
             self.note(
@@ -171,7 +174,7 @@ class ProcessRunner:
             others = crowded or self.predicted.get(plan, limit) < limit / 2
         else:
             others = outcome.peak_bytes < (limit if crowded else _CLOSE * limit)
-        return dataclasses.replace(outcome, squeezed=others)
+        return dataclasses.replace(outcome, squeezed=others or outcome.squeezed)
 
     def _outcome(
         self, folder: Path, status: int | None, limit_seconds: float, *, host_ran_out: bool, lost: str

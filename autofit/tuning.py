@@ -22,7 +22,7 @@ from autofit import answer, catalogue, choose, insight, landscape, neighbours, q
 from autofit import document as documents
 from autofit.answer import Result
 from autofit.campaign import Campaign
-from autofit.device import choose_device
+from autofit.device import choose_device, left_unused
 from autofit.emit import ASIDE
 from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits, Stopped
 from autofit.events import Events, Silent
@@ -250,7 +250,10 @@ class _Tune:
     def _chosen_device(self, before: question.Started | None) -> Literal["cuda", "cpu"]:
         if isinstance(self.given_runner, Replay):
             return "cpu"  # what is played back needs no device
-        return choose_device(before.facts.hardware.device if before else self.request.device)
+        device = choose_device(before.facts.hardware.device if before else self.request.device)
+        if before is None and device == "cpu" and self.request.device == "auto" and (why := left_unused()):
+            self._note(f"an Nvidia card is here and is not used, the processor is: {why}")
+        return device
 
     def _device(self, facts: Facts) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.given_runner is not None else hardware_lock(facts.hardware)

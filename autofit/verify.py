@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from autofit import document as documents
 from autofit import strict, units
 from autofit.emit import ARGUMENTS, YAML
 from autofit.errors import InputError, MachineError
+from autofit.facts import Hardware
 from autofit.locks import hardware_lock
+from autofit.memory import on_device
 from autofit.plan import OUTCOME, Measured, Outcome, Promise
 from autofit.redact import redacted
 
@@ -82,7 +84,7 @@ def verify(
     calm = 0
     while calm < CALM_LAUNCHES[device] and len(launched) < MOST_LAUNCHES:
         with hardware_lock(document.hardware):
-            command, outcome = _launch(folder, steps)
+            command, outcome = _launch(folder, steps, _on_its_device(document.hardware, say))
         found = judge(document.promise, outcome, tolerance=tolerance, command=command, launches=len(launched) + 1)
         launched.append(found)
         if not found.broken:
@@ -155,8 +157,22 @@ def failure(outcome: Any) -> str:
             return str(outcome.reason)
 
 
-def _launch(folder: Path, steps: int, limit_seconds: float = 3600.0) -> tuple[tuple[str, ...], Outcome]:
-    """One ``accelerate launch``; its whole group is ended with it."""
+def _on_its_device(hardware: Hardware, say: Callable[[str], None]) -> dict[str, str]:
+    """The environment that shows a launch the device that was tuned on, and no other."""
+    if hardware.device != "cuda" or not hardware.uuid:
+        return {}
+    try:
+        with on_device(hardware.uuid):
+            return {"CUDA_VISIBLE_DEVICES": hardware.uuid}
+    except MachineError as error:
+        say(f"the {hardware.name} that was tuned on is not here: {error.message}")
+        return {}
+
+
+def _launch(
+    folder: Path, steps: int, shown: Mapping[str, str], limit_seconds: float = 3600.0
+) -> tuple[tuple[str, ...], Outcome]:
+    """One ``accelerate launch``, with some more environment; its whole group is ended with it."""
     from autofit.plan import Crashed, TimedOut
 
     script = Path(__file__).with_name("launched.py")
@@ -170,6 +186,7 @@ def _launch(folder: Path, steps: int, limit_seconds: float = 3600.0) -> tuple[tu
         here = str(Path(__file__).resolve().parent.parent)
         environment = {
             **os.environ,
+            **shown,
             "PYTHONPATH": os.pathsep.join(p for p in (here, os.environ.get("PYTHONPATH")) if p),
         }
         log = Path(scratch) / "log"

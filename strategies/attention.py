@@ -93,7 +93,7 @@ class Attention(Technique):
         return self._choice(value, facts, "offered", f"kernels of {package}, in 16 bits")
 
     def _flex(self, facts: Facts) -> Choice:
-        why = facts.lacks("triton")
+        why = facts.lacks_triton()
         if facts.hardware.device == "cpu":
             why = "it can't be trained with on a CPU"
         if why is not None:

@@ -163,6 +163,4 @@ def _lacking(facts: Facts) -> str | None:
         return None if "c++" in hardware.compilers else "no C++ compiler (g++) is installed"
     if hardware.capability and hardware.capability < _OLDEST:
         return f"{hardware.name} is too old for Triton"
-    if lacking := facts.lacks("triton"):
-        return lacking
-    return None if "cc" in hardware.compilers else "no C compiler (gcc) is installed, which Triton needs"
+    return facts.lacks_triton()

@@ -63,7 +63,7 @@ class Kernels(Technique):
         why = None
         if facts.hardware.device == "cpu":
             why = "its kernels run on a GPU only"
-        elif lacking := facts.lacks("liger-kernel", "triton"):
+        elif lacking := facts.lacks("liger-kernel") or facts.lacks_triton():
             why = lacking
         elif not model.liger:
             why = f"Liger does not know {model.model_type}"

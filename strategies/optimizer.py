@@ -362,6 +362,9 @@ class Optimizer(Technique):
             return f"{seen.optimizer} stepped, not {row.steps}"
         dtypes, fewer = seen.optimizer_state_dtypes, "uint8" in seen.optimizer_state_dtypes
         failures = {
+            "no step was taken: the gradients of the scaled loss overflowed in each": (
+                seen.gradient_scaler is True and row.state_bytes > 0 and not dtypes
+            ),
             "AdamW stepped without its fused kernel": value == "adamw" and seen.optimizer_fused is False,
             f"no {row.bits}-bit state: every parameter is too small for it (state is {dtypes})": (
                 row.bits < 32 and not fewer

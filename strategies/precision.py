@@ -138,12 +138,11 @@ class Precision(Technique):
             weights = wanted
         if evidence.weights_dtype != weights:
             return f"the weights are {evidence.weights_dtype}, not {weights}"
-        known = "tf32" in facts.hardware.precisions and evidence.tf32 is not None
-        # Accelerate switches it on for a compiled model without autocast, and bfloat16 weights have no such product
-        spared = value == "bf16_weights" and evidence.compiled != "none"
-        if known and evidence.tf32 != (value == "tf32") and not spared:
-            # autocast leaves hardly any float32 product, and a Trainer switches the flag by its argument alone
-            return f"TF32 is {'on' if evidence.tf32 else 'off'}"
+        # autocast leaves hardly any float32 product, and bfloat16 weights none: others may have switched the flag then
+        judged = value in {"fp32", "tf32"} and "tf32" in facts.hardware.precisions and evidence.tf32 is not None
+        if judged and evidence.tf32 != (value == "tf32"):
+            on = "TF32 is on (by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, if that is set)"
+            return on if evidence.tf32 else "TF32 is off"
         if (evidence.float8_linears > 0) != (value == "fp8"):
             return f"{evidence.float8_linears} linear layers multiply in float8"
         if value == "fp16" and evidence.gradient_scaler is False:

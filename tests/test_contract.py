@@ -349,7 +349,7 @@ def test_a_technique_imports_the_contract_and_no_other_technique(name):
         for imported in names:
             assert not imported.startswith((".", "strategies", "autofit.strategies")), imported
             if imported.split(".")[0] == "autofit":
-                allowed = below | {"recipe", "recorder", "kept"} if node in for_types else below
+                allowed = below | {"recipe", "recorder", "kept", "tape"} if node in for_types else below
                 assert imported.removeprefix("autofit.") in allowed, imported
 
 

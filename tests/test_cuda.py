@@ -5,14 +5,17 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autofit import device, doctor, memory, placement, probe, question
+from autofit import device, doctor, memory, placement, probe, question, trials, verify
+from autofit.clock import Clock, Effort
 from autofit.errors import MachineError, ModelError
+from autofit.measure import measure
 from autofit.memory import CeilingBroken, CudaMeter, out_of_memory
 from autofit.observe import with_later_state
 from autofit.plan import Evidence, dump_json
@@ -74,6 +77,12 @@ class Card:
     def nvmlDeviceGetMemoryInfo(self, _handle, version):  # noqa: N802
         assert version == self.nvmlMemory_v2
         return SimpleNamespace(used=self.others + self.outside + self.reserved)
+
+    def nvmlSystemGetDriverVersion(self):  # noqa: N802
+        return "580.65.06"
+
+    def nvmlDeviceGetCount(self):  # noqa: N802
+        return 8
 
     # PyTorch
 
@@ -145,6 +154,41 @@ def test_what_is_reserved_above_the_ceiling_is_given_back_after_the_warm_up(card
     assert meter.read().peak_bytes <= 4 * GIB
 
 
+def test_what_a_neighbour_takes_while_steps_are_timed_is_told_from_the_plan_s_own(card):
+    meter = CudaMeter(10 * GIB, 4 * GIB, card.known)
+    card.hold(9 * GIB)
+    meter.settle()
+    card.hold(9 * GIB, 10 * GIB - CONTEXT - 32 * MIB)  # all that the allocator may have
+    card.others += 100 * MIB
+    reading = meter.read()
+    assert reading.peak_bytes > 10 * GIB
+    recipe = recipe_of(PLAIN, cuda_facts(limit_bytes=10 * GIB, global_batch=4))
+    found = measure(recipe, Effort(), meter, lambda _: Evidence())
+    assert (found.kind, found.squeezed) == ("out_of_memory", True)
+    card.hold(10 * GIB)
+    assert not measure(recipe, Effort(), meter, lambda _: Evidence()).squeezed
+
+
+def test_the_card_that_is_measured_is_the_one_that_is_seen(card):
+    """A launch may see another one than was tuned on."""
+    assert CudaMeter(10 * GIB, 4 * GIB, "GPU-of-another-machine").uuid == card.known
+
+
+def test_memory_that_comes_back_late_is_waited_for_also_under_a_low_ceiling(tmp_path, monkeypatch):
+    facts = cuda_facts(limit_bytes=4 * GIB)
+    free = iter([12 * GIB, 18 * GIB, 24 * GIB, *[20 * GIB] * 1000])
+    said = []
+    runner = trials.ProcessRunner(tmp_path / "trials", facts, tmp_path, None, note=said.append)
+    monkeypatch.setattr(runner, "free_bytes", lambda: next(free))
+    runner.settle()
+    assert next(free) == 20 * GIB, "it went on when all had come back, and not before"
+    runner.settle(patience_seconds=0.1)
+    began = time.monotonic()
+    runner.settle()
+    assert time.monotonic() - began < 1, "for somebody who stays it is waited once"
+    assert not said, "there is room for every trial"
+
+
 def test_a_ceiling_below_the_context_is_broken_at_once(card):
     with pytest.raises(CeilingBroken) as caught:
         CudaMeter(400 * MIB, 4 * GIB, card.known)
@@ -192,6 +236,59 @@ def test_the_card_is_described_before_there_is_a_context(card, monkeypatch, pref
     assert (found["uuid"], found["visible_id"], found["capability"]) == (card.known, "3", (8, 6))
     assert (found["total_bytes"], found["free_bytes"], found["others_bytes"]) == (TOTAL, TOTAL - GIB, GIB)
     assert found["precisions"] == ("fp32", "tf32", "bf16", "fp16")
+    assert found["driver"] == "580.65.06"
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [({}, 1), ({"CUDA_VISIBLE_DEVICES": "3"}, 8), ({"CUDA_VISIBLE_DEVICES": "3", "SLURM_JOB_ID": "7"}, 1)],
+    ids=["all there is", "one of eight", "what a scheduler gave"],
+)
+@pytest.mark.usefixtures("card")
+def test_a_launch_is_held_to_the_device_that_was_chosen_of_several(monkeypatch, environment, count):
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = probe.describe_hardware("cuda")
+    assert found["count"] == count
+    hardware = dataclasses.replace(cuda_facts().hardware, count=count, visible_id=found["visible_id"])
+    written = recipe_of(PLAIN, dataclasses.replace(cuda_facts(global_batch=4), hardware=hardware)).emission.accelerate
+    assert written.get("gpu_ids") == ("3" if count > 1 else None)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_verify_shows_a_launch_the_device_that_was_tuned_on(card, here):
+    said = []
+    uuid = card.known if here else "GPU-of-another-machine"
+    hardware = dataclasses.replace(cuda_facts().hardware, uuid=uuid)
+    assert verify._on_its_device(hardware, said.append) == ({"CUDA_VISIBLE_DEVICES": uuid} if here else {})
+    assert bool(said) is not here
+
+
+def test_a_card_that_is_left_unused_is_told(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    there = {"/dev/nvidiactl"}
+    monkeypatch.setattr(device, "Path", lambda path: SimpleNamespace(exists=lambda: path in there))
+    monkeypatch.setattr(device, "missing_cuda", lambda: "the installed torch is built without CUDA")
+    assert device.left_unused() == "the installed torch is built without CUDA"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device.left_unused() is None, "it is hidden on purpose"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    there.clear()
+    assert device.left_unused() is None
+
+
+def test_triton_needs_more_than_itself():
+    facts = dataclasses.replace(cuda_facts(), packages={"triton": "3.6", "liger-kernel": "0.8.5"})
+    known = dataclasses.replace(facts.model, liger=True, attentions=("eager", "sdpa", "flex_attention"))
+    for found, wanted in ((("cc", "python.h"), None), (("cc",), "python3-dev"), ((), "gcc")):
+        hardware = dataclasses.replace(facts.hardware, compilers=found)
+        here = dataclasses.replace(facts, model=known, hardware=hardware)
+        for name, value in (("compile", "regions"), ("kernels", "liger"), ("attention", "flex_attention")):
+            said = technique(name).choice(value, here)
+            assert (said.status == "withheld") is (wanted is not None)
+            assert wanted is None or wanted in said.reason
 
 
 def test_a_card_that_the_driver_does_not_know_is_told(card):
@@ -286,7 +383,7 @@ def test_a_trainer_s_compiled_model_has_no_fp32():
     ("precision", "compiled", "older", "good"),
     [
         ("fp32", "none", False, False),
-        ("bf16_weights", "none", False, False),
+        ("bf16_weights", "none", False, True),
         ("bf16_weights", "regions", False, True),
         ("fp32", "regions", True, True),
     ],
@@ -298,7 +395,7 @@ def test_a_flag_of_tf32_that_does_nothing_is_no_fault(precision, compiled, older
     dtype = "bfloat16" if precision == "bf16_weights" else "float32"
     seen = Evidence(compute_dtype=dtype, weights_dtype=dtype, tf32=True, compiled=compiled)
     said = technique("precision").in_effect(precision, seen, facts)
-    assert said is None if good else said == "TF32 is on"
+    assert said is None if good else "TF32 is on" in said
 
 
 def test_a_trace_s_process_is_shown_no_device(tmp_path, monkeypatch):
@@ -310,6 +407,31 @@ def test_a_trace_s_process_is_shown_no_device(tmp_path, monkeypatch):
     with contextlib.suppress(FileNotFoundError):
         work(tmp_path)
     assert seen == [""]
+
+
+def test_a_step_that_the_scaled_loss_skipped_is_not_timed():
+    facts = cuda_facts(global_batch=4)
+    clock = Clock(
+        recipe=recipe_of(PLAIN, facts),
+        effort=Effort(warm_up=1, min_steps=2, max_steps=2),
+        meter=memory.HostMeter(8 * GIB, "device"),
+        accumulation=4,
+        on_cuda=False,
+    )
+    for skipped in (True, True, False, False):
+        clock.step_begin()
+        if skipped:
+            clock.step_skipped()
+        enough = clock.step_end()
+    assert (clock.done, len(clock.steps), enough) == (4, 2, True)
+
+
+def test_a_step_that_was_never_taken_is_told():
+    seen = Evidence(optimizer="torch.optim.adamw.AdamW", optimizer_fused=True, gradient_scaler=True)
+    words = technique("optimizer").in_effect("adamw", seen, cuda_facts())
+    assert "no step was taken" in words
+    stepped = dataclasses.replace(seen, optimizer_state_dtypes=("float32",))
+    assert technique("optimizer").in_effect("adamw", stepped, cuda_facts()) is None
 
 
 def test_a_state_that_comes_after_skipped_steps_is_seen():

@@ -467,6 +467,9 @@ class Count:
         self.accumulated += 1
         self.phase = "optimizer"
 
+    def step_skipped(self):
+        """Nothing to do."""
+
     def step_end(self):
         self.done += 1
         return self.done >= self.effort.warm_up
