@@ -52,7 +52,7 @@ from autofit.sampler import AutofitSampler
 from autofit.space import Space
 from autofit.surrogate import Encoded
 from autofit.technique import Prior
-from autofit.units import size
+from autofit.units import parse_size, size
 
 FRACTIONS = (1.0, 0.6, 0.35)
 """Ceilings, as shares of what the plain plan with the whole batch at once needs."""
@@ -371,11 +371,16 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def cells(folder: Path, fractions: tuple[float, ...]) -> Iterator[Cell]:
-    """Every landscape of a folder, under each ceiling at which something fits."""
+def cells(folder: Path, fractions: tuple[float, ...], ceilings: tuple[int, ...] = ()) -> Iterator[Cell]:
+    """Every landscape of a folder, under each ceiling at which something fits: as shares of a need, or as bytes."""
     for path in sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")]):
         land = Landscape.read(path)
         bare = Cell(name=path.name.partition(".")[0], land=land, limit_bytes=0)
+        for limit in ceilings:
+            if land.best(limit) is not None:
+                yield replace(bare, name=f"{bare.name} @ {size(limit)}", limit_bytes=limit)
+        if ceilings:
+            continue
         naive = plain(bare)
         needs = [needed(run.outcome) for run in land.of(naive[max(naive)]) if isinstance(run.outcome, Measured)]
         for fraction in fractions:
@@ -402,6 +407,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SEARCHERS))
     parser.add_argument("--ablate", action="store_true", help="autofit, and autofit without each of its parts.")
     parser.add_argument("--fractions", default=",".join(map(str, FRACTIONS)))
+    parser.add_argument("--ceilings", help="Sizes, in the place of shares: 22GiB,14GiB.")
     parser.add_argument("--json", nargs="?", const="-", help="Write all of it to a file, or the sums to stdout.")
     parser.add_argument(
         "--slow-seeds", type=int, help="Of TPE and the Gaussian process, whose asks take long.  [default: as many]"
@@ -409,7 +415,8 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="Print the table of the README.")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    _CELLS.extend(cells(options.landscapes, tuple(float(part) for part in options.fractions.split(","))))
+    ceilings = tuple(parse_size(part) for part in options.ceilings.split(",")) if options.ceilings else ()
+    _CELLS.extend(cells(options.landscapes, tuple(float(part) for part in options.fractions.split(",")), ceilings))
     if not _CELLS:
         sys.exit(f"no landscape in {options.landscapes}")
     searchers = options.only.split(",")
