@@ -150,7 +150,7 @@ def estimate(
             "trust_remote_code": trust_remote_code,
         },
     )
-    words = allow if isinstance(allow, str) else ",".join(allow)
+    words = ",".join(map(str, question.listed(allow)))
     question.check(request, question.Search(allowed=words, fix=tuple(fix), among=tuple(among)))
     card, given = _card(gpu, memory)
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
@@ -265,7 +265,7 @@ def _rows(  # noqa: PLR0917 - of the story above
     The first look is at the tensors alone; for ``most`` of the families the allocator is then replayed.
     """
     limit = facts.workload.limit_bytes
-    rough = cast.device_bytes * (1 + MARGIN)
+    rough = np.where(cast.rough, np.nan, cast.device_bytes) * (1 + MARGIN)
     # on a card that is not known the order of speed is all that can be had
     pace_of = cast.seconds if cast.known_card else cast.work @ cast.nominal
     candidates = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -81,6 +81,11 @@ def asked(kind: type[Asked], given: Mapping[str, Any]) -> Asked:
         option, got = _option(str(first["loc"][0])), first["input"]
         words = first["msg"][:1].lower() + first["msg"][1:]
         raise InputError(f"{option} {got!r}: {words}", hint="help(autofit.tune) tells what each argument is") from None
+
+
+def listed(given: object) -> tuple[object, ...]:
+    """Several values, or one, as one would write them in Python."""
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
 def check(request: Request, settings: Search) -> None:

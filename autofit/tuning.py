@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -128,11 +128,11 @@ def tune(
         {
             "trials": trials,
             "timeout_seconds": units.parse_duration(timeout) if isinstance(timeout, str) else timeout,
-            "allowed": ",".join(map(str, _listed(allow))),
-            "fix": tuple(f"{k}={v}" for k, v in fix.items()) if isinstance(fix, Mapping) else _listed(fix),
-            "among": tuple(f"{k}={','.join(map(str, _listed(vs)))}" for k, vs in among.items())
+            "allowed": ",".join(map(str, question.listed(allow))),
+            "fix": tuple(f"{k}={v}" for k, v in fix.items()) if isinstance(fix, Mapping) else question.listed(fix),
+            "among": tuple(f"{k}={','.join(map(str, question.listed(vs)))}" for k, vs in among.items())
             if isinstance(among, Mapping)
-            else _listed(among),
+            else question.listed(among),
             "sampler": sampler,
             "storage": storage,
             "record": record or None,
@@ -152,11 +152,6 @@ def tune(
             teller.close()
             if not (folder / question.REQUEST).exists():
                 _leave_no_trace(folder, whole=fresh)
-
-
-def _listed(given: object) -> tuple[object, ...]:
-    """Several values, or one."""
-    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
 def predicted(plans: Space, cast: Forecast | None) -> dict[Plan, int]:
@@ -244,8 +239,13 @@ class _Tune:
                 facts = self.given_runner.facts
             else:
                 facts = question.read_facts(self.folder, self.request, device, server, self._note)
+            plans = space.build(
+                facts,
+                space.parse_allowed(self.settings.allowed),
+                space.parse_knobs(self.settings.fix, self.settings.among, facts),
+            )
             with self._device(facts):
-                return self._tune(facts, config, server)
+                return self._tune(facts, plans, config, server)
 
     def _chosen_device(self, before: question.Started | None) -> Literal["cuda", "cpu"]:
         if isinstance(self.given_runner, Replay):
@@ -262,11 +262,8 @@ class _Tune:
         self.notes.append(words)
         self.events.note(words)
 
-    def _tune(self, facts: Facts, config: Path, server: ForkServer) -> Result:
+    def _tune(self, facts: Facts, plans: Space, config: Path, server: ForkServer) -> Result:
         settings = self.settings
-        plans = space.build(
-            facts, space.parse_allowed(settings.allowed), space.parse_knobs(settings.fix, settings.among, facts)
-        )
         if self.given_runner is None:
             for words in neighbours.warnings(facts.hardware, self.folder):
                 self._note(words)
