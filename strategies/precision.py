@@ -66,11 +66,11 @@ class Precision(Technique):
         hardware = facts.hardware
 
         on_cpu = hardware.device == "cpu"
-        never_wins = {"bf16_weights"} if on_cpu else {"fp16"} if "bf16" in hardware.precisions else set()
+        has_bf16 = "bf16" in hardware.precisions
 
         def choice(value: str, needs: str, kind: Kind, good: str, bad: str) -> Choice:
             here = needs in hardware.precisions
-            searched: Status = "on_request" if value in never_wins else "offered"
+            searched: Status = "on_request" if value == "fp16" and has_bf16 else "offered"
             return Choice(value, kind, searched if here else "withheld", good if here else bad)
 
         return (
@@ -88,7 +88,7 @@ class Precision(Technique):
             choice(
                 "fp16", "fp16", Kind.NUMERIC,
                 "no faster than bfloat16, which needs no scaled loss"
-                if "fp16" in never_wins
+                if has_bf16
                 else "the device multiplies float16 itself; the loss is scaled",
                 "a Trainer's fp16 on a CPU silently trains in fp32"
                 if on_cpu
