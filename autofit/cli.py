@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from autofit import __version__
-from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits, PromiseBroken, Stopped, Terminated
+from autofit.errors import (
+    AutofitError,
+    Interrupted,
+    MachineError,
+    ModelError,
+    NothingFits,
+    PromiseBroken,
+    Stopped,
+    Terminated,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -179,6 +188,9 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
         click.echo(dump_json(ESTIMATE, found), nl=False)
     else:
         _console(120).print(table(found))
+    if not found.plans:
+        why = "; ".join(found.untraced) or "no plan could be traced"
+        raise ModelError(f"nothing can be estimated: {why}", hint="`autofit tune` measures what can't be traced")
     if not any(one.verdict != "too large" for one in found.plans):
         raise NothingFits("no plan fits", hint="a shorter --seq-len, --allow exact,numeric,method, or a larger card")
 

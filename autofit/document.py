@@ -145,7 +145,9 @@ def read(folder: str | Path) -> Document:
         text = path.read_text(encoding="utf-8")
         raw = strict.loads(text)
     except FileNotFoundError:
-        raise InputError(f"{folder} holds no {NAME}", hint="give the folder that `autofit tune` wrote") from None
+        begun = path.with_name("request.json").exists()
+        hint = "its tune has found no answer yet: go on with it by --resume" if begun else "give the folder of a tune"
+        raise InputError(f"{folder} holds no {NAME}", hint=hint) from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} can't be read: {error}", hint="tune again, or with --resume in that folder") from None
     found = raw.get("format") if isinstance(raw, dict) else None

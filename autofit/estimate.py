@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 from autofit import allocator, catalogue, footprint, question, space, units
 from autofit import document as documents
 from autofit.catalogue import Card
+from autofit.choose import extras
 from autofit.device import choose_device
 from autofit.errors import InputError, MachineError
 from autofit.facts import Facts, Hardware, LaunchPath, Model, Workload
@@ -35,6 +36,7 @@ from autofit.plan import Plan, dump_json
 from autofit.probe import host_memory
 from autofit.registry import changes, technique
 from autofit.source import fetch, modeling_module, own_code
+from autofit.tape import Floats
 from autofit.traces import Traces, cache_folder, model_of, source_hash
 from autofit.units import MIB
 
@@ -42,6 +44,7 @@ Verdict = Literal["fits", "tight", "too large"]
 HOST_BYTES = 1 << 50
 """Of a host that is not here: offload is not refused for it, what it takes is shown."""
 _MANY_KINDS = 50
+_AS_FAST = 0.03
 _EVERY_PRECISION = ("fp32", "bf16", "fp16")
 """Of a card that is not known, where memory alone is told: TF32 takes what float32 takes."""
 
@@ -75,10 +78,10 @@ class Estimate:
         memory_bytes: What a process can have of it.
         plans: For each family of plans its largest micro-batch that fits, or its smallest where none does; the ones
             that fit first, the fastest of them first.
-        recommended: The fastest of those that fit, and ``None`` where none does: by roofline, with nominal rates on a
-            card that is not in the catalogue.
+        recommended: The plainest of those that fit and are as fast as the fastest, by 3 %; ``None`` where none fits. By
+            roofline, with nominal rates on a card that is not in the catalogue.
         counted: Plans that were judged.
-        kinds: Families of plans: those that differ in more than the micro-batch.
+        kinds: Families of plans that can be estimated: those that differ in more than the micro-batch.
         untraced: Why some values have no estimate.
         notes: What was assumed.
     """
@@ -132,7 +135,8 @@ def estimate(
         launch_path: ``trainer`` or ``loop``.
         trust_remote_code: Whether the model's own code may run.
         cache: Whether traces are kept on disk, and read from there.
-        most: Kinds of plan that are shown, the fastest first; ``None`` for all.
+        most: Kinds of plan that are shown, the fastest first, and of those that need and give the same the plainest;
+            ``None`` for all.
         say: Told of what is being done.
 
     Raises:
@@ -174,7 +178,7 @@ def estimate(
             plans = space.build(facts, space.parse_allowed(words), knobs)
             traces = Traces(facts, config, lambda: server, folder, kept)
             cast = forecast(plans, traces, facts, card, say)
-        rows = _rows(plans, cast, traces, facts, most, say)
+        rows, kinds, recommended = _rows(plans, cast, traces, facts, most, say)
         untraced = sorted({why for plan in families_of(plans) if (why := traces.untraced(plan))})
         return Estimate(
             model=str(model),
@@ -185,9 +189,9 @@ def estimate(
             global_batch=global_batch,
             margin=MARGIN,
             plans=tuple(rows),
-            recommended=rows[0].plan if rows and rows[0].verdict == "fits" else None,
+            recommended=recommended,
             counted=len(plans.plans),
-            kinds=len(families_of(plans)),
+            kinds=kinds,
             untraced=tuple(untraced),
             notes=_notes(facts, card, traces, plans),
             seconds=time.monotonic() - began,
@@ -259,10 +263,13 @@ def _rows(  # noqa: PLR0917 - of the story above
     facts: Facts,
     most: int | None,
     say: Callable[[str], None],
-) -> list[Estimated]:
+) -> tuple[list[Estimated], int, Plan | None]:
     """For each family the plan with the largest micro-batch that fits, or the smallest plan.
 
     The first look is at the tensors alone; for ``most`` of the families the allocator is then replayed.
+
+    Returns:
+        Them, of how many families, and which is recommended.
     """
     limit = facts.workload.limit_bytes
     rough = np.where(cast.rough, np.nan, cast.device_bytes) * (1 + MARGIN)
@@ -289,7 +296,8 @@ def _rows(  # noqa: PLR0917 - of the story above
             float(rough[first]),
         )
 
-    chosen = [places for _, places in sorted(candidates, key=rank)[:most]]
+    ranked = [places for _, places in sorted(candidates, key=rank)]
+    chosen = ranked if most is None else _apart(ranked, plans, rough, pace_of)[:most]
     if len(chosen) > _MANY_KINDS:
         say(f"replaying {len(chosen)} kinds of plan through the allocator")
 
@@ -304,7 +312,19 @@ def _rows(  # noqa: PLR0917 - of the story above
     order = {"fits": 0, "tight": 1, "too large": 2}
     # a smaller micro-batch than the first look hoped for may be a slower one
     found.sort(key=lambda one: (order[one[0].verdict], one[1] if one[0].verdict == "fits" else 0.0))
-    return [one for one, _ in found]
+    fast = [(one.plan, pace) for one, pace in found if one.verdict == "fits"]
+    alike = [plan for plan, pace in fast if not pace > fast[0][1] * (1 + _AS_FAST)]
+    return [one for one, _ in found], len(candidates), min(alike, key=extras, default=None)
+
+
+def _apart(ranked: list[list[int]], plans: space.Space, rough: Floats, pace_of: Floats) -> list[list[int]]:
+    """Of the kinds that need and give the same, by three digits, the plainest, in the place of the first."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for places in ranked:
+        key = f"{rough[places[0]]:.3g}", f"{pace_of[places[0]]:.3g}"
+        if key not in alike or extras(plans.plans[places[0]]) < extras(plans.plans[alike[key][0]]):
+            alike[key] = places  # a key keeps its place
+    return list(alike.values())
 
 
 def _estimated(plan: Plan, seconds: float, traces: Traces, facts: Facts) -> Estimated:
@@ -353,6 +373,8 @@ def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space) 
     if facts.hardware.device == "cuda":
         workspace = units.size(workspace_bytes(facts.hardware.capability))
         said.append(f"{units.size(CONTEXT_BYTES)} for the CUDA context and {workspace} for cuBLAS are included")
+    if facts.hardware.device == "cuda" and card is None:
+        said.append("the order is that of a nominal card's speed: --gpu NAME tells samples/s")
     if card is not None:
         said.append("samples/s are a roofline's: about 30 % off, good for the order")
         if card.usable_bytes is None:

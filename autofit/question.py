@@ -118,14 +118,17 @@ def before(folder: Path, now: Request, *, resume: bool, say: Callable[[str], Non
         elif any(finished(folder / TRIALS)):
             raise InputError(f"{folder} holds trials but no {REQUEST}", hint="choose another --output")
         return None
-    if not resume:
-        raise InputError(f"{folder} holds a tune already", hint="go on with it by --resume, or choose another --output")
     try:
         started = strict.read(STARTED, path.read_bytes())
     except (OSError, ValueError) as error:  # pydantic's own is one of the latter
         first = str(error).splitlines()[0]
         raise InputError(f"{path} can't be read: {first}", hint="choose another --output") from error
     then = started.request
+    if not resume:
+        raise InputError(
+            f"{folder} holds a tune of {then.model!r} already",
+            hint="go on with it by --resume, choose another --output, or delete it",
+        )
     for name in ("model", "seq_len", "global_batch", "memory_limit", "launch_path", "trust_remote_code", "seed"):
         if getattr(then, name) != getattr(now, name):
             raise InputError(

@@ -38,7 +38,7 @@ def table(found: Estimate) -> RenderableType:
     host = any(one.need.elsewhere_bytes for one in shown)
     if host:
         columns.add_column("on the host", justify="right", no_wrap=True)
-    columns.add_column("", no_wrap=True)
+    columns.add_column("verdict", no_wrap=True)
     fast = any(one.samples_per_second for one in shown)
     if fast:
         columns.add_column("samples/s", justify="right", no_wrap=True)
@@ -57,7 +57,9 @@ def table(found: Estimate) -> RenderableType:
         cells.append(bar(one, found.memory_bytes))
         columns.add_row(*cells)
     legend = Text("  ").join(Text(f"{letter} {name}", style=style) for name, (letter, style) in _LETTERS.items())
-    parts: list[RenderableType] = [Text(head), Text(), columns, Text(), legend]
+    parts: list[RenderableType] = [Text(head)]
+    if shown:
+        parts += [Text(), columns, Text(), legend]
     hidden = found.kinds - len(shown)
     if hidden:
         parts.append(Text(f"{hidden} more kinds of plan: --all shows them"))
@@ -76,9 +78,11 @@ def _recommended(found: Estimate) -> list[Text]:
     """The fastest plan that fits, and what it changes in the training."""
     if found.recommended is None:
         return []
-    plan, first = found.recommended, found.plans[0]
-    words = f"the fastest that fits: {plan['micro_batch']} x {plan['accumulation']} rows, {knobs_of(plan)}"
-    return [Text(words), *(Text(f"  {said}") for said in first.changes)]
+    plan = found.recommended
+    words = f"recommended: {plan['micro_batch']} x {plan['accumulation']} rows, {knobs_of(plan)}"
+    why = "the fastest that fits" if plan == found.plans[0].plan else "plainer than the fastest, and within 3 % of it"
+    changes = next(one.changes for one in found.plans if one.plan == plan)
+    return [Text(f"{words} ({why})"), *(Text(f"  {said}") for said in changes)]
 
 
 def _count(parameters: int) -> str:

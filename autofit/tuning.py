@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -23,8 +23,8 @@ from autofit import document as documents
 from autofit.answer import Result
 from autofit.campaign import Campaign
 from autofit.device import choose_device, left_unused
-from autofit.emit import ASIDE
-from autofit.errors import AutofitError, Interrupted, MachineError, NothingFits, Stopped
+from autofit.emit import ARGUMENTS, ASIDE, REPORT, YAML
+from autofit.errors import AutofitError, InputError, Interrupted, MachineError, NothingFits, Stopped
 from autofit.events import Events, Silent
 from autofit.facts import Facts, LaunchPath
 from autofit.files import usable_folder
@@ -50,6 +50,9 @@ T = TypeVar("T")
 LOCK = ".lock"
 FORKSERVER_LOG = "forkserver.log"
 JOURNAL = "journal.log"
+_WRITTEN = {
+    documents.MODEL_FOLDER, documents.NAME, YAML, ARGUMENTS, REPORT, TRIALS, FORKSERVER_LOG, JOURNAL
+}  # fmt: skip
 NOTICEABLE = 0.1
 MOST_GUARDS = 3
 
@@ -142,6 +145,7 @@ def tune(
     question.check(request, settings)
     folder = Path(output) if output else Path(tempfile.mkdtemp(prefix="autofit-"))
     fresh = not output or not folder.exists()
+    before = _of_others(folder)
     usable_folder(folder)
     teller = events or Silent()
     with held(folder / LOCK, f"another tune is writing {folder}", "give each tune its own --output"):
@@ -151,7 +155,7 @@ def tune(
         finally:
             teller.close()
             if not (folder / question.REQUEST).exists():
-                _leave_no_trace(folder, whole=fresh)
+                _leave_no_trace(folder, whole=fresh, but=before)
 
 
 def predicted(plans: Space, cast: Forecast | None) -> dict[Plan, int]:
@@ -196,13 +200,33 @@ def _sweep(folder: Path) -> None:
             left.unlink()
 
 
-def _leave_no_trace(folder: Path, *, whole: bool) -> None:
-    """Take away what a tune that never began has written."""
+def _of_others(folder: Path) -> frozenset[str]:
+    """What stands in a folder before a tune begins there.
+
+    Raises:
+        InputError: Something has a name that the tune would write to, and no tune has written it.
+    """
+    try:
+        there = frozenset(entry.name for entry in folder.iterdir())
+    except (OSError, ValueError):
+        return frozenset()  # not there yet, or no folder: the next who looks says so
+    clash = sorted(there & _WRITTEN)
+    if clash and not {question.REQUEST, LOCK} & there:
+        raise InputError(
+            f"{folder} holds {', '.join(clash)}, which no tune wrote: it would be written over",
+            hint="name a new or an empty folder by --output",
+        )
+    return there
+
+
+def _leave_no_trace(folder: Path, *, whole: bool, but: Collection[str]) -> None:
+    """Take away what a tune that never began has written, ``but`` what stood there before."""
     if whole:
         shutil.rmtree(folder, ignore_errors=True)
         return
-    shutil.rmtree(folder / documents.MODEL_FOLDER, ignore_errors=True)
-    for name in (FORKSERVER_LOG, JOURNAL, LOCK):
+    if documents.MODEL_FOLDER not in but:
+        shutil.rmtree(folder / documents.MODEL_FOLDER, ignore_errors=True)
+    for name in {FORKSERVER_LOG, JOURNAL, LOCK} - set(but):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from autofit import cli, estimate, footprint, traces
+from autofit.choose import extras
 from autofit.errors import InputError
 from autofit.estimate import ESTIMATE, MARGIN, cause
 from autofit.forecast import CONTEXT_BYTES, workspace_bytes
@@ -72,6 +73,31 @@ def test_only_a_size_gives_no_speed_and_the_margin_decides(ask):
     assert [kind.verdict for kind in tight.plans] == ["tight"]
     short = ask(memory=one.device_bytes - MIB, fix=held)
     assert [kind.verdict for kind in short.plans] == ["too large"]
+
+
+def test_kinds_that_need_and_give_the_same_are_shown_once(ask):
+    among = ("precision=bf16,fp16",)
+    fix = ("optimizer=adamw", "offload=none", "checkpointing=off", "kernels=none")
+    short, whole = (ask(gpu="4090", among=among, fix=fix, most=most) for most in (12, None))
+    assert [one.plan["precision"] for one in short.plans] == ["bf16"]
+    assert {one.plan["precision"] for one in whole.plans} == {"bf16", "fp16"}
+    assert short.kinds == whole.kinds == len(whole.plans)
+
+
+def test_what_is_recommended_is_the_plainest_of_the_fast_ones(ask):
+    found = ask(gpu="4090", seq_len=128, global_batch=32)
+    best = found.plans[0].samples_per_second
+    near = [one.plan for one in found.plans if one.verdict == "fits" and one.samples_per_second > best / 1.03]
+    assert found.recommended in near
+    assert extras(found.recommended) == min(map(extras, near))
+
+
+@pytest.mark.usefixtures("ask")
+def test_what_can_not_be_estimated_is_no_verdict_on_the_card():
+    done = CliRunner().invoke(cli.main, ["estimate", "demo", "--gpu", "4090", "--fix", "offload=fsdp2"])
+    assert done.exit_code == 2
+    assert "nothing can be estimated: offload=fsdp2 can't be traced" in done.output
+    assert "larger card" not in done.output
 
 
 def test_a_smaller_card_takes_a_smaller_micro_batch(ask):
@@ -260,6 +286,6 @@ def test_seven_billion_parameters_fit_8_gib_quantized_and_80_gib_as_they_are(ask
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(table(small))
     text = " ".join(console.export_text().split())
-    assert "the fastest that fits: " in text
+    assert "recommended: " in text
     assert "rounded to 4 bits" in text
     assert ask(str(config), memory="3GiB", **asked).recommended is None

@@ -195,11 +195,36 @@ def test_a_second_tune_does_not_overwrite_the_first(tune, out):
     tune(Replay(out), trials=1)
     before = {name: (out / name).read_bytes() for name in FILES}
     replay = Replay(out)
-    with pytest.raises(InputError, match="holds a tune already") as caught:
+    with pytest.raises(InputError, match="holds a tune of 'demo' already") as caught:
         tune(replay)
     assert "--resume" in caught.value.hint
     assert replay.asked == []
     assert {name: (out / name).read_bytes() for name in FILES} == before
+
+
+@pytest.mark.parametrize("name", ["model/weights.bin", "trials/mine.txt", "accelerate.yaml", "autofit.json"])
+def test_what_others_have_written_is_not_touched(tune, out, name):
+    """A project's own model folder is not the one that a tune makes, and takes away where it never began."""
+    precious = out / name
+    precious.parent.mkdir(parents=True)
+    precious.write_text("precious")
+    for model in ("demo", "/no/such/model"):
+        with pytest.raises(InputError, match=f"holds {name.partition('/')[0]}, which no tune wrote"):
+            tune(Replay(out), model=model)
+        assert precious.read_text() == "precious"
+        assert names(out) == [name.partition("/")[0]]
+
+
+def test_a_folder_with_other_things_is_left_as_it_was_where_nothing_begins(tune, out):
+    (out / "src").mkdir(parents=True)
+    (out / "src" / "mine.py").write_text("precious")
+    (out / ".lock").write_text("")  # another program's, or a tune's that was killed
+    (out / "model").mkdir()
+    (out / "model" / "weights.bin").write_text("precious")
+    with pytest.raises(InputError, match="no file or folder"):
+        tune(Replay(out), model="/no/such/model")
+    assert names(out) == [".lock", "model", "src"]
+    assert (out / "model" / "weights.bin").read_text() == "precious"
 
 
 def test_two_tunes_do_not_write_one_folder(tune, out):
