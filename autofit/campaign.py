@@ -16,7 +16,7 @@ from autofit.clock import Effort
 from autofit.events import Events, Silent
 from autofit.facts import Facts
 from autofit.landscape import Writer
-from autofit.plan import Crashed, Diverged, Measured, OutOfMemory, Plan, TimedOut, Trial, median
+from autofit.plan import Crashed, Diverged, Measured, Outcome, OutOfMemory, Plan, TimedOut, Trial, median
 from autofit.search import Searcher
 from autofit.space import Space
 from autofit.trials import Runner
@@ -128,11 +128,20 @@ class Campaign:
         if why is None or (left is not None and left < trial.wall_seconds):
             return None
         if not isinstance(trial.outcome, Measured):
-            return why if self.credit >= 1 else None
+            return why if self.credit >= 1 and not self._crashes_always(trial.outcome) else None
         self.repeats += 1
         if self.repeats == MOST_REPEATS + 1:
             self.note("the machine stays busy: from here on trials that others disturb are not measured once more")
         return why if self.repeats <= MOST_REPEATS else None
+
+    def _crashes_always(self, outcome: Outcome) -> bool:
+        """Whether a plan has crashed by the same error twice: then it is no accident. Who was killed may be one."""
+        if not isinstance(outcome, Crashed) or outcome.reason.startswith("killed "):
+            return False
+        alike = [
+            one.plan for one in self.trials if isinstance(one.outcome, Crashed) and one.outcome.reason == outcome.reason
+        ]
+        return len(set(alike)) < len(alike)
 
     def search(self, searcher: Searcher, most_trials: int) -> None:
         """Ask, run, tell, until nothing is worth trying or the budget is spent."""

@@ -34,7 +34,7 @@ from autofit.guard import Guards, Look
 from autofit.kept import KEPT, Kept
 from autofit.landscape import Replay
 from autofit.locks import hardware_lock, held
-from autofit.plan import Measured, Outcome, OutOfMemory, Plan, Trial, median
+from autofit.plan import Crashed, Measured, Outcome, OutOfMemory, Plan, Trial, median
 from autofit.question import TRIALS, Request, Search
 from autofit.source import fetch, modeling_module, own_code
 from autofit.traces import Traces, cache_folder
@@ -417,12 +417,21 @@ class _Tune:
                 f"{needed} (--memory-limit), a shorter sequence (--seq-len), or --allow exact,numeric,method."
             )
         if not trials or any(_says_of_memory(trial.outcome) for trial in trials):
-            return NothingFits(choose.nearest_change(trials, plans, facts.workload.limit_bytes, facts))
+            return NothingFits(
+                f"Nothing fits. {choose.nearest_change(trials, plans, facts.workload.limit_bytes, facts)}"
+            )
         last = trials[-1]
+        logs = f"its logs are in {trial_folder(self.folder / TRIALS, last.number)}"
+        alike = {trial.outcome.reason for trial in trials if isinstance(trial.outcome, Crashed)}
+        if len(alike) == 1 and all(isinstance(trial.outcome, Crashed) for trial in trials):
+            return MachineError(
+                f"every plan that was tried crashed alike: {alike.pop()}",
+                hint=f"does the model train at all, and are the sizes in its config right? {logs}",
+            )
         why = getattr(last.outcome, "reason", last.outcome.kind.replace("_", " "))
         return MachineError(
             f"no plan could be measured; the last one, {last.plan.words()}: {why}",
-            hint=f"its logs are in {trial_folder(self.folder / TRIALS, last.number)}",
+            hint=logs,
         )
 
     def _left(self) -> float | None:

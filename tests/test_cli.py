@@ -324,7 +324,7 @@ def test_nothing_fits_is_an_answer_and_no_error(tune, tmp_path):
     done = tune(replay=Replay(tmp_path / "out", row_bytes=300 * GIB))
     assert done.exit_code == 3
     message, _ = one_line(done.stderr)
-    assert message.startswith("The tightest plan that was seen")
+    assert message.startswith("Nothing fits. The tightest plan that was seen")
     assert done.stdout == ""
 
 

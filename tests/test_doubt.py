@@ -93,6 +93,13 @@ def test_failures_that_come_again_are_not_repeated_for_ever():
     assert len(runner.asked) == 8 + CREDIT
 
 
+def test_an_error_that_came_twice_of_one_plan_is_believed_of_the_next():
+    error = Crashed(reason="RuntimeError: sizes differ")
+    _, runner, notes = held(*[error] * 99)
+    assert len(notes) == 1
+    assert len(runner.asked) == 8 + 1
+
+
 def test_credit_is_earned_again_by_trials_that_run():
     good = measured((0.1, 0.1), GIB, FACTS)
     _, runner, notes = held(*[CRASH] * 6, *[good] * 4, CRASH, good, plans=SPACE.plans[:9])
