@@ -53,6 +53,8 @@ JOURNAL = "journal.log"
 _WRITTEN = {
     documents.MODEL_FOLDER, documents.NAME, YAML, ARGUMENTS, REPORT, TRIALS, FORKSERVER_LOG, JOURNAL
 }  # fmt: skip
+_BEGUN = {question.REQUEST, LOCK}
+"""One of these is in every folder that a tune has written to."""
 NOTICEABLE = 0.1
 MOST_GUARDS = 3
 
@@ -149,7 +151,8 @@ def tune(
     usable_folder(folder)
     teller = events or Silent()
     with held(folder / LOCK, f"another tune is writing {folder}", "give each tune its own --output"):
-        _sweep(folder)
+        if before & _BEGUN:
+            _sweep(folder)
         try:
             return _Tune(folder, request, settings, teller, runner).run(resume=resume)
         finally:
@@ -211,7 +214,7 @@ def _of_others(folder: Path) -> frozenset[str]:
     except (OSError, ValueError):
         return frozenset()  # not there yet, or no folder: the next who looks says so
     clash = sorted(there & _WRITTEN)
-    if clash and not {question.REQUEST, LOCK} & there:
+    if clash and not _BEGUN & there:
         raise InputError(
             f"{folder} holds {', '.join(clash)}, which no tune wrote: it would be written over",
             hint="name a new or an empty folder by --output",

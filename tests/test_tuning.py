@@ -202,6 +202,15 @@ def test_a_second_tune_does_not_overwrite_the_first(tune, out):
     assert {name: (out / name).read_bytes() for name in FILES} == before
 
 
+def test_what_looks_half_written_in_a_folder_of_others_stays(tune, out):
+    out.mkdir()
+    (out / ".mine.tmp").write_text("precious")
+    (out / ".ask-me").mkdir()
+    tune(Replay(out), trials=1)
+    assert (out / ".mine.tmp").read_text() == "precious"
+    assert (out / ".ask-me").is_dir()
+
+
 @pytest.mark.parametrize("name", ["model/weights.bin", "trials/mine.txt", "accelerate.yaml", "autofit.json"])
 def test_what_others_have_written_is_not_touched(tune, out, name):
     """A project's own model folder is not the one that a tune makes, and takes away where it never began."""
