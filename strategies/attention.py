@@ -82,10 +82,10 @@ class Attention(Technique):
         capability, why = facts.hardware.capability, None
         if facts.hardware.device == "cpu":
             why = "it runs on CUDA devices only"
-        elif lacking := facts.lacks(package):
-            why = lacking
         elif capability is None or not least <= capability < below:
             why = f"it needs {generation}, and {facts.hardware.name} is none"
+        elif lacking := facts.lacks(package):
+            why = lacking
         elif value == "flash_attention_3" and facts.model.attention_dropout:
             why = f"{facts.model.architecture} drops attention weights, which it can't"
         if why is not None:
