@@ -17,6 +17,7 @@ from autofit.plan import Measured, Plan, Promise, Trial
 FORMAT = 1
 NAME = "autofit.json"
 MODEL_FOLDER = "model"
+REQUEST = "request.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,7 @@ def read(folder: str | Path) -> Document:
         text = path.read_text(encoding="utf-8")
         raw = strict.loads(text)
     except FileNotFoundError:
-        begun = path.with_name("request.json").exists()
+        begun = path.with_name(REQUEST).exists()
         hint = "its tune has found no answer yet: go on with it by --resume" if begun else "give the folder of a tune"
         raise InputError(f"{folder} holds no {NAME}", hint=hint) from None
     except (OSError, ValueError) as error:

@@ -272,32 +272,32 @@ def _rows(  # noqa: PLR0917 - of the story above
         Them, of how many families, and which is recommended.
     """
     limit = facts.workload.limit_bytes
-    rough = np.where(cast.rough, np.nan, cast.device_bytes) * (1 + MARGIN)
+    need = cast.predicted_bytes * (1 + MARGIN)
     # on a card that is not known the order of speed is all that can be had
     pace_of = cast.seconds if cast.known_card else cast.work @ cast.nominal
     candidates = []
     for members in families_of(plans).values():
         traced = sorted(
-            (place for place in members if not np.isnan(rough[place])),
+            (place for place in members if not np.isnan(need[place])),
             key=lambda place: -int(plans.plans[place]["micro_batch"]),
         )
-        fitting = [place for place in traced if rough[place] <= limit]
+        fitting = [place for place in traced if need[place] <= limit]
         if traced:
-            candidates.append((not fitting, fitting or [min(traced, key=lambda place: float(rough[place]))]))
+            candidates.append((not fitting, fitting or [min(traced, key=lambda place: float(need[place]))]))
 
     def rank(candidate: tuple[bool, list[int]]) -> tuple[float, ...]:
         beyond, places = candidate
         first = places[0]
-        pace = float(rough[first]) if beyond else float(pace_of[first])
+        pace = float(need[first]) if beyond else float(pace_of[first])
         return (
             beyond,
             np.inf if np.isnan(pace) else pace,
             -int(plans.plans[first]["micro_batch"]),
-            float(rough[first]),
+            float(need[first]),
         )
 
     ranked = [places for _, places in sorted(candidates, key=rank)]
-    chosen = ranked if most is None else _apart(ranked, plans, rough, pace_of)[:most]
+    chosen = ranked if most is None else _apart(ranked, plans, need, pace_of)[:most]
     if len(chosen) > _MANY_KINDS:
         say(f"replaying {len(chosen)} kinds of plan through the allocator")
 
@@ -317,11 +317,11 @@ def _rows(  # noqa: PLR0917 - of the story above
     return [one for one, _ in found], len(candidates), min(alike, key=extras, default=None)
 
 
-def _apart(ranked: list[list[int]], plans: space.Space, rough: Floats, pace_of: Floats) -> list[list[int]]:
+def _apart(ranked: list[list[int]], plans: space.Space, need: Floats, pace_of: Floats) -> list[list[int]]:
     """Of the kinds that need and give the same, by three digits, the plainest, in the place of the first."""
     alike: dict[tuple[str, str], list[int]] = {}
     for places in ranked:
-        key = f"{rough[places[0]]:.3g}", f"{pace_of[places[0]]:.3g}"
+        key = f"{need[places[0]]:.3g}", f"{pace_of[places[0]]:.3g}"
         if key not in alike or extras(plans.plans[places[0]]) < extras(plans.plans[alike[key][0]]):
             alike[key] = places  # a key keeps its place
     return list(alike.values())

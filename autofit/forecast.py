@@ -24,7 +24,7 @@ from autofit.plan import Plan
 from autofit.registry import recipe, technique
 from autofit.roofline import KINDS, WORK, Totals
 from autofit.tape import Bools, Floats
-from autofit.traces import MANY, PARTS
+from autofit.traces import MANY, untraceable
 from autofit.units import MIB
 
 if TYPE_CHECKING:
@@ -145,6 +145,11 @@ class Forecast:
         """Expected need on the device, before anything was measured."""
         return self.beside.offset_bytes + self.beside.slope * self.tensor_bytes
 
+    @property
+    def predicted_bytes(self) -> Floats:
+        """The same of the plans that were traced; NaN for the others."""
+        return np.where(self.rough, np.nan, self.device_bytes)
+
 
 def beside(hardware: Hardware) -> Beside:
     """What a plan needs beside its tensors, and how well that is known."""
@@ -229,13 +234,6 @@ def noise_of(hardware: Hardware) -> float:
 def _traceable(family: Plan) -> Plan:
     """The plan with a plain value in the place of each that can't be traced."""
     return family.replaced(**{name: technique(name).plain for name in untraceable(family)})
-
-
-def untraceable(plan: Plan) -> list[str]:
-    """The techniques whose values keep a plan from being traced."""
-    return [
-        name for name, value in plan.items() if any(technique(name).traced_as(value, part) is None for part in PARTS)
-    ]
 
 
 def _hosted(family: Plan, micro: MicroPart, facts: Facts) -> Hosted | None:

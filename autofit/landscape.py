@@ -40,6 +40,7 @@ from autofit.registry import check_values, techniques
 from autofit.roofline import WORK, nominal_seconds
 from autofit.space import Space
 from autofit.tape import Floats
+from autofit.traces import untraceable
 
 Purpose = Literal["search", "final"]
 
@@ -127,12 +128,11 @@ class Writer:
 
 def traced(space: Space, cast: Forecast) -> dict[Plan, dict[str, Any]]:
     """What the traces say of each plan, as fields of a :class:`Run`."""
-    found = {}
+    found, predicted = {}, cast.predicted_bytes
     for place, plan in enumerate(space.plans):
         tensors, seconds, work = cast.tensor_bytes[place], cast.seconds[place], cast.work[place]
-        sure = not math.isnan(tensors) and not cast.rough[place]
         found[plan] = {
-            "predicted_bytes": round(cast.device_bytes[place]) if sure else None,
+            "predicted_bytes": None if math.isnan(predicted[place]) else round(predicted[place]),
             "traced_bytes": None if math.isnan(tensors) else round(tensors),
             "traced_seconds": None if math.isnan(seconds) else float(seconds),
             "work": None if np.isnan(work).any() else tuple(work.tolist()),
@@ -268,7 +268,7 @@ class Landscape:
             work=np.array(work),
             nominal=nominal_seconds(card, on_cpu=hardware.device == "cpu", threads=hardware.threads),
             known_card=card is not None,
-            rough=np.array([bool(forecasts.untraceable(plan)) for plan in space.plans]) & ~np.isnan(tensors),
+            rough=np.array([bool(untraceable(plan)) for plan in space.plans]) & ~np.isnan(tensors),
             beside=forecasts.beside(self.facts.hardware),
             noise=forecasts.noise_of(self.facts.hardware),
         )

@@ -41,7 +41,10 @@ class CeilingBroken(Exception):  # noqa: N818 - it becomes an outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Peaks since the meter was made, in bytes; see :class:`autofit.plan.Measured`."""
+    """Peaks since the meter was made, in bytes; see :class:`autofit.plan.Measured`.
+
+    ``settled_bytes`` lay outside of the allocator when warm-up was over: what came later may be somebody else's.
+    """
 
     peak_bytes: int
     allocated_bytes: int
@@ -49,6 +52,7 @@ class Reading:
     outside_bytes: int
     host_bytes: int
     alloc_retries: int = 0
+    settled_bytes: int = 0
 
 
 class Meter(Protocol):
@@ -62,9 +66,6 @@ class Meter(Protocol):
 
     def read(self) -> Reading:
         """The peaks so far."""
-
-    def settled_bytes(self) -> int:
-        """What lay outside of the allocator when :meth:`settle` was called."""
 
 
 def status() -> dict[str, int]:
@@ -115,10 +116,6 @@ class HostMeter:
     def settle(self) -> None:
         """Nothing to do: the resident set has no cache of its own."""
 
-    def settled_bytes(self) -> int:
-        """Nothing lies outside of the resident set."""
-        return 0
-
     def read(self) -> Reading:
         """The peak, the same by every name."""
         peak = self.peak_bytes()
@@ -131,8 +128,7 @@ class CudaMeter:
     def __init__(self, limit_bytes: int, host_limit_bytes: int, uuid: str | None) -> None:
         import torch
 
-        own = str(getattr(torch.cuda.get_device_properties(0), "uuid", "") or "")  # makes no context
-        self.uuid = driver_s_name(own) if own else uuid  # a launch may see another card than was tuned on
+        self.uuid = seen_uuid() or uuid  # a launch may see another card than was tuned on
         self.before_bytes = device_used_bytes(self.uuid)
         torch.cuda.set_device(0)
         self.device = torch.cuda.current_device()
@@ -175,10 +171,6 @@ class CudaMeter:
         self._cap()
         self._settled_bytes = self._outside_bytes
 
-    def settled_bytes(self) -> int:
-        """What lay outside of the allocator then: what came later may be somebody else's."""
-        return self._settled_bytes
-
     def read(self) -> Reading:
         """The peaks so far."""
         import torch
@@ -194,6 +186,7 @@ class CudaMeter:
             outside_bytes=self._outside_bytes,
             host_bytes=self.host.peak_bytes(),
             alloc_retries=int(stats.get("num_alloc_retries", 0)),
+            settled_bytes=self._settled_bytes,
         )
 
 
@@ -236,6 +229,20 @@ def device_used_bytes(uuid: str | None) -> int:
     """
     with on_device(uuid) as (nvml, handle):
         return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+
+
+def seen_uuid() -> str:
+    """The UUID of the first device that this process sees, as the driver calls it; empty where PyTorch tells none.
+
+    Makes no context.
+
+    Raises:
+        MachineError: As for :func:`driver_s_name`.
+    """
+    import torch
+
+    uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", "") or "")
+    return driver_s_name(uuid) if uuid else ""
 
 
 def driver_s_name(uuid: str) -> str:

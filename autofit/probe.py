@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from autofit.memory import control_groups, device_used_bytes, driver, driver_s_name
+from autofit.memory import control_groups, device_used_bytes, driver, seen_uuid
 
 _SCHEDULED = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"}
 """Of a job that a scheduler gives its devices, others the next time."""
@@ -234,8 +234,7 @@ def _cuda() -> dict[str, Any]:
     if major >= 7 or (major, minor) == (6, 0):
         precisions.append("fp16")
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    uuid = str(getattr(properties, "uuid", "") or "")
-    uuid = driver_s_name(uuid) if uuid else ""
+    uuid = seen_uuid()
     total = int(properties.total_memory)
     used = device_used_bytes(uuid)  # before this process has a context of its own there
     _ = torch.ones(2, device="cuda").sum().item()  # a device that can't is better known now than by every trial

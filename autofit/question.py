@@ -21,7 +21,7 @@ from autofit.plan import dump_json
 from autofit.trials import finished
 from autofit.worker import FACTS_FILE, JOBS, DescribeJob
 
-REQUEST = "request.json"
+REQUEST = documents.REQUEST
 TRIALS = "trials"
 SAMPLERS = ("autofit", "tpe", "gp", "random", "grid")
 DEFAULT_CEILING = 0.92

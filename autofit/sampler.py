@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
@@ -35,7 +34,6 @@ from autofit.surrogate import (
     FOLLOWS,
     ROWS,
     Encoded,
-    Floats,
     Needs,
     Pace,
     below,
@@ -46,8 +44,8 @@ from autofit.surrogate import (
     predict_sum,
     sharpen,
 )
+from autofit.tape import Bools, Floats
 
-Bools = npt.NDArray[np.bool_]
 Verdict = Literal["measured", "out_of_memory", "timed_out", "failed", "running"]
 
 LEAST_TRIALS = 6

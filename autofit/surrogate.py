@@ -26,16 +26,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from autofit.forecast import Forecast
 from autofit.plan import Plan, Value
 from autofit.registry import techniques
 from autofit.space import Space
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from autofit.tape import Floats, Ints
 
 ROWS = "micro_batch"
 FOLLOWS = "accumulation"
@@ -209,6 +205,7 @@ class Encoded:
         time: The seconds of a sample: by what the traces counted, or by the techniques' expectations alone.
         memory: The peak bytes.
         indicators: One column for each value that is not plain: 1 where a plan has it.
+        untraced: The same for the values that no traced plan has, of those that are forecast.
         forecast: What the traces say of the peak bytes, where there are any.
     """
 
@@ -222,6 +219,7 @@ class Encoded:
     time: Kernel | Pace
     memory: Shape
     indicators: Floats
+    untraced: Floats
     forecast: Forecast | None = None
 
 
@@ -297,6 +295,7 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
             curve_std=0.04,
         ),
         indicators=np.column_stack([nothing, *effects.values()]),
+        untraced=np.column_stack([nothing, *(here for here in effects.values() if _is_rough(here, forecast))]),
         forecast=forecast,
     )
 
@@ -324,7 +323,7 @@ def _pace(  # noqa: PLR0917 - what encode has found
     for (name, value), here in effects.items():
         expected, std = space.priors[name][value].time
         if _shows(space, counted, index, (name, value, plain.get(name))):
-            expected, std = 0.0, std if forecast.rough[here > 0].all() else _EFFECT_STD
+            expected, std = 0.0, std if _is_rough(here, forecast) else _EFFECT_STD
         mean += here * expected
         columns += [here * std, here * bent * 0.1]
     return Pace(
@@ -337,6 +336,11 @@ def _pace(  # noqa: PLR0917 - what encode has found
         family_std=0.06,
         curve_std=0.04,
     )
+
+
+def _is_rough(here: Floats, forecast: Forecast | None) -> bool:
+    """Whether every plan that has a value is one that can't be traced, and is forecast all the same."""
+    return forecast is not None and bool(forecast.rough[here > 0].all()) and bool(here.any())
 
 
 def _shows(space: Space, work: Floats, index: Mapping[Plan, int], asked: tuple[str, Value, Value | None]) -> bool:
@@ -442,7 +446,7 @@ def needs(encoded: Encoded, forecast: Forecast, *, seen: Ints, peaks: Floats, no
     unit = forecast.own_bytes
     common = np.column_stack([beside.offset_std / unit, beside.slope_std * traced / unit])
     of_a_value = (forecast.value_bytes / unit)[:, None] * encoded.indicators
-    hardly_known = (forecast.rough_bytes / unit)[:, None] * encoded.indicators[:, _untraced(encoded, forecast)]
+    hardly_known = (forecast.rough_bytes / unit)[:, None] * encoded.untraced
     kernel = Kernel(
         features=np.column_stack([common, of_a_value, hardly_known]),
         family=encoded.family,
@@ -475,12 +479,6 @@ def needs(encoded: Encoded, forecast: Forecast, *, seen: Ints, peaks: Floats, no
         scatter=scatter,
         count=len(seen),
     )
-
-
-def _untraced(encoded: Encoded, forecast: Forecast) -> Bools:
-    """Of the indicators' columns those of values that no traced plan has."""
-    rough, traced = (encoded.indicators[which].any(axis=0) for which in (forecast.rough, ~forecast.rough))
-    return np.asarray(rough & ~traced)
 
 
 def sharpen(encoded: Encoded, mean: Floats, std: Floats, peaks: Mapping[int, float]) -> tuple[Floats, Floats]:

@@ -75,7 +75,7 @@ def table(found: Estimate) -> RenderableType:
 
 
 def _recommended(found: Estimate) -> list[Text]:
-    """The fastest plan that fits, and what it changes in the training."""
+    """The plan that is recommended, and what it changes in the training."""
     if found.recommended is None:
         return []
     plan = found.recommended

@@ -24,7 +24,7 @@ from autofit import footprint
 from autofit.files import writing
 from autofit.footprint import MicroPart, Need, OptimizerPart
 from autofit.plan import Plan, Value, dump_json
-from autofit.registry import technique, techniques
+from autofit.registry import technique
 from autofit.technique import Part
 from autofit.worker import JOBS, TRACED_FILE, TraceJob, TraceRequest
 
@@ -88,9 +88,8 @@ class Traces:
 
     def untraced(self, plan: Plan) -> str | None:
         """Why the plan has no estimate, or ``None``."""
-        for one in techniques():
-            if any(one.traced_as(plan[one.name], part) is None for part in PARTS):
-                return f"{one.name}={plan[one.name]} can't be traced"
+        for name in untraceable(plan):
+            return f"{name}={plan[name]} can't be traced"
         for part in PARTS:
             traced = self.traced_plan(plan, part)
             reason = self.failed.get(self._key(part, traced)) if traced else None
@@ -176,6 +175,13 @@ class Traces:
             return None
         rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
         return footprint.need(*found, rows=rows, accumulation=accumulation, waiting=self._waiting)
+
+
+def untraceable(plan: Plan) -> list[str]:
+    """The techniques whose values keep a plan from being traced."""
+    return [
+        name for name, value in plan.items() if any(technique(name).traced_as(value, part) is None for part in PARTS)
+    ]
 
 
 def ground_of(facts: Facts, config: Path) -> list[object]:

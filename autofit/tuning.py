@@ -165,8 +165,8 @@ def predicted(plans: Space, cast: Forecast | None) -> dict[Plan, int]:
     """Peak bytes of the plans by their traces, where there are any."""
     if cast is None:
         return {}
-    every = zip(plans.plans, cast.device_bytes.tolist(), cast.rough.tolist(), strict=True)
-    return {plan: round(peak) for plan, peak, rough in every if not math.isnan(peak) and not rough}
+    pairs = zip(plans.plans, cast.predicted_bytes.tolist(), strict=True)
+    return {plan: round(peak) for plan, peak in pairs if not math.isnan(peak)}
 
 
 @contextlib.contextmanager

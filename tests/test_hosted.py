@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from autofit import catalogue, space
-from autofit.forecast import forecast, untraceable
+from autofit.forecast import forecast
 from autofit.registry import technique
 from autofit.sampler import Seen, believe, needed
 from autofit.space import parse_knobs
 from autofit.surrogate import encode
-from autofit.traces import Traces
+from autofit.traces import Traces, untraceable
 from autofit.tuning import predicted
 from autofit.units import MIB
 

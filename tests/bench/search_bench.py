@@ -376,17 +376,14 @@ def cells(folder: Path, fractions: tuple[float, ...], ceilings: tuple[int, ...] 
     for path in sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")]):
         land = Landscape.read(path)
         bare = Cell(name=path.name.partition(".")[0], land=land, limit_bytes=0)
-        for limit in ceilings:
+        limits = {size(limit): limit for limit in ceilings}
+        if not limits:
+            naive = plain(bare)
+            needs = [needed(run.outcome) for run in land.of(naive[max(naive)]) if isinstance(run.outcome, Measured)]
+            limits = {f"{fraction:.0%}": int(1.01 * max(needs) * fraction) for fraction in fractions}
+        for words, limit in limits.items():
             if land.best(limit) is not None:
-                yield replace(bare, name=f"{bare.name} @ {size(limit)}", limit_bytes=limit)
-        if ceilings:
-            continue
-        naive = plain(bare)
-        needs = [needed(run.outcome) for run in land.of(naive[max(naive)]) if isinstance(run.outcome, Measured)]
-        for fraction in fractions:
-            limit = int(1.01 * max(needs) * fraction)
-            if land.best(limit) is not None:
-                yield replace(bare, name=f"{bare.name} @ {fraction:.0%}", limit_bytes=limit)
+                yield replace(bare, name=f"{bare.name} @ {words}", limit_bytes=limit)
 
 
 _CELLS: list[Cell] = []

@@ -20,10 +20,13 @@ import hashlib
 import itertools
 import math
 import random
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autofit import catalogue, question, space
 from autofit.estimate import elsewhere
@@ -31,12 +34,13 @@ from autofit.facts import Facts
 from autofit.forecast import CONTEXT_BYTES, Forecast, forecast, workspace_bytes
 from autofit.forkserver import ForkServer
 from autofit.landscape import Writer
-from autofit.plan import Measured, Plan, Trial, median, spread
+from autofit.plan import Plan, Trial
 from autofit.registry import technique
 from autofit.roofline import WORK
 from autofit.source import fetch, modeling_module
 from autofit.space import Space
 from autofit.traces import Traces, cache_folder
+from tests.synthetic import measured
 
 RATE, VALUE, PAIR, PLAN = 0.3, 0.1, 0.04, 0.01
 MEMORY, MEMORY_PAIR, CONTEXT, ROUGH = 0.02, 0.01, 0.4, 0.2
@@ -95,28 +99,12 @@ class Card:
             itertools.count(),
             random.Random(self.draw),
         )
-        work = self.facts.workload
         for place, plan in enumerate(self.plans.plans):
             true, peak = self.seconds(place), self.peak_bytes(place)
             for _ in range(RUNS):
                 steps = tuple(true * math.exp(chance.gauss(0, NOISE)) for _ in range(STEPS))
-                took = median(steps)
-                outcome = Measured(
-                    step_seconds=took,
-                    step_seconds_spread=spread(steps),
-                    samples_per_second=work.global_batch / took,
-                    tokens_per_second=work.global_batch * work.seq_len / took,
-                    peak_bytes=peak,
-                    allocated_bytes=peak,
-                    reserved_bytes=peak,
-                    outside_bytes=0,
-                    host_bytes=0,
-                    limit_bytes=EVERY,
-                    fidelity="whole",
-                    steps=steps,
-                    training_seconds=sum(steps) * (STEPS + 2) / STEPS,
-                    loss=5.0,
-                )
+                spent = sum(steps) * (STEPS + 2) / STEPS
+                outcome = measured(steps, peak, self.facts, training_seconds=spent, limit_bytes=EVERY)
                 wall = START_SECONDS + outcome.training_seconds
                 writer.add(Trial(number=next(numbers), plan=plan, outcome=outcome, wall_seconds=wall, purpose="search"))
 
