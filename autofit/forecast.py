@@ -66,6 +66,9 @@ class Beside:
         residual: Relative standard deviation of a plan's own around the line.
         scatter_bytes: The same of what does not grow with the tensors.
         value_bytes: Standard deviation of what a value adds by itself, such as the code and buffers of a library.
+        value_share: The same of what it adds in proportion to the tensors.
+        row_share: Standard deviation of what a row adds beside its tensors, as a share of what a row's tensors usually
+            are.
     """
 
     offset_bytes: float
@@ -75,14 +78,12 @@ class Beside:
     residual: float
     scatter_bytes: float
     value_bytes: float
+    value_share: float
+    row_share: float
 
     def own(self, tensor_bytes: Floats) -> Floats:
         """Standard deviation of a plan's own around the line, in bytes."""
         return np.hypot(self.residual * tensor_bytes, self.scatter_bytes)
-
-    def of_a_value(self, tensor_bytes: Floats) -> Floats:
-        """Standard deviation of what one value adds beyond the line, in bytes."""
-        return np.hypot(0.7 * self.residual * tensor_bytes, self.value_bytes)
 
 
 _CPU = Beside(
@@ -93,6 +94,8 @@ _CPU = Beside(
     residual=0.1,
     scatter_bytes=3 * MIB,
     value_bytes=12 * MIB,
+    value_share=0.15,
+    row_share=0.6,
 )
 """Resident memory: malloc keeps part of what is freed, and oneDNN has buffers of its own. Tiny models were seen at 1.2
 to 2 times their tensors, give or take 10 MiB; plans of a few ten MiB scatter by 3 MiB, and bfloat16 adds 6 to 15 MiB.
@@ -131,11 +134,6 @@ class Forecast:
         return np.hypot(self.beside.own(tensors), _ROUGHLY_OWN * tensors * self.rough)
 
     @functools.cached_property
-    def value_bytes(self) -> Floats:
-        """Standard deviation of what each value of a plan adds."""
-        return self.beside.of_a_value(np.nan_to_num(self.tensor_bytes))
-
-    @functools.cached_property
     def rough_bytes(self) -> Floats:
         """The same of a value that keeps a plan from being traced; 0 for a plan that was."""
         return _ROUGHLY * np.nan_to_num(self.tensor_bytes) * self.rough
@@ -163,6 +161,8 @@ def beside(hardware: Hardware) -> Beside:
         residual=0.03,
         scatter_bytes=8 * MIB,
         value_bytes=16 * MIB,
+        value_share=0.02,
+        row_share=0.0,
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
+import itertools
 import json
 import math
 import random
@@ -302,13 +303,16 @@ class Landscape:
 
     @functools.cached_property
     def noise(self) -> float:
-        """How far one measurement of a plan usually lies from its median, as a share of it."""
-        shares = []
+        """How far one measurement of a plan usually lies from what it truly takes, as a share of it.
+
+        From how far two measurements of a plan lie apart, which does not depend on how many there are: of three, one
+        is the median itself, and to count from it would tell half of the noise.
+        """
+        apart = []
         for plan, runs in self.runs.items():
             steps = [run.outcome.step_seconds for run in runs if isinstance(run.outcome, Measured)]
-            if len(steps) > 1:
-                shares.append(median([abs(step / self.seconds(plan) - 1) for step in steps]))
-        return median(shares) if shares else 0.0
+            apart += [abs(one - other) / self.seconds(plan) for one, other in itertools.combinations(steps, 2)]
+        return median(apart) / math.sqrt(2) if apart else 0.0
 
 
 def needed(outcome: Measured) -> int:

@@ -227,6 +227,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._closed:
             self._add("transfer", 0.0, [moved_bytes])
 
+    def busies_host(self, operators: float) -> None:
+        """Python keeps the host for as long as it takes to issue so many operators."""
+        if not self._closed:
+            self.work[-1][KINDS.index("other")][2] += operators
+
     def lies_elsewhere(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made :meth:`elsewhere`."""
         block = self._block.get(tensor.untyped_storage()._cdata)

@@ -53,7 +53,7 @@ LEAST_GAIN = 0.01
 _LOW_MEMORY_TRIES = 4
 _FRUITLESS_TRIES = 12
 LIKELY = 0.6
-CAUTION = 3
+CAUTION = 2
 """Of the probability to fit, in the choice among plans that may not."""
 _SURE = 0.95
 LIKELY_WORKS = 0.5

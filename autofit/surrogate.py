@@ -206,6 +206,7 @@ class Encoded:
         memory: The peak bytes.
         indicators: One column for each value that is not plain: 1 where a plan has it.
         untraced: The same for the values that no traced plan has, of those that are forecast.
+        row_bytes: What the tensors of a row usually take, by the traces.
         forecast: What the traces say of the peak bytes, where there are any.
     """
 
@@ -220,6 +221,7 @@ class Encoded:
     memory: Shape
     indicators: Floats
     untraced: Floats
+    row_bytes: float = 0.0
     forecast: Forecast | None = None
 
 
@@ -296,8 +298,20 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
         ),
         indicators=np.column_stack([nothing, *effects.values()]),
         untraced=np.column_stack([nothing, *(here for here in effects.values() if _is_rough(here, forecast))]),
+        row_bytes=0.0 if forecast is None else _row_bytes(forecast.tensor_bytes, family, rows),
         forecast=forecast,
     )
+
+
+def _row_bytes(tensor_bytes: Floats, family: Ints, rows: Floats) -> float:
+    """The median over the families of what a row adds to the traced peak, from the fewest rows to the most."""
+    order = np.lexsort((rows, family))
+    ends = np.flatnonzero(np.diff(family[order], append=-1))
+    last, first = order[ends], order[np.concatenate([[0], ends[:-1] + 1])]
+    more = rows[last] - rows[first]
+    slopes = (tensor_bytes[last] - tensor_bytes[first])[more > 0] / more[more > 0]
+    known = slopes[~np.isnan(slopes)]
+    return max(0.0, float(np.median(known))) if len(known) else 0.0
 
 
 def _pace(  # noqa: PLR0917 - what encode has found
@@ -427,8 +441,9 @@ class Needs:
 def needs(encoded: Encoded, forecast: Forecast, *, seen: Ints, peaks: Floats, noise: Floats) -> Needs:
     """The peaks of all plans, from their traces and from those that were measured.
 
-    In bytes everything adds up: what lies beside the tensors, a share of the tensors, what each value brings along
-    (the code and buffers of its library), and what a family and a plan have of their own. A regression with normal
+    In bytes everything adds up: what lies beside the tensors, a share of the tensors, what a row leaves behind, what
+    each value brings along (the code and buffers of its library, and a share of the tensors), and what a family and a
+    plan have of their own. A regression with normal
     priors (Rasmussen and Williams, 2.1), in units of a plan's own deviation. Measurements that scatter more than was
     believed widen all of it.
 
@@ -445,10 +460,12 @@ def needs(encoded: Encoded, forecast: Forecast, *, seen: Ints, peaks: Floats, no
     seen, peaks, noise = seen[known[seen]], peaks[known[seen]], noise[known[seen]]
     unit = forecast.own_bytes
     common = np.column_stack([beside.offset_std / unit, beside.slope_std * traced / unit])
-    of_a_value = (forecast.value_bytes / unit)[:, None] * encoded.indicators
+    of_a_row = (beside.row_share * encoded.row_bytes * encoded.rows / unit)[:, None]
+    of_a_value = (beside.value_bytes / unit)[:, None] * encoded.indicators
+    shares = (beside.value_share * traced / unit)[:, None] * encoded.indicators
     hardly_known = (forecast.rough_bytes / unit)[:, None] * encoded.untraced
     kernel = Kernel(
-        features=np.column_stack([common, of_a_value, hardly_known]),
+        features=np.column_stack([common, of_a_row, of_a_value, shares, hardly_known]),
         family=encoded.family,
         rows=encoded.rows,
         family_std=0.8,

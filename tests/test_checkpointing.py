@@ -4,13 +4,18 @@ import copy
 import dataclasses
 import importlib
 import weakref
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit import placement
+from autofit.recorder import Recorder
 from autofit.registry import technique
+from autofit.roofline import KINDS
 
 from .synthetic import cpu_facts, cuda_facts
 from .tiny import CONFIGS as TINY
@@ -221,3 +226,32 @@ def test_inputs_on_the_host_are_counted_there(lab):
     assert full.elsewhere_bytes == 0
     # but for one or two that are in use, and what the gradients that are there in the end need anyway
     assert 0.3 * inputs < full.peak_bytes - lab.need(plan).peak_bytes <= inputs
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_pythons_part_in_checkpointing_counts_for_the_host(tmp_path, device):
+    """Hooks for what autograd saves, and a mode that looks at each operator: both are there and back in Python."""
+    hooks, lab = torch.utils.checkpoint._checkpoint_hook, Lab(tmp_path, "llama", device=device)
+    plan = PLAIN.replaced(micro_batch=2, precision="bf16")
+
+    def operators(value):
+        return float(lab.micro(plan.replaced(checkpointing=value)).work(np.array([2.0])).operators[0])
+
+    found = {value: operators(value) for value in ("off", "every_2", "full", "selective")}
+    assert found["off"] < found["every_2"] < found["full"] < found["selective"]
+    # of nine layers, every other one; a recomputed operator is one more, and Python's part as much again and more
+    assert found["every_2"] - found["off"] == pytest.approx((found["full"] - found["off"]) * 5 / 9, rel=0.2)
+    assert found["full"] > 1.6 * found["off"]
+    assert found["selective"] > 2 * found["full"]
+    assert torch.utils.checkpoint._checkpoint_hook is hooks
+    assert operators("off") == found["off"]
+
+
+def test_a_pytorch_without_that_class_is_left_alone(strategy, monkeypatch):
+    monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_hook")
+    recorder = Recorder(fake=False)
+    with strategy._counting(recorder):
+        assert not hasattr(torch.utils.checkpoint, "_checkpoint_hook")
+        strategy.KeptOutputs(attention=True).policy(SimpleNamespace(is_recompute=False), torch.ops.aten.mm.default)
+    assert not hasattr(torch.utils.checkpoint, "_checkpoint_hook")
+    assert recorder.work[-1][KINDS.index("other")][2] == strategy._HOST_A_SEEN_OPERATOR

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from autofit import space, tuning
+from autofit import space, surrogate, tuning
 from autofit.errors import MachineError, NothingFits
 from autofit.forecast import Beside, Forecast
 from autofit.plan import Trial
@@ -27,6 +27,8 @@ BESIDE = Beside(
     residual=0.05,
     scatter_bytes=3 * MIB,
     value_bytes=8 * MIB,
+    value_share=0.05,
+    row_share=0.3,
 )
 LAND = Landscape(facts=FACTS, overhead_seconds=0.4, row_seconds=0.4, row_bytes=0.4 * GIB)
 
@@ -99,6 +101,33 @@ def test_what_a_value_brings_along_is_learned():
     assert np.abs(error[without]).mean() < 0.3 * brings
     blind = learned(known, without[:6], truth_of[without[:6]])
     assert blind.std[with_it].mean() > blind.std[without].mean()
+
+
+def test_what_rows_leave_behind_is_learned():
+    """A heap with holes: each row costs more than its tensors, in every kind of plan."""
+    known = cast()
+    encoded = encode(SPACE, known)
+    one, many = encoded.rows == 1, encoded.rows == encoded.rows.max()
+    of_a_row = (known.tensor_bytes[many] - known.tensor_bytes[one]) / (encoded.rows.max() - 1)
+    assert encoded.row_bytes == pytest.approx(np.median(of_a_row))
+    truth_of = BESIDE.offset_bytes + BESIDE.slope * known.tensor_bytes + 0.3 * encoded.row_bytes * encoded.rows
+    seen = np.flatnonzero(encoded.family == encoded.family[0])
+    others = np.flatnonzero((encoded.family != encoded.family[0]) & many)
+    found = {share: _learned(dataclasses.replace(known, beside=dataclasses.replace(BESIDE, row_share=share)),
+                             seen, truth_of[seen]) for share in (0.0, 0.3)}  # fmt: skip
+    error = {share: np.abs(one.mean - truth_of)[others].mean() for share, one in found.items()}
+    assert error[0.3] < 0.5 * error[0.0]
+
+
+def _learned(known, seen, peaks):
+    return needs(encode(SPACE, known), known, seen=seen, peaks=peaks, noise=np.full(len(seen), 0.4))
+
+
+def test_families_of_one_size_or_without_a_trace_say_nothing_of_rows():
+    rows, family = np.array([1.0, 4.0, 2.0, 1.0, 4.0]), np.array([0, 0, 1, 2, 2])
+    assert surrogate._row_bytes(np.array([10.0, 16.0, 99.0, np.nan, 50.0]), family, rows) == 2.0
+    assert surrogate._row_bytes(np.full(5, np.nan), family, rows) == 0.0
+    assert surrogate._row_bytes(np.array([16.0, 10.0, 99.0, 20.0, 8.0]), family, rows) == 0.0
 
 
 def test_scatter_widens_what_is_believed_of_the_others():

@@ -77,7 +77,24 @@ def test_what_is_written_is_read(recorded, facts, plans):
     one = found.runs[plans.plans[0]][0]
     assert one.predicted_bytes == pytest.approx(found.forecast.device_bytes[0], abs=2)
     np.testing.assert_allclose(found.forecast.tensor_bytes, [r[0].traced_bytes for r in map(found.of, plans.plans)])
-    assert 0.001 < found.noise < 0.03
+    assert 0.005 < found.noise < 0.03
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 6])
+def test_noise_does_not_depend_on_how_often_a_plan_was_measured(tmp_path, facts, plans, rounds):
+    found = Landscape.read(record(tmp_path / "land.jsonl", facts, plans, rounds))
+    quiet = Synthetic(facts=facts, noise=0.0, row_bytes=0.3 * GIB)
+    apart = [
+        abs(run.outcome.step_seconds / quiet.outcome(plan, 0).step_seconds - 1)
+        for plan, runs in found.runs.items()
+        for run in runs
+        if run.outcome.kind == "measured"
+    ]
+    assert found.noise == pytest.approx(np.median(apart), rel=0.15)
+
+
+def test_one_measurement_of_each_plan_tells_no_noise(tmp_path, facts, plans):
+    assert Landscape.read(record(tmp_path / "land.jsonl", facts, plans, 1)).noise == 0
 
 
 def test_a_packed_one_says_the_same(recorded, tmp_path):

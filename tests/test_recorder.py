@@ -230,6 +230,16 @@ def test_stand_ins_are_asked_in_the_operators_place():
     assert tape.sizes[1] == 4 * KIB
 
 
+def test_what_keeps_the_host_busy_counts_as_operators():
+    with recording() as recorder:
+        torch.ones(4)
+        recorder.busies_host(2.5)
+    tape = recorder.tape(since=1)
+    recorder.busies_host(100.0)  # nothing is written after the end
+    assert tape.work.sum(axis=(0, 1))[2] == 3.5
+    assert recorder.tape(since=1).work.sum(axis=(0, 1))[2] == 3.5
+
+
 @pytest.mark.parametrize(
     ("dtype", "value"), [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.int64, 1), (torch.bool, False)]
 )
