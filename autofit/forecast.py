@@ -99,7 +99,8 @@ _CPU = Beside(
 )
 """Resident memory: malloc keeps part of what is freed, and oneDNN has buffers of its own. Tiny models were seen at 1.2
 to 2 times their tensors, give or take 10 MiB; plans of a few ten MiB scatter by 3 MiB, and bfloat16 adds 6 to 15 MiB.
-A guess, corrected by the first trials."""
+The holes in malloc's heap grow with the rows, also where checkpointing keeps little of them: by a third to one of what
+a row's tensors usually are. A guess, corrected by the first trials."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: it remembers what it computed

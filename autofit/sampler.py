@@ -459,7 +459,7 @@ def needed(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> Needs | 
     places = np.array([one.place for one in measured], dtype=np.int64)
     peaks = np.array([one.needed_bytes for one in measured], dtype=float)
     noise = np.full(len(measured), _RUN_NOISE)
-    found = needs(encoded, forecast, seen=places, peaks=peaks, noise=noise)
+    found = needs(encoded, seen=places, peaks=peaks, noise=noise)
     if not broke:
         return found
     at = np.array([one.place for one in broke], dtype=np.int64)
@@ -467,7 +467,6 @@ def needed(encoded: Encoded, seen: Sequence[Seen], limit_bytes: int) -> Needs | 
     beyond, scatter = above(found.mean[at], found.std[at], float(limit_bytes))
     both = needs(
         encoded,
-        forecast,
         seen=np.concatenate([places, at]),
         peaks=np.concatenate([peaks, beyond]),
         noise=np.concatenate([noise, scatter / forecast.own_bytes[at]]),

@@ -50,6 +50,28 @@ _EFFECT_STD = 0.15
 """Of the logarithm of what a value costs beyond what its trace counts."""
 
 
+def _squares(columns: Floats) -> Floats:
+    """Of each row, the sum."""
+    return np.asarray(np.einsum("ij,ij->i", columns, columns))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steady:
+    """Columns of features, one row per plan, and of each row the sum of squares."""
+
+    columns: Floats
+    squares: Floats
+
+    @classmethod
+    def of(cls, columns: Floats) -> Steady:
+        """With the squares summed."""
+        return cls(columns=columns, squares=_squares(columns))
+
+    def among(self, places: Ints) -> Steady:
+        """Of some plans only."""
+        return Steady(columns=self.columns[places], squares=self.squares[places])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """The covariance of one logarithm's residual.
@@ -60,6 +82,7 @@ class Kernel:
         rows: Of each plan.
         family_std: Standard deviation of what a family has beyond the sum of its values' effects.
         curve_std: The same for what changes with the rows inside a family.
+        steady: More columns of features, which are the same at every look: not copied, and their squares summed once.
     """
 
     features: Floats
@@ -67,15 +90,23 @@ class Kernel:
     rows: Floats
     family_std: float
     curve_std: float
+    steady: Steady | None = None
 
     def own(self) -> Floats:
         """Prior variance of each plan."""
-        squares: Floats = np.einsum("ij,ij->i", self.features, self.features)
-        return squares + (self.family_std**2 + self.curve_std**2)
+        squares = _squares(self.features) + (self.family_std**2 + self.curve_std**2)
+        return squares if self.steady is None else squares + self.steady.squares
+
+    def weigh(self, weights: Floats) -> Floats:
+        """The unknowns behind the features, given the weight of each plan."""
+        found: Floats = self.features.T @ weights
+        return found if self.steady is None else np.concatenate([found, self.steady.columns.T @ weights])
 
     def between(self, seen: Ints) -> Floats:
         """Prior covariance of some plans, a row each, with every plan."""
         cross = self.features[seen] @ self.features.T
+        if self.steady is not None:
+            cross += self.steady.columns[seen] @ self.steady.columns.T
         steps = np.log2(self.rows)
         for place, plan in enumerate(seen):
             kin = np.flatnonzero(self.family == self.family[plan])
@@ -150,7 +181,7 @@ class Pace:
 
     parts: Floats
     parts_std: Floats
-    effects: Floats
+    effects: Steady
     effects_mean: Floats
     family: Ints
     rows: Floats
@@ -160,14 +191,14 @@ class Pace:
     @property
     def unknowns(self) -> int:
         """How many."""
-        return int(self.parts.shape[1] + self.effects.shape[1])
+        return int(self.parts.shape[1] + self.effects.columns.shape[1])
 
     def among(self, places: Ints) -> Pace:
         """The same of some plans only."""
         return dataclasses.replace(
             self,
             parts=self.parts[places],
-            effects=self.effects[places],
+            effects=self.effects.among(places),
             effects_mean=self.effects_mean[places],
             family=self.family[places],
             rows=self.rows[places],
@@ -175,19 +206,19 @@ class Pace:
 
     def at(self, unknowns: Floats) -> tuple[Floats, Kernel]:
         """Each plan's logarithm of the seconds less its linear part, and the covariance of that part."""
-        count = self.parts.shape[1]
-        rates, effects = unknowns[:count], unknowns[count:]
+        rates = unknowns[: self.parts.shape[1]]
         moved = self.parts + self.parts_std * rates
         total = np.logaddexp.reduce(moved, axis=1)
         shares = np.exp(moved - total[:, None]) * self.parts_std
         kernel = Kernel(
-            features=np.column_stack([shares, self.effects]),
+            features=shares,
             family=self.family,
             rows=self.rows,
             family_std=self.family_std,
             curve_std=self.curve_std,
+            steady=self.effects,
         )
-        return total + self.effects_mean + self.effects @ effects - kernel.features @ unknowns, kernel
+        return total + self.effects_mean - shares @ rates, kernel  # the effects are linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,8 +237,8 @@ class Encoded:
         memory: The peak bytes.
         indicators: One column for each value that is not plain: 1 where a plan has it.
         untraced: The same for the values that no traced plan has, of those that are forecast.
-        row_bytes: What the tensors of a row usually take, by the traces.
         forecast: What the traces say of the peak bytes, where there are any.
+        beyond: What is believed of the peaks beyond that.
     """
 
     names: tuple[str, ...]
@@ -221,8 +252,8 @@ class Encoded:
     memory: Shape
     indicators: Floats
     untraced: Floats
-    row_bytes: float = 0.0
     forecast: Forecast | None = None
+    beyond: Beyond | None = None
 
 
 def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
@@ -277,7 +308,7 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
     if forecast is not None and not np.isnan(forecast.work).all():
         time = _pace(space, forecast, effects, index, rows, family)
         time_mean = time.at(np.zeros(time.unknowns))[0]
-    return Encoded(
+    encoded = Encoded(
         names=tuple(names),
         index=index,
         codes=codes,
@@ -298,9 +329,9 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
         ),
         indicators=np.column_stack([nothing, *effects.values()]),
         untraced=np.column_stack([nothing, *(here for here in effects.values() if _is_rough(here, forecast))]),
-        row_bytes=0.0 if forecast is None else _row_bytes(forecast.tensor_bytes, family, rows),
         forecast=forecast,
     )
+    return encoded if forecast is None else dataclasses.replace(encoded, beyond=_beyond(forecast, encoded))
 
 
 def _row_bytes(tensor_bytes: Floats, family: Ints, rows: Floats) -> float:
@@ -343,7 +374,7 @@ def _pace(  # noqa: PLR0917 - what encode has found
     return Pace(
         parts=np.log(np.maximum(counted, 1e-300)),
         parts_std=np.full(counted.shape[1], _RATE_STD[forecast.known_card]),
-        effects=np.column_stack(columns),
+        effects=Steady.of(np.column_stack(columns)),
         effects_mean=mean,
         family=family,
         rows=rows,
@@ -370,7 +401,9 @@ def _shows(space: Space, work: Floats, index: Mapping[Plan, int], asked: tuple[s
     return False
 
 
-def predict(kernel: Kernel, prior_mean: Floats, *, seen: Ints, values: Floats, noise: Floats) -> tuple[Floats, Floats]:
+def predict(
+    kernel: Kernel, prior_mean: Floats, *, seen: Ints, values: Floats, noise: Floats, own: Floats | None = None
+) -> tuple[Floats, Floats]:
     """Posterior mean and standard deviation of every plan.
 
     Args:
@@ -379,15 +412,17 @@ def predict(kernel: Kernel, prior_mean: Floats, *, seen: Ints, values: Floats, n
         seen: Which plans were observed; one may stand there more than once.
         values: What was observed, as logarithms.
         noise: Standard deviation of each observation.
+        own: What ``kernel.own()`` gives, where that was asked before.
     """
+    own = kernel.own() if own is None else own
     if len(seen) == 0:
-        return prior_mean, np.sqrt(kernel.own())
+        return prior_mean, np.sqrt(own)
     cross = kernel.between(seen)
     lower = np.linalg.cholesky(cross[:, seen] + np.diag(noise**2))
     # the inverse of a small, well-kept triangle: numpy has no triangular solve, and a general one is slower
     whitened = np.linalg.inv(lower) @ cross
     residual = np.linalg.solve(lower, values - prior_mean[seen])
-    variance = kernel.own() - np.einsum("ij,ij->j", whitened, whitened)
+    variance = own - np.einsum("ij,ij->j", whitened, whitened)
     return prior_mean + whitened.T @ residual, np.sqrt(np.maximum(variance, 1e-10))
 
 
@@ -408,7 +443,7 @@ def predict_sum(shape: Shape | Pace, *, seen: Ints, values: Floats, noise: Float
     for turn in range(_ROUNDS if len(seen) else 0):
         offset, kernel = observed.at(unknowns)
         covariance = kernel.between(every) + np.diag(noise**2)
-        found = kernel.features.T @ np.linalg.solve(covariance, values - offset)
+        found = kernel.weigh(np.asarray(np.linalg.solve(covariance, values - offset), dtype=np.float64))
         unknowns = found if turn == 0 else 0.5 * (unknowns + found)
     offset, kernel = shape.at(unknowns)
     return predict(kernel, offset, seen=seen, values=values, noise=noise)
@@ -438,42 +473,70 @@ class Needs:
         return np.log(mean), self.std / mean
 
 
-def needs(encoded: Encoded, forecast: Forecast, *, seen: Ints, peaks: Floats, noise: Floats) -> Needs:
-    """The peaks of all plans, from their traces and from those that were measured.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beyond:
+    """What is believed of the peaks beyond their line, computed once: in units of each plan's own deviation.
 
-    In bytes everything adds up: what lies beside the tensors, a share of the tensors, what a row leaves behind, what
-    each value brings along (the code and buffers of its library, and a share of the tensors), and what a family and a
-    plan have of their own. A regression with normal
-    priors (Rasmussen and Williams, 2.1), in units of a plan's own deviation. Measurements that scatter more than was
-    believed widen all of it.
-
-    Args:
-        encoded: The space.
-        forecast: What the traces say.
-        seen: Which plans were observed; those that were not traced are left out.
-        peaks: Their peak bytes.
-        noise: Standard deviation of each, in the same units.
+    Attributes:
+        kernel: Its covariance; the first two columns are the line's offset and slope.
+        own: Prior variance of each plan.
     """
-    beside = forecast.beside
-    traced = np.nan_to_num(forecast.tensor_bytes)
-    known = ~np.isnan(forecast.tensor_bytes)
-    seen, peaks, noise = seen[known[seen]], peaks[known[seen]], noise[known[seen]]
-    unit = forecast.own_bytes
-    common = np.column_stack([beside.offset_std / unit, beside.slope_std * traced / unit])
-    of_a_row = (beside.row_share * encoded.row_bytes * encoded.rows / unit)[:, None]
-    of_a_value = (beside.value_bytes / unit)[:, None] * encoded.indicators
-    shares = (beside.value_share * traced / unit)[:, None] * encoded.indicators
-    hardly_known = (forecast.rough_bytes / unit)[:, None] * encoded.untraced
+
+    kernel: Kernel
+    own: Floats
+
+
+def _beyond(forecast: Forecast, encoded: Encoded) -> Beyond:
+    """What lies beside the tensors, a share of them, what a row leaves behind, what a value brings along: a sum.
+
+    A value brings the code and the buffers of its library, and a share of the tensors; a family and a plan have
+    something of their own.
+    """
+    beside, unit, traced = forecast.beside, forecast.own_bytes, np.nan_to_num(forecast.tensor_bytes)
+    columns = [beside.offset_std / unit, beside.slope_std * traced / unit]
+    if beside.row_share:
+        usual = _row_bytes(forecast.tensor_bytes, encoded.family, encoded.rows)
+        columns.append(beside.row_share * usual * encoded.rows / unit)
     kernel = Kernel(
-        features=np.column_stack([common, of_a_row, of_a_value, shares, hardly_known]),
+        features=np.column_stack(
+            [
+                *columns,
+                (beside.value_bytes / unit)[:, None] * encoded.indicators,
+                (beside.value_share * traced / unit)[:, None] * encoded.indicators,
+                (forecast.rough_bytes / unit)[:, None] * encoded.untraced,
+            ]
+        ),
         family=encoded.family,
         rows=encoded.rows,
         family_std=0.8,
         curve_std=0.6,
     )
+    return Beyond(kernel=kernel, own=kernel.own())
+
+
+def needs(encoded: Encoded, *, seen: Ints, peaks: Floats, noise: Floats) -> Needs:
+    """The peaks of all plans, from their traces and from those that were measured.
+
+    A regression with normal priors (Rasmussen and Williams, 2.1) around a line in the traced bytes, in units of a
+    plan's own deviation. Measurements that scatter more than was believed widen all of it.
+
+    Args:
+        encoded: The space, with a forecast.
+        seen: Which plans were observed; those that were not traced are left out.
+        peaks: Their peak bytes.
+        noise: Standard deviation of each, in the same units.
+    """
+    forecast, beyond = encoded.forecast, encoded.beyond
+    assert forecast is not None
+    assert beyond is not None
+    beside, kernel = forecast.beside, beyond.kernel
+    traced = np.nan_to_num(forecast.tensor_bytes)
+    known = ~np.isnan(forecast.tensor_bytes)
+    seen, peaks, noise = seen[known[seen]], peaks[known[seen]], noise[known[seen]]
+    unit = forecast.own_bytes
     line = beside.offset_bytes + beside.slope * traced
     values = (peaks - line[seen]) / unit[seen]
-    mean, std = predict(kernel, np.zeros(len(traced)), seen=seen, values=values, noise=noise)
+    mean, std = predict(kernel, np.zeros(len(traced)), seen=seen, values=values, noise=noise, own=beyond.own)
     offset, slope, widened, scatter = beside.offset_bytes, beside.slope, 1.0, 0.0
     if len(seen):
         among = dataclasses.replace(
@@ -481,7 +544,7 @@ def needs(encoded: Encoded, forecast: Forecast, *, seen: Ints, peaks: Floats, no
         )
         covariance = among.between(np.arange(len(seen))) + np.diag(noise**2)
         weights = np.linalg.solve(covariance, values)
-        learned = common[seen].T @ weights
+        learned = kernel.features[seen, :2].T @ weights
         offset += beside.offset_std * float(learned[0])
         slope += beside.slope_std * float(learned[1])
         # as if two had been seen before that scattered as they are believed to
