@@ -1,0 +1,106 @@
+"""What an ask costs in a wide space: the default sampler, asked and told, over a hundred thousand plans.
+
+    python tests/bench/ask_bench.py [--plans 100000] [--trials 40] [--json]
+
+The space is a card's: every combination of the techniques' values, also of those that are tried on request, whether
+they go together or not. What their traces would say is drawn, and what a trial would give is drawn around it. Each ask
+is counted alone, in seconds of the clock and of the processors; a tune of a dozen trials pays it a dozen times.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from autofit import space
+from autofit.forecast import Forecast, beside
+from autofit.plan import Plan, median
+from autofit.registry import technique
+from autofit.roofline import WORK
+from autofit.sampler import AutofitSampler, Seen
+from autofit.space import Space
+from autofit.units import GIB
+from tests.synthetic import cuda_facts
+
+LIMIT = 22 * GIB
+SPLIT = ("micro_batch", "accumulation")
+
+
+def wide(facts, count):
+    """A space of so many plans."""
+    narrow = space.build(facts)
+    others = [name for name in narrow.domains if name not in SPLIT]
+    values = {name: tuple(choice.value for choice in technique(name).choices(facts)) for name in others}
+    splits = sorted({tuple(plan[name] for name in SPLIT) for plan in narrow.plans})
+    every = itertools.product(*values.values(), splits)
+    step = int(np.prod([len(one) for one in values.values()])) * len(splits) // count  # spread over all of them
+    plans = [
+        Plan({**dict(zip(SPLIT, split, strict=True)), **dict(zip(others, combination, strict=True))})
+        for *combination, split in itertools.islice(every, 0, None, max(step, 1))
+    ][:count]
+    domains = {name: tuple(dict.fromkeys(plan[name] for plan in plans)) for name in (*SPLIT, *others)}
+    priors = {
+        name: {value: technique(name).prior(value, facts) for value in domain} for name, domain in domains.items()
+    }
+    return Space(plans=tuple(plans), domains=domains, priors=priors)
+
+
+def drawn(facts, plans, rng):
+    """What the traces say of a space that nothing was traced of."""
+    count = len(plans.plans)
+    return Forecast(
+        tensor_bytes=rng.uniform(1, 40, count) * GIB,
+        seconds=np.full(count, np.nan),
+        work=np.exp(rng.normal(0, 0.3, (count, len(WORK)))),
+        nominal=np.ones(len(WORK)),
+        known_card=False,
+        rough=np.zeros(count, dtype=bool),
+        beside=beside(facts.hardware),
+        noise=0.01,
+    )
+
+
+def main():
+    """Print how long the asks took."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plans", type=int, default=100_000)
+    parser.add_argument("--trials", type=int, default=40)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rng, facts = np.random.default_rng(0), cuda_facts(limit_bytes=LIMIT)
+    plans = wide(facts, options.plans)
+    cast = drawn(facts, plans, rng)
+    began = time.perf_counter()
+    sampler = AutofitSampler(plans, limit_bytes=LIMIT, forecast=cast)
+    encoded = time.perf_counter() - began
+    seen, clock, processors = [], [], []
+    for _ in range(options.trials):
+        began = time.perf_counter(), time.process_time()
+        advice = sampler._advise(seen)
+        clock.append(time.perf_counter() - began[0])
+        processors.append(time.process_time() - began[1])
+        place = int(rng.integers(len(plans.plans))) if advice.place is None else advice.place
+        peak = float(cast.device_bytes[place] * np.exp(rng.normal(0, 0.02)))
+        seconds = float(cast.work[place].sum() * np.exp(rng.normal(0, 0.01)))
+        verdict = "measured" if peak <= LIMIT else "out_of_memory"
+        seen.append(Seen(place=place, verdict=verdict, seconds=seconds, peak_bytes=peak, needed_bytes=peak))
+    found = {
+        "plans": len(plans.plans),
+        "values": sampler.encoded.indicators.shape[1] - 1,
+        "encode_seconds": round(encoded, 2),
+        "ask_seconds": round(median(clock), 3),
+        "ask_seconds_of_the_first_dozen": round(median(clock[:12]), 3),
+        "ask_processor_seconds": round(median(processors), 3),
+        "slowest_ask_seconds": round(max(clock), 3),
+    }
+    print(json.dumps(found) if options.json else "\n".join(f"{name}: {value}" for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()
