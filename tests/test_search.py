@@ -13,7 +13,7 @@ from autofit.errors import InputError
 from autofit.plan import Crashed, OutOfMemory, Plan, TimedOut, Trial, Unsupported
 from autofit.sampler import LEAST_TRIALS, AutofitSampler, Seen, believe
 from autofit.search import Searcher, open_searcher
-from autofit.surrogate import below, encode, gain, sharpen
+from autofit.surrogate import Kernel, Steady, below, encode, gain, sharpen
 from autofit.technique import Kind
 
 from .synthetic import GIB, Landscape, cpu_facts, cuda_facts, measured, out_of_memory
@@ -394,3 +394,19 @@ def test_the_normal_distribution_function():
     z = np.linspace(-8, 8, 201)
     exact = [0.5 * math.erfc(-value / math.sqrt(2)) for value in z]
     assert np.abs(below(z) - exact).max() < 1e-7
+
+
+def test_columns_that_stay_count_like_the_others():
+    rng = np.random.default_rng(0)
+    columns, family, rows = rng.normal(size=(6, 5)), np.array([0, 0, 1, 1, 2, 2]), np.array([1.0, 2, 1, 4, 2, 8])
+    stds = {"family_std": 0.3, "curve_std": 0.2}
+    whole = Kernel(features=columns, family=family, rows=rows, **stds)
+    split = Kernel(features=columns[:, :2], steady=Steady.of(columns[:, 2:]), family=family, rows=rows, **stds)
+    every, some, weights = np.arange(6), np.array([4, 1]), rng.normal(size=6)
+    covariance = whole.between(every)
+    assert whole.own() == pytest.approx(np.diag(covariance))  # a plan's variance is its covariance with itself
+    assert split.own() == pytest.approx(np.diag(covariance))
+    assert split.between(every) == pytest.approx(covariance)
+    assert split.between(some) == pytest.approx(covariance[some])
+    assert split.weigh(weights) == pytest.approx(columns.T @ weights)
+    assert split.steady.among(some).squares == pytest.approx((columns[some, 2:] ** 2).sum(axis=1))
