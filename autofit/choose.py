@@ -47,18 +47,30 @@ def finalists(
 ) -> list[Plan]:
     """The plans that are worth measuring again, best first: those within 10 % of the best, or within noise and 25 %.
 
-    The noise of a trial that was cut off after two steps knows no bounds. Those that train ``otherwise`` are out; see
+    The noise of a trial that was cut off after two steps knows no bounds. Where the best was measured on a calm
+    machine, those that others disturbed whenever they were measured can't be compared with it: the best of them are
+    measured again too, in the place of the last of the calm ones. Those that train ``otherwise`` are out; see
     :func:`decide`.
     """
     contenders, _ = _contenders(trials, limit_bytes, otherwise or {})
     if not contenders:
         return []
-    best = contenders[0].measured
+    near = _near(contenders)
+    if contenders[0].measured.disturbed:
+        return near[:count]
+    slowed = [plan for plan in _near([one for one in contenders if one.measured.disturbed]) if plan not in near]
+    return [*near[: max(1, count - len(slowed))], *slowed][:count]
+
+
+def _near(contenders: Sequence[Contender]) -> list[Plan]:
+    """Those that are about as fast as the first."""
     return [
         one.plan
         for one in contenders
-        if one.measured.step_seconds <= best.step_seconds * (_NEAR_IN_NOISE if _tied(one.measured, best) else _NEAR)
-    ][:count]
+        if one.measured.step_seconds
+        <= contenders[0].measured.step_seconds
+        * (_NEAR_IN_NOISE if _tied(one.measured, contenders[0].measured) else _NEAR)
+    ]
 
 
 def decide(trials: Sequence[Trial], limit_bytes: int, otherwise: Mapping[Plan, str] | None = None) -> Decision | None:

@@ -127,6 +127,24 @@ def test_more_than_the_device_can_is_refused():
     assert choose.decide([run(0, BF16, 0.1, mfu=1.2)], LIMIT) is None
 
 
+def test_who_was_disturbed_whenever_measured_is_measured_again_beside_one_that_was_not():
+    lion, sgd = (BF16.replaced(optimizer=name) for name in ("lion", "sgd"))
+    busy = {"disturbance": 0.5}
+    trials = [
+        run(0, BF16, 4.0, **busy),
+        run(1, BF16_8BIT, 4.1, **busy),
+        run(2, PLAIN, 8.0, **busy),
+        run(3, lion, 5.0, **busy),
+        run(4, lion, 1.0),
+        run(5, sgd, 1.05),
+    ]
+    assert choose.finalists(trials, LIMIT) == [lion, BF16, BF16_8BIT]
+    assert choose.finalists(trials, LIMIT, count=1) == [lion]
+    assert choose.finalists(trials[:4], LIMIT) == [BF16, BF16_8BIT], "all of them were"
+    assert choose.finalists(trials[4:], LIMIT) == [lion, sgd], "none of them was"
+    assert choose.finalists([*trials, run(6, BF16, 2.0), run(7, BF16_8BIT, 2.0)], LIMIT) == [lion, sgd, PLAIN]
+
+
 def test_finalists_are_near_the_best():
     other = BF16.replaced(checkpointing="full")
     trials = [run(0, PLAIN, 2.0), run(1, BF16, 1.0), run(2, BF16_8BIT, 1.09), run(3, other, 1.12)]

@@ -108,6 +108,17 @@ def test_credit_is_earned_again_by_trials_that_run():
     assert runner.asked[10:12] == [SPACE.plans[7]] * 2, "after four that ran an accident is forgiven again"
 
 
+def test_a_quiet_moment_makes_no_winner():
+    """Others take half of the machine but for one trial, and are gone when the playoff comes."""
+    fastest, lucky = sorted(SPACE.plans, key=LAND.step_seconds)[:2]
+    slowed = [
+        measured([4 * LAND.step_seconds(plan)] * 3, GIB, FACTS, disturbance=0.5) for plan in (fastest, fastest, lucky)
+    ]
+    one, _, _ = held(*slowed, plans=(fastest, lucky))
+    assert one.best().plan == lucky
+    assert one.playoff().plan == fastest
+
+
 def test_nothing_is_repeated_when_the_time_is_spent():
     runner = Scripted(TimedOut(limit_seconds=10.0, phase="step 2"))
     one = Campaign(facts=FACTS, space=SPACE, runner=runner, left=lambda: 1.5)
