@@ -53,23 +53,21 @@ def finalists(
     :func:`decide`.
     """
     contenders, _ = _contenders(trials, limit_bytes, otherwise or {})
-    if not contenders:
-        return []
     near = _near(contenders)
-    if contenders[0].measured.disturbed:
-        return near[:count]
+    # where the best was disturbed itself, these are near to it too
     slowed = [plan for plan in _near([one for one in contenders if one.measured.disturbed]) if plan not in near]
     return [*near[: max(1, count - len(slowed))], *slowed][:count]
 
 
 def _near(contenders: Sequence[Contender]) -> list[Plan]:
     """Those that are about as fast as the first."""
+    if not contenders:
+        return []
+    best = contenders[0].measured
     return [
         one.plan
         for one in contenders
-        if one.measured.step_seconds
-        <= contenders[0].measured.step_seconds
-        * (_NEAR_IN_NOISE if _tied(one.measured, contenders[0].measured) else _NEAR)
+        if one.measured.step_seconds <= best.step_seconds * (_NEAR_IN_NOISE if _tied(one.measured, best) else _NEAR)
     ]
 
 

@@ -92,6 +92,16 @@ class Kernel:
     curve_std: float
     steady: Steady | None = None
 
+    def among(self, places: Ints) -> Kernel:
+        """The same of some plans only."""
+        return dataclasses.replace(
+            self,
+            features=self.features[places],
+            family=self.family[places],
+            rows=self.rows[places],
+            steady=self.steady and self.steady.among(places),
+        )
+
     def own(self) -> Floats:
         """Prior variance of each plan."""
         squares = _squares(self.features) + (self.family_std**2 + self.curve_std**2)
@@ -238,7 +248,7 @@ class Encoded:
         indicators: One column for each value that is not plain: 1 where a plan has it.
         untraced: The same for the values that no traced plan has, of those that are forecast.
         forecast: What the traces say of the peak bytes, where there are any.
-        beyond: What is believed of the peaks beyond that.
+        beyond: The covariance of the peaks around the line that the traces make of them.
     """
 
     names: tuple[str, ...]
@@ -253,7 +263,7 @@ class Encoded:
     indicators: Floats
     untraced: Floats
     forecast: Forecast | None = None
-    beyond: Beyond | None = None
+    beyond: Kernel | None = None
 
 
 def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
@@ -401,9 +411,7 @@ def _shows(space: Space, work: Floats, index: Mapping[Plan, int], asked: tuple[s
     return False
 
 
-def predict(
-    kernel: Kernel, prior_mean: Floats, *, seen: Ints, values: Floats, noise: Floats, own: Floats | None = None
-) -> tuple[Floats, Floats]:
+def predict(kernel: Kernel, prior_mean: Floats, *, seen: Ints, values: Floats, noise: Floats) -> tuple[Floats, Floats]:
     """Posterior mean and standard deviation of every plan.
 
     Args:
@@ -412,17 +420,15 @@ def predict(
         seen: Which plans were observed; one may stand there more than once.
         values: What was observed, as logarithms.
         noise: Standard deviation of each observation.
-        own: What ``kernel.own()`` gives, where that was asked before.
     """
-    own = kernel.own() if own is None else own
     if len(seen) == 0:
-        return prior_mean, np.sqrt(own)
+        return prior_mean, np.sqrt(kernel.own())
     cross = kernel.between(seen)
     lower = np.linalg.cholesky(cross[:, seen] + np.diag(noise**2))
     # the inverse of a small, well-kept triangle: numpy has no triangular solve, and a general one is slower
     whitened = np.linalg.inv(lower) @ cross
     residual = np.linalg.solve(lower, values - prior_mean[seen])
-    variance = own - np.einsum("ij,ij->j", whitened, whitened)
+    variance = kernel.own() - np.einsum("ij,ij->j", whitened, whitened)
     return prior_mean + whitened.T @ residual, np.sqrt(np.maximum(variance, 1e-10))
 
 
@@ -473,45 +479,28 @@ class Needs:
         return np.log(mean), self.std / mean
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beyond:
-    """What is believed of the peaks beyond their line, computed once: in units of each plan's own deviation.
+def _beyond(forecast: Forecast, encoded: Encoded) -> Kernel:
+    """The covariance of the peaks around their line, in units of each plan's own deviation.
 
-    Attributes:
-        kernel: Its covariance; the first two columns are the line's offset and slope.
-        own: Prior variance of each plan.
-    """
-
-    kernel: Kernel
-    own: Floats
-
-
-def _beyond(forecast: Forecast, encoded: Encoded) -> Beyond:
-    """What lies beside the tensors, a share of them, what a row leaves behind, what a value brings along: a sum.
-
-    A value brings the code and the buffers of its library, and a share of the tensors; a family and a plan have
-    something of their own.
+    What lies beside the tensors and a share of them are the features; what a row leaves behind and what a value brings
+    (the code and the buffers of its library, and a share of the tensors) the steady ones. It all adds up.
     """
     beside, unit, traced = forecast.beside, forecast.own_bytes, np.nan_to_num(forecast.tensor_bytes)
-    columns = [beside.offset_std / unit, beside.slope_std * traced / unit]
-    if beside.row_share:
-        usual = _row_bytes(forecast.tensor_bytes, encoded.family, encoded.rows)
-        columns.append(beside.row_share * usual * encoded.rows / unit)
-    kernel = Kernel(
-        features=np.column_stack(
-            [
-                *columns,
-                (beside.value_bytes / unit)[:, None] * encoded.indicators,
-                (beside.value_share * traced / unit)[:, None] * encoded.indicators,
-                (forecast.rough_bytes / unit)[:, None] * encoded.untraced,
-            ]
-        ),
+    usual = _row_bytes(forecast.tensor_bytes, encoded.family, encoded.rows)
+    steady = [
+        (beside.row_share * usual * encoded.rows / unit)[:, None],
+        (beside.value_bytes / unit)[:, None] * encoded.indicators,
+        (beside.value_share * traced / unit)[:, None] * encoded.indicators,
+        (forecast.rough_bytes / unit)[:, None] * encoded.untraced,
+    ]
+    return Kernel(
+        features=np.column_stack([beside.offset_std / unit, beside.slope_std * traced / unit]),
         family=encoded.family,
         rows=encoded.rows,
         family_std=0.8,
         curve_std=0.6,
+        steady=Steady.of(np.column_stack(steady)),
     )
-    return Beyond(kernel=kernel, own=kernel.own())
 
 
 def needs(encoded: Encoded, *, seen: Ints, peaks: Floats, noise: Floats) -> Needs:
@@ -526,25 +515,22 @@ def needs(encoded: Encoded, *, seen: Ints, peaks: Floats, noise: Floats) -> Need
         peaks: Their peak bytes.
         noise: Standard deviation of each, in the same units.
     """
-    forecast, beyond = encoded.forecast, encoded.beyond
+    forecast, kernel = encoded.forecast, encoded.beyond
     assert forecast is not None
-    assert beyond is not None
-    beside, kernel = forecast.beside, beyond.kernel
+    assert kernel is not None
+    beside = forecast.beside
     traced = np.nan_to_num(forecast.tensor_bytes)
     known = ~np.isnan(forecast.tensor_bytes)
     seen, peaks, noise = seen[known[seen]], peaks[known[seen]], noise[known[seen]]
     unit = forecast.own_bytes
     line = beside.offset_bytes + beside.slope * traced
     values = (peaks - line[seen]) / unit[seen]
-    mean, std = predict(kernel, np.zeros(len(traced)), seen=seen, values=values, noise=noise, own=beyond.own)
+    mean, std = predict(kernel, np.zeros(len(traced)), seen=seen, values=values, noise=noise)
     offset, slope, widened, scatter = beside.offset_bytes, beside.slope, 1.0, 0.0
     if len(seen):
-        among = dataclasses.replace(
-            kernel, features=kernel.features[seen], family=kernel.family[seen], rows=kernel.rows[seen]
-        )
-        covariance = among.between(np.arange(len(seen))) + np.diag(noise**2)
+        covariance = kernel.among(seen).between(np.arange(len(seen))) + np.diag(noise**2)
         weights = np.linalg.solve(covariance, values)
-        learned = kernel.features[seen, :2].T @ weights
+        learned = kernel.features[seen].T @ weights
         offset += beside.offset_std * float(learned[0])
         slope += beside.slope_std * float(learned[1])
         # as if two had been seen before that scattered as they are believed to

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from autofit.errors import InputError
@@ -219,3 +220,16 @@ def divisors(number: int) -> list[int]:
     """
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
+
+
+@contextlib.contextmanager
+def replacing(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Put other attributes in the place of some for a while: each an owner, a name, and what it is meanwhile."""
+    before = [getattr_static(owner, name) for owner, name, _ in changes]
+    for owner, name, new in changes:
+        setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        for (owner, name, _), old in zip(changes, before, strict=True):
+            setattr(owner, name, old)

@@ -33,10 +33,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from autofit.placement import current
-from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
+from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique, replacing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
     from torch.utils.checkpoint import CheckpointPolicy
@@ -215,43 +215,36 @@ class KeptOutputs:
         return _checkpoint(function, *args, context_fn=contexts, **kwargs)
 
 
-@contextlib.contextmanager
-def _counting(recorder: Recorder) -> Iterator[None]:
+def _counting(recorder: Recorder) -> AbstractContextManager[None]:
     """Tell a trace what the Python of checkpointed regions takes of the host.
 
-    PyTorch has no public place to look at it: where its own class is gone, nothing is told.
+    PyTorch has no public place to look at it: where its own class is gone, nothing is told of what autograd saves.
     """
     import torch.utils.checkpoint as home
 
     hooks, policy = getattr(home, "_checkpoint_hook", None), KeptOutputs.policy
-
-    def told(hook: Callable[..., Any]) -> Callable[..., Any]:
-        def pack(tensor: torch.Tensor) -> Any:
-            recorder.busies_host(_HOST_A_SAVED_TENSOR)
-            return hook(tensor)
-
-        return pack
-
-    class Told(hooks or object):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            recorder.busies_host(_HOST_A_REGION)
-            self.pack_hook: Callable[..., Any] = told(self.pack_hook)
 
     def told_policy(self: KeptOutputs, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not context.is_recompute:
             recorder.busies_host(_HOST_A_SEEN_OPERATOR)
         return policy(self, context, op, *args, **kwargs)
 
-    if hooks is not None:
-        vars(home)["_checkpoint_hook"] = Told
-    KeptOutputs.policy = told_policy  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if hooks is not None:
-            vars(home)["_checkpoint_hook"] = hooks
-        KeptOutputs.policy = policy  # type: ignore[method-assign]
+    if hooks is None:
+        return replacing([(KeptOutputs, "policy", told_policy)])
+
+    class Told(hooks):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            recorder.busies_host(_HOST_A_REGION)
+            pack = self.pack_hook
+
+            def told_pack(tensor: torch.Tensor) -> Any:
+                recorder.busies_host(_HOST_A_SAVED_TENSOR)
+                return pack(tensor)
+
+            self.pack_hook: Callable[..., Any] = told_pack
+
+    return replacing([(KeptOutputs, "policy", told_policy), (home, "_checkpoint_hook", Told)])
 
 
 def keep_products(model: PreTrainedModel) -> PreTrainedModel:

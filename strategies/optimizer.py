@@ -51,14 +51,13 @@ import contextlib
 import math
 from dataclasses import dataclass
 from importlib import import_module
-from inspect import getattr_static
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
+from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique, replacing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     import torch
@@ -331,8 +330,7 @@ class Optimizer(Technique):
             return None  # parts of a step are traced one after the other
         return value if part == "optimizer" else self.plain
 
-    @contextlib.contextmanager
-    def stand_in(self, value: Value, facts: Facts, recorder: Recorder) -> Iterator[None]:
+    def stand_in(self, value: Value, facts: Facts, recorder: Recorder) -> AbstractContextManager[None]:
         row, on_cuda = _ROWS[str(value)], facts.hardware.device == "cuda"
         replaced: list[tuple[Any, str, Any]] = []
         if "bitsandbytes" in row.packages:
@@ -345,14 +343,7 @@ class Optimizer(Technique):
         if "torch-optimi" in row.packages and on_cuda:
             # one Triton kernel a parameter, in place
             replaced.append((import_module("optimi.stableadamw"), "stableadamw", lambda **_: None))
-        before = [getattr_static(owner, name) for owner, name, _ in replaced]
-        for owner, name, new in replaced:
-            setattr(owner, name, new)
-        try:
-            yield
-        finally:
-            for (owner, name, _), old in zip(replaced, before, strict=True):
-                setattr(owner, name, old)
+        return replacing(replaced)
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         if evidence.engine == "deepspeed":

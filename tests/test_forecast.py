@@ -112,14 +112,10 @@ def test_what_rows_leave_behind_is_learned():
     truth_of = BESIDE.offset_bytes + BESIDE.slope * known.tensor_bytes + 0.3 * row_bytes * encoded.rows
     seen = np.flatnonzero(encoded.family == encoded.family[0])
     others = np.flatnonzero((encoded.family != encoded.family[0]) & many)
-    found = {share: _learned(dataclasses.replace(known, beside=dataclasses.replace(BESIDE, row_share=share)),
+    found = {share: learned(dataclasses.replace(known, beside=dataclasses.replace(BESIDE, row_share=share)),
                              seen, truth_of[seen]) for share in (0.0, 0.3)}  # fmt: skip
     error = {share: np.abs(one.mean - truth_of)[others].mean() for share, one in found.items()}
     assert error[0.3] < 0.5 * error[0.0]
-
-
-def _learned(known, seen, peaks):
-    return needs(encode(SPACE, known), seen=seen, peaks=peaks, noise=np.full(len(seen), 0.4))
 
 
 def test_families_of_one_size_or_without_a_trace_say_nothing_of_rows():
