@@ -33,6 +33,7 @@ class Model:
         position_rows: Length of the longest row that a learned table of positions has an entry for each token of;
             ``None`` where the model has no such table.
         named: What the config itself says that it is of.
+        products: Inputs, outputs and number of its linear layers, the output layer among them.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Model:
     liger: bool = False
     position_rows: int | None = None
     named: tuple[str, ...] = ()
+    products: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def usual_seq_len(self) -> int:
@@ -119,12 +121,21 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """All that a technique may look at when it says what it offers."""
+    """All that a technique may look at when it says what it offers.
+
+    Attributes:
+        rates: How much of each kind of :data:`autofit.roofline.WORK` the device did in a second, as far as it was
+            timed before the first trial.
+        brought_bytes: What the kernels of some of them take of the device's memory beside the tensors, as far as that
+            was measured.
+    """
 
     model: Model
     hardware: Hardware
     workload: Workload
     packages: Mapping[str, str] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=dict)
+    brought_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def has(self, package: str) -> bool:
         """Whether a distribution is installed, and new enough."""

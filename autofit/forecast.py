@@ -113,9 +113,12 @@ class Forecast:
         work: How much of each of :data:`~autofit.roofline.WORK` a sample is, a row for each plan; NaN where that is
             not known. A value that can't be traced counts as its technique's plain one.
         nominal: Seconds for each unit of it, beforehand.
+        known_card: Whether they are those of a card in the catalogue.
+        timed: Whether they were timed on the device.
         rough: Plans that can't be traced, whose peak is what their plain twin needs less what is said to wait on the
             host.
         beside: What is believed of the peak on the device, given the tensors'.
+        brought_bytes: What the kernels of a plan take beside that, as far as it was measured before.
         noise: Standard deviation of the logarithm of a step's seconds between two runs of one plan.
     """
 
@@ -124,8 +127,10 @@ class Forecast:
     work: Floats
     nominal: Floats
     known_card: bool
+    timed: bool
     rough: Bools
     beside: Beside
+    brought_bytes: Floats
     noise: float
 
     @functools.cached_property
@@ -142,7 +147,7 @@ class Forecast:
     @property
     def device_bytes(self) -> Floats:
         """Expected need on the device, before anything was measured."""
-        return self.beside.offset_bytes + self.beside.slope * self.tensor_bytes
+        return self.beside.offset_bytes + self.beside.slope * self.tensor_bytes + self.brought_bytes
 
     @property
     def predicted_bytes(self) -> Floats:
@@ -219,12 +224,26 @@ def forecast(
         tensor_bytes=tensors,
         seconds=seconds,
         work=work,
-        nominal=roofline.nominal_seconds(card, on_cpu=hardware.device == "cpu", threads=hardware.threads),
+        nominal=nominal_of(facts, card),
         known_card=card is not None,
+        timed=bool(facts.rates),
         rough=rough,
         beside=beside(hardware),
+        brought_bytes=brought_bytes(facts, work),
         noise=noise_of(hardware),
     )
+
+
+def nominal_of(facts: Facts, card: Card | None) -> Floats:
+    """Seconds for each unit of :data:`~autofit.roofline.WORK`, beforehand."""
+    hardware = facts.hardware
+    return roofline.nominal_seconds(card, on_cpu=hardware.device == "cpu", threads=hardware.threads, rates=facts.rates)
+
+
+def brought_bytes(facts: Facts, work: Floats) -> Floats:
+    """What the kernels of each plan take of the device's memory, by the kinds of work that the plan has."""
+    brought = np.array([facts.brought_bytes.get(kind, 0) for kind in WORK], dtype=np.float64)
+    return np.asarray((np.nan_to_num(work) > 0) @ brought)
 
 
 def noise_of(hardware: Hardware) -> float:

@@ -38,7 +38,7 @@ from autofit.files import writing
 from autofit.forecast import Forecast
 from autofit.plan import Evidence, Measured, Outcome, OutOfMemory, Plan, Trial, Unsupported, median, spread
 from autofit.registry import check_values, techniques
-from autofit.roofline import WORK, nominal_seconds
+from autofit.roofline import WORK
 from autofit.space import Space
 from autofit.tape import Floats
 from autofit.traces import untraceable
@@ -260,17 +260,19 @@ class Landscape:
         if np.isnan(tensors).all():
             return None
         nothing = (math.nan,) * len(WORK)
-        work = [(held[0].work or nothing) if (held := self.of(plan)) else nothing for plan in space.plans]
+        work = np.array([(held[0].work or nothing) if (held := self.of(plan)) else nothing for plan in space.plans])
         hardware = self.facts.hardware
         card = catalogue.matching(hardware.name, hardware.total_bytes) if hardware.device == "cuda" else None
         return Forecast(
             tensor_bytes=tensors,
             seconds=column("traced_seconds"),
-            work=np.array(work),
-            nominal=nominal_seconds(card, on_cpu=hardware.device == "cpu", threads=hardware.threads),
+            work=work,
+            nominal=forecasts.nominal_of(self.facts, card),
             known_card=card is not None,
+            timed=bool(self.facts.rates),
             rough=np.array([bool(untraceable(plan)) for plan in space.plans]) & ~np.isnan(tensors),
             beside=forecasts.beside(self.facts.hardware),
+            brought_bytes=forecasts.brought_bytes(self.facts, work),
             noise=forecasts.noise_of(self.facts.hardware),
         )
 

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,21 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool) -> dict[
         "liger": settings.model_type in _ligers_types(),
         "position_rows": _position_rows(model, longest),
         "named": tuple(settings.architectures or ()),
+        "products": _products(model),
     }
+
+
+def _products(model: Any) -> list[tuple[int, int, int]]:
+    """Inputs, outputs and number of the linear layers; a ``Conv1D``'s weight lies the other way round."""
+    import torch
+
+    weights = [
+        (module.weight.T if type(module).__name__ == "Conv1D" else module.weight)
+        for module in model.modules()
+        if not isinstance(module, torch.nn.Embedding) and getattr(getattr(module, "weight", None), "ndim", 0) == 2
+    ]
+    counted = Counter((int(weight.shape[1]), int(weight.shape[0])) for weight in weights)
+    return [(*shape, count) for shape, count in sorted(counted.items())]
 
 
 def _position_rows(model: Any, longest: int) -> int | None:

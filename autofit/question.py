@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +19,7 @@ from autofit.forkserver import ForkServer
 from autofit.loading import installed
 from autofit.plan import dump_json
 from autofit.trials import finished
-from autofit.worker import FACTS_FILE, JOBS, DescribeJob
+from autofit.worker import FACTS_FILE, JOBS, RATES_FILE, DescribeJob, RatesJob
 
 REQUEST = documents.REQUEST
 TRIALS = "trials"
@@ -187,6 +187,22 @@ def read_facts(
             )
         model, hardware = described(answer, request.model, device)
     return Facts(model=model, hardware=hardware, workload=workload(request, model, hardware, say), packages=installed())
+
+
+def timed(folder: Path, facts: Facts, server: ForkServer, say: Callable[[str], None]) -> Facts:
+    """The facts with what the device does in a second, which a process of its own has timed.
+
+    A tune does without where that fails.
+
+    Raises:
+        MachineError: No process can be started, or nothing can be written.
+    """
+    with server.ask(folder, dump_json(JOBS, RatesJob(facts=facts)), RATES_FILE) as answer:
+        found: dict[str, Any] = {"error": "it took too long"} if answer is None else answer
+    if "error" in found:
+        say(f"the device was not timed before the first trial: {found['error']}")
+        return facts
+    return replace(facts, rates=found["rates"], brought_bytes=found["brought_bytes"])
 
 
 def described(answer: Mapping[str, Any], name: str, device: Device) -> tuple[Model, Hardware]:

@@ -18,7 +18,7 @@ with work. On AMD the share below is too high: its best products were seen at 51
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
@@ -113,12 +113,22 @@ def amounts(*, micro_step: Totals, optimizer_step: Totals, accumulation: ArrayLi
     return np.column_stack([flops[:, : _COLUMN["other"]], on_device, moved[:, bus], operators])
 
 
-def nominal_seconds(card: Card | None, *, on_cpu: bool, threads: int = 1) -> Numbers:
+def nominal_seconds(
+    card: Card | None, *, on_cpu: bool, threads: int = 1, rates: Mapping[str, float] | None = None
+) -> Numbers:
     """Seconds for each unit of :data:`WORK`, as far as they are known beforehand.
 
-    On a card that is not in the catalogue, and on a CPU, they are of the right order and not more: what was measured
-    corrects them.
+    On a card that is not in the catalogue, and on a CPU, they are of the right order and not more, but where the device
+    was timed: ``rates`` are units in a second. What is measured later corrects them.
     """
+    seconds = _unmeasured_seconds(card, on_cpu=on_cpu, threads=threads)
+    for kind, rate in (rates or {}).items():
+        if kind in WORK and rate > 0:
+            seconds[WORK.index(kind)] = 1 / rate
+    return seconds
+
+
+def _unmeasured_seconds(card: Card | None, *, on_cpu: bool, threads: int) -> Numbers:
     if card is not None:
         rates = [*_rates(card)[: _COLUMN["other"]], *_bandwidths(card)[[_COLUMN["other"], _COLUMN["transfer"]]]]
         return 1 / np.array([*rates, 1 / HOST_SECONDS_PER_OPERATOR])

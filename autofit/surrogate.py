@@ -45,7 +45,8 @@ _LEAST_WIDENED = 0.7
 _LEVELS_ROWS = (1.0, 8.0, 64.0)
 _SCALE_STD = {True: 0.5, False: 2.0}
 _RATE_STD = {True: 0.4, False: 1.0}
-"""Of the logarithms of a machine's pace and of each of its rates, where its card is in the catalogue and where not."""
+"""Of the logarithms of a machine's pace and of each of its rates, where those were timed or its card is in the
+catalogue, and where not."""
 _EFFECT_STD = 0.15
 """Of the logarithm of what a value costs beyond what its trace counts."""
 
@@ -373,7 +374,7 @@ def _pace(  # noqa: PLR0917 - what encode has found
     work[unknown] = np.median(work[~unknown], axis=0)
     counted = work[:, work.max(axis=0) > 0]
     plain = {one.name: one.plain for one in techniques()}
-    mean, columns = np.zeros(len(rows)), [np.full(len(rows), _SCALE_STD[forecast.known_card])]
+    mean, columns = np.zeros(len(rows)), [np.full(len(rows), _SCALE_STD[forecast.timed or forecast.known_card])]
     bent = np.log((1 + 8 / rows) / 9)
     for (name, value), here in effects.items():
         expected, std = space.priors[name][value].time
@@ -383,7 +384,7 @@ def _pace(  # noqa: PLR0917 - what encode has found
         columns += [here * std, here * bent * 0.1]
     return Pace(
         parts=np.log(np.maximum(counted, 1e-300)),
-        parts_std=np.full(counted.shape[1], _RATE_STD[forecast.known_card]),
+        parts_std=np.full(counted.shape[1], _RATE_STD[forecast.timed or forecast.known_card]),
         effects=Steady.of(np.column_stack(columns)),
         effects_mean=mean,
         family=family,
@@ -523,7 +524,7 @@ def needs(encoded: Encoded, *, seen: Ints, peaks: Floats, noise: Floats) -> Need
     known = ~np.isnan(forecast.tensor_bytes)
     seen, peaks, noise = seen[known[seen]], peaks[known[seen]], noise[known[seen]]
     unit = forecast.own_bytes
-    line = beside.offset_bytes + beside.slope * traced
+    line = beside.offset_bytes + beside.slope * traced + forecast.brought_bytes
     values = (peaks - line[seen]) / unit[seen]
     mean, std = predict(kernel, np.zeros(len(traced)), seen=seen, values=values, noise=noise)
     offset, slope, widened, scatter = beside.offset_bytes, beside.slope, 1.0, 0.0
@@ -535,7 +536,8 @@ def needs(encoded: Encoded, *, seen: Ints, peaks: Floats, noise: Floats) -> Need
         slope += beside.slope_std * float(learned[1])
         # as if two had been seen before that scattered as they are believed to
         widened = max(_LEAST_WIDENED, math.sqrt((2 + float(values @ weights)) / (2 + len(seen))))
-        scatter = float(np.sqrt(np.mean(((offset + slope * traced[seen]) / peaks - 1) ** 2)))
+        on_line = offset + slope * traced[seen] + forecast.brought_bytes[seen]
+        scatter = float(np.sqrt(np.mean((on_line / peaks - 1) ** 2)))
     nothing = np.where(known, 0.0, np.nan)
     return Needs(
         mean=line + mean * unit + nothing,

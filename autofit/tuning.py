@@ -272,6 +272,8 @@ class _Tune:
                 space.parse_knobs(self.settings.fix, self.settings.among, facts),
             )
             with self._device(facts):
+                if before is None and self.given_runner is None:
+                    facts = question.timed(self.folder, facts, server, self._note)
                 return self._tune(facts, plans, config, server)
 
     def _chosen_device(self, before: question.Started | None) -> Literal["cuda", "cpu"]:

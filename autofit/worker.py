@@ -1,8 +1,8 @@
 """The process of one job: it reads ``job.json`` in its folder and leaves one result file there.
 
 Jobs are ``trial`` (a plan is measured: ``outcome.json``), ``curve`` (it trains a little: ``curve.json``),
-``describe`` (facts are read: ``facts.json``), ``check`` (emitted files are loaded back: ``check.json``) and ``trace``
-(plans are run on fake tensors: ``traced.json``).
+``describe`` (facts are read: ``facts.json``), ``rates`` (the device is timed: ``rates.json``), ``check`` (emitted
+files are loaded back: ``check.json``) and ``trace`` (plans are run on fake tensors: ``traced.json``).
 
 It is forked by :mod:`autofit.forkserver`, which has torch and
 transformers loaded; it may also be run by itself, as ``python -m autofit.worker FOLDER``.
@@ -39,6 +39,7 @@ from autofit.units import GIB, size
 JOB = "job.json"
 OUTCOME_FILE = "outcome.json"
 FACTS_FILE = "facts.json"
+RATES_FILE = "rates.json"
 CHECK_FILE = "check.json"
 TRACED_FILE = "traced.json"
 CURVE_FILE = "curve.json"
@@ -81,6 +82,14 @@ class DescribeJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RatesJob:
+    """Time what the device does in a second."""
+
+    kind: Literal["rates"] = "rates"
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckJob:
     """Load emitted files back."""
 
@@ -108,7 +117,7 @@ class TraceJob:
     folder: str
 
 
-Job = Annotated[TrialJob | CurveJob | DescribeJob | CheckJob | TraceJob, Field(discriminator="kind")]
+Job = Annotated[TrialJob | CurveJob | DescribeJob | RatesJob | CheckJob | TraceJob, Field(discriminator="kind")]
 JOBS: TypeAdapter[Any] = TypeAdapter(Job)
 
 
@@ -117,6 +126,9 @@ def main(folder: Path) -> None:
     job = JOBS.validate_json((folder / JOB).read_bytes())
     if isinstance(job, DescribeJob):
         write_atomically(folder / FACTS_FILE, json.dumps(_described(job), indent=1, allow_nan=False))
+        return
+    if isinstance(job, RatesJob):
+        write_atomically(folder / RATES_FILE, json.dumps(_timed(job), indent=1, allow_nan=False))
         return
     if isinstance(job, CheckJob):
         write_atomically(folder / CHECK_FILE, json.dumps({"error": _refusal(job)}))
@@ -226,6 +238,22 @@ def _take_environment(environment: Mapping[str, str], facts: Facts) -> None:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0][:500] if text else "no message"
+
+
+def _timed(job: RatesJob) -> dict[str, Any]:
+    """The rates as JSON; ``{"error": words}`` where the device can't."""
+    import torch
+
+    from autofit import rates
+
+    torch.set_num_threads(job.facts.hardware.threads)
+    try:
+        warm_up_threads()
+        brought = rates.brought_bytes(job.facts)  # before anything else is computed in here
+        return {"brought_bytes": brought, "rates": rates.rates_of(job.facts)}
+    except Exception as error:  # noqa: BLE001 - a driver, a kernel that is missing
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {_first_line(error)}"}
 
 
 def _refusal(job: CheckJob) -> str | None:

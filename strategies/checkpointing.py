@@ -232,7 +232,7 @@ def _counting(recorder: Recorder) -> AbstractContextManager[None]:
     if hooks is None:
         return replacing([(KeptOutputs, "policy", told_policy)])
 
-    class Told(hooks):  # type: ignore[misc]
+    class Told(hooks):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             recorder.busies_host(_HOST_A_REGION)

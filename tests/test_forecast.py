@@ -51,8 +51,10 @@ def cast(scale=1.0, *, untraced=()):
         work=np.full((len(tensors), len(WORK)), np.nan),
         nominal=np.ones(len(WORK)),
         known_card=False,
+        timed=False,
         rough=np.zeros(len(tensors), dtype=bool),
         beside=BESIDE,
+        brought_bytes=np.zeros(len(tensors)),
         noise=0.01,
     )
 

@@ -53,8 +53,10 @@ def record(path, facts, plans, rounds=3, **shape):
         work=work,
         nominal=nominal,
         known_card=False,
+        timed=False,
         rough=np.zeros(len(tensors), dtype=bool),
         beside=lies,
+        brought_bytes=np.zeros(len(tensors)),
         noise=0.02,
     )
     writer = Writer(path, facts, plans, cast, {"machine": "none"})

@@ -60,8 +60,10 @@ def drawn(facts, plans, rng):
         work=np.exp(rng.normal(0, 0.3, (count, len(WORK)))),
         nominal=np.ones(len(WORK)),
         known_card=False,
+        timed=False,
         rough=np.zeros(count, dtype=bool),
         beside=beside(facts.hardware),
+        brought_bytes=np.zeros(count),
         noise=0.01,
     )
 

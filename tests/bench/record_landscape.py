@@ -22,6 +22,7 @@ from pathlib import Path
 from autofit import catalogue, question, space, units
 from autofit.clock import Effort
 from autofit.device import choose_device
+from autofit.facts import Facts
 from autofit.forecast import forecast
 from autofit.forkserver import ForkServer
 from autofit.landscape import Landscape, Writer, pack, traced
@@ -57,6 +58,7 @@ def record(options: argparse.Namespace) -> None:
         facts = question.read_facts(folder, request, device, server, print)
         hardware = facts.hardware
         stack.enter_context(hardware_lock(hardware))
+        facts = question.timed(folder, facts, server, print)
         plans = space.build(
             facts, space.parse_allowed(options.allow), space.parse_knobs(options.fix, options.among, facts)
         )
@@ -110,16 +112,34 @@ def retrace(options: argparse.Namespace) -> None:
         hardware = land.facts.hardware
         card = catalogue.matching(hardware.name, hardware.total_bytes) if hardware.device == "cuda" else None
         whole = dataclasses.replace(land.space, plans=tuple(Plan({**plain, **plan}) for plan in land.space.plans))
+        facts, provenance = land.facts, dict(land.provenance)
         with contextlib.closing(server):
-            traces = Traces(land.facts, config, lambda: server, folder, cache_folder())
-            cast = forecast(whole, traces, land.facts, card, print)
+            if options.rates:
+                facts = timed_again(folder, facts, server)
+                provenance["rates"] = (
+                    f"timed {dt.datetime.now(dt.UTC).isoformat(timespec='seconds')}, not when recorded"
+                )
+            traces = Traces(facts, config, lambda: server, folder, cache_folder())
+            cast = forecast(whole, traces, facts, card, print)
         said = traced(land.space, cast)
         aside = folder / "land.jsonl"
-        writer = Writer(aside, land.facts, land.space, None, land.provenance)
+        writer = Writer(aside, facts, land.space, None, provenance)
         for run in sorted((run for runs in land.runs.values() for run in runs), key=lambda run: run.at):
             writer.write(dataclasses.replace(run, **said[run.plan]))
         pack(aside, Path(options.output))
     print(f"{options.output}: {len(land.runs)} plans")
+
+
+def timed_again(folder: Path, facts: Facts, server: ForkServer) -> Facts:
+    """The facts with what a device of the same name does in a second now."""
+    hardware = facts.hardware
+    request = question.Request(
+        model=facts.model.name, device="cpu", seq_len=facts.workload.seq_len, global_batch=facts.workload.global_batch
+    )
+    here = question.read_facts(folder, request, "cpu", server, print)
+    if (hardware.device, hardware.name) != ("cpu", here.hardware.name):
+        raise SystemExit(f"recorded on {hardware.name}, this is {here.hardware.name}")
+    return question.timed(folder, dataclasses.replace(facts, model=here.model), server, print)
 
 
 def main() -> None:
@@ -127,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", nargs="?", default="demo")
     parser.add_argument("--retrace", help="A landscape: write it to --output, gzipped, with the traces of today.")
+    parser.add_argument("--rates", action="store_true", help="With --retrace: time the device anew, if it is this one.")
     parser.add_argument("--output", required=True)
     parser.add_argument("--pack", help="Write it gzipped to this file at last.")
     parser.add_argument("--rounds", type=int, default=3)

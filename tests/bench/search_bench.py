@@ -44,10 +44,12 @@ from autofit import journal, search
 from autofit import sampler as sampling
 from autofit.campaign import HOPELESS, Campaign
 from autofit.clock import Effort
+from autofit.facts import Facts
 from autofit.forecast import Forecast
 from autofit.landscape import Landscape, Replay, needed
 from autofit.plan import Measured, Plan, Trial, median
 from autofit.registry import techniques
+from autofit.roofline import nominal_seconds
 from autofit.sampler import AutofitSampler
 from autofit.space import Space
 from autofit.surrogate import Encoded
@@ -119,7 +121,7 @@ class Bench:
 def sampled(cell: Cell, seed: int, *, name: str, ablation: str = "") -> Iterator[Step]:
     """autofit, or one of Optuna's samplers, as ``--sampler`` runs it; autofit's playoff comes last."""
     facts = cell.land.at(cell.limit_bytes)
-    space, cast = ablated(cell.land.space, cell.land.forecast if name == "autofit" else None, ablation)
+    space, cast = ablated(cell.land.facts, cell.land.space, cell.land.forecast if name == "autofit" else None, ablation)
     sampler = search.make_sampler(name, space, facts, seed, cast)
     if isinstance(sampler, AutofitSampler):
         sampler.encoded = forgetful(sampler.encoded, ablation)
@@ -256,30 +258,35 @@ SEARCHERS: dict[str, Callable[[Cell, int], Iterator[Step]]] = {
 # -- without a part of the knowledge ------------------------------------------------------------------------------
 
 ABLATIONS = (
-    "traces", "work", "time priors", "families", "noise", "ceilings", "scouts", "dares", "near", "doubt",
-    "hopeless",
+    "traces", "work", "rates", "brought", "time priors", "families", "noise", "ceilings", "scouts", "dares", "near",
+    "doubt", "hopeless",
 )  # fmt: skip
-"""What is taken away: all that the traces say, or their work alone; what a technique expects of time; that plans of one
+"""What is taken away: all that the traces say, or their work alone; what was timed before, and what kernels
+were seen to take; what a technique expects of time; that plans of one
 family are alike beyond their values; that a run is a draw; that breaking a ceiling tells a bound; trying fewer rows
 first; trying what may not fit in the end; changing little at a time; looking once
 more before the end; cutting off hopeless trials."""
 
 
-def ablated(space: Space, cast: Forecast | None, ablation: str) -> tuple[Space, Forecast | None]:
+def ablated(facts: Facts, space: Space, cast: Forecast | None, ablation: str) -> tuple[Space, Forecast | None]:
     """The space and the forecast without what an ablation takes away."""
     if ablation == "traces" or cast is None:
         return space, None
-    if ablation == "work":
-        return space, replace(cast, work=cast.work * math.nan)
-    if ablation == "noise":
-        return space, replace(cast, noise=0.0)
+    hardware = facts.hardware
+    usual = nominal_seconds(None, on_cpu=hardware.device == "cpu", threads=hardware.threads)
+    changes: dict[str, dict[str, Any]] = {
+        "work": {"work": cast.work * math.nan},
+        "rates": {"nominal": usual, "timed": False},
+        "brought": {"brought_bytes": 0.0 * cast.brought_bytes},
+        "noise": {"noise": 0.0},
+    }
     if ablation == "time priors":
         priors = {
             name: {value: replace(prior, time=Prior().time) for value, prior in values.items()}
             for name, values in space.priors.items()
         }
         return replace(space, priors=priors), cast
-    return space, cast
+    return space, replace(cast, **changes.get(ablation, {}))
 
 
 def forgetful(encoded: Encoded, ablation: str) -> Encoded:

@@ -127,7 +127,9 @@ def traced(options: argparse.Namespace) -> tuple[Facts, Space, Forecast]:
     if not known.all():
         print(f"{(~known).sum()} plans are left out: nothing says what they need")
         plans = dataclasses.replace(plans, plans=tuple(itertools.compress(plans.plans, known)))
-        columns = {name: getattr(cast, name)[known] for name in ("tensor_bytes", "seconds", "work", "rough")}
+        columns = {
+            name: getattr(cast, name)[known] for name in ("tensor_bytes", "seconds", "work", "rough", "brought_bytes")
+        }
         cast = dataclasses.replace(cast, **columns)
     return facts, plans, cast
 

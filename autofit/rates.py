@@ -1,0 +1,211 @@
+"""What a device does in a second, timed before the first trial: it tells which precision is worth trying first.
+
+And on a CPU, what the kernels of a precision take of its memory.
+
+==================  ==============================================================================================
+products            of the model's own shapes, forward and both backward ones, in each precision of the device
+``attention``       the fused kernel in 16 bits, forward and backward
+``memory``          a product of two tensors as large as the layers' widest activation
+``transfer``        a pinned copy to the device; only where there is a bus
+``operators``       a chain of operators so small that nothing but the host counts
+==================  ==============================================================================================
+
+A step is made of much else, so that these are expectations, which the trials correct. Each is the lower quartile of
+some repeats: what disturbs a repeat makes it slower, never faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+
+from autofit.recorder import Recorder
+from autofit.roofline import WORK, Work, nominal_seconds
+from autofit.units import MIB
+
+if TYPE_CHECKING:
+    from autofit.facts import Facts
+
+_REPEATS = 12
+_LEAST_REPEATS = 3
+_SECONDS = 0.04
+"""For the repeats of one product, where they are not done before."""
+_SHAPES = 4
+_MOST_BYTES = 256 * MIB
+"""Of all that one product holds: the search itself needs the device next."""
+_HEAD_SIZE = 64
+_FEW = 64
+_LINKS = 24
+_DTYPES: dict[Work, torch.dtype] = {
+    "matmul fp32": torch.float32,
+    "matmul tf32": torch.float32,
+    "matmul bf16": torch.bfloat16,
+    "matmul fp16": torch.float16,
+}
+
+
+def rates_of(facts: Facts) -> dict[Work, float]:
+    """Units of each kind of :data:`~autofit.roofline.WORK` in a second, of those that this device has.
+
+    Raises:
+        RuntimeError: The device can't (out of memory, a kernel that is missing).
+    """
+    device = torch.device(facts.hardware.device)
+    tokens, shapes = tokens_of(facts), shapes_of(facts)
+    found: dict[Work, float] = {}
+    for kind, dtype in _DTYPES.items():
+        if kind.removeprefix("matmul ") not in facts.hardware.precisions:
+            continue
+        with _tf32(kind == "matmul tf32"):
+            work = seconds = 0.0
+            for wide, narrow, count in shapes:
+                work += count * 6 * tokens * wide * narrow
+                seconds += count * _product_seconds(tokens, wide, narrow, dtype, device)
+        found[kind] = work / seconds
+    half = next((_DTYPES[kind] for kind in ("matmul bf16", "matmul fp16") if kind in found), None)
+    if device.type == "cpu":
+        found["attention"] = found["matmul fp32"]  # which there it takes in float32 as well as in 16 bits
+    elif half is not None:
+        found["attention"] = _attention(facts, tokens, half, device)
+    inner = [max(wide, narrow) for wide, narrow, _ in shapes if facts.model.vocab_size not in {wide, narrow}]
+    widest = max(inner, default=facts.model.hidden_size or 512)
+    one, other = torch.ones(2, tokens * widest, device=device)
+    found["memory"] = 3 * one.nbytes / _seconds(lambda: one * other, device)
+    if device.type == "cuda":
+        there = torch.ones(16 * MIB, pin_memory=True)
+        found["transfer"] = there.nbytes / _seconds(lambda: there.to(device, non_blocking=True), device)
+    found["operators"] = _operators(device)
+    return found
+
+
+def brought_bytes(facts: Facts) -> dict[Work, int]:
+    """What the first products of a precision leave in this process on a CPU, beside those of float32: code, buffers.
+
+    To be asked before anything else was computed in it. Nothing where the system does not tell.
+    """
+    if facts.hardware.device != "cpu":
+        return {}
+    found: dict[Work, int] = {}
+    _use(facts, torch.float32)
+    for kind, dtype in _DTYPES.items():
+        if dtype != torch.float32 and kind.removeprefix("matmul ") in facts.hardware.precisions:
+            before = _resident_bytes()
+            _use(facts, dtype)
+            found[kind] = max(0, _resident_bytes() - before)
+    return found
+
+
+def _use(facts: Facts, dtype: torch.dtype) -> None:
+    """Run what a step of the model takes in a precision, with few tokens."""
+    tokens = min(tokens_of(facts), _FEW)
+    for wide, narrow, _ in shapes_of(facts):
+        given = torch.randn(tokens, wide).to(dtype)
+        weight, gradient = torch.randn(narrow, wide).to(dtype), torch.randn(tokens, narrow).to(dtype)
+        _ = given @ weight.T, gradient @ weight, gradient.T @ given
+    _attention(facts, tokens, dtype, torch.device("cpu"))
+
+
+def _resident_bytes() -> int:
+    """Of this process, without what its heap keeps of what was freed."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    return int(psutil.Process().memory_info().rss)
+
+
+def shapes_of(facts: Facts) -> list[tuple[int, int, int]]:
+    """Inputs, outputs and number of the linear layers that most of the model's arithmetic is in."""
+    known = sorted(facts.model.products, key=lambda one: -math.prod(one))
+    return list(known[:_SHAPES]) or [(facts.model.hidden_size or 512, 4 * (facts.model.hidden_size or 512), 1)]
+
+
+def tokens_of(facts: Facts) -> int:
+    """Tokens of a micro-batch as they are usual: as many as a quarter of the batch has, and a set of products allows.
+
+    All of them in the slowest precision should take a tenth of a second or so.
+    """
+    work = facts.workload
+    hardware = facts.hardware
+    usual = work.seq_len * max(1, work.global_batch // 4)
+    shapes = shapes_of(facts)
+    nominal = nominal_seconds(None, on_cpu=hardware.device == "cpu", threads=hardware.threads)
+    slowest = 1 / nominal[WORK.index("matmul fp32")]
+    by_time = 0.1 * slowest / sum(6 * wide * narrow for wide, narrow, _ in shapes)
+    by_bytes = min(_MOST_BYTES, work.limit_bytes / 4) / max(8 * (wide + narrow) for wide, narrow, _ in shapes)
+    return max(16, int(min(usual, by_time, by_bytes)))
+
+
+def _product_seconds(tokens: int, wide: int, narrow: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Of a linear layer: its output, and the gradients of its input and of its weight."""
+    given = torch.randn(tokens, wide, device=device).to(dtype)
+    weight = torch.randn(narrow, wide, device=device).to(dtype)
+    gradient = torch.randn(tokens, narrow, device=device).to(dtype)
+    return sum(
+        _seconds(call, device)
+        for call in (lambda: given @ weight.T, lambda: gradient @ weight, lambda: gradient.T @ given)
+    )
+
+
+def _attention(facts: Facts, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of the fused kernel, whose forward pass is two products and whose backward pass is five."""
+    length = min(facts.workload.seq_len, tokens)
+    rows = tokens // length
+    heads = max(1, (facts.model.hidden_size or _HEAD_SIZE) // _HEAD_SIZE)
+    size = (rows, heads, length, _HEAD_SIZE)
+    given = [torch.randn(size, device=device).to(dtype).requires_grad_() for _ in range(3)]
+
+    def call() -> None:
+        query, key, value = given
+        torch.autograd.grad(F.scaled_dot_product_attention(query, key, value, is_causal=True).sum(), given)
+
+    return 14 * rows * heads * length * length * _HEAD_SIZE / _seconds(call, device)
+
+
+def _operators(device: torch.device) -> float:
+    """Operators of forward and backward that the host issues in a second, counted as a trace counts them."""
+    weight = torch.ones(8, 8, device=device, requires_grad=True)
+    given = torch.ones(1, 8, device=device)
+
+    def call() -> None:
+        hidden = given
+        for _ in range(_LINKS):
+            hidden = hidden + F.layer_norm(F.gelu(F.linear(hidden, weight)), (8,))
+        torch.autograd.grad(hidden.sum(), weight)
+
+    call()
+    with Recorder(fake=False) as recorder:
+        recorder.mark("step")
+        call()
+    counted = float(recorder.tape(since=1).work.sum(axis=(0, 1))[2])
+    return counted / _seconds(call, device)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The lower quartile of some repeats."""
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    call()
+    wait()
+    found: list[float] = []
+    while len(found) < _LEAST_REPEATS or (len(found) < _REPEATS and sum(found) < _SECONDS):
+        began = time.perf_counter()
+        call()
+        wait()
+        found.append(time.perf_counter() - began)
+    return sorted(found)[len(found) // 4]
+
+
+@contextlib.contextmanager
+def _tf32(on: bool) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
