@@ -119,7 +119,6 @@ class Forecast:
             host.
         beside: What is believed of the peak on the device, given the tensors'.
         brought_bytes: What the kernels of a plan take beside that, as far as it was measured before.
-        noise: Standard deviation of the logarithm of a step's seconds between two runs of one plan.
     """
 
     tensor_bytes: Floats
@@ -131,7 +130,6 @@ class Forecast:
     rough: Bools
     beside: Beside
     brought_bytes: Floats
-    noise: float
 
     @functools.cached_property
     def own_bytes(self) -> Floats:
@@ -230,7 +228,6 @@ def forecast(
         rough=rough,
         beside=beside(hardware),
         brought_bytes=brought_bytes(facts, work),
-        noise=noise_of(hardware),
     )
 
 
@@ -244,11 +241,6 @@ def brought_bytes(facts: Facts, work: Floats) -> Floats:
     """What the kernels of each plan take of the device's memory, by the kinds of work that the plan has."""
     brought = np.array([facts.brought_bytes.get(kind, 0) for kind in WORK], dtype=np.float64)
     return np.asarray((np.nan_to_num(work) > 0) @ brought)
-
-
-def noise_of(hardware: Hardware) -> float:
-    """How far two runs of one plan lie apart: a CPU, which others use, was seen to scatter by 2 to 10 %."""
-    return 0.05 if hardware.device == "cpu" else 0.01
 
 
 def _traceable(family: Plan) -> Plan:

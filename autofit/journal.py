@@ -113,6 +113,8 @@ def record(trial: Trial, limit_bytes: int) -> Record:
             # what the tensors and the context held: reserved memory depends on what came before
             attributes["needed_bytes"] = outcome.allocated_bytes + outcome.outside_bytes
             attributes["relative_spread"] = outcome.step_seconds_spread / outcome.step_seconds
+            if outcome.disturbed:
+                attributes["disturbance"] = outcome.disturbance
             excess = outcome.peak_bytes / limit_bytes - 1
             return Record(
                 state=TrialState.COMPLETE, value=outcome.samples_per_second, constraint=excess, attributes=attributes

@@ -273,7 +273,6 @@ class Landscape:
             rough=np.array([bool(untraceable(plan)) for plan in space.plans]) & ~np.isnan(tensors),
             beside=forecasts.beside(self.facts.hardware),
             brought_bytes=forecasts.brought_bytes(self.facts, work),
-            noise=forecasts.noise_of(self.facts.hardware),
         )
 
     def of(self, plan: Plan) -> tuple[Run, ...]:

@@ -71,8 +71,6 @@ _RUN_NOISE = 0.4
 _DOUBT = 1.5
 """Before the search ends it takes the standard deviations that many times: who is sure too early ends too early."""
 _DEEP = -4.0
-_NOISE = 0.02
-"""Of the logarithm of a step's seconds between two runs of one plan, on a device that is not known."""
 _MOST_TELLING = 160
 """What a regression over so many observations takes grows with their cube: more of them are thinned out."""
 
@@ -405,8 +403,7 @@ def _time(encoded: Encoded, seen: Sequence[Seen]) -> tuple[Floats, Floats]:
     values = [math.log(one.seconds) for one in measured]
     places = np.array([one.place for one in (*measured, *late)], dtype=np.int64)
     seconds = np.array(values + [max(values, default=0.0) + math.log(2)] * len(late))
-    least = encoded.forecast.noise if encoded.forecast else _NOISE
-    noise = np.array([max(one.noise, least) for one in measured] + [0.5] * len(late))
+    noise = np.array([one.noise for one in measured] + [0.5] * len(late))
     if isinstance(encoded.time, Pace):
         return predict_sum(encoded.time, seen=places, values=seconds, noise=noise)
     return predict(encoded.time, encoded.time_mean, seen=places, values=seconds, noise=noise)
@@ -549,7 +546,8 @@ def observations(trials: Sequence[FrozenTrial], encoded: Encoded, limit_bytes: i
         if not trial.state.is_finished():
             seen.append(Seen(place=place, verdict="running"))
         elif trial.state == TrialState.COMPLETE and trial.value is not None and trial.value > 0:
-            noise = min(max(trial.user_attrs.get("relative_spread", 0.0) / 1.96, _LEAST_NOISE), _MOST_NOISE)
+            scatter = min(max(trial.user_attrs.get("relative_spread", 0.0) / 1.96, _LEAST_NOISE), _MOST_NOISE)
+            noise = math.hypot(scatter, trial.user_attrs.get("disturbance", 0.0))
             needed = float(trial.user_attrs.get("needed_bytes", peak))
             seen.append(
                 Seen(

@@ -55,7 +55,6 @@ def cast(scale=1.0, *, untraced=()):
         rough=np.zeros(len(tensors), dtype=bool),
         beside=BESIDE,
         brought_bytes=np.zeros(len(tensors)),
-        noise=0.01,
     )
 
 
@@ -169,11 +168,10 @@ def test_a_scout_goes_before_what_may_not_fit():
 
 def test_a_lucky_measurement_does_not_end_the_search():
     """Of two runs of plans that are alike, one was twice as fast: the belief lies between."""
-    known = dataclasses.replace(cast(), noise=0.3)
-    encoded, limit = encode(SPACE, known), FACTS.workload.limit_bytes
+    encoded, limit = encode(SPACE, cast()), FACTS.workload.limit_bytes
     places = [place for place in range(len(SPACE.plans)) if encoded.family[place] == encoded.family[0]][:3]
     seen = [
-        Seen(place=place, verdict="measured", seconds=seconds, peak_bytes=GIB, needed_bytes=GIB)
+        Seen(place=place, verdict="measured", seconds=seconds, peak_bytes=GIB, needed_bytes=GIB, noise=0.3)
         for place, seconds in zip(places, (1.0, 0.5, 1.0), strict=True)
     ]
     assert np.exp(believe(encoded, seen, limit).time[places[1]]) > 0.6

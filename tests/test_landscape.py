@@ -57,7 +57,6 @@ def record(path, facts, plans, rounds=3, **shape):
         rough=np.zeros(len(tensors), dtype=bool),
         beside=lies,
         brought_bytes=np.zeros(len(tensors)),
-        noise=0.02,
     )
     writer = Writer(path, facts, plans, cast, {"machine": "none"})
     for turn in range(rounds):

@@ -153,7 +153,6 @@ def cast(facts):
         rough=np.zeros(count, dtype=bool),
         beside=forecast.beside(facts.hardware),
         brought_bytes=forecast.brought_bytes(facts, work),
-        noise=0.01,
     )
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.util
 import random
 import statistics
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from autofit import choose, journal, space
 from autofit.errors import InputError
 from autofit.plan import Crashed, OutOfMemory, Plan, TimedOut, Trial, Unsupported
-from autofit.sampler import LEAST_TRIALS, AutofitSampler, Seen, believe
+from autofit.sampler import LEAST_TRIALS, AutofitSampler, Seen, believe, observations
 from autofit.search import Searcher, open_searcher
 from autofit.surrogate import Kernel, Steady, below, encode, gain, sharpen
 from autofit.technique import Kind
@@ -410,3 +411,16 @@ def test_columns_that_stay_count_like_the_others():
     assert split.between(some) == pytest.approx(covariance[some])
     assert split.weigh(weights) == pytest.approx(columns.T @ weights)
     assert split.steady.among(some).squares == pytest.approx((columns[some, 2:] ** 2).sum(axis=1))
+
+
+def test_what_others_disturbed_counts_less():
+    searcher = in_memory(CPU, CPU_SPACE)
+    quiet = measured((1.0, 1.0, 1.0), GIB, CPU)
+    plans = [searcher.ask(), None]
+    searcher.tell(Trial(number=0, plan=plans[0], outcome=quiet, wall_seconds=1.0))
+    plans[1] = searcher.ask()
+    busy = dataclasses.replace(quiet, disturbance=0.4)
+    searcher.tell(Trial(number=1, plan=plans[1], outcome=busy, wall_seconds=1.0))
+    sampler = searcher.study.sampler
+    seen = observations(searcher.study.trials, sampler.encoded, CPU.workload.limit_bytes)
+    assert [one.noise for one in seen] == [pytest.approx(0.005), pytest.approx(0.4, rel=0.01)]

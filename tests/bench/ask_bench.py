@@ -64,7 +64,6 @@ def drawn(facts, plans, rng):
         rough=np.zeros(count, dtype=bool),
         beside=beside(facts.hardware),
         brought_bytes=np.zeros(count),
-        noise=0.01,
     )
 
 

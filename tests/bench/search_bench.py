@@ -258,12 +258,12 @@ SEARCHERS: dict[str, Callable[[Cell, int], Iterator[Step]]] = {
 # -- without a part of the knowledge ------------------------------------------------------------------------------
 
 ABLATIONS = (
-    "traces", "work", "rates", "brought", "time priors", "families", "noise", "ceilings", "scouts", "dares", "near",
+    "traces", "work", "rates", "brought", "time priors", "families", "ceilings", "scouts", "dares", "near",
     "doubt", "hopeless",
 )  # fmt: skip
 """What is taken away: all that the traces say, or their work alone; what was timed before, and what kernels
 were seen to take; what a technique expects of time; that plans of one
-family are alike beyond their values; that a run is a draw; that breaking a ceiling tells a bound; trying fewer rows
+family are alike beyond their values; that breaking a ceiling tells a bound; trying fewer rows
 first; trying what may not fit in the end; changing little at a time; looking once
 more before the end; cutting off hopeless trials."""
 
@@ -278,7 +278,6 @@ def ablated(facts: Facts, space: Space, cast: Forecast | None, ablation: str) ->
         "work": {"work": cast.work * math.nan},
         "rates": {"nominal": usual, "timed": False},
         "brought": {"brought_bytes": 0.0 * cast.brought_bytes},
-        "noise": {"noise": 0.0},
     }
     if ablation == "time priors":
         priors = {
