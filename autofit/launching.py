@@ -5,6 +5,7 @@ A trial is not launched, it is forked; it gets the same environment this way, in
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,22 @@ from typing import Any
 import yaml
 
 from autofit.errors import InputError
+
+
+def check_environment() -> None:
+    """Refuse an environment in which ``accelerate launch`` would fail, whatever it launches.
+
+    Raises:
+        InputError: ``OMP_NUM_THREADS`` is set to something else than one whole number.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    try:
+        int(threads)
+    except ValueError:
+        raise InputError(
+            f"OMP_NUM_THREADS is {threads!r} here, and accelerate launch reads a whole number from it",
+            hint="unset it, or set it to the threads that a process should have",
+        ) from None
 
 
 def write_yaml(path: Path, settings: dict[str, Any]) -> None:

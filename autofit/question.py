@@ -16,6 +16,7 @@ from autofit.errors import InputError, MachineError, ModelError
 from autofit.facts import Device, Facts, Hardware, LaunchPath, Model, Workload
 from autofit.files import write_atomically
 from autofit.forkserver import ForkServer
+from autofit.launching import check_environment
 from autofit.loading import installed
 from autofit.plan import dump_json
 from autofit.trials import finished
@@ -90,6 +91,7 @@ def listed(given: object) -> tuple[object, ...]:
 
 def check(request: Request, settings: Search) -> None:
     """Refuse what needs no machine to be refused."""
+    check_environment()
     for name, number in (("--global-batch", request.global_batch), ("--trials", settings.trials)):
         if not 1 <= number <= 10**7:
             raise InputError(f"{name} {number} is out of range", hint="give a whole number from 1 on")

@@ -19,6 +19,7 @@ from autofit import strict, units
 from autofit.emit import ARGUMENTS, YAML
 from autofit.errors import InputError, MachineError
 from autofit.facts import Hardware
+from autofit.launching import check_environment
 from autofit.locks import hardware_lock
 from autofit.memory import on_device
 from autofit.plan import OUTCOME, Measured, Outcome, Promise
@@ -73,6 +74,7 @@ def verify(
         MachineError: The launch itself could not be started, a tune is measuring on the device, or others took so much
             of the processors that no launch says anything.
     """
+    check_environment()
     folder = Path(folder)
     document = documents.read(folder)
     for name in (YAML, ARGUMENTS, f"{documents.MODEL_FOLDER}/config.json"):

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import click
 import pytest
+from accelerate.utils.environment import get_int_from_env
 from click.testing import CliRunner
 
 import autofit
@@ -276,6 +278,20 @@ def test_bad_input_is_one_line_and_a_hint(run, tmp_path, words, said):
     assert said in message
     assert len(hint) > len("hint: ")
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("words", [["tune", "demo"], ["estimate", "demo", "--memory", "8GiB"], ["verify", "somewhere"]])
+@pytest.mark.parametrize("threads", ["", "abc", "4,2"])
+def test_threads_that_accelerate_launch_can_not_read_are_refused(run, monkeypatch, words, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    with pytest.raises(ValueError, match="invalid literal"):
+        get_int_from_env(["OMP_NUM_THREADS"], 1)
+    done = run(*words)
+    assert done.exit_code == 2
+    message, hint = one_line(done.stderr)
+    assert message == f"error: OMP_NUM_THREADS is {threads!r} here, and accelerate launch reads a whole number from it"
+    assert "unset it" in hint
+    assert list(Path.cwd().iterdir()) == []
 
 
 @pytest.mark.parametrize(
