@@ -75,6 +75,11 @@ class Cell:
     land: Landscape
     limit_bytes: int
 
+    @property
+    def land_name(self) -> str:
+        """Of the landscape."""
+        return self.name.partition(" @ ")[0]
+
     @functools.cached_property
     def best(self) -> float:
         """True seconds of the best plan that fits."""
@@ -444,24 +449,35 @@ def main() -> None:
         runs = pool.map(_one, jobs, chunksize=4)
     words = ("trials", "seconds", "found", *(f"at {look}" for look in LOOKS), "end", "OOM", "ran")
     print(" " * 34 + "".join(f"{word:>9}" for word in words))
-    by_cell, overall = tell(runs, searchers)
+    by_cell, by_land, overall = tell(runs, searchers)
     if options.markdown:
         print(markdown(overall))
     if options.json and options.json != "-":
-        Path(options.json).write_text(json.dumps({"searchers": overall, "cells": by_cell}, indent=1) + "\n")
+        Path(options.json).write_text(
+            json.dumps({"searchers": overall, "landscapes": by_land, "cells": by_cell}, indent=1) + "\n"
+        )
     if options.json:
         print(json.dumps({"searchers": overall}))
 
 
-def tell(runs: list[dict[str, Any]], searchers: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Print a line for each searcher and cell; returns the same as numbers, by cell and over all of them."""
-    by_cell: dict[str, dict[str, Any]] = {}
-    for cell in _CELLS:
-        print(cell.name)
+Sums = dict[str, dict[str, dict[str, Any]]]
+"""By cell or landscape, and by searcher."""
+
+
+def tell(runs: list[dict[str, Any]], searchers: list[str]) -> tuple[Sums, Sums, dict[str, dict[str, Any]]]:
+    """Print a line for each searcher and cell; the same as numbers: by cell, by landscape, and over all of them."""
+
+    def told(name: str, names: list[str]) -> dict[str, dict[str, Any]]:
+        print(name)
+        found = {}
         for searcher in searchers:
-            mine = [run for run in runs if (run["cell"], run["searcher"]) == (cell.name, searcher)]
-            by_cell.setdefault(cell.name, {})[searcher] = found = summary(mine)
-            print(line(searcher, found), flush=True)
+            found[searcher] = summary([run for run in runs if run["cell"] in names and run["searcher"] == searcher])
+            print(line(searcher, found[searcher]), flush=True)
+        return found
+
+    by_cell = {cell.name: told(cell.name, [cell.name]) for cell in _CELLS}
+    lands = {cell.land_name: [other.name for other in _CELLS if other.land is cell.land] for cell in _CELLS}
+    by_land = {name: told(f"{name}, under every ceiling", names) for name, names in lands.items()}
     overall = {searcher: summary([run for run in runs if run["searcher"] == searcher]) for searcher in searchers}
     for searcher, found in overall.items():
         mine = [by_cell[cell.name][searcher] for cell in _CELLS]
@@ -473,7 +489,7 @@ def tell(runs: list[dict[str, Any]], searchers: list[str]) -> tuple[dict[str, di
     print("all of them")
     for searcher, found in overall.items():
         print(line(searcher, found))
-    return by_cell, overall
+    return by_cell, by_land, overall
 
 
 def markdown(overall: dict[str, dict[str, Any]]) -> str:
