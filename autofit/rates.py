@@ -41,6 +41,8 @@ _SECONDS = 0.04
 _SHAPES = 4
 _MOST_BYTES = 256 * MIB
 """Of all that one product holds: the search itself needs the device next."""
+_BEYOND_A_CACHE = 16 * MIB
+"""Numbers of 4 bytes: more than the cache of a GPU holds."""
 _HEAD_SIZE = 64
 _FEW = 64
 _LINKS = 24
@@ -59,7 +61,7 @@ def rates_of(facts: Facts) -> dict[Work, float]:
         RuntimeError: The device can't (out of memory, a kernel that is missing).
     """
     device = torch.device(facts.hardware.device)
-    tokens, shapes = tokens_of(facts), shapes_of(facts)
+    shapes = shapes_of(facts)
     found: dict[Work, float] = {}
     for kind, dtype in _DTYPES.items():
         if kind.removeprefix("matmul ") not in facts.hardware.precisions:
@@ -67,6 +69,7 @@ def rates_of(facts: Facts) -> dict[Work, float]:
         with _tf32(kind == "matmul tf32"):
             work = seconds = 0.0
             for wide, narrow, count in shapes:
+                tokens = tokens_of(facts, wide + narrow)
                 work += count * 6 * tokens * wide * narrow
                 seconds += count * _product_seconds(tokens, wide, narrow, dtype, device)
         found[kind] = work / seconds
@@ -74,13 +77,14 @@ def rates_of(facts: Facts) -> dict[Work, float]:
     if device.type == "cpu":
         found["attention"] = found["matmul fp32"]  # which there it takes in float32 as well as in 16 bits
     elif half is not None:
-        found["attention"] = _attention(facts, tokens, half, device)
+        found["attention"] = _attention(facts, half, device)
     inner = [max(wide, narrow) for wide, narrow, _ in shapes if facts.model.vocab_size not in {wide, narrow}]
     widest = max(inner, default=facts.model.hidden_size or 512)
-    one, other = torch.ones(2, tokens * widest, device=device)
+    least = _BEYOND_A_CACHE if device.type == "cuda" else 0
+    one, other = torch.ones(2, max(tokens_of(facts, 2 * widest) * widest, least), device=device)
     found["memory"] = 3 * one.nbytes / _seconds(lambda: one * other, device)
     if device.type == "cuda":
-        there = torch.ones(16 * MIB, pin_memory=True)
+        there = torch.ones(_BEYOND_A_CACHE, pin_memory=True)
         found["transfer"] = there.nbytes / _seconds(lambda: there.to(device, non_blocking=True), device)
     found["operators"] = _operators(device)
     return found
@@ -105,12 +109,12 @@ def brought_bytes(facts: Facts) -> dict[Work, int]:
 
 def _use(facts: Facts, dtype: torch.dtype) -> None:
     """Run what a step of the model takes in a precision, with few tokens."""
-    tokens = min(tokens_of(facts), _FEW)
     for wide, narrow, _ in shapes_of(facts):
+        tokens = min(tokens_of(facts, wide + narrow), _FEW)
         given = torch.randn(tokens, wide).to(dtype)
         weight, gradient = torch.randn(narrow, wide).to(dtype), torch.randn(tokens, narrow).to(dtype)
         _ = given @ weight.T, gradient @ weight, gradient.T @ given
-    _attention(facts, tokens, dtype, torch.device("cpu"))
+    _attention(facts, dtype, torch.device("cpu"), most_tokens=_FEW)
 
 
 def _resident_bytes() -> int:
@@ -126,10 +130,11 @@ def shapes_of(facts: Facts) -> list[tuple[int, int, int]]:
     return list(known[:_SHAPES]) or [(facts.model.hidden_size or 512, 4 * (facts.model.hidden_size or 512), 1)]
 
 
-def tokens_of(facts: Facts) -> int:
-    """Tokens of a micro-batch as they are usual: as many as a quarter of the batch has, and a set of products allows.
+def tokens_of(facts: Facts, width: int) -> int:
+    """Tokens of a micro-batch as they are usual: as many as a quarter of the batch has, where that is not too much.
 
-    All of them in the slowest precision should take a tenth of a second or so.
+    All products in the slowest precision should take a tenth of a second or so, and what one of them holds, of so many
+    numbers a token, should be a small part of the ceiling.
     """
     work = facts.workload
     hardware = facts.hardware
@@ -138,7 +143,7 @@ def tokens_of(facts: Facts) -> int:
     nominal = nominal_seconds(None, on_cpu=hardware.device == "cpu", threads=hardware.threads)
     slowest = 1 / nominal[WORK.index("matmul fp32")]
     by_time = 0.1 * slowest / sum(6 * wide * narrow for wide, narrow, _ in shapes)
-    by_bytes = min(_MOST_BYTES, work.limit_bytes / 4) / max(8 * (wide + narrow) for wide, narrow, _ in shapes)
+    by_bytes = min(_MOST_BYTES, work.limit_bytes / 4) / (8 * width)
     return max(16, int(min(usual, by_time, by_bytes)))
 
 
@@ -153,11 +158,12 @@ def _product_seconds(tokens: int, wide: int, narrow: int, dtype: torch.dtype, de
     )
 
 
-def _attention(facts: Facts, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
+def _attention(facts: Facts, dtype: torch.dtype, device: torch.device, most_tokens: int = 1 << 30) -> float:
     """FLOP/s of the fused kernel, whose forward pass is two products and whose backward pass is five."""
+    heads = max(1, (facts.model.hidden_size or _HEAD_SIZE) // _HEAD_SIZE)
+    tokens = min(tokens_of(facts, 8 * heads * _HEAD_SIZE), most_tokens)
     length = min(facts.workload.seq_len, tokens)
     rows = tokens // length
-    heads = max(1, (facts.model.hidden_size or _HEAD_SIZE) // _HEAD_SIZE)
     size = (rows, heads, length, _HEAD_SIZE)
     given = [torch.randn(size, device=device).to(dtype).requires_grad_() for _ in range(3)]
 

@@ -44,7 +44,8 @@ def test_a_slower_product_has_a_lower_rate(monkeypatch):
 
     monkeypatch.setattr(rates, "_product_seconds", took)
     facts = small()
-    found, tokens = rates.rates_of(facts), rates.tokens_of(facts)
+    found, tokens = rates.rates_of(facts), rates.tokens_of(facts, 160)
+    assert tokens == 32
     assert found["matmul fp32"] == 4 * found["matmul bf16"]
     heaviest = sorted((a * b * n for a, b, n in SMALL.products), reverse=True)[:4]
     assert found["matmul fp32"] == pytest.approx(6 * tokens * sum(heaviest) / (0.5 * (8 + 4 + 2 + 1)))
@@ -63,10 +64,12 @@ def test_linear_layers_are_counted_also_where_their_weight_lies_the_other_way_ro
 def test_what_a_set_of_products_takes_is_bounded():
     large = ((8192, 28672, 160), (28672, 8192, 80), (8192, 8192, 160), (8192, 128256, 1))
     facts = dataclasses.replace(cpu_facts(seq_len=4096, global_batch=64), model=model(products=large))
-    assert rates.tokens_of(facts) == 16
-    assert rates.tokens_of(small()) == 32, "a quarter of the batch"
+    assert rates.tokens_of(facts, 8192 + 28672) == 16
+    assert rates.tokens_of(small(), 160) == 32, "a quarter of the batch"
     tight = dataclasses.replace(small(), workload=dataclasses.replace(small().workload, limit_bytes=1 * MIB))
-    assert rates.tokens_of(tight) * 8 * (32 + 128) <= max(MIB / 4, 16 * 8 * 160)
+    assert rates.tokens_of(tight, 1500) == 21
+    assert rates.tokens_of(tight, 50) == 32
+    assert rates.tokens_of(tight, 5000) == 16
     assert rates.shapes_of(cuda_facts()) == [(1024, 4096, 1)], "what a model of an older recording counts as"
 
 
