@@ -347,7 +347,7 @@ class _Tune:
         self._say_if_disturbed()
         if decision is None:
             raise self._nothing(facts, plans, cast)
-        self._say_correction(searcher)
+        self._say_correction(searcher, facts)
         result = answer.write(
             answer.compose(
                 decision,
@@ -394,13 +394,18 @@ class _Tune:
             self._note(f"some plans have no forecast: {why}")
         return None if np.isnan(cast.tensor_bytes).all() else cast
 
-    def _say_correction(self, searcher: Searcher) -> None:
+    def _say_correction(self, searcher: Searcher, facts: Facts) -> None:
         """Say how the measured peaks lie to the traces."""
         found = searcher.correction()
+        brought = "".join(
+            f", and {units.size(taken)} for the kernels of {kind.removeprefix('matmul ')}"
+            for kind, taken in facts.brought_bytes.items()
+            if taken
+        )
         if found is not None and found.count > 1:
             self._note(
                 f"measured peaks are {found.slope:.3g} x the traced ones {'-' if found.offset_bytes < 0 else '+'} "
-                f"{units.size(abs(found.offset_bytes))}, "
+                f"{units.size(abs(found.offset_bytes))}{brought}, "
                 f"give or take {found.scatter:.1%} ({found.count} trials)"
             )
 

@@ -274,3 +274,4 @@ def test_a_tune_finds_the_best_of_a_recorded_landscape(tmp_path):
     result = autofit.tune("demo", output=tmp_path / "out", runner=Replay(found, limit), allow="exact,numeric,method")
     assert found.seconds(result.plan) <= 1.1 * found.seconds(found.best(limit))
     assert len({trial.plan for trial in result.document.trials}) <= 25
+    assert any(", and 17.2 MiB for the kernels of bf16, give or take" in note for note in result.document.notes)
