@@ -499,7 +499,7 @@ def markdown(overall: dict[str, dict[str, Any]]) -> str:
     for name, found in overall.items():
         trials, seconds = found["median_trials_to_find"], found["median_seconds_to_find"]
         rows.append(
-            f"| `{name}` | {found['found']:.0%} | {'-' if trials is None else f'{trials:.0f}'} | "
+            f"| `{name}` | {found['found']:.0%} | {'-' if trials is None else f'{trials:g}'} | "
             f"{'-' if seconds is None else f'{seconds:.0f}'} | {found['regret_at_12']:.1%} | "
             f"{found['final_regret']:.1%} | {found['out_of_memory']:.0%} |"
         )
@@ -513,7 +513,7 @@ def line(name: str, found: dict[str, Any]) -> str:
         return "never" if value is None else format(value, form)
 
     numbers = [
-        shown(found["median_trials_to_find"], ".0f"),
+        shown(found["median_trials_to_find"], "g"),
         shown(found["median_seconds_to_find"], ".0f"),
         format(found["found"], ".0%"),
         *(format(found[f"regret_at_{look}"], ".1%") for look in LOOKS),
