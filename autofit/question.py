@@ -194,13 +194,14 @@ def read_facts(
 def timed(folder: Path, facts: Facts, server: ForkServer, say: Callable[[str], None]) -> Facts:
     """The facts with what the device does in a second, which a process of its own has timed.
 
-    A tune does without where that fails.
-
-    Raises:
-        MachineError: No process can be started, or nothing can be written.
+    A tune does without where that fails; what can't be done at all is told by what comes next.
     """
-    with server.ask(folder, dump_json(JOBS, RatesJob(facts=facts)), RATES_FILE) as answer:
-        found: dict[str, Any] = {"error": "it took too long"} if answer is None else answer
+    found: dict[str, Any] = {"error": "it took too long"}
+    try:
+        with server.ask(folder, dump_json(JOBS, RatesJob(facts=facts)), RATES_FILE) as answer:
+            found = found if answer is None else answer
+    except MachineError as error:
+        found = {"error": error.message}
     if "error" in found:
         say(f"the device was not timed before the first trial: {found['error']}")
         return facts

@@ -20,7 +20,7 @@ import contextlib
 import ctypes
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import psutil
@@ -41,8 +41,11 @@ _SECONDS = 0.04
 _SHAPES = 4
 _MOST_BYTES = 256 * MIB
 """Of all that one product holds: the search itself needs the device next."""
+_MOST_WEIGHTS, _SIDE = 1 << 26, 1 << 13
+"""Numbers in the weight of one product, and in a side of it that is cut for their sake."""
 _BEYOND_A_CACHE = 16 * MIB
 """Numbers of 4 bytes: more than the cache of a GPU holds."""
+_CPU = torch.device("cpu")
 _HEAD_SIZE = 64
 _FEW = 64
 _LINKS = 24
@@ -78,7 +81,7 @@ def rates_of(facts: Facts) -> dict[Work, float]:
         found["attention"] = found["matmul fp32"]  # which there it takes in float32 as well as in 16 bits
     elif half is not None:
         found["attention"] = _attention(facts, half, device)
-    inner = [max(wide, narrow) for wide, narrow, _ in shapes if facts.model.vocab_size not in {wide, narrow}]
+    inner = [max(one[:2]) for one in facts.model.products if facts.model.vocab_size not in one[:2]]
     widest = max(inner, default=facts.model.hidden_size or 512)
     least = _BEYOND_A_CACHE if device.type == "cuda" else 0
     one, other = torch.ones(2, max(tokens_of(facts, 2 * widest) * widest, least), device=device)
@@ -111,10 +114,9 @@ def _use(facts: Facts, dtype: torch.dtype) -> None:
     """Run what a step of the model takes in a precision, with few tokens."""
     for wide, narrow, _ in shapes_of(facts):
         tokens = min(tokens_of(facts, wide + narrow), _FEW)
-        given = torch.randn(tokens, wide).to(dtype)
-        weight, gradient = torch.randn(narrow, wide).to(dtype), torch.randn(tokens, narrow).to(dtype)
+        given, weight, gradient = _numbers([(tokens, wide), (narrow, wide), (tokens, narrow)], dtype, _CPU)
         _ = given @ weight.T, gradient @ weight, gradient.T @ given
-    _attention(facts, dtype, torch.device("cpu"), most_tokens=_FEW)
+    _attention(facts, dtype, _CPU, most_tokens=_FEW)
 
 
 def _resident_bytes() -> int:
@@ -125,9 +127,16 @@ def _resident_bytes() -> int:
 
 
 def shapes_of(facts: Facts) -> list[tuple[int, int, int]]:
-    """Inputs, outputs and number of the linear layers that most of the model's arithmetic is in."""
-    known = sorted(facts.model.products, key=lambda one: -math.prod(one))
-    return list(known[:_SHAPES]) or [(facts.model.hidden_size or 512, 4 * (facts.model.hidden_size or 512), 1)]
+    """Inputs, outputs and number of the linear layers that most of the model's arithmetic is in.
+
+    Of a very large one a part counts for the whole, which is as fast.
+    """
+    hidden = facts.model.hidden_size or 512
+    known = sorted(facts.model.products, key=lambda one: -math.prod(one))[:_SHAPES] or [(hidden, 4 * hidden, 1)]
+    return [
+        (min(wide, max(_MOST_WEIGHTS // narrow, _SIDE)), min(narrow, max(_MOST_WEIGHTS // wide, _SIDE)), count)
+        for wide, narrow, count in known
+    ]
 
 
 def tokens_of(facts: Facts, width: int) -> int:
@@ -147,11 +156,15 @@ def tokens_of(facts: Facts, width: int) -> int:
     return max(16, int(min(usual, by_time, by_bytes)))
 
 
+def _numbers(sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Random ones, since a GPU that is at its limit of power multiplies equal ones faster; a CPU takes long to draw."""
+    make = torch.randn if device.type == "cuda" else torch.ones
+    return [make(size, dtype=dtype, device=device) for size in sizes]
+
+
 def _product_seconds(tokens: int, wide: int, narrow: int, dtype: torch.dtype, device: torch.device) -> float:
     """Of a linear layer: its output, and the gradients of its input and of its weight."""
-    given = torch.randn(tokens, wide, device=device).to(dtype)
-    weight = torch.randn(narrow, wide, device=device).to(dtype)
-    gradient = torch.randn(tokens, narrow, device=device).to(dtype)
+    given, weight, gradient = _numbers([(tokens, wide), (narrow, wide), (tokens, narrow)], dtype, device)
     return sum(
         _seconds(call, device)
         for call in (lambda: given @ weight.T, lambda: gradient @ weight, lambda: gradient.T @ given)
@@ -165,7 +178,7 @@ def _attention(facts: Facts, dtype: torch.dtype, device: torch.device, most_toke
     length = min(facts.workload.seq_len, tokens)
     rows = tokens // length
     size = (rows, heads, length, _HEAD_SIZE)
-    given = [torch.randn(size, device=device).to(dtype).requires_grad_() for _ in range(3)]
+    given = [one.requires_grad_() for one in _numbers([size] * 3, dtype, device)]
 
     def call() -> None:
         query, key, value = given
