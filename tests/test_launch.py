@@ -18,6 +18,7 @@ from autofit.document import DOCUMENT
 from autofit.errors import MachineError
 from autofit.facts import Facts
 from autofit.plan import Measured, Unsupported, dump_json
+from autofit.question import REQUEST, STARTED
 from autofit.registry import technique
 from autofit.verify import VERIFICATION, judge
 
@@ -134,6 +135,16 @@ def test_a_real_tune_makes_a_promise_that_verify_finds_kept(tuned, launch_path):
     assert judge(found.promise, found.outcome, tolerance=WIDE_TOLERANCE).broken == ()
     # trial and launch count memory alike, from whatever base they started
     assert abs(found.outcome.peak_bytes - found.promise.peak_bytes) < 0.25 * found.promise.peak_bytes + 8 * MIB
+
+
+def test_a_real_tune_times_the_device_and_keeps_what_it_found(tuned):
+    folder = tuned("trainer")
+    facts = STARTED.validate_json((folder / REQUEST).read_bytes()).facts
+    kinds = {f"matmul {precision}" for precision in facts.hardware.precisions}
+    assert kinds <= set(facts.rates)
+    assert all(rate > 0 for rate in facts.rates.values())
+    assert set(facts.brought_bytes) == kinds - {"matmul fp32"}
+    assert sum(count for *_, count in documents.read(folder).model.products) > 1
 
 
 SAMPLE = {
