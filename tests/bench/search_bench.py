@@ -446,7 +446,7 @@ def main() -> None:
         for seed in range(seeds[name])
     ]
     with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
-        runs = pool.map(_one, jobs, chunksize=4)
+        runs = pool.map(_one, jobs, chunksize=1)
     words = ("trials", "seconds", "found", *(f"at {look}" for look in LOOKS), "end", "OOM", "ran")
     print(" " * 34 + "".join(f"{word:>9}" for word in words))
     by_cell, by_land, overall = tell(runs, searchers)
