@@ -33,7 +33,6 @@ def test_every_kind_of_work_that_the_device_has_is_timed():
     found = rates.rates_of(small())
     assert set(found) == {"matmul fp32", "matmul bf16", "attention", "memory", "operators"}
     assert all(np.isfinite(rate) and rate > 0 for rate in found.values())
-    assert 1e3 < found["operators"] < 1e7
     only = rates.rates_of(small(precisions=("fp32",)))
     assert set(only) == {"matmul fp32", "attention", "memory", "operators"}
 
