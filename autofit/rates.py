@@ -23,10 +23,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
+from autofit.memory import status
 from autofit.recorder import Recorder
 from autofit.roofline import WORK, Work, nominal_seconds
 from autofit.units import MIB
@@ -123,7 +123,7 @@ def _resident_bytes() -> int:
     """Of this process, without what its heap keeps of what was freed."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-    return int(psutil.Process().memory_info().rss)
+    return status()["VmRSS"]
 
 
 def shapes_of(facts: Facts) -> list[tuple[int, int, int]]:

@@ -34,7 +34,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
+from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique, replacing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -457,16 +457,12 @@ def traced_layers(recorder: Recorder, *, on_cuda: bool) -> Iterator[None]:
             (layers, "fix_4bit_weight_quant_state_from_module", _tables_of_its_module),
             (layers.Linear8bitLt, "forward", functools.partialmethod(_forward_8bit, on_cuda=on_cuda)),
         ]
-    before = [vars(owner)[name] for owner, name, _ in replaced]
     recorder.stand_ins.update(stand_ins)
     flop_registry.update(counters)
-    for owner, name, new in replaced:
-        setattr(owner, name, new)
     try:
-        yield
+        with replacing(replaced):
+            yield
     finally:
-        for (owner, name, _), old in zip(replaced, before, strict=True):
-            setattr(owner, name, old)
         for counter in counters:
             del flop_registry[counter]
 

@@ -45,15 +45,14 @@ from autofit import sampler as sampling
 from autofit.campaign import HOPELESS, Campaign
 from autofit.clock import Effort
 from autofit.facts import Facts
-from autofit.forecast import Forecast
+from autofit.forecast import Forecast, nominal_of
 from autofit.landscape import Landscape, Replay, needed
 from autofit.plan import Measured, Plan, Trial, median
 from autofit.registry import techniques
-from autofit.roofline import nominal_seconds
 from autofit.sampler import AutofitSampler
 from autofit.space import Space
 from autofit.surrogate import Encoded
-from autofit.technique import Prior
+from autofit.technique import Prior, replacing
 from autofit.units import parse_size, size
 
 FRACTIONS = (1.0, 0.6, 0.35)
@@ -277,8 +276,7 @@ def ablated(facts: Facts, space: Space, cast: Forecast | None, ablation: str) ->
     """The space and the forecast without what an ablation takes away."""
     if ablation == "traces" or cast is None:
         return space, None
-    hardware = facts.hardware
-    usual = nominal_seconds(None, on_cpu=hardware.device == "cpu", threads=hardware.threads)
+    usual = nominal_of(replace(facts, rates={}), None)
     changes: dict[str, dict[str, Any]] = {
         "work": {"work": cast.work * math.nan},
         "rates": {"nominal": usual, "timed": False},
@@ -300,8 +298,7 @@ def forgetful(encoded: Encoded, ablation: str) -> Encoded:
     return encoded
 
 
-@contextlib.contextmanager
-def without(ablation: str) -> Iterator[None]:
+def without(ablation: str) -> contextlib.AbstractContextManager[None]:
     """The sampler without one of its ways."""
     changes: dict[str, tuple[Any, str, Any]] = {
         "scouts": (AutofitSampler, "_scout", lambda *_: None),
@@ -310,16 +307,7 @@ def without(ablation: str) -> Iterator[None]:
         "doubt": (sampling, "_DOUBT", 1.0),
         "ceilings": (sampling, "above", lambda *given: (given[0], 1e6 * given[1])),
     }
-    if ablation not in changes:
-        yield
-        return
-    where, name, instead = changes[ablation]
-    before = getattr(where, name)
-    setattr(where, name, instead)
-    try:
-        yield
-    finally:
-        setattr(where, name, before)
+    return replacing([changes[ablation]] if ablation in changes else [])
 
 
 # -- scores -------------------------------------------------------------------------------------------------------
