@@ -28,7 +28,7 @@ from autofit.errors import InputError, MachineError
 from autofit.facts import Facts, Hardware, LaunchPath, Model, Workload
 from autofit.files import write_atomically
 from autofit.footprint import Need
-from autofit.forecast import CONTEXT_BYTES, MARGIN, Forecast, beside, families_of, forecast, workspace_bytes
+from autofit.forecast import CONTEXT_BYTES, MARGIN, Forecast, families_of, forecast, workspace_bytes
 from autofit.forkserver import ForkServer
 from autofit.loading import installed
 from autofit.parallel import on_every_core
@@ -303,7 +303,7 @@ def _rows(  # noqa: PLR0917 - of the story above
 
     def judge(places: list[int]) -> tuple[Estimated, float]:
         for place in places:  # from the largest micro-batch down, until it fits
-            one = _estimated(plans.plans[place], float(cast.seconds[place]), traces, facts)
+            one = _estimated(place, plans, cast, traces, facts)
             if one.verdict == "fits":
                 break
         return one, float(pace_of[place])
@@ -327,12 +327,15 @@ def _apart(ranked: list[list[int]], plans: space.Space, need: Floats, pace_of: F
     return list(alike.values())
 
 
-def _estimated(plan: Plan, seconds: float, traces: Traces, facts: Facts) -> Estimated:
+def _estimated(place: int, plans: space.Space, cast: Forecast, traces: Traces, facts: Facts) -> Estimated:
+    plan, seconds = plans.plans[place], float(cast.seconds[place])
     found = traces.need(plan)
     parts = traces.parts(plan)
     assert found is not None
     assert parts is not None
-    device = device_bytes(found, parts, plan, facts)
+    # on a CPU it is what processes were seen to hold for such tensors
+    on_cpu = facts.hardware.device == "cpu"
+    device = round(float(cast.device_bytes[place])) if on_cpu else _smallest_card(found, parts, plan, facts)
     limit = facts.workload.limit_bytes
     verdict: Verdict = "fits" if device * (1 + MARGIN) <= limit else "tight" if device <= limit else "too large"
     return Estimated(
@@ -345,17 +348,10 @@ def _estimated(plan: Plan, seconds: float, traces: Traces, facts: Facts) -> Esti
     )
 
 
-def device_bytes(
+def _smallest_card(
     found: Need, parts: tuple[footprint.MicroPart, footprint.OptimizerPart], plan: Plan, facts: Facts
 ) -> int:
-    """The smallest card on which a plan runs: its allocations replayed through the allocator, and what lies outside.
-
-    On the CPU it is what processes there were seen to hold for such tensors.
-    """
-    hardware = facts.hardware
-    if hardware.device == "cpu":
-        believed = beside(hardware)
-        return round(believed.offset_bytes + believed.slope * found.peak_bytes)
+    """On which a plan runs: its allocations replayed through the allocator, and what lies outside."""
     rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
     events, sizes = footprint.requests(*parts, rows=rows, accumulation=accumulation)
     rounded = [round(size) for size in sizes]
@@ -364,7 +360,7 @@ def device_bytes(
         capacity = found.peak_bytes
     else:
         capacity = allocator.smallest_capacity(events, rounded, resolution_bytes=resolution)
-    return capacity + workspace_bytes(hardware.capability) + CONTEXT_BYTES
+    return capacity + workspace_bytes(facts.hardware.capability) + CONTEXT_BYTES
 
 
 def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space) -> tuple[str, ...]:

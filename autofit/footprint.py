@@ -99,6 +99,10 @@ class MicroPart:
         batch = self.tape.categories == _BATCH
         return float(self.tape.per_row[batch].sum()) / _TRACED_MICRO_STEPS
 
+    def activation_bytes_per_row(self) -> float:
+        """What one row of a batch makes the device hold at once, at most."""
+        return float(self.tape.lines()[1].max())
+
     def work(self, rows: Floats) -> Totals:
         """The work of one micro-step that finds gradients, at each of ``rows``."""
         mine = np.array([name.startswith("1:") for name in self.tape.segments])

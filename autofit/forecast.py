@@ -58,7 +58,9 @@ cent of published measurements on GPUs."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """How a peak on the device is believed to lie to the tensors', beforehand: ``offset + slope x tensors``.
+    """How a peak on the device is believed to lie to the tensors', beforehand.
+
+    ``offset + slope x tensors + heap_share x activations``.
 
     Attributes:
         offset_bytes, slope: Means.
@@ -67,8 +69,8 @@ class Beside:
         scatter_bytes: The same of what does not grow with the tensors.
         value_bytes: Standard deviation of what a value adds by itself, such as the code and buffers of a library.
         value_share: The same of what it adds in proportion to the tensors.
-        row_share: Standard deviation of what a row adds beside its tensors, as a share of what a row's tensors usually
-            are.
+        heap_share, heap_share_std: What the heap keeps of what was freed, as a share of the activations there would be
+            without checkpointing: mean, and how well it is known.
     """
 
     offset_bytes: float
@@ -79,7 +81,8 @@ class Beside:
     scatter_bytes: float
     value_bytes: float
     value_share: float
-    row_share: float
+    heap_share: float
+    heap_share_std: float
 
     def own(self, tensor_bytes: Floats) -> Floats:
         """Standard deviation of a plan's own around the line, in bytes."""
@@ -88,19 +91,20 @@ class Beside:
 
 _CPU = Beside(
     offset_bytes=10 * MIB,
-    offset_std=15 * MIB,
-    slope=1.4,
-    slope_std=0.25,
+    offset_std=12 * MIB,
+    slope=1.0,
+    slope_std=0.2,
     residual=0.1,
     scatter_bytes=3 * MIB,
     value_bytes=12 * MIB,
     value_share=0.15,
-    row_share=0.6,
+    heap_share=0.5,
+    heap_share_std=0.25,
 )
-"""Resident memory: malloc keeps part of what is freed, and oneDNN has buffers of its own. Tiny models were seen at 1.2
-to 2 times their tensors, give or take 10 MiB; plans of a few ten MiB scatter by 3 MiB, and bfloat16 adds 6 to 15 MiB.
-The holes in malloc's heap grow with the rows, also where checkpointing keeps little of them: by a third to one of what
-a row's tensors usually are. A guess, corrected by the first trials."""
+"""Resident memory: malloc keeps part of what is freed, and oneDNN has buffers of its own. The holes in malloc's heap
+are in proportion to the activations that a step makes, also where checkpointing keeps few of them at a time: on four
+recorded landscapes, of tiny models, by 0.47 to 0.68 of them, beside 0.76 to 1.23 times the tensors and 3 to 37 MiB.
+Corrected by the first trials."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: it remembers what it computed
@@ -119,6 +123,7 @@ class Forecast:
             host.
         beside: What is believed of the peak on the device, given the tensors'.
         brought_bytes: What the kernels of a plan take beside that, as far as it was measured before.
+        activation_bytes: What its micro-batch would keep for the backward pass without checkpointing.
     """
 
     tensor_bytes: Floats
@@ -130,6 +135,7 @@ class Forecast:
     rough: Bools
     beside: Beside
     brought_bytes: Floats
+    activation_bytes: Floats
 
     @functools.cached_property
     def own_bytes(self) -> Floats:
@@ -145,7 +151,9 @@ class Forecast:
     @property
     def device_bytes(self) -> Floats:
         """Expected need on the device, before anything was measured."""
-        return self.beside.offset_bytes + self.beside.slope * self.tensor_bytes + self.brought_bytes
+        beside = self.beside
+        line = beside.offset_bytes + beside.slope * self.tensor_bytes
+        return line + beside.heap_share * self.activation_bytes + self.brought_bytes
 
     @property
     def predicted_bytes(self) -> Floats:
@@ -166,7 +174,8 @@ def beside(hardware: Hardware) -> Beside:
         scatter_bytes=8 * MIB,
         value_bytes=16 * MIB,
         value_share=0.02,
-        row_share=0.0,
+        heap_share=0.0,
+        heap_share_std=0.0,
     )
 
 
@@ -188,19 +197,25 @@ def forecast(
     families = families_of(space)
     if len(families) <= _FEW:
         families = families_of(space, one_row_apart=True)
-    traces.prepare([*families, *map(_traceable, families)], say)
+    believed = beside(facts.hardware)
+    likest_of = {family: _traceable(family) for family in families}
+    unchecked = map(_unchecked, likest_of.values()) if believed.heap_share else ()
+    traces.prepare([*families, *likest_of.values(), *unchecked], say)
     count = len(space.plans)
     tensors, seconds = np.full(count, np.nan), np.full(count, np.nan)
     work, rough = np.full((count, len(WORK)), np.nan), np.zeros(count, dtype=bool)
+    activations = np.zeros(count)
     waiting = facts.workload.launch_path == "trainer"
     for family, members in families.items():
         parts = traces.parts(family)
-        likest = parts or traces.parts(_traceable(family))
+        likest = parts or traces.parts(likest_of[family])
         if likest is None:
             continue
         micro, optimizer = likest
+        whole, _ = traces.parts(_unchecked(likest_of[family])) or likest
         rows = np.array([int(space.plans[place]["micro_batch"]) for place in members])
         accumulation = np.array([int(space.plans[place]["accumulation"]) for place in members])
+        activations[members] = whole.activation_bytes_per_row() * rows
         micro_step = _as_computed(micro.work(rows.astype(np.float64)), family, facts)
         amounts = roofline.amounts(micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation)
         hosted = None if parts else _hosted(family, micro, facts)
@@ -217,7 +232,6 @@ def forecast(
                 card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
             )
             seconds[members] = step / (rows * accumulation)
-    hardware = facts.hardware
     return Forecast(
         tensor_bytes=tensors,
         seconds=seconds,
@@ -226,8 +240,9 @@ def forecast(
         known_card=card is not None,
         timed=bool(facts.rates),
         rough=rough,
-        beside=beside(hardware),
+        beside=believed,
         brought_bytes=brought_bytes(facts, work),
+        activation_bytes=activations,
     )
 
 
@@ -241,6 +256,11 @@ def brought_bytes(facts: Facts, work: Floats) -> Floats:
     """What the kernels of each plan take of the device's memory, by the kinds of work that the plan has."""
     brought = np.array([facts.brought_bytes.get(kind, 0) for kind in WORK], dtype=np.float64)
     return np.asarray((np.nan_to_num(work) > 0) @ brought)
+
+
+def _unchecked(family: Plan) -> Plan:
+    """The plan without checkpointing, of many rows: all that a micro-step makes is kept for its backward pass."""
+    return family.replaced(checkpointing=technique("checkpointing").plain, micro_batch=MANY)
 
 
 def _traceable(family: Plan) -> Plan:

@@ -54,6 +54,7 @@ class Run:
         at: Seconds since the recording began.
         predicted_bytes: Peak on the device by its trace, before anything was measured.
         traced_bytes: Peak of its tensors by its trace.
+        activation_bytes: What its micro-batch would keep for the backward pass without checkpointing, by a trace.
         traced_seconds: Of a sample by roofline, where the card is known.
         work: How much of each of :data:`~autofit.roofline.WORK` a sample is, by the trace.
     """
@@ -64,6 +65,7 @@ class Run:
     at: float = 0.0
     predicted_bytes: int | None = None
     traced_bytes: int | None = None
+    activation_bytes: int | None = None
     traced_seconds: float | None = None
     work: tuple[float, ...] | None = None
 
@@ -135,6 +137,7 @@ def traced(space: Space, cast: Forecast) -> dict[Plan, dict[str, Any]]:
         found[plan] = {
             "predicted_bytes": None if math.isnan(predicted[place]) else round(predicted[place]),
             "traced_bytes": None if math.isnan(tensors) else round(tensors),
+            "activation_bytes": round(cast.activation_bytes[place]),
             "traced_seconds": None if math.isnan(seconds) else float(seconds),
             "work": None if np.isnan(work).any() else tuple(work.tolist()),
         }
@@ -273,6 +276,7 @@ class Landscape:
             rough=np.array([bool(untraceable(plan)) for plan in space.plans]) & ~np.isnan(tensors),
             beside=forecasts.beside(self.facts.hardware),
             brought_bytes=forecasts.brought_bytes(self.facts, work),
+            activation_bytes=np.nan_to_num(column("activation_bytes")),
         )
 
     def of(self, plan: Plan) -> tuple[Run, ...]:

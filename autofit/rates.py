@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from autofit.memory import status
+from autofit.memory import fault_in_libraries, status
 from autofit.recorder import Recorder
 from autofit.roofline import WORK, Work, nominal_seconds
 from autofit.units import MIB
@@ -96,11 +96,12 @@ def rates_of(facts: Facts) -> dict[Work, float]:
 def brought_bytes(facts: Facts) -> dict[Work, int]:
     """What the first products of a precision leave in this process on a CPU, beside those of float32: code, buffers.
 
-    To be asked before anything else was computed in it. Nothing where the system does not tell.
+    To be asked before anything else was computed in it. The libraries' own pages are no part of it, as in a trial.
     """
     if facts.hardware.device != "cpu":
         return {}
     found: dict[Work, int] = {}
+    fault_in_libraries()
     _use(facts, torch.float32)
     for kind, dtype in _DTYPES.items():
         if dtype != torch.float32 and kind.removeprefix("matmul ") in facts.hardware.precisions:

@@ -345,17 +345,6 @@ def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
     return encoded if forecast is None else dataclasses.replace(encoded, beyond=_beyond(forecast, encoded))
 
 
-def _row_bytes(tensor_bytes: Floats, family: Ints, rows: Floats) -> float:
-    """The median over the families of what a row adds to the traced peak, from the fewest rows to the most."""
-    order = np.lexsort((rows, family))
-    ends = np.flatnonzero(np.diff(family[order], append=-1))
-    last, first = order[ends], order[np.concatenate([[0], ends[:-1] + 1])]
-    more = rows[last] - rows[first]
-    slopes = (tensor_bytes[last] - tensor_bytes[first])[more > 0] / more[more > 0]
-    known = slopes[~np.isnan(slopes)]
-    return max(0.0, float(np.median(known))) if len(known) else 0.0
-
-
 def _pace(  # noqa: PLR0917 - what encode has found
     space: Space,
     forecast: Forecast,
@@ -462,7 +451,8 @@ class Needs:
 
     Attributes:
         mean, std: Bytes.
-        offset_bytes, slope: The line that all plans have in common: ``offset + slope x traced``.
+        offset_bytes, slope, heap_share: What all plans have in common, ``offset + slope x traced + heap_share x
+            activations``; what their kernels take is beside it.
         scatter: How far the measurements lie around that line, as a share of them.
         count: Measurements that it stands on.
     """
@@ -471,6 +461,7 @@ class Needs:
     std: Floats
     offset_bytes: float
     slope: float
+    heap_share: float
     scatter: float
     count: int
 
@@ -483,13 +474,12 @@ class Needs:
 def _beyond(forecast: Forecast, encoded: Encoded) -> Kernel:
     """The covariance of the peaks around their line, in units of each plan's own deviation.
 
-    What lies beside the tensors and a share of them are the features; what a row leaves behind and what a value brings
-    (the code and the buffers of its library, and a share of the tensors) the steady ones. It all adds up.
+    What lies beside the tensors and a share of them are the features; what the heap keeps and what a value brings (the
+    code and the buffers of its library, and a share of the tensors) the steady ones. It all adds up.
     """
     beside, unit, traced = forecast.beside, forecast.own_bytes, np.nan_to_num(forecast.tensor_bytes)
-    usual = _row_bytes(forecast.tensor_bytes, encoded.family, encoded.rows)
     steady = [
-        (beside.row_share * usual * encoded.rows / unit)[:, None],
+        (beside.heap_share_std * forecast.activation_bytes / unit)[:, None],
         (beside.value_bytes / unit)[:, None] * encoded.indicators,
         (beside.value_share * traced / unit)[:, None] * encoded.indicators,
         (forecast.rough_bytes / unit)[:, None] * encoded.untraced,
@@ -524,26 +514,28 @@ def needs(encoded: Encoded, *, seen: Ints, peaks: Floats, noise: Floats) -> Need
     known = ~np.isnan(forecast.tensor_bytes)
     seen, peaks, noise = seen[known[seen]], peaks[known[seen]], noise[known[seen]]
     unit = forecast.own_bytes
-    line = beside.offset_bytes + beside.slope * traced + forecast.brought_bytes
+    line = np.nan_to_num(forecast.device_bytes)
     values = (peaks - line[seen]) / unit[seen]
     mean, std = predict(kernel, np.zeros(len(traced)), seen=seen, values=values, noise=noise)
-    offset, slope, widened, scatter = beside.offset_bytes, beside.slope, 1.0, 0.0
+    expected = np.array([beside.offset_bytes, beside.slope, beside.heap_share])
+    common, widened, scatter = expected, 1.0, 0.0
     if len(seen):
         covariance = kernel.among(seen).between(np.arange(len(seen))) + np.diag(noise**2)
-        weights = np.linalg.solve(covariance, values)
-        learned = kernel.features[seen].T @ weights
-        offset += beside.offset_std * float(learned[0])
-        slope += beside.slope_std * float(learned[1])
+        weights = np.asarray(np.linalg.solve(covariance, values), dtype=np.float64)
+        learned = kernel.among(seen).weigh(weights)[: len(expected)]
+        common = expected + learned * [beside.offset_std, beside.slope_std, beside.heap_share_std]
         # as if two had been seen before that scattered as they are believed to
         widened = max(_LEAST_WIDENED, math.sqrt((2 + float(values @ weights)) / (2 + len(seen))))
-        on_line = offset + slope * traced[seen] + forecast.brought_bytes[seen]
+        amounts = np.column_stack([np.ones(len(seen)), traced[seen], forecast.activation_bytes[seen]])
+        on_line = line[seen] + amounts @ (common - expected)
         scatter = float(np.sqrt(np.mean((on_line / peaks - 1) ** 2)))
     nothing = np.where(known, 0.0, np.nan)
     return Needs(
         mean=line + mean * unit + nothing,
         std=widened * std * unit + nothing,
-        offset_bytes=offset,
-        slope=slope,
+        offset_bytes=float(common[0]),
+        slope=float(common[1]),
+        heap_share=float(common[2]),
         scatter=scatter,
         count=len(seen),
     )

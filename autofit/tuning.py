@@ -403,8 +403,10 @@ class _Tune:
             if taken
         )
         if found is not None and found.count > 1:
+            heap = f" + {found.heap_share:.2g} x the activations that a heap has held" if found.heap_share else ""
+            sign = "-" if found.offset_bytes < 0 else "+"
             self._note(
-                f"measured peaks are {found.slope:.3g} x the traced ones {'-' if found.offset_bytes < 0 else '+'} "
+                f"measured peaks are {found.slope:.3g} x the traced ones{heap} {sign} "
                 f"{units.size(abs(found.offset_bytes))}{brought}, "
                 f"give or take {found.scatter:.1%} ({found.count} trials)"
             )

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from autofit import space, surrogate, tuning
+from autofit import space, tuning
 from autofit.errors import MachineError, NothingFits
 from autofit.forecast import Beside, Forecast
 from autofit.plan import Trial
@@ -28,8 +28,10 @@ BESIDE = Beside(
     scatter_bytes=3 * MIB,
     value_bytes=8 * MIB,
     value_share=0.05,
-    row_share=0.3,
+    heap_share=0.0,
+    heap_share_std=0.1,
 )
+ROW_BYTES = 0.4 * GIB
 LAND = Landscape(facts=FACTS, overhead_seconds=0.4, row_seconds=0.4, row_bytes=0.4 * GIB)
 
 
@@ -55,6 +57,7 @@ def cast(scale=1.0, *, untraced=()):
         rough=np.zeros(len(tensors), dtype=bool),
         beside=BESIDE,
         brought_bytes=np.zeros(len(tensors)),
+        activation_bytes=np.array([ROW_BYTES / 1.15 * scale * int(plan["micro_batch"]) for plan in SPACE.plans]),
     )
 
 
@@ -102,28 +105,27 @@ def test_what_a_value_brings_along_is_learned():
     assert blind.std[with_it].mean() > blind.std[without].mean()
 
 
-def test_what_rows_leave_behind_is_learned():
+def test_what_the_heap_keeps_is_learned():
     """A heap with holes: each row costs more than its tensors, in every kind of plan."""
     known = cast()
     encoded = encode(SPACE, known)
-    one, many = encoded.rows == 1, encoded.rows == encoded.rows.max()
-    of_a_row = (known.tensor_bytes[many] - known.tensor_bytes[one]) / (encoded.rows.max() - 1)
-    row_bytes = surrogate._row_bytes(known.tensor_bytes, encoded.family, encoded.rows)
-    assert row_bytes == pytest.approx(np.median(of_a_row))
-    truth_of = BESIDE.offset_bytes + BESIDE.slope * known.tensor_bytes + 0.3 * row_bytes * encoded.rows
+    truth_of = BESIDE.offset_bytes + BESIDE.slope * known.tensor_bytes + 0.2 * known.activation_bytes
     seen = np.flatnonzero(encoded.family == encoded.family[0])
-    others = np.flatnonzero((encoded.family != encoded.family[0]) & many)
-    found = {share: learned(dataclasses.replace(known, beside=dataclasses.replace(BESIDE, row_share=share)),
-                             seen, truth_of[seen]) for share in (0.0, 0.3)}  # fmt: skip
-    error = {share: np.abs(one.mean - truth_of)[others].mean() for share, one in found.items()}
-    assert error[0.3] < 0.5 * error[0.0]
+    others = np.flatnonzero((encoded.family != encoded.family[0]) & (encoded.rows == encoded.rows.max()))
+    found = {std: learned(dataclasses.replace(known, beside=dataclasses.replace(BESIDE, heap_share_std=std)),
+                          seen, truth_of[seen]) for std in (0.0, 0.2)}  # fmt: skip
+    error = {std: np.abs(one.mean - truth_of)[others].mean() for std, one in found.items()}
+    assert error[0.2] < 0.5 * error[0.0]
 
 
-def test_families_of_one_size_or_without_a_trace_say_nothing_of_rows():
-    rows, family = np.array([1.0, 4.0, 2.0, 1.0, 4.0]), np.array([0, 0, 1, 2, 2])
-    assert surrogate._row_bytes(np.array([10.0, 16.0, 99.0, np.nan, 50.0]), family, rows) == 2.0
-    assert surrogate._row_bytes(np.full(5, np.nan), family, rows) == 0.0
-    assert surrogate._row_bytes(np.array([16.0, 10.0, 99.0, 20.0, 8.0]), family, rows) == 0.0
+def test_what_the_heap_is_expected_to_keep_counts():
+    known = dataclasses.replace(cast(), beside=dataclasses.replace(BESIDE, heap_share=0.5))
+    assert known.device_bytes == pytest.approx(cast().device_bytes + 0.5 * known.activation_bytes)
+    assert learned(known).mean == pytest.approx(known.device_bytes)
+    seen = [0, 5, 9]
+    after = learned(known, seen, known.device_bytes[seen])
+    assert after.mean == pytest.approx(known.device_bytes), "as it was expected: nothing is learned"
+    assert after.scatter == pytest.approx(0.0, abs=1e-9)
 
 
 def test_scatter_widens_what_is_believed_of_the_others():

@@ -62,6 +62,33 @@ def test_what_the_engines_leave_on_the_device_is_forecast_roughly(known):
     assert rough.min() >= 0.1
 
 
+def test_what_a_heap_has_held_does_not_depend_on_checkpointing_or_engine(known):
+    plans, cast = known
+    rows = np.array([plan["micro_batch"] for plan in plans.plans])
+    for precision in plans.domains["precision"]:
+        here = [plan["precision"] == precision and plan["offload"] != "activations" for plan in plans.plans]
+        of_a_row = (cast.activation_bytes / rows)[here]
+        assert of_a_row.min() > 0
+        assert of_a_row == pytest.approx(of_a_row[0])
+
+
+def test_a_heap_is_forecast_where_every_plan_checkpoints(server, tmp_path):
+    """The trace without checkpointing is made for it."""
+    facts = facts_of("llama", device="cpu", global_batch=16)
+    config = write_config(tmp_path / "config", CONFIGS["llama"])
+
+    def cast(*given):
+        plans = space.build(
+            facts, given=parse_knobs((*given, "kernels=none", "precision=fp32"), ("optimizer=adamw",), facts)
+        )
+        found = forecast(plans, Traces(facts, config, lambda: server, tmp_path), facts)
+        return {plan: found.activation_bytes[place] for place, plan in enumerate(plans.plans)}
+
+    every, some = cast(), cast("checkpointing=full")
+    assert 0 < len(some) < len(every)
+    assert some == {plan: every[plan] for plan in some}
+
+
 def test_activations_are_those_of_the_plain_twin(known):
     """What a row adds is the same whoever keeps the weights."""
     plans, cast = known

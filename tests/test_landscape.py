@@ -57,6 +57,7 @@ def record(path, facts, plans, rounds=3, **shape):
         rough=np.zeros(len(tensors), dtype=bool),
         beside=lies,
         brought_bytes=np.zeros(len(tensors)),
+        activation_bytes=np.arange(len(tensors), dtype=float),
     )
     writer = Writer(path, facts, plans, cast, {"machine": "none"})
     for turn in range(rounds):
@@ -78,6 +79,7 @@ def test_what_is_written_is_read(recorded, facts, plans):
     one = found.runs[plans.plans[0]][0]
     assert one.predicted_bytes == pytest.approx(found.forecast.device_bytes[0], abs=2)
     np.testing.assert_allclose(found.forecast.tensor_bytes, [r[0].traced_bytes for r in map(found.of, plans.plans)])
+    np.testing.assert_allclose(found.forecast.activation_bytes, np.arange(len(plans.plans)))
     assert 0.005 < found.noise < 0.03
 
 
@@ -274,4 +276,4 @@ def test_a_tune_finds_the_best_of_a_recorded_landscape(tmp_path):
     result = autofit.tune("demo", output=tmp_path / "out", runner=Replay(found, limit), allow="exact,numeric,method")
     assert found.seconds(result.plan) <= 1.1 * found.seconds(found.best(limit))
     assert len({trial.plan for trial in result.document.trials}) <= 25
-    assert any(", and 17.2 MiB for the kernels of bf16, give or take" in note for note in result.document.notes)
+    assert any(", and 10.6 MiB for the kernels of bf16, give or take" in note for note in result.document.notes)

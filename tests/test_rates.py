@@ -158,6 +158,7 @@ def cast(facts):
         rough=np.zeros(count, dtype=bool),
         beside=forecast.beside(facts.hardware),
         brought_bytes=forecast.brought_bytes(facts, work),
+        activation_bytes=np.zeros(count),
     )
 
 

@@ -64,6 +64,7 @@ def drawn(facts, plans, rng):
         rough=np.zeros(count, dtype=bool),
         beside=beside(facts.hardware),
         brought_bytes=np.zeros(count),
+        activation_bytes=np.zeros(count),
     )
 
 
