@@ -118,7 +118,7 @@ def find(name: str) -> Card:
 def matching(driver_name: str, total_bytes: int) -> Card | None:
     """The card that a real device is, from the name and the total that its driver reports.
 
-    ``None`` for one that is not in the catalogue, such as a laptop's, and for a slice of a card.
+    ``None`` for one that is not in the catalogue, such as a CPU or a laptop's, and for a slice of a card.
     """
     fitting = [
         card

@@ -172,8 +172,7 @@ def estimate(
                 facts = elsewhere(request, described, card, given)
             else:
                 facts = question.read_facts(folder, request, here, server, lambda _: None)  # the notes say it
-                if facts.hardware.device == "cuda":
-                    card = catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
+                card = catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
             knobs = space.parse_knobs(tuple(fix), tuple(among), facts)
             plans = space.build(facts, space.parse_allowed(words), knobs)
             traces = Traces(facts, config, lambda: server, folder, kept)

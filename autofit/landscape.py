@@ -265,7 +265,7 @@ class Landscape:
         nothing = (math.nan,) * len(WORK)
         work = np.array([(held[0].work or nothing) if (held := self.of(plan)) else nothing for plan in space.plans])
         hardware = self.facts.hardware
-        card = catalogue.matching(hardware.name, hardware.total_bytes) if hardware.device == "cuda" else None
+        card = catalogue.matching(hardware.name, hardware.total_bytes)
         return Forecast(
             tensor_bytes=tensors,
             seconds=column("traced_seconds"),

@@ -383,7 +383,7 @@ class _Tune:
         if self.given_runner is not None:
             return None
         hardware = facts.hardware
-        card = catalogue.matching(hardware.name, hardware.total_bytes) if hardware.device == "cuda" else None
+        card = catalogue.matching(hardware.name, hardware.total_bytes)
         traces = Traces(facts, config, lambda: server, self.folder, cache_folder())
         try:
             cast = forecast(plans, traces, facts, card, say=self.events.note)

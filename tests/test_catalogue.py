@@ -226,6 +226,8 @@ def test_any_text_is_a_card_or_bad_input(name):
         ("NVIDIA A100-SXM4-40GB MIG 1g.10gb", 9856, None),
         ("NVIDIA GeForce RTX 4070 Laptop GPU", 7806, None),
         ("GRID A100D-80C", 81920, None),
+        ("Intel(R) Xeon(R) Processor", 24064, None),
+        ("AMD EPYC 9B14", 24576, None),
         ("", 0, None),
     ],
 )

@@ -62,7 +62,7 @@ def record(options: argparse.Namespace) -> None:
         plans = space.build(
             facts, space.parse_allowed(options.allow), space.parse_knobs(options.fix, options.among, facts)
         )
-        card = catalogue.matching(hardware.name, hardware.total_bytes) if device == "cuda" else None
+        card = catalogue.matching(hardware.name, hardware.total_bytes)
         cast = forecast(plans, Traces(facts, config, lambda: server, folder, cache_folder()), facts, card, print)
         print(
             f"{len(plans.plans)} plans, {options.rounds} rounds, {units.size(facts.workload.limit_bytes)}", flush=True
@@ -110,7 +110,7 @@ def retrace(options: argparse.Namespace) -> None:
         config = fetch(str(folder / "given"), folder / "model", trust_remote_code=False)
         server = ForkServer(folder / "server.log", "cpu", modeling_module(config))
         hardware = land.facts.hardware
-        card = catalogue.matching(hardware.name, hardware.total_bytes) if hardware.device == "cuda" else None
+        card = catalogue.matching(hardware.name, hardware.total_bytes)
         whole = dataclasses.replace(land.space, plans=tuple(Plan({**plain, **plan}) for plan in land.space.plans))
         facts, provenance = land.facts, dict(land.provenance)
         with contextlib.closing(server):

@@ -262,11 +262,11 @@ SEARCHERS: dict[str, Callable[[Cell, int], Iterator[Step]]] = {
 # -- without a part of the knowledge ------------------------------------------------------------------------------
 
 ABLATIONS = (
-    "traces", "work", "rates", "brought", "time priors", "families", "ceilings", "scouts", "dares", "near",
+    "traces", "work", "rates", "brought", "heap", "time priors", "families", "ceilings", "scouts", "dares", "near",
     "doubt", "hopeless",
 )  # fmt: skip
 """What is taken away: all that the traces say, or their work alone; what was timed before, and what kernels
-were seen to take; what a technique expects of time; that plans of one
+were seen to take; what malloc's heap keeps of activations; what a technique expects of time; that plans of one
 family are alike beyond their values; that breaking a ceiling tells a bound; trying fewer rows
 first; trying what may not fit in the end; changing little at a time; looking once
 more before the end; cutting off hopeless trials."""
@@ -281,6 +281,7 @@ def ablated(facts: Facts, space: Space, cast: Forecast | None, ablation: str) ->
         "work": {"work": cast.work * math.nan},
         "rates": {"nominal": usual, "timed": False},
         "brought": {"brought_bytes": 0.0 * cast.brought_bytes},
+        "heap": {"activation_bytes": 0.0 * cast.activation_bytes},
     }
     if ablation == "time priors":
         priors = {
