@@ -474,8 +474,8 @@ class Needs:
 def _beyond(forecast: Forecast, encoded: Encoded) -> Kernel:
     """The covariance of the peaks around their line, in units of each plan's own deviation.
 
-    What lies beside the tensors and a share of them are the features; what the heap keeps and what a value brings (the
-    code and the buffers of its library, and a share of the tensors) the steady ones. It all adds up.
+    First what all plans have in common: what lies beside the tensors, a share of them, and what the heap keeps of the
+    activations; then what a value brings: the code and the buffers of its library, and a share of the tensors.
     """
     beside, unit, traced = forecast.beside, forecast.own_bytes, np.nan_to_num(forecast.tensor_bytes)
     steady = [
@@ -520,9 +520,10 @@ def needs(encoded: Encoded, *, seen: Ints, peaks: Floats, noise: Floats) -> Need
     expected = np.array([beside.offset_bytes, beside.slope, beside.heap_share])
     common, widened, scatter = expected, 1.0, 0.0
     if len(seen):
-        covariance = kernel.among(seen).between(np.arange(len(seen))) + np.diag(noise**2)
+        observed = kernel.among(seen)
+        covariance = observed.between(np.arange(len(seen))) + np.diag(noise**2)
         weights = np.asarray(np.linalg.solve(covariance, values), dtype=np.float64)
-        learned = kernel.among(seen).weigh(weights)[: len(expected)]
+        learned = observed.weigh(weights)[: len(expected)]
         common = expected + learned * [beside.offset_std, beside.slope_std, beside.heap_share_std]
         # as if two had been seen before that scattered as they are believed to
         widened = max(_LEAST_WIDENED, math.sqrt((2 + float(values @ weights)) / (2 + len(seen))))
