@@ -39,6 +39,7 @@ from autofit.errors import MachineError, ServerLost
 from autofit.files import write_atomically, writing
 from autofit.redact import harmless
 
+FAILED_JOB_LOG = "failed-job.log"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TICK_SECONDS = 1.0
@@ -186,11 +187,14 @@ class ForkServer:
             try:
                 text = (scratch / answer).read_text("utf-8")
             except FileNotFoundError:
+                said = ""
                 with contextlib.suppress(OSError):
-                    shutil.copyfile(scratch / "stderr.log", folder / "failed-job.log")
+                    shutil.copyfile(scratch / "stderr.log", folder / FAILED_JOB_LOG)
+                    said = (scratch / "stderr.log").read_text("utf-8", "replace").strip().rpartition("\n")[2][:200]
                 raise MachineError(
-                    f"a helper process ended with status {os.waitstatus_to_exitcode(status)} and no answer",
-                    hint=f"its log is {folder / 'failed-job.log'}",
+                    f"a helper process ended with status {os.waitstatus_to_exitcode(status)} and no answer"
+                    + (f": {said}" if said else ""),
+                    hint=f"its log is {folder / FAILED_JOB_LOG}",
                 ) from None
             yield json.loads(text)
         finally:

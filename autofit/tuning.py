@@ -29,7 +29,7 @@ from autofit.events import Events, Silent
 from autofit.facts import Facts, LaunchPath
 from autofit.files import usable_folder
 from autofit.forecast import Forecast, forecast
-from autofit.forkserver import ForkServer
+from autofit.forkserver import FAILED_JOB_LOG, ForkServer
 from autofit.guard import Guards, Look
 from autofit.kept import KEPT, Kept
 from autofit.landscape import Replay
@@ -223,8 +223,8 @@ def _of_others(folder: Path) -> frozenset[str]:
 
 
 def _leave_no_trace(folder: Path, *, whole: bool, but: Collection[str]) -> None:
-    """Take away what a tune that never began has written, ``but`` what stood there before."""
-    if whole:
+    """Take away what a tune that never began has written, ``but`` what stood there before, and the log of a failure."""
+    if whole and not (folder / FAILED_JOB_LOG).exists():
         shutil.rmtree(folder, ignore_errors=True)
         return
     if documents.MODEL_FOLDER not in but:

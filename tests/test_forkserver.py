@@ -418,7 +418,7 @@ def test_ask_gives_the_answer_and_leaves_nothing(server, tmp_path):
 def test_ask_without_an_answer_is_an_error_that_names_the_log(server, tmp_path):
     (tmp_path / "fault.py").write_text("import sys; print('its last words', file=sys.stderr); sys.exit(3)")
     with (
-        pytest.raises(MachineError, match="ended with status 1 and no answer") as caught,
+        pytest.raises(MachineError, match="ended with status 1 and no answer: SystemExit: 3") as caught,
         server.ask(tmp_path, json.dumps({"config": str(tmp_path)}), "answer"),
     ):
         pass

@@ -421,6 +421,13 @@ def test_a_refused_tune_leaves_no_folder_of_its_own(tune, tmp_path, monkeypatch)
     assert not list((tmp_path / "own").iterdir())
 
 
+def test_what_a_failure_said_is_kept_where_the_folder_is_not(tmp_path):
+    for name in ("forkserver.log", "failed-job.log", ".lock"):
+        (tmp_path / name).write_text("said")
+    tuning._leave_no_trace(tmp_path, whole=True, but=())
+    assert [path.name for path in tmp_path.iterdir()] == ["failed-job.log"]
+
+
 def test_the_answer_is_told_in_a_line(tune, out):
     result = tune(Replay(out), trials=2)
     said = repr(result)
