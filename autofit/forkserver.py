@@ -187,13 +187,12 @@ class ForkServer:
             try:
                 text = (scratch / answer).read_text("utf-8")
             except FileNotFoundError:
-                said = ""
+                log = scratch / "stderr.log"
                 with contextlib.suppress(OSError):
-                    shutil.copyfile(scratch / "stderr.log", folder / FAILED_JOB_LOG)
-                    said = (scratch / "stderr.log").read_text("utf-8", "replace").strip().rpartition("\n")[2][:200]
+                    shutil.copyfile(log, folder / FAILED_JOB_LOG)
+                code = os.waitstatus_to_exitcode(status)
                 raise MachineError(
-                    f"a helper process ended with status {os.waitstatus_to_exitcode(status)} and no answer"
-                    + (f": {said}" if said else ""),
+                    f"a helper process ended with status {code} and no answer{_last_words(log)}",
                     hint=f"its log is {folder / FAILED_JOB_LOG}",
                 ) from None
             yield json.loads(text)
@@ -235,14 +234,18 @@ class ForkServer:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(job, signal.SIGKILL)
         self.close()
-        tail = ""
-        with contextlib.suppress(OSError):
-            lines = self.log.read_text("utf-8", "replace").strip().splitlines()
-            tail = lines[-1] if lines else ""
         return (ServerLost if job else MachineError)(
-            f"the process that starts trials ended (status {status}){': ' + tail if tail else ''}",
+            f"the process that starts trials ended (status {status}){_last_words(self.log)}",
             hint=f"its log is {self.log}; go on with --resume",
         )
+
+
+def _last_words(log: Path) -> str:
+    """The last line of a log, to be put behind what is said of its process."""
+    with contextlib.suppress(OSError):
+        lines = log.read_text("utf-8", "replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+    return ""
 
 
 def die_with_parent(parent: int, number: int) -> None:

@@ -32,13 +32,13 @@ BESIDE = Beside(
     heap_share_std=0.1,
 )
 ROW_BYTES = 0.4 * GIB
-LAND = Landscape(facts=FACTS, overhead_seconds=0.4, row_seconds=0.4, row_bytes=0.4 * GIB)
+LAND = Landscape(facts=FACTS, overhead_seconds=0.4, row_seconds=0.4, row_bytes=ROW_BYTES)
 
 
 def truth(plan):
     """What the made-up device holds for a plan, whatever the ceiling."""
     outcome = Landscape(
-        facts=cpu_facts(limit_bytes=1 << 50), overhead_seconds=0.4, row_seconds=0.4, row_bytes=0.4 * GIB
+        facts=cpu_facts(limit_bytes=1 << 50), overhead_seconds=0.4, row_seconds=0.4, row_bytes=ROW_BYTES
     ).outcome(plan, 0)
     return outcome.peak_bytes
 
@@ -207,7 +207,7 @@ def test_the_first_trial_is_the_largest_micro_batch_that_surely_fits():
 @pytest.mark.parametrize("limit_gib", [6, 8, 12, 16])
 def test_few_trials_run_out_of_memory(tmp_path, limit_gib):
     facts = cpu_facts(limit_bytes=limit_gib * GIB)
-    land = Landscape(facts=facts, overhead_seconds=0.4, row_seconds=0.4, row_bytes=0.4 * GIB)
+    land = Landscape(facts=facts, overhead_seconds=0.4, row_seconds=0.4, row_bytes=ROW_BYTES)
     searcher = open_searcher(tmp_path, SPACE, facts, forecast=cast())
     trials = []
     while (plan := searcher.ask()) is not None and len(trials) < 40:
