@@ -103,7 +103,7 @@ _CPU = Beside(
 )
 """Resident memory: malloc keeps part of what is freed, and oneDNN has buffers of its own. The holes in malloc's heap
 are in proportion to the activations that a step makes, also where checkpointing keeps few of them at a time: on four
-recorded landscapes, of tiny models, by 0.47 to 0.68 of them, beside 0.76 to 1.23 times the tensors and 3 to 37 MiB.
+recorded landscapes, of tiny models, by 0.46 to 0.71 of them, beside 0.76 to 1.17 times the tensors and 3 to 38 MiB.
 Corrected by the first trials."""
 
 
