@@ -76,3 +76,10 @@ def usable_folder(path: Path) -> Path:
             raise machine_error(error, path) from error
         raise InputError(f"--output {str(path)!r} can't be written: {words}", hint="name a folder you own") from error
     return path
+
+
+def source_root() -> Path:
+    """The folder that holds the package ``autofit``: what a helper process needs on its path."""
+    import autofit
+
+    return Path(autofit.__file__).resolve().parent.parent

@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 import psutil
 
 from autofit.errors import MachineError, ServerLost
-from autofit.files import write_atomically, writing
+from autofit.files import source_root, write_atomically, writing
 from autofit.redact import harmless
 
 FAILED_JOB_LOG = "failed-job.log"
@@ -82,7 +82,7 @@ class ForkServer:
         if not self.trains:
             environment["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes asks for the compiler when it is imported
             environment[_TRACES] = "1"
-        here = str(Path(__file__).resolve().parent.parent)
+        here = str(source_root())
         environment["PYTHONPATH"] = os.pathsep.join(p for p in (here, environment.get("PYTHONPATH")) if p)
         with writing(self.log), self.log.open("ab") as log:
             self._process = subprocess.Popen(

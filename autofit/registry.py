@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from autofit.errors import InputError, near
+from autofit.files import source_root
 from autofit.recipe import Recipe, ground
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def _strategies() -> ModuleType:
         return sys.modules[name]
     if importlib.util.find_spec(name) is not None:
         return importlib.import_module(name)
-    folder = Path(__file__).resolve().parent.parent / "strategies"
+    folder = source_root() / "strategies"
     spec = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -41,6 +42,11 @@ def _strategies() -> ModuleType:
 def techniques() -> tuple[Technique, ...]:
     """Every technique, in the order in which they fill the recipe."""
     return cast("tuple[Technique, ...]", _strategies().ALL)
+
+
+def source_folders() -> tuple[Path, Path]:
+    """The folders that hold autofit's own code: the package, and the techniques."""
+    return source_root() / "autofit", Path(str(_strategies().__file__)).resolve().parent
 
 
 def technique(name: str) -> Technique:

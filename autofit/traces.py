@@ -24,7 +24,7 @@ from autofit import footprint
 from autofit.files import writing
 from autofit.footprint import MicroPart, Need, OptimizerPart
 from autofit.plan import Plan, Value, dump_json
-from autofit.registry import technique
+from autofit.registry import source_folders, technique
 from autofit.technique import Part
 from autofit.worker import JOBS, TRACED_FILE, TraceJob, TraceRequest
 
@@ -208,10 +208,9 @@ def model_of(config: Path) -> list[object]:
 @functools.cache
 def source_hash() -> str:
     """Of autofit's own code: a trace is as old as the code that made it."""
-    here = Path(__file__).resolve().parent
     digest = hashlib.sha256()
-    for folder in (here, here.parent / "strategies", here / "strategies"):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.name.encode())
+    for folder in source_folders():
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -19,6 +19,7 @@ from autofit import strict, units
 from autofit.emit import ARGUMENTS, YAML
 from autofit.errors import InputError, MachineError
 from autofit.facts import Hardware
+from autofit.files import source_root
 from autofit.launching import check_environment
 from autofit.locks import hardware_lock
 from autofit.memory import on_device
@@ -185,7 +186,7 @@ def _launch(
             "--config_file", str(folder / YAML),
             str(script), str(folder), str(result), str(steps),
         )  # fmt: skip
-        here = str(Path(__file__).resolve().parent.parent)
+        here = str(source_root())
         environment = {
             **os.environ,
             **shown,

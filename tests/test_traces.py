@@ -4,13 +4,17 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import autofit
 from autofit import traces
 from autofit.errors import MachineError
 from autofit.footprint import MicroPart, OptimizerPart, pack
+from autofit.registry import techniques
 from autofit.traces import Traces, cache_folder
 from autofit.worker import JOBS
 
@@ -180,6 +184,21 @@ def test_another_source_is_another_trace(lab, monkeypatch):
     tracer = Tracer()
     lab(tracer).prepare([PLAIN])
     assert len(tracer.asked) == 2
+
+
+def test_the_key_of_a_trace_holds_every_source_file_in_every_folder(monkeypatch, tmp_path):
+    files = {path for folder in traces.source_folders() for path in folder.rglob("*.py")}
+    assert {Path(autofit.__file__), Path(traces.__file__)} <= files
+    assert {Path(sys.modules[type(one).__module__].__file__) for one in techniques()} <= files
+    deep = tmp_path / "a" / "b"
+    deep.mkdir(parents=True)
+    monkeypatch.setattr(traces, "source_folders", lambda: (tmp_path,))
+    (deep / "one.py").write_text("x = 1")
+    before = traces.source_hash.__wrapped__()
+    (deep / "one.py").write_text("x = 2")
+    changed = traces.source_hash.__wrapped__()
+    (deep / "one.py").rename(tmp_path / "a" / "one.py")
+    assert len({before, changed, traces.source_hash.__wrapped__()}) == 3
 
 
 def test_without_a_cache_a_trace_lasts_as_long_as_the_run(tmp_path):
