@@ -11,20 +11,20 @@ __version__ = "0.1.0"
 __all__ = ["AutofitError", "Plan", "Promise", "Result", "Setup", "__version__", "load", "tune"]
 
 if TYPE_CHECKING:
-    from autofit.answer import Result
-    from autofit.errors import AutofitError
-    from autofit.loading import Setup, load
-    from autofit.plan import Plan, Promise
-    from autofit.tuning import tune
+    from autofit.commands.tune import tune
+    from autofit.contract.plan import Plan, Promise
+    from autofit.output.result import Result
+    from autofit.output.setup import Setup, load
+    from autofit.system.errors import AutofitError
 
 _HOME = {
-    "AutofitError": "autofit.errors",
-    "Plan": "autofit.plan",
-    "Promise": "autofit.plan",
-    "Result": "autofit.answer",
-    "Setup": "autofit.loading",
-    "load": "autofit.loading",
-    "tune": "autofit.tuning",
+    "AutofitError": "autofit.system.errors",
+    "Plan": "autofit.contract.plan",
+    "Promise": "autofit.contract.plan",
+    "Result": "autofit.output.result",
+    "Setup": "autofit.output.setup",
+    "load": "autofit.output.setup",
+    "tune": "autofit.commands.tune",
 }
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from autofit import __version__
-from autofit.errors import (
+from autofit.system.errors import (
     AutofitError,
     Interrupted,
     MachineError,
@@ -64,7 +64,7 @@ def _complain(words: str) -> None:
 
 
 def _let_go(stream: TextIO | None) -> None:
-    from autofit.console import let_go
+    from autofit.commands.console import let_go
 
     let_go(stream)
 
@@ -139,11 +139,11 @@ def tune(model: str, as_json: bool, **options: Any) -> None:
 
     MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo.
     """
-    from autofit import report
-    from autofit.console import ConsoleEvents, Talk
-    from autofit.document import DOCUMENT
-    from autofit.plan import dump_json
-    from autofit.tuning import tune as run
+    from autofit.commands.console import ConsoleEvents, Talk
+    from autofit.commands.tune import tune as run
+    from autofit.contract.plan import dump_json
+    from autofit.output import report
+    from autofit.output.document import DOCUMENT
 
     with _terminable():
         result = run(model, events=ConsoleEvents(Talk(), options["trials"]), **options)
@@ -176,10 +176,10 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
 
     MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo.
     """
-    from autofit.estimate import ESTIMATE
-    from autofit.estimate import estimate as run
-    from autofit.plan import dump_json
-    from autofit.tables import table
+    from autofit.commands.estimate import ESTIMATE
+    from autofit.commands.estimate import estimate as run
+    from autofit.commands.estimate_table import table
+    from autofit.contract.plan import dump_json
 
     with _terminable():
         most = None if every else 12
@@ -201,10 +201,10 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the verification as JSON to stdout.")
 def verify(folder: str, steps: int, as_json: bool) -> None:
     """Launch the files in DIR with accelerate launch, and compare with the promise (exit 4 where it is broken)."""
-    from autofit import units
-    from autofit.plan import Measured, dump_json
-    from autofit.verify import VERIFICATION
-    from autofit.verify import verify as run
+    from autofit.commands.verify import VERIFICATION
+    from autofit.commands.verify import verify as run
+    from autofit.contract.plan import Measured, dump_json
+    from autofit.system import units
 
     with _terminable():
         found = run(folder, steps=steps, say=lambda words: click.echo(words, err=True))
@@ -236,9 +236,9 @@ def doctor(device: str, model: str, as_json: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from autofit import units
-    from autofit.doctor import DIAGNOSIS, examine
-    from autofit.plan import dump_json
+    from autofit.commands.doctor import DIAGNOSIS, examine
+    from autofit.contract.plan import dump_json
+    from autofit.system import units
 
     found = examine(device, model)
     if as_json:
@@ -270,11 +270,11 @@ def report(folder: str, as_json: bool) -> None:
     """Show again what a tune found in DIR, and write its report.html anew."""
     from pathlib import Path
 
-    from autofit import document as documents
-    from autofit import report as reports
-    from autofit.emit import REPORT
-    from autofit.files import write_atomically
-    from autofit.plan import dump_json
+    from autofit.contract.plan import dump_json
+    from autofit.output import document as documents
+    from autofit.output import report as reports
+    from autofit.output.emit import REPORT
+    from autofit.system.files import write_atomically
 
     document = documents.read(folder)
     write_atomically(Path(folder) / REPORT, reports.html(document, folder=folder))
@@ -287,7 +287,7 @@ def report(folder: str, as_json: bool) -> None:
 @main.command(hidden=True)
 def schema() -> None:
     """Print the JSON schema of autofit.json."""
-    from autofit.document import schema as found
+    from autofit.output.document import schema as found
 
     click.echo(json.dumps(found(), indent=1, sort_keys=True))
 

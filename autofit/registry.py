@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from autofit.errors import InputError, near
-from autofit.files import source_root
-from autofit.recipe import Recipe, ground
+from autofit.contract.recipe import Recipe, ground
+from autofit.system.errors import InputError, near
+from autofit.system.files import source_root
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from autofit.facts import Facts
-    from autofit.plan import Plan
-    from autofit.technique import Technique
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Plan
+    from autofit.contract.technique import Technique
 
 
 def _strategies() -> ModuleType:

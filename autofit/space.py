@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autofit.errors import InputError
-from autofit.plan import Plan, Value
+from autofit.contract.plan import Plan, Value
+from autofit.contract.technique import Choice, Kind, Prior
 from autofit.registry import technique, techniques
-from autofit.technique import Choice, Kind, Prior
+from autofit.system.errors import InputError
 
 if TYPE_CHECKING:
-    from autofit.facts import Facts
+    from autofit.contract.facts import Facts
 
 
 @dataclass(frozen=True, slots=True)

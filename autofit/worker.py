@@ -4,7 +4,7 @@ Jobs are ``trial`` (a plan is measured: ``outcome.json``), ``curve`` (it trains 
 ``describe`` (facts are read: ``facts.json``), ``rates`` (the device is timed: ``rates.json``), ``check`` (emitted
 files are loaded back: ``check.json``) and ``trace`` (plans are run on fake tensors: ``traced.json``).
 
-It is forked by :mod:`autofit.forkserver`, which has torch and
+It is forked by :mod:`autofit.system.fork_server`, which has torch and
 transformers loaded; it may also be run by itself, as ``python -m autofit.worker FOLDER``.
 """
 
@@ -23,18 +23,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from autofit.clock import Effort
-from autofit.curve import CURVE, Curve, record
-from autofit.facts import Facts
-from autofit.files import write_atomically
-from autofit.kept import KEPT, Kept
-from autofit.measure import measure
-from autofit.memory import CeilingBroken, guard_host, guarded, meter
-from autofit.plan import OUTCOME, Crashed, Outcome, OutOfMemory, Plan, Unsupported, dump_json
-from autofit.recipe import Recipe
-from autofit.technique import Part
-from autofit.training import run_recipe
-from autofit.units import GIB, size
+from autofit.contract.facts import Facts
+from autofit.contract.plan import OUTCOME, Crashed, Outcome, OutOfMemory, Plan, Unsupported, dump_json
+from autofit.contract.recipe import Recipe
+from autofit.contract.technique import Part
+from autofit.machine.meters import CeilingBroken, guard_host, guarded, meter
+from autofit.system.files import write_atomically
+from autofit.system.tensor_cache import KEPT, Kept
+from autofit.system.units import GIB, size
+from autofit.training.loops import run_recipe
+from autofit.training.loss_curve import CURVE, Curve, record
+from autofit.training.measure import measure
+from autofit.training.timing import Effort
 
 JOB = "job.json"
 OUTCOME_FILE = "outcome.json"
@@ -135,7 +135,7 @@ def main(folder: Path) -> None:
         return
     if isinstance(job, TraceJob):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything is imported that asks for the device, and forked
-        from autofit.tracing import trace_all
+        from autofit.costmodel.trace_job import trace_all
 
         failed = trace_all(job, folder)
         write_atomically(folder / TRACED_FILE, json.dumps({"failed": failed}))
@@ -200,9 +200,9 @@ def _measured(job: TrialJob, folder: Path) -> Outcome:
 
 def _launched(plan: Plan, facts: Facts, folder: Path) -> Recipe:
     """Become the process that ``accelerate launch`` starts for a plan, and return its recipe."""
-    from autofit.launching import launch_environment, write_yaml
-    from autofit.probe import given_threads
+    from autofit.machine.describe import given_threads
     from autofit.registry import recipe as recipe_of
+    from autofit.training.launch_environment import launch_environment, write_yaml
 
     recipe = recipe_of(plan, facts)
     config_file = folder / "accelerate.yaml"
@@ -244,13 +244,13 @@ def _timed(job: RatesJob) -> dict[str, Any]:
     """The rates as JSON; ``{"error": words}`` where the device can't."""
     import torch
 
-    from autofit import rates
+    from autofit.costmodel import device_rates
 
     torch.set_num_threads(job.facts.hardware.threads)
     try:
         warm_up_threads()
-        brought = rates.brought_bytes(job.facts)  # before anything else is computed in here
-        return {"brought_bytes": brought, "rates": rates.rates_of(job.facts)}
+        brought = device_rates.brought_bytes(job.facts)  # before anything else is computed in here
+        return {"brought_bytes": brought, "rates": device_rates.rates_of(job.facts)}
     except Exception as error:  # noqa: BLE001 - a driver, a kernel that is missing
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {_first_line(error)}"}
@@ -258,8 +258,8 @@ def _timed(job: RatesJob) -> dict[str, Any]:
 
 def _refusal(job: CheckJob) -> str | None:
     """Why an emitted file was refused, or ``None``."""
-    from autofit.emit import check_files
-    from autofit.errors import EmissionError
+    from autofit.output.emit import check_files
+    from autofit.system.errors import EmissionError
 
     try:
         check_files(Path(job.folder))
@@ -272,7 +272,7 @@ def _described(job: DescribeJob) -> dict[str, Any]:
     """The facts as JSON; ``{"error": words}`` where the config is wrong, ``{"device": words}`` where the device is."""
     from transformers import modeling_utils
 
-    from autofit.probe import describe_hardware, describe_model
+    from autofit.machine.describe import describe_hardware, describe_model
 
     _ = modeling_utils  # what it imports may ask for the device, whose driver takes more than the guard leaves
     try:

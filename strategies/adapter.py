@@ -29,17 +29,17 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, cast
 
-from autofit.errors import InputError
-from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
+from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Technique
+from autofit.system.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from transformers import PreTrainedModel
 
-    from autofit.facts import Facts
-    from autofit.plan import Evidence, Value
-    from autofit.recipe import Recipe
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.recipe import Recipe
 
 _RANK = 16
 _LORA = {"lora": "LoRA", "rslora": "rank-stabilized LoRA", "dora": "DoRA"}
@@ -172,7 +172,7 @@ class Wanted:
         return ":".join(said)
 
     def seen_as(self) -> str:
-        """How :mod:`autofit.observe` names it on the live model."""
+        """How :mod:`autofit.training.observer` names it on the live model."""
         if not self.rank:
             return self.method
         scaling = self.alpha / (math.sqrt(self.rank) if self.method == "rslora" else self.rank)

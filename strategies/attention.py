@@ -24,14 +24,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autofit.technique import Choice, Emission, Kind, Part, Prior, Status, Technique
+from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Status, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from autofit.facts import Facts
-    from autofit.plan import Evidence, Value
-    from autofit.recipe import Recipe
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.recipe import Recipe
 
 _SIXTEEN_BITS = {"bf16", "fp16", "bf16_weights"}
 _FLASH = {

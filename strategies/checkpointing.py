@@ -32,8 +32,8 @@ import functools
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from autofit.placement import current
-from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique, replacing
+from autofit.contract.placement import current
+from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Technique, replacing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from torch.utils.checkpoint import CheckpointPolicy
     from transformers import PreTrainedModel
 
-    from autofit.facts import Facts
-    from autofit.plan import Evidence, Value
-    from autofit.recipe import Recipe
-    from autofit.recorder import Recorder
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.recipe import Recipe
+    from autofit.costmodel.recorder import Recorder
 
 NEW_NAME_SINCE = (5, 23)
 _EVERY = {"every_2": 2, "every_4": 4}
@@ -191,7 +191,7 @@ class KeptOutputs:
         attention: Whether attention's outputs are kept.
 
     Attributes:
-        count: Outputs that were kept so far; :mod:`autofit.observe` reads it.
+        count: Outputs that were kept so far; :mod:`autofit.training.observer` reads it.
     """
 
     def __init__(self, *, attention: bool) -> None:
@@ -260,7 +260,7 @@ class HostInputs:
     """Checkpoints a layer, with its inputs on the host until they are needed.
 
     Attributes:
-        moved_bytes: Bytes copied to the host so far; :mod:`autofit.observe` reads it.
+        moved_bytes: Bytes copied to the host so far; :mod:`autofit.training.observer` reads it.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ import functools
 import types
 from typing import TYPE_CHECKING, Any, cast
 
-from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique
+from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from autofit.facts import Facts
-    from autofit.plan import Evidence, Value
-    from autofit.recipe import Recipe
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.recipe import Recipe
 
 CHUNKS = 16
 _LOSS_ALONE = {
@@ -127,7 +127,7 @@ class ChunkedLoss:
     """Lets an output layer hand its input on to the loss, which then takes both in chunks.
 
     Attributes:
-        losses: Losses that were taken so far; :mod:`autofit.observe` reads it.
+        losses: Losses that were taken so far; :mod:`autofit.training.observer` reads it.
     """
 
     def __init__(self) -> None:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique, divisors
+from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Technique, divisors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from autofit.facts import Facts
-    from autofit.plan import Evidence, Value
-    from autofit.recipe import Recipe
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.recipe import Recipe
 
 
 class MicroBatch(Technique):

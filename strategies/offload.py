@@ -23,8 +23,8 @@ import math
 import types
 from typing import TYPE_CHECKING, Any
 
-from autofit.placement import current
-from autofit.technique import Choice, Emission, Hosted, Kind, Part, Prior, Technique
+from autofit.contract.placement import current
+from autofit.contract.technique import Choice, Emission, Hosted, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from autofit.facts import Facts
-    from autofit.plan import Evidence, Value
-    from autofit.recipe import Recipe
-    from autofit.tape import Ints
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.recipe import Recipe
+    from autofit.costmodel.timeline import Ints
 
 _ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed", "zero3": "deepspeed"}
 _REFUSED = {
@@ -215,7 +215,7 @@ class HostActivations:
         model: Whose parameters stay where they are, and so do tensors of a parameter's shape (autocast's copies).
 
     Attributes:
-        moved_bytes: Bytes copied to the host so far; :mod:`autofit.observe` reads it.
+        moved_bytes: Bytes copied to the host so far; :mod:`autofit.training.observer` reads it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -54,7 +54,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique, replacing
+from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Technique, replacing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,10 +62,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from autofit.facts import Facts
-    from autofit.plan import Evidence, Value
-    from autofit.recipe import Recipe
-    from autofit.recorder import Recorder
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.recipe import Recipe
+    from autofit.costmodel.recorder import Recorder
 
 MOMENTUM = 0.9
 _LEAST_PAGED = 1e5  # bitsandbytes.optim.optimizer.Optimizer8bit.get_state_buffer

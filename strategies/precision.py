@@ -33,16 +33,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autofit.technique import Choice, Emission, Kind, Part, Prior, Status, Technique
+from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Status, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from transformers import PreTrainedModel
 
-    from autofit.facts import Facts
-    from autofit.plan import Evidence, Value
-    from autofit.recipe import Recipe
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.recipe import Recipe
 
 _AUTOCAST = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 _COMPUTES = {

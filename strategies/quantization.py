@@ -34,7 +34,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autofit.technique import Choice, Emission, Kind, Part, Prior, Technique, replacing
+from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Technique, replacing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from autofit.facts import Facts
-    from autofit.kept import Kept
-    from autofit.plan import Evidence, Value
-    from autofit.recipe import Recipe
-    from autofit.recorder import Recorder
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.recipe import Recipe
+    from autofit.costmodel.recorder import Recorder
+    from autofit.system.tensor_cache import Kept
 
 _BLOCK, _OUTER_BLOCK = 64, 256  # bitsandbytes.nn.Params4bit; bitsandbytes.functional.quantize_4bit
 _SIXTEEN = {"bf16": "bfloat16", "fp16": "float16"}

@@ -2,7 +2,7 @@ import contextlib
 
 import pytest
 
-from autofit.forkserver import ForkServer
+from autofit.system.fork_server import ForkServer
 
 from .tiny import TESTS, hear_signals
 

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import psutil
 
-from autofit.plan import Crashed, Diverged, Measured, OutOfMemory, TimedOut, spread
-from autofit.trials import finished
+from autofit.contract.plan import Crashed, Diverged, Measured, OutOfMemory, TimedOut, spread
+from autofit.training.runner import finished
 
 from .tiny import wait_until, write_config
 from .warm import MARK, Warm
@@ -384,7 +384,7 @@ in_a_trial(
     "loss is not a number",
     "the loss of a step becomes NaN",
     """
-    from autofit.clock import Clock
+    from autofit.training.timing import Clock
     usual = Clock.backward_end
     Clock.backward_end = lambda clock, loss: usual(clock, loss * float("nan"))
     honest(folder)
@@ -473,7 +473,7 @@ def spill(arena: Arena) -> None:
     arena.options = ("--memory-limit", "3072MiB", "--no-guard")
     arena.space = ("--among", "checkpointing=off,full")
     code = f"""
-from autofit.clock import Clock
+from autofit.training.timing import Clock
 import time
 kept = []
 def slow(clock, usual=Clock.forward_begin):
@@ -658,7 +658,7 @@ import optuna
 from pathlib import Path
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from autofit.journal import FlockLock
+from autofit.search.study import FlockLock
 path = Path({str(path)!r})
 lock = FlockLock(path.with_name(path.name + ".lock"))
 study = optuna.load_study(study_name="autofit", storage=JournalStorage(JournalFileBackend(str(path), lock_obj=lock)))

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from autofit import worker
-from autofit.clock import Clock
+from autofit.training.timing import Clock
 
 FAULT = "fault.py"
 FAULTS = "AUTOFIT_FAULTS"

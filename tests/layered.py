@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autofit.recorder import _ordered
-from autofit.roofline import KINDS
-from autofit.tape import CATEGORIES, Tape
+from autofit.costmodel.recorder import _ordered
+from autofit.costmodel.roofline import KINDS
+from autofit.costmodel.timeline import CATEGORIES, Tape
 
 
 class Writer:

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from autofit.files import write_atomically
-from autofit.plan import TRIAL, dump_json
-from autofit.question import REQUEST, STARTED, TRIALS
-from autofit.trials import TRIAL_FILE, trial_folder
+from autofit.commands.request import REQUEST, STARTED, TRIALS
+from autofit.contract.plan import TRIAL, dump_json
+from autofit.system.files import write_atomically
+from autofit.training.runner import TRIAL_FILE, trial_folder
 
 from .synthetic import GIB, Landscape
 

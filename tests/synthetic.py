@@ -7,8 +7,8 @@ import math
 import random
 from dataclasses import dataclass
 
-from autofit.facts import Facts, Hardware, Model, Workload
-from autofit.plan import Measured, Outcome, OutOfMemory, Plan, Trial, median, spread
+from autofit.contract.facts import Facts, Hardware, Model, Workload
+from autofit.contract.plan import Measured, Outcome, OutOfMemory, Plan, Trial, median, spread
 from autofit.registry import technique
 
 GIB = 2**30

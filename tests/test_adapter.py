@@ -7,13 +7,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autofit import guard, space
-from autofit.errors import InputError
-from autofit.kept import Kept
-from autofit.plan import Evidence
+from autofit import space
+from autofit.contract.plan import Evidence
+from autofit.contract.technique import Kind
 from autofit.registry import recipe, technique
-from autofit.search import make_sampler
-from autofit.technique import Kind
+from autofit.search.searcher import make_sampler
+from autofit.system.errors import InputError
+from autofit.system.tensor_cache import Kept
+from autofit.training import equivalence
 
 from .synthetic import cpu_facts
 from .tiny import write_config
@@ -62,8 +63,8 @@ def test_what_is_said_of_a_value_that_is_not_listed():
         assert (found.value, found.kind, found.status) == (value, Kind.METHOD, listed[like].status)
         assert found.reason.startswith(listed[like].reason)
         plan = PLAIN.replaced(adapter=value)
-        assert guard.kind_of(plan, FACTS) == Kind.METHOD, "its losses are not held to those of the plain plan"
-    assert guard.kind_of(PLAIN, FACTS) == Kind.EXACT
+        assert equivalence.kind_of(plan, FACTS) == Kind.METHOD, "its losses are not held to those of the plain plan"
+    assert equivalence.kind_of(PLAIN, FACTS) == Kind.EXACT
     sampler = make_sampler("autofit", space.build(FACTS, given={"adapter": ("none", "lora:r=8")}), FACTS, 0, None)
     first = sampler.space.plans[sampler._first]
     assert first["adapter"] == "none", "another training method is not tried first"
@@ -91,7 +92,7 @@ def built(config, folder, **values):
 
 def evidence(model):
     """What an observer sees of a model that has not run."""
-    from autofit.observe import Observer
+    from autofit.training.observer import Observer
 
     facts = facts_of("llama")
     observer = Observer(model, recipe(PLAIN, facts))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit.allocator import _RANGE, _UNIT, _Expandable, _Segments, _Sequence, replay, smallest_capacity
-from autofit.units import GIB, KIB, MIB
+from autofit.costmodel.allocator import _RANGE, _UNIT, _Expandable, _Segments, _Sequence, replay, smallest_capacity
+from autofit.system.units import GIB, KIB, MIB
 
 
 def training(layers, hidden, tokens, steps, seed=0):

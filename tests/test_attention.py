@@ -8,10 +8,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autofit import probe
-from autofit.observe import _attention_kernels
-from autofit.plan import Evidence
+from autofit.contract.plan import Evidence
+from autofit.machine import describe
 from autofit.registry import recipe, technique
+from autofit.training.observer import _attention_kernels
 
 from .synthetic import cpu_facts, cuda_facts, model
 from .tiny import CONFIGS, PLAIN, write_config
@@ -129,10 +129,10 @@ def test_what_a_class_supports_is_read(model_type, picked, supported):
     with torch.device("meta"):
         found = AutoModelForCausalLM.from_config(config)
     if picked is None:
-        picked = "sdpa" if "sdpa" in probe._attentions(found) else "eager"
+        picked = "sdpa" if "sdpa" in describe._attentions(found) else "eager"
         supported = tuple(name for name in EVERY if name != "sdpa" or picked == "sdpa")
     assert found.config._attn_implementation == picked
-    assert probe._attentions(found) == supported
+    assert describe._attentions(found) == supported
 
 
 def statuses(facts):

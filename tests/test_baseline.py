@@ -2,9 +2,10 @@
 
 import pytest
 
-from autofit import choose, space
-from autofit.campaign import BASELINES, Campaign
-from autofit.plan import Trial
+from autofit import space
+from autofit.contract.plan import Trial
+from autofit.search import decision
+from autofit.search.loop import BASELINES, Campaign
 
 from .synthetic import GIB, Landscape, cpu_facts
 from .test_search import in_memory
@@ -13,7 +14,7 @@ MOST = 40
 
 
 def is_plain(plan):
-    return not choose.extras(plan)
+    return not decision.extras(plan)
 
 
 class Played:
@@ -79,11 +80,11 @@ def test_where_no_plain_plan_fits_little_is_spent_on_it(seed):
     campaign, searcher = searched(8, seed)
     land, before = campaign.runner.land, len(campaign.trials)
     assert not any(land.fits(plan) for plan in campaign.space.plans if is_plain(plan))
-    decided = choose.decide(campaign.trials, campaign.limit_bytes)
+    decided = decision.decide(campaign.trials, campaign.limit_bytes)
     assert decided is not None
     campaign.baseline(searcher, MOST)
     assert len(campaign.trials) <= before + BASELINES
-    assert choose.decide(campaign.trials, campaign.limit_bytes).plan == decided.plan
+    assert decision.decide(campaign.trials, campaign.limit_bytes).plan == decided.plan
 
 
 def test_it_counts_among_the_trials_that_were_allowed():

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit import catalogue
-from autofit.catalogue import cards, find, matching
-from autofit.errors import InputError
-from autofit.units import GIB, MIB
+from autofit.machine import gpu_catalogue
+from autofit.machine.gpu_catalogue import cards, find, matching
+from autofit.system.errors import InputError
+from autofit.system.units import GIB, MIB
 
 ALL = cards()
 BY_NAME = {card.name: card for card in ALL}
@@ -86,12 +86,12 @@ def test_its_drivers_name_and_total_find_it(card):
 
 
 def test_names_are_unique():
-    keys = [catalogue._key(catalogue._tokens(card.name)) for card in ALL]
+    keys = [gpu_catalogue._key(gpu_catalogue._tokens(card.name)) for card in ALL]
     assert len(set(keys)) == len(keys)
 
 
 def test_names_with_a_driver_name_in_common_differ_in_size():
-    for found in catalogue._by_driver_name().values():
+    for found in gpu_catalogue._by_driver_name().values():
         assert len({card.nominal_bytes for card in found}) == len(found)
 
 

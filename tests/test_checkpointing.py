@@ -12,10 +12,10 @@ import torch
 import torch.utils.checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autofit import placement
-from autofit.recorder import Recorder
+from autofit.contract import placement
+from autofit.costmodel.recorder import Recorder
+from autofit.costmodel.roofline import KINDS
 from autofit.registry import technique
-from autofit.roofline import KINDS
 
 from .synthetic import cpu_facts, cuda_facts
 from .tiny import CONFIGS as TINY

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit import choose, space
-from autofit.plan import Crashed, Diverged, TimedOut, Trial
+from autofit import space
+from autofit.contract.plan import Crashed, Diverged, TimedOut, Trial
+from autofit.search import decision as choose
 
 from .synthetic import GIB, cuda_facts, measured, out_of_memory
 

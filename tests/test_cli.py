@@ -17,11 +17,14 @@ from accelerate.utils.environment import get_int_from_env
 from click.testing import CliRunner
 
 import autofit
-from autofit import cli, document, errors, tuning
-from autofit.document import DOCUMENT
-from autofit.plan import Crashed, dump_json
+from autofit import cli
+from autofit.commands import tune as tuning
+from autofit.commands.verify import VERIFICATION, Verification
+from autofit.contract.plan import Crashed, dump_json
+from autofit.output import document
+from autofit.output.document import DOCUMENT
 from autofit.registry import techniques
-from autofit.verify import VERIFICATION, Verification
+from autofit.system import errors
 
 from .replay import Lent, Replay
 from .synthetic import GIB
@@ -418,7 +421,9 @@ def test_a_verification_is_told_by_its_exit_code(tune, run, monkeypatch, tmp_pat
         launches=1,
     )
     asked = []
-    monkeypatch.setattr("autofit.verify.verify", lambda folder, **options: asked.append((folder, options)) or verified)
+    monkeypatch.setattr(
+        "autofit.commands.verify.verify", lambda folder, **options: asked.append((folder, options)) or verified
+    )
     done = run("verify", "out", "--steps", "7", *(["--json"] if as_json else []))
     assert asked[0][0] == "out"
     assert asked[0][1]["steps"] == 7
@@ -446,7 +451,7 @@ def test_the_program_itself(tmp_path):
 
 
 def test_the_doctor_tells_what_is_to_be_had(run, monkeypatch, server):
-    monkeypatch.setattr("autofit.doctor.ForkServer", lambda *_: Lent(server))
+    monkeypatch.setattr("autofit.commands.doctor.ForkServer", lambda *_: Lent(server))
     done = run("doctor", "--device", "cpu", "--json")
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)

@@ -23,21 +23,25 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autofit import answer, choose, placement, probe, report, space
-from autofit.campaign import Campaign
-from autofit.choose import extras
-from autofit.clock import Effort
-from autofit.document import MODEL_FOLDER
-from autofit.emit import ARGUMENTS, YAML, check_files, emit
-from autofit.errors import InputError
-from autofit.loading import installed, load
-from autofit.measure import RECOMPILED
-from autofit.observe import _unwrapped, compiled_graphs
-from autofit.plan import Evidence, Measured, Plan, TimedOut, Trial
+from autofit import space
+from autofit.contract import placement
+from autofit.contract.plan import Evidence, Measured, Plan, TimedOut, Trial
+from autofit.contract.technique import Emission, Kind
+from autofit.machine import describe as probe
+from autofit.output import report, result
+from autofit.output.document import MODEL_FOLDER
+from autofit.output.emit import ARGUMENTS, YAML, check_files, emit
+from autofit.output.setup import installed, load
 from autofit.registry import changes, extra_seconds, recipe, technique, techniques
-from autofit.technique import Emission, Kind
-from autofit.trials import ProcessRunner
-from autofit.units import duration
+from autofit.search import decision as choose
+from autofit.search.decision import extras
+from autofit.search.loop import Campaign
+from autofit.system.errors import InputError
+from autofit.system.units import duration
+from autofit.training.measure import RECOMPILED
+from autofit.training.observer import _unwrapped, compiled_graphs
+from autofit.training.runner import ProcessRunner
+from autofit.training.timing import Effort
 
 from .synthetic import GIB, Landscape, cpu_facts, cuda_facts, model
 from .tiny import describe, write_config
@@ -512,7 +516,7 @@ def loaded_back(trial, facts, config, folder):
     """What a script gets of the files of a tune that this trial has won."""
     shutil.copytree(config, folder / MODEL_FOLDER)
     decision = choose.decide([trial], facts.workload.limit_bytes)
-    emit(answer.compose(decision, facts, [trial], notes=(), seconds=1.0), folder, "<html>", check_files)
+    emit(result.compose(decision, facts, [trial], notes=(), seconds=1.0), folder, "<html>", check_files)
     return load(folder)
 
 
@@ -766,6 +770,6 @@ def test_a_trial_that_compiles_is_given_longer_and_says_what_took_so_long():
     again = replace(trials[-1].outcome, notes=(RECOMPILED.format(2),))
     trials[-1] = replace(trials[-1], outcome=again)
     decision = choose.decide(trials, facts.workload.limit_bytes)
-    page = report.html(answer.compose(decision, facts, trials, notes=(), seconds=1.0), folder="out")
+    page = report.html(result.compose(decision, facts, trials, notes=(), seconds=1.0), folder="out")
     assert f"timed out in compiling, after {duration(whole)}" in page
     assert RECOMPILED.format(2) in page

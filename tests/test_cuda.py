@@ -12,15 +12,18 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autofit import device, doctor, memory, placement, probe, question, trials, verify
-from autofit.clock import Clock, Effort
-from autofit.errors import MachineError, ModelError
-from autofit.measure import measure
-from autofit.memory import CeilingBroken, CudaMeter, out_of_memory
-from autofit.observe import with_later_state
-from autofit.plan import Evidence, dump_json
+from autofit.commands import doctor, request, verify
+from autofit.contract import placement
+from autofit.contract.plan import Evidence, dump_json
+from autofit.machine import describe, meters, select
+from autofit.machine.meters import CeilingBroken, CudaMeter, out_of_memory
 from autofit.registry import recipe as recipe_of
 from autofit.registry import technique
+from autofit.system.errors import MachineError, ModelError
+from autofit.training import runner as trials
+from autofit.training.measure import measure
+from autofit.training.observer import with_later_state
+from autofit.training.timing import Clock, Effort
 from autofit.worker import FACTS_FILE, JOBS, DescribeJob, TraceJob
 from autofit.worker import main as work
 
@@ -196,17 +199,17 @@ def test_a_ceiling_below_the_context_is_broken_at_once(card):
 
 
 def test_a_kernel_without_the_peak_of_the_resident_set_is_asked_in_another_way(monkeypatch):
-    monkeypatch.setattr(memory, "reset_peak", lambda: None)
-    meter = memory.HostMeter(GIB, "host")
-    usual = memory.status()
-    monkeypatch.setattr(memory, "status", lambda: {name: size for name, size in usual.items() if name != "VmHWM"})
+    monkeypatch.setattr(meters, "reset_peak", lambda: None)
+    meter = meters.HostMeter(GIB, "host")
+    usual = meters.status()
+    monkeypatch.setattr(meters, "status", lambda: {name: size for name, size in usual.items() if name != "VmHWM"})
     assert meter.peak_bytes() >= usual["VmHWM"] - meter.base_bytes - MIB
 
 
 def test_a_driver_that_does_not_answer_is_told_in_words(card):
     card.refuses = "Not Supported"
     with pytest.raises(MachineError, match=r"does not answer \(Not Supported\)"):
-        memory.device_used_bytes(card.known)
+        meters.device_used_bytes(card.known)
 
 
 def test_memory_that_the_host_can_t_pin_is_the_host_s(monkeypatch):
@@ -232,7 +235,7 @@ def test_memory_that_the_host_can_t_pin_is_the_host_s(monkeypatch):
 def test_the_card_is_described_before_there_is_a_context(card, monkeypatch, prefix):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     card.known, card.others = f"{prefix}-{BARE}", GIB
-    found = probe.describe_hardware("cuda")
+    found = describe.describe_hardware("cuda")
     assert (found["uuid"], found["visible_id"], found["capability"]) == (card.known, "3", (8, 6))
     assert (found["total_bytes"], found["free_bytes"], found["others_bytes"]) == (TOTAL, TOTAL - GIB, GIB)
     assert found["precisions"] == ("fp32", "tf32", "bf16", "fp16")
@@ -250,7 +253,7 @@ def test_a_launch_is_held_to_the_device_that_was_chosen_of_several(monkeypatch, 
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = probe.describe_hardware("cuda")
+    found = describe.describe_hardware("cuda")
     assert found["count"] == count
     hardware = dataclasses.replace(cuda_facts().hardware, count=count, visible_id=found["visible_id"])
     written = recipe_of(PLAIN, dataclasses.replace(cuda_facts(global_batch=4), hardware=hardware)).emission.accelerate
@@ -269,14 +272,14 @@ def test_verify_shows_a_launch_the_device_that_was_tuned_on(card, here):
 def test_a_card_that_is_left_unused_is_told(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     there = {"/dev/nvidiactl"}
-    monkeypatch.setattr(device, "Path", lambda path: SimpleNamespace(exists=lambda: path in there))
-    monkeypatch.setattr(device, "missing_cuda", lambda: "the installed torch is built without CUDA")
-    assert device.left_unused() == "the installed torch is built without CUDA"
+    monkeypatch.setattr(select, "Path", lambda path: SimpleNamespace(exists=lambda: path in there))
+    monkeypatch.setattr(select, "missing_cuda", lambda: "the installed torch is built without CUDA")
+    assert select.left_unused() == "the installed torch is built without CUDA"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert device.left_unused() is None, "it is hidden on purpose"
+    assert select.left_unused() is None, "it is hidden on purpose"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     there.clear()
-    assert device.left_unused() is None
+    assert select.left_unused() is None
 
 
 def test_triton_needs_more_than_itself():
@@ -294,7 +297,7 @@ def test_triton_needs_more_than_itself():
 def test_a_card_that_the_driver_does_not_know_is_told(card):
     card.known = "GPU-of-another-machine"
     with pytest.raises(MachineError, match="Not Found"):
-        probe.describe_hardware("cuda")
+        describe.describe_hardware("cuda")
 
 
 def test_a_device_that_is_there_and_can_t_be_used_is_the_machine_s_fault(tmp_path, monkeypatch):
@@ -303,16 +306,16 @@ def test_a_device_that_is_there_and_can_t_be_used_is_the_machine_s_fault(tmp_pat
     def refuse(_):
         raise RuntimeError(said)
 
-    monkeypatch.setattr(probe, "describe_hardware", refuse)
+    monkeypatch.setattr(describe, "describe_hardware", refuse)
     config = write_config(tmp_path / "model")
     job = DescribeJob(name="tiny", config=str(config), device="cuda", trust_remote_code=False)
     (tmp_path / "job.json").write_text(dump_json(JOBS, job))
     work(tmp_path)
     answer = json.loads((tmp_path / FACTS_FILE).read_text())
     with pytest.raises(MachineError, match=r"can't be used: RuntimeError: .* too old \(found version 12020\)\.\n"):
-        question.described(answer, "tiny", "cuda")
+        request.described(answer, "tiny", "cuda")
     with pytest.raises(ModelError, match="of 'tiny': no such thing"):
-        question.described({"error": "no such thing"}, "tiny", "cuda")
+        request.described({"error": "no such thing"}, "tiny", "cuda")
 
 
 def test_the_doctor_tells_of_a_card_that_can_t_be_used(monkeypatch):
@@ -325,7 +328,7 @@ def test_the_doctor_tells_of_a_card_that_can_t_be_used(monkeypatch):
         return cuda_facts().model, dataclasses.replace(cuda_facts().hardware, device="cpu")
 
     monkeypatch.setattr(doctor, "_described", described)
-    for module in (doctor, device):
+    for module in (doctor, select):
         monkeypatch.setattr(module, "missing_cuda", lambda: None)
     found = doctor.examine("auto")
     assert asked == ["cuda", "cpu"]
@@ -336,9 +339,9 @@ def test_the_doctor_tells_of_a_card_that_can_t_be_used(monkeypatch):
 
 def test_a_torch_for_rocm_is_told_as_such(tmp_path, monkeypatch):
     (tmp_path / "version.py").write_text("cuda: str | None = None\nhip: str | None = '6.4.43483'\n")
-    monkeypatch.setattr(device, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    assert device.torch_cuda() is None
-    assert "ROCm 6.4" in device.missing_cuda()
+    monkeypatch.setattr(select, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert select.torch_cuda() is None
+    assert "ROCm 6.4" in select.missing_cuda()
 
 
 # TF32
@@ -401,7 +404,9 @@ def test_a_flag_of_tf32_that_does_nothing_is_no_fault(precision, compiled, older
 def test_a_trace_s_process_is_shown_no_device(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr("autofit.tracing.trace_all", lambda *_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or {})
+    monkeypatch.setattr(
+        "autofit.costmodel.trace_job.trace_all", lambda *_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or {}
+    )
     job = TraceJob(facts=cuda_facts(), config=str(tmp_path), requests=(), folder=str(tmp_path))
     (tmp_path / "job.json").write_text(dump_json(JOBS, job))
     with contextlib.suppress(FileNotFoundError):
@@ -414,7 +419,7 @@ def test_a_step_that_the_scaled_loss_skipped_is_not_timed():
     clock = Clock(
         recipe=recipe_of(PLAIN, facts),
         effort=Effort(warm_up=1, min_steps=2, max_steps=2),
-        meter=memory.HostMeter(8 * GIB, "device"),
+        meter=meters.HostMeter(8 * GIB, "device"),
         accumulation=4,
         on_cuda=False,
     )

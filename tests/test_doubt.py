@@ -13,13 +13,18 @@ from types import SimpleNamespace
 import optuna
 import pytest
 
-from autofit import campaign, choose, journal, memory, probe, search, space, trials
-from autofit.campaign import CREDIT, Campaign, doubt
-from autofit.errors import MachineError
-from autofit.landscape import Landscape as Recording
-from autofit.landscape import Replay as Replayed
-from autofit.plan import Crashed, Diverged, Evidence, Measured, OutOfMemory, TimedOut, Trial, Unsupported
-from autofit.trials import ProcessRunner, spilled
+from autofit import space
+from autofit.contract.plan import Crashed, Diverged, Evidence, Measured, OutOfMemory, TimedOut, Trial, Unsupported
+from autofit.machine import describe, meters
+from autofit.search import decision as choose
+from autofit.search import loop, searcher
+from autofit.search import study as journal
+from autofit.search.loop import CREDIT, Campaign, doubt
+from autofit.search.recording import Landscape as Recording
+from autofit.search.recording import Replay as Replayed
+from autofit.system.errors import MachineError
+from autofit.training import runner as trials
+from autofit.training.runner import ProcessRunner, spilled
 
 from .synthetic import GIB, Landscape, cpu_facts, cuda_facts, measured, out_of_memory
 from .tiny import REPOSITORY
@@ -73,7 +78,7 @@ def held(*outcomes, plans=SPACE.plans[:8]):
     runner = Scripted(*outcomes)
     one = Campaign(facts=FACTS, space=SPACE, runner=runner, note=notes.append)
     for plan in plans:
-        one.run(plan, campaign.FINAL, "search")
+        one.run(plan, loop.FINAL, "search")
     return one, runner, notes
 
 
@@ -122,7 +127,7 @@ def test_a_quiet_moment_makes_no_winner():
 def test_nothing_is_repeated_when_the_time_is_spent():
     runner = Scripted(TimedOut(limit_seconds=10.0, phase="step 2"))
     one = Campaign(facts=FACTS, space=SPACE, runner=runner, left=lambda: 1.5)
-    one.run(SPACE.plans[0], campaign.FINAL, "search")
+    one.run(SPACE.plans[0], loop.FINAL, "search")
     assert len(runner.asked) == 1
 
 
@@ -161,7 +166,7 @@ def test_a_winner_near_to_the_ceiling_has_to_stand_it_for_longer(facts, share, b
 
     one = Campaign(facts=facts, space=SPACE, runner=Near())
     for plan in (first, second):
-        one.run(plan, campaign.FINAL, "search")
+        one.run(plan, loop.FINAL, "search")
     decision = one.playoff()
     assert sum(trial.plan == first and trial.purpose == "final" for trial in one.trials) == finals
     assert decision.plan == (second if broken else first)
@@ -170,7 +175,7 @@ def test_a_winner_near_to_the_ceiling_has_to_stand_it_for_longer(facts, share, b
 
 def test_the_search_dares_where_much_is_at_stake():
     """Each break beyond the usual asks for twice the gain; four in a row are enough."""
-    sampler = search.make_sampler("autofit", SPACE, FACTS, 0, None)
+    sampler = searcher.make_sampler("autofit", SPACE, FACTS, 0, None)
 
     def worth(*verdicts):
         return sampler._worth_a_dare([SimpleNamespace(verdict=verdict) for verdict in verdicts])
@@ -191,9 +196,9 @@ def test_the_search_does_not_end_after_three_breaks(seed):
     one = Campaign(facts=land.at(limit), space=land.space, runner=Replayed(land, limit, seed=seed))
     study = optuna.create_study(
         direction="maximize",
-        sampler=search.make_sampler("autofit", land.space, land.at(limit), seed, land.forecast),
+        sampler=searcher.make_sampler("autofit", land.space, land.at(limit), seed, land.forecast),
     )
-    one.search(search.Searcher(land.space, study, sampler="autofit", limit_bytes=limit, forecast=land.forecast), 40)
+    one.search(searcher.Searcher(land.space, study, sampler="autofit", limit_bytes=limit, forecast=land.forecast), 40)
     best = land.seconds(land.best(limit))
     assert land.seconds(one.playoff().plan) < 1.3 * best
 
@@ -206,12 +211,12 @@ def test_a_measurement_that_stood_still_does_not_count_where_there_is_another():
 
 def test_a_limit_follows_what_trials_take():
     _, runner, _ = held()
-    assert runner.limits[0] == campaign.LONGEST_TRIAL_SECONDS
-    assert runner.limits[1:] == [campaign.LEAST_LIMIT_SECONDS] * 7
+    assert runner.limits[0] == loop.LONGEST_TRIAL_SECONDS
+    assert runner.limits[1:] == [loop.LEAST_LIMIT_SECONDS] * 7
 
 
 def test_memory_that_others_took_excludes_no_other_plan(tmp_path):
-    found = search.open_searcher(tmp_path, SPACE, FACTS, sampler="grid", trials=[])
+    found = searcher.open_searcher(tmp_path, SPACE, FACTS, sampler="grid", trials=[])
     plan = found.ask()
     found.tell(tried(SQUEEZED, plan=plan))
     family = [
@@ -227,7 +232,7 @@ def test_memory_that_others_took_excludes_no_other_plan(tmp_path):
 @pytest.mark.parametrize("harm", ["garbage", "deleted"])
 def test_a_journal_that_is_harmed_meanwhile_is_mended(tmp_path, harm):
     known = []
-    found = search.open_searcher(tmp_path, SPACE, FACTS, sampler="grid", trials=known)
+    found = searcher.open_searcher(tmp_path, SPACE, FACTS, sampler="grid", trials=known)
     for number in range(2):
         plan = found.ask()
         if number == 1:
@@ -246,7 +251,7 @@ def test_a_journal_that_is_harmed_meanwhile_is_mended(tmp_path, harm):
 
 def test_a_folder_that_is_gone_is_not_made_again_by_the_search(tmp_path):
     folder = tmp_path / "out"
-    found = search.open_searcher(folder, SPACE, FACTS, sampler="grid", trials=[])
+    found = searcher.open_searcher(folder, SPACE, FACTS, sampler="grid", trials=[])
     (folder / journal.NAME).unlink()
     (folder / f"{journal.NAME}.lock").unlink()
     folder.rmdir()
@@ -342,15 +347,15 @@ def test_a_folder_that_is_another_is_not_written_into(on_gpu, tmp_path):
     tmp_path.rename(tmp_path.with_name("moved"))
     tmp_path.mkdir()
     with pytest.raises(MachineError, match="was deleted or moved"):
-        runner.run(0, FEW, campaign.FINAL, purpose="search", limit_seconds=1.0)
+        runner.run(0, FEW, loop.FINAL, purpose="search", limit_seconds=1.0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_control_groups_of_a_process_are_its_own_and_those_around():
-    groups = list(memory.control_groups())
+    groups = list(meters.control_groups())
     for inner, outer in itertools.pairwise(groups):
         assert outer == inner.parent or len(outer.parts) <= len(inner.parts)
-    total, free = probe.host_memory()
+    total, free = describe.host_memory()
     assert 0 < free <= total
 
 
@@ -363,7 +368,7 @@ def test_the_limit_of_a_control_group_is_seen():
     code = (
         f"from pathlib import Path; Path({group!r}, 'memory.limit_in_bytes').write_text(str(512 << 20)); "
         f"Path({group!r}, 'cgroup.procs').write_text('0')\n"
-        "from autofit.probe import host_memory; print(*host_memory())"
+        "from autofit.machine.describe import host_memory; print(*host_memory())"
     )
     try:
         done = subprocess.run(

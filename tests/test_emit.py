@@ -15,18 +15,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import autofit
-from autofit import answer, choose, document, loading, registry, space
-from autofit.choose import extras
-from autofit.document import DOCUMENT
-from autofit.emit import ARGUMENTS, ASIDE, REPORT, YAML, check_files, emit
-from autofit.errors import EmissionError, InputError, MachineError, ModelError
-from autofit.loading import installed
-from autofit.plan import Plan, dump_json
-from autofit.technique import Kind
+from autofit import registry, space
+from autofit.contract.plan import Plan, dump_json
+from autofit.contract.technique import Kind
+from autofit.output import document, result
+from autofit.output import setup as loading
+from autofit.output.document import DOCUMENT
+from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML, check_files, emit
+from autofit.output.setup import installed
+from autofit.search import decision as choose
+from autofit.search.decision import extras
+from autofit.system.errors import EmissionError, InputError, MachineError, ModelError
 
 from .synthetic import GIB, Landscape, cpu_facts, cuda_facts
 
-SCHEMA = Path(autofit.__file__).parent / "autofit.schema.json"
+SCHEMA = Path(autofit.__file__).parent / "output" / "autofit.schema.json"
 NAMES = [YAML, ARGUMENTS, REPORT, document.NAME]
 CPU = replace(cpu_facts(global_batch=8, limit_bytes=32 * GIB), packages=installed())
 CUDA = replace(cuda_facts(global_batch=8), packages={**installed(), "deepspeed": "0.18.0", "bitsandbytes": "0.49.0"})
@@ -44,7 +47,7 @@ def a_document(plan, facts):
     land = Landscape(facts=facts, row_bytes=1e6)
     trials = [land.trial(plan, 0), land.trial(plan, 1, "final")]
     decision = choose.decide(trials, facts.workload.limit_bytes)
-    return answer.compose(decision, facts, trials, notes=["a ‘note’"], seconds=3.0)
+    return result.compose(decision, facts, trials, notes=["a ‘note’"], seconds=3.0)
 
 
 def output_folder(path):
@@ -224,7 +227,7 @@ def test_a_document_comes_back_as_it_was_and_is_valid(tmp_path, facts, wanted):
 
 
 def test_the_schema_is_the_one_that_ships():
-    """To be written anew where the document changes: ``python -m autofit.cli schema > autofit/autofit.schema.json``."""
+    """Written anew where the document changes: ``autofit schema > autofit/output/autofit.schema.json``."""
     assert json.loads(SCHEMA.read_text("utf-8")) == json.loads(json.dumps(document.schema()))
     jsonschema.Draft202012Validator.check_schema(document.schema())
 
@@ -333,7 +336,7 @@ def test_the_result_is_copied_without_its_trials(tmp_path):
     folder = output_folder(tmp_path / "out")
     found = written(folder)
     (folder / "trials").mkdir()
-    target = answer.Result(folder=folder, document=found).save(tmp_path / "else" / "where")
+    target = result.Result(folder=folder, document=found).save(tmp_path / "else" / "where")
     assert sorted(path.name for path in target.iterdir()) == sorted([*NAMES, document.MODEL_FOLDER])
     assert held(target) == held(folder)
     shutil.rmtree(folder)
@@ -344,7 +347,7 @@ def test_the_launcher_takes_the_yaml_as_it_is(tmp_path):
     folder = output_folder(tmp_path / "out")
     written(folder, precision="bf16")
     script = (
-        "import sys; from pathlib import Path; from autofit.launching import launch_environment\n"
+        "import sys; from pathlib import Path; from autofit.training.launch_environment import launch_environment\n"
         "found = launch_environment(Path(sys.argv[1]))\n"
         "print(found['ACCELERATE_MIXED_PRECISION'], found['ACCELERATE_USE_CPU'])"
     )

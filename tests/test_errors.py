@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from autofit import errors
-from autofit.errors import AutofitError, near
-from autofit.units import parse_size
+from autofit.system import errors
+from autofit.system.errors import AutofitError, near
+from autofit.system.units import parse_size
 
 
 def family():

@@ -8,16 +8,18 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from autofit import cli, estimate, footprint, traces
-from autofit.choose import extras
-from autofit.errors import InputError
-from autofit.estimate import ESTIMATE, MARGIN, cause
-from autofit.forecast import CONTEXT_BYTES, workspace_bytes
-from autofit.plan import Plan
+from autofit import cli
+from autofit.commands import estimate
+from autofit.commands.estimate import ESTIMATE, MARGIN, cause
+from autofit.commands.estimate_table import bar, table
+from autofit.contract.plan import Plan
+from autofit.costmodel import peak, trace_store
+from autofit.costmodel.forecast import CONTEXT_BYTES, workspace_bytes
+from autofit.costmodel.timeline import CATEGORIES
 from autofit.registry import techniques
-from autofit.tables import bar, table
-from autofit.tape import CATEGORIES
-from autofit.units import GIB, MIB
+from autofit.search.decision import extras
+from autofit.system.errors import InputError
+from autofit.system.units import GIB, MIB
 
 from .replay import Lent
 from .tiny import REPOSITORY
@@ -27,7 +29,7 @@ SMALL = {"seq_len": 32, "global_batch": 8}
 
 @pytest.fixture
 def ask(server, monkeypatch):
-    """``autofit.estimate.estimate`` with one server for all tests."""
+    """``autofit.commands.estimate.estimate`` with one server for all tests."""
     started = []
 
     def lend(*_, **__):
@@ -207,7 +209,7 @@ def test_the_bar_is_as_long_as_the_need(ask):
 
 
 def test_rows_that_the_model_does_not_know_are_said(ask):
-    config = REPOSITORY / "autofit" / "demo.json"
+    config = REPOSITORY / "autofit" / "commands" / "demo.json"
     longest = json.loads(config.read_text("utf-8"))["max_position_embeddings"]
     fix = ("precision=fp32", "kernels=none", "checkpointing=off", "optimizer=adamw", "offload=none")
     assert not any("longer than" in note for note in ask("demo", memory="8GiB", seq_len=longest, fix=fix).notes)
@@ -234,7 +236,7 @@ def test_the_table_says_what_would_save_the_logits(ask):
 
 def test_a_model_s_facts_come_back_under_its_name(ask):
     ask(memory="8GiB")
-    kept = list(traces.cache_folder().glob("*.json"))
+    kept = list(trace_store.cache_folder().glob("*.json"))
     assert kept
     again = ask(memory="8GiB")
     assert again.model == "demo"
@@ -242,19 +244,19 @@ def test_a_model_s_facts_come_back_under_its_name(ask):
 
 def test_peaks_of_many_agree_with_each_need(server, tmp_path):
     """The fast way and the slow way to a plan's peak."""
-    from autofit import question
-    from autofit.source import fetch
+    from autofit.commands import request
+    from autofit.commands.model_source import fetch
 
     config = fetch("demo", tmp_path / "model")
-    facts = question.read_facts(tmp_path, question.Request(model="demo", **SMALL), "cpu", server, print)
-    made = traces.Traces(facts, config, lambda: server, tmp_path, traces.cache_folder())
+    facts = request.read_facts(tmp_path, request.Request(model="demo", **SMALL), "cpu", server, print)
+    made = trace_store.Traces(facts, config, lambda: server, tmp_path, trace_store.cache_folder())
     plan = Plan(
         {one.name: one.plain for one in techniques()} | {"micro_batch": 2, "accumulation": 4, "checkpointing": "full"}
     )
     made.prepare([plan])
     parts = made.parts(plan)
     rows, accumulation = np.array([2, 4, 8]), np.array([4, 2, 1])
-    fast = footprint.peaks(*parts, rows, accumulation, waiting=True)
+    fast = peak.peaks(*parts, rows, accumulation, waiting=True)
     slow = [
         made.need(plan.replaced(micro_batch=int(r), accumulation=int(a))).peak_bytes
         for r, a in zip(rows, accumulation, strict=True)

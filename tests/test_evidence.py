@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
 from technique_table import PLAIN, SPLIT, read
 
-from autofit.landscape import Landscape
 from autofit.registry import techniques
+from autofit.search.recording import Landscape
 
 from .synthetic import cpu_facts, cuda_facts, model
 

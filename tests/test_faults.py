@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from autofit import space
-from autofit.campaign import Campaign
-from autofit.clock import Effort
-from autofit.plan import Measured
-from autofit.trials import ProcessRunner
+from autofit.contract.plan import Measured
+from autofit.search.loop import Campaign
+from autofit.training.runner import ProcessRunner
+from autofit.training.timing import Effort
 
 from .faults import FAULTS, Impossible, Place, survives
 from .tiny import GIB, PLAIN, describe, write_config

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from autofit import files
-from autofit.errors import InputError, MachineError
+from autofit.system import files
+from autofit.system.errors import InputError, MachineError
 
 
 def left_in(folder):
@@ -53,7 +53,7 @@ def test_a_full_disk_is_a_machine_error(tmp_path):
     """A limit on the file size is the nearest to a full disk that needs no disk."""
     script = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from autofit import errors, files\n"
+        "from autofit.system import errors, files\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
         "path = Path(sys.argv[1])\n"

@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from autofit.allocator import replay, smallest_capacity
+from autofit.costmodel.allocator import replay, smallest_capacity
 from autofit.registry import techniques
-from autofit.units import GIB, MIB
+from autofit.system.units import GIB, MIB
 from tests.bench import fits_picture
 from tests.gpu import fits
 from tests.test_allocator import training
@@ -91,7 +91,7 @@ def test_the_cases_are_plans_that_can_be_had():
 
 
 def _facts(case):
-    from autofit.facts import Model
+    from autofit.contract.facts import Model
 
     model = Model(
         name="x",
@@ -190,7 +190,7 @@ def test_what_is_recorded_is_not_run_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fits, "measure", measure)
     monkeypatch.setattr(fits, "preload", lambda *_: None)
-    monkeypatch.setattr("autofit.device.missing_cuda", lambda: None)
+    monkeypatch.setattr("autofit.machine.select.missing_cuda", lambda: None)
     arguments = ["--output", str(path), "--predictions", str(predictions), "--most", "4"]
     for _ in range(2):  # a crash is no answer, and is tried again
         fits.main(arguments)

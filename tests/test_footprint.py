@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit import footprint
-from autofit.allocator import replay
-from autofit.footprint import MicroPart, OptimizerPart, need, pack, peaks, phase_of, requests, unpack
-from autofit.tape import CATEGORIES
+from autofit.costmodel import peak as footprint
+from autofit.costmodel.allocator import replay
+from autofit.costmodel.peak import MicroPart, OptimizerPart, need, pack, peaks, phase_of, requests, unpack
+from autofit.costmodel.timeline import CATEGORIES
 
 from .layered import Layered, Writer
 from .traced import CONFIGS, PLAIN, Lab

@@ -5,15 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from autofit import space, tuning
-from autofit.errors import MachineError, NothingFits
-from autofit.forecast import Beside, Forecast
-from autofit.plan import Trial
-from autofit.roofline import WORK
-from autofit.sampler import AutofitSampler, Seen, above, believe, excluded, needed
-from autofit.search import open_searcher
-from autofit.surrogate import encode, needs
-from autofit.units import GIB, MIB
+from autofit import space
+from autofit.commands import tune as tuning
+from autofit.contract.plan import Trial
+from autofit.costmodel.forecast import Beside, Forecast
+from autofit.costmodel.roofline import WORK
+from autofit.search.sampler import AutofitSampler, Seen, above, believe, excluded, needed
+from autofit.search.searcher import open_searcher
+from autofit.search.surrogate import encode, needs
+from autofit.system.errors import MachineError, NothingFits
+from autofit.system.units import GIB, MIB
 
 from .synthetic import Landscape, cpu_facts
 

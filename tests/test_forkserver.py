@@ -10,9 +10,9 @@ import time
 import psutil
 import pytest
 
-from autofit.errors import MachineError
-from autofit.forkserver import ForkServer
-from autofit.plan import dump_json
+from autofit.contract.plan import dump_json
+from autofit.system.errors import MachineError
+from autofit.system.fork_server import ForkServer
 from autofit.worker import JOBS, CheckJob
 
 from .tiny import REPOSITORY, TESTS, alive, gone, offspring, wait_until
@@ -324,7 +324,7 @@ def test_stop_job_kills_at_once(own_server, tmp_path):
 PARENT = """
 import os, sys, time
 from pathlib import Path
-from autofit.forkserver import ForkServer
+from autofit.system.fork_server import ForkServer
 server = ForkServer(Path(sys.argv[1]) / "server.log", "cpu", ("faulty",))
 server.start()
 if sys.argv[2] == "shared" and os.fork() == 0:  # somebody else holds our end of the socket

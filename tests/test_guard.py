@@ -5,16 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from autofit import curve, guard, tuning
-from autofit.choose import decide
-from autofit.curve import NOT_FINITE, OUT_OF_MEMORY, Curve, without_dropout
-from autofit.document import Guard
-from autofit.events import Silent
-from autofit.guard import BOUNDS, Guards, how_many, judge, kind_of, references
-from autofit.plan import Trial
-from autofit.question import Request, Search
+from autofit.commands import tune
+from autofit.commands.request import Request, Search
+from autofit.contract.plan import Trial
+from autofit.contract.technique import Kind
+from autofit.output.document import Guard
 from autofit.registry import recipe
-from autofit.technique import Kind
+from autofit.search.decision import decide
+from autofit.search.events import Silent
+from autofit.training import equivalence, loss_curve
+from autofit.training.equivalence import BOUNDS, Guards, how_many, judge, kind_of, references
+from autofit.training.loss_curve import NOT_FINITE, OUT_OF_MEMORY, Curve, without_dropout
 
 from .faulty import FAULT
 from .synthetic import cpu_facts, measured
@@ -59,7 +60,7 @@ def look(server, facts, tmp_path):
 
 _BROKEN = """
 import json
-from autofit.recipe import Recipe
+from autofit.contract.recipe import Recipe
 def spoil(change):
     build = Recipe.model
     def model(self, *args, **kwargs):
@@ -97,7 +98,7 @@ def test_what_trains_the_same_passes_far_inside_the_bounds(look, path):
         assert found.verdict == "same", found.words
         assert found.bound == verdict_bound.loss
         assert found.difference < 0.1 * found.bound
-        assert len(found.losses) == len(found.reference_losses) == guard.MOST_STEPS
+        assert len(found.losses) == len(found.reference_losses) == equivalence.MOST_STEPS
         assert found.losses[-1] < found.losses[0] - 0.2, "the rows can be learned"
         assert dict(found.reference) == dict(PLAIN.replaced(micro_batch=2, accumulation=2))
 
@@ -195,8 +196,8 @@ def test_it_takes_no_more_time_than_is_left():
 
 
 def test_it_takes_about_a_tenth_of_the_time_that_was_spent():
-    assert how_many(0.01, 600.0) == guard.MOST_STEPS
-    assert how_many(30.0, 600.0) == guard.LEAST_STEPS
+    assert how_many(0.01, 600.0) == equivalence.MOST_STEPS
+    assert how_many(30.0, 600.0) == equivalence.LEAST_STEPS
     assert how_many(3.0, 600.0) == 5
 
 
@@ -242,7 +243,7 @@ def guarded(tmp_path):
     plans = (BF16, FULL, PLAIN)
 
     def run(verdicts, timeout_seconds=None):
-        one = tuning._Tune(tmp_path, Request(model="demo"), Search(timeout_seconds=timeout_seconds), Silent(), None)
+        one = tune._Tune(tmp_path, Request(model="demo"), Search(timeout_seconds=timeout_seconds), Silent(), None)
         one.trials = [
             Trial(
                 number=number, plan=plan, outcome=measured([1.0 + number] * 3, MIB, here), wall_seconds=1.0,
@@ -276,7 +277,7 @@ def test_a_winner_that_trains_otherwise_is_refused_and_the_next_one_taken(guarde
 def test_where_all_are_refused_there_is_no_winner(guarded):
     decision, one, seen = guarded(["other"] * 3)
     assert decision is None
-    assert len(seen) == tuning.MOST_GUARDS
+    assert len(seen) == tune.MOST_GUARDS
     error = one._nothing(cpu_facts(), None, None)
     assert "trains otherwise" in error.message
     assert "--no-guard" in error.hint
@@ -307,7 +308,7 @@ def test_a_config_without_dropout(tmp_path):
 
 def test_rows_that_can_be_learned(facts):
     filled = recipe(PLAIN, facts["trainer"])
-    rows = curve.learnable_rows(filled, 32)
+    rows = loss_curve.learnable_rows(filled, 32)
     assert len(rows) == 32
-    assert len({int(token) for row in range(32) for token in rows[row]["input_ids"]}) <= curve._TOKENS
+    assert len({int(token) for row in range(32) for token in rows[row]["input_ids"]}) <= loss_curve._TOKENS
     assert rows[0]["input_ids"].tolist() == rows[4]["input_ids"].tolist(), "a pool of one global batch"

@@ -5,15 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from autofit import catalogue, space
-from autofit.forecast import forecast
+from autofit import space
+from autofit.commands.tune import predicted
+from autofit.costmodel.forecast import forecast
+from autofit.costmodel.trace_store import Traces, untraceable
+from autofit.machine import gpu_catalogue
 from autofit.registry import technique
-from autofit.sampler import Seen, believe, needed
+from autofit.search.sampler import Seen, believe, needed
+from autofit.search.surrogate import encode
 from autofit.space import parse_knobs
-from autofit.surrogate import encode
-from autofit.traces import Traces, untraceable
-from autofit.tuning import predicted
-from autofit.units import MIB
+from autofit.system.units import MIB
 
 from .tiny import write_config
 from .traced import CONFIGS, facts_of
@@ -36,7 +37,7 @@ def known(server, facts, tmp_path_factory):
     config = write_config(folder / "config", CONFIGS["llama"])
     knobs = parse_knobs(("kernels=none", "attention=default", "compile=off"), ("optimizer=adamw",), facts)
     plans = space.build(facts, given=knobs)
-    card = catalogue.find("H100 SXM")
+    card = gpu_catalogue.find("H100 SXM")
     return plans, forecast(plans, Traces(facts, config, lambda: server, folder), facts, card)
 
 

@@ -16,24 +16,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit import (
-    document,
-    estimate,
-    findings,
-    launching,
-    locks,
-    memory,
-    neighbours,
-    source,
-    space,
-    strict,
-    tuning,
-    units,
-)
-from autofit.document import DOCUMENT
-from autofit.errors import InputError, MachineError, ModelError, NothingFits
-from autofit.plan import dump_json
-from autofit.redact import HIDDEN, harmless, redacted
+from autofit import space
+from autofit.commands import estimate, model_source, tune
+from autofit.contract.plan import dump_json
+from autofit.machine import meters, other_processes
+from autofit.output import document, wording
+from autofit.output.document import DOCUMENT
+from autofit.system import locks, strict_json, units
+from autofit.system.errors import InputError, MachineError, ModelError, NothingFits
+from autofit.system.redact import HIDDEN, harmless, redacted
+from autofit.training import launch_environment
 
 from .replay import Lent
 from .synthetic import cpu_facts, cuda_facts
@@ -52,14 +44,14 @@ BEYOND = {
 
 @pytest.mark.parametrize("sizes", BEYOND.values(), ids=BEYOND)
 def test_a_model_of_petabytes_is_told_by_its_trace(tmp_path, server, monkeypatch, sizes):
-    for module in (estimate, tuning):
+    for module in (estimate, tune):
         monkeypatch.setattr(module, "ForkServer", lambda *_, **__: Lent(server))
     config = write_config(tmp_path / "model", {**LLAMA, **sizes})
     found = estimate.estimate(str(config), memory="80GiB", fix=SIMPLE, seq_len=16, global_batch=4)
     assert {one.verdict for one in found.plans} == {"too large"}
     assert min(one.device_bytes for one in found.plans) > 2**50
     with pytest.raises(NothingFits, match="by what the plans' traces say: the smallest needs about"):
-        tuning.tune(str(config), output=tmp_path / "out", device="cpu", fix=SIMPLE, seq_len=16, global_batch=4)
+        tune.tune(str(config), output=tmp_path / "out", device="cpu", fix=SIMPLE, seq_len=16, global_batch=4)
     assert not (tmp_path / "out" / "trials").exists()
 
 
@@ -72,10 +64,10 @@ def test_sizes_that_no_tensor_can_have_are_a_model_error(tmp_path, server, monke
 
 
 def test_a_process_can_be_kept_from_filling_the_host():
-    before = memory.resource.getrlimit(memory.resource.RLIMIT_DATA)
-    with memory.guarded(64 * MIB), pytest.raises(MemoryError):
+    before = meters.resource.getrlimit(meters.resource.RLIMIT_DATA)
+    with meters.guarded(64 * MIB), pytest.raises(MemoryError):
         bytearray(GIB)
-    assert memory.resource.getrlimit(memory.resource.RLIMIT_DATA) == before
+    assert meters.resource.getrlimit(meters.resource.RLIMIT_DATA) == before
     assert len(bytearray(GIB)) == GIB
 
 
@@ -85,15 +77,15 @@ def test_a_process_can_be_kept_from_filling_the_host():
 def test_code_that_runs_is_said_aloud(tmp_path):
     folder = config_in(tmp_path / "model", {**OWN_CODE, "auto_map": {"AutoConfig": "other/place--configs.Mine"}})
     (folder / "modeling.py").write_text(CODE)
-    into = source.fetch(str(folder), tmp_path / "into", trust_remote_code=True)
-    words = source.own_code(into, trusted=True)
+    into = model_source.fetch(str(folder), tmp_path / "into", trust_remote_code=True)
+    words = model_source.own_code(into, trusted=True)
     assert "--trust-remote-code" in words
     assert "modeling.py (sha256 " in words
     assert "fetched from other/place" in words
-    assert "is not used" in source.own_code(
+    assert "is not used" in model_source.own_code(
         config_in(tmp_path / "known", {**LLAMA, "auto_map": {"A": "b.C"}}), trusted=False
     )
-    assert source.own_code(config_in(tmp_path / "plain", LLAMA), trusted=True) is None
+    assert model_source.own_code(config_in(tmp_path / "plain", LLAMA), trusted=True) is None
 
 
 # --- any words, any bytes -------------------------------------------------------------------------------------------
@@ -131,7 +123,7 @@ def test_any_assignment_is_a_knob_or_refused(text, before):
 @given(st.binary(max_size=200) | st.text(max_size=100).map(lambda text: text.encode("utf-8", "replace")))
 def test_strict_json_is_json_or_a_value_error(data):
     try:
-        value = strict.loads(data)
+        value = strict_json.loads(data)
     except ValueError:
         return
     json.dumps(value, allow_nan=False)
@@ -209,8 +201,8 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_command_that_is_shown_takes_the_name_as_one_word(name):
-    for words in findings.launch_commands(a_document(), name):
-        lines = "\n".join(findings.shell_lines(words))
+    for words in wording.launch_commands(a_document(), name):
+        lines = "\n".join(wording.shell_lines(words))
         said = subprocess.run(
             ["bash", "-c", f"echo_all() {{ printf '%s\\0' \"$@\"; }}; echo_all {lines}"],
             capture_output=True,
@@ -226,7 +218,7 @@ def test_a_command_that_is_shown_takes_the_name_as_one_word(name):
 )
 def test_a_yaml_holds_text_as_text(tmp_path, text):
     settings_ = {"machine": text, "deep": {text: text}}
-    launching.write_yaml(tmp_path / "a.yaml", settings_)
+    launch_environment.write_yaml(tmp_path / "a.yaml", settings_)
     assert yaml.safe_load((tmp_path / "a.yaml").read_text("utf-8")) == settings_
     assert "!!" not in (tmp_path / "a.yaml").read_text("utf-8").replace(text, "")
 
@@ -395,11 +387,11 @@ class Driver:
 
 def test_who_else_is_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", Driver({os.getpid(): GIB, os.getppid(): 3 * GIB, 2**22: None}))
-    found = neighbours.neighbours(cuda_facts().hardware)
+    found = other_processes.neighbours(cuda_facts().hardware)
     assert [(one.pid, one.held_bytes) for one in found] == [(os.getppid(), 3 * GIB), (2**22, None)]
     assert found[0].name != "?"
     assert found[1].words() == f"? (process {2**22}) with an unknown share"
-    (words,) = neighbours.warnings(cuda_facts().hardware, tmp_path)
+    (words,) = other_processes.warnings(cuda_facts().hardware, tmp_path)
     assert words.startswith("also on this device: ")
     assert words.endswith("24.00 GiB are free")
 
@@ -414,21 +406,21 @@ def test_who_else_is_on_a_cpu():
     try:
         assert hog.stdout.readline() == "held\n"
         hardware = dataclasses.replace(cpu_facts().hardware, host_total_bytes=2 * GIB)
-        assert pid in [one.pid for one in neighbours.neighbours(hardware)]
-        assert os.getpid() not in [one.pid for one in neighbours.neighbours(hardware)]
+        assert pid in [one.pid for one in other_processes.neighbours(hardware)]
+        assert os.getpid() not in [one.pid for one in other_processes.neighbours(hardware)]
     finally:
         hog.communicate("\n")
 
 
 def test_a_full_disk_and_a_full_host_are_told_before_the_start(monkeypatch, tmp_path):
-    monkeypatch.setattr(neighbours, "neighbours", lambda _: ())
+    monkeypatch.setattr(other_processes, "neighbours", lambda _: ())
     hardware = cpu_facts().hardware
-    assert neighbours.warnings(hardware, tmp_path) == ()
+    assert other_processes.warnings(hardware, tmp_path) == ()
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=30 * MIB))
     poor = dataclasses.replace(hardware, host_free_bytes=GIB)
-    disk, host = neighbours.warnings(poor, tmp_path)
+    disk, host = other_processes.warnings(poor, tmp_path)
     assert str(tmp_path) in disk
     assert "30.0 MiB are left" in disk
     assert "1.00 GiB of memory left" in host
     crowd = dataclasses.replace(cuda_facts().hardware, others_bytes=5 * GIB)
-    assert "the driver does not say who" in neighbours.warnings(crowd, tmp_path)[0]
+    assert "the driver does not say who" in other_processes.warnings(crowd, tmp_path)[0]

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from autofit import choose, insight, space
-from autofit.insight import Expected
-from autofit.plan import Plan, Trial
+from autofit import space
+from autofit.contract.plan import Plan, Trial
 from autofit.registry import techniques
+from autofit.search import decision as choose
+from autofit.search import tradeoffs
+from autofit.search.tradeoffs import Expected
 
 from .synthetic import GIB, cpu_facts, measured, out_of_memory
 
@@ -31,7 +33,7 @@ def decided(*tried):
 def test_the_front_is_what_smaller_ceilings_would_give():
     small, slow, middle = PLAIN, PLAIN.replaced(precision="bf16"), PLAIN.replaced(checkpointing="full")
     decision, _ = decided((BEST, 1.0, 6), (small, 4.0, 1), (slow, 5.0, 2), (middle, 2.0, 3))
-    found = insight.front(decision)
+    found = tradeoffs.front(decision)
     assert [(point.plan, point.peak_bytes // GIB) for point in found] == [(small, 1), (middle, 3), (BEST, 6)]
     assert found[-1].samples_per_second == pytest.approx(16.0)
     speeds = [point.samples_per_second for point in found]
@@ -40,7 +42,7 @@ def test_the_front_is_what_smaller_ceilings_would_give():
 
 def test_nothing_beside_the_smallest_winner():
     decision, _ = decided((BEST, 1.0, 1), (PLAIN, 2.0, 3))
-    assert [point.plan for point in insight.front(decision)] == [BEST]
+    assert [point.plan for point in tradeoffs.front(decision)] == [BEST]
 
 
 def test_a_plan_that_is_as_fast_within_noise_but_larger_is_not_on_the_front():
@@ -49,7 +51,7 @@ def test_a_plan_that_is_as_fast_within_noise_but_larger_is_not_on_the_front():
     trials[0] = replace(trials[0], outcome=measured([0.95, 1.0, 1.05, 1.0], 4 * GIB, FACTS))
     decision = choose.decide(trials, FACTS.workload.limit_bytes)
     assert decision.plan == BEST
-    assert [point.plan for point in insight.front(decision)] == [BEST]
+    assert [point.plan for point in tradeoffs.front(decision)] == [BEST]
 
 
 def test_what_each_value_is_good_for():
@@ -61,7 +63,7 @@ def test_what_each_value_is_good_for():
         assert plan == BEST.replaced(micro_batch=1, accumulation=16)
         return Expected(sample_seconds=3 / 16, spread=0.1, peak_bytes=2 * GIB)
 
-    found = {one.technique: one for one in insight.contributions(decision, trials, SPACE, FACTS, believe)}
+    found = {one.technique: one for one in tradeoffs.contributions(decision, trials, SPACE, FACTS, believe)}
     assert list(found) == ["micro_batch", "precision", "checkpointing"]
     assert found["precision"].evidence == "measured"
     assert found["precision"].speed_ratio == pytest.approx(1.5)
@@ -76,20 +78,20 @@ def test_what_each_value_is_good_for():
 def test_what_can_not_be_known_is_said():
     decision, trials = decided((BEST, 1.0, 4))
     narrow = replace(SPACE, plans=(BEST,))
-    found = insight.contributions(decision, trials, narrow, FACTS, lambda _: pytest.fail("it is no plan here"))
+    found = tradeoffs.contributions(decision, trials, narrow, FACTS, lambda _: pytest.fail("it is no plan here"))
     assert {one.evidence for one in found} == {"none"}
-    unknown = insight.contributions(decision, trials, SPACE, FACTS)
+    unknown = tradeoffs.contributions(decision, trials, SPACE, FACTS)
     assert {one.evidence for one in unknown} == {"none"}
 
 
 def test_a_plain_winner_has_nothing_to_say():
     decision, trials = decided((PLAIN, 1.0, 4), (BEST, 2.0, 3))
     assert decision.plan == PLAIN
-    assert insight.contributions(decision, trials, SPACE, FACTS) == ()
+    assert tradeoffs.contributions(decision, trials, SPACE, FACTS) == ()
 
 
 def test_put_back_keeps_the_global_batch():
-    assert insight.put_back(BEST, "precision", "fp32", FACTS) == BEST.replaced(precision="fp32")
-    back = insight.put_back(BEST, "micro_batch", 1, FACTS)
+    assert tradeoffs.put_back(BEST, "precision", "fp32", FACTS) == BEST.replaced(precision="fp32")
+    back = tradeoffs.put_back(BEST, "micro_batch", 1, FACTS)
     assert (back["micro_batch"], back["accumulation"]) == (1, 16)
     assert math.prod((back["micro_batch"], back["accumulation"])) == FACTS.workload.global_batch

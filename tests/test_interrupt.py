@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autofit import document as documents
-from autofit.plan import Crashed, Measured
-from autofit.trials import finished
+from autofit.contract.plan import Crashed, Measured
+from autofit.output import document as documents
+from autofit.training.runner import finished
 
 from .tiny import REPOSITORY, alive, gone, offspring, wait_until, write_config
 

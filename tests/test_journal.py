@@ -12,9 +12,10 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autofit import journal, space
-from autofit.errors import InputError, MachineError
-from autofit.plan import Crashed, Plan, TimedOut, Trial
+from autofit import space
+from autofit.contract.plan import Crashed, Plan, TimedOut, Trial
+from autofit.search import study as journal
+from autofit.system.errors import InputError, MachineError
 
 from .synthetic import GIB, Landscape, cpu_facts, measured, out_of_memory
 
@@ -202,7 +203,7 @@ def test_optuna_is_quiet_and_its_settings_stay(tmp_path, caplog):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from autofit.journal import FlockLock
+from autofit.search.study import FlockLock
 FlockLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 time.sleep(60)

@@ -5,8 +5,8 @@ import errno
 import pytest
 import torch
 
-from autofit import files, kept
-from autofit.kept import Kept
+from autofit.system import files, tensor_cache
+from autofit.system.tensor_cache import Kept
 
 
 class Maker:
@@ -75,8 +75,8 @@ def test_a_full_disk_is_left_as_it_is(tmp_path, monkeypatch):
 
 
 def test_the_last_gibibyte_of_a_disk_is_not_for_this(tmp_path, monkeypatch):
-    usage = type(kept.shutil.disk_usage(tmp_path))
-    monkeypatch.setattr(kept.shutil, "disk_usage", lambda _: usage(2**40, 2**40 - 2**30, 2**30))
+    usage = type(tensor_cache.shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(tensor_cache.shutil, "disk_usage", lambda _: usage(2**40, 2**40 - 2**30, 2**30))
     assert same(Kept(tmp_path).tensors("one", Maker()))
     assert list(tmp_path.iterdir()) == []
 

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 import autofit
-from autofit import landscape, space
-from autofit.clock import Effort
-from autofit.errors import InputError
-from autofit.forecast import Forecast, beside
-from autofit.landscape import Landscape, Replay, Writer
-from autofit.loading import installed
-from autofit.plan import Crashed, Measured, OutOfMemory, Plan, Trial, Unsupported
-from autofit.roofline import WORK
+from autofit import space
+from autofit.contract.plan import Crashed, Measured, OutOfMemory, Plan, Trial, Unsupported
+from autofit.costmodel.forecast import Forecast, beside
+from autofit.costmodel.roofline import WORK
+from autofit.output.setup import installed
+from autofit.search import recording
+from autofit.search.recording import Landscape, Replay, Writer
+from autofit.system.errors import InputError
+from autofit.training.timing import Effort
 
 from .synthetic import GIB, cpu_facts, measured
 from .synthetic import Landscape as Synthetic
@@ -101,7 +102,7 @@ def test_one_measurement_of_each_plan_tells_no_noise(tmp_path, facts, plans):
 
 
 def test_a_packed_one_says_the_same(recorded, tmp_path):
-    landscape.pack(recorded, tmp_path / "land.jsonl.gz")
+    recording.pack(recorded, tmp_path / "land.jsonl.gz")
     assert (tmp_path / "land.jsonl.gz").stat().st_size < recorded.stat().st_size / 5
     one, other = Landscape.read(recorded), Landscape.read(tmp_path / "land.jsonl.gz")
     assert (one.runs, one.facts, one.provenance) == (other.runs, other.facts, other.provenance)
@@ -145,8 +146,8 @@ def test_two_questions_in_one_file_are_refused(recorded, plans):
 
 def test_a_ceiling_cuts_what_needs_more(recorded):
     found = Landscape.read(recorded)
-    plan = max(found.runs, key=lambda plan: landscape.needed(found.of(plan)[0].outcome))
-    need = landscape.needed(found.of(plan)[0].outcome)
+    plan = max(found.runs, key=lambda plan: recording.needed(found.of(plan)[0].outcome))
+    need = recording.needed(found.of(plan)[0].outcome)
     for limit, kind in ((need, Measured), (need - 1, OutOfMemory)):
         replay = Replay(found, limit)
         trial = replay.run(0, plan, Effort(), purpose="search", limit_seconds=9)
@@ -236,7 +237,7 @@ def test_a_recording_that_is_gone_on_with_knows_the_plans_of_before(tmp_path, fa
 
 def test_a_tune_cannot_tell_the_difference(recorded, tmp_path):
     found = Landscape.read(recorded)
-    peaks = sorted(landscape.needed(runs[0].outcome) for runs in found.runs.values())
+    peaks = sorted(recording.needed(runs[0].outcome) for runs in found.runs.values())
     limit = peaks[len(peaks) // 2]
     replay = Replay(found, limit)
     result = autofit.tune("demo", output=tmp_path / "out", runner=replay)
@@ -260,7 +261,7 @@ def test_a_recorded_landscape_is_whole(path):
     assert found.noise < 0.1
     assert not np.isnan(found.forecast.work).any()
     assert not np.isnan(found.forecast.tensor_bytes).any()
-    whole = max(landscape.needed(run.outcome) for runs in found.runs.values() for run in runs if measurable(run))
+    whole = max(recording.needed(run.outcome) for runs in found.runs.values() for run in runs if measurable(run))
     assert found.best(whole) is not None
 
 

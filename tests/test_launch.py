@@ -12,15 +12,16 @@ import sys
 import pytest
 from pydantic import TypeAdapter
 
-from autofit import answer, verify
-from autofit import document as documents
-from autofit.document import DOCUMENT
-from autofit.errors import MachineError
-from autofit.facts import Facts
-from autofit.plan import Measured, Unsupported, dump_json
-from autofit.question import REQUEST, STARTED
+from autofit.commands import verify
+from autofit.commands.request import REQUEST, STARTED
+from autofit.commands.verify import VERIFICATION, judge
+from autofit.contract.facts import Facts
+from autofit.contract.plan import Measured, Unsupported, dump_json
+from autofit.output import document as documents
+from autofit.output import result as answer
+from autofit.output.document import DOCUMENT
 from autofit.registry import technique
-from autofit.verify import VERIFICATION, judge
+from autofit.system.errors import MachineError
 
 from . import synthetic
 from .tiny import MIB, PLAIN, REPOSITORY, gone, offspring, wait_until, write_config

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from autofit.errors import MachineError
-from autofit.locks import device_lock, held
+from autofit.system.errors import MachineError
+from autofit.system.locks import device_lock, held
 
 HOLD = """
 import sys
 from pathlib import Path
-from autofit.locks import held
+from autofit.system.locks import held
 with held(Path(sys.argv[1]), "message", "hint"):
     print("held", flush=True)
     sys.stdin.read()

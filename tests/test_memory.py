@@ -5,13 +5,13 @@ import textwrap
 
 import pytest
 
-from autofit.memory import CeilingBroken, out_of_memory
+from autofit.machine.meters import CeilingBroken, out_of_memory
 
 from .tiny import GIB, MIB
 
 PREAMBLE = """
 import json, torch
-from autofit.memory import CeilingBroken, HostMeter, guard_host, out_of_memory, status
+from autofit.machine.meters import CeilingBroken, HostMeter, guard_host, out_of_memory, status
 MIB, GIB = 2**20, 2**30
 def filled(mib, value=1): return torch.full((mib * MIB // 4,), value, dtype=torch.float32)
 def tell(**seen): (folder / "seen").write_text(json.dumps(seen))

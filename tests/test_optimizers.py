@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from autofit import space
-from autofit.loading import installed
-from autofit.plan import Evidence
+from autofit.contract.plan import Evidence
+from autofit.contract.technique import Kind
+from autofit.output.setup import installed
 from autofit.registry import recipe, technique
-from autofit.technique import Kind
 
 from .synthetic import cpu_facts, cuda_facts
 from .traced import PLAIN

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from autofit.plan import (
+from autofit.contract.plan import (
     OUTCOME,
     TRIAL,
     Crashed,

@@ -14,7 +14,7 @@ from published import bert, fake, litgpt, litgpt_rows, predict
 from published.litgpt_configs import config_of
 from published.rows import Row
 
-from autofit.units import MIB
+from autofit.system.units import MIB
 
 RESOURCE = "github Lightning-AI/litgpt@2685705 tutorials/resource-tables.md"
 HUB = "github Lightning-AI/litgpt@2685705 config_hub/finetune/README.md + "

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autofit.errors import InputError
-from autofit.probe import describe_model
-from autofit.question import remarks, row_length
+from autofit.commands.request import remarks, row_length
+from autofit.machine.describe import describe_model
+from autofit.system.errors import InputError
 
 from .synthetic import cpu_facts
 from .tiny import write_config

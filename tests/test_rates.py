@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from autofit import forecast, question, rates, space
-from autofit.errors import MachineError
-from autofit.probe import describe_model
-from autofit.roofline import WORK, nominal_seconds
-from autofit.sampler import AutofitSampler
-from autofit.surrogate import encode, needs
-from autofit.units import MIB
+from autofit import space
+from autofit.commands import request
+from autofit.costmodel import device_rates, forecast
+from autofit.costmodel.roofline import WORK, nominal_seconds
+from autofit.machine.describe import describe_model
+from autofit.search.sampler import AutofitSampler
+from autofit.search.surrogate import encode, needs
+from autofit.system.errors import MachineError
+from autofit.system.units import MIB
 from autofit.worker import RatesJob, _timed
 
 from .synthetic import cpu_facts, cuda_facts, model
@@ -30,10 +32,10 @@ def small(**changes):
 
 
 def test_every_kind_of_work_that_the_device_has_is_timed():
-    found = rates.rates_of(small())
+    found = device_rates.rates_of(small())
     assert set(found) == {"matmul fp32", "matmul bf16", "attention", "memory", "operators"}
     assert all(np.isfinite(rate) and rate > 0 for rate in found.values())
-    only = rates.rates_of(small(precisions=("fp32",)))
+    only = device_rates.rates_of(small(precisions=("fp32",)))
     assert set(only) == {"matmul fp32", "attention", "memory", "operators"}
 
 
@@ -41,9 +43,9 @@ def test_a_slower_product_has_a_lower_rate(monkeypatch):
     def took(*asked):
         return 2.0 if torch.bfloat16 in asked else 0.5
 
-    monkeypatch.setattr(rates, "_product_seconds", took)
+    monkeypatch.setattr(device_rates, "_product_seconds", took)
     facts = small()
-    found, tokens = rates.rates_of(facts), rates.tokens_of(facts, 160)
+    found, tokens = device_rates.rates_of(facts), device_rates.tokens_of(facts, 160)
     assert tokens == 32
     assert found["matmul fp32"] == 4 * found["matmul bf16"]
     heaviest = sorted((a * b * n for a, b, n in SMALL.products), reverse=True)[:4]
@@ -63,31 +65,31 @@ def test_linear_layers_are_counted_also_where_their_weight_lies_the_other_way_ro
 def test_what_a_set_of_products_takes_is_bounded():
     large = ((8192, 28672, 160), (28672, 8192, 80), (8192, 8192, 160), (8192, 128256, 1))
     facts = dataclasses.replace(cpu_facts(seq_len=4096, global_batch=64), model=model(products=large))
-    assert 16 <= rates.tokens_of(facts, 8192 + 28672) < 32
-    assert all(wide * narrow <= 1 << 26 and wide <= narrow for wide, narrow, _ in rates.shapes_of(facts))
+    assert 16 <= device_rates.tokens_of(facts, 8192 + 28672) < 32
+    assert all(wide * narrow <= 1 << 26 and wide <= narrow for wide, narrow, _ in device_rates.shapes_of(facts))
     head = dataclasses.replace(facts, model=model(products=((2048, 128256, 1), (5120, 13824, 80))))
-    assert rates.shapes_of(head) == [(5120, 13107, 80), (2048, 32768, 1)]
-    assert rates.tokens_of(small(), 160) == 32, "a quarter of the batch"
+    assert device_rates.shapes_of(head) == [(5120, 13107, 80), (2048, 32768, 1)]
+    assert device_rates.tokens_of(small(), 160) == 32, "a quarter of the batch"
     tight = dataclasses.replace(small(), workload=dataclasses.replace(small().workload, limit_bytes=1 * MIB))
-    assert rates.tokens_of(tight, 1500) == 21
-    assert rates.tokens_of(tight, 50) == 32
-    assert rates.tokens_of(tight, 5000) == 16
-    assert rates.shapes_of(cuda_facts()) == [(1024, 4096, 1)], "what a model of an older recording counts as"
+    assert device_rates.tokens_of(tight, 1500) == 21
+    assert device_rates.tokens_of(tight, 50) == 32
+    assert device_rates.tokens_of(tight, 5000) == 16
+    assert device_rates.shapes_of(cuda_facts()) == [(1024, 4096, 1)], "what a model of an older recording counts as"
 
 
 def test_kernels_take_memory_on_a_cpu_alone():
-    assert rates.brought_bytes(cuda_facts()) == {}
-    found = rates.brought_bytes(small())
+    assert device_rates.brought_bytes(cuda_facts()) == {}
+    found = device_rates.brought_bytes(small())
     assert set(found) == {"matmul bf16"}
     assert 0 <= found["matmul bf16"] < 200 * MIB
-    assert rates.brought_bytes(small(precisions=("fp32",))) == {}
+    assert device_rates.brought_bytes(small(precisions=("fp32",))) == {}
 
 
 def test_a_device_that_can_not_is_told_in_words(monkeypatch):
     def refuse(_):
         raise RuntimeError("no kernel image\nis available")
 
-    monkeypatch.setattr(rates, "rates_of", refuse)
+    monkeypatch.setattr(device_rates, "rates_of", refuse)
     assert _timed(RatesJob(facts=small())) == {"error": "RuntimeError: no kernel image"}
 
 
@@ -115,16 +117,16 @@ class Server:
 
 def test_the_facts_take_what_was_timed_and_a_tune_does_without(tmp_path):
     said = []
-    facts = question.timed(
+    facts = request.timed(
         tmp_path, small(), Server({"rates": {"memory": 2e10}, "brought_bytes": {"matmul bf16": 5}}), said.append
     )
     assert facts.rates == {"memory": 2e10}
     assert facts.brought_bytes == {"matmul bf16": 5}
     assert not said
     for answer, why in (({"error": "no kernel"}, "no kernel"), (None, "took too long")):
-        assert question.timed(tmp_path, small(), Server(answer), said.append).rates == {}
+        assert request.timed(tmp_path, small(), Server(answer), said.append).rates == {}
         assert why in said[-1]
-    assert question.timed(tmp_path, small(), Server(MachineError("a helper was killed")), said.append).rates == {}
+    assert request.timed(tmp_path, small(), Server(MachineError("a helper was killed")), said.append).rates == {}
     assert said[-1] == "the device was not timed before the first trial: a helper was killed"
 
 

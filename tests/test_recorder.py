@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autofit.recorder import Recorder
-from autofit.roofline import KINDS
-from autofit.standins import without_values
-from autofit.tape import CATEGORIES
+from autofit.costmodel.fake_kernels import without_values
+from autofit.costmodel.recorder import Recorder
+from autofit.costmodel.roofline import KINDS
+from autofit.costmodel.timeline import CATEGORIES
 
 KIB = 1024
 

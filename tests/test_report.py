@@ -8,10 +8,8 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from autofit import charts, choose, findings
-from autofit.document import DOCUMENT, Document, Guard, Offer
-from autofit.facts import Facts, Hardware, Model, Workload
-from autofit.plan import (
+from autofit.contract.facts import Facts, Hardware, Model, Workload
+from autofit.contract.plan import (
     Crashed,
     Diverged,
     Evidence,
@@ -24,10 +22,13 @@ from autofit.plan import (
     Unsupported,
     dump_json,
 )
+from autofit.output import charts, wording
+from autofit.output.document import DOCUMENT, Document, Guard, Offer
+from autofit.output.report import html, summary
 from autofit.registry import changes, techniques
-from autofit.report import html, summary
+from autofit.search import decision
 from autofit.space import offers
-from autofit.units import GIB, MIB
+from autofit.system.units import GIB, MIB
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>'
 STEERING = "\x1b[2J\x1b[31m[bold red]\u202egnp.exe"
@@ -276,8 +277,8 @@ class TestEveryDocument:
             assert "micro-batch x accumulation x processes = global batch: " in said
             micro_batch, accumulation = doc.plan["micro_batch"], doc.plan["accumulation"]
             assert f"{micro_batch} x {accumulation} x 1 = 32" in said
-            assert findings.number(doc.promise.samples_per_second) in said
-            assert findings.percent(doc.promise.peak_bytes / doc.promise.limit_bytes) in said
+            assert wording.number(doc.promise.samples_per_second) in said
+            assert wording.percent(doc.promise.peak_bytes / doc.promise.limit_bytes) in said
 
     def test_page_needs_nothing_and_runs_nothing(self, name):
         text = html(document(**DOCUMENTS[name]), folder="autofit-out")
@@ -359,27 +360,27 @@ class TestSummary:
 
 class TestComparison:
     def test_with_the_fastest_and_the_largest_plain_plan(self):
-        ratio, said = findings.against_plain(document())
+        ratio, said = wording.against_plain(document())
         assert ratio == pytest.approx(52.0 / 16.9)
         assert "(4 x 8 plain) makes 16.90 samples/s" in said[0]
         assert "3.08 times" in said[0]
         assert "(8 x 4 plain) makes 16.20 samples/s" in said[1]
 
     def test_a_plain_winner(self):
-        ratio, said = findings.against_plain(document(**ON_CPU))
+        ratio, said = wording.against_plain(document(**ON_CPU))
         assert ratio is None
         assert "plain plan itself" in said[0]
 
     def test_plain_plans_that_failed_and_none_at_all(self):
         only = [(WINNER, measured(51.9, 15.8))]
-        assert "No plain plan was tried" in findings.against_plain(document(only))[1][0]
+        assert "No plain plan was tried" in wording.against_plain(document(only))[1][0]
         tried = document([*only, (plan(16), out_of_memory())])
-        assert "1 plain trial, and none was measured" in findings.against_plain(tried)[1][0]
+        assert "1 plain trial, and none was measured" in wording.against_plain(tried)[1][0]
 
 
 class TestStandings:
     def test_winner_first_then_the_fastest_each_by_all_of_its_runs(self):
-        ranked = findings.standings(document())
+        ranked = wording.standings(document())
         assert [one.is_winner for one in ranked][:2] == [True, False]
         assert ranked[0].samples_per_second == 52.0
         assert ranked[0].runs == 3
@@ -388,10 +389,10 @@ class TestStandings:
         bnb = next(one for one in ranked if one.plan == plan(8, precision="bf16", optimizer="adamw_8bit"))
         runs = [trial.outcome for trial in document().trials if trial.plan == bnb.plan]
         assert len(runs) == bnb.runs > 1
-        assert bnb.samples_per_second == choose.pool(runs).samples_per_second == pytest.approx(50.25, rel=1e-4)
+        assert bnb.samples_per_second == decision.pool(runs).samples_per_second == pytest.approx(50.25, rel=1e-4)
 
     def test_pareto_front(self):
-        front = charts.pareto(findings.standings(document()))
+        front = charts.pareto(wording.standings(document()))
         assert [round(one.peak_bytes / GIB, 1) for one in front] == [4.9, 8.6, 11.2, 13.1, 15.8]
 
 
@@ -408,7 +409,7 @@ class TestPage:
         doc = document()
         said = Page(html(doc, folder="out dir")).words
         for trial in doc.trials:
-            assert findings.why(trial.outcome) in said
+            assert wording.why(trial.outcome) in said
         for offer in doc.offers:
             assert offer.reason in said
         for package, version in VERSIONS.items():
@@ -448,13 +449,13 @@ def test_ticks_are_few_and_round(end):
 
 
 def test_small_words():
-    assert findings.number(0.01234) == "0.01234"
-    assert findings.number(0) == "0.00"
-    assert findings.percent(0.004) == "0.4 %"
-    assert findings.parameters(7_241_732_096) == "7.242 billion parameters"
-    assert findings.parameters(12) == "12 parameters"
-    assert findings.one_line("a\n  b" + "c" * 30, 10) == "a bcccccc…"
-    assert findings.shell_lines(["autofit", "verify", "my folder"], width=16) == [
+    assert wording.number(0.01234) == "0.01234"
+    assert wording.number(0) == "0.00"
+    assert wording.percent(0.004) == "0.4 %"
+    assert wording.parameters(7_241_732_096) == "7.242 billion parameters"
+    assert wording.parameters(12) == "12 parameters"
+    assert wording.one_line("a\n  b" + "c" * 30, 10) == "a bcccccc…"
+    assert wording.shell_lines(["autofit", "verify", "my folder"], width=16) == [
         "autofit verify \\",
         "    'my folder'",
     ]
@@ -475,7 +476,7 @@ class TestPayback:
         doc = document(
             [*others, (self.winner, compiled(50.0, 61.28)), (self.winner, compiled(50.0, 5.0))], winner=self.winner
         )
-        said = findings.payback(doc)
+        said = wording.payback(doc)
         assert "take 1 min 0 s longer" in said
         assert "pays back after 375 optimizer steps" in said, "60 s over 0.8 s - 0.64 s"
         assert said in words(terminal(doc, width=500))
@@ -483,14 +484,14 @@ class TestPayback:
 
     def test_it_may_never_pay_back(self):
         doc = document([(WINNER, measured(51.0, 15.8)), (self.winner, compiled(50.0, 60.0))], winner=self.winner)
-        assert "never pays back" in findings.payback(doc)
+        assert "never pays back" in wording.payback(doc)
 
     def test_without_another_plan_nobody_knows(self):
         doc = document([(self.winner, compiled(50.0, 60.0))], winner=self.winner)
-        assert "is not known" in findings.payback(doc)
+        assert "is not known" in wording.payback(doc)
 
     def test_another_winner_has_nothing_to_pay_back(self):
-        assert findings.payback(document()) is None
+        assert wording.payback(document()) is None
         assert "pays back" not in terminal(document())
 
 
@@ -509,14 +510,14 @@ class TestAttended:
     def test_the_kernel_is_told(self, kernels, wanted):
         evidence = Evidence(attention="sdpa", attention_kernels=kernels)
         doc = document([(WINNER, measured(50.0, 15.8, evidence=evidence))])
-        said = findings.attended(doc)
+        said = wording.attended(doc)
         assert wanted in said
         assert said in words(terminal(doc, width=500))
         assert said in " ".join(Page(html(doc, folder="x")).said)
 
     def test_what_was_not_seen_is_not_told(self):
         doc = document([(WINNER, measured(50.0, 15.8, evidence=Evidence(attention="sdpa", attention_kernels=None)))])
-        assert findings.attended(doc) is None
+        assert wording.attended(doc) is None
         assert "Which attention ran" not in terminal(doc)
 
 

@@ -5,9 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autofit import roofline
-from autofit.catalogue import find
-from autofit.roofline import HOST_SECONDS_PER_OPERATOR, KINDS, WORK, Totals, amounts, nominal_seconds, step_seconds
+from autofit.costmodel import roofline
+from autofit.costmodel.roofline import (
+    HOST_SECONDS_PER_OPERATOR,
+    KINDS,
+    WORK,
+    Totals,
+    amounts,
+    nominal_seconds,
+    step_seconds,
+)
+from autofit.machine.gpu_catalogue import find
 
 CARD = find("RTX 4090")
 TERA, GIGA = 1e12, 1e9

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from autofit import choose, journal, space
-from autofit.errors import InputError
-from autofit.plan import Crashed, OutOfMemory, Plan, TimedOut, Trial, Unsupported
-from autofit.sampler import LEAST_TRIALS, AutofitSampler, Seen, believe, observations
-from autofit.search import Searcher, open_searcher
-from autofit.surrogate import Kernel, Steady, below, encode, gain, sharpen
-from autofit.technique import Kind
+from autofit import space
+from autofit.contract.plan import Crashed, OutOfMemory, Plan, TimedOut, Trial, Unsupported
+from autofit.contract.technique import Kind
+from autofit.search import decision as choose
+from autofit.search import study as journal
+from autofit.search.sampler import LEAST_TRIALS, AutofitSampler, Seen, believe, observations
+from autofit.search.searcher import Searcher, open_searcher
+from autofit.search.surrogate import Kernel, Steady, below, encode, gain, sharpen
+from autofit.system.errors import InputError
 
 from .synthetic import GIB, Landscape, cpu_facts, cuda_facts, measured, out_of_memory
 

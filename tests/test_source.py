@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autofit.errors import InputError, ModelError
-from autofit.source import MAX_CONFIG_BYTES, fetch, modeling_module, read_config
+from autofit.commands.model_source import MAX_CONFIG_BYTES, fetch, modeling_module, read_config
+from autofit.system.errors import InputError, ModelError
 
 LLAMA = {"model_type": "llama", "hidden_size": 64}
 OWN_CODE = {"model_type": "homegrown", "auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}
@@ -296,8 +296,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 ASK = """
 import json, sys, time
 from pathlib import Path
-from autofit.errors import ModelError
-from autofit.source import fetch
+from autofit.system.errors import ModelError
+from autofit.commands.model_source import fetch
 
 time.sleep = lambda _: None  # the hub's client tries again and again where the hub fails
 said = {}

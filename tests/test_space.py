@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autofit import space
-from autofit.errors import InputError
+from autofit.contract.technique import Choice, Emission, Kind, Technique, divisors
 from autofit.registry import technique, techniques
-from autofit.technique import Choice, Emission, Kind, Technique, divisors
+from autofit.system.errors import InputError
 
 from .synthetic import cpu_facts, cuda_facts
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit.recorder import _ordered
-from autofit.tape import CATEGORIES, ELSEWHERE, Tape, UnlikeError, lengthen
+from autofit.costmodel.recorder import _ordered
+from autofit.costmodel.timeline import CATEGORIES, ELSEWHERE, Tape, UnlikeError, lengthen
 
 from .layered import Layered, Writer
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 import torch.utils.checkpoint
 from torch.utils import _foreach_utils
 
-from autofit import cudalike
-from autofit.cudalike import like_cuda
-from autofit.recorder import Recorder
+from autofit.costmodel import cuda_emulation
+from autofit.costmodel.cuda_emulation import like_cuda
+from autofit.costmodel.fake_run import PERIODS, Layers, find_layers, telling_rows
+from autofit.costmodel.recorder import Recorder
+from autofit.costmodel.roofline import KINDS
+from autofit.costmodel.timeline import CATEGORIES, lengthen
 from autofit.registry import technique, techniques
-from autofit.roofline import KINDS
-from autofit.tape import CATEGORIES, lengthen
-from autofit.trace import PERIODS, Layers, find_layers, telling_rows
 
 from .traced import CONFIGS, PLAIN, Lab, every_choice, facts_of, traced_plan
 
@@ -409,7 +409,7 @@ def test_attentions_backward_pass_has_accumulators(dtype, groups):
     batch, heads, length, width = 2, 4, 100, 24
     query = torch.ones(batch, heads, length, width, dtype=dtype, requires_grad=True)
     key = torch.ones(batch, heads // groups, length, width, dtype=dtype, requires_grad=True)
-    with Recorder(fake=False, stand_ins=cudalike.attention_stand_ins()) as recorder:
+    with Recorder(fake=False, stand_ins=cuda_emulation.attention_stand_ins()) as recorder:
         recorder.mark("0:F0")
         result = F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
         recorder.mark("0:B0")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import autofit
-from autofit import traces
-from autofit.errors import MachineError
-from autofit.footprint import MicroPart, OptimizerPart, pack
+from autofit.costmodel import trace_store
+from autofit.costmodel.peak import MicroPart, OptimizerPart, pack
+from autofit.costmodel.trace_store import Traces, cache_folder
 from autofit.registry import techniques
-from autofit.traces import Traces, cache_folder
+from autofit.system.errors import MachineError
 from autofit.worker import JOBS
 
 from .layered import Layered, Writer
@@ -180,25 +180,25 @@ def test_another_config_or_its_code_is_another_trace(lab, tmp_path):
 
 def test_another_source_is_another_trace(lab, monkeypatch):
     lab(Tracer()).prepare([PLAIN])
-    monkeypatch.setattr(traces, "source_hash", lambda: "changed")
+    monkeypatch.setattr(trace_store, "source_hash", lambda: "changed")
     tracer = Tracer()
     lab(tracer).prepare([PLAIN])
     assert len(tracer.asked) == 2
 
 
 def test_the_key_of_a_trace_holds_every_source_file_in_every_folder(monkeypatch, tmp_path):
-    files = {path for folder in traces.source_folders() for path in folder.rglob("*.py")}
-    assert {Path(autofit.__file__), Path(traces.__file__)} <= files
+    files = {path for folder in trace_store.source_folders() for path in folder.rglob("*.py")}
+    assert {Path(autofit.__file__), Path(trace_store.__file__)} <= files
     assert {Path(sys.modules[type(one).__module__].__file__) for one in techniques()} <= files
     deep = tmp_path / "a" / "b"
     deep.mkdir(parents=True)
-    monkeypatch.setattr(traces, "source_folders", lambda: (tmp_path,))
+    monkeypatch.setattr(trace_store, "source_folders", lambda: (tmp_path,))
     (deep / "one.py").write_text("x = 1")
-    before = traces.source_hash.__wrapped__()
+    before = trace_store.source_hash.__wrapped__()
     (deep / "one.py").write_text("x = 2")
-    changed = traces.source_hash.__wrapped__()
+    changed = trace_store.source_hash.__wrapped__()
     (deep / "one.py").rename(tmp_path / "a" / "one.py")
-    assert len({before, changed, traces.source_hash.__wrapped__()}) == 3
+    assert len({before, changed, trace_store.source_hash.__wrapped__()}) == 3
 
 
 def test_without_a_cache_a_trace_lasts_as_long_as_the_run(tmp_path):

@@ -6,12 +6,23 @@ import time
 
 import pytest
 
-from autofit import findings, trials
-from autofit.clock import PARTS, Effort
-from autofit.errors import MachineError
-from autofit.measure import RECOMPILED
-from autofit.plan import OUTCOME, TRIAL, Crashed, Diverged, Measured, OutOfMemory, TimedOut, Unsupported, dump_json
-from autofit.trials import ProcessRunner, finished, log_tail, training_seconds, trial_folder
+from autofit.contract.plan import (
+    OUTCOME,
+    TRIAL,
+    Crashed,
+    Diverged,
+    Measured,
+    OutOfMemory,
+    TimedOut,
+    Unsupported,
+    dump_json,
+)
+from autofit.output import wording
+from autofit.system.errors import MachineError
+from autofit.training import runner as trials
+from autofit.training.measure import RECOMPILED
+from autofit.training.runner import ProcessRunner, finished, log_tail, training_seconds, trial_folder
+from autofit.training.timing import PARTS, Effort
 from autofit.worker import JOBS
 
 from .tiny import CONFIGS, GIB, MIB, PLAIN, describe, write_config
@@ -363,14 +374,14 @@ def test_a_compiler_that_takes_too_long_is_told(try_fault):
         if found.phase == "compiling":
             break
     assert found == TimedOut(limit_seconds=limit_seconds, phase="compiling")
-    assert findings.why(found).startswith("timed out in compiling, after ")
+    assert wording.why(found).startswith("timed out in compiling, after ")
 
 
 def test_what_is_compiled_after_the_warm_up_is_counted_and_told(try_fault):
     """The compiler forgets what it has made, once, behind the first timed step."""
     forgets = """
         import torch
-        from autofit.clock import Clock
+        from autofit.training.timing import Clock
         from torch._inductor import compile_fx
         compile_fx.compile_fx = lambda graph, *_, **__: graph
         ended = Clock.step_end

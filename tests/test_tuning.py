@@ -12,11 +12,14 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 import autofit
-from autofit import document, journal, question, tuning
-from autofit.emit import ARGUMENTS, REPORT, YAML
-from autofit.errors import InputError, Interrupted, MachineError, NothingFits, Terminated
-from autofit.landscape import Landscape
-from autofit.plan import Crashed, Plan, TimedOut, Unsupported
+from autofit.commands import request
+from autofit.commands import tune as tuning
+from autofit.contract.plan import Crashed, Plan, TimedOut, Unsupported
+from autofit.output import document
+from autofit.output.emit import ARGUMENTS, REPORT, YAML
+from autofit.search import study
+from autofit.search.recording import Landscape
+from autofit.system.errors import InputError, Interrupted, MachineError, NothingFits, Terminated
 
 from .replay import Lent, Replay
 from .synthetic import GIB, measured, out_of_memory
@@ -183,7 +186,7 @@ def test_another_model_or_device_is_not_a_resumed_one(tune, out, tmp_path):
 
 def test_other_versions_are_not_compared(tune, out):
     tune(Replay(out), trials=1)
-    path = out / question.REQUEST
+    path = out / request.REQUEST
     raw = json.loads(path.read_text())
     raw["facts"]["packages"]["torch"] = "1.0"
     path.write_text(json.dumps(raw))
@@ -248,7 +251,7 @@ def test_two_tunes_do_not_write_one_folder(tune, out):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"request": {}}', "\x00"])
 def test_a_torn_question_is_said_in_words(tune, out, text):
     out.mkdir()
-    (out / question.REQUEST).write_text(text)
+    (out / request.REQUEST).write_text(text)
     with pytest.raises(InputError, match="can't be read"):
         tune(Replay(out), resume=True)
 
@@ -538,9 +541,9 @@ def test_the_facts_are_read_once(tune, out):
     assert facts.model.name == "demo"
     assert facts.model.parameters > 1_000_000
     assert facts.workload.limit_bytes == GIB
-    raw = json.loads((out / question.REQUEST).read_text())
+    raw = json.loads((out / request.REQUEST).read_text())
     raw["facts"]["hardware"]["name"] = "another name"
-    (out / question.REQUEST).write_text(json.dumps(raw))
+    (out / request.REQUEST).write_text(json.dumps(raw))
     result = tune(Replay(out), trials=1, resume=True)
     assert result.document.hardware == replace(facts.hardware, name="another name")
     assert isinstance(result.plan, Plan)
@@ -618,7 +621,7 @@ def test_what_a_tune_cost_is_told_over_all_of_its_sessions(tune, out):
 
 def study_of(folder):
     return optuna.load_study(
-        study_name=journal.STUDY, storage=JournalStorage(JournalFileBackend(str(folder / journal.NAME)))
+        study_name=study.STUDY, storage=JournalStorage(JournalFileBackend(str(folder / study.NAME)))
     )
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit import units
-from autofit.errors import InputError
-from autofit.units import GIB, KIB, MIB, TIB
+from autofit.system import units
+from autofit.system.errors import InputError
+from autofit.system.units import GIB, KIB, MIB, TIB
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter
 
-from autofit.facts import Facts, Hardware, Model, Workload
-from autofit.loading import installed
-from autofit.plan import Plan, dump_json
+from autofit.contract.facts import Facts, Hardware, Model, Workload
+from autofit.contract.plan import Plan, dump_json
+from autofit.output.setup import installed
 from autofit.worker import FACTS_FILE, JOBS, DescribeJob
 
 TESTS = Path(__file__).resolve().parent

@@ -8,10 +8,10 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from bitsandbytes.optim import GlobalOptimManager
 
-from autofit import footprint, trace, tracing
-from autofit.facts import Facts, Hardware, Model, Workload
-from autofit.loading import installed
-from autofit.plan import Plan
+from autofit.contract.facts import Facts, Hardware, Model, Workload
+from autofit.contract.plan import Plan
+from autofit.costmodel import fake_run, peak, trace_job
+from autofit.output.setup import installed
 from autofit.registry import technique, techniques
 
 from . import tiny
@@ -135,20 +135,20 @@ class Lab:
     def micro_steps(self, plan, **options):
         """One trace of the plan itself."""
         with like_a_process_of_its_own():
-            return trace.micro_steps(plan, self.facts, config=self.folder, folder=self.folder, **options)
+            return fake_run.micro_steps(plan, self.facts, config=self.folder, folder=self.folder, **options)
 
     def optimizer_steps(self, plan):
         """One trace of the plan itself."""
         with like_a_process_of_its_own():
-            return trace.optimizer_steps(plan, self.facts, config=self.folder, folder=self.folder)
+            return fake_run.optimizer_steps(plan, self.facts, config=self.folder, folder=self.folder)
 
     def micro(self, plan, *, as_it_is=False):
         """The micro-steps that stand for the plan's."""
-        return self._part("micro_steps", plan, tracing.micro_part, as_it_is=as_it_is)
+        return self._part("micro_steps", plan, trace_job.micro_part, as_it_is=as_it_is)
 
     def optimizer(self, plan, *, as_it_is=False):
         """The optimizer's step that stands for the plan's."""
-        return self._part("optimizer", plan, tracing.optimizer_part, as_it_is=as_it_is)
+        return self._part("optimizer", plan, trace_job.optimizer_part, as_it_is=as_it_is)
 
     def _part(self, part, plan, make, *, as_it_is):
         traced = plan if as_it_is else traced_plan(plan, part)
@@ -159,7 +159,7 @@ class Lab:
 
     def need(self, plan):
         """What the plan needs, by its trace."""
-        return footprint.need(
+        return peak.need(
             self.micro(plan),
             self.optimizer(plan),
             rows=plan["micro_batch"],
@@ -169,11 +169,11 @@ class Lab:
 
     def real(self, plan):
         """The tape of two whole optimizer steps of the plan on real tensors."""
-        with like_a_process_of_its_own(), trace._prepared(plan, self.facts, self.folder) as recipe:
+        with like_a_process_of_its_own(), fake_run._prepared(plan, self.facts, self.folder) as recipe:
             model = recipe.model(None, config=self.folder, device="cpu")
-            with trace._recording(recipe, fake=False) as recorder:
-                marks = trace.Marks(recipe, recorder, accumulation=plan["accumulation"], steps=2)
-                trace._run(recipe, model, marks, self.folder, fake=False)
+            with fake_run._recording(recipe, fake=False) as recorder:
+                marks = fake_run.Marks(recipe, recorder, accumulation=plan["accumulation"], steps=2)
+                fake_run._run(recipe, model, marks, self.folder, fake=False)
             return recorder.tape()
 
 

@@ -110,9 +110,9 @@ class Forked:
 
 
 def fork_a_server(self):
-    """In place of :meth:`autofit.forkserver.ForkServer.start`."""
-    from autofit.files import writing
-    from autofit.forkserver import serve
+    """In place of :meth:`autofit.system.fork_server.ForkServer.start`."""
+    from autofit.system.files import writing
+    from autofit.system.fork_server import serve
 
     ours, theirs = socket.socketpair()
     with writing(self.log):
@@ -157,7 +157,9 @@ def become(command):
     """A fork of the warm process becomes a command."""
     import tempfile
 
-    from autofit import campaign, cli, forkserver
+    from autofit import cli
+    from autofit.search import loop
+    from autofit.system import fork_server
 
     os.setsid()
     os.chdir(command["folder"])
@@ -168,10 +170,10 @@ def become(command):
         signal.signal(command["ignored"], signal.SIG_IGN)
     if command.get("group"):
         Path(command["group"], "cgroup.procs").write_text("0")
-    forkserver.ForkServer.start = fork_a_server
+    fork_server.ForkServer.start = fork_a_server
     for name, value in command.get("constants", {}).items():
-        assert hasattr(campaign, name)
-        setattr(campaign, name, value)
+        assert hasattr(loop, name)
+        setattr(loop, name, value)
     code = 1
     try:
         cli.main(args=command["arguments"], prog_name="autofit")
@@ -195,11 +197,11 @@ def main():
     import faulty
 
     import autofit.cli
-    import autofit.tuning
-    from autofit.forkserver import _ALWAYS, _ON_CPU
+    import autofit.commands.tune
+    from autofit.system.fork_server import _ALWAYS, _ON_CPU
 
     _ = autofit, faulty
-    for name in (*_ALWAYS, *_ON_CPU, "transformers.models.llama.modeling_llama", "optuna", "autofit.console"):
+    for name in (*_ALWAYS, *_ON_CPU, "transformers.models.llama.modeling_llama", "optuna", "autofit.commands.console"):
         with contextlib.suppress(ImportError):
             __import__(name)
     children = {}

@@ -31,9 +31,9 @@ import torch
 import torch.utils.checkpoint
 from published import bert, fake
 
-from autofit import allocator
-from autofit.estimate import estimate, knobs_of
-from autofit.units import GIB, MIB
+from autofit.commands.estimate import estimate, knobs_of
+from autofit.costmodel import allocator
+from autofit.system.units import GIB, MIB
 
 QWEN = {
     "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,

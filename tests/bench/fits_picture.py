@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-from autofit.units import GIB  # noqa: E402 - the checkout is found first
+from autofit.system.units import GIB  # noqa: E402 - the checkout is found first
 
 REFUSED = 0.15
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999933", "#888888")  # Paul Tol's bright
@@ -185,7 +185,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     margin = options.margin
     if margin is None:
-        from autofit.forecast import MARGIN as margin  # noqa: N811 - a default
+        from autofit.costmodel.forecast import MARGIN as margin  # noqa: N811 - a default
     records = read(options.files)
     if options.output:
         options.output.write_text(picture(records, margin), "utf-8")

@@ -39,31 +39,21 @@ import optuna
 from click.testing import CliRunner
 from rich.console import Console
 
-from autofit import (
-    catalogue,
-    cli,
-    doctor,
-    document,
-    estimate,
-    journal,
-    landscape,
-    loading,
-    question,
-    report,
-    source,
-    space,
-    trials,
-    tuning,
-    units,
-    verify,
-)
-from autofit.document import DOCUMENT
-from autofit.errors import AutofitError, MachineError
-from autofit.plan import OUTCOME, TRIAL, dump_json
-from autofit.question import STARTED, Request, Started
+from autofit import cli, space
+from autofit.commands import doctor, estimate, model_source, request, tune, verify
+from autofit.commands.request import STARTED, Request, Started
+from autofit.contract.plan import OUTCOME, TRIAL, dump_json
+from autofit.costmodel.trace_store import Traces
+from autofit.machine import gpu_catalogue
+from autofit.output import document, report, setup
+from autofit.output.document import DOCUMENT
 from autofit.registry import techniques
+from autofit.search import recording
+from autofit.search import study as journal
 from autofit.space import Space
-from autofit.traces import Traces
+from autofit.system import units
+from autofit.system.errors import AutofitError, MachineError
+from autofit.training import runner as trials
 from tests import test_report
 from tests.synthetic import Landscape, cpu_facts, cuda_facts
 from tests.tiny import CONFIGS
@@ -225,11 +215,11 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
     land = Landscape(facts=small)
     a_space = space.build(small, given={"optimizer": ("adamw",), "kernels": ("none",)})
     some = [land.trial(plan, number) for number, plan in enumerate(a_space.plans[:12])]
-    started = Started(request=Request(model="demo"), facts=replace(small, packages=loading.installed()))
+    started = Started(request=Request(model="demo"), facts=replace(small, packages=setup.installed()))
     good_started = json.loads(dump_json(STARTED, started))
     good_trial = json.loads(dump_json(TRIAL, some[0]))
     good_outcome = json.loads(dump_json(OUTCOME, some[0].outcome))
-    writer = landscape.Writer(folder / "good.jsonl", small, a_space)
+    writer = recording.Writer(folder / "good.jsonl", small, a_space)
     for trial in some:
         writer.add(trial)
     good_landscape = [json.loads(line) for line in (folder / "good.jsonl").read_text().splitlines()]
@@ -240,7 +230,7 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
     knobs = [f"{one.name}={choice.value}" for one in techniques() for choice in one.choices(gpu)]
     knobs += ["adapter=lora:r=8:alpha=16:dropout=0.05:targets=q_proj+v_proj", "micro_batch=1,2,4"]
     sizes = ("22GiB", "800MiB", "24GB", "90%", "1.5g", "123456789", "90s", "10m", "1.5h")
-    cards = [name for card in catalogue.cards() for name in (card.name, *card.aliases, *card.driver_names)]
+    cards = [name for card in gpu_catalogue.cards() for name in (card.name, *card.aliases, *card.driver_names)]
     models = (
         "Qwen/Qwen2.5-0.5B",
         "gpt2",
@@ -276,16 +266,16 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
         found = document.read(folder / "out")
         report.html(found, folder="out")
         Console(file=io.StringIO(), width=80).print(report.summary(found, folder="out"))
-        loading.load(folder / "out")
+        setup.load(folder / "out")
 
     def read_config(data: bytes) -> None:
-        config = source.fetch(str(written("model/config.json", data)), folder / "into")
-        source.modeling_module(config)
-        source.own_code(config, trusted=False)
+        config = model_source.fetch(str(written("model/config.json", data)), folder / "into")
+        model_source.modeling_module(config)
+        model_source.own_code(config, trusted=False)
 
     def read_started(data: bytes) -> None:
         written("resumed/request.json", data)
-        found = question.before(folder / "resumed", Request(model="demo"), resume=True, say=lambda _: None)
+        found = request.before(folder / "resumed", Request(model="demo"), resume=True, say=lambda _: None)
         assert found is not None
         space.build(found.facts, given={one.name: (one.plain,) for one in techniques()[2:]})
 
@@ -301,9 +291,9 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
         runner._outcome(folder / "one", 0, 5.0, host_ran_out=False, lost="")
 
     def read_landscape(lines: bytes) -> None:
-        found = landscape.Landscape.read(written("land.jsonl", lines))
+        found = recording.Landscape.read(written("land.jsonl", lines))
         found.best(1 << 40)
-        replay = landscape.Replay(found)
+        replay = recording.Replay(found)
         for number, plan in enumerate(list(found.space.plans)[:3]):
             replay.run(number, plan, trials.Effort(), purpose="search", limit_seconds=1.0)
 
@@ -343,9 +333,11 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
             lambda s: (s.text(s.random.choice(knobs)), s.text(s.random.choice(knobs)), s.text("exact,numeric,method")),
             read_knobs, 14,
         ),
-        "cards": Target(lambda s: s.text(s.random.choice(cards)), catalogue.find, 5),
+        "cards": Target(lambda s: s.text(s.random.choice(cards)), gpu_catalogue.find, 5),
         "model names": Target(
-            lambda s: s.text(s.random.choice(models)), lambda name: source.fetch(_no_folder(name), folder / "into"), 6
+            lambda s: s.text(s.random.choice(models)),
+            lambda name: model_source.fetch(_no_folder(name), folder / "into"),
+            6,
         ),
         "config.json": Target(lambda s: s.json(s.random.choice(configs)), read_config, 12),
         "autofit.json": Target(lambda s: s.json(good_document), read_document, 2),
@@ -493,7 +485,7 @@ def fuzz(inputs: int, seed: int, only: str | None = None, say: Callable[[str], N
         os.chdir(scratch)
         stack.callback(os.environ.__setitem__, "HOME", home)
         stack.callback(os.chdir, here)
-        for module in (tuning, estimate, doctor):
+        for module in (tune, estimate, doctor):
             stack.callback(setattr, module, "ForkServer", module.ForkServer)
             module.ForkServer = Stopped  # type: ignore[attr-defined]
         stack.callback(setattr, verify, "_launch", verify._launch)

@@ -20,19 +20,19 @@ from pathlib import Path
 from tune_bench import MODELS
 
 from autofit import space
-from autofit.choose import extras
-from autofit.device import choose_device
-from autofit.errors import AutofitError
-from autofit.files import write_atomically
-from autofit.forkserver import ForkServer
-from autofit.loading import installed
-from autofit.plan import Measured
-from autofit.question import Request, read_facts
+from autofit.commands.model_source import fetch, modeling_module
+from autofit.commands.request import Request, read_facts
+from autofit.commands.tune import tune
+from autofit.commands.verify import verify
+from autofit.contract.plan import Measured
+from autofit.contract.technique import Kind
+from autofit.machine.select import choose_device
+from autofit.output.setup import installed
 from autofit.registry import technique, techniques
-from autofit.source import fetch, modeling_module
-from autofit.technique import Kind
-from autofit.tuning import tune
-from autofit.verify import verify
+from autofit.search.decision import extras
+from autofit.system.errors import AutofitError
+from autofit.system.files import write_atomically
+from autofit.system.fork_server import ForkServer
 
 BATCH, SEQ_LEN = 4, 64
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2048, "num_hidden_layers": 8}

@@ -28,19 +28,20 @@ import psutil
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS.parent))
 
-from autofit import landscape, sampler, search, space  # noqa: E402
-from autofit.document import read  # noqa: E402
-from autofit.events import Silent  # noqa: E402
-from autofit.files import write_atomically  # noqa: E402
-from autofit.journal import NAME as JOURNAL  # noqa: E402
-from autofit.landscape import Run  # noqa: E402
-from autofit.loading import installed  # noqa: E402
-from autofit.plan import TRIAL, dump_json, median  # noqa: E402
-from autofit.question import TRIALS  # noqa: E402
-from autofit.roofline import WORK  # noqa: E402
-from autofit.trials import TRIAL_FILE, trial_folder  # noqa: E402
-from autofit.tuning import tune  # noqa: E402
-from autofit.units import MIB  # noqa: E402
+from autofit import space  # noqa: E402
+from autofit.commands.request import TRIALS  # noqa: E402
+from autofit.commands.tune import tune  # noqa: E402
+from autofit.contract.plan import TRIAL, dump_json, median  # noqa: E402
+from autofit.costmodel.roofline import WORK  # noqa: E402
+from autofit.output.document import read  # noqa: E402
+from autofit.output.setup import installed  # noqa: E402
+from autofit.search import recording, sampler, searcher  # noqa: E402
+from autofit.search.events import Silent  # noqa: E402
+from autofit.search.recording import Run  # noqa: E402
+from autofit.search.study import NAME as JOURNAL  # noqa: E402
+from autofit.system.files import write_atomically  # noqa: E402
+from autofit.system.units import MIB  # noqa: E402
+from autofit.training.runner import TRIAL_FILE, trial_folder  # noqa: E402
 from tests import synthetic  # noqa: E402
 
 KNOBS = ("compile=off",)
@@ -53,7 +54,7 @@ BOUNDS = {
 }
 
 
-def land(seed: int = 0) -> landscape.Landscape:
+def land(seed: int = 0) -> recording.Landscape:
     """Some thousand plans on a card that nobody has, and what each of them gives."""
     facts = dataclasses.replace(synthetic.cuda_facts(global_batch=64), packages=installed())
     truth = synthetic.Landscape(facts=facts, seed=seed)
@@ -73,10 +74,10 @@ def land(seed: int = 0) -> landscape.Landscape:
             work=tuple(shares.tolist()),
         )
         runs[plan] = (run,)
-    return landscape.Landscape(facts, runs, {"made up": True})
+    return recording.Landscape(facts, runs, {"made up": True})
 
 
-class Kept(landscape.Replay):
+class Kept(recording.Replay):
     """Plays a land back, and leaves each trial in its folder as a real runner does."""
 
     folder = Path()
@@ -90,7 +91,7 @@ class Kept(landscape.Replay):
         return trial
 
 
-class Watched(search.Searcher):
+class Watched(searcher.Searcher):
     """Tells how long each ask took."""
 
     def __init__(self, *args, **options):
@@ -124,7 +125,7 @@ class Ready(Silent):
 
 def go(folder: Path, name: str, trials: int, *, resume: bool = False) -> tuple[float, int]:
     """One tune; the seconds until it was ready, and how many trials it knew then."""
-    search.Searcher = Watched
+    searcher.Searcher = Watched
     sampler.LEAST_GAIN, sampler.LEAST_TRIALS = 0.0, 10**9
     sampler._WORTH_A_BREAK = sampler._MAYBE = sampler._WORTH_MORE = sampler._LIKELY = 0.0
     sampler._SURELY_STDS = 1e9

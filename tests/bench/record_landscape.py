@@ -19,19 +19,22 @@ import tempfile
 import time
 from pathlib import Path
 
-from autofit import catalogue, question, space, units
-from autofit.clock import Effort
-from autofit.device import choose_device
-from autofit.facts import Facts
-from autofit.forecast import forecast
-from autofit.forkserver import ForkServer
-from autofit.landscape import Landscape, Writer, pack, traced
-from autofit.locks import hardware_lock
-from autofit.plan import Measured, Plan
+from autofit import space
+from autofit.commands import request as question
+from autofit.commands.model_source import fetch, modeling_module
+from autofit.contract.facts import Facts
+from autofit.contract.plan import Measured, Plan
+from autofit.costmodel.forecast import forecast
+from autofit.costmodel.trace_store import Traces, cache_folder
+from autofit.machine import gpu_catalogue
+from autofit.machine.select import choose_device
 from autofit.registry import techniques
-from autofit.source import fetch, modeling_module
-from autofit.traces import Traces, cache_folder
-from autofit.trials import ProcessRunner
+from autofit.search.recording import Landscape, Writer, pack, traced
+from autofit.system import units
+from autofit.system.fork_server import ForkServer
+from autofit.system.locks import hardware_lock
+from autofit.training.runner import ProcessRunner
+from autofit.training.timing import Effort
 
 EFFORT = Effort(min_steps=3, max_steps=6, seconds=0.8)
 LONGEST_SECONDS = 120.0
@@ -62,7 +65,7 @@ def record(options: argparse.Namespace) -> None:
         plans = space.build(
             facts, space.parse_allowed(options.allow), space.parse_knobs(options.fix, options.among, facts)
         )
-        card = catalogue.matching(hardware.name, hardware.total_bytes)
+        card = gpu_catalogue.matching(hardware.name, hardware.total_bytes)
         cast = forecast(plans, Traces(facts, config, lambda: server, folder, cache_folder()), facts, card, print)
         print(
             f"{len(plans.plans)} plans, {options.rounds} rounds, {units.size(facts.workload.limit_bytes)}", flush=True
@@ -110,7 +113,7 @@ def retrace(options: argparse.Namespace) -> None:
         config = fetch(str(folder / "given"), folder / "model", trust_remote_code=False)
         server = ForkServer(folder / "server.log", "cpu", modeling_module(config))
         hardware = land.facts.hardware
-        card = catalogue.matching(hardware.name, hardware.total_bytes)
+        card = gpu_catalogue.matching(hardware.name, hardware.total_bytes)
         whole = dataclasses.replace(land.space, plans=tuple(Plan({**plain, **plan}) for plan in land.space.plans))
         facts, provenance = land.facts, dict(land.provenance)
         with contextlib.closing(server):

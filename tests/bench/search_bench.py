@@ -40,20 +40,21 @@ from typing import Any
 
 import optuna
 
-from autofit import journal, search
-from autofit import sampler as sampling
-from autofit.campaign import HOPELESS, Campaign
-from autofit.clock import Effort
-from autofit.facts import Facts
-from autofit.forecast import Forecast, nominal_of
-from autofit.landscape import Landscape, Replay, needed
-from autofit.plan import Measured, Plan, Trial, median
+from autofit.contract.facts import Facts
+from autofit.contract.plan import Measured, Plan, Trial, median
+from autofit.contract.technique import Prior, replacing
+from autofit.costmodel.forecast import Forecast, nominal_of
 from autofit.registry import techniques
-from autofit.sampler import AutofitSampler
+from autofit.search import sampler as sampling
+from autofit.search import searcher as search
+from autofit.search import study as journal
+from autofit.search.loop import HOPELESS, Campaign
+from autofit.search.recording import Landscape, Replay, needed
+from autofit.search.sampler import AutofitSampler
+from autofit.search.surrogate import Encoded
 from autofit.space import Space
-from autofit.surrogate import Encoded
-from autofit.technique import Prior, replacing
-from autofit.units import parse_size, size
+from autofit.system.units import parse_size, size
+from autofit.training.timing import Effort
 
 FRACTIONS = (1.0, 0.6, 0.35)
 """Ceilings, as shares of what the plain plan with the whole batch at once needs."""

@@ -28,18 +28,20 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from autofit import catalogue, question, space
-from autofit.estimate import elsewhere
-from autofit.facts import Facts
-from autofit.forecast import CONTEXT_BYTES, Forecast, forecast, workspace_bytes
-from autofit.forkserver import ForkServer
-from autofit.landscape import Writer
-from autofit.plan import Plan, Trial
+from autofit import space
+from autofit.commands import request as question
+from autofit.commands.estimate import elsewhere
+from autofit.commands.model_source import fetch, modeling_module
+from autofit.contract.facts import Facts
+from autofit.contract.plan import Plan, Trial
+from autofit.costmodel.forecast import CONTEXT_BYTES, Forecast, forecast, workspace_bytes
+from autofit.costmodel.roofline import WORK
+from autofit.costmodel.trace_store import Traces, cache_folder
+from autofit.machine import gpu_catalogue
 from autofit.registry import technique
-from autofit.roofline import WORK
-from autofit.source import fetch, modeling_module
+from autofit.search.recording import Writer
 from autofit.space import Space
-from autofit.traces import Traces, cache_folder
+from autofit.system.fork_server import ForkServer
 from tests.synthetic import measured
 
 RATE, VALUE, PAIR, PLAN = 0.3, 0.1, 0.04, 0.01
@@ -112,7 +114,7 @@ class Card:
 def traced(options: argparse.Namespace) -> tuple[Facts, Space, Forecast]:
     """What a tune on such a card would know before its first trial."""
     request = question.Request(model=options.config, seq_len=options.seq_len, global_batch=options.global_batch)
-    card = catalogue.find(options.gpu)
+    card = gpu_catalogue.find(options.gpu)
     with tempfile.TemporaryDirectory(prefix="autofit-simulate-") as scratch:
         folder = Path(scratch)
         config = fetch(options.config, folder / "model", trust_remote_code=False)

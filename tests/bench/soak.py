@@ -27,11 +27,12 @@ sys.path.insert(0, str(HERE))
 
 import psutil
 
-from autofit import campaign, space
-from autofit.campaign import Campaign
-from autofit.forkserver import ForkServer
-from autofit.search import open_searcher
-from autofit.trials import ProcessRunner, finished
+from autofit import space
+from autofit.search import loop
+from autofit.search.loop import Campaign
+from autofit.search.searcher import open_searcher
+from autofit.system.fork_server import ForkServer
+from autofit.training.runner import ProcessRunner, finished
 from tests.faults import DEATHS, HANGS, midst
 from tests.synthetic import GIB, Landscape, cpu_facts
 from tests.tiny import describe, write_config
@@ -40,9 +41,9 @@ PLAYED = """
 import sys
 sys.path.insert(0, {here!r})
 from autofit import worker
-from autofit.clock import Clock
-from autofit.files import write_atomically
-from autofit.plan import OUTCOME, dump_json
+from autofit.training.timing import Clock
+from autofit.system.files import write_atomically
+from autofit.contract.plan import OUTCOME, dump_json
 from tests.synthetic import GIB, Landscape
 job = worker.JOBS.validate_json((folder / "job.json").read_bytes())
 land = Landscape(facts=job.facts, row_bytes=0.05 * GIB)
@@ -50,12 +51,12 @@ land = Landscape(facts=job.facts, row_bytes=0.05 * GIB)
 PLAY = "write_atomically(folder / 'outcome.json', dump_json(OUTCOME, land.outcome(job.plan, 0)))\n"
 OOM = "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB.')"
 SQUEEZED = """
-from autofit.plan import OutOfMemory
+from autofit.contract.plan import OutOfMemory
 found = OutOfMemory(where="device", phase="{phase}", limit_bytes=job.facts.workload.limit_bytes, peak_bytes=1 << 20)
 write_atomically(folder / "outcome.json", dump_json(OUTCOME, found))
 """
 DIVERGED = """
-from autofit.plan import Diverged
+from autofit.contract.plan import Diverged
 write_atomically(folder / "outcome.json", dump_json(OUTCOME, Diverged(loss="nan", step=1)))
 """
 CHILDREN = """
@@ -120,9 +121,9 @@ def main() -> int:
     parser.add_argument("--real", action="store_true", help="train in each trial")
     parser.add_argument("--json", action="store_true", help="no talk")
     options = parser.parse_args()
-    campaign.LEAST_LIMIT_SECONDS = 3.0 if not options.real else 10.0
-    campaign.SLOWEST = 3
-    campaign.MOST_REPEATS = 0
+    loop.LEAST_LIMIT_SECONDS = 3.0 if not options.real else 10.0
+    loop.SLOWEST = 3
+    loop.MOST_REPEATS = 0
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
         result = soak(Path(folder), options)
     print(json.dumps(result))

@@ -13,9 +13,9 @@ import json
 import math
 from pathlib import Path
 
-from autofit.landscape import Landscape, needed
-from autofit.plan import Measured, median
+from autofit.contract.plan import Measured, median
 from autofit.registry import techniques
+from autofit.search.recording import Landscape, needed
 
 FOLDER = Path(__file__).resolve().parents[1] / "landscapes"
 SHARES = [share / 100 for share in range(10, 101)]

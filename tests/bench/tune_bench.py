@@ -16,17 +16,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from autofit import document as documents
-from autofit import units
-from autofit.answer import Result
-from autofit.campaign import FINAL
-from autofit.forkserver import ForkServer
-from autofit.plan import Measured, Plan, median, spread
-from autofit.source import modeling_module
-from autofit.technique import divisors
-from autofit.trials import ProcessRunner
-from autofit.tuning import tune
-from autofit.verify import verify
+from autofit.commands.model_source import modeling_module
+from autofit.commands.tune import tune
+from autofit.commands.verify import verify
+from autofit.contract.plan import Measured, Plan, median, spread
+from autofit.contract.technique import divisors
+from autofit.output import document as documents
+from autofit.output.result import Result
+from autofit.search.loop import FINAL
+from autofit.system import units
+from autofit.system.fork_server import ForkServer
+from autofit.training.runner import ProcessRunner
 
 SIZES = {
     "hidden_size": 256,

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from autofit.units import GIB
+from autofit.system.units import GIB
 from tests.tiny import describe
 
 

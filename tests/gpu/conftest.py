@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.device import missing_cuda
+from autofit.machine.select import missing_cuda
 
 HERE = Path(__file__).parent
 

@@ -10,8 +10,8 @@ Every plan gets a process of its own, and in it whole fresh runs (model, optimiz
 The limit is ``torch.cuda.set_per_process_memory_fraction``. Between two runs everything is dropped, cuBLAS' workspaces
 too, and the cache is emptied; where something stays, the next run gets a new process. A run that reserved less than its
 limit would have gone the same way on a limit of just that, and no run fits into less than its tensors asked for: both
-shorten the search. Fitting is not strictly monotone in the limit (:mod:`autofit.allocator`), so the answer is one edge
-from failing to running.
+shorten the search. Fitting is not strictly monotone in the limit (:mod:`autofit.costmodel.allocator`), so the answer
+is one edge from failing to running.
 
 What is in ``--output`` already is skipped, and what is new is appended: run it again where time ran out. Plans without
 a line in ``--predictions`` are predicted first, by the versions installed here, and are added to that file.
@@ -36,9 +36,9 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 from autofit.registry import techniques  # noqa: E402 - the checkout is found first
-from autofit.units import GIB, MIB  # noqa: E402
+from autofit.system.units import GIB, MIB  # noqa: E402
 
-STEPS = 3  # as many as autofit.footprint.requests puts together
+STEPS = 3  # as many as autofit.costmodel.peak.requests puts together
 TOLERANCE = 0.005
 MOST_TRIES = 6
 LEFT_BYTES = 4 * MIB  # a process that keeps more than this between two runs is thrown away
@@ -255,7 +255,7 @@ def append(path, record):
 
 def versions():
     """What is installed, of what matters here."""
-    from autofit.loading import installed
+    from autofit.output.setup import installed
 
     return dict(installed())
 
@@ -269,10 +269,10 @@ def predict(wanted, path, scratch, say=print):
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     from pydantic import TypeAdapter
 
-    from autofit.facts import Model
-    from autofit.plan import Plan
-    from autofit.probe import describe_model
-    from autofit.traces import Traces
+    from autofit.contract.facts import Model
+    from autofit.contract.plan import Plan
+    from autofit.costmodel.trace_store import Traces
+    from autofit.machine.describe import describe_model
 
     groups = {}
     for case in wanted:
@@ -299,8 +299,8 @@ def predict(wanted, path, scratch, say=print):
 @contextlib.contextmanager
 def server_for(scratch, configs):
     """A server that forks the processes which trace."""
-    from autofit.forkserver import ForkServer
-    from autofit.source import modeling_module
+    from autofit.commands.model_source import modeling_module
+    from autofit.system.fork_server import ForkServer
 
     modules = tuple(dict.fromkeys(module for config in configs for module in modeling_module(config)))
     server = ForkServer(Path(scratch) / "trace-server.log", "cpu", modules)
@@ -314,9 +314,9 @@ def predicted_of(case, traces, model):
     """What the traces say of one case."""
     from dataclasses import asdict as fields
 
-    from autofit import allocator, footprint
-    from autofit.forecast import CONTEXT_BYTES, workspace_bytes
-    from autofit.plan import Plan
+    from autofit.contract.plan import Plan
+    from autofit.costmodel import allocator, peak
+    from autofit.costmodel.forecast import CONTEXT_BYTES, workspace_bytes
 
     plan = Plan(case.plan)
     record = {"key": case.key, "case": asdict(case), "model": fields(model), "steps": STEPS, "versions": versions()}
@@ -324,7 +324,7 @@ def predicted_of(case, traces, model):
     if need is None or parts is None:
         return {**record, "error": traces.untraced(plan) or "no trace"}
     rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
-    events, sizes = footprint.requests(*parts, rows=rows, accumulation=accumulation, steps=STEPS)
+    events, sizes = peak.requests(*parts, rows=rows, accumulation=accumulation, steps=STEPS)
     whole = [round(size) for size in sizes]
     workspaces = workspace_bytes(CAPABILITY)
     return {
@@ -347,7 +347,7 @@ def predicted_of(case, traces, model):
 
 def config_folder(scratch, model):
     """The folder that holds a model's ``config.json``."""
-    from autofit.source import fetch
+    from autofit.commands.model_source import fetch
 
     source = Path(scratch) / f"{model}.json"
     source.write_text(json.dumps(MODELS[model]), "utf-8")
@@ -356,8 +356,8 @@ def config_folder(scratch, model):
 
 def facts_for(model, seq_len, global_batch, hardware=None):
     """Facts of a case: on this device, or on a Hopper card that is not here."""
-    from autofit.facts import Facts, Hardware, Workload
-    from autofit.loading import installed
+    from autofit.contract.facts import Facts, Hardware, Workload
+    from autofit.output.setup import installed
 
     elsewhere = Hardware(
         device="cuda",
@@ -446,7 +446,7 @@ class Count:
     in_parts = False
 
     def __init__(self, recipe, steps):
-        from autofit.clock import Effort
+        from autofit.training.timing import Effort
 
         self.recipe = recipe
         self.effort = Effort(warm_up=steps, min_steps=0, max_steps=0)
@@ -484,12 +484,12 @@ class Child:
 
         from pydantic import TypeAdapter
 
-        from autofit.facts import Model
-        from autofit.launching import launch_environment, write_yaml
-        from autofit.memory import device_used_bytes
-        from autofit.plan import Plan
-        from autofit.probe import describe_hardware
+        from autofit.contract.facts import Model
+        from autofit.contract.plan import Plan
+        from autofit.machine.describe import describe_hardware
+        from autofit.machine.meters import device_used_bytes
         from autofit.registry import recipe as recipe_of
+        from autofit.training.launch_environment import launch_environment, write_yaml
 
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
@@ -547,9 +547,9 @@ class Child:
         """Whether the steps could be done."""
         from accelerate.state import AcceleratorState, GradientState, PartialState
 
-        from autofit.memory import out_of_memory
+        from autofit.machine.meters import out_of_memory
         from autofit.registry import techniques
-        from autofit.training import run_recipe
+        from autofit.training.loops import run_recipe
 
         for state in (AcceleratorState, GradientState, PartialState):
             state._shared_state.clear()
@@ -583,7 +583,7 @@ class Child:
 def _hardware(values):
     from pydantic import TypeAdapter
 
-    from autofit.facts import Hardware
+    from autofit.contract.facts import Hardware
 
     return TypeAdapter(Hardware).validate_python(values)
 
@@ -671,7 +671,7 @@ class Process:
 
 def settle(patience_seconds=5.0, slack_bytes=64 * MIB, base=[]):  # noqa: B006 - the base is read once
     """Wait until the device's memory has come back."""
-    from autofit.memory import device_used_bytes
+    from autofit.machine.meters import device_used_bytes
 
     if not base:
         base.append(device_used_bytes(None))
@@ -831,7 +831,7 @@ def main(arguments=None):
 
 def measure_all(wanted, predictions, output, scratch, deadline):
     """Measure until everything is measured or time is out."""
-    from autofit.device import missing_cuda
+    from autofit.machine.select import missing_cuda
 
     missing = missing_cuda()
     if missing:

@@ -60,8 +60,8 @@ if __name__ == "__main__":
     main()
     sys.exit()
 
-from autofit.allocator import replay, smallest_capacity  # noqa: E402 - the script needs torch alone
-from autofit.units import KIB, MIB  # noqa: E402
+from autofit.costmodel.allocator import replay, smallest_capacity  # noqa: E402 - the script needs torch alone
+from autofit.system.units import KIB, MIB  # noqa: E402
 from tests.test_allocator import training  # noqa: E402
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from autofit import space
-from autofit.clock import Effort
-from autofit.facts import Facts
-from autofit.forkserver import ForkServer
-from autofit.memory import device_used_bytes
-from autofit.plan import Measured, OutOfMemory, Plan, Unsupported
-from autofit.source import fetch, modeling_module
-from autofit.trials import ProcessRunner
-from autofit.units import MIB
+from autofit.commands.model_source import fetch, modeling_module
+from autofit.contract.facts import Facts
+from autofit.contract.plan import Measured, OutOfMemory, Plan, Unsupported
+from autofit.machine.meters import device_used_bytes
+from autofit.system.fork_server import ForkServer
+from autofit.system.units import MIB
+from autofit.training.runner import ProcessRunner
+from autofit.training.timing import Effort
 from tests.gpu.card import facts_on_card
 from tests.gpu.models import LLAMA
 

@@ -9,15 +9,15 @@ import textwrap
 
 import pytest
 
-from autofit.campaign import Campaign
-from autofit.clock import Effort
-from autofit.forkserver import ForkServer
-from autofit.memory import device_used_bytes
-from autofit.plan import Crashed, Measured, OutOfMemory
-from autofit.source import fetch
+from autofit.commands.model_source import fetch
+from autofit.contract.plan import Crashed, Measured, OutOfMemory
+from autofit.machine.meters import device_used_bytes
+from autofit.search.loop import Campaign
 from autofit.space import build
-from autofit.trials import ProcessRunner
-from autofit.units import MIB
+from autofit.system.fork_server import ForkServer
+from autofit.system.units import MIB
+from autofit.training.runner import ProcessRunner
+from autofit.training.timing import Effort
 from tests.gpu.card import facts_on_card
 from tests.gpu.models import LLAMA
 from tests.tiny import PLAIN, TESTS, gone

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from autofit import catalogue, question
-from autofit.forkserver import ForkServer
-from autofit.source import fetch, modeling_module
+from autofit.commands import request
+from autofit.commands.model_source import fetch, modeling_module
+from autofit.machine import gpu_catalogue
+from autofit.system.fork_server import ForkServer
 from tests.gpu.card import facts_on_card
 from tests.gpu.models import LLAMA_1B
 
@@ -23,7 +24,7 @@ def facts(tmp_path_factory):
     with contextlib.closing(ForkServer(folder / "server.log", "cuda", modeling_module(config))) as server:
         plain = facts_on_card(server, config)
         plain = dataclasses.replace(plain, workload=dataclasses.replace(plain.workload, seq_len=2048, global_batch=32))
-        found = question.timed(folder, plain, server, said.append)
+        found = request.timed(folder, plain, server, said.append)
     print(json.dumps(dict(found.rates)))
     assert not said
     return found
@@ -42,7 +43,7 @@ def test_sixteen_bits_are_faster_than_thirty_two(facts):
 
 
 def test_no_rate_is_above_the_datasheet(facts):
-    card = catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
+    card = gpu_catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
     if card is None:
         pytest.skip("the catalogue does not know this card")
     peaks = {f"matmul {name}": card.peak(name) for name in facts.hardware.precisions}

@@ -1,8 +1,8 @@
 """What a trace says of kernels, of optimizers and of whole steps, against the device itself.
 
 A small program runs twice: for real on the device, and on fake tensors of a CPU that behaves like CUDA
-(:mod:`autofit.cudalike`). The bytes that its tensors asked for at the peak must be the same. Where the environment's
-``AUTOFIT_GPU_CHECKS`` names a file, every comparison leaves a line of JSON there, the ones that fail too.
+(:mod:`autofit.costmodel.cuda_emulation`). The bytes that its tensors asked for at the peak must be the same. Where the
+environment's ``AUTOFIT_GPU_CHECKS`` names a file, every comparison leaves a line of JSON there, the ones that fail too.
 """
 
 import contextlib
@@ -20,19 +20,20 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autofit import allocator, footprint, placement
-from autofit.clock import Effort
-from autofit.cudalike import attention_stand_ins, like_cuda
-from autofit.forecast import workspace_bytes
-from autofit.forkserver import ForkServer
-from autofit.plan import Measured, Plan
-from autofit.recorder import Recorder
+from autofit.commands.model_source import fetch, modeling_module
+from autofit.contract import placement
+from autofit.contract.plan import Measured, Plan
+from autofit.costmodel import allocator, peak
+from autofit.costmodel.cuda_emulation import attention_stand_ins, like_cuda
+from autofit.costmodel.fake_kernels import without_values
+from autofit.costmodel.forecast import workspace_bytes
+from autofit.costmodel.recorder import Recorder
+from autofit.costmodel.trace_store import Traces
 from autofit.registry import technique
-from autofit.source import fetch, modeling_module
-from autofit.standins import without_values
-from autofit.traces import Traces
-from autofit.trials import ProcessRunner
-from autofit.units import GIB, KIB, MIB
+from autofit.system.fork_server import ForkServer
+from autofit.system.units import GIB, KIB, MIB
+from autofit.training.runner import ProcessRunner
+from autofit.training.timing import Effort
 from tests.gpu.card import facts_on_card
 from tests.gpu.models import LLAMA
 
@@ -553,7 +554,7 @@ def test_a_trial_allocates_what_its_trace_says(benches, model, values):
     assert need is not None, traces.untraced(plan)
     workspaces = workspace_bytes(facts.hardware.capability)
     told = need.peak_bytes + workspaces
-    events, sizes = footprint.requests(
+    events, sizes = peak.requests(
         *traces.parts(plan), rows=int(plan["micro_batch"]), accumulation=int(plan["accumulation"])
     )
     replayed = allocator.replay(events, [round(size) for size in sizes])

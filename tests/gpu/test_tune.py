@@ -2,9 +2,9 @@
 
 import json
 
-from autofit.tuning import tune
-from autofit.units import GIB
-from autofit.verify import verify
+from autofit.commands.tune import tune
+from autofit.commands.verify import verify
+from autofit.system.units import GIB
 from tests.gpu.models import LLAMA
 
 

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
-from autofit import allocator
-from autofit.tape import Tape
-from autofit.units import MIB
+from autofit.costmodel import allocator
+from autofit.costmodel.timeline import Tape
+from autofit.system.units import MIB
 
 from . import fake
 from .rows import Row

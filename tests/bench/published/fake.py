@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autofit import allocator, trace
-from autofit.cudalike import attention_stand_ins, like_cuda
-from autofit.recorder import Recorder
-from autofit.tape import Tape, UnlikeError, lengthen
+from autofit.costmodel import allocator, fake_run
+from autofit.costmodel.cuda_emulation import attention_stand_ins, like_cuda
+from autofit.costmodel.recorder import Recorder
+from autofit.costmodel.timeline import Tape, UnlikeError, lengthen
 
 WORKSPACE_BYTES = 2 * 1024 * 4096 + 8 * 1024 * 16
 """cuBLAS' workspace before Hopper, one for each pair of handle and stream; the threads of the forward and the backward
@@ -43,7 +43,7 @@ class Peak:
 class Watch:
     """Tells a recorder where layers begin and end; what ``trace.watch_layers`` wants."""
 
-    def __init__(self, recorder: Recorder, model: nn.Module, layers: trace.Layers | None) -> None:
+    def __init__(self, recorder: Recorder, model: nn.Module, layers: fake_run.Layers | None) -> None:
         self.recorder = recorder
         self.model, self.layers = model, layers
         self.backward = False
@@ -53,7 +53,7 @@ class Watch:
         """Visit the periods of the repeated layers, each in a segment that is copied like them; then the model."""
         if self.layers is not None:
             kept = list(self.model.get_submodule(self.layers.path))
-            for period in range(trace.PERIODS):
+            for period in range(fake_run.PERIODS):
                 self.recorder.mark(f"{name}:F{period}")
                 first = self.layers.before + period * self.layers.period
                 for layer in kept[first : first + self.layers.period]:
@@ -79,25 +79,25 @@ def run(build: Callable[[], nn.Module], steps: Steps, *, shorten: bool = True) -
     """
     with _no_garbage(), torch.device("meta"):
         model = build()
-    layers = trace.find_layers(model) if shorten else None
+    layers = fake_run.find_layers(model) if shorten else None
     if layers is None:
         return _traced(model, steps, None)
-    trace.shorten(model, layers)
+    fake_run.shorten(model, layers)
     try:
         return lengthen(_traced(model, steps, layers), layers.copies)
     except UnlikeError:
         return run(build, steps, shorten=False)
 
 
-def _traced(model: nn.Module, steps: Steps, layers: trace.Layers | None) -> Tape:
+def _traced(model: nn.Module, steps: Steps, layers: fake_run.Layers | None) -> Tape:
     recorder = Recorder(stand_ins=attention_stand_ins())
     with _no_garbage(), FakeTensorMode(allow_non_fake_inputs=True):
-        trace.make_fake(model)  # not followed: weights are written down layer by layer
+        fake_run.make_fake(model)  # not followed: weights are written down layer by layer
         with recorder, like_cuda():
             watch = Watch(recorder, model, layers)
             watch.in_layers("weights", lambda part: recorder.call([*part.parameters(), *part.buffers()], "weights"))
             if layers is not None:
-                trace.watch_layers(model, layers, watch)  # type: ignore[arg-type]
+                fake_run.watch_layers(model, layers, watch)  # type: ignore[arg-type]
             steps(model, watch)
             return recorder.tape()
 

@@ -1,0 +1,1 @@
+"""One module a command: a request in, an answer out."""

@@ -1,0 +1,120 @@
+"""What this machine can use, and why not the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from autofit import __version__, space
+from autofit.commands.model_source import DEMO, fetch
+from autofit.commands.request import described
+from autofit.contract.facts import Device, Facts, Hardware, Model, Workload
+from autofit.contract.plan import dump_json
+from autofit.machine import other_processes
+from autofit.machine.other_processes import Neighbour
+from autofit.machine.select import choose_device, missing_cuda
+from autofit.output.document import Offer
+from autofit.output.setup import PACKAGES, installed
+from autofit.system.errors import MachineError
+from autofit.system.fork_server import ForkServer
+from autofit.worker import FACTS_FILE, JOBS, DescribeJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What the doctor found.
+
+    Attributes:
+        cuda: Why there is no CUDA device, or ``None``.
+        missing: Packages that techniques could use and that are not installed.
+        choices: Every choice with its status: in the search, on request, or withheld.
+        techniques: The same in short, as other programs read it: ``technique``, ``choice``, ``class``, ``available``
+            (in the search or on request) and ``reason``.
+        others: Who else holds memory of the device.
+        warnings: What would stand in a tune's way now, in words; of the disk, the one of the working folder.
+    """
+
+    autofit: str
+    hardware: Hardware
+    cuda: str | None
+    packages: dict[str, str]
+    missing: tuple[str, ...]
+    choices: tuple[Offer, ...]
+    techniques: tuple[dict[str, int | str | bool], ...]
+    others: tuple[Neighbour, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+DIAGNOSIS: TypeAdapter[Diagnosis] = TypeAdapter(Diagnosis)
+
+
+def _described(model: str, device: Device) -> tuple[Model, Hardware]:
+    """What a process of its own tells of the model and of the device."""
+    with tempfile.TemporaryDirectory(prefix="autofit-doctor-") as scratch:
+        folder = Path(scratch)
+        config = fetch(model, folder / "model")
+        with contextlib.closing(ForkServer(folder / "log", device)) as server:
+            job = DescribeJob(name=model, config=str(config), device=device, trust_remote_code=False)
+            with server.ask(folder, dump_json(JOBS, job), FACTS_FILE) as answer:
+                if answer is None:
+                    raise MachineError(f"the device {device} could not be described in a minute")
+                return described(answer, model, device)
+
+
+def examine(device: str = "auto", model: str = DEMO) -> Diagnosis:
+    """Look at the machine, and ask every technique what it would offer a model on it.
+
+    Raises:
+        MachineError: The wanted device is not there, or can't be used.
+        ModelError: The model can't be read.
+    """
+    cuda = missing_cuda()
+    try:
+        known, hardware = _described(model, choose_device(device))
+    except MachineError as error:
+        if device != "auto" or cuda is not None:
+            raise
+        cuda = error.message
+        known, hardware = _described(model, "cpu")
+    packages = installed()
+    facts = Facts(
+        model=known,
+        hardware=hardware,
+        workload=Workload(
+            seq_len=known.usual_seq_len,
+            global_batch=32,
+            limit_bytes=hardware.free_bytes,
+            host_limit_bytes=hardware.host_free_bytes,
+        ),
+        packages=packages,
+    )
+    offers = space.offers(facts)
+    return Diagnosis(
+        autofit=__version__,
+        hardware=hardware,
+        cuda=cuda,
+        packages=packages,
+        missing=tuple(name for name in PACKAGES if name not in packages),
+        choices=tuple(
+            Offer(
+                technique=name, value=choice.value, kind=choice.kind.value, status=choice.status, reason=choice.reason
+            )
+            for name, choice in offers
+        ),
+        techniques=tuple(
+            {
+                "technique": name,
+                "choice": choice.value,
+                "class": choice.kind.value,
+                "available": choice.status != "withheld",
+                "reason": choice.reason,
+            }
+            for name, choice in offers
+        ),
+        others=other_processes.neighbours(hardware),
+        warnings=other_processes.warnings(hardware, Path.cwd()),
+    )

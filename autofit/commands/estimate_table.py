@@ -1,0 +1,113 @@
+"""An estimate for a person: the table, and the bar of where the memory goes."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autofit.commands.estimate import Estimate, Estimated, cause, knobs_of
+from autofit.costmodel.timeline import Category
+from autofit.system import units
+
+_LETTERS: dict[Category, tuple[str, str]] = {
+    "weights": ("w", "blue"),
+    "copies": ("c", "cyan"),
+    "gradients": ("g", "green"),
+    "state": ("s", "yellow"),
+    "activations": ("a", "magenta"),
+    "logits": ("l", "red"),
+    "batch": ("b", "white"),
+    "temporaries": ("t", "bright_black"),
+}
+_WIDTH = 20
+
+
+def table(found: Estimate) -> RenderableType:
+    """The estimate as a table with what makes the peak below it."""
+    shown = found.plans
+    head = (
+        f"{found.model}: {_count(found.parameters)} parameters, rows of {found.seq_len} tokens, global batch "
+        f"{found.global_batch}\n{found.card}: {units.size(found.memory_bytes)}; a plan fits if it leaves "
+        f"{found.margin:.0%} free"
+    )
+    columns = Table(box=None, pad_edge=False)
+    columns.add_column("plan", overflow="fold", min_width=30)
+    columns.add_column("rows x acc.", justify="right", no_wrap=True)
+    columns.add_column("needs", justify="right", no_wrap=True)
+    host = any(one.need.elsewhere_bytes for one in shown)
+    if host:
+        columns.add_column("on the host", justify="right", no_wrap=True)
+    columns.add_column("verdict", no_wrap=True)
+    fast = any(one.samples_per_second for one in shown)
+    if fast:
+        columns.add_column("samples/s", justify="right", no_wrap=True)
+    columns.add_column("where it goes", no_wrap=True)  # last, since it is what may be cut off
+    for one in shown:
+        cells: list[RenderableType] = [
+            Text(knobs_of(one.plan)),
+            f"{one.plan['micro_batch']} x {one.plan['accumulation']}",
+            units.size(one.device_bytes),
+            Text(one.verdict, style={"fits": "green", "tight": "yellow"}.get(one.verdict, "red")),
+        ]
+        if host:
+            cells.insert(3, units.size(one.need.elsewhere_bytes) if one.need.elsewhere_bytes else "")
+        if fast:
+            cells.append(f"~{float(f'{one.samples_per_second:.3g}'):,g}" if one.samples_per_second else "")
+        cells.append(bar(one, found.memory_bytes))
+        columns.add_row(*cells)
+    legend = Text("  ").join(Text(f"{letter} {name}", style=style) for name, (letter, style) in _LETTERS.items())
+    parts: list[RenderableType] = [Text(head)]
+    if shown:
+        parts += [Text(), columns, Text(), legend]
+    hidden = found.kinds - len(shown)
+    if hidden:
+        parts.append(Text(f"{hidden} more kinds of plan: --all shows them"))
+    if shown:
+        parts += [Text(), *_recommended(found), Text(f"peak of the first: {cause(shown[0])}")]
+    if not any(one.verdict == "fits" for one in found.plans) and found.plans:
+        smallest = min(found.plans, key=lambda one: one.device_bytes)
+        parts.append(Text(f"nothing fits; the smallest needs {units.size(smallest.device_bytes)}"))
+    parts += [Text(f"no estimate: {why}") for why in found.untraced]
+    parts += [Text(note) for note in found.notes]
+    parts.append(Text(f"{found.counted} plans in {units.duration(found.seconds)}"))
+    return Group(*parts)
+
+
+def _recommended(found: Estimate) -> list[Text]:
+    """The plan that is recommended, and what it changes in the training."""
+    if found.recommended is None:
+        return []
+    plan = found.recommended
+    words = f"recommended: {plan['micro_batch']} x {plan['accumulation']} rows, {knobs_of(plan)}"
+    why = "the fastest that fits" if plan == found.plans[0].plan else "plainer than the fastest, and within 3 % of it"
+    changes = next(one.changes for one in found.plans if one.plan == plan)
+    return [Text(f"{words} ({why})"), *(Text(f"  {said}") for said in changes)]
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
+
+
+def bar(one: Estimated, memory_bytes: int) -> Text:
+    """The memory of the card as a bar, filled by what each category takes; what is too much stands behind it."""
+    text = Text("▕")
+    if 0 < sum(one.need.by_category.values()) * 2 * _WIDTH < memory_bytes:  # not even half a letter
+        largest = max(_LETTERS, key=lambda name: one.need.by_category.get(name, 0))
+        letter, style = _LETTERS[largest]
+        return text.append(letter, style=style).append(" " * (_WIDTH - 1) + "▏")
+    filled = 0.0
+    drawn = 0
+    for category, (letter, style) in _LETTERS.items():
+        filled += one.need.by_category.get(category, 0) / max(memory_bytes, 1) * _WIDTH
+        upto = min(round(filled), 2 * _WIDTH)
+        for place in range(drawn, upto):
+            if place == _WIDTH:
+                text.append("▏")
+            text.append(letter, style=style)
+        drawn = max(drawn, upto)
+    if drawn < _WIDTH:
+        text.append(" " * (_WIDTH - drawn))
+    if drawn <= _WIDTH:
+        text.append("▏")
+    return text

@@ -1,0 +1,294 @@
+"""The question: what is to be tuned, read once, kept in the output folder, and the same again on ``--resume``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from autofit import space
+from autofit.contract.facts import Device, Facts, Hardware, LaunchPath, Model, Workload
+from autofit.contract.plan import dump_json
+from autofit.output import document as documents
+from autofit.output.setup import installed
+from autofit.system import strict_json, units
+from autofit.system.errors import InputError, MachineError, ModelError
+from autofit.system.files import write_atomically
+from autofit.system.fork_server import ForkServer
+from autofit.training.launch_environment import check_environment
+from autofit.training.runner import finished
+from autofit.worker import FACTS_FILE, JOBS, RATES_FILE, DescribeJob, RatesJob
+
+REQUEST = documents.REQUEST
+TRIALS = "trials"
+SAMPLERS = ("autofit", "tpe", "gp", "random", "grid")
+DEFAULT_CEILING = 0.92
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked for; see :func:`tune` for each field."""
+
+    model: str
+    device: str = "auto"
+    seq_len: int | None = None
+    global_batch: int = 32
+    memory_limit: str | None = None
+    launch_path: LaunchPath = "trainer"
+    trust_remote_code: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """How to search; may differ when a tune is resumed."""
+
+    trials: int = 40
+    timeout_seconds: float | None = None
+    allowed: str = "exact,numeric"
+    fix: tuple[str, ...] = ()
+    among: tuple[str, ...] = ()
+    sampler: str = "autofit"
+    storage: str | None = None
+    record: Path | None = None
+    guard: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What ``request.json`` keeps, so that ``--resume`` goes on with the same question."""
+
+    request: Request
+    facts: Facts
+
+
+STARTED: TypeAdapter[Started] = TypeAdapter(Started)
+Asked = TypeVar("Asked", Request, Search)
+
+
+def asked(kind: type[Asked], given: Mapping[str, Any]) -> Asked:
+    """A request or a search out of what somebody has written in Python.
+
+    Raises:
+        InputError: An argument is of a type that does not become what was wanted.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option, got = _option(str(first["loc"][0])), first["input"]
+        words = first["msg"][:1].lower() + first["msg"][1:]
+        raise InputError(f"{option} {got!r}: {words}", hint="help(autofit.tune) tells what each argument is") from None
+
+
+def listed(given: object) -> tuple[object, ...]:
+    """Several values, or one, as one would write them in Python."""
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+
+
+def check(request: Request, settings: Search) -> None:
+    """Refuse what needs no machine to be refused."""
+    check_environment()
+    for name, number in (("--global-batch", request.global_batch), ("--trials", settings.trials)):
+        if not 1 <= number <= 10**7:
+            raise InputError(f"{name} {number} is out of range", hint="give a whole number from 1 on")
+    if not 0 <= request.seed < 2**32:
+        raise InputError(f"--seed {request.seed} is out of range", hint="give a whole number from 0 to 4294967295")
+    if settings.timeout_seconds is not None and not 0 < settings.timeout_seconds < math.inf:
+        raise InputError(f"--timeout {settings.timeout_seconds:g} is out of range", hint="write it like 90s or 10m")
+    if request.seq_len is not None and not 2 <= request.seq_len <= 10**8:
+        raise InputError(f"--seq-len {request.seq_len} is out of range", hint="a row has two tokens at least")
+    if request.memory_limit is not None:
+        units.parse_limit(request.memory_limit, 1 << 40)
+        units.check_unit(request.memory_limit, "--memory-limit")
+    if settings.sampler not in SAMPLERS:
+        raise InputError(f"--sampler {settings.sampler!r} is not known", hint="known: " + ", ".join(SAMPLERS))
+    if settings.record is not None and not settings.record.absolute().parent.is_dir():
+        raise InputError(f"--record {str(settings.record)!r}: no folder to write into", hint="make it first")
+    space.parse_allowed(settings.allowed)
+
+
+def before(folder: Path, now: Request, *, resume: bool, say: Callable[[str], None]) -> Started | None:
+    """What an earlier tune in the folder was asked, where this one goes on with it."""
+    path = folder / REQUEST
+    if not path.exists():
+        if resume:
+            say(f"nothing to resume in {folder}: a new tune begins")
+        elif any(finished(folder / TRIALS)):
+            raise InputError(f"{folder} holds trials but no {REQUEST}", hint="choose another --output")
+        return None
+    try:
+        started = strict_json.read(STARTED, path.read_bytes())
+    except (OSError, ValueError) as error:  # pydantic's own is one of the latter
+        first = str(error).splitlines()[0]
+        raise InputError(f"{path} can't be read: {first}", hint="choose another --output") from error
+    then = started.request
+    if not resume:
+        raise InputError(
+            f"{folder} holds a tune of {then.model!r} already",
+            hint="go on with it by --resume, choose another --output, or delete it",
+        )
+    for name in ("model", "seq_len", "global_batch", "memory_limit", "launch_path", "trust_remote_code", "seed"):
+        if getattr(then, name) != getattr(now, name):
+            raise InputError(
+                f"{folder} was begun {_as_given(name, then)}, this is {_as_given(name, now)}",
+                hint="repeat the first command with --resume, or choose another --output",
+            )
+    if now.device not in {"auto", started.facts.hardware.device}:
+        raise InputError(
+            f"{folder} was begun on {started.facts.hardware.device}, this is {now.device}",
+            hint="choose another --output",
+        )
+    versions = installed()
+    if versions != dict(started.facts.packages):
+        changed = sorted({n for n, v in versions.items() if started.facts.packages.get(n) != v})
+        raise InputError(
+            f"{folder} was begun with other versions of {', '.join(changed) or 'some packages'}",
+            hint="measurements would not compare: choose another --output",
+        )
+    return started
+
+
+def _option(name: str) -> str:
+    """How a field is called on the command line."""
+    return f"--{name.removesuffix('_seconds').replace('_', '-')}"
+
+
+def _as_given(name: str, request: Request) -> str:
+    """An option as it was given, in words."""
+    option, value = _option(name), getattr(request, name)
+    if name == "model":
+        return f"for the model {value!r}"
+    if value is None or value is False:
+        return f"without {option}"
+    return f"with {option}" if value is True else f"with {option} {value}"
+
+
+def read_facts(
+    folder: Path, request: Request, device: Literal["cuda", "cpu"], server: ForkServer, say: Callable[[str], None]
+) -> Facts:
+    """Ask a process of its own about the model and the device.
+
+    Raises:
+        ModelError: No causal language model can be built from the config.
+        MachineError: The device is there and can't be used.
+    """
+    job = DescribeJob(
+        name=request.model,
+        config=str((folder / documents.MODEL_FOLDER).resolve()),
+        device=device,
+        trust_remote_code=request.trust_remote_code,
+    )
+    with server.ask(folder, dump_json(JOBS, job), FACTS_FILE, early=True) as answer:
+        if answer is None:
+            raise ModelError(
+                f"{request.model!r} could not be built in a minute", hint="are the sizes in its config right?"
+            )
+        model, hardware = described(answer, request.model, device)
+    return Facts(model=model, hardware=hardware, workload=workload(request, model, hardware, say), packages=installed())
+
+
+def timed(folder: Path, facts: Facts, server: ForkServer, say: Callable[[str], None]) -> Facts:
+    """The facts with what the device does in a second, which a process of its own has timed.
+
+    A tune does without where that fails; what can't be done at all is told by what comes next.
+    """
+    found: dict[str, Any] = {"error": "it took too long"}
+    try:
+        with server.ask(folder, dump_json(JOBS, RatesJob(facts=facts)), RATES_FILE) as answer:
+            found = found if answer is None else answer
+    except MachineError as error:
+        found = {"error": error.message}
+    if "error" in found:
+        say(f"the device was not timed before the first trial: {found['error']}")
+        return facts
+    return replace(facts, rates=found["rates"], brought_bytes=found["brought_bytes"])
+
+
+def described(answer: Mapping[str, Any], name: str, device: Device) -> tuple[Model, Hardware]:
+    """What a process of its own told of the model and the device.
+
+    Raises:
+        ModelError: No causal language model can be built from the config.
+        MachineError: The device is there and can't be used.
+    """
+    if "error" in answer:
+        raise ModelError(
+            f"no causal language model can be built from the config of {name!r}: {answer['error']}",
+            hint="is the architecture known to the installed transformers?",
+        )
+    if "device" in answer:
+        raise MachineError(
+            f"--device {device}: it is there and can't be used: {answer['device']}",
+            hint="what does nvidia-smi say, and does the driver fit the installed torch? A tune does without by "
+            "--device cpu, an estimate by --gpu NAME"
+            if device == "cuda"
+            else None,
+        )
+    return (
+        TypeAdapter(Model).validate_python(answer["model"]),
+        TypeAdapter(Hardware).validate_python(answer["hardware"]),
+    )
+
+
+def keep(folder: Path, request: Request, facts: Facts) -> None:
+    """Write the question down, so that it can be gone on with. From here on the folder holds a tune."""
+    write_atomically(folder / REQUEST, dump_json(STARTED, Started(request=request, facts=facts)))
+
+
+def row_length(seq_len: int | None, model: Model) -> int:
+    """Tokens of a row: what was asked for, or what is usual.
+
+    Raises:
+        InputError: The model can't be run on so many.
+    """
+    if seq_len is not None and model.position_rows is not None and seq_len > model.position_rows:
+        raise InputError(
+            f"--seq-len {seq_len}: {model.architecture} has learned positions for rows of {model.position_rows} tokens "
+            "and can't be run on longer ones",
+            hint=f"--seq-len {model.position_rows} or less",
+        )
+    return seq_len or model.usual_seq_len
+
+
+def remarks(seq_len: int, model: Model) -> list[str]:
+    """What is not as one would expect of the model, a sentence each."""
+    said = []
+    if model.max_positions and seq_len > model.max_positions:
+        said.append(f"rows of {seq_len} tokens are longer than the {model.max_positions} the model was made for")
+    if model.named and model.architecture not in model.named:
+        named = " and ".join(model.named)
+        said.append(f"the config is of {named}: it is trained as {model.architecture}, to tell the next token")
+    return said
+
+
+def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[str], None]) -> Workload:
+    """The sizes and ceilings of the training.
+
+    Raises:
+        InputError: The ceiling is more than the device has.
+    """
+    seq_len = row_length(request.seq_len, model)
+    for words in remarks(seq_len, model):
+        say(words)
+    limit = units.parse_limit(request.memory_limit or f"{DEFAULT_CEILING * 100:g}%", hardware.free_bytes)
+    if limit > hardware.total_bytes:
+        raise InputError(
+            f"--memory-limit {units.size(limit)} is more than the {units.size(hardware.total_bytes)} of "
+            f"{hardware.name}",
+            hint="give a smaller one",
+        )
+    if limit > hardware.free_bytes:
+        say(f"the ceiling of {units.size(limit)} is above the {units.size(hardware.free_bytes)} that are free now")
+    return Workload(
+        seq_len=seq_len,
+        global_batch=request.global_batch,
+        limit_bytes=limit,
+        host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING),
+        launch_path=request.launch_path,
+        seed=request.seed,
+    )

@@ -1,0 +1,227 @@
+"""A real ``accelerate launch`` of the emitted files, held against the promise."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from autofit.contract.facts import Hardware
+from autofit.contract.plan import OUTCOME, Measured, Outcome, Promise
+from autofit.machine.meters import on_device
+from autofit.output import document as documents
+from autofit.output.emit import ARGUMENTS, YAML
+from autofit.system import strict_json, units
+from autofit.system.errors import InputError, MachineError
+from autofit.system.files import source_root
+from autofit.system.locks import hardware_lock
+from autofit.system.redact import redacted
+from autofit.training.launch_environment import check_environment
+
+TOLERANCE = {"cuda": 0.10, "cpu": 0.30}
+"""How much fewer samples/s than promised are let pass. A CPU is shared: other processes and the host's other guests
+were seen to slow the same launch by 10 to 20 %, so the bound is wider there, and a launch that misses it is tried
+once more; one during which others took a large part of the processors says nothing, and is tried up to four times."""
+CALM_LAUNCHES = {"cuda": 1, "cpu": 2}
+MOST_LAUNCHES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What a launch did, against what was promised.
+
+    Attributes:
+        broken: What of the promise was not kept, in words; empty where all of it was.
+        speed_ratio: Measured samples/s over the promised ones; 0 where nothing was measured.
+    """
+
+    promise: Promise
+    outcome: Outcome
+    tolerance: float
+    speed_ratio: float
+    broken: tuple[str, ...]
+    command: tuple[str, ...]
+    launches: int
+
+
+VERIFICATION: TypeAdapter[Verification] = TypeAdapter(Verification)
+
+
+def verify(
+    folder: str | Path,
+    *,
+    steps: int = 5,
+    tolerance: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Verification:
+    """Launch the emitted files and compare.
+
+    Args:
+        folder: Output folder of ``autofit tune``.
+        steps: Timed optimizer steps, after two of warm-up.
+        tolerance: The share of the promised samples/s that may be missing; by default the device's own.
+        say: Told what happens.
+
+    Raises:
+        InputError: The folder lacks a file.
+        MachineError: The launch itself could not be started, a tune is measuring on the device, or others took so much
+            of the processors that no launch says anything.
+    """
+    check_environment()
+    folder = Path(folder)
+    document = documents.read(folder)
+    for name in (YAML, ARGUMENTS, f"{documents.MODEL_FOLDER}/config.json"):
+        if not (folder / name).is_file():
+            raise InputError(f"{folder} holds no {name}", hint="give the whole folder that `autofit tune` wrote")
+    device = document.hardware.device
+    tolerance = TOLERANCE[device] if tolerance is None else tolerance
+    launched: list[Verification] = []
+    calm = 0
+    while calm < CALM_LAUNCHES[device] and len(launched) < MOST_LAUNCHES:
+        with hardware_lock(document.hardware):
+            command, outcome = _launch(folder, steps, _on_its_device(document.hardware, say))
+        found = judge(document.promise, outcome, tolerance=tolerance, command=command, launches=len(launched) + 1)
+        launched.append(found)
+        if not found.broken:
+            return found
+        crowd = _crowd(outcome) if device == "cpu" else ""
+        say(f"launch {found.launches}: {'; '.join(found.broken)}{crowd}")
+        if not isinstance(outcome, Measured):
+            return found  # only what was slow may be better luck the next time
+        calm += not crowd
+    best = max(launched, key=lambda one: one.speed_ratio)
+    within = isinstance(best.outcome, Measured) and best.outcome.peak_bytes <= best.promise.limit_bytes
+    if within and not calm:
+        raise MachineError(
+            f"the promise can't be judged: in each of {len(launched)} launches others took a large part of the "
+            f"processors, and the best of them came to {best.speed_ratio:.0%} of the promised speed",
+            hint="verify again when less else is running here",
+        )
+    return best
+
+
+def _crowd(outcome: Outcome) -> str:
+    """Who may be at fault where a launch was slow, in words."""
+    if isinstance(outcome, Measured) and outcome.disturbed:
+        return f"; others took {outcome.disturbance:.0%} of the processors meanwhile"
+    return ""
+
+
+def judge(
+    promise: Promise, outcome: Outcome, *, tolerance: float, command: tuple[str, ...] = (), launches: int = 1
+) -> Verification:
+    """Hold an outcome against the promise."""
+    broken = []
+    ratio = 0.0
+    if isinstance(outcome, Measured):
+        ratio = outcome.samples_per_second / promise.samples_per_second
+        if outcome.peak_bytes > promise.limit_bytes:
+            broken.append(
+                f"peak memory {units.size(outcome.peak_bytes)} is above the ceiling of "
+                f"{units.size(promise.limit_bytes)}"
+            )
+        if ratio < 1 - tolerance:
+            broken.append(
+                f"{outcome.samples_per_second:.3g} samples/s are {1 - ratio:.0%} below the promised "
+                f"{promise.samples_per_second:.3g} (tolerance {tolerance:.0%})"
+            )
+    else:
+        broken.append(failure(outcome))
+    return Verification(
+        promise=promise,
+        outcome=outcome,
+        tolerance=tolerance,
+        speed_ratio=ratio,
+        broken=tuple(broken),
+        command=command,
+        launches=launches,
+    )
+
+
+def failure(outcome: Any) -> str:
+    """An outcome that is no measurement, in words."""
+    match outcome.kind:
+        case "out_of_memory":
+            held, limit = units.size(outcome.peak_bytes), units.size(outcome.limit_bytes)
+            return f"out of memory on the {outcome.where} in {outcome.phase}: {held} of {limit}"
+        case "timed_out":
+            return f"no result after {units.duration(outcome.limit_seconds)} ({outcome.phase})"
+        case "diverged":
+            return f"the loss became {outcome.loss} in step {outcome.step}"
+        case _:
+            return str(outcome.reason)
+
+
+def _on_its_device(hardware: Hardware, say: Callable[[str], None]) -> dict[str, str]:
+    """The environment that shows a launch the device that was tuned on, and no other."""
+    if hardware.device != "cuda" or not hardware.uuid:
+        return {}
+    try:
+        with on_device(hardware.uuid):
+            return {"CUDA_VISIBLE_DEVICES": hardware.uuid}
+    except MachineError as error:
+        say(f"the {hardware.name} that was tuned on is not here: {error.message}")
+        return {}
+
+
+def _launch(
+    folder: Path, steps: int, shown: Mapping[str, str], limit_seconds: float = 3600.0
+) -> tuple[tuple[str, ...], Outcome]:
+    """One ``accelerate launch``, with some more environment; its whole group is ended with it."""
+    from autofit.contract.plan import Crashed, TimedOut
+
+    script = Path(__file__).with_name("verify_script.py")
+    with tempfile.TemporaryDirectory(prefix="autofit-verify-") as scratch:
+        result = Path(scratch) / "outcome.json"
+        command = (
+            sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
+            "--config_file", str(folder / YAML),
+            str(script), str(folder), str(result), str(steps),
+        )  # fmt: skip
+        here = str(source_root())
+        environment = {
+            **os.environ,
+            **shown,
+            "PYTHONPATH": os.pathsep.join(p for p in (here, os.environ.get("PYTHONPATH")) if p),
+        }
+        log = Path(scratch) / "log"
+        try:
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise MachineError(f"accelerate launch can't be started: {error}") from error
+        try:
+            status = process.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            return command, TimedOut(limit_seconds=limit_seconds, phase="launch")
+        finally:
+            _end_group(process)
+        try:
+            return command, strict_json.read(OUTCOME, result.read_bytes())
+        except (OSError, ValueError):
+            tail = redacted(log.read_text("utf-8", "replace").strip()[-4000:])
+            last = tail.splitlines()[-1] if tail else "no output"
+            return command, Crashed(reason=f"the launch ended with status {status}: {last}", log_tail=tail)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+    process.wait()

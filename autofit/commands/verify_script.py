@@ -1,0 +1,58 @@
+"""The script that ``autofit verify`` launches: training from the emitted files, as a user's script does it.
+
+``accelerate launch --config_file DIR/accelerate.yaml verify_script.py DIR RESULT STEPS``. Every tuned setting comes
+from the files in DIR: the environment from the YAML, the arguments from ``training_args.json``, the rest from
+``autofit.load``. What is measured, and how, is the same code as in a trial.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def main(folder: Path, result: Path, steps: int) -> None:
+    """Train some optimizer steps and write their outcome to ``result``."""
+    from transformers import HfArgumentParser, Trainer, TrainingArguments, utils
+
+    from autofit.contract.plan import OUTCOME, Evidence, dump_json
+    from autofit.machine.meters import meter
+    from autofit.output.emit import ARGUMENTS
+    from autofit.output.setup import load
+    from autofit.system.files import write_atomically
+    from autofit.training.loops import run_loop, run_trainer, untuned
+    from autofit.training.measure import measure
+    from autofit.training.timing import Clock, Effort
+    from autofit.worker import warm_up_threads
+
+    _ = Trainer  # imported before the base of memory is read
+    utils.logging.set_verbosity(logging.ERROR)
+    setup = load(folder)
+    effort = Effort(fidelity="whole", min_steps=steps, max_steps=steps, seconds=600.0, target=0.0)
+
+    def run(clock: Clock) -> Evidence:
+        with tempfile.TemporaryDirectory(dir=result.parent) as scratch:  # goes with it where this is killed
+            if setup.promise.launch_path == "loop":
+                accelerator = setup.accelerator()
+                model = setup.model()
+                return run_loop(clock, accelerator, model, setup.optimizer(model, output_dir=scratch))
+            written = json.loads((folder / ARGUMENTS).read_text("utf-8"))
+            reader: Any = HfArgumentParser
+            (args,) = reader(TrainingArguments).parse_dict({**written, **untuned(clock, Path(scratch))})
+            model = setup.model()
+            wrapped = setup.optimizer(model, output_dir=scratch) if setup.recipe.optimizer_wraps else None
+            return run_trainer(clock, args, model, wrapped)
+
+    warm_up_threads()
+    outcome = measure(setup.recipe, effort, meter(setup.document.facts), run)
+    write_atomically(result, dump_json(OUTCOME, outcome))
+
+
+if __name__ == "__main__":
+    # the folder of a script comes first in the search path; this one's modules must not stand for others
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,1 @@
+"""What a technique is told, fills and writes."""

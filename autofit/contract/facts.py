@@ -1,0 +1,165 @@
+"""Facts that are read once: the model, the hardware, the workload, the installed packages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from packaging.version import Version
+from pydantic import Field, TypeAdapter
+
+Device = Literal["cuda", "cpu"]
+LaunchPath = Literal["trainer", "loop"]
+Positive = Annotated[int, Field(gt=0)]
+
+
+_CONV1D = {"gpt2", "openai-gpt", "imagegpt"}
+_OLDEST = {"bitsandbytes": "0.50", "peft": "0.18"}
+"""Before 0.50 the optimizers of bitsandbytes don't run without a GPU, and so can't be traced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What matters of a model: its sizes and what its class can do. No weights.
+
+    Attributes:
+        attention: The implementation that transformers picks where none is asked for.
+        attentions: Every implementation that the class says it supports.
+        attention_dropout: Whether attention weights are dropped in training.
+        plain_head: Whether the loss is transformers' own for causal language models, of nothing but what the output
+            layer makes: no cap on the logits, no factor.
+        liger: Whether Liger, where it is installed, has kernels for the model's type.
+        position_rows: Length of the longest row that a learned table of positions has an entry for each token of;
+            ``None`` where the model has no such table.
+        named: What the config itself says that it is of.
+        products: Inputs, outputs and number of its linear layers, the output layer among them.
+    """
+
+    name: str
+    task: Literal["causal-lm"] = "causal-lm"
+    architecture: str
+    model_type: str
+    parameters: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int | None
+    supports_checkpointing: bool
+    layer_classes: tuple[str, ...] = ()
+    has_experts: bool = False
+    trust_remote_code: bool = False
+    attention: str = "sdpa"
+    attentions: tuple[str, ...] = ("eager", "sdpa")
+    attention_dropout: bool = False
+    plain_head: bool = False
+    liger: bool = False
+    position_rows: int | None = None
+    named: tuple[str, ...] = ()
+    products: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def usual_seq_len(self) -> int:
+        """Tokens of a row where nobody says how many: 1024, or what the model is made for where that is less."""
+        return min(1024, self.max_positions or 1024, self.position_rows or 1024)
+
+    @property
+    def conv1d(self) -> bool:
+        """Whether its layers are transformers' ``Conv1D``, which much that looks for ``nn.Linear`` passes by."""
+        return self.model_type in _CONV1D
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The device that training will use, and its host.
+
+    Attributes:
+        precisions: What the device computes by itself, of ``fp32``, ``tf32``, ``bf16`` and ``fp16``; an
+            emulated precision is not in it.
+        total_bytes: The device's memory; on the CPU the host's (or the control group's limit).
+        free_bytes: What of it is free when asked.
+        visible_id: How ``CUDA_VISIBLE_DEVICES`` calls the device.
+        count: Devices of this kind that a launched process may see.
+        others_bytes: Device memory that other processes hold.
+        threads: CPU threads that ``accelerate launch`` will give to the process.
+        compilers: What a process finds to compile with, of ``cc``, ``c++`` and ``python.h``.
+    """
+
+    device: Device
+    name: str
+    uuid: str | None = None
+    visible_id: str = "0"
+    total_bytes: int
+    free_bytes: int
+    others_bytes: int = 0
+    host_total_bytes: int
+    host_free_bytes: int
+    precisions: tuple[str, ...]
+    capability: tuple[int, int] | None = None
+    threads: int = 1
+    driver: str | None = None
+    count: int = 1
+    compilers: tuple[str, ...] = ("cc", "c++", "python.h")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is to be trained and inside of what.
+
+    ``micro_batch x accumulation x processes == global_batch`` holds in every plan.
+    ``limit_bytes`` is the ceiling on the device, ``host_limit_bytes`` the one on the host.
+    """
+
+    seq_len: Annotated[int, Field(ge=2)]
+    global_batch: Positive
+    processes: Positive = 1
+    limit_bytes: Positive
+    host_limit_bytes: Positive
+    launch_path: LaunchPath = "trainer"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All that a technique may look at when it says what it offers.
+
+    Attributes:
+        rates: How much of each kind of work (:data:`autofit.costmodel.roofline.WORK`) the device did in a second, as
+            far as it was timed before the first trial.
+        brought_bytes: What the kernels of some of them take of the device's memory beside the tensors, as far as that
+            was measured.
+    """
+
+    model: Model
+    hardware: Hardware
+    workload: Workload
+    packages: Mapping[str, str] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=dict)
+    brought_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def has(self, package: str) -> bool:
+        """Whether a distribution is installed, and new enough."""
+        return self.lacks(package) is None
+
+    def lacks(self, *packages: str) -> str | None:
+        """What of some distributions is missing, in words, the first one; ``None`` where nothing is."""
+        for package in packages:
+            oldest, there = _OLDEST.get(package), self.packages.get(package)
+            if there is None:
+                return f"{package} is not installed: pip install {package}"
+            if oldest is not None and Version(there) < Version(oldest):
+                return f"{package} {there} is too old, {oldest} is needed: pip install -U {package}"
+        return None
+
+    def lacks_triton(self) -> str | None:
+        """What Triton lacks to compile kernels on this machine, in words; ``None`` where it has all."""
+        if lacking := self.lacks("triton"):
+            return lacking
+        if "cc" not in self.hardware.compilers:
+            return "no C compiler (gcc) is installed, which Triton needs"
+        if "python.h" not in self.hardware.compilers:
+            return "Python's headers (python3-dev) are not installed, which Triton needs"
+        return None
+
+
+FACTS: TypeAdapter[Facts] = TypeAdapter(Facts)

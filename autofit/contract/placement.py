@@ -1,0 +1,97 @@
+"""Where a tensor waits: on the device, or in the host's pinned memory.
+
+The seam at which a trace, in which both are fake, tells them apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from autofit.costmodel.recorder import Recorder
+
+
+class Placement(Protocol):
+    """Moves tensors between the device and its host."""
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on the device."""
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in the host's pinned memory; made by the device's stream, so not to be read before it is done."""
+
+    def to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy on the device."""
+
+
+class Cuda:
+    """The real one."""
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on the device."""
+        return tensor.device.type == "cuda"
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in the host's pinned memory."""
+        import torch
+
+        try:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            # CUDA's words are the same as for the device
+            raise MemoryError(f"the host has no {tensor.nbytes} bytes left to pin") from error
+        return host.copy_(tensor, non_blocking=True)
+
+    def to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy on the device."""
+        return host.to(device, non_blocking=True, copy=True)
+
+
+class Traced:
+    """The one of a trace: both sides are fake, and the recorder remembers which is which."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on the device."""
+        return not self.recorder.lies_elsewhere(tensor)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that the recorder counts elsewhere."""
+        import torch
+
+        self.recorder.transfer(tensor.nbytes)
+        with self.recorder.elsewhere():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def to_device(self, host: torch.Tensor, device: Any) -> torch.Tensor:
+        """A copy on the device."""
+        import torch
+
+        self.recorder.transfer(host.nbytes)
+        return torch.empty_like(host)
+
+
+_CURRENT: list[Placement] = [Cuda()]
+
+
+def current() -> Placement:
+    """The placement that is in use."""
+    return _CURRENT[-1]
+
+
+@contextlib.contextmanager
+def use(placement: Placement) -> Iterator[None]:
+    """Use another placement for a while."""
+    _CURRENT.append(placement)
+    try:
+        yield
+    finally:
+        _CURRENT.pop()

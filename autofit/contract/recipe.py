@@ -1,0 +1,248 @@
+"""The recipe: the named slots that techniques fill, and the objects that are built from them.
+
+One recipe is run three times: traced, tried and trained. A slot is either an argument that a file carries
+(:class:`~autofit.contract.technique.Emission`) or a piece of code that :func:`autofit.load` applies in the user's
+script.
+This module imports torch and transformers only inside its functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autofit.contract.technique import Emission
+from autofit.system.errors import InputError
+from autofit.system.tensor_cache import Kept
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, TrainingArguments
+
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Plan
+
+ModelWrap = Callable[["PreTrainedModel"], "PreTrainedModel"]
+OptimizerWrap = Callable[["torch.optim.Optimizer"], "torch.optim.Optimizer"]
+
+
+def ground(facts: Facts) -> Emission:
+    """What every plan writes, whatever the techniques say: one process on the device that was measured."""
+    hardware = facts.hardware
+    on_cpu = hardware.device == "cpu"
+    accelerate: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "num_machines": 1,
+        "num_processes": facts.workload.processes,
+        "use_cpu": on_cpu,
+    }
+    if hardware.count > 1 and not on_cpu:
+        # without it one process sees every device and a Trainer makes it torch.nn.DataParallel
+        accelerate["gpu_ids"] = hardware.visible_id
+    return Emission(accelerate=accelerate, training_args={"use_cpu": on_cpu})
+
+
+@dataclass(slots=True, kw_only=True)
+class Recipe:
+    """How one plan loads its model, wraps it, and builds its optimizer, arguments and accelerator.
+
+    Attributes:
+        emission: Everything that a file carries, of all techniques together.
+        weights_dtype: Name of the dtype that the parameters are kept in.
+        tf32: Whether float32 matrix products may run in TF32; only the loop path reads it here, a Trainer
+            reads its argument.
+        attention: Name of the attention implementation; ``None`` leaves it to transformers.
+        load_arguments: Further arguments of ``from_pretrained``, asked for when a model is loaded.
+        random_model: Given what makes the plain model, makes random weights as those arguments would load them.
+        kept: What is dear to make and the same in every trial; nothing is kept where nobody says where.
+        model_wraps: Applied in order to the loaded model.
+        optimizer_wraps: Applied in order to the optimizer that the arguments name.
+        slow_start: What takes long in the first step, in a word, for a trial that is cut off in it.
+    """
+
+    plan: Plan
+    facts: Facts
+    emission: Emission = field(default_factory=Emission)
+    micro_batch: int = 1
+    accumulation: int = 1
+    weights_dtype: str = "float32"
+    tf32: bool = False
+    mixed_precision: str = "no"
+    attention: str | None = None
+    load_arguments: list[Callable[[], dict[str, Any]]] = field(default_factory=list)
+    random_model: Callable[[Callable[[], PreTrainedModel]], PreTrainedModel] | None = None
+    kept: Kept = field(default_factory=Kept)
+    model_wraps: list[ModelWrap] = field(default_factory=list)
+    optimizer_wraps: list[OptimizerWrap] = field(default_factory=list)
+    slow_start: str = ""
+
+    def add(self, emission: Emission) -> None:
+        """Join one technique's emission to what is there; two techniques never write one key."""
+        for name in ("accelerate", "training_args"):
+            twice = getattr(self.emission, name).keys() & getattr(emission, name).keys()
+            if twice:
+                raise AssertionError(f"two techniques write {name} {sorted(twice)}")
+        self.emission = Emission(
+            accelerate={**self.emission.accelerate, **emission.accelerate},
+            training_args={**self.emission.training_args, **emission.training_args},
+            script=self.emission.script + emission.script,
+        )
+
+    def training_arguments(self, **others: Any) -> TrainingArguments:
+        """``TrainingArguments`` with every tuned field, and ``others`` for what is not tuned.
+
+        Raises:
+            InputError: One of ``others`` is a tuned field.
+        """
+        from transformers import TrainingArguments
+
+        tuned = self.emission.training_args
+        clash = sorted(tuned.keys() & others.keys())
+        if clash:
+            raise InputError(
+                f"{', '.join(clash)}: set by autofit, so it can't be given again",
+                hint="tune again with --fix to hold a value, or change the field of the returned arguments",
+            )
+        return TrainingArguments(**{**tuned, **others})
+
+    def model(self, source: str | Path | None, *, config: Path, device: str | None = None) -> PreTrainedModel:
+        """The model, wrapped as the plan says.
+
+        Args:
+            source: A pretrained model's id or folder; ``None`` builds random weights from ``config``.
+            config: Folder that holds the ``config.json``.
+            device: Where random weights are made, such as ``cuda:0``; pretrained ones are loaded to the host,
+                as a script does.
+        """
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        trust = self.facts.model.trust_remote_code
+        auto: Any = AutoModelForCausalLM
+        built: PreTrainedModel
+        given: dict[str, Any] = {"dtype": getattr(torch, self.weights_dtype), "trust_remote_code": trust}
+        if self.attention is not None:
+            given["attn_implementation"] = self.attention
+        if source is None:
+            settings = AutoConfig.from_pretrained(config, trust_remote_code=trust)
+            make = functools.partial(auto.from_config, settings, **given)
+            with torch.device(device or "cpu"), quick_random_weights():
+                built = make() if self.random_model is None else self.random_model(make)
+        else:
+            given |= {name: value for arguments in self.load_arguments for name, value in arguments().items()}
+            built = auto.from_pretrained(source, **given)
+        built.config.use_cache = False  # keys and values of past tokens are for generation
+        for wrap in self.model_wraps:
+            built = wrap(built)
+        return built
+
+    def optimizer(self, model: PreTrainedModel, **others: Any) -> torch.optim.Optimizer:
+        """The optimizer that a Trainer with these arguments builds, wrapped as the plan says.
+
+        Args:
+            model: The model, on its device or not.
+            others: Fields of ``TrainingArguments`` that are not tuned, such as ``learning_rate``.
+        """
+        with accelerate_state_kept():
+            args = self.training_arguments(**others)
+        built = trainer_optimizer(model, args)
+        for wrap in self.optimizer_wraps:
+            built = wrap(built)
+        return built
+
+    def accelerator(self, **others: Any) -> Accelerator:
+        """An ``Accelerator`` for a plain loop; under ``accelerate launch`` its YAML says the same."""
+        import torch
+        from accelerate import Accelerator
+
+        on_cpu = self.facts.hardware.device == "cpu"
+        if not on_cpu:
+            # as a Trainer's argument does
+            torch.backends.fp32_precision = "tf32" if self.tf32 else "ieee"  # type: ignore[attr-defined]
+        given: dict[str, Any] = {
+            "gradient_accumulation_steps": self.accumulation,
+            "mixed_precision": self.mixed_precision,
+            # told to use the CPU, Accelerate leaves its engines out
+            "cpu": on_cpu and self.emission.accelerate["distributed_type"] == "NO",
+        }
+        accelerator = Accelerator(**{**given, **others})
+        if not on_cpu:
+            # beside a compiled model it switches TF32 on, whatever was said, by the older flag
+            torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        return accelerator
+
+
+@contextlib.contextmanager
+def accelerate_state_kept() -> Iterator[None]:
+    """Keep Accelerate's process-wide state, which making ``TrainingArguments`` resets.
+
+    Without it an ``Accelerator`` that a script made before is broken afterwards
+    (``TrainingArguments._setup_devices`` calls ``AcceleratorState._reset_state``).
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    states = (AcceleratorState, GradientState, PartialState)
+    kept = [(state._shared_state, dict(state._shared_state)) for state in states]  # noqa: SLF001 - there is no other
+    yield
+    for shared, before in kept:
+        if before:
+            shared.clear()
+            shared.update(before)
+
+
+def trainer_optimizer(model: PreTrainedModel, args: TrainingArguments) -> torch.optim.Optimizer:
+    """The optimizer that ``Trainer(model, args)`` creates, by Trainer's own code and without a Trainer.
+
+    That keeps its habits: no weight decay on norms and biases, embeddings' 8-bit state in 32 bit, its own
+    Adafactor. Source: ``transformers.Trainer.create_optimizer`` (5.17 to 5.23).
+    """
+    from transformers import Trainer
+
+    class OptimizerOnly(Trainer):
+        def __init__(self) -> None:  # a Trainer makes an accelerator and moves the model: not wanted here
+            self.model = model
+            self.args = args
+            self.optimizer = None
+            self.optimizer_cls_and_kwargs = None
+
+    optimizer: torch.optim.Optimizer = OptimizerOnly().create_optimizer()
+    return optimizer
+
+
+@contextlib.contextmanager
+def quick_random_weights(tile: int = 1 << 20) -> Iterator[None]:
+    """Make large random tensors by repeating a tile of random numbers.
+
+    Drawing a billion normal numbers takes a CPU core ten seconds, copying them takes one. Small tensors are
+    drawn as ever; every value a model needs (norm weights, biases, scales) is set by the model's own code.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Tiled(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            kwargs = dict(kwargs or {})
+            if func in {torch.Tensor.normal_, torch.Tensor.uniform_} and args:
+                tensor = args[0]
+                if tensor.device.type == "cpu" and tensor.numel() > 2 * tile and tensor.is_contiguous():
+                    flat = tensor.detach().view(-1)
+                    func(flat[:tile], *args[1:], **kwargs)
+                    whole = flat.numel() // tile
+                    flat[tile : whole * tile].view(-1, tile).copy_(flat[:tile].expand(whole - 1, tile))
+                    rest = flat.numel() - whole * tile
+                    flat[whole * tile :].copy_(flat[:rest])
+                    return tensor
+            return func(*args, **kwargs)
+
+    with Tiled():
+        yield

@@ -1,0 +1,235 @@
+"""The contract between the core and a technique.
+
+A technique is one file in ``strategies/``. It answers three questions: which choices it has for this model on
+this machine, each with its reason; how a choice fills the recipe; how a choice is emitted. Beyond these it says
+whether a choice really took effect, what it changes in the training, and what to expect of it before anything
+was measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from inspect import getattr_static
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from autofit.contract.plan import Evidence, Value
+from autofit.system.errors import InputError
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Facts
+    from autofit.contract.recipe import Recipe
+    from autofit.costmodel.recorder import Recorder
+    from autofit.costmodel.timeline import Ints
+
+
+class Kind(enum.StrEnum):
+    """What a choice does to the training."""
+
+    EXACT = "exact"
+    """The same mathematics, up to rounding order."""
+    NUMERIC = "numeric"
+    """The same method in another arithmetic."""
+    METHOD = "method"
+    """Another training method."""
+
+
+Status = Literal["offered", "on_request", "withheld"]
+Part = Literal["micro_steps", "optimizer"]
+"""What a trace looks at: forward and backward passes, or the optimizer's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One value of a technique, and whether it is to be had here.
+
+    ``offered`` joins the search, ``on_request`` needs ``--fix`` or ``--among``, ``withheld`` can't be had;
+    ``reason`` says why, for each of them.
+    """
+
+    value: Value
+    kind: Kind
+    status: Status
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emission:
+    """What a choice writes, by the file that carries it.
+
+    Attributes:
+        accelerate: Keys of the Accelerate YAML.
+        training_args: Fields of ``TrainingArguments``; the false ones too.
+        script: What no argument can carry and the script must do through ``autofit.load``, in words.
+    """
+
+    accelerate: Mapping[str, Any] = field(default_factory=dict)
+    training_args: Mapping[str, Any] = field(default_factory=dict)
+    script: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prior:
+    """What to expect of a choice against the technique's plain one, before anything was measured.
+
+    Each pair is a mean and a standard deviation of the natural logarithm of a factor: on the seconds per
+    sample, and on the peak memory. ``extra_seconds`` is what a trial costs beyond its steps.
+    """
+
+    time: tuple[float, float] = (0.0, 0.1)
+    memory: tuple[float, float] = (0.0, 0.1)
+    extra_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosted:
+    """Where weights, gradients and optimizer state wait on the host: what of them is not there all the time.
+
+    Attributes:
+        held_bytes: Of weights and gradients, on the device while a micro-step runs.
+        micro_step_bytes: Copied between host and device in each micro-step.
+        step_bytes: Copied, or moved through the host's own memory, in each optimizer step.
+    """
+
+    held_bytes: float
+    micro_step_bytes: float
+    step_bytes: float
+
+
+class Technique(ABC):
+    """One technique. Stateless: an instance is only a name and its answers."""
+
+    name: ClassVar[str]
+    plain: ClassVar[Value]
+    """The value of a training script that never heard of the technique."""
+
+    @abstractmethod
+    def choices(self, facts: Facts) -> tuple[Choice, ...]:
+        """Every value the technique knows, offered or not, each with its reason. Simple ones first."""
+
+    def choice(self, value: Value, facts: Facts) -> Choice:
+        """What is said of a value that it knows, also of one that :meth:`choices` does not list."""
+        listed = (one for one in self.choices(facts) if one.value == value)
+        return next(listed, Choice(value, Kind.EXACT, "on_request", "asked for"))
+
+    @abstractmethod
+    def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
+        """What is written for the value; ``plan`` is the whole plan that it belongs to."""
+
+    def apply(self, value: Value, recipe: Recipe) -> None:  # noqa: B027 - most values need arguments only
+        """Fill the recipe's slots with what no argument carries."""
+
+    def stand_in(self, value: Value, facts: Facts, recorder: Recorder) -> AbstractContextManager[None]:
+        """What stands in, while a trace runs, for kernels that fake tensors can't go through.
+
+        It makes and keeps the tensors that the real one does.
+        """
+        return contextlib.nullcontext()
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        """The value that a part of a step is traced with in this one's place, since both keep the same tensors.
+
+        ``None`` says that this part can't be traced.
+        """
+        return value
+
+    def hosted(self, value: Value, plan: Mapping[str, Value], facts: Facts, weights: Ints) -> Hosted | None:
+        """What a value that can't be traced leaves of its plain twin's weights, gradients and state on the device.
+
+        Args:
+            value: Of this technique.
+            plan: The whole plan that it belongs to.
+            facts: What the plan is for.
+            weights: Bytes of each of the model's weights, of shape ``(weights,)``.
+
+        Returns:
+            ``None`` where it leaves all of them there, or is no matter of them.
+        """
+        return None
+
+    def period(self, value: Value) -> int:
+        """After how many of the repeated layers what the value does to them repeats.
+
+        A trace leaves out whole periods only.
+        """
+        return 1
+
+    @abstractmethod
+    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
+        """Why the value did not take effect, or ``None`` where it did."""
+
+    def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
+        """Why the value can't go with the values of the techniques before it in ``ALL``, or ``None``."""
+        return None
+
+    def changes(self, value: Value, facts: Facts) -> str | None:
+        """What the value changes in the training, in one sentence; ``None`` where nothing worth saying."""
+        return None
+
+    def prior(self, value: Value, facts: Facts) -> Prior:
+        """What to expect before anything was measured."""
+        return Prior()
+
+    def parse(self, text: str, facts: Facts) -> Value:
+        """A value from the command line.
+
+        Raises:
+            InputError: The technique has no such value, or not here.
+        """
+        choices = self.choices(facts)
+        value: Value = text
+        if isinstance(self.plain, int):
+            if not text.isascii() or not text.isdigit() or len(text) > 9:
+                raise InputError(
+                    f"{self.name}={text}: a whole number is wanted", hint=f"write it like {self.name}={self.plain}"
+                )
+            value = int(text)
+        for choice in choices:
+            if choice.value == value:
+                if choice.status == "withheld":
+                    here = ", ".join(str(one.value) for one in choices if one.status != "withheld")
+                    raise InputError(f"{self.name}={text} can't be had here: {choice.reason}", hint=f"here: {here}")
+                return choice.value
+        raise InputError(f"{self.name} has no value {text!r}", hint=self.suggest(value, facts))
+
+    def knows(self, value: object, facts: Facts) -> bool:
+        """Whether this is one of its values, to be had here or not; for plans that come out of a file.
+
+        Numbers may be any above zero: which ones divide the batch is no question of what they mean.
+        """
+        if isinstance(self.plain, int):
+            return type(value) is int and value > 0
+        return any(choice.value == value for choice in self.choices(facts))
+
+    def suggest(self, value: Value, facts: Facts) -> str:
+        """A hint for a value that the technique does not have."""
+        from autofit.system.errors import near
+
+        return near(str(value), [choice.value for choice in self.choices(facts) if choice.status != "withheld"])
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, in order.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+@contextlib.contextmanager
+def replacing(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Put other attributes in the place of some for a while: each an owner, a name, and what it is meanwhile."""
+    before = [getattr_static(owner, name) for owner, name, _ in changes]
+    for owner, name, new in changes:
+        setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        for (owner, name, _), old in zip(changes, before, strict=True):
+            setattr(owner, name, old)

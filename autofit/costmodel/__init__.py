@@ -1,0 +1,1 @@
+"""What a step will need before it runs: bytes from fake tensors, seconds from rates."""

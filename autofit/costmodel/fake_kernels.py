@@ -1,0 +1,56 @@
+"""Operators that fake tensors can't go through, or not without values: what they make, by their shapes alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from autofit.costmodel.recorder import Recorder, StandIn
+
+BALANCED = "every expert is assumed to get its equal share of the tokens"
+
+
+def without_values() -> dict[Any, StandIn]:
+    """Stand-ins for a trace on any device."""
+    ops = torch.ops.aten
+    return {ops._grouped_mm.default: _grouped_mm, ops.nonzero.default: _Nonzero()}
+
+
+def _grouped_mm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Grouped products in any dtype; the fake kernel of PyTorch 2.13 knows bfloat16 only.
+
+    ``(S, K) x (E, K, N) -> (S, N)`` for the rows of all experts, and ``(K, S) x (S, N) -> (E, K, N)`` for the gradient
+    of their weights. The number of rows is that of all chosen experts together, however they are chosen.
+    """
+    left, right = args[0], args[1]
+    offsets = args[2] if len(args) > 2 else kwargs["offs"]
+    shape: tuple[int, ...]
+    if left.dim() == 2 and right.dim() == 2:
+        shape = (offsets.shape[0], left.shape[0], right.shape[1])
+    elif left.dim() == 2:
+        shape = (left.shape[0], right.shape[-1])
+    else:
+        shape = (*left.shape[:-1], right.shape[-1])
+    return torch.empty(shape, dtype=kwargs.get("out_dtype") or left.dtype)
+
+
+class _Nonzero:
+    """Where a mask is true: which experts were hit, and by which tokens; said to be balanced.
+
+    Source: the loop over experts in transformers' models that have no grouped products.
+    """
+
+    def __init__(self) -> None:
+        self.experts = 1
+
+    def __call__(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        mask = args[0]
+        recorder.notes.add(BALANCED)
+        if mask.dim() == 1:
+            self.experts = max(1, mask.shape[0])
+            found = self.experts
+        else:
+            found = -(-mask.numel() // self.experts)
+        return torch.empty(found, mask.dim(), dtype=torch.int64)

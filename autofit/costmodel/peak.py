@@ -1,0 +1,326 @@
+"""From tapes to what a plan needs: the peak, its phase, where it goes; and the work of a step.
+
+A plan's run is put together from its parts (``m`` rows, ``a`` micro-steps to an optimizer step)::
+
+    weights ──────────────────────────────────────────────────────────────────────────────
+    state            ┌────────────────────────────────────────────────────────────────────
+    gradients    ┌───┘ ┌──────────────────┐ ┌──────
+    micro-steps  ▟█▙▟█▙ step  ▟█▙▟█▙▟█▙ step
+
+so its peak is the largest of: load; a micro-step without gradients, or, where ``a`` is above one, one that finds them
+there, both beside the state; the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autofit.contract.plan import Phase
+from autofit.costmodel.roofline import Totals
+from autofit.costmodel.timeline import CATEGORIES, ELSEWHERE, Category, Floats, Ints, Tape
+
+_WEIGHTS, _STATE, _BATCH = (CATEGORIES.index(name) for name in ("weights", "state", "batch"))
+_TRACED_MICRO_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What a plan needs on the device, predicted.
+
+    Attributes:
+        peak_bytes: Of the tensors alone, as ``torch.cuda.max_memory_allocated`` counts them.
+        phase: When the peak is.
+        segment: Which part of the phase, see :mod:`autofit.costmodel.timeline`.
+        operator: What was being computed.
+        by_category: The bytes that make up the peak.
+        elsewhere_bytes: What the plan puts on the host, or into memory that the driver moves, at most.
+        bare_bytes: Weights, gradients and state: what no micro-batch gets below.
+    """
+
+    peak_bytes: int
+    phase: Phase
+    segment: str
+    operator: str
+    by_category: Mapping[Category, int]
+    elsewhere_bytes: int
+    bare_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: it remembers what it computed
+class MicroPart:
+    """Micro-steps of any number of rows, of the whole model.
+
+    Attributes:
+        tape: Lengthened; segments ``0:...`` and ``1:...``.
+        weights: Bytes of each parameter and buffer.
+        notes: What was assumed, in words.
+    """
+
+    tape: Tape
+    weights: Ints
+    notes: tuple[str, ...] = ()
+
+    def peaks(self, rows: Floats, *, adding: bool) -> tuple[Floats, Ints]:
+        """Peak bytes beside the weights and the state at each of ``rows``, and the events that make them."""
+        zero, slope, moments = self._highest_adding if adding else self._highest_fresh
+        at = zero[None, :] + slope[None, :] * rows[:, None]
+        best = at.argmax(axis=1)
+        return at[np.arange(len(rows)), best], moments[best]
+
+    @functools.cached_property
+    def _highest_fresh(self) -> tuple[Floats, Floats, Ints]:
+        return self._highest("0:step")
+
+    @functools.cached_property
+    def _highest_adding(self) -> tuple[Floats, Floats, Ints]:
+        return self._highest("1:step")
+
+    def _highest(self, stop: str) -> tuple[Floats, Floats, Ints]:
+        """Of all moments before a segment those that are the peak at some number of rows: lines, and events."""
+        end = int(self.tape.starts[self.tape.segments.index(stop)])
+        zero, slope = (line[:end] for line in self.tape.lines())
+        moments = _hull(zero, slope)
+        return zero[moments], slope[moments], moments
+
+    def without(self, *names: Category) -> MicroPart:
+        """The same where blocks of some categories are not on the device."""
+        gone = np.isin(self.tape.categories, [CATEGORIES.index(name) for name in names])
+        sizes, per_row = (np.where(gone, 0.0, line) for line in (self.tape.sizes, self.tape.per_row))
+        return dataclasses.replace(self, tape=dataclasses.replace(self.tape, sizes=sizes, per_row=per_row))
+
+    def batch_bytes_per_row(self) -> float:
+        """What one row of a batch holds on the device."""
+        batch = self.tape.categories == _BATCH
+        return float(self.tape.per_row[batch].sum()) / _TRACED_MICRO_STEPS
+
+    def activation_bytes_per_row(self) -> float:
+        """What one row of a batch makes the device hold at once, at most."""
+        return float(self.tape.lines()[1].max())
+
+    def work(self, rows: Floats) -> Totals:
+        """The work of one micro-step that finds gradients, at each of ``rows``."""
+        mine = np.array([name.startswith("1:") for name in self.tape.segments])
+        zero, slope = self.tape.work[mine].sum(axis=0), self.tape.work_per_row[mine].sum(axis=0)
+        return _totals(zero[None] + slope[None] * rows[:, None, None])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OptimizerPart:
+    """The optimizer's step, of the whole model.
+
+    Attributes:
+        tape: Two steps, with gradients given.
+        elsewhere_bytes: State on the host or in managed memory.
+    """
+
+    tape: Tape
+    elsewhere_bytes: int
+
+    @functools.cached_property
+    def peak_bytes(self) -> float:
+        """Beside the weights."""
+        return float(self.tape.live(0).max())
+
+    @functools.cached_property
+    def state_bytes(self) -> float:
+        """Of the optimizer, on the device."""
+        return float(self.tape.sizes[self.tape.categories == _STATE].sum())
+
+    @functools.cached_property
+    def gradient_bytes(self) -> float:
+        """Of all trainable parameters."""
+        return float(self.tape.sizes[self.tape.categories == CATEGORIES.index("gradients")].sum()) / 2
+
+    def work(self) -> Totals:
+        """The work of one step."""
+        mine = [place for place, name in enumerate(self.tape.segments) if name.endswith(":step")]
+        return _totals(self.tape.work[mine[-1]])
+
+
+def need(micro: MicroPart, optimizer: OptimizerPart, *, rows: int, accumulation: int, waiting: bool) -> Need:
+    """What one plan needs.
+
+    Args:
+        micro: Its micro-steps.
+        optimizer: Its optimizer.
+        rows: The micro-batch.
+        accumulation: Micro-steps to an optimizer step.
+        waiting: Whether the batches of all of them lie on the device from the beginning, as a Trainer has it.
+    """
+    weights = float(micro.weights.sum())
+    state = optimizer.state_bytes
+    queue = micro.batch_bytes_per_row() * rows * max(0, accumulation - _TRACED_MICRO_STEPS) if waiting else 0.0
+    peaks, moments = micro.peaks(np.array([float(rows)]), adding=accumulation > 1)
+    beside = {_WEIGHTS: weights, _STATE: state, _BATCH: queue}
+    step = optimizer.tape.live(0)
+    at_step = int(step.argmax())
+    in_micro = float(peaks[0]) + state + queue
+    bare = weights + state + optimizer.gradient_bytes
+    if in_micro >= float(step[at_step]) + queue:
+        tape, moment, total = micro.tape, int(moments[0]), weights + in_micro
+        zero, slope = tape.by_category(moment)
+        parts = zero + slope * rows
+    else:
+        tape, moment, total = optimizer.tape, at_step, weights + float(step[at_step]) + queue
+        parts, _ = tape.by_category(moment)
+        beside[_STATE] = 0.0
+    for category, held in beside.items():
+        parts[category] += held
+    segment = tape.segment_at(moment).rpartition(":")[2]
+    return Need(
+        peak_bytes=round(total),
+        phase=phase_of(segment) if tape is micro.tape else "optimizer",
+        segment=segment,
+        operator=operator_at(tape, moment),
+        by_category={
+            name: round(part) for name, part in zip(CATEGORIES, parts, strict=True) if part >= 1 and name != "elsewhere"
+        },
+        elsewhere_bytes=optimizer.elsewhere_bytes + round(float(micro.tape.live_elsewhere(rows).max())),
+        bare_bytes=round(bare),
+    )
+
+
+def peaks(micro: MicroPart, optimizer: OptimizerPart, rows: Ints, accumulation: Ints, *, waiting: bool) -> Floats:
+    """:attr:`Need.peak_bytes` of many plans that share their parts."""
+    in_micro = _micro_peaks(micro, rows, accumulation) + optimizer.state_bytes
+    queue = _queue(micro, rows, accumulation, waiting=waiting)
+    return float(micro.weights.sum()) + queue + np.maximum(in_micro, optimizer.peak_bytes)
+
+
+def hosted_peaks(micro: MicroPart, held_bytes: float, rows: Ints, accumulation: Ints, *, waiting: bool) -> Floats:
+    """The same where weights, gradients and state wait on the host, but for ``held_bytes``; no more than about."""
+    in_micro = _micro_peaks(micro.without("gradients", "copies"), rows, accumulation)
+    return held_bytes + _queue(micro, rows, accumulation, waiting=waiting) + in_micro
+
+
+def _micro_peaks(micro: MicroPart, rows: Ints, accumulation: Ints) -> Floats:
+    wide = rows.astype(np.float64)
+    fresh, _ = micro.peaks(wide, adding=False)
+    adding, _ = micro.peaks(wide, adding=True)
+    return np.where(accumulation > 1, adding, fresh)
+
+
+def _queue(micro: MicroPart, rows: Ints, accumulation: Ints, *, waiting: bool) -> Floats:
+    """Bytes of the batches that wait on the device."""
+    waits = np.maximum(0, accumulation - _TRACED_MICRO_STEPS) * waiting
+    waiting_rows: Floats = (rows * waits).astype(np.float64)
+    return waiting_rows * micro.batch_bytes_per_row()
+
+
+def requests(
+    micro: MicroPart, optimizer: OptimizerPart, *, rows: int, accumulation: int, steps: int = 2
+) -> tuple[list[int], list[float]]:
+    """A whole run as allocations and frees for :mod:`autofit.costmodel.allocator`: load, then some optimizer steps.
+
+    Two micro-steps stand for any number above one: what more of them ask for, the allocator has in store.
+    """
+    sizes: list[float] = micro.weights.tolist()
+    events = list(range(len(sizes)))
+    state = optimizer.tape.categories == _STATE
+    stop = "1:step" if accumulation > 1 else "0:step"
+    tape = micro.tape
+    end = int(tape.starts[tape.segments.index(stop)])
+    micro_sizes = tape.bytes_at(rows)
+    gradient = tape.categories == CATEGORIES.index("gradients")
+    step_tape = optimizer.tape
+    given = step_tape.categories == CATEGORIES.index("gradients")
+    elsewhere = step_tape.categories == ELSEWHERE
+    places = [place for place, name in enumerate(step_tape.segments) if name.endswith(":step")]
+    for turn in range(steps):
+        base = len(sizes)
+        sizes += micro_sizes.tolist()
+        mine = tape.events[:end]
+        mine = mine[tape.categories[np.where(mine >= 0, mine, ~mine)] != ELSEWHERE]
+        events += np.where(mine >= 0, mine + base, mine - base).tolist()
+        alive = np.flatnonzero(tape.alive(end - 1))
+        begin, past = step_tape.bounds(places[min(turn, len(places) - 1)])
+        offset = len(sizes)
+        sizes += step_tape.sizes.tolist()
+        for event in step_tape.events[begin:past].tolist():
+            block = event if event >= 0 else ~event
+            if given[block] or elsewhere[block] or (state[block] and turn > 0):
+                continue
+            events.append(event + offset if event >= 0 else event - offset)
+        events += [~int(block + base) for block in alive if not gradient[block]]
+        events += [~int(block + base) for block in alive if gradient[block]]
+    return _balanced(events), sizes
+
+
+def _balanced(events: list[int]) -> list[int]:
+    """Leave out frees of what was not allocated, and second frees."""
+    alive: set[int] = set()
+    kept = []
+    for event in events:
+        if event >= 0:
+            alive.add(event)
+        elif ~event in alive:
+            alive.discard(~event)
+        else:
+            continue
+        kept.append(event)
+    return kept
+
+
+def phase_of(segment: str) -> Phase:
+    """The phase of a step that a segment of a micro-step belongs to."""
+    if segment in {"head", "pre", "rest", "begin"} or segment.startswith("F"):
+        return "forward"
+    return "optimizer" if segment == "step" else "backward"
+
+
+def operator_at(tape: Tape, moment: int) -> str:
+    """Name of the operator that made the block of an event, such as ``aten._log_softmax_backward_data``."""
+    event = int(tape.events[moment])
+    name: str = tape.names[int(tape.ops[event if event >= 0 else ~event])]
+    return name.removesuffix(".default")
+
+
+def _totals(work: Floats) -> Totals:
+    return Totals(flops=work[..., 0], moved_bytes=work[..., 1], operators=np.asarray(work[..., 2].sum(axis=-1)))
+
+
+def _hull(zero: Floats, slope: Floats) -> Ints:
+    """Indices of the lines that are the highest somewhere at zero rows or more."""
+    order = np.lexsort((zero, slope))
+    kept: list[int] = []
+    for line in order.tolist():
+        while kept and zero[kept[-1]] <= zero[line]:
+            kept.pop()  # not above it anywhere: lower at zero, and it climbs no faster
+        while len(kept) > 1 and _crossing(zero, slope, kept[-2], line) <= _crossing(zero, slope, kept[-2], kept[-1]):
+            kept.pop()
+        kept.append(line)
+    return np.array(kept, dtype=np.int64)
+
+
+def _crossing(zero: Floats, slope: Floats, first: int, second: int) -> float:
+    climb = float(slope[second] - slope[first])
+    return float(zero[first] - zero[second]) / climb if climb else np.inf
+
+
+def pack(micro: MicroPart | None, optimizer: OptimizerPart | None) -> dict[str, Any]:
+    """Arrays of one part, for :func:`numpy.savez`."""
+    part = micro or optimizer
+    assert part is not None
+    arrays: dict[str, Any] = dict(part.tape.arrays())
+    if micro is not None:
+        arrays["weights"] = micro.weights
+        arrays["notes"] = np.array(micro.notes, dtype=np.str_)
+    else:
+        assert optimizer is not None
+        arrays["elsewhere"] = np.array(optimizer.elsewhere_bytes)
+    return arrays
+
+
+def unpack(arrays: Mapping[str, Any]) -> MicroPart | OptimizerPart:
+    """What :func:`pack` packed."""
+    tape = Tape.from_arrays(arrays)
+    if "weights" in arrays:
+        notes = tuple(str(note) for note in arrays["notes"])
+        return MicroPart(tape=tape, weights=arrays["weights"].astype(np.int64), notes=notes)
+    return OptimizerPart(tape=tape, elsewhere_bytes=int(arrays["elsewhere"]))

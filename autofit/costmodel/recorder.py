@@ -1,0 +1,348 @@
+"""Writes a tape: a dispatch mode that follows the storages of a run, real or fake.
+
+It sees every operator after autograd and autocast, so that what they keep is seen too. A storage is a block from the
+operator that made it until nobody holds it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from autofit.costmodel.roofline import KINDS, Kind
+from autofit.costmodel.timeline import CATEGORIES, ELSEWHERE, Category, Ints, Tape
+
+_WEIGHTS, _COPIES, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _BATCH, _TEMPORARIES, _ = range(len(CATEGORIES))
+_HEAD = frozenset({"head", "loss", "headB"})
+_VALUES = {torch.ops.aten._local_scalar_dense.default}
+
+StandIn = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows storages while it is entered.
+
+    Args:
+        stand_ins: What is called instead of an operator, with this recorder, the operator and its arguments.
+        fake: Whether tensors have no values; then one that is asked for is 1.
+        rows: The micro-batch, if it is a prime that divides no other dimension: then what it divides grows with the
+            rows, and the rest does not, and the tape holds for any number of them.
+    """
+
+    def __init__(
+        self, *, stand_ins: dict[Any, StandIn] | None = None, fake: bool = True, rows: int | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = fake
+        self.rows = rows
+        self.stand_ins = stand_ins or {}
+        self.events: list[int] = []
+        self.sizes: list[int] = []
+        self.ops: list[int] = []
+        self.categories: list[int] = []
+        self.names: dict[str, int] = {}
+        self.segments: list[str] = ["load"]
+        self.starts: list[int] = [0]
+        self.work: list[list[list[float]]] = [_nothing()]
+        self.work_per_row: list[list[list[float]]] = [_nothing()]
+        self._block: dict[int, int] = {}
+        self._made_in: list[int] = []
+        self._died_in: dict[int, int] = {}
+        self._closed = False
+        self._elsewhere = 0
+        self.notes: set[str] = set()
+
+    # -- following ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: the wrapper that keeps a compiler out would be a tenth of a trace."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator and write down what it made."""
+        kwargs = kwargs or {}
+        if self._closed:
+            return _one(args[0]) if self.fake and func in _VALUES else func(*args, **kwargs)
+        if self.fake and func in _VALUES:
+            return _one(args[0])
+        stand_in = self.stand_ins.get(func)
+        if stand_in is not None:
+            result = stand_in(self, func, args, kwargs)
+        elif self.fake and _only_writes(func):
+            result = args[0] if func._schema.returns else None
+        else:
+            result = func(*args, **kwargs)
+        outputs = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
+        made = stand_in is not None  # which may have written down what it made
+        for tensor in outputs:
+            if isinstance(tensor, torch.Tensor):
+                made |= self.follow(tensor, func, args)
+        if made or func._schema.is_mutable:
+            self._count(func, args, kwargs, result, outputs)
+        return result
+
+    def follow(self, tensor: torch.Tensor, func: Any, args: tuple[Any, ...]) -> bool:
+        """Write down a tensor that an operator made; returns whether it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._block:
+            return False
+        category = _TEMPORARIES
+        if func is torch.ops.aten._to_copy.default and self._is_weight(args[0]):
+            category = _COPIES
+        self._write(storage, key, str(func), category)
+        return True
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        block = self._block.get(tensor.untyped_storage()._cdata)
+        return block is not None and self.categories[block] == _WEIGHTS
+
+    def _write(self, storage: torch.UntypedStorage, key: int, name: str, category: int) -> int:
+        block = len(self.sizes)
+        self._block[key] = block
+        self.sizes.append(storage.nbytes())
+        self.ops.append(self.names.setdefault(name, len(self.names)))
+        self.categories.append(ELSEWHERE if self._elsewhere else category)
+        self._made_in.append(len(self.segments) - 1)
+        self.events.append(block)
+        weakref.finalize(storage, self._free, key)
+        return block
+
+    def _free(self, key: int) -> None:
+        if self._closed:
+            return
+        block = self._block.pop(key)
+        self._died_in[block] = len(self.segments) - 1
+        self.events.append(~block)
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, outputs: list[Any]) -> None:
+        """Add an operator's work to its segment."""
+        kind: Kind
+        moved = [tensor.nbytes for tensor in outputs if isinstance(tensor, torch.Tensor)]
+        first = None
+        for value in args:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    moved.append(tensor.nbytes)
+                    first = tensor if first is None else first
+        flops, kind = 0.0, "other"
+        counter = flop_registry.get(func._overloadpacket)
+        if "flash_attention" in str(func):
+            flops = _attention_flops(func, args)
+            kind = _product(first) if first is None or first.dtype == torch.float32 else "attention"
+        elif counter is not None:
+            flops, kind = float(counter(*args, **kwargs, out_val=result)), _product(first)
+        elif func is torch.ops.aten._grouped_mm.default:  # which PyTorch's own counter does not know
+            flops, kind = 2.0 * args[0].numel() * args[1].shape[-1], _product(first)
+        self._add(kind, flops, moved)
+
+    def _add(self, kind: Kind, flops: float, moved: Iterable[int]) -> None:
+        """One operator's FLOPs, and the bytes of each tensor that it reads or writes."""
+        column = KINDS.index(kind)
+        fixed, grows = self.work[-1][column], self.work_per_row[-1][column]
+        fixed[2] += 1
+        if self.rows is None:
+            fixed[0] += flops
+            fixed[1] += sum(moved)
+            return
+        if flops % self.rows:
+            fixed[0] += flops
+        else:
+            grows[0] += flops / self.rows
+        for size in moved:
+            if size % self.rows:
+                fixed[1] += size
+            else:
+                grows[1] += size / self.rows
+
+    # -- what the run tells ---------------------------------------------------------------------------------------
+
+    def mark(self, segment: str) -> None:
+        """A segment begins."""
+        self.segments.append(segment)
+        self.starts.append(len(self.events))
+        self.work.append(_nothing())
+        self.work_per_row.append(_nothing())
+
+    def call(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
+        """Say what some tensors are."""
+        index = CATEGORIES.index(category)
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            key = tensor.untyped_storage()._cdata
+            block = self._block.get(key)
+            if block is None:
+                block = self._write(tensor.untyped_storage(), key, category, index)
+            if self.categories[block] != ELSEWHERE:
+                self.categories[block] = index
+
+    @contextlib.contextmanager
+    def holding(self, *sizes: int, name: str) -> Iterator[None]:
+        """Blocks of these bytes live while the context does: what a kernel takes for itself."""
+        blocks = []
+        for size in sizes:
+            block = len(self.sizes)
+            self.sizes.append(size)
+            self.ops.append(self.names.setdefault(name, len(self.names)))
+            self.categories.append(_TEMPORARIES)
+            self._made_in.append(len(self.segments) - 1)
+            self.events.append(block)
+            blocks.append(block)
+        try:
+            yield
+        finally:
+            for block in blocks:
+                self._died_in[block] = len(self.segments) - 1
+                self.events.append(~block)
+
+    def passes(self, *sizes: int) -> None:
+        """A kernel writes these bytes and reads them again, in memory that it takes for itself."""
+        if not self._closed:
+            self._add("other", 0.0, [2 * size for size in sizes])
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """What is made in here lies outside of the device's allocator: on the host, or in managed memory."""
+        self._elsewhere += 1
+        try:
+            yield
+        finally:
+            self._elsewhere -= 1
+
+    def transfer(self, moved_bytes: int) -> None:
+        """Bytes go over the bus, to the host or back."""
+        if not self._closed:
+            self._add("transfer", 0.0, [moved_bytes])
+
+    def busies_host(self, operators: float) -> None:
+        """Python keeps the host for as long as it takes to issue so many operators."""
+        if not self._closed:
+            self.work[-1][KINDS.index("other")][2] += operators
+
+    def lies_elsewhere(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was made :meth:`elsewhere`."""
+        block = self._block.get(tensor.untyped_storage()._cdata)
+        return block is not None and self.categories[block] == ELSEWHERE
+
+    def close(self) -> None:
+        """Write no more."""
+        self._closed = True
+
+    def tape(self, *, since: int = 0) -> Tape:
+        """What was written, from the segment at index ``since`` on; call after the run.
+
+        Blocks that lived before are left out, and so is what happens to them.
+        """
+        self.close()
+        begin = self.starts[since]
+        events = np.array(self.events, dtype=np.int64)
+        made = np.array(self._made_in, dtype=np.int64)
+        kept = made >= since
+        number = np.cumsum(kept) - 1
+        blocks = np.where(events >= 0, events, ~events)
+        mine = kept[blocks] & (np.arange(len(events)) >= begin)
+        renamed = np.where(events >= 0, number[blocks], ~number[blocks])
+        before = np.concatenate([[0], np.cumsum(mine)])
+        starts = before[np.array(self.starts[since:])]
+        categories = np.array(self._categorized(), dtype=np.int64)
+        sizes = np.array(self.sizes, dtype=np.float64)[kept]
+        per_row = np.zeros_like(sizes)
+        if self.rows is not None:
+            grows = sizes % self.rows == 0
+            per_row = np.where(grows, sizes / self.rows, 0.0)
+            sizes = np.where(grows, 0.0, sizes)
+        return Tape(
+            events=_ordered(renamed[mine], starts),
+            sizes=sizes,
+            per_row=per_row,
+            categories=categories[kept],
+            ops=np.array(self.ops, dtype=np.int64)[kept],
+            names=tuple(self.names),
+            segments=tuple(self.segments[since:]),
+            starts=starts,
+            work=np.array(self.work[since:]),
+            work_per_row=np.array(self.work_per_row[since:]),
+            kinds=KINDS,
+        )
+
+    def _categorized(self) -> list[int]:
+        """Categories, with what was not told read off from when a block was made and freed."""
+        names = [name.rpartition(":")[2] for name in self.segments]
+        backward = [name.endswith("B") or (name[0] == "B" and name[1:].isdigit()) for name in names]
+        found = list(self.categories)
+        for block, category in enumerate(found):
+            if category != _TEMPORARIES:
+                continue
+            made, died = self._made_in[block], self._died_in.get(block, len(names))
+            if names[made] in {"begin", "step"} and died == len(names):
+                found[block] = _STATE
+            elif names[made] in _HEAD:
+                found[block] = _LOGITS
+            elif not backward[made] and died < len(names) and backward[died] and names[made] != "step":
+                found[block] = _ACTIVATIONS
+        return found
+
+
+_WRITING = frozenset({
+    "add_", "sub_", "mul_", "div_", "copy_", "zero_", "fill_", "clamp_", "clamp_min_", "clamp_max_", "masked_fill_",
+    "lerp_", "addcmul_", "addcdiv_", "sqrt_", "neg_", "normal_", "uniform_", "bernoulli_", "pow_", "rsqrt_",
+    "optimizer_update_8bit_blockwise", "optimizer_update_32bit",
+})  # fmt: skip
+
+
+@functools.cache
+def _only_writes(func: Any) -> bool:
+    """Whether an operator does nothing but change values in place, so that a trace need not call it."""
+    name = func._schema.name.rpartition("::")[2]
+    return name in _WRITING or (name.startswith(("_foreach_", "_fused_")) and name.endswith("_"))
+
+
+def _ordered(events: Ints, starts: Ints) -> Ints:
+    """Frees that follow one another, by block: a cache lets go of what it holds in any order."""
+    run = np.cumsum((events >= 0) | np.isin(np.arange(len(events)), starts))
+    key = np.where(events >= 0, -1, ~events)
+    return events[np.lexsort((key, run))]
+
+
+def _nothing() -> list[list[float]]:
+    return [[0.0, 0.0, 0.0] for _ in KINDS]
+
+
+def _one(tensor: torch.Tensor) -> Any:
+    """The value that a fake tensor is said to have."""
+    if tensor.dtype == torch.bool:
+        return False
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _product(tensor: torch.Tensor | None) -> Kind:
+    """The kind of a product of such tensors."""
+    kinds: dict[torch.dtype, Kind] = {torch.bfloat16: "matmul bf16", torch.float16: "matmul fp16"}
+    return "matmul fp32" if tensor is None else kinds.get(tensor.dtype, "matmul fp32")
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...]) -> float:
+    """Two products forward, five backward, over the whole square: what PyTorch's own counter does for CUDA's.
+
+    Source: ``torch.utils.flop_counter.sdpa_flop_count`` and ``sdpa_backward_flop_count``.
+    """
+    backward = "backward" in str(func)
+    query, key, value = args[1:4] if backward else args[0:3]
+    batch, heads, rows, width = query.shape
+    columns, value_width = key.shape[-2], value.shape[-1]
+    scores = 2.0 * batch * heads * rows * columns * width
+    outputs = 2.0 * batch * heads * rows * columns * value_width
+    return float(3 * scores + 2 * outputs if backward else scores + outputs)

@@ -1,0 +1,119 @@
+"""The job of tracing: requests in, files of arrays out, on every core. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autofit.costmodel import fake_run, peak
+from autofit.costmodel.peak import MicroPart, OptimizerPart
+from autofit.costmodel.timeline import UnlikeError, lengthen
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Plan
+    from autofit.worker import TraceJob, TraceRequest
+
+_NUMBER_BYTES = 4
+
+
+def trace_all(job: TraceJob, folder: Path) -> dict[str, str]:
+    """Trace every request, one process to a core.
+
+    Returns:
+        Why it failed, by the request's file.
+    """
+    cores = max(1, min(len(os.sched_getaffinity(0)), len(job.requests)))
+    # the dear ones first, so that the cores end together
+    ordered = sorted(job.requests, key=lambda request: request.part)
+    waiting, feed = os.pipe()  # a child takes a number out when it has time
+    children = []
+    for core in range(cores):
+        child = os.fork()
+        if child == 0:
+            os.close(feed)
+            _child(job, _taken(ordered, waiting), folder / f"failed-{core}.json")
+        children.append(child)
+    os.close(waiting)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(feed, "wb") as numbers:
+        numbers.write(b"".join(number.to_bytes(_NUMBER_BYTES, "big") for number in range(len(ordered))))
+    failed: dict[str, str] = {}
+    for core, child in enumerate(children):
+        _, status = os.waitpid(child, 0)
+        try:
+            failed.update(json.loads((folder / f"failed-{core}.json").read_text("utf-8")))
+        except (OSError, ValueError):
+            code = os.waitstatus_to_exitcode(status)
+            failed = {one.file: f"its trace ended with status {code}" for one in ordered} | failed
+    done = {request.file for request in job.requests if (Path(job.folder) / request.file).exists()}
+    return {file: reason for file, reason in failed.items() if file not in done}
+
+
+def _taken(ordered: list[TraceRequest], waiting: int) -> Iterator[TraceRequest]:
+    """Requests as this process comes to them; the others take theirs from the same pipe."""
+    while number := os.read(waiting, _NUMBER_BYTES):
+        yield ordered[int.from_bytes(number, "big")]
+
+
+def _child(job: TraceJob, requests: Iterable[TraceRequest], report: Path) -> None:
+    """Trace some requests and end the process."""
+    code = 1
+    try:
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        failed = {}
+        for request in requests:
+            try:
+                _trace(job, request)
+            except Exception as error:  # noqa: BLE001 - a model's own code can raise anything; it is told
+                traceback.print_exc()
+                words = (str(error).strip() or "no message").splitlines()[0][:300]
+                failed[request.file] = f"its trace failed: {type(error).__name__}: {words}"
+        report.write_text(json.dumps(failed), "utf-8")
+        code = 0
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _trace(job: TraceJob, request: TraceRequest) -> None:
+    config = Path(job.config)
+    with tempfile.TemporaryDirectory(prefix="autofit-trace-") as scratch:
+        if request.part == "micro_steps":
+            arrays = peak.pack(micro_part(request.plan, job.facts, config, Path(scratch)), None)
+        else:
+            arrays = peak.pack(None, optimizer_part(request.plan, job.facts, config, Path(scratch)))
+    target = Path(job.folder) / request.file
+    aside = target.with_name(f".{target.stem}-{os.getpid()}.npz")
+    np.savez_compressed(aside, **arrays)
+    aside.replace(target)
+
+
+def micro_part(plan: Plan, facts: Facts, config: Path, folder: Path) -> MicroPart:
+    """The micro-steps of the plan, for any number of rows and with every layer."""
+    found = fake_run.micro_steps(plan, facts, config=config, folder=folder)
+    try:
+        tape = lengthen(found.tape, found.copies)
+    except UnlikeError:
+        found = fake_run.micro_steps(plan, facts, config=config, folder=folder, whole=True)
+        tape = found.tape
+    return MicroPart(tape=tape, weights=np.array(found.weights, dtype=np.int64), notes=found.notes)
+
+
+def optimizer_part(plan: Plan, facts: Facts, config: Path, folder: Path) -> OptimizerPart:
+    """The optimizer's step of the plan."""
+    found = fake_run.optimizer_steps(plan, facts, config=config, folder=folder)
+    return OptimizerPart(tape=found.tape, elsewhere_bytes=found.elsewhere_bytes)

@@ -1,0 +1,216 @@
+"""Traces on demand: made in throw-away processes, shared between plans, kept on disk.
+
+Plans share their traces: one of the micro-steps serves every number of rows and every optimizer, one of the
+optimizer's step serves every sequence and every way of checkpointing. What a technique's value is traced as,
+:meth:`~autofit.contract.technique.Technique.traced_as` says.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autofit.contract.plan import Plan, Value, dump_json
+from autofit.contract.technique import Part
+from autofit.costmodel import peak
+from autofit.costmodel.peak import MicroPart, Need, OptimizerPart
+from autofit.registry import source_folders, technique
+from autofit.system.files import writing
+from autofit.worker import JOBS, TRACED_FILE, TraceJob, TraceRequest
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Facts
+    from autofit.system.fork_server import ForkServer
+
+PARTS: tuple[Part, ...] = ("micro_steps", "optimizer")
+MANY = 2
+"""Rows whose trace stands for any number of them; what it says of one alone may be 3 % off."""
+_LONGEST_SECONDS = 900.0
+_SPOILED = (
+    OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, MemoryError, EOFError,
+    zipfile.BadZipFile, zlib.error, struct.error,
+)  # fmt: skip
+"""What reading an archive may raise that is cut off, or whose bytes are not those that were written."""
+
+
+def cache_folder() -> Path:
+    """Where traces are kept: ``$XDG_CACHE_HOME/autofit/traces``; nothing is lost when it is deleted."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "autofit" / "traces"
+
+
+class Traces:
+    """Every trace that the plans of one question need.
+
+    Args:
+        facts: What the plans are for.
+        config: Folder that holds the ``config.json``.
+        server: Forks the processes that trace; asked only for what is not kept already.
+        scratch: Folder for the job while it runs.
+        cache: Where traces are kept; ``None`` keeps them for this run only, in ``scratch``.
+    """
+
+    def __init__(
+        self, facts: Facts, config: Path, server: Callable[[], ForkServer], scratch: Path, cache: Path | None = None
+    ) -> None:
+        self.facts = facts
+        self.config = config
+        self.server = server
+        self.scratch = scratch
+        self.cache = cache or scratch
+        self.failed: dict[str, str] = {}
+        self.made = 0
+        self._parts: dict[str, MicroPart | OptimizerPart] = {}
+        self._ground = ground_of(facts, config)
+        self._waiting = facts.workload.launch_path == "trainer"
+
+    # -- which traces ---------------------------------------------------------------------------------------------
+
+    def traced_plan(self, plan: Plan, part: Part) -> Plan | None:
+        """The plan whose trace serves this one; ``None`` where a technique can't be traced."""
+        values: dict[str, Value] = {}
+        for name, value in plan.items():
+            traced = technique(name).traced_as(value, part)
+            if traced is None:
+                return None
+            values[name] = traced
+        return Plan(values)
+
+    def untraced(self, plan: Plan) -> str | None:
+        """Why the plan has no estimate, or ``None``."""
+        for name in untraceable(plan):
+            return f"{name}={plan[name]} can't be traced"
+        for part in PARTS:
+            traced = self.traced_plan(plan, part)
+            reason = self.failed.get(self._key(part, traced)) if traced else None
+            if reason:
+                return reason
+        return None
+
+    def prepare(self, plans: Iterable[Plan], say: Callable[[str], None] = lambda _: None) -> None:
+        """Make every trace that these plans need and that is not there yet, side by side.
+
+        Raises:
+            MachineError: The cache can't be written, or no process can be started.
+        """
+        wanted: dict[str, TraceRequest] = {}
+        for part in PARTS:
+            traced = {self.traced_plan(plan, part) for plan in plans}
+            for one in traced:
+                if one is not None and not self._known(self._key(part, one)):
+                    key = self._key(part, one)
+                    wanted[key] = TraceRequest(part=part, plan=one, file=f"{key}.npz")
+        if not wanted:
+            return
+        say(f"tracing {len(wanted)} parts of a step")
+        with writing(self.cache):
+            self.cache.mkdir(parents=True, exist_ok=True)
+        job = TraceJob(
+            facts=self.facts,
+            config=str(self.config.resolve()),
+            requests=tuple(wanted.values()),
+            folder=str(self.cache.resolve()),
+        )
+        with self.server().ask(
+            self.scratch, dump_json(JOBS, job), TRACED_FILE, kill_after_seconds=_LONGEST_SECONDS
+        ) as answer:
+            reasons = {} if answer is None else dict(answer["failed"])
+        for key, request in wanted.items():
+            if request.file in reasons:
+                self.failed[key] = reasons[request.file]
+            elif self._known(key):
+                self.made += 1
+            else:
+                self.failed[key] = "its trace took too long or was killed"
+
+    def _known(self, key: str) -> bool:
+        if key in self._parts or key in self.failed:
+            return True
+        try:
+            # opened here: numpy leaves a file that is no whole archive open
+            with (self.cache / f"{key}.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                self._parts[key] = peak.unpack(arrays)
+        except _SPOILED:
+            return False  # not there, or cut off: it is made again
+        return True
+
+    @functools.lru_cache(maxsize=65536)  # noqa: B019 - lives as long as one command
+    def _key(self, part: Part, traced: Plan) -> str:
+        text = json.dumps([self._ground, part, sorted(traced.items())])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    # -- what they say --------------------------------------------------------------------------------------------
+
+    def parts(self, plan: Plan) -> tuple[MicroPart, OptimizerPart] | None:
+        """The two parts of a plan; ``None`` where it can't be traced. Made by :meth:`prepare` before.
+
+        Where one row alone was not traced, many stand for it.
+        """
+        micro = self._part(plan, "micro_steps") or self._part(plan.replaced(micro_batch=MANY), "micro_steps")
+        optimizer = self._part(plan, "optimizer")
+        if micro is None or optimizer is None:
+            return None
+        assert isinstance(micro, MicroPart)
+        assert isinstance(optimizer, OptimizerPart)
+        return micro, optimizer
+
+    def _part(self, plan: Plan, part: Part) -> MicroPart | OptimizerPart | None:
+        traced = self.traced_plan(plan, part)
+        return None if traced is None else self._parts.get(self._key(part, traced))
+
+    def need(self, plan: Plan) -> Need | None:
+        """What a plan needs; ``None`` where it can't be traced."""
+        found = self.parts(plan)
+        if found is None:
+            return None
+        rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
+        return peak.need(*found, rows=rows, accumulation=accumulation, waiting=self._waiting)
+
+
+def untraceable(plan: Plan) -> list[str]:
+    """The techniques whose values keep a plan from being traced."""
+    return [
+        name for name, value in plan.items() if any(technique(name).traced_as(value, part) is None for part in PARTS)
+    ]
+
+
+def ground_of(facts: Facts, config: Path) -> list[object]:
+    """All that a trace depends on, but the plan."""
+    versions = {name: facts.packages.get(name) for name in sorted(facts.packages)}
+    work = facts.workload
+    return [
+        source_hash(),
+        versions,
+        model_of(config),
+        facts.hardware.device,
+        work.seq_len,
+        work.launch_path,
+        facts.model.trust_remote_code,
+    ]
+
+
+def model_of(config: Path) -> list[object]:
+    """What a model is made of: its config, and its own code if it has some."""
+    settings = json.loads((config / "config.json").read_text("utf-8"))
+    return [settings, sorted((path.name, path.read_text("utf-8", "replace")) for path in config.glob("*.py"))]
+
+
+@functools.cache
+def source_hash() -> str:
+    """Of autofit's own code: a trace is as old as the code that made it."""
+    digest = hashlib.sha256()
+    for folder in source_folders():
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

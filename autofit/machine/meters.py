@@ -1,0 +1,341 @@
+"""How much memory a process holds, on the device and on the host, and how it is kept under a ceiling.
+
+CPU: the resident set. ``VmHWM`` is its exact peak, reset by writing 5 to ``/proc/self/clear_refs``. File pages of
+libraries are faulted in before the base is read, so that a fresh process and a forked one, which start with
+different shares of them, count the same afterwards.
+
+CUDA: the allocator's own counters, plus what lies outside it (context, kernels, managed memory), which is what the
+driver counts for the device more than before the process came, less what the allocator holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from autofit.system.errors import MachineError
+from autofit.system.units import GIB, MIB
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Facts
+
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+_LATE_KERNELS_BYTES = 32 * MIB  # room for kernels that are loaded after warm-up
+_STATUS = re.compile(r"^(VmHWM|VmRSS|VmData|RssAnon):\s+(\d+) kB", re.MULTILINE)
+
+
+class CeilingBroken(Exception):  # noqa: N818 - it becomes an outcome
+    """The process holds more than it may."""
+
+    def __init__(self, where: Literal["device", "host"], peak_bytes: int) -> None:
+        super().__init__(f"{where}: {peak_bytes} bytes")
+        self.where = where
+        self.peak_bytes = peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Peaks since the meter was made, in bytes; see :class:`autofit.contract.plan.Measured`.
+
+    ``settled_bytes`` lay outside of the allocator when warm-up was over: what came later may be somebody else's.
+    """
+
+    peak_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    outside_bytes: int
+    host_bytes: int
+    alloc_retries: int = 0
+    settled_bytes: int = 0
+
+
+class Meter(Protocol):
+    """Reads the peaks of this process."""
+
+    def check(self) -> None:
+        """Raise :class:`CeilingBroken` where a ceiling is broken. Cheap: called after every phase."""
+
+    def settle(self) -> None:
+        """Called once after warm-up, when kernels are loaded and the state exists."""
+
+    def read(self) -> Reading:
+        """The peaks so far."""
+
+
+def status() -> dict[str, int]:
+    """Bytes by name from ``/proc/self/status``."""
+    return {name: int(kib) * 1024 for name, kib in _STATUS.findall(Path("/proc/self/status").read_text("ascii"))}
+
+
+def reset_peak() -> None:
+    """Make the kernel count the peak resident set from now on."""
+    with contextlib.suppress(OSError):  # a kernel without it counts from the start: too much, never too little
+        Path("/proc/self/clear_refs").write_text("5", "ascii")
+
+
+def fault_in_libraries() -> None:
+    """Read every mapped library page into the resident set, so that it belongs to the base."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for line in Path("/proc/self/maps").read_text("utf-8", "replace").splitlines():
+        span, access, _offset, _device, inode, *path = line.split(maxsplit=5)
+        # what a driver maps is no library
+        if inode != "0" and access.startswith("r") and not "".join(path).startswith("/dev/"):
+            start, end = (int(part, 16) for part in span.split("-"))
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ)
+
+
+class HostMeter:
+    """The resident set above that of the idle process: the CPU's device memory, and every device's host side."""
+
+    def __init__(self, limit_bytes: int, where: Literal["device", "host"]) -> None:
+        fault_in_libraries()
+        reset_peak()
+        self.limit_bytes = limit_bytes
+        self.where: Literal["device", "host"] = where
+        self.base_bytes = status()["VmRSS"]
+
+    def peak_bytes(self) -> int:
+        """Peak since the meter was made, above the base."""
+        peak = status().get("VmHWM")
+        if peak is None:  # gVisor has none
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return max(0, peak - self.base_bytes)
+
+    def check(self) -> None:
+        """Raise where the peak is above the ceiling."""
+        peak = self.peak_bytes()
+        if peak > self.limit_bytes:
+            raise CeilingBroken(self.where, peak)
+
+    def settle(self) -> None:
+        """Nothing to do: the resident set has no cache of its own."""
+
+    def read(self) -> Reading:
+        """The peak, the same by every name."""
+        peak = self.peak_bytes()
+        return Reading(peak_bytes=peak, allocated_bytes=peak, reserved_bytes=peak, outside_bytes=0, host_bytes=peak)
+
+
+class CudaMeter:
+    """The allocator's peaks and what lies outside it; tells the allocator that the card is as large as the ceiling."""
+
+    def __init__(self, limit_bytes: int, host_limit_bytes: int, uuid: str | None) -> None:
+        import torch
+
+        self.uuid = seen_uuid() or uuid  # a launch may see another card than was tuned on
+        self.before_bytes = device_used_bytes(self.uuid)
+        torch.cuda.set_device(0)
+        self.device = torch.cuda.current_device()
+        warm = torch.ones(64, 64, device="cuda")
+        _ = (warm @ warm).sum().item()
+        self.limit_bytes = limit_bytes
+        self.total_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        self.host = HostMeter(host_limit_bytes, "host")
+        self._outside_bytes = self._settled_bytes = 0
+        self._measure_outside()
+        self._cap()
+
+    def _measure_outside(self) -> None:
+        import torch
+
+        held = device_used_bytes(self.uuid) - self.before_bytes - torch.cuda.memory_reserved()
+        self._outside_bytes = max(self._outside_bytes, held, 0)
+
+    def _cap(self) -> None:
+        import torch
+
+        share = (self.limit_bytes - self._outside_bytes - _LATE_KERNELS_BYTES) / self.total_bytes
+        if share <= 0:
+            raise CeilingBroken("device", self._outside_bytes)
+        torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
+
+    def check(self) -> None:
+        """The device's ceiling is held by the allocator itself; the host's is checked here."""
+        self.host.check()
+
+    def settle(self) -> None:
+        """Count the kernels that warm-up has loaded as outside, and hold the allocator to the rest."""
+        import torch
+
+        torch.cuda.synchronize()
+        self._measure_outside()
+        if torch.cuda.max_memory_reserved() + self._outside_bytes > self.limit_bytes:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        self._cap()
+        self._settled_bytes = self._outside_bytes
+
+    def read(self) -> Reading:
+        """The peaks so far."""
+        import torch
+
+        torch.cuda.synchronize()
+        self._measure_outside()
+        stats = torch.cuda.memory_stats()
+        reserved = torch.cuda.max_memory_reserved()
+        return Reading(
+            peak_bytes=reserved + self._outside_bytes,
+            allocated_bytes=torch.cuda.max_memory_allocated(),
+            reserved_bytes=reserved,
+            outside_bytes=self._outside_bytes,
+            host_bytes=self.host.peak_bytes(),
+            alloc_retries=int(stats.get("num_alloc_retries", 0)),
+            settled_bytes=self._settled_bytes,
+        )
+
+
+@contextlib.contextmanager
+def driver() -> Iterator[Any]:
+    """The driver's own library, NVML; makes no context.
+
+    Raises:
+        MachineError: It does not answer, or not to what is asked inside.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            yield pynvml
+        finally:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise MachineError(f"the Nvidia driver does not answer ({error})", hint="what does nvidia-smi say?") from error
+
+
+@contextlib.contextmanager
+def on_device(uuid: str | None) -> Iterator[tuple[Any, Any]]:
+    """NVML, and its handle of a device: of the first one where nothing is known of it.
+
+    Raises:
+        MachineError: As for :func:`driver`.
+    """
+    with driver() as nvml:
+        yield nvml, nvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else nvml.nvmlDeviceGetHandleByIndex(0)
+
+
+def device_used_bytes(uuid: str | None) -> int:
+    """What ``nvidia-smi`` counts as used on a device, by all processes together; makes no context.
+
+    Raises:
+        MachineError: The driver does not tell; that of a chip which shares the host's memory does not.
+    """
+    with on_device(uuid) as (nvml, handle):
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+
+
+def seen_uuid() -> str:
+    """The UUID of the first device that this process sees, as the driver calls it; empty where PyTorch tells none.
+
+    Makes no context.
+
+    Raises:
+        MachineError: As for :func:`driver_s_name`.
+    """
+    import torch
+
+    uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", "") or "")
+    return driver_s_name(uuid) if uuid else ""
+
+
+def driver_s_name(uuid: str) -> str:
+    """How the driver calls a device, or a slice of one (MIG), whose UUID CUDA tells without a prefix.
+
+    Raises:
+        MachineError: It knows it by neither.
+    """
+    if uuid.startswith(("GPU-", "MIG-")):
+        return uuid
+    with driver() as nvml:
+        try:
+            nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except nvml.NVMLError:
+            nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+            return f"MIG-{uuid}"
+    return f"GPU-{uuid}"
+
+
+def control_groups() -> Iterator[Path]:
+    """The kernel's groups that bound this process's memory, its own first, then those around it."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text("ascii", "replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _number, kinds, name = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        root = Path("/sys/fs/cgroup/memory" if kinds else "/sys/fs/cgroup")
+        own = root / name.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_dir():
+                yield folder
+            if folder == root:
+                break
+
+
+def meter(facts: Facts) -> Meter:
+    """The meter for the device, with the workload's ceilings; starts to count now."""
+    work = facts.workload
+    if facts.hardware.device == "cuda":
+        return CudaMeter(work.limit_bytes, work.host_limit_bytes, facts.hardware.uuid)
+    return HostMeter(work.limit_bytes, "device")
+
+
+def guard_host(limit_bytes: int) -> None:
+    """A safety net: let allocations fail far above the ceiling, before the machine itself runs out.
+
+    The ceiling is judged by the meter; data that is mapped but never touched counts here, so this net hangs lower.
+    """
+    _hang(int(limit_bytes * 1.5) + GIB)
+
+
+@contextlib.contextmanager
+def guarded(more_bytes: int) -> Iterator[None]:
+    """Let allocations fail inside, once the process holds so many bytes more than now."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    _hang(more_bytes)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _hang(more_bytes: int) -> None:
+    net = status()["VmData"] + more_bytes
+    _soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or net < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (net, hard))
+
+
+def out_of_memory(error: BaseException) -> tuple[Literal["device", "host"], int | None] | None:
+    """Where an exception says that memory ran out, and how many bytes were asked for; ``None`` for other errors.
+
+    PyTorch has a class for CUDA's; the CPU allocator and the pinned-memory allocator raise plain errors.
+    """
+    import torch
+
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        found = re.search(r"Tried to allocate ([\d.]+) (MiB|GiB)", text)
+        asked = int(float(found[1]) * (MIB if found[2] == "MiB" else GIB)) if found else None
+        return "device", asked
+    if isinstance(error, MemoryError):
+        return "host", None
+    if isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in text:
+        found = re.search(r"you tried to allocate (\d+) bytes", text)
+        return "host", int(found[1]) if found else None
+    if isinstance(error, RuntimeError) and re.search(
+        r"CUDA( driver)? error: out of memory|CUDA out of memory|ALLOC(ATION)?_FAILED"
+        r"|Triton Error \[CUDA\]: out of memory|Cuda failure.*'out of memory'",
+        text,
+    ):
+        return "device", None  # of a library with an allocator of its own, or of the driver
+    return None

@@ -1,0 +1,1 @@
+"""What a tune leaves: the document, the files and the report, and how they are read back."""

@@ -1,0 +1,195 @@
+"""``autofit.json``: the answer and its evidence, as others read it. The schema ships beside this file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from autofit.contract.facts import Facts, Hardware, Model, Workload
+from autofit.contract.plan import Measured, Plan, Promise, Trial
+from autofit.system import strict_json
+from autofit.system.errors import InputError
+
+FORMAT = 1
+NAME = "autofit.json"
+MODEL_FOLDER = "model"
+REQUEST = "request.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """One value of one technique, and what this machine makes of it."""
+
+    technique: str
+    value: int | str
+    kind: str
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A measured plan that no other one beats in both speed and memory."""
+
+    plan: Plan
+    samples_per_second: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """What one value of the winner is good for, against the same plan with the technique's plain value.
+
+    Attributes:
+        evidence: ``measured``: both were; ``estimated``: the other is what the search believes; ``out_of_memory``: the
+            other breaks the ceiling; ``none``: nothing is known of it.
+        speed_ratio: The winner's speed as a multiple of the other's.
+        spread: Relative standard deviation of an estimated ratio.
+        saved_bytes: By how much the other's peak is higher; negative where it is lower.
+    """
+
+    technique: str
+    value: int | str
+    plain: int | str
+    evidence: Literal["measured", "estimated", "out_of_memory", "none"]
+    speed_ratio: float | None = None
+    spread: float | None = None
+    saved_bytes: int | None = None
+
+
+Verdict = Literal["same", "other", "method", "alone", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """A short training of the winner beside one of a plain plan, on the same rows and weights.
+
+    Attributes:
+        verdict: ``same``: within the bounds; ``other``: outside of them; ``method``: another training method, which
+            only has to stay finite; ``alone``: there was nothing to compare with; ``unknown``: it did not end.
+        words: The verdict in a sentence.
+        losses, reference_losses: Of each optimizer step.
+        bound, difference: Of the losses, as shares of the reference's: the most that may be, the most that was.
+    """
+
+    verdict: Verdict
+    words: str
+    reference: Plan | None = None
+    losses: tuple[float, ...] = ()
+    reference_losses: tuple[float, ...] = ()
+    bound: float | None = None
+    difference: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """The answer of one tune.
+
+    Attributes:
+        format: Number of this layout; a reader refuses one that it does not know.
+        plan: The winner's value of each technique.
+        reason: Why this plan and not another, in words.
+        changes: What the winner changes in the training, a sentence each.
+        script: What no argument can carry and a script must do, a sentence each.
+        offers: Every choice that was considered, offered or not, with its reason.
+        notes: What a reader should know of the measurements.
+        front: Measured plans that none beats in both speed and memory, the smallest first, the winner last.
+        contributions: What each value of the winner that is not plain is good for.
+        guard: What a short training of the winner showed; ``None`` where there was none.
+        seconds: Wall seconds of the whole tune; ``training_share`` of them went into training steps.
+    """
+
+    format: Literal[1] = 1
+    autofit: str
+    created: str
+    model: Model
+    workload: Workload
+    hardware: Hardware
+    versions: Mapping[str, str]
+    plan: Plan
+    promise: Promise
+    reason: str
+    changes: tuple[str, ...]
+    script: tuple[str, ...]
+    offers: tuple[Offer, ...]
+    trials: tuple[Trial, ...]
+    notes: tuple[str, ...] = ()
+    front: tuple[Point, ...] = ()
+    contributions: tuple[Contribution, ...] = ()
+    guard: Guard | None = None
+    seconds: float
+    training_share: float
+    median_trial_seconds: float
+
+    @property
+    def facts(self) -> Facts:
+        """The facts that the plan was found for."""
+        return Facts(model=self.model, hardware=self.hardware, workload=self.workload, packages=self.versions)
+
+
+DOCUMENT: TypeAdapter[Document] = TypeAdapter(Document)
+
+
+def read(folder: str | Path) -> Document:
+    """The document of an output folder.
+
+    Raises:
+        InputError: There is none, or it is not one of this format.
+    """
+    path = Path(folder) / NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+        raw = strict_json.loads(text)
+    except FileNotFoundError:
+        begun = path.with_name(REQUEST).exists()
+        hint = "its tune has found no answer yet: go on with it by --resume" if begun else "give the folder of a tune"
+        raise InputError(f"{folder} holds no {NAME}", hint=hint) from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} can't be read: {error}", hint="tune again, or with --resume in that folder") from None
+    found = raw.get("format") if isinstance(raw, dict) else None
+    if found != FORMAT:
+        raise InputError(
+            f"{path} has format {found!r}, this version reads {FORMAT}", hint="read it with the version that wrote it"
+        )
+    try:
+        found = DOCUMENT.validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part)[:80] for part in first["loc"])
+        raise InputError(f"{path} is not valid at {where}: {first['msg']}", hint="it was edited by hand?") from None
+    _check_sound(found, path)
+    return found
+
+
+def _check_sound(document: Document, path: Path) -> None:
+    """Refuse what no tune can have written, though each of its fields is of the right kind.
+
+    Raises:
+        InputError: There is such a thing.
+    """
+    batch = document.workload.global_batch
+    plans = [document.plan, *(trial.plan for trial in document.trials), *(point.plan for point in document.front)]
+    for plan in plans:
+        rows, times = plan.get("micro_batch"), plan.get("accumulation")
+        whole = isinstance(rows, int) and isinstance(times, int) and rows > 0 and times > 0
+        if not whole or int(rows or 0) * int(times or 0) * document.workload.processes != batch:
+            raise InputError(
+                f"{path} has a plan that does not make the global batch of {batch}: {plan.words()[:300]}",
+                hint="it was edited by hand?",
+            )
+    promise = document.promise
+    least = min(promise.samples_per_second, promise.tokens_per_second, promise.step_seconds, promise.limit_bytes)
+    measured = [trial.outcome for trial in document.trials if isinstance(trial.outcome, Measured)]
+    if min((least, *(min(one.step_seconds, one.samples_per_second) for one in measured))) <= 0:
+        raise InputError(f"{path} has a speed or a ceiling of nothing", hint="it was edited by hand?")
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of the document, as it is written to ``autofit.schema.json``."""
+    found = DOCUMENT.json_schema(mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "autofit.json", **found}

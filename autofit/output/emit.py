@@ -1,0 +1,97 @@
+"""Winner -> files, each loaded back with the library that will read it.
+
+``accelerate.yaml`` and ``training_args.json`` are written beside their places and checked there; only then are they
+renamed, ``autofit.json`` last. An Accelerate YAML refuses unknown top-level keys but takes anything inside its
+sub-mappings, so those are held against the launcher's own options.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yaml import YAMLError
+
+from autofit.contract.plan import dump_json
+from autofit.output import document as documents
+from autofit.output.document import DOCUMENT, Document
+from autofit.registry import recipe as recipe_of
+from autofit.system.errors import EmissionError, InputError
+from autofit.system.files import write_atomically, writing
+from autofit.training.launch_environment import write_yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+YAML = "accelerate.yaml"
+ARGUMENTS = "training_args.json"
+REPORT = "report.html"
+ASIDE = ".emitting"
+
+
+def emit(document: Document, folder: Path, report: str, check: Callable[[Path], None]) -> None:
+    """Write the four files.
+
+    Args:
+        document: The answer.
+        folder: The output folder; its ``model/`` holds the config already.
+        report: The HTML page.
+        check: Loads a folder of files back; see :func:`check_files`. It imports torch, so a caller that does not
+            want that runs it in another process.
+
+    Raises:
+        MachineError: The disk is full, or the folder can't be written.
+        EmissionError: A file was refused by its reader.
+    """
+    recipe = recipe_of(document.plan, document.facts)
+    aside = folder / ASIDE
+    with writing(aside):
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(folder / documents.MODEL_FOLDER, aside / documents.MODEL_FOLDER)
+        write_yaml(aside / YAML, dict(recipe.emission.accelerate))
+    arguments = json.dumps(dict(recipe.emission.training_args), indent=1, sort_keys=True, allow_nan=False) + "\n"
+    write_atomically(aside / ARGUMENTS, arguments)
+    write_atomically(aside / REPORT, report)
+    write_atomically(aside / documents.NAME, dump_json(DOCUMENT, document))
+    check(aside)
+    with writing(folder):
+        for name in (YAML, ARGUMENTS, REPORT, documents.NAME):
+            (aside / name).replace(folder / name)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_files(folder: Path) -> None:
+    """Load every emitted file back with the installed libraries.
+
+    Raises:
+        EmissionError: One is refused, or does not come back as it was written.
+    """
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+    from transformers import HfArgumentParser, TrainingArguments
+
+    from autofit.output.setup import load
+
+    try:
+        config = load_config_from_file(str(folder / YAML))
+        known = set(vars(launch_command_parser().parse_args(["script.py"])))
+        for name in ("fsdp_config", "deepspeed_config", "dynamo_config", "fp8_config", "parallelism_config"):
+            unknown = set(getattr(config, name, None) or {}) - known
+            if unknown:
+                raise EmissionError(f"{YAML}: {name} has keys that the launcher ignores: {sorted(unknown)}")
+        reader: Any = HfArgumentParser
+        (args,) = reader(TrainingArguments).parse_json_file(str(folder / ARGUMENTS))
+        written = json.loads((folder / ARGUMENTS).read_text("utf-8"))
+        changed = {name for name, value in written.items() if _plain(getattr(args, name)) != value}
+        if changed:
+            raise EmissionError(f"{ARGUMENTS}: {sorted(changed)} come back changed")
+        load(folder)
+    except (AttributeError, ImportError, InputError, KeyError, OSError, TypeError, ValueError, YAMLError) as error:
+        raise EmissionError(f"an emitted file is refused by its reader: {error}") from error
+
+
+def _plain(value: object) -> object:
+    """An enumeration as the string that was written."""
+    return getattr(value, "value", value)

@@ -1,0 +1,235 @@
+"""A document for people: a summary for the terminal, and one page of HTML that needs nothing beside it.
+
+Names, reasons and logs come from outside. The terminal gets them as text without markup or control characters,
+the page gets them escaped, under a policy that forbids scripts and anything from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autofit.contract.plan import Measured, Trial
+from autofit.output import charts, wording
+from autofit.output.document import Document, Offer
+from autofit.output.wording import clean
+from autofit.system.units import duration, size
+
+PAGE = "report.html"
+_TEMPLATE = "report.html.j2"
+_BAR_CELLS = 30
+_SHOWN_PLANS, _SHOWN_FAILURES = 10, 5
+
+
+def summary(document: Document, *, folder: str | Path) -> Group:
+    """What a person wants to know at the end of a tune, for 80 columns and for no colours.
+
+    Args:
+        document: What the tune found.
+        folder: Where its files are, as the user calls it; it goes into the commands.
+    """
+    launch, verify = ("\n".join(wording.shell_lines(words)) for words in wording.launch_commands(document, folder))
+    script = wording.script_lines(document, folder) or ["nothing beyond reading training_args.json"]
+    same = ["nothing: the training is that of a plain plan"]
+    sections: list[tuple[str, RenderableType]] = [
+        ("The winner", Group(_split(document), _text(""), _plan_table(document))),
+        ("The promise", _promise_table(document)),
+        ("What it changes in the training", _bullets(document.changes or same)),
+        ("What your script must do", _bullets(script)),
+        ("Why this plan", Group(_text(document.reason), *_bulleted(wording.contributed(document)))),
+        ("Against plain plans", _bullets(wording.against_plain(document)[1])),
+        ("The trials", _trials(document)),
+        ("What it cost", _text(wording.cost(document))),
+    ]
+    smaller = wording.ceilings(document)
+    if smaller:
+        sections.insert(-2, ("With less memory", _bullets(smaller)))
+    guarded, payback = wording.guarded(document), wording.payback(document)
+    attended = wording.attended(document)
+    if attended:
+        sections.insert(-2, ("Which attention ran", _text(attended)))
+    if payback:
+        sections.insert(-2, ("When compiling pays back", _text(payback)))
+    if guarded:
+        sections.insert(-2, ("Does it train as a plain plan does?", _text(guarded)))
+    if document.notes:
+        sections.append(("Notes", _bullets(document.notes)))
+    sections.append(("Launch it", _text(launch, overflow="fold")))
+    sections.append(("Check the promise", _text(verify, overflow="fold")))
+    return Group(
+        _header(document),
+        *(_section(title, body) for title, body in sections),
+        Padding(_text(f"All of it, with charts: {Path(folder) / PAGE}", overflow="fold"), (1, 0, 0, 0)),
+    )
+
+
+def html(document: Document, *, folder: str | Path) -> str:
+    """The whole report as one page: no script, nothing loaded from elsewhere, light or dark as the reader has it.
+
+    Args:
+        document: What the tune found.
+        folder: Where its files are, as the user calls it; it goes into the commands.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_finalize
+    )
+    environment.filters.update(
+        size=size, duration=duration, percent=wording.percent, number=wording.number, short=wording.short
+    )
+    template = environment.from_string(files("autofit.output").joinpath(_TEMPLATE).read_text(encoding="utf-8"))
+    ranked = wording.standings(document)
+    ratio, comparison = wording.against_plain(document)
+    return template.render(
+        document=document,
+        findings=wording,
+        split=list(
+            zip((*wording.SPLIT, "processes"), wording.product(document).split(" = ")[0].split(" x "), strict=True)
+        ),
+        ratio=ratio,
+        comparison=comparison,
+        scatter=charts.scatter(document),
+        losses=charts.losses(document),
+        contributed=wording.contributed(document),
+        ceilings=wording.ceilings(document),
+        guarded=wording.guarded(document),
+        payback=wording.payback(document),
+        attended=wording.attended(document),
+        chart=charts,
+        plain_plan=next((one.plan for one in ranked if one.is_plain), None),
+        best_first=_best_first(document),
+        fastest=max(one.samples_per_second for one in _runs(document)) if _runs(document) else 1.0,
+        offers=_by_technique(document.offers),
+        script=wording.script_lines(document, folder),
+        commands=["\n".join(wording.shell_lines(words)) for words in wording.launch_commands(document, folder)],
+    )
+
+
+def _header(document: Document) -> Text:
+    model, hardware, work = document.model, document.hardware, document.workload
+    text = _text(model.name, style="bold")
+    text.append(f"\n{wording.parameters(model.parameters)}, {model.layers} layers, {clean(model.architecture)}")
+    text.append(f"\n{clean(hardware.name)}, ceiling {size(work.limit_bytes)}")
+    text.append(f"\nsequence length {work.seq_len}, global batch {work.global_batch}, {wording.path_words(document)}")
+    return text
+
+
+def _split(document: Document) -> Text:
+    """The promise of the global batch."""
+    return _text(f"{wording.SPLIT_WORDS}: ").append(wording.product(document), style="bold")
+
+
+def _plan_table(document: Document) -> Table:
+    table = _table("technique", "value", "class", "what it does")
+    for offer in wording.chosen(document):
+        table.add_row(*(_text(str(word)) for word in (offer.technique, offer.value, offer.kind, offer.reason)))
+    return table
+
+
+def _promise_table(document: Document) -> Table:
+    promise = document.promise
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_row("speed", f"{wording.speed(document)} samples/s, {wording.number(promise.tokens_per_second)} tokens/s")
+    table.add_row("step", f"{wording.step(promise)} for a whole optimizer step")
+    share = promise.peak_bytes / promise.limit_bytes
+    filled = min(_BAR_CELLS, max(1, round(_BAR_CELLS * share)))
+    bar = Text("█" * filled, style="green").append("░" * (_BAR_CELLS - filled), style="dim")
+    table.add_row("peak memory", bar.append(f" {wording.percent(share)} of the ceiling", style="none"))
+    table.add_row("", f"{size(promise.peak_bytes)} of {size(promise.limit_bytes)}; {wording.peak_words(document)}")
+    for name, count, meaning in wording.memory_parts(document):
+        table.add_row("", f"{name} {size(count)}: {meaning}")
+    mfu = wording.winner_mfu(document)
+    if mfu is not None:
+        table.add_row("utilisation", f"{wording.percent(mfu)} of the device's peak FLOPs (MFU)")
+    return table
+
+
+def _trials(document: Document) -> Group:
+    """The plans that ran, best first, then what failed and why; a handful of each."""
+    ranked, failed = wording.standings(document), wording.failures(document)
+    table = _table("", "plan", "samples/s", "peak")
+    table.columns[2].justify = "right"
+    for one in ranked[:_SHOWN_PLANS]:
+        table.add_row(
+            ">" if one.is_winner else "",
+            _text(wording.short(one.plan)),
+            wording.number(one.samples_per_second),
+            f"{size(one.peak_bytes)} ({wording.percent(one.peak_bytes / document.promise.limit_bytes)})",
+        )
+    why = [
+        f"{wording.short(trial.plan)}: {wording.one_line(wording.why(trial.outcome))}"
+        for trial in failed[:_SHOWN_FAILURES]
+    ]
+    left = max(0, len(ranked) - _SHOWN_PLANS), max(0, len(failed) - _SHOWN_FAILURES)
+    words = [
+        f"{wording.plural(count, noun)} more"
+        for count, noun in zip(left, ("measured plan", "failed trial"), strict=True)
+        if count
+    ]
+    rest = f"; {' and '.join(words)} in {PAGE}" if words else ""
+    failures: list[RenderableType] = [_bullets(why), _text("")] if why else []
+    return Group(table, _text(""), *failures, _text(wording.tally(document) + rest))
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    return table
+
+
+def _section(title: str, body: RenderableType) -> Padding:
+    return Padding(Group(Text(title, style="bold"), Padding(body, (0, 0, 0, 2))), (1, 0, 0, 0))
+
+
+def _bullets(sentences: Iterable[str]) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column()
+    table.add_column(overflow="fold")
+    for sentence in sentences:
+        table.add_row("-", _text(sentence))
+    return table
+
+
+def _bulleted(sentences: list[str]) -> list[RenderableType]:
+    """Bullets below a text, if there are any."""
+    return [_text(""), _bullets(sentences)] if sentences else []
+
+
+def _text(words: str, **how: Any) -> Text:
+    return Text(clean(words), **{"overflow": "fold", **how})
+
+
+def _finalize(value: object) -> object:
+    """What a template prints: text without control characters; markup of its own passes."""
+    return clean(value) if type(value) is str else value
+
+
+def _runs(document: Document) -> list[Measured]:
+    return [trial.outcome for trial in document.trials if isinstance(trial.outcome, Measured)]
+
+
+def _best_first(document: Document) -> list[Trial]:
+    """Every trial: the fastest first, then the failures."""
+    measured = [
+        (trial.outcome.samples_per_second, trial) for trial in document.trials if isinstance(trial.outcome, Measured)
+    ]
+    return [trial for _, trial in sorted(measured, key=lambda pair: (-pair[0], pair[1].number))] + wording.failures(
+        document
+    )
+
+
+def _by_technique(offers: Iterable[Offer]) -> dict[str, list[Offer]]:
+    grouped: dict[str, list[Offer]] = {}
+    for offer in offers:
+        grouped.setdefault(offer.technique, []).append(offer)
+    return grouped

@@ -1,0 +1,175 @@
+"""The answer: the winner as a document, its files, and the object that Python gets."""
+
+from __future__ import annotations
+
+import datetime as dt
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autofit import __version__, registry, space
+from autofit.contract.plan import Plan, Promise, Trial, dump_json, median
+from autofit.output import document as documents
+from autofit.output import report
+from autofit.output.document import Contribution, Document, Guard, Offer, Point
+from autofit.output.emit import ARGUMENTS, REPORT, YAML, emit
+from autofit.system.errors import EmissionError
+from autofit.system.files import usable_folder, writing
+from autofit.system.fork_server import ForkServer
+from autofit.system.units import size
+from autofit.training.runner import training_seconds
+from autofit.worker import CHECK_FILE, JOBS, CheckJob
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from autofit.contract.facts import Facts
+    from autofit.contract.technique import Choice
+    from autofit.search.decision import Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Result:
+    """The answer of a tune.
+
+    Attributes:
+        folder: Where the files are.
+        document: All that is in ``autofit.json``.
+    """
+
+    folder: Path
+    document: Document
+
+    def __repr__(self) -> str:
+        promise = self.promise
+        said = f"{promise.samples_per_second:.4g} samples/s, {size(promise.peak_bytes)}"
+        return f"Result({self.plan.words()}: {said}, in {str(self.folder)!r})"
+
+    @property
+    def plan(self) -> Plan:
+        """The winner's value of each technique."""
+        return self.document.plan
+
+    @property
+    def promise(self) -> Promise:
+        """What training will do."""
+        return self.document.promise
+
+    def training_arguments(self, **others: Any) -> TrainingArguments:
+        """``transformers.TrainingArguments`` with every tuned field, and ``others`` for the rest."""
+        return registry.recipe(self.plan, self.document.facts).training_arguments(**others)
+
+    def save(self, folder: str | Path) -> Path:
+        """Copy the emitted files (not the trials) to another folder.
+
+        Raises:
+            InputError: The folder can't be written.
+        """
+        target = usable_folder(Path(folder))
+        with writing(target):
+            for name in (YAML, ARGUMENTS, REPORT, documents.NAME):
+                shutil.copyfile(self.folder / name, target / name)
+            shutil.copytree(self.folder / documents.MODEL_FOLDER, target / documents.MODEL_FOLDER, dirs_exist_ok=True)
+        return target
+
+
+def _offers(plan: Plan, facts: Facts) -> list[tuple[str, Choice]]:
+    """What every technique offers, and the plan's own values where they are none of these."""
+    known = space.offers(facts)
+    listed = {(name, choice.value) for name, choice in known}
+    own = [(one.name, one.choice(plan[one.name], facts)) for one in registry.techniques()]
+    return [*known, *((name, choice) for name, choice in own if (name, choice.value) not in listed)]
+
+
+def write(document: Document, folder: Path, server: ForkServer) -> Result:
+    """Write the four files, each loaded back in a process of its own.
+
+    Raises:
+        MachineError: The disk is full, or the folder can't be written.
+        EmissionError: A file is refused by the library that reads it.
+    """
+
+    def check(aside: Path) -> None:
+        job = CheckJob(folder=str(aside.resolve()))
+        with server.ask(folder, dump_json(JOBS, job), CHECK_FILE) as answer:
+            if answer is None or answer["error"]:
+                raise EmissionError(f"the emitted files are refused: {answer['error'] if answer else 'no answer'}")
+
+    emit(document, folder, report.html(document, folder=str(folder)), check)
+    return Result(folder=folder, document=document)
+
+
+def compose(
+    decision: Decision,
+    facts: Facts,
+    trials: Sequence[Trial],
+    *,
+    notes: Sequence[str],
+    seconds: float,
+    guard: Guard | None = None,
+    front: Sequence[Point] = (),
+    contributions: Sequence[Contribution] = (),
+) -> Document:
+    """The winner and its evidence as a document.
+
+    Args:
+        decision: Which plan won, and why.
+        facts: What it won for.
+        trials: All of them, in order.
+        notes: What was said on the way.
+        seconds: Wall seconds of the whole tune.
+        guard: What a short training of the winner showed.
+        front: What smaller ceilings would give.
+        contributions: What each value of the winner is good for.
+    """
+    measured = decision.measured
+    walls = [trial.wall_seconds for trial in trials]
+    spent = sum(walls)
+    added = (
+        ("the winner was not measured whole: its micro-steps were added up",) if measured.fidelity == "parts" else ()
+    )
+    recipe = registry.recipe(decision.plan, facts)
+    return Document(
+        autofit=__version__,
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        model=facts.model,
+        workload=facts.workload,
+        hardware=facts.hardware,
+        versions=dict(facts.packages),
+        plan=decision.plan,
+        promise=Promise(
+            launch_path=facts.workload.launch_path,
+            samples_per_second=measured.samples_per_second,
+            tokens_per_second=measured.tokens_per_second,
+            step_seconds=measured.step_seconds,
+            step_seconds_spread=measured.step_seconds_spread,
+            peak_bytes=measured.peak_bytes,
+            allocated_bytes=measured.allocated_bytes,
+            reserved_bytes=measured.reserved_bytes,
+            outside_bytes=measured.outside_bytes,
+            limit_bytes=facts.workload.limit_bytes,
+        ),
+        reason=decision.reason,
+        changes=tuple(registry.changes(decision.plan, facts)),
+        script=recipe.emission.script,
+        offers=tuple(
+            Offer(
+                technique=name,
+                value=choice.value,
+                kind=choice.kind.value,
+                status=choice.status,
+                reason=choice.reason,
+            )
+            for name, choice in _offers(decision.plan, facts)
+        ),
+        trials=tuple(trials),
+        notes=tuple(dict.fromkeys((*notes, *added, *measured.notes))),
+        front=tuple(front),
+        contributions=tuple(contributions),
+        guard=guard,
+        seconds=seconds,
+        training_share=sum(training_seconds(trial) for trial in trials) / max(spent, seconds, 1e-9),
+        median_trial_seconds=median(walls) if walls else 0.0,
+    )

@@ -1,0 +1,181 @@
+"""``autofit.load(DIR)``: the emitted files as objects, for the user's own script."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autofit.output import document as documents
+from autofit.registry import recipe as recipe_of
+from autofit.registry import techniques
+from autofit.system.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, TrainingArguments
+
+    from autofit.contract.plan import Plan, Promise
+    from autofit.contract.recipe import Recipe
+    from autofit.output.document import Document
+
+PACKAGES = (
+    "torch", "transformers", "accelerate", "optuna", "peft", "bitsandbytes", "trl", "deepspeed", "torchao",
+    "liger-kernel", "flash-attn", "flash-attn-3", "triton", "lomo-optim", "galore-torch", "apollo-torch",
+    "schedulefree", "torch-optimi",
+)  # fmt: skip
+"""Packages that techniques look for, and whose versions an answer holds for."""
+
+
+def installed() -> dict[str, str]:
+    """The installed ones of the packages that matter, with their versions."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setup:
+    """What a tune found, ready to be used in a script.
+
+    Attributes:
+        folder: Where the emitted files are.
+        document: The whole ``autofit.json``.
+        recipe: The plan, turned into slots by the installed versions.
+    """
+
+    folder: Path
+    document: Document
+    recipe: Recipe
+
+    @property
+    def plan(self) -> Plan:
+        """The winner's value of each technique."""
+        return self.document.plan
+
+    @property
+    def promise(self) -> Promise:
+        """What training will do."""
+        return self.document.promise
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows for a plain loop's ``DataLoader``."""
+        return self.recipe.micro_batch
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches to an optimizer step."""
+        return self.recipe.accumulation
+
+    @property
+    def wraps_optimizer(self) -> bool:
+        """Whether a Trainer has to be given ``setup.optimizer(model)``, since no argument can name it."""
+        return bool(self.recipe.optimizer_wraps)
+
+    def model(self, source: str | Path | None = None) -> PreTrainedModel:
+        """The model with everything that no argument can carry: weights' dtype, offload, wrappers.
+
+        Args:
+            source: A pretrained model's id or folder; without it, random weights of the tuned config.
+
+        Raises:
+            ModelError: There are no weights to be loaded from there.
+        """
+        try:
+            return self.recipe.model(source, config=self.folder / documents.MODEL_FOLDER)
+        except OSError as error:
+            if source is None:
+                raise
+            raise ModelError(
+                f"{str(source)!r} can't be loaded: {str(error).splitlines()[0]}",
+                hint="it is to be a hub id, or a folder with trained weights; without it the weights are random",
+            ) from error
+
+    def optimizer(self, model: PreTrainedModel, **others: Any) -> torch.optim.Optimizer:
+        """The optimizer that the plan names, as a Trainer builds it.
+
+        Args:
+            model: From :meth:`model`.
+            others: Untuned fields of ``TrainingArguments``, such as ``learning_rate`` and ``weight_decay``.
+        """
+        return self.recipe.optimizer(model, **others)
+
+    def watch(self, model: PreTrainedModel) -> Watch:
+        """Watch a training, to tell afterwards whether every knob took effect."""
+        return Watch(self, model)
+
+    def accelerator(self, **others: Any) -> Accelerator:
+        """An ``Accelerator`` with the plan's accumulation and precision."""
+        return self.recipe.accelerator(**others)
+
+    def training_arguments(self, **others: Any) -> TrainingArguments:
+        """``TrainingArguments`` with every tuned field, and ``others`` for the rest."""
+        return self.recipe.training_arguments(**others)
+
+
+class Watch:
+    """Watches a training through forward hooks, and tells which knobs it ignored.
+
+    Args:
+        setup: What was to be used.
+        model: The model before it is prepared or given to a Trainer.
+    """
+
+    def __init__(self, setup: Setup, model: PreTrainedModel) -> None:
+        from autofit.training.observer import Observer
+
+        self.setup = setup
+        self._observer = Observer(model, setup.recipe)
+
+    def ignored(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator, steps: int) -> list[str]:
+        """The knobs that did not take effect, a sentence each; empty where all did.
+
+        Args:
+            optimizer: The one that stepped, such as ``trainer.optimizer``.
+            accelerator: The one that prepared it, such as ``trainer.accelerator``.
+            steps: Optimizer steps that were made since the watch began.
+        """
+        self._observer.close()
+        # a compiled model's hooks do not count
+        accumulation = round(self._observer.micro_steps / steps) if steps and self._observer.micro_steps else None
+        seen = self._observer.evidence(optimizer, accelerator, accumulation)
+        plan, facts = self.setup.plan, self.setup.recipe.facts
+        found = [(one.name, one.in_effect(plan[one.name], seen, facts)) for one in techniques()]
+        return [f"{name}={plan[name]}: {reason}" for name, reason in found if reason]
+
+
+def load(folder: str | Path) -> Setup:
+    """Read an output folder of ``autofit tune``.
+
+    Warns where a package differs from the one that the answer was found with.
+
+    Raises:
+        InputError: The folder holds no valid ``autofit.json``.
+    """
+    found = documents.read(folder)
+    now = installed()
+    differing = [
+        f"{name} {then} -> {now.get(name, 'none')}"
+        for name, then in found.versions.items()
+        if _minor(now.get(name, "")) != _minor(then)
+    ]
+    if differing:
+        warnings.warn(
+            f"{folder} was tuned with other versions ({', '.join(differing)}): tune again, or check it by "
+            "`autofit verify`",
+            stacklevel=2,
+        )
+    facts = dataclasses.replace(found.facts, packages=now)
+    return Setup(folder=Path(folder), document=found, recipe=recipe_of(found.plan, facts))
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

@@ -1,0 +1,420 @@
+"""What a document says, in words and numbers, whatever it is laid out in: the terminal and the page say the same."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+from autofit.contract.plan import (
+    Crashed,
+    Diverged,
+    Measured,
+    Outcome,
+    OutOfMemory,
+    Plan,
+    Promise,
+    TimedOut,
+    Trial,
+    Unsupported,
+    Value,
+)
+from autofit.output.document import Contribution, Document, Offer
+from autofit.registry import techniques
+from autofit.search.decision import pool
+from autofit.system.units import duration, size
+
+SPLIT = ("micro_batch", "accumulation")
+"""The two knobs that make up the global batch; every other one is a technique on top of them."""
+SPLIT_WORDS = "micro-batch x accumulation x processes = global batch"
+_KINDS = {
+    "measured": "measured",
+    "crashed": "crashed",
+    "unsupported": "unsupported",
+    "diverged": "diverged",
+    "timed_out": "timed out",
+    "out_of_memory": "out of memory",
+}  # what a reader least expects comes first among the failures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One plan that ran inside the ceiling, all of its runs together.
+
+    Attributes:
+        samples_per_second: The promise's for the winner; else that of all its runs together, as the winner was chosen.
+        peak_bytes: The promise's for the winner; else the most of its runs.
+        runs: How many times it was measured.
+    """
+
+    plan: Plan
+    samples_per_second: float
+    peak_bytes: int
+    runs: int
+    is_winner: bool
+    is_plain: bool
+
+
+def standings(document: Document) -> list[Standing]:
+    """The plans that were measured: the winner, then the fastest first."""
+    runs: dict[Plan, list[Measured]] = {document.plan: []}
+    for trial in document.trials:
+        if isinstance(trial.outcome, Measured):
+            runs.setdefault(trial.plan, []).append(trial.outcome)
+    plain = plain_values()
+    found = []
+    for plan, seen in runs.items():
+        wins = plan == document.plan
+        shown = document.promise if wins else pool(seen)
+        found.append(
+            Standing(
+                plan=plan,
+                samples_per_second=shown.samples_per_second,
+                peak_bytes=shown.peak_bytes,
+                runs=len(seen),
+                is_winner=wins,
+                is_plain=is_plain(plan, plain),
+            )
+        )
+    return sorted(found, key=lambda one: (not one.is_winner, -one.samples_per_second, one.peak_bytes))
+
+
+def failures(document: Document) -> list[Trial]:
+    """The trials that were not measured, the least expected kinds first."""
+    order = list(_KINDS)
+    failed = [trial for trial in document.trials if not isinstance(trial.outcome, Measured)]
+    return sorted(failed, key=lambda trial: (order.index(trial.outcome.kind), trial.number))
+
+
+def tally(document: Document) -> str:
+    """``12 trials: 9 measured, 3 out of memory``."""
+    counts: Counter[str] = Counter(trial.outcome.kind for trial in document.trials)
+    parts = ", ".join(f"{counts[kind]} {word}" for kind, word in _KINDS.items() if counts[kind])
+    return f"{plural(len(document.trials), 'trial')}: {parts or 'none kept'}"
+
+
+def why(outcome: Outcome) -> str:
+    """What became of a trial, in words; for one that was measured, its peak."""
+    match outcome:
+        case Measured():
+            return f"{size(outcome.peak_bytes)} ({percent(outcome.peak_bytes / outcome.limit_bytes)})"
+        case OutOfMemory():
+            wanted = f", {size(outcome.requested_bytes)} more wanted" if outcome.requested_bytes else ""
+            held = f"{size(outcome.peak_bytes)} held of {size(outcome.limit_bytes)}"
+            return f"out of memory on the {outcome.where} in {outcome.phase}: {held}{wanted}"
+        case TimedOut():
+            return f"timed out in {outcome.phase}, after {duration(outcome.limit_seconds)}"
+        case Diverged():
+            return f"diverged: the loss was {outcome.loss} at step {outcome.step}"
+        case Unsupported():
+            return f"unsupported: {outcome.reason}"
+        case Crashed():
+            return f"crashed: {outcome.reason}"
+        case _:  # pragma: no cover - mypy holds it
+            assert_never(outcome)
+
+
+def plain_values() -> dict[str, Value]:
+    """What each technique does in a script that never heard of it; the split of the batch is left out."""
+    return {one.name: one.plain for one in techniques() if one.name not in SPLIT}
+
+
+def is_plain(plan: Mapping[str, Value], plain: Mapping[str, Value]) -> bool:
+    """Whether nothing but the split of the batch was chosen."""
+    return all(plain.get(name) == value for name, value in plan.items() if name not in SPLIT)
+
+
+def short(plan: Mapping[str, Value]) -> str:
+    """A plan in few words: the split, and what is not plain: ``8 x 4 precision=bf16``."""
+    plain = plain_values()
+    split = " x ".join(str(plan[name]) for name in SPLIT if name in plan)
+    rest = [f"{name}={value}" for name, value in plan.items() if name not in SPLIT and plain.get(name) != value]
+    return " ".join([split, *(rest or ["plain"])])
+
+
+def product(document: Document) -> str:
+    """The promise of the global batch, in numbers: ``8 x 4 x 1 = 32``."""
+    work = document.workload
+    factors = [*(str(document.plan[name]) for name in SPLIT), str(work.processes)]
+    return f"{' x '.join(factors)} = {work.global_batch}"
+
+
+def chosen(document: Document) -> list[Offer]:
+    """The winner's value of each technique, with its class and what it does; empty words where none were kept."""
+    known = {(offer.technique, offer.value): offer for offer in document.offers}
+    none = {"kind": "", "status": "", "reason": ""}
+    return [
+        known.get((name, value)) or Offer(technique=name, value=value, **none) for name, value in document.plan.items()
+    ]
+
+
+def against_plain(document: Document) -> tuple[float | None, list[str]]:
+    """How the winner compares with the plans of a search over the batch size alone.
+
+    Returns:
+        The winner's speed as a multiple of the fastest measured plain plan's (``None`` where there is no other
+        than the winner), and what is to be said, a sentence each.
+    """
+    ranked = standings(document)
+    winner, plain = ranked[0], [one for one in ranked if one.is_plain]
+    values = " ".join(f"{name}={value}" for name, value in plain_values().items())
+    meaning = f"A plain plan is what a search over the batch size alone can find: {values}."
+    if winner.is_plain:
+        return None, [
+            "The winner is a plain plan itself: nothing but the split of the batch was worth changing.",
+            meaning,
+        ]
+    if not plain:
+        failed = sum(is_plain(trial.plan, plain_values()) for trial in document.trials)
+        if failed:
+            return None, [f"{plural(failed, 'plain trial')}, and none was measured inside the ceiling.", meaning]
+        return None, ["No plain plan was tried, so there is none to compare with."]
+
+    def compared(other: Standing) -> str:
+        return (
+            f"({short(other.plan)}) makes {number(other.samples_per_second)} samples/s with a peak memory of "
+            f"{size(other.peak_bytes)}; the winner makes {times(winner, other)} that with {size(winner.peak_bytes)}"
+        )
+
+    fastest, largest = plain[0], max(plain, key=lambda one: int(one.plan["micro_batch"]))
+    said = [f"The fastest plain plan {compared(fastest)}."]
+    if largest.plan != fastest.plan:
+        said.append(f"The plain plan with the largest micro-batch that fits {compared(largest)}.")
+    return winner.samples_per_second / fastest.samples_per_second, [*said, meaning]
+
+
+def times(one: Standing, other: Standing) -> str:
+    """``3.10 times``: the speed of one as a multiple of the other's."""
+    return f"{one.samples_per_second / other.samples_per_second:.2f} times"
+
+
+def winner_mfu(document: Document) -> float | None:
+    """Model FLOPs utilisation of the winner's last run, where it is known."""
+    runs = [t.outcome for t in document.trials if t.plan == document.plan and isinstance(t.outcome, Measured)]
+    return runs[-1].mfu if runs else None
+
+
+def memory_parts(document: Document) -> list[tuple[str, int, str]]:
+    """What stands beside the peak on CUDA: name, bytes, meaning. Empty on a CPU, where they are all the peak."""
+    promise = document.promise
+    if document.hardware.device == "cpu":
+        return []
+    return [
+        ("allocated", promise.allocated_bytes, "the tensors alone"),
+        ("reserved", promise.reserved_bytes, "what the allocator held, its cache included"),
+        ("outside", promise.outside_bytes, "context, workspaces and managed memory outside the allocator"),
+    ]
+
+
+def peak_words(document: Document) -> str:
+    """What the peak counts."""
+    if document.hardware.device == "cpu":
+        return "resident memory above that of an idle process"
+    return "what the device must hold, as its driver counts it"
+
+
+def path_words(document: Document) -> str:
+    """What runs the training: the launch path in words."""
+    return "trained by a Trainer" if document.promise.launch_path == "trainer" else "trained by a plain loop"
+
+
+def script_lines(document: Document, folder: str | Path) -> list[str]:
+    """What the script must do, and how it comes by ``setup``, a sentence each; empty where arguments carry all."""
+    loops = document.promise.launch_path == "loop"
+    if not document.script and not loops:
+        return []
+    said = any("autofit.load(" in sentence for sentence in document.script)
+    opening = [] if said else [f"read the plan, once: setup = autofit.load({str(folder)!r})"]
+    return [*opening, *document.script]
+
+
+def launch_commands(document: Document, folder: str | Path) -> list[list[str]]:
+    """The commands that train by the emitted files and that check the promise, word by word and unquoted."""
+    at = Path(folder)
+    shown = f"./{at}" if str(at).startswith("-") else str(at)  # it is no option
+    launch = ["accelerate", "launch", "--config_file", f"{shown}/accelerate.yaml", "your_script.py"]
+    if document.promise.launch_path == "trainer":
+        launch.append(f"{shown}/training_args.json")
+    return [launch, ["autofit", "verify", shown]]
+
+
+def shell_lines(words: list[str], width: int = 76) -> list[str]:
+    r"""A command on as many lines as it needs, to be pasted as it stands.
+
+    >>> shell_lines(["autofit", "verify", "my folder"], width=16)
+    ['autofit verify \\', "    'my folder'"]
+    """
+    if len(shlex.join(words)) <= width:
+        return [shlex.join(words)]
+    first, *rest = map(shlex.quote, words)
+    lines = [first]
+    for word in rest:
+        if len(f"{lines[-1]} {word} \\") > width:
+            lines[-1] += " \\"
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}"
+    return lines
+
+
+def cost(document: Document) -> str:
+    """What the tune took."""
+    return (
+        f"{duration(document.seconds)} for {plural(len(document.trials), 'trial')} "
+        f"(median {duration(document.median_trial_seconds)} each); "
+        f"{percent(document.training_share)} of the time went into training steps."
+    )
+
+
+def ceilings(document: Document) -> list[str]:
+    """What smaller ceilings would give, a sentence each; empty where the winner is the smallest plan that was seen."""
+    smaller = [point for point in document.front if point.plan != document.plan]
+    return [
+        f"With {size(point.peak_bytes)} you would get {number(point.samples_per_second)} samples/s "
+        f"({percent(point.samples_per_second / document.promise.samples_per_second)}): {short(point.plan)}."
+        for point in smaller
+    ]
+
+
+def contributed(document: Document) -> list[str]:
+    """What each value of the winner is good for, a sentence each."""
+    return [
+        f"{one.technique}={one.value} instead of {one.plain}: {_contribution(one)}." for one in document.contributions
+    ]
+
+
+def _contribution(one: Contribution) -> str:
+    if one.evidence == "none":
+        return "the plan without it was neither measured nor estimated"
+    if one.evidence == "out_of_memory":
+        return "without it, the plan breaks the ceiling"
+    assert one.speed_ratio is not None
+    assert one.saved_bytes is not None
+    more = "more" if one.saved_bytes >= 0 else "less"
+    memory = f"without it the peak is {size(abs(one.saved_bytes))} {more}"
+    if one.evidence == "measured":
+        return f"{one.speed_ratio:.2f} times the speed, and {memory} (measured)"
+    about = f"about {one.speed_ratio:.2f} times the speed, give or take {percent(one.spread or 0.0)}"
+    return f"{about}, and {memory} (estimated)"
+
+
+_WARM_UP_STEPS = 2
+
+
+def payback(document: Document) -> str | None:
+    """After how many steps a compiled winner has paid back what its compiling takes; ``None`` for another winner."""
+    runs = [(trial.plan, trial.outcome) for trial in document.trials if isinstance(trial.outcome, Measured)]
+    mine = [run for plan, run in runs if plan == document.plan]
+    if not mine or mine[-1].evidence.compiled == "none":
+        return None
+    step_seconds = document.promise.step_seconds
+    extra = max(0.0, max(run.warm_up_seconds for run in mine) - _WARM_UP_STEPS * step_seconds)
+    said = f"The first steps take {duration(extra)} longer, since the model is compiled then"
+    compiled = {plan for plan, run in runs if run.evidence.compiled != "none"}
+    others = [one for one in standings(document) if one.plan not in compiled]
+    if not others:
+        return f"{said}; no plan without compiling was measured, so whether that pays back is not known."
+    saved = document.workload.global_batch / others[0].samples_per_second - step_seconds
+    beside = f"the fastest plan without ({short(others[0].plan)})"
+    if saved <= 0:
+        return f"{said}; against {beside} that never pays back."
+    steps = math.ceil(extra / saved)
+    return f"{said}; against {beside} that pays back after {plural(steps, 'optimizer step')}."
+
+
+_PYTORCHS = {"flash", "efficient", "cudnn", "math"}
+
+
+def attended(document: Document) -> str | None:
+    """Which kernels the winner's attention really ran; ``None`` where nothing shows them, as in a compiled graph."""
+    runs = [trial.outcome for trial in document.trials if trial.plan == document.plan]
+    seen = [run.evidence for run in runs if isinstance(run, Measured) and run.evidence.attention_kernels is not None]
+    if not seen:
+        return None
+    kernels, asked = seen[-1].attention_kernels or (), seen[-1].attention
+    if not kernels:
+        return f"No fused kernel ran: attention is made of plain operators ({asked})."
+    whose = "PyTorch's own" if set(kernels) <= _PYTORCHS else "another package's"
+    slow = "; math is the slow one, which keeps all scores" if "math" in kernels else ""
+    return f"Asked for was {asked}, and what ran is {' and '.join(kernels)} ({whose}{slow})."
+
+
+def guarded(document: Document) -> str | None:
+    """What the short training of the winner showed, in a line; ``None`` where there was none."""
+    found = document.guard
+    if found is None:
+        return None
+    words = one_line(found.words, 400)
+    return f"{words[:1].upper()}{words[1:]}. It took {duration(found.seconds)}."
+
+
+def clean(text: str) -> str:
+    """Text that can't steer a terminal or turn a line around: control and direction characters are replaced."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def one_line(text: str, limit: int = 160) -> str:
+    """The text's words on one line, cut where it is too long for a table."""
+    joined = " ".join(clean(text).split())
+    return joined if len(joined) <= limit else joined[: limit - 1].rstrip() + "…"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 trial``, ``2 trials``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def number(value: float) -> str:
+    """Four digits that count.
+
+    >>> number(41.2), number(12345.6)
+    ('41.20', '12,346')
+    """
+    return f"{value:,.{_decimals(value)}f}"
+
+
+def with_spread(value: float, spread: float) -> str:
+    """A value and the half-width of its interval, to the same place.
+
+    >>> with_spread(41.2, 0.314)
+    '41.20 ± 0.31'
+    """
+    return f"{value:,.{_decimals(value)}f} ± {spread:,.{_decimals(value)}f}"
+
+
+def speed(document: Document) -> str:
+    """The promised samples/s; its spread is that of the step, in proportion."""
+    promise = document.promise
+    relative = promise.step_seconds_spread / promise.step_seconds
+    return with_spread(promise.samples_per_second, promise.samples_per_second * relative)
+
+
+def step(of: Promise | Measured) -> str:
+    """The time of one optimizer step with its spread: ``776.7 ± 5.8 ms``."""
+    factor, unit = (1000, "ms") if of.step_seconds < 1 else (1, "s")
+    return f"{with_spread(of.step_seconds * factor, of.step_seconds_spread * factor)} {unit}"
+
+
+def percent(share: float) -> str:
+    """A share of one in whole percent; a small one is not rounded to nothing."""
+    return f"{share * 100:.0f} %" if share >= 0.01 or share <= 0 else f"{share * 100:.1g} %"
+
+
+def parameters(count: int) -> str:
+    """A number of parameters for a person.
+
+    >>> parameters(494_032_768)
+    '494.0 million parameters'
+    """
+    for word, unit in (("billion", 10**9), ("million", 10**6), ("thousand", 10**3)):
+        if count >= unit:
+            return f"{count / unit:,.{_decimals(count / unit)}f} {word} parameters"
+    return f"{count} parameters"
+
+
+def _decimals(value: float) -> int:
+    return min(6, max(0, 3 - math.floor(math.log10(abs(value))))) if value else 2

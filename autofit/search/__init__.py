@@ -1,0 +1,1 @@
+"""Which plan is tried next, and which one wins; knows no device."""

@@ -1,0 +1,295 @@
+"""Ask, run, tell, until nothing is worth trying; then the finalists again, interleaved, until one has stood it.
+
+Whatever runs the trials: a device, or a landscape that is played back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autofit import registry
+from autofit.contract.facts import Facts
+from autofit.contract.plan import Crashed, Diverged, Measured, Outcome, OutOfMemory, Plan, TimedOut, Trial, median
+from autofit.search import decision
+from autofit.search.decision import Decision
+from autofit.search.events import Events, Silent
+from autofit.search.recording import Writer
+from autofit.search.searcher import Searcher
+from autofit.space import Space
+from autofit.training.runner import Runner
+from autofit.training.timing import Effort
+
+LONGEST_TRIAL_SECONDS = 900.0
+_LATER = 3
+"""How many times as long as expected a compiler may take."""
+FINALISTS = 3
+ROUNDS = 2
+DISAGREEMENT = 1.15
+MOST_REPEATS = 6
+CREDIT, EARNED = 3.0, 0.25
+"""Failures that are looked at twice, if they come again: what was no accident is not repeated for ever. Each trial that
+was measured earns a part of one."""
+LEAST_LIMIT_SECONDS = 120.0
+SLOWEST = 10
+"""A trial that takes so many times as long as those that were measured hangs."""
+BASELINES = 2
+HOPELESS = 1.5
+"""A trial whose first steps are that many times slower than the best is cut off."""
+TIGHT, LOOKS_AT_TIGHT = 0.95, 5
+"""On a CPU a winner whose peak is above that share of the ceiling is measured so many times: a process's resident set
+scatters by some per cent, where what a GPU's allocator holds is the same every time."""
+FINAL = Effort(fidelity="whole", min_steps=3, max_steps=8, seconds=6.0, target=0.01)
+
+
+@dataclass(slots=True, kw_only=True)
+class Campaign:
+    """The trials of one question.
+
+    Attributes:
+        left: Seconds left of the time that was given; ``None`` for no end.
+        seconds: All that was given.
+        trials: What was measured so far; grows.
+        record: Where each trial is written too.
+        refused: Plans that must not win, and why.
+    """
+
+    facts: Facts
+    space: Space
+    runner: Runner
+    events: Events = field(default_factory=Silent)
+    note: Callable[[str], None] = lambda _: None
+    left: Callable[[], float | None] = lambda: None
+    seconds: float | None = None
+    trials: list[Trial] = field(default_factory=list)
+    record: Writer | None = None
+    refused: Mapping[Plan, str] = field(default_factory=dict)
+    repeats: int = 0
+    credit: float = CREDIT
+    hopeless: float = HOPELESS
+
+    @property
+    def limit_bytes(self) -> int:
+        """The ceiling on the device."""
+        return self.facts.workload.limit_bytes
+
+    def best(self) -> Trial | None:
+        """The fastest measured trial inside the ceiling."""
+        fitting = [
+            (trial.outcome.samples_per_second, trial)
+            for trial in self.trials
+            if isinstance(trial.outcome, Measured) and trial.outcome.peak_bytes <= self.limit_bytes
+        ]
+        return max(fitting, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+    def run(self, plan: Plan, effort: Effort, purpose: Literal["search", "final"], *, again: bool = False) -> Trial:
+        """One trial; once more where it failed in a way that may be no fault of the plan's, or was disturbed."""
+        number = max((trial.number for trial in self.trials), default=-1) + 1
+        left = self.left()
+        self.events.trial_begins(number, plan, purpose, left)
+        walls = self._walls()
+        longest = min(LONGEST_TRIAL_SECONDS, max(LEAST_LIMIT_SECONDS, SLOWEST * median(walls) if walls else math.inf))
+        longest += _LATER * registry.extra_seconds(plan, self.facts)
+        limit = longest if left is None else max(10.0, min(longest, left))
+        trial = self.runner.run(number, plan, effort, purpose=purpose, limit_seconds=limit)
+        self.trials.append(trial)
+        if self.record is not None:
+            self.record.add(trial)
+        self.events.trial_ends(trial, self.best())
+        return trial if again else self._settled(trial, effort)
+
+    def take_up(self) -> None:
+        """Measure the last trial once more, where a tune that was stopped had not come to it."""
+        ends = [(trial.plan, trial.purpose) for trial in self.trials[-2:]]
+        if ends and ends.count(ends[-1]) == 1:
+            last = self.trials[-1]
+            self._settled(last, FINAL if last.purpose == "final" else self._effort())
+
+    def _settled(self, trial: Trial, effort: Effort) -> Trial:
+        """The trial; or a second one of its plan, where the first may say nothing of it."""
+        doubt = self._doubt(trial)
+        if doubt is None:
+            if isinstance(trial.outcome, Measured):
+                self.credit = min(CREDIT, self.credit + EARNED)
+            return trial
+        # on a busy machine there are many such, of which the end of the tune tells in one line
+        busy = isinstance(trial.outcome, Measured) and trial.outcome.disturbed
+        (self.events.note if busy else self.note)(f"{doubt}: it is measured once more")
+        second = self.run(trial.plan, effort, trial.purpose, again=True)
+        if not isinstance(trial.outcome, Measured):
+            cured = isinstance(second.outcome, Measured)
+            self.credit = min(CREDIT, self.credit + 1) if cured else self.credit - 1
+        return second
+
+    def _doubt(self, trial: Trial) -> str | None:
+        """Why a trial may say nothing of its plan, in words; ``None`` where it does, or enough were repeated."""
+        why, left = doubt(trial), self.left()
+        if why is None or (left is not None and left < trial.wall_seconds):
+            return None
+        if not isinstance(trial.outcome, Measured):
+            return why if self.credit >= 1 and not self._crashes_always(trial.outcome) else None
+        self.repeats += 1
+        if self.repeats == MOST_REPEATS + 1:
+            self.note("the machine stays busy: from here on trials that others disturb are not measured once more")
+        return why if self.repeats <= MOST_REPEATS else None
+
+    def _crashes_always(self, outcome: Outcome) -> bool:
+        """Whether a plan has crashed by the same error twice: then it is no accident. Who was killed may be one."""
+        if not isinstance(outcome, Crashed) or outcome.reason.startswith("killed "):
+            return False
+        alike = [
+            one.plan for one in self.trials if isinstance(one.outcome, Crashed) and one.outcome.reason == outcome.reason
+        ]
+        return len(set(alike)) < len(alike)
+
+    def search(self, searcher: Searcher, most_trials: int) -> None:
+        """Ask, run, tell, until nothing is worth trying or the budget is spent."""
+        while self._tried() < most_trials:
+            left = self.left()
+            if self.trials and left is not None and left < self._playoff_seconds():
+                self.note("the time is spent: the search ended before it was done")
+                return
+            if not self.step(searcher):
+                self.note(searcher.stopped)
+                return
+
+    def step(self, searcher: Searcher) -> bool:
+        """One trial of the search; returns whether there was one worth it."""
+        plan = searcher.ask()
+        if plan is None:
+            return False
+        searcher.tell(self.run(plan, self._effort(), "search"))
+        return True
+
+    def baseline(self, searcher: Searcher, most_trials: int) -> None:
+        """Measure the plain plan that is believed to be the fastest, unless one as fast was: what the winner gained.
+
+        Where it does not turn out to be the fastest, or to fit, another one follows.
+        """
+        plain = [plan for plan in self.space.plans if not decision.extras(plan)]
+        for _ in range(min(BASELINES, most_trials - self._tried())):
+            plan, left = searcher.foremost(plain), self.left()
+            if plan is None or (left is not None and left < self._playoff_seconds() + max(self._walls(), default=0.0)):
+                return
+            searcher.tell(self.run(plan, Effort(), "search"))
+
+    def _walls(self) -> list[float]:
+        """What the trials that were measured took, all in all."""
+        return [one.wall_seconds for one in self.trials if isinstance(one.outcome, Measured)]
+
+    def _tried(self) -> int:
+        """Plans that the search has tried."""
+        return len({trial.plan for trial in self.trials if trial.purpose == "search"})
+
+    def _effort(self) -> Effort:
+        """Of a trial of the search: one that is far slower than the best is cut off."""
+        best = self.best()
+        hopeless = best.outcome.step_seconds * self.hopeless if best and isinstance(best.outcome, Measured) else 0.0
+        return Effort(hopeless_seconds=hopeless)
+
+    def playoff(self) -> Decision | None:
+        """Measure the finalists again, whole and interleaved, until one of them has stood it."""
+        for _ in range(4):
+            finalists = [
+                plan
+                for plan in decision.finalists(tuple(self.trials), self.limit_bytes, FINALISTS, self.refused)
+                if self._finals(plan) < ROUNDS
+            ]
+            if not finalists:
+                break
+            for round_number in range(ROUNDS):
+                for plan in finalists:
+                    left = self.left()
+                    if left is not None and left <= 0:
+                        self.note("the time is spent: the playoff ended before it was done")
+                        return self.decide()
+                    if self._finals(plan) <= round_number:
+                        self.run(plan, FINAL, "final")
+            for plan in finalists:
+                if self._disagree(plan):
+                    self.note(f"two measurements of {plan.words()} disagree: something else ran; measured once more")
+                    self.run(plan, FINAL, "final")
+            if self._stands():
+                break
+        return self.decide()
+
+    def decide(self) -> Decision | None:
+        """The winner among all that was measured of the space; ``None`` where nothing fitted."""
+        allowed = set(self.space.plans)
+        eligible = tuple(trial for trial in self.trials if trial.plan in allowed)
+        return decision.decide(eligible, self.limit_bytes, self.refused)
+
+    def _playoff_seconds(self) -> float:
+        """What the playoff will take, from what trials took; half of the time at most."""
+        walls = self._walls()
+        if not walls:
+            return 0.0
+        usual = FINALISTS * ROUNDS * 1.3 * median(walls)
+        return min(usual, (self.seconds or math.inf) / 2)
+
+    def _finals(self, plan: Plan) -> int:
+        return sum(trial.purpose == "final" and trial.plan == plan for trial in self.trials)
+
+    def _stands(self) -> bool:
+        """Whether the winner has stood the playoff; one that is foremost without it has not.
+
+        Where its peak is near to the ceiling it has to stay below it for some times more.
+        """
+        first = decision.finalists(tuple(self.trials), self.limit_bytes, 1, self.refused)
+        before = self.decide()
+        if before is None or not first or not self._finals(first[0]):
+            return False
+        if self.facts.hardware.device == "cpu":
+            self._look_closer(before.plan)
+        after = self.decide()
+        return after is not None and after.plan == before.plan
+
+    def _look_closer(self, plan: Plan) -> None:
+        """Measure a plan that is near to the ceiling until it has stayed below it for some times, or broken it."""
+        peaks = [
+            trial.outcome.peak_bytes
+            for trial in self.trials
+            if trial.plan == plan and isinstance(trial.outcome, Measured)
+        ]
+        while TIGHT * self.limit_bytes <= max(peaks) <= self.limit_bytes and len(peaks) < LOOKS_AT_TIGHT:
+            left = self.left()
+            if left is not None and left <= 0:
+                return
+            outcome = self.run(plan, FINAL, "final").outcome
+            if not isinstance(outcome, Measured):
+                return
+            peaks.append(outcome.peak_bytes)
+
+    def _disagree(self, plan: Plan) -> bool:
+        """Whether the two final measurements of a plan differ by more than a machine at rest would make them."""
+        seconds = [
+            trial.outcome.step_seconds
+            for trial in self.trials
+            if trial.purpose == "final" and trial.plan == plan and isinstance(trial.outcome, Measured)
+        ]
+        return len(seconds) == ROUNDS and max(seconds) > DISAGREEMENT * min(seconds)
+
+
+def doubt(trial: Trial) -> str | None:
+    """Why a trial may say nothing of its plan, in words.
+
+    A ceiling that was broken and a value that can't be had are the plan's own; what crashed, hung or was disturbed
+    may be an accident.
+    """
+    found, which = trial.outcome, f"trial {trial.number}"
+    words = None
+    if isinstance(found, Measured) and found.paused:
+        words = f"the machine stood still during a step of {which}"
+    elif isinstance(found, Measured) and found.disturbed:
+        words = f"others took {found.disturbance:.0%} of the processors during {which}"
+    elif isinstance(found, OutOfMemory) and found.squeezed:
+        words = f"{which} ran out of memory that others had taken"
+    elif isinstance(found, Crashed):
+        words = f"{which} crashed ({found.reason})"
+    elif isinstance(found, Diverged):
+        words = f"the loss of {which} was not finite"
+    elif isinstance(found, TimedOut):
+        words = f"{which} hung ({found.phase})"
+    return words

@@ -1,0 +1,415 @@
+"""Landscapes: what every plan of a space gave on one device, kept in a file, and played back without the device.
+
+A file is JSON lines, gzipped where its name ends in ``.gz``. A line with ``facts`` says what the lines below it were
+measured for; each of those is one measurement of one plan, with its raw step times. Measurements of one plan differ:
+that is the device's noise, and it is played back too::
+
+    {"facts": {...}, "provenance": {...}}
+    {"plan": {...}, "outcome": {"kind": "measured", "steps": [...], ...}, "wall_seconds": 1.3, "predicted_bytes": ...}
+
+A ceiling below the recorded one is judged by what a plan needs: at its peak, what was allocated and what lies outside
+of the allocator. What the allocator only kept would have been given back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gzip
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from autofit.contract.facts import FACTS, Facts
+from autofit.contract.plan import Evidence, Measured, Outcome, OutOfMemory, Plan, Trial, Unsupported, median, spread
+from autofit.costmodel import forecast as forecasts
+from autofit.costmodel.forecast import Forecast
+from autofit.costmodel.roofline import WORK
+from autofit.costmodel.timeline import Floats
+from autofit.costmodel.trace_store import untraceable
+from autofit.machine import gpu_catalogue
+from autofit.registry import check_values, techniques
+from autofit.space import Space
+from autofit.system import strict_json
+from autofit.system.errors import InputError
+from autofit.system.files import writing
+from autofit.training.timing import Effort
+
+Purpose = Literal["search", "final"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One measurement of one plan.
+
+    Attributes:
+        at: Seconds since the recording began.
+        predicted_bytes: Peak on the device by its trace, before anything was measured.
+        traced_bytes: Peak of its tensors by its trace.
+        activation_bytes: What its micro-batch would keep for the backward pass without checkpointing, by a trace.
+        traced_seconds: Of a sample by roofline, where the card is known.
+        work: How much of each of :data:`~autofit.costmodel.roofline.WORK` a sample is, by the trace.
+    """
+
+    plan: Plan
+    outcome: Outcome
+    wall_seconds: float
+    at: float = 0.0
+    predicted_bytes: int | None = None
+    traced_bytes: int | None = None
+    activation_bytes: int | None = None
+    traced_seconds: float | None = None
+    work: tuple[float, ...] | None = None
+
+
+_RUN: TypeAdapter[Run] = TypeAdapter(Run)
+
+
+class Writer:
+    """Appends measurements to a file.
+
+    Args:
+        path: Made where it is missing.
+        facts: What the measurements are of; written first.
+        space: The plans.
+        cast: What their traces say.
+        provenance: Where they come from.
+
+    Raises:
+        MachineError: The file can't be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        facts: Facts,
+        space: Space,
+        cast: Forecast | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path = path
+        self.began = time.monotonic()
+        self.traced = {} if cast is None else traced(space, cast)
+        _append(path, {"facts": FACTS.dump_python(facts, mode="json"), "provenance": dict(provenance or {})})
+
+    def add(self, trial: Trial) -> None:
+        """Write one measurement.
+
+        Raises:
+            MachineError: The file can't be written.
+        """
+        outcome = trial.outcome
+        if isinstance(outcome, Measured):  # what each knob was seen to do is the trial's own matter
+            outcome = dataclasses.replace(outcome, evidence=Evidence(), notes=())
+        run = Run(
+            plan=trial.plan,
+            outcome=outcome,
+            wall_seconds=trial.wall_seconds,
+            at=time.monotonic() - self.began,
+            **self.traced.get(trial.plan, {}),
+        )
+        self.write(run)
+
+    def write(self, run: Run) -> None:
+        """Write one measurement as it is.
+
+        Raises:
+            MachineError: The file can't be written.
+        """
+        line = _RUN.dump_python(run, mode="json", exclude_none=True)
+        line["outcome"].pop("evidence", None)
+        _append(self.path, _rounded(line))
+
+
+def traced(space: Space, cast: Forecast) -> dict[Plan, dict[str, Any]]:
+    """What the traces say of each plan, as fields of a :class:`Run`."""
+    found, predicted = {}, cast.predicted_bytes
+    for place, plan in enumerate(space.plans):
+        tensors, seconds, work = cast.tensor_bytes[place], cast.seconds[place], cast.work[place]
+        found[plan] = {
+            "predicted_bytes": None if math.isnan(predicted[place]) else round(predicted[place]),
+            "traced_bytes": None if math.isnan(tensors) else round(tensors),
+            "activation_bytes": round(cast.activation_bytes[place]),
+            "traced_seconds": None if math.isnan(seconds) else float(seconds),
+            "work": None if np.isnan(work).any() else tuple(work.tolist()),
+        }
+    return found
+
+
+def _alike(runs: Mapping[Plan, list[Run]]) -> dict[Plan, tuple[Run, ...]]:
+    """The runs by plans that all name the same knobs: one that came later was plain before."""
+    names = {name: None for plan in runs for name in plan}
+    plain = {one.name: one.plain for one in techniques()}
+    whole: dict[Plan, tuple[Run, ...]] = {}
+    for plan, every in runs.items():
+        alike = Plan({name: plan.get(name, plain.get(name, "")) for name in names})
+        named = every if alike == plan else [dataclasses.replace(run, plan=alike) for run in every]
+        whole[alike] = (*whole.get(alike, ()), *named)
+    return whole
+
+
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    text = json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
+    with writing(path), path.open("ab") as file:
+        data = text.encode()
+        file.write(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers to seven digits, which is more than a clock knows."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list) else value
+
+
+def pack(path: Path, target: Path) -> None:
+    """The same landscape as one gzip stream, which is several times smaller than one for each line."""
+    with _open(path) as file, writing(target), gzip.GzipFile(target, "wb", mtime=0) as packed:
+        for line in file:
+            packed.write(line)
+
+
+@dataclass(frozen=True, eq=False)
+class Landscape:
+    """What was measured of the plans of one space.
+
+    Attributes:
+        runs: By plan, in the order in which they were measured.
+        provenance: Where, when and by what it was recorded.
+    """
+
+    facts: Facts
+    runs: Mapping[Plan, tuple[Run, ...]]
+    provenance: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Landscape:
+        """Read a file; one that holds several recordings of one question is read as one.
+
+        Raises:
+            InputError: The file can't be read, is no landscape, or holds measurements of different questions.
+        """
+        facts: Facts | None = None
+        provenance: dict[str, Any] = {}
+        runs: dict[Plan, list[Run]] = {}
+        try:
+            with _open(path) as file:
+                for number, text in enumerate(file, 1):
+                    line = strict_json.loads(text)
+                    if "facts" in line:
+                        found = FACTS.validate_json(json.dumps(line["facts"]), strict=True)
+                        if facts is not None and not _comparable(facts, found):
+                            raise InputError(
+                                f"{path}, line {number}: another model, device or workload than above it",
+                                hint="keep each in a file of its own",
+                            )
+                        facts = facts or found
+                        provenance.update(line.get("provenance", {}))
+                        continue
+                    run = _RUN.validate_json(text, strict=True)
+                    if facts is not None and run.plan not in runs:
+                        check_values(run.plan, facts)
+                    runs.setdefault(run.plan, []).append(run)
+        except (OSError, ValueError, ValidationError, TypeError) as error:
+            if isinstance(error, InputError):
+                raise
+            first = str(error).splitlines()[0]
+            raise InputError(f"{path} is no landscape: {first}", hint="write one by --record") from error
+        if facts is None or not runs:
+            raise InputError(f"{path} holds no measurement", hint="write one by --record")
+        return cls(facts, _alike(runs), provenance)
+
+    def at(self, limit_bytes: int) -> Facts:
+        """The facts under another ceiling."""
+        return dataclasses.replace(
+            self.facts, workload=dataclasses.replace(self.facts.workload, limit_bytes=limit_bytes)
+        )
+
+    @functools.cached_property
+    def space(self) -> Space:
+        """The plans that were measured, as a space."""
+        known = [one for one in techniques() if all(one.name in plan for plan in self.runs)]
+        used = {one.name: {plan[one.name] for plan in self.runs} for one in known}
+        domains = {one.name: tuple(sorted(used[one.name], key=_order(one.choices(self.facts)))) for one in known}
+        plans = sorted(
+            self.runs, key=lambda plan: [domains[name].index(plan[name]) for name in domains if name in plan]
+        )
+        priors = {one.name: {value: one.prior(value, self.facts) for value in domains[one.name]} for one in known}
+        return Space(domains=domains, plans=tuple(plans), priors=priors)
+
+    @functools.cached_property
+    def forecast(self) -> Forecast | None:
+        """What the traces said when it was recorded; ``None`` where nothing was traced."""
+        return self.forecast_of(self.space)
+
+    def forecast_of(self, space: Space) -> Forecast | None:
+        """The same for the plans of a space; those that were not measured have none."""
+
+        def column(name: str) -> Floats:
+            held = [getattr(self.of(plan)[0], name) if self.of(plan) else None for plan in space.plans]
+            return np.array([math.nan if value is None else float(value) for value in held])
+
+        tensors = column("traced_bytes")
+        if np.isnan(tensors).all():
+            return None
+        nothing = (math.nan,) * len(WORK)
+        work = np.array([(held[0].work or nothing) if (held := self.of(plan)) else nothing for plan in space.plans])
+        hardware = self.facts.hardware
+        card = gpu_catalogue.matching(hardware.name, hardware.total_bytes)
+        return Forecast(
+            tensor_bytes=tensors,
+            seconds=column("traced_seconds"),
+            work=work,
+            nominal=forecasts.nominal_of(self.facts, card),
+            known_card=card is not None,
+            timed=bool(self.facts.rates),
+            rough=np.array([bool(untraceable(plan)) for plan in space.plans]) & ~np.isnan(tensors),
+            beside=forecasts.beside(self.facts.hardware),
+            brought_bytes=forecasts.brought_bytes(self.facts, work),
+            activation_bytes=np.nan_to_num(column("activation_bytes")),
+        )
+
+    def of(self, plan: Plan) -> tuple[Run, ...]:
+        """The measurements of a plan; knobs that were not known then count where they are plain."""
+        found = self.runs.get(plan)
+        if found is None:
+            known = next(iter(self.runs))
+            plain = {one.name: one.plain for one in techniques()}
+            if all(plan[name] == plain.get(name) for name in plan if name not in known):
+                found = self.runs.get(Plan({name: plan[name] for name in known if name in plan}))
+        return found or ()
+
+    def seconds(self, plan: Plan) -> float:
+        """A plan's true seconds per step: the median over its measurements; infinite where there is none."""
+        steps = [run.outcome.step_seconds for run in self.of(plan) if isinstance(run.outcome, Measured)]
+        return median(steps) if steps else math.inf
+
+    def fits(self, plan: Plan, limit_bytes: int) -> bool:
+        """Whether every measurement of a plan stays below a ceiling, and none failed."""
+        runs = self.of(plan)
+        return bool(runs) and all(
+            isinstance(run.outcome, Measured) and needed(run.outcome) <= limit_bytes for run in runs
+        )
+
+    def best(self, limit_bytes: int) -> Plan | None:
+        """The truly fastest plan that fits."""
+        fitting = [plan for plan in self.runs if self.fits(plan, limit_bytes)]
+        return min(fitting, key=self.seconds, default=None)
+
+    @functools.cached_property
+    def noise(self) -> float:
+        """How far one measurement of a plan usually lies from what it truly takes, as a share of it.
+
+        From how far two measurements of a plan lie apart, which does not depend on how many there are: of three, one
+        is the median itself, and to count from it would tell half of the noise.
+        """
+        apart = []
+        for plan, runs in self.runs.items():
+            steps = [run.outcome.step_seconds for run in runs if isinstance(run.outcome, Measured)]
+            apart += [abs(one - other) / self.seconds(plan) for one, other in itertools.combinations(steps, 2)]
+        return median(apart) / math.sqrt(2) if apart else 0.0
+
+
+def needed(outcome: Measured) -> int:
+    """What a plan must have on its device: allocated at its peak, and outside of the allocator."""
+    return outcome.allocated_bytes + outcome.outside_bytes
+
+
+class Replay:
+    """A runner that answers from a landscape, with the noise and the cost that were recorded.
+
+    Each trial draws one of the measurements of its plan. Under the ceiling of the landscape or a lower one.
+
+    Args:
+        landscape: What was measured.
+        limit_bytes: The ceiling.
+        seed: Of the draws.
+
+    Attributes:
+        seconds: What all trials so far would have cost.
+    """
+
+    def __init__(self, landscape: Landscape, limit_bytes: int | None = None, *, seed: int = 0) -> None:
+        self.landscape = landscape
+        self.limit_bytes = limit_bytes or landscape.facts.workload.limit_bytes
+        self.facts = landscape.at(self.limit_bytes)
+        self.seed = seed
+        self.seconds = 0.0
+
+    def run(self, number: int, plan: Plan, effort: Effort, *, purpose: Purpose, limit_seconds: float) -> Trial:
+        """One trial, as if it were run."""
+        runs = self.landscape.of(plan)
+        if not runs:
+            gone = Unsupported(reason="the landscape does not hold this plan")
+            return Trial(number=number, plan=plan, outcome=gone, wall_seconds=0.0, purpose=purpose)
+        run = random.Random(f"{self.seed} {number} {plan.words()}").choice(runs)
+        outcome, seconds = run.outcome, run.wall_seconds
+        if isinstance(outcome, Measured):
+            outcome, seconds = self._under(outcome, seconds, effort)
+        self.seconds += seconds
+        return Trial(
+            number=number,
+            plan=plan,
+            outcome=outcome,
+            wall_seconds=seconds,
+            purpose=purpose,
+            predicted_bytes=run.predicted_bytes,
+        )
+
+    def _under(self, outcome: Measured, seconds: float, effort: Effort) -> tuple[Outcome, float]:
+        """What a measurement would have been under the ceiling, and cut off where it is hopeless."""
+        limit = self.limit_bytes
+        a_step = outcome.training_seconds / (len(outcome.steps) + effort.warm_up)
+        if needed(outcome) > limit:
+            broken = OutOfMemory(
+                where="device", phase="backward", limit_bytes=limit, peak_bytes=limit, training_seconds=a_step
+            )
+            return broken, seconds - outcome.training_seconds + a_step
+        steps = outcome.steps
+        hopeless = effort.hopeless_seconds
+        if hopeless and len(steps) > 2 and min(steps[:2]) > hopeless:
+            seconds -= (len(steps) - 2) * a_step
+            steps = steps[:2]
+        took = median(steps)
+        work = self.facts.workload
+        outcome = dataclasses.replace(
+            outcome,
+            steps=steps,
+            step_seconds=took,
+            step_seconds_spread=spread(steps),
+            samples_per_second=work.global_batch / took,
+            tokens_per_second=work.global_batch * work.seq_len / took,
+            training_seconds=(len(steps) + effort.warm_up) * a_step,
+            peak_bytes=min(max(outcome.peak_bytes, needed(outcome)), limit),
+            limit_bytes=limit,
+        )
+        return outcome, seconds
+
+
+def _comparable(one: Facts, other: Facts) -> bool:
+    """Whether two recordings answer one question; what is free on the machine may differ."""
+    same_work = dataclasses.replace(one.workload, limit_bytes=0, host_limit_bytes=0) == dataclasses.replace(
+        other.workload, limit_bytes=0, host_limit_bytes=0
+    )
+    return one.model == other.model and one.hardware.name == other.hardware.name and same_work
+
+
+def _order(choices: Iterable[Any]) -> Any:
+    """Sorts values as a technique lists them; others by their words, after those."""
+    places = {choice.value: place for place, choice in enumerate(choices)}
+    return lambda value: (places.get(value, len(places)), str(value))
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]

@@ -1,0 +1,362 @@
+"""The Optuna study in the output folder: an index of the trials, never their truth.
+
+Each trial's ``outcome.json`` is the truth. The journal is what Optuna's samplers, and ``optuna-dashboard``, read; it
+is cut back to its last whole line on opening (Optuna raises on a torn line as soon as another one follows), is
+guarded by ``flock`` (Optuna's own lock files outlive a killed process and stall the next one for 30 s), and is
+set aside and written anew from the outcomes where it can't be read or tells another story.
+
+How an outcome is told: a measured plan is COMPLETE with its samples/s; one that ran out of memory is PRUNED with a
+violated constraint, and so needs no invented value; one that timed out is PRUNED; all else is FAIL. Optuna's TPE
+ranks violated constraints last and PRUNED before them, and ignores FAIL (``_split_trials`` in
+``optuna/samplers/_tpe/sampler.py`` of 5.0); its GP reads COMPLETE alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal._file import BaseJournalFileLock
+from optuna.study import StudyDirection
+from optuna.trial import TrialState
+
+from autofit.contract.plan import Measured, Outcome, OutOfMemory, TimedOut, Trial
+from autofit.space import Space
+from autofit.system.errors import InputError, MachineError
+
+NAME = "journal.log"
+STUDY = "autofit"
+CONSTRAINT = "memory"
+"""``peak / ceiling - 1``: above zero where a plan did not fit."""
+STARTED = "started"
+"""The kind of a trial that was asked for and not told yet; one that stays so was interrupted."""
+REJECTED = "rejected"
+"""The kind of a proposal that was answered without running it."""
+_LEAST_EXCESS = 0.01
+UNREADABLE = (
+    LookupError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError, RecursionError,
+    optuna.exceptions.OptunaError,
+)  # fmt: skip
+
+
+class FlockLock(BaseJournalFileLock):
+    """A lock by ``flock(2)`` on a file of its own: it dies with its process, and the file may stay."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._own = threading.Lock()
+        self._descriptor = -1
+
+    def acquire(self) -> bool:
+        """Wait for the lock.
+
+        Raises:
+            OSError: The file can't be made, or the file system has no locks.
+        """
+        self._own.acquire()
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        except BaseException:
+            self._own.release()
+            raise
+        self._descriptor = descriptor
+        return True
+
+    def release(self) -> None:
+        """Let go of the lock."""
+        os.close(self._descriptor)
+        self._descriptor = -1
+        self._own.release()
+
+
+def _lock(path: Path) -> FlockLock:
+    return FlockLock(path.with_name(path.name + ".lock"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """An outcome as a study holds it."""
+
+    state: TrialState
+    value: float | None
+    constraint: float | None
+    attributes: dict[str, Any]
+
+
+def record(trial: Trial, limit_bytes: int) -> Record:
+    """How a trial is told to a study."""
+    outcome: Outcome = trial.outcome
+    attributes: dict[str, Any] = {"kind": _kind(outcome), "plan": dict(trial.plan)}
+    match outcome:
+        case Measured():
+            attributes["peak_bytes"] = outcome.peak_bytes
+            # what the tensors and the context held: reserved memory depends on what came before
+            attributes["needed_bytes"] = outcome.allocated_bytes + outcome.outside_bytes
+            attributes["relative_spread"] = outcome.step_seconds_spread / outcome.step_seconds
+            if outcome.disturbed:
+                attributes["disturbance"] = outcome.disturbance
+            excess = outcome.peak_bytes / limit_bytes - 1
+            return Record(
+                state=TrialState.COMPLETE, value=outcome.samples_per_second, constraint=excess, attributes=attributes
+            )
+        case OutOfMemory():
+            attributes["where"] = outcome.where
+            attributes["peak_bytes"] = outcome.peak_bytes
+            excess = max(outcome.peak_bytes / limit_bytes - 1, _LEAST_EXCESS)
+            if outcome.squeezed:  # it says nothing of the plan
+                return Record(state=TrialState.FAIL, value=None, constraint=None, attributes=attributes)
+            return Record(state=TrialState.PRUNED, value=None, constraint=excess, attributes=attributes)
+        case TimedOut():
+            return Record(state=TrialState.PRUNED, value=None, constraint=None, attributes=attributes)
+        case _:
+            return Record(state=TrialState.FAIL, value=None, constraint=None, attributes=attributes)
+
+
+def _kind(outcome: Outcome) -> str:
+    return "squeezed" if isinstance(outcome, OutOfMemory) and outcome.squeezed else outcome.kind
+
+
+def tell(study: optuna.Study, asked: optuna.Trial, trial: Trial, limit_bytes: int) -> None:
+    """Finish a trial that was asked for; its number comes last of the attributes, and says that they are whole."""
+    told = record(trial, limit_bytes)
+    if told.constraint is not None:
+        asked.set_constraint(CONSTRAINT, told.constraint)
+    for name, value in told.attributes.items():
+        asked.set_user_attr(name, value)
+    asked.set_user_attr("number", trial.number)
+    study.tell(asked, told.value, told.state)
+
+
+def distributions(space: Space) -> dict[str, CategoricalDistribution]:
+    """Each technique as a categorical parameter."""
+    return {name: CategoricalDistribution(values) for name, values in space.domains.items()}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Optuna without its chatter, its log level put back afterwards."""
+    logger = logging.getLogger("optuna")
+    level = logger.level
+    logger.setLevel(max(logger.getEffectiveLevel(), logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def writing(where: object) -> Iterator[None]:
+    """A disk or a database that fails, in words.
+
+    Raises:
+        MachineError: The study could not be read or written.
+    """
+    hint = "free some space or give another folder by --output; what was measured so far is kept, and --resume goes on"
+    try:
+        with quiet():
+            yield
+    except OSError as error:
+        raise MachineError(f"{where} can't be read or written: {error.strerror or error}", hint=hint) from error
+    except optuna.exceptions.StorageInternalError as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise MachineError(f"the study's storage failed: {reason}", hint="see to the --storage database") from error
+
+
+def repair(path: Path) -> str | None:
+    """Cut a journal back to its last whole line; returns what was done, in words.
+
+    Whatever follows the first line that is torn, or is not a JSON object, is cut. Nothing is lost by that: the
+    outcomes are the truth.
+
+    Raises:
+        OSError: The file can't be read or written.
+    """
+    if not path.exists():
+        return None
+    lock = _lock(path)
+    lock.acquire()
+    try:
+        kept = lines = 0
+        with path.open("rb") as file:
+            for line in file:
+                if not _whole(line):
+                    break
+                kept, lines = kept + len(line), lines + 1
+        lost = path.stat().st_size - kept
+        if not lost:
+            return None
+        with path.open("r+b") as file:
+            file.truncate(kept)
+            os.fsync(file.fileno())
+    finally:
+        lock.release()
+    return f"{path.name}: {lost} bytes after line {lines} were no whole record and were cut off"
+
+
+def _whole(line: bytes) -> bool:
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def open_study(
+    folder: Path,
+    *,
+    storage: str | None,
+    sampler: optuna.samplers.BaseSampler,
+    trials: Sequence[Trial],
+    space: Space,
+    limit_bytes: int,
+) -> optuna.Study:
+    """The study of an output folder, holding ``trials`` (those of the search) and no others.
+
+    A journal that can't be read, or that holds finished trials other than these or another space, is renamed to
+    ``journal.log.broken-N``; in a database the next free study name is taken. Trials that the study lacks are
+    added. A trial that was left running is told to have failed.
+
+    Raises:
+        MachineError: The folder can't be written, or the database failed.
+        InputError: The storage URL can't be used.
+    """
+    # of a plan that was measured once more, the first trial said nothing
+    searched = list({trial.plan: trial for trial in trials if trial.purpose == "search"}.values())
+    with writing(folder / NAME if storage is None else "the study's storage"):
+        if storage is None:
+            study = _from_journal(folder / NAME, sampler, searched, space, limit_bytes)
+        else:
+            study = _from_database(storage, folder, sampler, searched, space, limit_bytes)
+        _complete(study, searched, space, limit_bytes)
+    return study
+
+
+def _from_journal(path: Path, sampler: Any, trials: Sequence[Trial], space: Space, limit_bytes: int) -> optuna.Study:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    repair(path)
+    try:
+        study = _load(JournalStorage(JournalFileBackend(str(path), lock_obj=_lock(path))), STUDY, sampler)
+        usable = _agrees(study, trials, space, limit_bytes)
+    except UNREADABLE:
+        usable = False
+    if not usable:
+        number = 1
+        while (aside := path.with_name(f"{path.name}.broken-{number}")).exists():
+            number += 1
+        path.rename(aside)
+        study = _load(JournalStorage(JournalFileBackend(str(path), lock_obj=_lock(path))), STUDY, sampler)
+    return study
+
+
+def _from_database(  # noqa: PLR0917 - what open_study was given
+    url: str, folder: Path, sampler: Any, trials: Sequence[Trial], space: Space, limit_bytes: int
+) -> optuna.Study:
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        storage = RDBStorage(url)
+    except (SQLAlchemyError, ImportError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"--storage {url!r} can't be used: {reason}",
+            hint="write it like sqlite:///study.db, and install the driver that its scheme names",
+        ) from error
+    base = name = f"{STUDY}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}"
+    number = 1
+    while not _agrees(study := _load(storage, name, sampler), trials, space, limit_bytes):
+        number += 1
+        name = f"{base}-{number}"
+    return study
+
+
+def _load(storage: BaseStorage, name: str, sampler: Any) -> optuna.Study:
+    try:
+        return optuna.load_study(study_name=name, storage=storage, sampler=sampler)
+    except KeyError:
+        return optuna.create_study(study_name=name, storage=storage, sampler=sampler, direction="maximize")
+
+
+def _agrees(study: optuna.Study, trials: Sequence[Trial], space: Space, limit_bytes: int) -> bool:
+    """Whether all that a study holds is also true, and can be read in this space."""
+    known = {trial.number: trial for trial in trials}
+    wanted = distributions(space)
+    told: set[int] = set()
+    for held in study.get_trials(deepcopy=False):
+        if any(wanted.get(name) != distribution for name, distribution in held.distributions.items()):
+            return False
+        number = held.user_attrs.get("number")
+        if number is None:
+            continue
+        true = known.get(number) if type(number) is int and number not in told else None
+        if true is None or not _same(held, record(true, limit_bytes)):
+            return False
+        told.add(number)
+    return study.directions == [StudyDirection.MAXIMIZE]
+
+
+def _same(held: optuna.trial.FrozenTrial, true: Record) -> bool:
+    """Whether a study holds a trial as it was told; a database may round its numbers."""
+    excess = held.constraints.get(CONSTRAINT)
+    return (
+        held.state == true.state
+        and all(held.user_attrs.get(name) == value for name, value in true.attributes.items())
+        and _close(held.value if true.value is not None else None, true.value)
+        and _close(excess, true.constraint)
+    )
+
+
+def _close(one: float | None, other: float | None) -> bool:
+    return one is other or (one is not None and other is not None and math.isclose(one, other, rel_tol=1e-9))
+
+
+def _complete(study: optuna.Study, trials: Sequence[Trial], space: Space, limit_bytes: int) -> None:
+    told = set()
+    for held in study.get_trials(deepcopy=False):
+        if not held.state.is_finished():
+            study.tell(held.number, state=TrialState.FAIL)
+        elif "number" in held.user_attrs:
+            told.add(held.user_attrs["number"])
+    for trial in trials:
+        if trial.number not in told:
+            add(study, trial, space, limit_bytes)
+
+
+def add(study: optuna.Study, trial: Trial, space: Space, limit_bytes: int) -> None:
+    """Add a finished trial to a study; one that the space does not hold is left out."""
+    wanted = distributions(space)
+    if set(trial.plan) != set(wanted) or any(trial.plan[name] not in wanted[name].choices for name in wanted):
+        return
+    told = record(trial, limit_bytes)
+    study.add_trial(
+        optuna.trial.create_trial(
+            state=told.state,
+            value=told.value,
+            params=dict(trial.plan),
+            distributions=dict(wanted),
+            user_attrs={**told.attributes, "number": trial.number},
+            constraints=None if told.constraint is None else {CONSTRAINT: told.constraint},
+        )
+    )

@@ -1,0 +1,107 @@
+"""What the trials say beyond the winner: what other ceilings would give, and what each of its values is good for.
+
+Pure: trials in, findings out. What was not measured is taken from the search's own belief, and said to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autofit.contract.facts import Facts
+from autofit.contract.plan import OutOfMemory, Plan, Trial
+from autofit.output.document import Contribution, Point
+from autofit.registry import techniques
+from autofit.search.decision import SAME_MEMORY, Contender, Decision
+from autofit.space import Space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the search believes of a plan that was not measured.
+
+    Attributes:
+        sample_seconds: Seconds of a sample.
+        spread: Relative standard deviation of it.
+        peak_bytes: On the device.
+    """
+
+    sample_seconds: float
+    spread: float
+    peak_bytes: float
+
+
+def front(decision: Decision) -> tuple[Point, ...]:
+    """The measured plans that are not beaten in both speed and memory, the smallest first.
+
+    The winner ends the front: a plan that is faster within the noise, but larger, is no better.
+    """
+    winner = Contender(plan=decision.plan, measured=decision.measured)
+    most = winner.measured.peak_bytes / SAME_MEMORY
+    smaller = [one for one in decision.runners_up if one.measured.peak_bytes < most]
+    found: list[Contender] = []
+    for one in [*sorted(smaller, key=lambda one: one.measured.peak_bytes), winner]:
+        if not found or one is winner or one.measured.step_seconds < found[-1].measured.step_seconds:
+            found.append(one)
+    return tuple(
+        Point(plan=one.plan, samples_per_second=one.measured.samples_per_second, peak_bytes=one.measured.peak_bytes)
+        for one in found
+        if one is found[-1] or one.measured.step_seconds > winner.measured.step_seconds
+    )
+
+
+def contributions(
+    decision: Decision,
+    trials: Sequence[Trial],
+    space: Space,
+    facts: Facts,
+    believe: Callable[[Plan], Expected | None] = lambda _: None,
+) -> tuple[Contribution, ...]:
+    """What is lost when one value of the winner alone is put back to its plain one, for each that is not plain.
+
+    Args:
+        decision: The winner, and all that was measured.
+        trials: All trials, those that broke the ceiling included.
+        space: The plans that may be had.
+        facts: The global batch.
+        believe: What the search expects of a plan.
+    """
+    measured = {one.plan: one.measured for one in decision.runners_up}
+    broke = {trial.plan for trial in trials if isinstance(trial.outcome, OutOfMemory)}
+    known = set(space.plans)
+    mine = decision.measured
+    found = []
+    for one in techniques():
+        value = decision.plan.get(one.name, one.plain)
+        if value == one.plain or one.name == "accumulation":
+            continue
+        without = put_back(decision.plan, one.name, one.plain, facts)
+        about = Contribution(technique=one.name, value=value, plain=one.plain, evidence="none")
+        if without in measured:
+            other = measured[without]
+            about = replace(
+                about,
+                evidence="measured",
+                speed_ratio=mine.samples_per_second / other.samples_per_second,
+                saved_bytes=other.peak_bytes - mine.peak_bytes,
+            )
+        elif without in broke:
+            about = replace(about, evidence="out_of_memory")
+        elif without in known and (expected := believe(without)) is not None:
+            about = replace(
+                about,
+                evidence="estimated",
+                speed_ratio=mine.samples_per_second * expected.sample_seconds,
+                spread=expected.spread,
+                saved_bytes=round(expected.peak_bytes - mine.peak_bytes),
+            )
+        found.append(about)
+    return tuple(found)
+
+
+def put_back(plan: Plan, name: str, plain: int | str, facts: Facts) -> Plan:
+    """The plan with one value put back; the accumulation keeps the global batch."""
+    without = plan.replaced(**{name: plain})
+    if name != "micro_batch":
+        return without
+    return without.replaced(accumulation=facts.workload.global_batch // facts.workload.processes // int(plain))

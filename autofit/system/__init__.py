@@ -1,0 +1,1 @@
+"""Processes, files, locks and numbers; nothing of training."""

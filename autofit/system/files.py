@@ -1,0 +1,85 @@
+"""Files that are whole or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from autofit.system.errors import InputError, MachineError
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write aside, flush to the disk, rename into place: a reader sees the old file or the new one.
+
+    Raises:
+        MachineError: The disk is full, or the folder can't be written.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise machine_error(error, path) from error
+
+
+def machine_error(error: OSError, path: Path) -> MachineError:
+    """An operating-system error on a file, in words."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return MachineError(f"the disk is full: {path} can't be written", hint="free some space, then --resume")
+    if error.errno == errno.EROFS:
+        return MachineError(
+            f"{path} can't be written any more: it is read-only", hint="make it writable, then --resume"
+        )
+    if error.errno == errno.ENOENT:
+        return MachineError(
+            f"{path} can't be written: its folder is gone",
+            hint="was it deleted or moved? --resume begins anew without it",
+        )
+    return MachineError(f"{path} can't be written: {error.strerror or error}", hint="check the folder, then --resume")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an operating-system error inside into words.
+
+    Raises:
+        MachineError: There was one.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise machine_error(error, path) from error
+
+
+def usable_folder(path: Path) -> Path:
+    """The folder, made where it does not exist, and tried by writing into it.
+
+    Raises:
+        InputError: It is no folder, or can't be made or written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".autofit-{os.getpid()}.tmp"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except (OSError, ValueError) as error:
+        words = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise machine_error(error, path) from error
+        raise InputError(f"--output {str(path)!r} can't be written: {words}", hint="name a folder you own") from error
+    return path
+
+
+def source_root() -> Path:
+    """The folder that holds the package ``autofit``: what a helper process needs on its path."""
+    import autofit
+
+    return Path(autofit.__file__).resolve().parent.parent

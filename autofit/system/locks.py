@@ -1,0 +1,83 @@
+"""Locks that die with their process: flock(2) on a small file."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autofit.system.errors import MachineError
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Hardware
+
+
+@contextlib.contextmanager
+def held(path: Path, message: str, hint: str) -> Iterator[None]:
+    """Hold a lock while inside.
+
+    Raises:
+        MachineError: Somebody else holds it (``message``), or it can't be made.
+    """
+    try:
+        descriptor = _opened(path)
+    except OSError as error:
+        raise MachineError(f"no lock at {path}: {error.strerror}", hint="set TMPDIR to a folder you own") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = _holder(descriptor)
+            raise MachineError(f"{message}{f': process {pid}' if pid else ''}", hint=hint) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    """The lock's file, made where it is missing; one of another user can only be read, which is enough for flock(2)."""
+    how = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | how, 0o644)
+        os.fchmod(descriptor, 0o644)  # whatever the umask says, others may know of it
+    except FileExistsError:
+        try:
+            descriptor = os.open(path, os.O_RDWR | how)  # NFS wants it writable
+        except PermissionError:
+            descriptor = os.open(path, os.O_RDONLY | how)
+    return descriptor
+
+
+def _holder(descriptor: int) -> int | None:
+    """The process that holds a lock, as the kernel lists it; ``None`` where it is out of sight."""
+    inode = str(os.fstat(descriptor).st_ino)
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/locks").read_text("ascii").splitlines():
+            words = line.split()
+            if len(words) > 5 and words[1] == "FLOCK" and words[5].rpartition(":")[2] == inode and int(words[4]) > 0:
+                return int(words[4])
+    return None
+
+
+def hardware_lock(hardware: Hardware) -> contextlib.AbstractContextManager[None]:
+    """The lock of the device that facts describe."""
+    return device_lock(hardware.uuid or hardware.visible_id if hardware.device == "cuda" else "cpu")
+
+
+def device_lock(device: str) -> contextlib.AbstractContextManager[None]:
+    """The lock of a device, for all users of the machine: two tunes on it would time each other.
+
+    Args:
+        device: ``cpu``, or a CUDA device as ``CUDA_VISIBLE_DEVICES`` calls it.
+    """
+    safe = "".join(letter if letter.isalnum() else "-" for letter in device)
+    path = Path(tempfile.gettempdir()) / f"autofit-{safe}.lock"
+    return held(
+        path,
+        f"another tune is measuring on this device ({device})",
+        "wait for it to end: two tunes on one device time each other",
+    )

@@ -1,0 +1,91 @@
+"""What is dear to make and the same in every trial, kept from one to the next.
+
+Nothing depends on it: where a file can't be written or read, what it holds is made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from autofit.system.errors import MachineError
+from autofit.system.files import write_atomically
+from autofit.system.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+KEPT = "kept"
+"""The folder's name, beside the trials' folders."""
+_SUFFIX = ".safetensors"
+_LEFT_FREE_BYTES = GIB
+"""Of the disk: the tune's own records come first."""
+
+
+class Kept:
+    """Tensors by name, each name a file of a folder.
+
+    Args:
+        folder: Where they are kept, made when it is needed; ``None`` keeps nothing.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+
+    def tensors(self, name: str, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """What was kept under a name; where there is nothing, what ``make`` makes, which is kept.
+
+        Args:
+            name: Says all that it depends on; the name of a file.
+            make: Makes tensors that share no storage.
+
+        Returns:
+            Tensors on the default device.
+        """
+        if self.folder is None:
+            return make()
+        file = self.folder / f"{name}{_SUFFIX}"
+        known = _read(file)
+        if known is None:
+            known = make()
+            _write(file, known)
+        return known
+
+    def __enter__(self) -> Self:
+        self.forget()  # what a process that was killed has left
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Delete all that was kept."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _read(file: Path) -> dict[str, torch.Tensor] | None:
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        found = load(file.read_bytes())  # read, not mapped: pages of a file would count as the trial's memory
+    except (OSError, SafetensorError, ValueError):
+        return None
+    device = torch.get_default_device()
+    return {name: tensor.to(device) for name, tensor in found.items()}
+
+
+def _write(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save
+
+    with contextlib.suppress(OSError, MachineError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        room = shutil.disk_usage(file.parent).free - sum(tensor.nbytes for tensor in tensors.values())
+        if room >= _LEFT_FREE_BYTES:
+            write_atomically(file, save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))

@@ -1,0 +1,1 @@
+"""Real training steps: run, timed, observed, compared."""

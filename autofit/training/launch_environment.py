@@ -1,0 +1,83 @@
+"""What ``accelerate launch`` would do with an Accelerate YAML, asked of Accelerate's own launcher.
+
+A trial is not launched, it is forked; it gets the same environment this way, instead of a second idea of it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autofit.system.errors import InputError
+
+
+def check_environment() -> None:
+    """Refuse an environment in which ``accelerate launch`` would fail, whatever it launches.
+
+    Raises:
+        InputError: ``OMP_NUM_THREADS`` is set to something else than one whole number.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    try:
+        int(threads)
+    except ValueError:
+        raise InputError(
+            f"OMP_NUM_THREADS is {threads!r} here, and accelerate launch reads a whole number from it",
+            hint="unset it, or set it to the threads that a process should have",
+        ) from None
+
+
+def write_yaml(path: Path, settings: dict[str, Any]) -> None:
+    """Write the Accelerate YAML: plain scalars and mappings only, no tags."""
+    path.write_text(yaml.safe_dump(settings, sort_keys=True), encoding="utf-8")
+
+
+def launch_environment(config_file: Path) -> dict[str, str]:
+    """The environment of a process that ``accelerate launch --config_file`` starts, one process on this machine.
+
+    Reads Accelerate's own launcher (1.14 and 1.15 tried).
+
+    Raises:
+        InputError: Accelerate refuses the file.
+    """
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_simple_launcher_cmd_env,
+    )
+
+    args = launch_command_parser().parse_args(["--config_file", str(config_file), "script.py"])
+    try:
+        args, defaults, mixed = _validate_launch_command(args)
+    except ValueError as error:
+        raise InputError(f"{config_file}: {error}", hint="the installed accelerate does not know this file") from error
+    if args.use_deepspeed and not args.cpu:
+        fields = list(defaults.deepspeed_config) + (["mixed_precision"] if mixed else [])
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        _, environment = prepare_deepspeed_cmd_env(args)
+    elif args.use_fsdp and not args.cpu:
+        environment = prepare_multi_gpu_env(args)
+    else:
+        _, environment = prepare_simple_launcher_cmd_env(args)
+        return dict(environment)
+    return {"OMP_NUM_THREADS": "1", **environment, **_one_rank()}
+
+
+def _one_rank() -> dict[str, str]:
+    """What torchrun sets for the only rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }

@@ -1,0 +1,234 @@
+"""Training steps on the two launch paths, watched by a clock: the same code in a trial and in a launch.
+
+On the ``trainer`` path the steps are those of a real ``transformers.Trainer``, on the ``loop`` path those of a plain
+Accelerate loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autofit.contract.plan import Evidence
+from autofit.training.observer import Observer, with_later_state
+from autofit.training.timing import Listener
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import Dataset
+    from transformers import PreTrainedModel
+
+    from autofit.contract.recipe import Recipe
+
+
+def random_rows(recipe: Recipe, rows: int) -> Dataset[dict[str, torch.Tensor]]:
+    """Rows of random tokens, each as long as the workload's sequence: the worst case, with no padding.
+
+    A pool of one global batch is handed out again and again; ``rows`` is the length that the loader sees.
+    """
+    import torch
+    from torch.utils.data import Dataset as TorchDataset
+
+    work = recipe.facts.workload
+    generator = torch.Generator().manual_seed(work.seed)
+    pool = torch.randint(
+        0, recipe.facts.model.vocab_size, (min(work.global_batch, rows), work.seq_len), generator=generator
+    )
+
+    each = pool.unbind()
+
+    class Rows(TorchDataset[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return rows
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            row = each[index % len(each)]
+            return {"input_ids": row, "labels": row}
+
+    return Rows()
+
+
+def run_trainer(
+    clock: Listener, args: Any, model: Any, optimizer: Any = None, *, dataset: Dataset[Any] | None = None
+) -> Evidence:
+    """Train by a ``transformers.Trainer`` until the clock says enough.
+
+    Args:
+        clock: Listens.
+        args: The ``TrainingArguments``, with ``max_steps`` large enough for the clock's effort.
+        model: The model, wrapped as the plan says.
+        optimizer: Where the plan wraps the optimizer; otherwise Trainer makes it.
+        dataset: Rows to train on; random ones where none are given.
+    """
+    from transformers import Trainer, TrainerCallback
+
+    observer = Observer(model, clock.recipe)
+    seen: list[Evidence] = []
+
+    class Told(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            clock.step_begin()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            if trainer.accelerator.optimizer_step_was_skipped:
+                clock.step_skipped()
+            if clock.step_end():
+                control.should_training_stop = True
+            if clock.done == clock.effort.warm_up:
+                seen.append(observer.evidence(trainer.optimizer, trainer.accelerator, counted(clock)))
+                observer.close()
+            return control
+
+    class Listened(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            clock.forward_begin()
+            loss = super().compute_loss(*args, **kwargs)
+            clock.forward_end()
+            return loss
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            clock.backward_end(loss)
+            return loss
+
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.max_steps
+    trainer = Listened(
+        model=model,
+        args=args,
+        train_dataset=dataset or random_rows(clock.recipe, rows),
+        callbacks=[Told()],
+        optimizers=(optimizer, None),
+    )
+    trainer.train()
+    return with_later_state(seen[0], trainer.optimizer)
+
+
+def run_loop(
+    clock: Listener,
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    max_grad_norm: float = 1.0,
+    *,
+    dataset: Dataset[Any] | None = None,
+) -> Evidence:
+    """Train by a plain Accelerate loop until the clock says enough; the loop of ``examples/train_loop.py``.
+
+    Args:
+        clock: Listens.
+        accelerator: From ``setup.accelerator()``, or the like.
+        model: The model, wrapped as the plan says.
+        optimizer: Its optimizer.
+        max_grad_norm: Gradients are clipped to this norm, as a Trainer does by default.
+        dataset: Rows to train on; random ones where none are given.
+    """
+    from torch.utils.data import DataLoader
+
+    observer = Observer(model, clock.recipe)
+    evidence = None
+    steps = clock.effort.warm_up + clock.effort.max_steps
+    rows = clock.recipe.micro_batch * clock.accumulation * steps
+    loader = DataLoader(
+        dataset or random_rows(clock.recipe, rows),
+        batch_size=clock.recipe.micro_batch,
+        shuffle=True,
+        pin_memory=clock.on_cuda,
+    )
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    fresh = True
+    for batch in loader:
+        if fresh:
+            clock.step_begin()
+        with accelerator.accumulate(model):
+            clock.forward_begin()
+            loss = model(**batch).loss
+            clock.forward_end()
+            accelerator.backward(loss)
+            clock.backward_end(loss / clock.accumulation)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        fresh = accelerator.sync_gradients
+        if fresh:
+            if accelerator.optimizer_step_was_skipped:
+                clock.step_skipped()
+            enough = clock.step_end()
+            if clock.done == clock.effort.warm_up:
+                evidence = observer.evidence(optimizer, accelerator, counted(clock))
+                observer.close()
+            if enough:
+                break
+    if evidence is None:
+        raise RuntimeError("the loader ended before the warm-up did")
+    return with_later_state(evidence, optimizer)
+
+
+def counted(clock: Listener) -> int | None:
+    """Micro-steps that were counted in an optimizer step; nothing where they only stand for more."""
+    return None if clock.in_parts else clock.accumulated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What is trained where it matters what is learned, and not only how fast.
+
+    Attributes:
+        begin: Given the model once it stands, with the same weights whatever the plan.
+        rows: To be trained on.
+        arguments: Fields of ``TrainingArguments`` that a plan does not decide.
+    """
+
+    begin: Callable[[PreTrainedModel], None]
+    rows: Dataset[dict[str, torch.Tensor]]
+    arguments: Mapping[str, Any]
+
+
+def run_recipe(clock: Listener, *, config: Path, folder: Path, lesson: Lesson | None = None) -> Evidence:
+    """Build all that the recipe says, with random weights, and train on its launch path: what a trial does.
+
+    Args:
+        clock: Listens.
+        config: Folder that holds the ``config.json``.
+        folder: Where a Trainer may write.
+        lesson: What to train; random tokens where nothing is to be learned.
+    """
+    import torch
+
+    recipe = clock.recipe
+    torch.manual_seed(recipe.facts.workload.seed)
+    sharded = recipe.emission.accelerate["distributed_type"] != "NO"
+    # a device's random numbers are others than the host's
+    device = "cuda" if clock.on_cuda and not sharded and lesson is None else "cpu"
+    trainer = recipe.facts.workload.launch_path == "trainer"
+    given = {"output_dir": str(folder), **(lesson.arguments if lesson else {})}
+    args = None
+    if trainer:
+        args = recipe.training_arguments(**{**untuned(clock, folder), **given})
+        args.gradient_accumulation_steps = clock.accumulation
+    model = recipe.model(None, config=config, device=device)
+    optimizer = recipe.optimizer(model, **given) if recipe.optimizer_wraps or not trainer else None
+    rows = None
+    if lesson is not None:
+        rows = lesson.rows
+        lesson.begin(model)
+    if args is not None:
+        return run_trainer(clock, args, model, optimizer, dataset=rows)
+    accelerator = recipe.accelerator(gradient_accumulation_steps=clock.accumulation)
+    return run_loop(clock, accelerator, model, optimizer, dataset=rows)
+
+
+def untuned(clock: Listener, folder: Path) -> dict[str, Any]:
+    """Fields of ``TrainingArguments`` that a measurement needs and a plan does not decide."""
+    return {
+        "output_dir": str(folder),
+        "max_steps": clock.effort.warm_up + clock.effort.max_steps,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        "seed": clock.recipe.facts.workload.seed,
+    }

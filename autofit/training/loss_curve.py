@@ -1,0 +1,233 @@
+"""A short training on rows that can be learned, and what is written down of it: losses and gradients, no times.
+
+The weights are random, and the same for every plan; the rows are the same; dropout is off, since its random numbers
+fall differently where the rows are split differently. So two plans that train the same way give the same curve.
+Random tokens would teach nothing: their loss is the logarithm of the vocabulary, whatever the gradients are. Here the
+rows are of a few tokens, handed out again and again, and the loss falls from the first step on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from autofit.machine.meters import CeilingBroken, Meter, out_of_memory
+from autofit.training.loops import Lesson, run_recipe
+from autofit.training.timing import Effort, NotFinite
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import Dataset
+    from transformers import PreTrainedModel
+
+    from autofit.contract.recipe import Recipe
+
+_TOKENS = 16
+_RATE, _WIDTH = 1e-3, 512
+"""Adam moves every weight by the rate, and a wider layer adds up more of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """What a short training left.
+
+    Attributes:
+        losses: Of each optimizer step.
+        norms: Norm of the gradients that the optimizer stepped with, clipped, for each step; 0 where not seen.
+        gradients: Norm of each parameter's gradient in the first step, before it is clipped; none where the loss is
+            scaled or an engine keeps them.
+        failed: Why it did not come to its end: ``not finite``, ``out of memory`` or an error in words.
+    """
+
+    losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+    gradients: dict[str, float] = field(default_factory=dict)
+    failed: str | None = None
+
+
+CURVE: TypeAdapter[Curve] = TypeAdapter(Curve)
+NOT_FINITE = "not finite"
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Listens to a training loop and writes the curve."""
+
+    recipe: Recipe
+    effort: Effort
+    meter: Meter
+    accumulation: int
+    on_cuda: bool
+    in_parts: bool = False
+    accumulated: int = 0
+    done: int = 0
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, float] = field(default_factory=dict)
+    model: Any = None
+    _loss: torch.Tensor | None = None
+    _squares: dict[int, float] = field(default_factory=dict)
+
+    def begin(self, model: PreTrainedModel) -> None:
+        """The model stands: no dropout, and the same random numbers from here on."""
+        import torch
+
+        self.model = model
+        for module in model.modules():
+            if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001 - the parent of all kinds
+                module.p = 0.0
+        torch.manual_seed(self.recipe.facts.workload.seed)
+
+    def step_begin(self) -> None:
+        """An optimizer step begins."""
+        self.accumulated = 0
+        self._squares.clear()
+
+    def forward_begin(self) -> None:
+        """A micro-step begins."""
+
+    def forward_end(self) -> None:
+        """The loss is there."""
+        self.meter.check()
+
+    def backward_end(self, loss: torch.Tensor) -> None:
+        """The gradients of a micro-step are there; ``loss`` is its share of the step's."""
+        self.meter.check()
+        self.accumulated += 1
+        self._loss = loss.detach().clone() if self._loss is None else self._loss + loss.detach()
+        if self.done == 0 and self.accumulated == self.accumulation and self.recipe.mixed_precision != "fp16":
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    self.gradients[name] = _finite(_norm(parameter.grad))
+
+    def stepping(self, optimizer: Any, *_: Any) -> None:
+        """An optimizer, or a part of it, is about to step."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._squares[id(parameter)] = _norm(parameter.grad) ** 2
+
+    def step_skipped(self) -> None:
+        """Nothing to do."""
+
+    def step_end(self) -> bool:
+        """An optimizer step is done."""
+        self.meter.check()
+        loss = float(self._loss) if self._loss is not None else math.nan
+        self._loss = None
+        if not math.isfinite(loss):
+            raise NotFinite(loss, self.done)
+        self.losses.append(loss)
+        self.norms.append(_finite(math.sqrt(sum(self._squares.values()))))
+        self.done += 1
+        if self.done == self.effort.warm_up:
+            self.meter.settle()
+        return self.done >= self.effort.warm_up + self.effort.max_steps
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """Summed up in float32, without a copy."""
+    import torch
+
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32))
+
+
+def _finite(number: float) -> float:
+    return number if math.isfinite(number) else 0.0
+
+
+def record(recipe: Recipe, steps: int, meter: Meter, *, config: Path, folder: Path) -> Curve:
+    """Train some optimizer steps and write the curve down.
+
+    Args:
+        recipe: What to run.
+        steps: Optimizer steps, three at least.
+        meter: Holds the ceiling.
+        config: Folder that holds the ``config.json``.
+        folder: Where a Trainer may write.
+    """
+    effort = Effort(fidelity="whole", warm_up=2, max_steps=steps - 2)
+    on_cuda = recipe.facts.hardware.device == "cuda"
+    listener = Recorder(recipe, effort, meter, recipe.accumulation, on_cuda)
+    rate = _RATE * min(1.0, _WIDTH / recipe.facts.model.hidden_size)
+    lesson = Lesson(
+        begin=listener.begin,
+        rows=learnable_rows(recipe, recipe.micro_batch * recipe.accumulation * steps),
+        arguments={"learning_rate": rate, "lr_scheduler_type": "constant"},
+    )
+    failed = None
+    try:
+        with _steps_told(listener):
+            run_recipe(listener, config=without_dropout(config, folder), folder=folder, lesson=lesson)
+    except NotFinite:
+        failed = NOT_FINITE
+    except CeilingBroken:
+        failed = OUT_OF_MEMORY
+    except Exception as error:
+        if out_of_memory(error) is None:
+            raise
+        failed = OUT_OF_MEMORY
+    return Curve(
+        losses=tuple(listener.losses), norms=tuple(listener.norms), gradients=listener.gradients, failed=failed
+    )
+
+
+@contextlib.contextmanager
+def _steps_told(listener: Recorder) -> Iterator[None]:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    handle = register_optimizer_step_pre_hook(listener.stepping)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def learnable_rows(recipe: Recipe, rows: int) -> Dataset[dict[str, torch.Tensor]]:
+    """Rows of a few different tokens, a pool of one global batch that is handed out again and again."""
+    import torch
+    from torch.utils.data import Dataset as TorchDataset
+
+    work = recipe.facts.workload
+    generator = torch.Generator().manual_seed(work.seed)
+    tokens = torch.randint(0, recipe.facts.model.vocab_size, (_TOKENS,), generator=generator)
+    pool = tokens[torch.randint(0, _TOKENS, (min(work.global_batch, rows), work.seq_len), generator=generator)]
+
+    class Rows(TorchDataset[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return rows
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            row = pool[index % len(pool)]
+            return {"input_ids": row, "labels": row}
+
+    return Rows()
+
+
+def without_dropout(config: Path, folder: Path) -> Path:
+    """A copy of the model's folder whose config drops nothing out."""
+    copy = folder / "model"
+    shutil.copytree(config, copy)
+    path = copy / "config.json"
+    path.write_text(json.dumps(_undropped(json.loads(path.read_text("utf-8"))), indent=1), "utf-8")
+    return copy
+
+
+def _undropped(value: Any) -> Any:
+    """The config with 0 for each number whose name says dropout (GPT-2's: ``attn_pdrop``, ``layerdrop``)."""
+    if isinstance(value, list):
+        return [_undropped(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: 0.0 if "drop" in name and isinstance(one, int | float) else _undropped(one) for name, one in value.items()
+    }

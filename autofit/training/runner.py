@@ -1,0 +1,300 @@
+"""One plan -> one outcome, in a process and a folder of its own.
+
+The folder is the trial: ``job.json`` in, ``outcome.json`` out (written aside, renamed into place), its logs beside
+them, and at last ``trial.json``, which is the outcome with its number, plan and cost. A folder without ``trial.json``
+is a trial that was cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from autofit.contract.plan import (
+    OUTCOME,
+    TRIAL,
+    Crashed,
+    Measured,
+    Outcome,
+    OutOfMemory,
+    Plan,
+    TimedOut,
+    Trial,
+    dump_json,
+)
+from autofit.machine.describe import host_memory
+from autofit.machine.meters import control_groups, device_used_bytes
+from autofit.machine.other_processes import neighbours, words
+from autofit.system import strict_json
+from autofit.system.errors import MachineError, ServerLost
+from autofit.system.files import write_atomically, writing
+from autofit.system.fork_server import ForkServer
+from autofit.system.redact import redacted
+from autofit.system.units import MIB, size
+from autofit.training.timing import Effort
+from autofit.worker import JOB, JOBS, OUTCOME_FILE, PROGRESS_FILE, TrialJob
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Facts
+
+TRIAL_FILE = "trial.json"
+_LOG_TAIL_BYTES = 4000
+_SLACK_BYTES = 64 * MIB
+_CLOSE = 0.9
+"""Of the ceiling: a plan that ran out of memory below that did not break it."""
+_NEARLY_FULL = 0.85
+_CLIFF = 3.0
+"""Times as long as with fewer rows: no arithmetic is, a bus is."""
+
+
+class Runner(Protocol):
+    """Turns plans into outcomes; the seam through which recorded devices are replayed."""
+
+    def run(
+        self, number: int, plan: Plan, effort: Effort, *, purpose: Literal["search", "final"], limit_seconds: float
+    ) -> Trial:
+        """Run one trial and return it."""
+
+
+class ProcessRunner:
+    """Runs each trial in a process of its own, on the real device.
+
+    Args:
+        folder: ``trials/`` of the output folder.
+        facts: What the plans are for.
+        config: Folder that holds the model's ``config.json``.
+        server: Forks the processes.
+        predicted: Peak bytes of each plan by its trace, to stand beside what is measured.
+        known: The trials so far, to hold a new one against.
+        note: Told of what is worth a line.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: Facts,
+        config: Path,
+        server: ForkServer,
+        predicted: Mapping[Plan, int] | None = None,
+        *,
+        known: Sequence[Trial] = (),
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.predicted = predicted or {}
+        self.known = known
+        self.note = note
+        self.folder = folder
+        self.facts = facts
+        self.config = config
+        self.server = server
+        work, hardware = facts.workload, facts.hardware
+        self.room_bytes = min(work.limit_bytes, hardware.free_bytes)
+        """What was free for trials; less where others have taken some of it since, and were reported."""
+        self._idle_bytes = hardware.free_bytes if hardware.device == "cuda" else self.room_bytes
+        self._home = _identity(folder.parent)
+
+    def run(
+        self, number: int, plan: Plan, effort: Effort, *, purpose: Literal["search", "final"], limit_seconds: float
+    ) -> Trial:
+        """Run one trial and return it.
+
+        Raises:
+            MachineError: The folder can't be written, or no process can be started.
+        """
+        began = time.monotonic()
+        folder = trial_folder(self.folder, number)
+        if _identity(self.folder.parent) != self._home:
+            raise MachineError(
+                f"{self.folder.parent} is gone: it was deleted or moved while the tune ran",
+                hint="tune again, or put it back and --resume",
+            )
+        with writing(folder):
+            if folder.exists():  # one that was cut off
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+        job = TrialJob(plan=plan, facts=self.facts, config=str(self.config.resolve()), effort=effort)
+        write_atomically(folder / JOB, dump_json(JOBS, job))
+        self.settle()
+        kills_before = memory_kills()
+        lost = ""
+        try:
+            status = self.server.run(folder.resolve(), kill_after_seconds=limit_seconds)
+        except ServerLost as error:
+            status, lost = int(signal.SIGKILL), error.message
+        ran_out = memory_kills() > kills_before
+        outcome = self._outcome(folder, status, limit_seconds, host_ran_out=ran_out, lost=lost)
+        if isinstance(outcome, OutOfMemory):
+            outcome = self._squeezed(plan, outcome, killed=ran_out)
+        elif isinstance(outcome, Measured) and (why := spilled(plan, outcome, self.known, self.facts)):
+            self.note(f"trial {number} {why}: counted as out of memory")
+            limit = self.facts.workload.limit_bytes
+            peak = max(outcome.peak_bytes, limit)
+            outcome = OutOfMemory(where="device", phase="forward", limit_bytes=limit, peak_bytes=peak)
+        trial = Trial(
+            number=number,
+            plan=plan,
+            outcome=outcome,
+            wall_seconds=time.monotonic() - began,
+            purpose=purpose,
+            predicted_bytes=self.predicted.get(plan),
+        )
+        write_atomically(folder / TRIAL_FILE, dump_json(TRIAL, trial))
+        return trial
+
+    def settle(self, patience_seconds: float = 10.0) -> None:
+        """Wait until the device's memory has come back: from the trial before, or from a process that took it.
+
+        The driver frees it some time after a process has ended. Where it does not come back, somebody else keeps
+        it: that is said once, and the trial is run all the same.
+        """
+        deadline = time.monotonic() + patience_seconds
+        while (free := self.free_bytes()) < self._idle_bytes - _SLACK_BYTES and time.monotonic() < deadline:
+            time.sleep(0.05)  # also where the rest were enough: what goes later is taken for the next trial's own
+        if free < self._idle_bytes - _SLACK_BYTES:
+            self._idle_bytes = free  # for somebody who stays it is waited once
+        if free < self.room_bytes - _SLACK_BYTES:
+            who = words(neighbours(self.facts.hardware))
+            self.note(
+                f"another process took memory of {self.facts.hardware.name}: {size(free)} are free, where "
+                f"{size(self.room_bytes)} were for trials; what runs out of memory meanwhile is measured once more"
+                f"{'; also on this device: ' + who if who else ''}"
+            )
+            self.room_bytes = free
+
+    def free_bytes(self) -> int:
+        """What of the device's memory is free now."""
+        hardware = self.facts.hardware
+        if hardware.device == "cpu":
+            return host_memory()[1]
+        return hardware.total_bytes - device_used_bytes(hardware.uuid)
+
+    def _squeezed(self, plan: Plan, outcome: OutOfMemory, *, killed: bool) -> OutOfMemory:
+        """The outcome, marked where somebody else held the memory."""
+        if outcome.where == "host":
+            return outcome
+        limit = self.facts.workload.limit_bytes
+        crowded = self.free_bytes() < min(limit, self.facts.hardware.free_bytes) - _SLACK_BYTES
+        if killed:  # nobody knows what it held; its trace may
+            others = crowded or self.predicted.get(plan, limit) < limit / 2
+        else:
+            others = outcome.peak_bytes < (limit if crowded else _CLOSE * limit)
+        return dataclasses.replace(outcome, squeezed=others or outcome.squeezed)
+
+    def _outcome(
+        self, folder: Path, status: int | None, limit_seconds: float, *, host_ran_out: bool, lost: str
+    ) -> Outcome:
+        """The child's own verdict where it wrote one; else what its end tells."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            outcome: Outcome = strict_json.read(OUTCOME, (folder / OUTCOME_FILE).read_bytes())
+            return outcome
+        phase = "start"
+        with contextlib.suppress(OSError):
+            phase = (folder / PROGRESS_FILE).read_text("utf-8").strip() or phase
+        if status is None:
+            return TimedOut(limit_seconds=limit_seconds, phase=phase)
+        tail = log_tail(folder)
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            if number == signal.SIGKILL and host_ran_out:
+                work, on_cpu = self.facts.workload, self.facts.hardware.device == "cpu"
+                return OutOfMemory(
+                    where="device" if on_cpu else "host",
+                    phase="load",
+                    limit_bytes=work.limit_bytes if on_cpu else work.host_limit_bytes,
+                    peak_bytes=max(work.limit_bytes, work.host_limit_bytes) if on_cpu else work.host_limit_bytes,
+                )
+            if lost:
+                return Crashed(reason=lost, log_tail=tail)
+            name = signal.Signals(number).name
+            return Crashed(reason=f"killed by {name} after {phase}", log_tail=tail)
+        return Crashed(reason=f"ended with status {os.WEXITSTATUS(status)} after {phase}", log_tail=tail)
+
+
+def memory_kills() -> int:
+    """How many processes the kernel has killed for memory so far: of this control group, or of the machine."""
+    kills = 0
+    groups = [folder / name for folder in control_groups() for name in ("memory.events", "memory.oom_control")]
+    for counts in (*groups, Path("/proc/vmstat")):
+        with contextlib.suppress(OSError):
+            for line in counts.read_text("ascii").splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    kills += int(count)
+    return kills
+
+
+def spilled(plan: Plan, outcome: Measured, known: Sequence[Trial], facts: Facts) -> str | None:
+    """Why a driver seems to have moved memory to the host instead of failing, in words; ``None`` where it did not.
+
+    Some drivers do. It shows by a peak that the device does not have, or by one near to it and steps that are
+    several times as long as with fewer rows, where they should be shorter.
+    """
+    hardware = facts.hardware
+    if outcome.peak_bytes > hardware.total_bytes:
+        there = size(hardware.total_bytes)
+        return f"held {size(outcome.peak_bytes)}, which is more than the {there} that are there: it spilled"
+    physical = hardware.free_bytes if hardware.device == "cuda" else hardware.total_bytes
+    if outcome.peak_bytes < _NEARLY_FULL * physical:
+        return None
+    for other in known:
+        run, fewer = other.outcome, int(other.plan["micro_batch"]) < int(plan["micro_batch"])
+        same = plan.replaced(micro_batch=other.plan["micro_batch"], accumulation=other.plan["accumulation"])
+        if fewer and same == other.plan and isinstance(run, Measured) and outcome.disturbance < run.disturbance + 0.25:
+            times = outcome.step_seconds / run.step_seconds
+            if times > _CLIFF:
+                return (
+                    f"took {size(outcome.peak_bytes)} of {size(physical)}, and its steps are {times:.1f} times as long "
+                    f"as with {other.plan['micro_batch']} rows: it spilled into the host's memory"
+                )
+    return None
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder it is, whatever its name; ``None`` where there is none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def trial_folder(folder: Path, number: int) -> Path:
+    """The folder of a trial inside ``trials/``."""
+    return folder / f"{number:05d}"
+
+
+def log_tail(folder: Path) -> str:
+    """The end of what the trial printed on stderr."""
+    try:
+        with (folder / "stderr.log").open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
+            return redacted(file.read().decode("utf-8", "replace").strip())
+    except OSError:
+        return ""
+
+
+def finished(folder: Path) -> Iterator[Trial]:
+    """The trials in ``trials/`` that have ended, by number; what can't be read counts as cut off."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir() if entry.name.isdigit())
+    except FileNotFoundError:
+        return
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):
+            trial = strict_json.read(TRIAL, (folder / name / TRIAL_FILE).read_bytes())
+            if trial.number == int(name):
+                yield trial
+
+
+def training_seconds(trial: Trial) -> float:
+    """Seconds of a trial that went into training steps."""
+    outcome = trial.outcome
+    return outcome.training_seconds if isinstance(outcome, Measured | OutOfMemory) else 0.0
