@@ -12,7 +12,8 @@ __all__ = ["AutofitError", "Plan", "Promise", "Result", "Setup", "__version__", 
 
 if TYPE_CHECKING:
     from autofit.commands.tune import tune
-    from autofit.contract.plan import Plan, Promise
+    from autofit.contract.outcome import Promise
+    from autofit.contract.plan import Plan
     from autofit.output.result import Result
     from autofit.output.setup import Setup, load
     from autofit.system.errors import AutofitError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AutofitError": "autofit.system.errors",
     "Plan": "autofit.contract.plan",
-    "Promise": "autofit.contract.plan",
+    "Promise": "autofit.contract.outcome",
     "Result": "autofit.output.result",
     "Setup": "autofit.output.setup",
     "load": "autofit.output.setup",

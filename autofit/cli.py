@@ -141,9 +141,9 @@ def tune(model: str, as_json: bool, **options: Any) -> None:
     """
     from autofit.commands.console import ConsoleEvents, Talk
     from autofit.commands.tune import tune as run
-    from autofit.contract.plan import dump_json
     from autofit.output import report
     from autofit.output.document import DOCUMENT
+    from autofit.system.strict_json import dump_json
 
     with _terminable():
         result = run(model, events=ConsoleEvents(Talk(), options["trials"]), **options)
@@ -179,7 +179,7 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
     from autofit.commands.estimate import ESTIMATE
     from autofit.commands.estimate import estimate as run
     from autofit.commands.estimate_table import table
-    from autofit.contract.plan import dump_json
+    from autofit.system.strict_json import dump_json
 
     with _terminable():
         most = None if every else 12
@@ -203,8 +203,9 @@ def verify(folder: str, steps: int, as_json: bool) -> None:
     """Launch the files in DIR with accelerate launch, and compare with the promise (exit 4 where it is broken)."""
     from autofit.commands.verify import VERIFICATION
     from autofit.commands.verify import verify as run
-    from autofit.contract.plan import Measured, dump_json
+    from autofit.contract.outcome import Measured
     from autofit.system import units
+    from autofit.system.strict_json import dump_json
 
     with _terminable():
         found = run(folder, steps=steps, say=lambda words: click.echo(words, err=True))
@@ -237,8 +238,8 @@ def doctor(device: str, model: str, as_json: bool) -> None:
     from rich.text import Text
 
     from autofit.commands.doctor import DIAGNOSIS, examine
-    from autofit.contract.plan import dump_json
     from autofit.system import units
+    from autofit.system.strict_json import dump_json
 
     found = examine(device, model)
     if as_json:
@@ -270,11 +271,11 @@ def report(folder: str, as_json: bool) -> None:
     """Show again what a tune found in DIR, and write its report.html anew."""
     from pathlib import Path
 
-    from autofit.contract.plan import dump_json
     from autofit.output import document as documents
     from autofit.output import report as reports
     from autofit.output.emit import REPORT
     from autofit.system.files import write_atomically
+    from autofit.system.strict_json import dump_json
 
     document = documents.read(folder)
     write_atomically(Path(folder) / REPORT, reports.html(document, folder=folder))

@@ -29,8 +29,8 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, cast
 
-from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Technique
-from autofit.system.errors import InputError
+from autofit.contract.emission import Emission
+from autofit.contract.technique import Choice, InputError, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
-    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.outcome import Evidence
+    from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
 _RANK = 16

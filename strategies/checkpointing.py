@@ -32,8 +32,9 @@ import functools
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from autofit.contract.emission import Emission
 from autofit.contract.placement import current
-from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Technique, replacing
+from autofit.contract.technique import Choice, Kind, Part, Prior, Technique, replacing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
-    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.outcome import Evidence
+    from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
-    from autofit.costmodel.recorder import Recorder
+    from autofit.contract.trace import TraceRecorder
 
 NEW_NAME_SINCE = (5, 23)
 _EVERY = {"every_2": 2, "every_4": 4}
@@ -129,7 +131,7 @@ class Checkpointing(Technique):
     def period(self, value: Value) -> int:
         return _EVERY.get(str(value), 1)
 
-    def stand_in(self, value: Value, facts: Facts, recorder: Recorder) -> AbstractContextManager[None]:
+    def stand_in(self, value: Value, facts: Facts, recorder: TraceRecorder) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if value == "off" else _counting(recorder)
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
@@ -215,7 +217,7 @@ class KeptOutputs:
         return _checkpoint(function, *args, context_fn=contexts, **kwargs)
 
 
-def _counting(recorder: Recorder) -> AbstractContextManager[None]:
+def _counting(recorder: TraceRecorder) -> AbstractContextManager[None]:
     """Tell a trace what the Python of checkpointed regions takes of the host.
 
     PyTorch has no public place to look at it: where its own class is gone, nothing is told of what autograd saves.

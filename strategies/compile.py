@@ -30,13 +30,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Status, Technique
+from autofit.contract.emission import Emission
+from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from autofit.contract.facts import Facts
-    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.outcome import Evidence
+    from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
 _MODES = {

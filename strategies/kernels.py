@@ -26,7 +26,8 @@ import functools
 import types
 from typing import TYPE_CHECKING, Any, cast
 
-from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Technique
+from autofit.contract.emission import Emission
+from autofit.contract.technique import Choice, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
-    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.outcome import Evidence
+    from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
 CHUNKS = 16

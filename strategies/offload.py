@@ -23,8 +23,9 @@ import math
 import types
 from typing import TYPE_CHECKING, Any
 
+from autofit.contract.emission import Emission
 from autofit.contract.placement import current
-from autofit.contract.technique import Choice, Emission, Hosted, Kind, Part, Prior, Technique
+from autofit.contract.technique import Choice, Hosted, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
-    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.outcome import Evidence
+    from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
-    from autofit.costmodel.timeline import Ints
+    from autofit.contract.trace import Ints
 
 _ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed", "zero3": "deepspeed"}
 _REFUSED = {

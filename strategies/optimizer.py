@@ -54,7 +54,8 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Technique, replacing
+from autofit.contract.emission import Emission
+from autofit.contract.technique import Choice, Kind, Part, Prior, Technique, replacing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,9 +64,10 @@ if TYPE_CHECKING:
     import torch
 
     from autofit.contract.facts import Facts
-    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.outcome import Evidence
+    from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
-    from autofit.costmodel.recorder import Recorder
+    from autofit.contract.trace import TraceRecorder
 
 MOMENTUM = 0.9
 _LEAST_PAGED = 1e5  # bitsandbytes.optim.optimizer.Optimizer8bit.get_state_buffer
@@ -330,7 +332,7 @@ class Optimizer(Technique):
             return None  # parts of a step are traced one after the other
         return value if part == "optimizer" else self.plain
 
-    def stand_in(self, value: Value, facts: Facts, recorder: Recorder) -> AbstractContextManager[None]:
+    def stand_in(self, value: Value, facts: Facts, recorder: TraceRecorder) -> AbstractContextManager[None]:
         row, on_cuda = _ROWS[str(value)], facts.hardware.device == "cuda"
         replaced: list[tuple[Any, str, Any]] = []
         if "bitsandbytes" in row.packages:
@@ -421,7 +423,7 @@ def _in_training(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 # -- what stands in, while a trace runs ------------------------------------------------------------------------------
 
 
-def _bitsandbytes(recorder: Recorder, *, paged: bool) -> list[tuple[Any, str, Any]]:
+def _bitsandbytes(recorder: TraceRecorder, *, paged: bool) -> list[tuple[Any, str, Any]]:
     """Bitsandbytes looks at a table's values when it is made, and takes paged memory from the driver."""
     import torch
     from bitsandbytes import functional

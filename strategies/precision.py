@@ -33,7 +33,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Status, Technique
+from autofit.contract.emission import Emission
+from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
-    from autofit.contract.plan import Evidence, Value
+    from autofit.contract.outcome import Evidence
+    from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
 _AUTOCAST = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}

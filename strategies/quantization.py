@@ -34,7 +34,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autofit.contract.technique import Choice, Emission, Kind, Part, Prior, Technique, replacing
+from autofit.contract.emission import Emission
+from autofit.contract.technique import Choice, Kind, Part, Prior, Technique, replacing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -45,10 +46,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
-    from autofit.contract.plan import Evidence, Value
-    from autofit.contract.recipe import Recipe
-    from autofit.costmodel.recorder import Recorder
-    from autofit.system.tensor_cache import Kept
+    from autofit.contract.outcome import Evidence
+    from autofit.contract.plan import Value
+    from autofit.contract.recipe import Kept, Recipe
+    from autofit.contract.trace import TraceRecorder
 
 _BLOCK, _OUTER_BLOCK = 64, 256  # bitsandbytes.nn.Params4bit; bitsandbytes.functional.quantize_4bit
 _SIXTEEN = {"bf16": "bfloat16", "fp16": "float16"}
@@ -113,7 +114,7 @@ class Quantization(Technique):
             return self.plain
         return None if value in _TORCHAO else value
 
-    def stand_in(self, value: Value, facts: Facts, recorder: Recorder) -> AbstractContextManager[None]:
+    def stand_in(self, value: Value, facts: Facts, recorder: TraceRecorder) -> AbstractContextManager[None]:
         if value == "none" or value in _TORCHAO:
             return contextlib.nullcontext()
         return traced_layers(recorder, on_cuda=facts.hardware.device == "cuda")
@@ -434,7 +435,7 @@ def _fill_8bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtyp
 
 
 @contextlib.contextmanager
-def traced_layers(recorder: Recorder, *, on_cuda: bool) -> Iterator[None]:
+def traced_layers(recorder: TraceRecorder, *, on_cuda: bool) -> Iterator[None]:
     """Run bitsandbytes' layers on tensors that may be fake, and show what their kernels take for themselves.
 
     The layers, and what they keep for the backward pass, are bitsandbytes' own. Source: ``_dequant_linear_fallback``,
@@ -492,7 +493,7 @@ def _forward_8bit(module: Any, x: torch.Tensor, *, on_cuda: bool) -> torch.Tenso
     return result
 
 
-def _gemm_4bit(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _gemm_4bit(recorder: TraceRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Twice the scales in float32, and the whole weight in the dtype of its input."""
     given, count, block = args[0], args[2][0] * args[2][1], args[4]
     scales = 4 * -(-count // block)
@@ -504,7 +505,7 @@ def _gemm_4bit(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dic
     return result
 
 
-def _quantized_rows(recorder: Recorder, func: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
+def _quantized_rows(recorder: TraceRecorder, func: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
     """Rows in 8 bits, their scales, and no outliers: magnitudes are compared with the threshold."""
     import torch
 
@@ -521,7 +522,7 @@ def _quantized_rows(recorder: Recorder, func: Any, args: tuple[Any, ...], _: dic
     return made
 
 
-def _product_of_integers(recorder: Recorder, func: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
+def _product_of_integers(recorder: TraceRecorder, func: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
     """A product in 32-bit integers, which becomes float16, which becomes the dtype that is wanted."""
     import torch
 

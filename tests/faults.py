@@ -26,7 +26,8 @@ from pathlib import Path
 
 import psutil
 
-from autofit.contract.plan import Crashed, Diverged, Measured, OutOfMemory, TimedOut, spread
+from autofit.contract.outcome import Crashed, Diverged, Measured, OutOfMemory, TimedOut
+from autofit.system.statistics import spread
 from autofit.training.runner import finished
 
 from .tiny import wait_until, write_config

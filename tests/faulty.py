@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from autofit import worker
+from autofit.system.job import JOB
 from autofit.training.timing import Clock
 
 FAULT = "fault.py"
@@ -57,7 +58,7 @@ def due(folder):
     waiting = os.environ.get(FAULTS)
     if not waiting:
         return None
-    job = json.loads((folder / worker.JOB).read_text("utf-8"))
+    job = json.loads((folder / JOB).read_text("utf-8"))
     name = "{micro_batch}-{checkpointing}".format(**job["plan"]) if job["kind"] == "trial" else job["kind"]
     done = Path(waiting, f"{name}.done")
     with contextlib.suppress(FileNotFoundError):
@@ -69,7 +70,7 @@ def due(folder):
 def configured(folder):
     """The folder of the model's config, where the job names one."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        yield Path(json.loads((folder / worker.JOB).read_text("utf-8"))["config"])
+        yield Path(json.loads((folder / JOB).read_text("utf-8"))["config"])
 
 
 worker.main = main

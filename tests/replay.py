@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from autofit.commands.request import REQUEST, STARTED, TRIALS
-from autofit.contract.plan import TRIAL, dump_json
+from autofit.contract.outcome import TRIAL
 from autofit.system.files import write_atomically
+from autofit.system.strict_json import dump_json
 from autofit.training.runner import TRIAL_FILE, trial_folder
 
 from .synthetic import GIB, Landscape

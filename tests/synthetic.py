@@ -8,8 +8,10 @@ import random
 from dataclasses import dataclass
 
 from autofit.contract.facts import Facts, Hardware, Model, Workload
-from autofit.contract.plan import Measured, Outcome, OutOfMemory, Plan, Trial, median, spread
+from autofit.contract.outcome import Measured, Outcome, OutOfMemory, Trial
+from autofit.contract.plan import Plan
 from autofit.registry import technique
+from autofit.system.statistics import median, spread
 
 GIB = 2**30
 SHAPING = {"precision", "checkpointing", "optimizer", "offload"}

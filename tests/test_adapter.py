@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit import space
-from autofit.contract.plan import Evidence
+from autofit.contract.outcome import Evidence
 from autofit.contract.technique import Kind
 from autofit.registry import recipe, technique
 from autofit.search.searcher import make_sampler

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autofit.contract.plan import Evidence
+from autofit.contract.outcome import Evidence
 from autofit.machine import describe
 from autofit.registry import recipe, technique
 from autofit.training.observer import _attention_kernels

@@ -3,7 +3,7 @@
 import pytest
 
 from autofit import space
-from autofit.contract.plan import Trial
+from autofit.contract.outcome import Trial
 from autofit.search import decision
 from autofit.search.loop import BASELINES, Campaign
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autofit import space
-from autofit.contract.plan import Crashed, Diverged, TimedOut, Trial
+from autofit.contract.outcome import Crashed, Diverged, TimedOut, Trial
 from autofit.search import decision as choose
 
 from .synthetic import GIB, cuda_facts, measured, out_of_memory

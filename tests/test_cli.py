@@ -20,11 +20,12 @@ import autofit
 from autofit import cli
 from autofit.commands import tune as tuning
 from autofit.commands.verify import VERIFICATION, Verification
-from autofit.contract.plan import Crashed, dump_json
+from autofit.contract.outcome import Crashed
 from autofit.output import document
 from autofit.output.document import DOCUMENT
 from autofit.registry import techniques
 from autofit.system import errors
+from autofit.system.strict_json import dump_json
 
 from .replay import Lent, Replay
 from .synthetic import GIB

@@ -25,8 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit import space
 from autofit.contract import placement
-from autofit.contract.plan import Evidence, Measured, Plan, TimedOut, Trial
-from autofit.contract.technique import Emission, Kind
+from autofit.contract.emission import Emission
+from autofit.contract.outcome import Evidence, Measured, TimedOut, Trial
+from autofit.contract.plan import Plan
+from autofit.contract.technique import Kind
 from autofit.machine import describe as probe
 from autofit.output import report, result
 from autofit.output.document import MODEL_FOLDER

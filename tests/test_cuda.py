@@ -14,17 +14,19 @@ from torch.overrides import TorchFunctionMode
 
 from autofit.commands import doctor, request, verify
 from autofit.contract import placement
-from autofit.contract.plan import Evidence, dump_json
+from autofit.contract.outcome import Evidence
+from autofit.costmodel.jobs import TraceJob
 from autofit.machine import describe, meters, select
+from autofit.machine.jobs import DescribeJob
 from autofit.machine.meters import CeilingBroken, CudaMeter, out_of_memory
 from autofit.registry import recipe as recipe_of
 from autofit.registry import technique
 from autofit.system.errors import MachineError, ModelError
+from autofit.system.job import job_text
 from autofit.training import runner as trials
 from autofit.training.measure import measure
 from autofit.training.observer import with_later_state
 from autofit.training.timing import Clock, Effort
-from autofit.worker import FACTS_FILE, JOBS, DescribeJob, TraceJob
 from autofit.worker import main as work
 
 from .synthetic import GIB, cuda_facts
@@ -309,9 +311,9 @@ def test_a_device_that_is_there_and_can_t_be_used_is_the_machine_s_fault(tmp_pat
     monkeypatch.setattr(describe, "describe_hardware", refuse)
     config = write_config(tmp_path / "model")
     job = DescribeJob(name="tiny", config=str(config), device="cuda", trust_remote_code=False)
-    (tmp_path / "job.json").write_text(dump_json(JOBS, job))
+    (tmp_path / "job.json").write_text(job_text(job))
     work(tmp_path)
-    answer = json.loads((tmp_path / FACTS_FILE).read_text())
+    answer = json.loads((tmp_path / "facts.json").read_text())
     with pytest.raises(MachineError, match=r"can't be used: RuntimeError: .* too old \(found version 12020\)\.\n"):
         request.described(answer, "tiny", "cuda")
     with pytest.raises(ModelError, match="of 'tiny': no such thing"):
@@ -408,7 +410,7 @@ def test_a_trace_s_process_is_shown_no_device(tmp_path, monkeypatch):
         "autofit.costmodel.trace_job.trace_all", lambda *_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or {}
     )
     job = TraceJob(facts=cuda_facts(), config=str(tmp_path), requests=(), folder=str(tmp_path))
-    (tmp_path / "job.json").write_text(dump_json(JOBS, job))
+    (tmp_path / "job.json").write_text(job_text(job))
     with contextlib.suppress(FileNotFoundError):
         work(tmp_path)
     assert seen == [""]

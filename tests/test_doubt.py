@@ -14,7 +14,7 @@ import optuna
 import pytest
 
 from autofit import space
-from autofit.contract.plan import Crashed, Diverged, Evidence, Measured, OutOfMemory, TimedOut, Trial, Unsupported
+from autofit.contract.outcome import Crashed, Diverged, Evidence, Measured, OutOfMemory, TimedOut, Trial, Unsupported
 from autofit.machine import describe, meters
 from autofit.search import decision as choose
 from autofit.search import loop, searcher

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import autofit
 from autofit import registry, space
-from autofit.contract.plan import Plan, dump_json
+from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.output import document, result
 from autofit.output import setup as loading
@@ -26,6 +26,7 @@ from autofit.output.setup import installed
 from autofit.search import decision as choose
 from autofit.search.decision import extras
 from autofit.system.errors import EmissionError, InputError, MachineError, ModelError
+from autofit.system.strict_json import dump_json
 
 from .synthetic import GIB, Landscape, cpu_facts, cuda_facts
 

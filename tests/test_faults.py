@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from autofit import space
-from autofit.contract.plan import Measured
+from autofit.contract.outcome import Measured
 from autofit.search.loop import Campaign
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort

@@ -7,7 +7,7 @@ import pytest
 
 from autofit import space
 from autofit.commands import tune as tuning
-from autofit.contract.plan import Trial
+from autofit.contract.outcome import Trial
 from autofit.costmodel.forecast import Beside, Forecast
 from autofit.costmodel.roofline import WORK
 from autofit.search.sampler import AutofitSampler, Seen, above, believe, excluded, needed

@@ -10,10 +10,10 @@ import time
 import psutil
 import pytest
 
-from autofit.contract.plan import dump_json
+from autofit.output.jobs import CheckJob
 from autofit.system.errors import MachineError
 from autofit.system.fork_server import ForkServer
-from autofit.worker import JOBS, CheckJob
+from autofit.system.job import job_text
 
 from .tiny import REPOSITORY, TESTS, alive, gone, offspring, wait_until
 
@@ -114,7 +114,7 @@ def test_where_an_import_has_touched_the_device_a_job_is_a_fresh_process(tmp_pat
     with contextlib.closing(ForkServer(tmp_path / "server.log", "cuda")) as started:
         folder = tmp_path / "job"
         folder.mkdir()
-        (folder / "job.json").write_bytes(dump_json(JOBS, CheckJob(folder=str(folder))).encode())
+        (folder / "job.json").write_bytes(job_text(CheckJob(folder=str(folder))).encode())
         status = started.run(folder, kill_after_seconds=PATIENT)
         assert os.waitstatus_to_exitcode(status) == 1
         assert "left out by a test" in (folder / "stderr.log").read_text()

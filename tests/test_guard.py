@@ -7,14 +7,13 @@ import pytest
 
 from autofit.commands import tune
 from autofit.commands.request import Request, Search
-from autofit.contract.plan import Trial
+from autofit.contract.outcome import Trial
 from autofit.contract.technique import Kind
-from autofit.output.document import Guard
 from autofit.registry import recipe
 from autofit.search.decision import decide
 from autofit.search.events import Silent
 from autofit.training import equivalence, loss_curve
-from autofit.training.equivalence import BOUNDS, Guards, how_many, judge, kind_of, references
+from autofit.training.equivalence import BOUNDS, Guard, Guards, how_many, judge, kind_of, references
 from autofit.training.loss_curve import NOT_FINITE, OUT_OF_MEMORY, Curve, without_dropout
 
 from .faulty import FAULT

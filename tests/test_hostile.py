@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from autofit import space
 from autofit.commands import estimate, model_source, tune
-from autofit.contract.plan import dump_json
-from autofit.machine import meters, other_processes
+from autofit.machine import meters, other_processes, select
 from autofit.output import document, wording
 from autofit.output.document import DOCUMENT
 from autofit.system import locks, strict_json, units
 from autofit.system.errors import InputError, MachineError, ModelError, NothingFits
 from autofit.system.redact import HIDDEN, harmless, redacted
+from autofit.system.strict_json import dump_json
 from autofit.training import launch_environment
 
 from .replay import Lent
@@ -347,11 +347,11 @@ def test_secrets_are_kept_out_of_words_and_of_jobs(monkeypatch):
 
 def test_who_holds_a_lock_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    first, second = (locks.hardware_lock(cpu_facts().hardware) for _ in range(2))
+    first, second = (select.hardware_lock(cpu_facts().hardware) for _ in range(2))
     with first, pytest.raises(MachineError, match=f"process {os.getpid()}") as caught, second:
         pass
     assert caught.value.exit_code == 5
-    with locks.hardware_lock(cuda_facts().hardware), locks.hardware_lock(cpu_facts().hardware):
+    with select.hardware_lock(cuda_facts().hardware), select.hardware_lock(cpu_facts().hardware):
         pass
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from autofit import space
-from autofit.contract.plan import Plan, Trial
+from autofit.contract.outcome import Trial
+from autofit.contract.plan import Plan
 from autofit.registry import techniques
 from autofit.search import decision as choose
 from autofit.search import tradeoffs

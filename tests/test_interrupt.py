@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autofit.contract.plan import Crashed, Measured
+from autofit.contract.outcome import Crashed, Measured
 from autofit.output import document as documents
 from autofit.training.runner import finished
 

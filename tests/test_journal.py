@@ -13,7 +13,8 @@ import pytest
 from optuna.trial import TrialState
 
 from autofit import space
-from autofit.contract.plan import Crashed, Plan, TimedOut, Trial
+from autofit.contract.outcome import Crashed, TimedOut, Trial
+from autofit.contract.plan import Plan
 from autofit.search import study as journal
 from autofit.system.errors import InputError, MachineError
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from autofit.contract.plan import Evidence
+from autofit.contract.outcome import Evidence
 from autofit.machine import describe
 from autofit.registry import technique
 from autofit.training.observer import _liger_modules

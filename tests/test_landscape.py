@@ -10,7 +10,8 @@ import pytest
 
 import autofit
 from autofit import space
-from autofit.contract.plan import Crashed, Measured, OutOfMemory, Plan, Trial, Unsupported
+from autofit.contract.outcome import Crashed, Measured, OutOfMemory, Trial, Unsupported
+from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, beside
 from autofit.costmodel.roofline import WORK
 from autofit.output.setup import installed

@@ -16,12 +16,13 @@ from autofit.commands import verify
 from autofit.commands.request import REQUEST, STARTED
 from autofit.commands.verify import VERIFICATION, judge
 from autofit.contract.facts import Facts
-from autofit.contract.plan import Measured, Unsupported, dump_json
+from autofit.contract.outcome import Measured, Unsupported
 from autofit.output import document as documents
 from autofit.output import result as answer
 from autofit.output.document import DOCUMENT
 from autofit.registry import technique
 from autofit.system.errors import MachineError
+from autofit.system.strict_json import dump_json
 
 from . import synthetic
 from .tiny import MIB, PLAIN, REPOSITORY, gone, offspring, wait_until, write_config

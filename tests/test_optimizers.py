@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autofit import space
-from autofit.contract.plan import Evidence
+from autofit.contract.outcome import Evidence
 from autofit.contract.technique import Kind
 from autofit.output.setup import installed
 from autofit.registry import recipe, technique

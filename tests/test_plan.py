@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from autofit.contract.plan import (
+from autofit.contract.outcome import (
     OUTCOME,
     TRIAL,
     Crashed,
@@ -18,15 +18,14 @@ from autofit.contract.plan import (
     Evidence,
     Measured,
     OutOfMemory,
-    Plan,
     Promise,
     TimedOut,
     Trial,
     Unsupported,
-    dump_json,
-    median,
-    spread,
 )
+from autofit.contract.plan import Plan
+from autofit.system.statistics import median, spread
+from autofit.system.strict_json import dump_json
 
 PLAN = TypeAdapter(Plan)
 names = st.text(max_size=20)

@@ -10,13 +10,13 @@ import torch
 from autofit import space
 from autofit.commands import request
 from autofit.costmodel import device_rates, forecast
+from autofit.costmodel.jobs import RatesJob, _timed
 from autofit.costmodel.roofline import WORK, nominal_seconds
 from autofit.machine.describe import describe_model
 from autofit.search.sampler import AutofitSampler
 from autofit.search.surrogate import encode, needs
 from autofit.system.errors import MachineError
 from autofit.system.units import MIB
-from autofit.worker import RatesJob, _timed
 
 from .synthetic import cpu_facts, cuda_facts, model
 from .tiny import CONFIGS, write_config

@@ -9,26 +9,27 @@ import pytest
 from rich.console import Console
 
 from autofit.contract.facts import Facts, Hardware, Model, Workload
-from autofit.contract.plan import (
+from autofit.contract.outcome import (
     Crashed,
     Diverged,
     Evidence,
     Measured,
     OutOfMemory,
-    Plan,
     Promise,
     TimedOut,
     Trial,
     Unsupported,
-    dump_json,
 )
+from autofit.contract.plan import Plan
 from autofit.output import charts, wording
-from autofit.output.document import DOCUMENT, Document, Guard, Offer
+from autofit.output.document import DOCUMENT, Document, Offer
 from autofit.output.report import html, summary
 from autofit.registry import changes, techniques
 from autofit.search import decision
 from autofit.space import offers
+from autofit.system.strict_json import dump_json
 from autofit.system.units import GIB, MIB
+from autofit.training.equivalence import Guard
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>'
 STEERING = "\x1b[2J\x1b[31m[bold red]\u202egnp.exe"

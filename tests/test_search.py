@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from autofit import space
-from autofit.contract.plan import Crashed, OutOfMemory, Plan, TimedOut, Trial, Unsupported
+from autofit.contract.outcome import Crashed, OutOfMemory, TimedOut, Trial, Unsupported
+from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.search import decision as choose
 from autofit.search import study as journal

@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autofit import space
-from autofit.contract.technique import Choice, Emission, Kind, Technique, divisors
+from autofit.contract.emission import Emission
+from autofit.contract.technique import Choice, Kind, Technique, divisors
 from autofit.registry import technique, techniques
 from autofit.system.errors import InputError
 

@@ -6,19 +6,10 @@ import time
 
 import pytest
 
-from autofit.contract.plan import (
-    OUTCOME,
-    TRIAL,
-    Crashed,
-    Diverged,
-    Measured,
-    OutOfMemory,
-    TimedOut,
-    Unsupported,
-    dump_json,
-)
+from autofit.contract.outcome import OUTCOME, TRIAL, Crashed, Diverged, Measured, OutOfMemory, TimedOut, Unsupported
 from autofit.output import wording
 from autofit.system.errors import MachineError
+from autofit.system.strict_json import dump_json
 from autofit.training import runner as trials
 from autofit.training.measure import RECOMPILED
 from autofit.training.runner import ProcessRunner, finished, log_tail, training_seconds, trial_folder
@@ -262,9 +253,9 @@ def test_a_knob_that_is_ignored_is_no_measurement(try_plan, launch_path):
 
 def test_a_missing_package_is_unsupported(try_fault):
     found = try_fault("""
-        from autofit import worker
+        from autofit.training import jobs
         def missing(*_, **__): raise ModuleNotFoundError("No module named 'fast_kernels'")
-        worker.run_recipe = missing
+        jobs.run_recipe = missing
         honest(folder)
     """).outcome
     assert found == Unsupported(reason="a package is missing or broken: No module named 'fast_kernels'")
@@ -275,9 +266,9 @@ def test_a_missing_package_is_unsupported(try_fault):
 
 def test_an_unknown_error_is_shown(try_fault):
     found = try_fault("""
-        from autofit import worker
+        from autofit.training import jobs
         def broken(*_, **__): raise ArithmeticError("the abacus is broken\\nsecond line")
-        worker.run_recipe = broken
+        jobs.run_recipe = broken
         honest(folder)
     """).outcome
     assert isinstance(found, Crashed)
@@ -289,9 +280,9 @@ def test_an_unknown_error_is_shown(try_fault):
 
 def test_memory_that_runs_out_outside_the_allocator_is_told(try_fault):
     found = try_fault("""
-        from autofit import worker
+        from autofit.training import jobs
         def full(*_, **__): raise MemoryError
-        worker.run_recipe = full
+        jobs.run_recipe = full
         honest(folder)
     """).outcome
     assert isinstance(found, OutOfMemory)

@@ -14,7 +14,8 @@ from optuna.storages.journal import JournalFileBackend
 import autofit
 from autofit.commands import request
 from autofit.commands import tune as tuning
-from autofit.contract.plan import Crashed, Plan, TimedOut, Unsupported
+from autofit.contract.outcome import Crashed, TimedOut, Unsupported
+from autofit.contract.plan import Plan
 from autofit.output import document
 from autofit.output.emit import ARGUMENTS, REPORT, YAML
 from autofit.search import study

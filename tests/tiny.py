@@ -9,9 +9,9 @@ import psutil
 from pydantic import TypeAdapter
 
 from autofit.contract.facts import Facts, Hardware, Model, Workload
-from autofit.contract.plan import Plan, dump_json
+from autofit.contract.plan import Plan
+from autofit.machine.jobs import DescribeJob
 from autofit.output.setup import installed
-from autofit.worker import FACTS_FILE, JOBS, DescribeJob
 
 TESTS = Path(__file__).resolve().parent
 REPOSITORY = TESTS.parent
@@ -64,7 +64,7 @@ def write_config(folder, config=LLAMA, **changes):
 def describe(server, config, *, device="cpu", limit_bytes=4 * GIB, seq_len=32, global_batch=4, launch_path="trainer"):
     """The facts of a config on this machine, read as a tune reads them."""
     job = DescribeJob(name="tiny", config=str(config), device=device, trust_remote_code=False)
-    with server.ask(config, dump_json(JOBS, job), FACTS_FILE) as answer:
+    with server.ask(config, job) as answer:
         return Facts(
             model=TypeAdapter(Model).validate_python(answer["model"]),
             hardware=TypeAdapter(Hardware).validate_python(answer["hardware"]),

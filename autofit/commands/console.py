@@ -13,14 +13,15 @@ from rich.live import Live
 from rich.text import Text
 
 from autofit.commands.verify import failure
-from autofit.contract.plan import Measured
+from autofit.contract.outcome import Measured
 from autofit.output.wording import clean
 from autofit.registry import technique
 from autofit.system import units
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
-    from autofit.contract.plan import Plan, Trial
+    from autofit.contract.outcome import Trial
+    from autofit.contract.plan import Plan
     from autofit.space import Space
 
 

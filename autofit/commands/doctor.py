@@ -13,15 +13,14 @@ from autofit import __version__, space
 from autofit.commands.model_source import DEMO, fetch
 from autofit.commands.request import described
 from autofit.contract.facts import Device, Facts, Hardware, Model, Workload
-from autofit.contract.plan import dump_json
 from autofit.machine import other_processes
+from autofit.machine.jobs import DescribeJob
 from autofit.machine.other_processes import Neighbour
 from autofit.machine.select import choose_device, missing_cuda
 from autofit.output.document import Offer
 from autofit.output.setup import PACKAGES, installed
 from autofit.system.errors import MachineError
 from autofit.system.fork_server import ForkServer
-from autofit.worker import FACTS_FILE, JOBS, DescribeJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,7 @@ def _described(model: str, device: Device) -> tuple[Model, Hardware]:
         config = fetch(model, folder / "model")
         with contextlib.closing(ForkServer(folder / "log", device)) as server:
             job = DescribeJob(name=model, config=str(config), device=device, trust_remote_code=False)
-            with server.ask(folder, dump_json(JOBS, job), FACTS_FILE) as answer:
+            with server.ask(folder, job) as answer:
                 if answer is None:
                     raise MachineError(f"the device {device} could not be described in a minute")
                 return described(answer, model, device)

@@ -23,7 +23,7 @@ from autofit import space
 from autofit.commands import request as question
 from autofit.commands.model_source import fetch, modeling_module, own_code
 from autofit.contract.facts import Facts, Hardware, LaunchPath, Model, Workload
-from autofit.contract.plan import Plan, dump_json
+from autofit.contract.plan import Plan
 from autofit.costmodel import allocator, peak
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, Forecast, families_of, forecast, workspace_bytes
 from autofit.costmodel.peak import Need
@@ -42,6 +42,7 @@ from autofit.system.errors import InputError, MachineError
 from autofit.system.files import write_atomically
 from autofit.system.fork_server import ForkServer
 from autofit.system.parallel import on_every_core
+from autofit.system.strict_json import dump_json
 from autofit.system.units import MIB
 
 Verdict = Literal["fits", "tight", "too large"]

@@ -12,16 +12,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from autofit import space
 from autofit.contract.facts import Device, Facts, Hardware, LaunchPath, Model, Workload
-from autofit.contract.plan import dump_json
+from autofit.costmodel.jobs import RatesJob
+from autofit.machine.jobs import DescribeJob
 from autofit.output import document as documents
 from autofit.output.setup import installed
 from autofit.system import strict_json, units
 from autofit.system.errors import InputError, MachineError, ModelError
 from autofit.system.files import write_atomically
 from autofit.system.fork_server import ForkServer
+from autofit.system.strict_json import dump_json
 from autofit.training.launch_environment import check_environment
 from autofit.training.runner import finished
-from autofit.worker import FACTS_FILE, JOBS, RATES_FILE, DescribeJob, RatesJob
 
 REQUEST = documents.REQUEST
 TRIALS = "trials"
@@ -183,7 +184,7 @@ def read_facts(
         device=device,
         trust_remote_code=request.trust_remote_code,
     )
-    with server.ask(folder, dump_json(JOBS, job), FACTS_FILE, early=True) as answer:
+    with server.ask(folder, job, early=True) as answer:
         if answer is None:
             raise ModelError(
                 f"{request.model!r} could not be built in a minute", hint="are the sizes in its config right?"
@@ -199,7 +200,7 @@ def timed(folder: Path, facts: Facts, server: ForkServer, say: Callable[[str], N
     """
     found: dict[str, Any] = {"error": "it took too long"}
     try:
-        with server.ask(folder, dump_json(JOBS, RatesJob(facts=facts)), RATES_FILE) as answer:
+        with server.ask(folder, RatesJob(facts=facts)) as answer:
             found = found if answer is None else answer
     except MachineError as error:
         found = {"error": error.message}

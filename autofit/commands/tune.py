@@ -23,11 +23,12 @@ from autofit.commands import request as question
 from autofit.commands.model_source import fetch, modeling_module, own_code
 from autofit.commands.request import TRIALS, Request, Search
 from autofit.contract.facts import Facts, LaunchPath
-from autofit.contract.plan import Crashed, Measured, Outcome, OutOfMemory, Plan, Trial, median
+from autofit.contract.outcome import Crashed, Measured, Outcome, OutOfMemory, Trial
+from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, forecast
 from autofit.costmodel.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue, other_processes
-from autofit.machine.select import choose_device, left_unused
+from autofit.machine.select import choose_device, hardware_lock, left_unused
 from autofit.output import document as documents
 from autofit.output import result as answer
 from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML
@@ -42,16 +43,17 @@ from autofit.system import units
 from autofit.system.errors import AutofitError, InputError, Interrupted, MachineError, NothingFits, Stopped
 from autofit.system.files import usable_folder
 from autofit.system.fork_server import FAILED_JOB_LOG, ForkServer
-from autofit.system.locks import hardware_lock, held
+from autofit.system.locks import held
+from autofit.system.statistics import median
 from autofit.system.tensor_cache import KEPT, Kept
 from autofit.training.equivalence import Guards, Look
 from autofit.training.runner import ProcessRunner, Runner, finished, trial_folder
 
 if TYPE_CHECKING:
-    from autofit.output.document import Guard
     from autofit.search.decision import Decision
     from autofit.search.searcher import Searcher
     from autofit.space import Space
+    from autofit.training.equivalence import Guard
 
 T = TypeVar("T")
 LOCK = ".lock"

@@ -15,14 +15,14 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from autofit.contract.facts import Hardware
-from autofit.contract.plan import OUTCOME, Measured, Outcome, Promise
+from autofit.contract.outcome import OUTCOME, Measured, Outcome, Promise
 from autofit.machine.meters import on_device
+from autofit.machine.select import hardware_lock
 from autofit.output import document as documents
 from autofit.output.emit import ARGUMENTS, YAML
 from autofit.system import strict_json, units
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import source_root
-from autofit.system.locks import hardware_lock
 from autofit.system.redact import redacted
 from autofit.training.launch_environment import check_environment
 
@@ -176,7 +176,7 @@ def _launch(
     folder: Path, steps: int, shown: Mapping[str, str], limit_seconds: float = 3600.0
 ) -> tuple[tuple[str, ...], Outcome]:
     """One ``accelerate launch``, with some more environment; its whole group is ended with it."""
-    from autofit.contract.plan import Crashed, TimedOut
+    from autofit.contract.outcome import Crashed, TimedOut
 
     script = Path(__file__).with_name("verify_script.py")
     with tempfile.TemporaryDirectory(prefix="autofit-verify-") as scratch:

@@ -19,15 +19,15 @@ def main(folder: Path, result: Path, steps: int) -> None:
     """Train some optimizer steps and write their outcome to ``result``."""
     from transformers import HfArgumentParser, Trainer, TrainingArguments, utils
 
-    from autofit.contract.plan import OUTCOME, Evidence, dump_json
-    from autofit.machine.meters import meter
+    from autofit.contract.outcome import OUTCOME, Evidence
+    from autofit.machine.meters import meter, warm_up_threads
     from autofit.output.emit import ARGUMENTS
     from autofit.output.setup import load
     from autofit.system.files import write_atomically
+    from autofit.system.strict_json import dump_json
     from autofit.training.loops import run_loop, run_trainer, untuned
     from autofit.training.measure import measure
     from autofit.training.timing import Clock, Effort
-    from autofit.worker import warm_up_threads
 
     _ = Trainer  # imported before the base of memory is read
     utils.logging.set_verbosity(logging.ERROR)

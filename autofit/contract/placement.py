@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from autofit.costmodel.recorder import Recorder
+    from autofit.contract.trace import TraceRecorder
 
 
 class Placement(Protocol):
@@ -56,7 +56,7 @@ class Cuda:
 class Traced:
     """The one of a trace: both sides are fake, and the recorder remembers which is which."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TraceRecorder) -> None:
         self.recorder = recorder
 
     def on_device(self, tensor: torch.Tensor) -> bool:

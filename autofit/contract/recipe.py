@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autofit.contract.technique import Emission
+from autofit.contract.emission import Emission
 from autofit.system.errors import InputError
-from autofit.system.tensor_cache import Kept
+from autofit.system.tensor_cache import Kept as Kept  # noqa: PLC0414 - techniques are handed one
 
 if TYPE_CHECKING:
     import torch

@@ -13,18 +13,19 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from autofit.contract.plan import Evidence, Value
-from autofit.system.errors import InputError
+from autofit.contract.emission import Emission
+from autofit.contract.outcome import Evidence
+from autofit.contract.plan import Value
+from autofit.system.errors import InputError as InputError  # noqa: PLC0414 - techniques raise it
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
     from autofit.contract.recipe import Recipe
-    from autofit.costmodel.recorder import Recorder
-    from autofit.costmodel.timeline import Ints
+    from autofit.contract.trace import Ints, TraceRecorder
 
 
 class Kind(enum.StrEnum):
@@ -55,21 +56,6 @@ class Choice:
     kind: Kind
     status: Status
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emission:
-    """What a choice writes, by the file that carries it.
-
-    Attributes:
-        accelerate: Keys of the Accelerate YAML.
-        training_args: Fields of ``TrainingArguments``; the false ones too.
-        script: What no argument can carry and the script must do through ``autofit.load``, in words.
-    """
-
-    accelerate: Mapping[str, Any] = field(default_factory=dict)
-    training_args: Mapping[str, Any] = field(default_factory=dict)
-    script: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +109,7 @@ class Technique(ABC):
     def apply(self, value: Value, recipe: Recipe) -> None:  # noqa: B027 - most values need arguments only
         """Fill the recipe's slots with what no argument carries."""
 
-    def stand_in(self, value: Value, facts: Facts, recorder: Recorder) -> AbstractContextManager[None]:
+    def stand_in(self, value: Value, facts: Facts, recorder: TraceRecorder) -> AbstractContextManager[None]:
         """What stands in, while a trace runs, for kernels that fake tensors can't go through.
 
         It makes and keeps the tensors that the real one does.

@@ -28,8 +28,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autofit.contract import placement
+from autofit.contract.emission import Emission
 from autofit.contract.plan import Plan
-from autofit.contract.technique import Emission
 from autofit.costmodel.cuda_emulation import attention_stand_ins, like_cuda
 from autofit.costmodel.fake_kernels import without_values
 from autofit.costmodel.recorder import Recorder

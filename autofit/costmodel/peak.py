@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from autofit.contract.plan import Phase
+from autofit.contract.outcome import Phase
+from autofit.contract.trace import Ints
 from autofit.costmodel.roofline import Totals
-from autofit.costmodel.timeline import CATEGORIES, ELSEWHERE, Category, Floats, Ints, Tape
+from autofit.costmodel.timeline import CATEGORIES, ELSEWHERE, Category, Floats, Tape
 
 _WEIGHTS, _STATE, _BATCH = (CATEGORIES.index(name) for name in ("weights", "state", "batch"))
 _TRACED_MICRO_STEPS = 2

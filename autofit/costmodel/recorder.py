@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from autofit.contract.trace import Ints
 from autofit.costmodel.roofline import KINDS, Kind
-from autofit.costmodel.timeline import CATEGORIES, ELSEWHERE, Category, Ints, Tape
+from autofit.costmodel.timeline import CATEGORIES, ELSEWHERE, Category, Tape
 
 _WEIGHTS, _COPIES, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _BATCH, _TEMPORARIES, _ = range(len(CATEGORIES))
 _HEAD = frozenset({"head", "loss", "headB"})

@@ -25,9 +25,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from autofit.contract.trace import Ints
 from autofit.system.errors import AutofitError
 
-Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 

@@ -23,7 +23,7 @@ from autofit.costmodel.timeline import UnlikeError, lengthen
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
     from autofit.contract.plan import Plan
-    from autofit.worker import TraceJob, TraceRequest
+    from autofit.costmodel.jobs import TraceJob, TraceRequest
 
 _NUMBER_BYTES = 4
 

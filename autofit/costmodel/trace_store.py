@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autofit.contract.plan import Plan, Value, dump_json
+from autofit.contract.plan import Plan, Value
 from autofit.contract.technique import Part
 from autofit.costmodel import peak
+from autofit.costmodel.jobs import TraceJob, TraceRequest
 from autofit.costmodel.peak import MicroPart, Need, OptimizerPart
 from autofit.registry import source_folders, technique
 from autofit.system.files import writing
-from autofit.worker import JOBS, TRACED_FILE, TraceJob, TraceRequest
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
@@ -121,9 +121,7 @@ class Traces:
             requests=tuple(wanted.values()),
             folder=str(self.cache.resolve()),
         )
-        with self.server().ask(
-            self.scratch, dump_json(JOBS, job), TRACED_FILE, kill_after_seconds=_LONGEST_SECONDS
-        ) as answer:
+        with self.server().ask(self.scratch, job, kill_after_seconds=_LONGEST_SECONDS) as answer:
             reasons = {} if answer is None else dict(answer["failed"])
         for key, request in wanted.items():
             if request.file in reasons:

@@ -339,3 +339,11 @@ def out_of_memory(error: BaseException) -> tuple[Literal["device", "host"], int 
     ):
         return "device", None  # of a library with an allocator of its own, or of the driver
     return None
+
+
+def warm_up_threads() -> None:
+    """Start the threads and load the kernels that every step needs, so that they belong to the base of memory."""
+    import torch
+
+    layer = torch.nn.Linear(256, 256)
+    layer(torch.ones(256, 256)).sum().backward()

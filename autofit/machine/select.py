@@ -8,8 +8,9 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from autofit.contract.facts import Device
+from autofit.contract.facts import Device, Hardware
 from autofit.system.errors import InputError, MachineError
+from autofit.system.locks import device_lock
 
 
 def choose_device(wanted: str) -> Device:
@@ -84,3 +85,8 @@ def _built_for(name: str) -> str | None:
         found = re.search(rf"^{name}\b[^=]*=\s*['\"]([\d.]+)", text, re.MULTILINE)
         return found[1] if found else None
     return None
+
+
+def hardware_lock(hardware: Hardware) -> contextlib.AbstractContextManager[None]:
+    """The lock of the device that facts describe."""
+    return device_lock(hardware.uuid or hardware.visible_id if hardware.device == "cuda" else "cpu")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autofit.contract.plan import Measured
+from autofit.contract.outcome import Measured
 from autofit.output.document import Document
 from autofit.output.wording import Standing, short, standings
 from autofit.system.units import GIB, KIB, MIB, TIB, size

@@ -10,9 +10,12 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from autofit.contract.facts import Facts, Hardware, Model, Workload
-from autofit.contract.plan import Measured, Plan, Promise, Trial
+from autofit.contract.outcome import Measured, Promise, Trial
+from autofit.contract.plan import Plan
+from autofit.search.tradeoffs import Contribution, Point
 from autofit.system import strict_json
 from autofit.system.errors import InputError
+from autofit.training.equivalence import Guard
 
 FORMAT = 1
 NAME = "autofit.json"
@@ -29,61 +32,6 @@ class Offer:
     kind: str
     status: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """A measured plan that no other one beats in both speed and memory."""
-
-    plan: Plan
-    samples_per_second: float
-    peak_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contribution:
-    """What one value of the winner is good for, against the same plan with the technique's plain value.
-
-    Attributes:
-        evidence: ``measured``: both were; ``estimated``: the other is what the search believes; ``out_of_memory``: the
-            other breaks the ceiling; ``none``: nothing is known of it.
-        speed_ratio: The winner's speed as a multiple of the other's.
-        spread: Relative standard deviation of an estimated ratio.
-        saved_bytes: By how much the other's peak is higher; negative where it is lower.
-    """
-
-    technique: str
-    value: int | str
-    plain: int | str
-    evidence: Literal["measured", "estimated", "out_of_memory", "none"]
-    speed_ratio: float | None = None
-    spread: float | None = None
-    saved_bytes: int | None = None
-
-
-Verdict = Literal["same", "other", "method", "alone", "unknown"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
-    """A short training of the winner beside one of a plain plan, on the same rows and weights.
-
-    Attributes:
-        verdict: ``same``: within the bounds; ``other``: outside of them; ``method``: another training method, which
-            only has to stay finite; ``alone``: there was nothing to compare with; ``unknown``: it did not end.
-        words: The verdict in a sentence.
-        losses, reference_losses: Of each optimizer step.
-        bound, difference: Of the losses, as shares of the reference's: the most that may be, the most that was.
-    """
-
-    verdict: Verdict
-    words: str
-    reference: Plan | None = None
-    losses: tuple[float, ...] = ()
-    reference_losses: tuple[float, ...] = ()
-    bound: float | None = None
-    difference: float | None = None
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

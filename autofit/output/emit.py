@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from yaml import YAMLError
 
-from autofit.contract.plan import dump_json
 from autofit.output import document as documents
 from autofit.output.document import DOCUMENT, Document
 from autofit.registry import recipe as recipe_of
 from autofit.system.errors import EmissionError, InputError
 from autofit.system.files import write_atomically, writing
+from autofit.system.strict_json import dump_json
 from autofit.training.launch_environment import write_yaml
 
 if TYPE_CHECKING:

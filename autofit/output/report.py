@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autofit.contract.plan import Measured, Trial
+from autofit.contract.outcome import Measured, Trial
 from autofit.output import charts, wording
 from autofit.output.document import Document, Offer
 from autofit.output.wording import clean

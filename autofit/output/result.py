@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit import __version__, registry, space
-from autofit.contract.plan import Plan, Promise, Trial, dump_json, median
+from autofit.contract.outcome import Promise, Trial
+from autofit.contract.plan import Plan
 from autofit.output import document as documents
 from autofit.output import report
-from autofit.output.document import Contribution, Document, Guard, Offer, Point
+from autofit.output.document import Document, Offer
 from autofit.output.emit import ARGUMENTS, REPORT, YAML, emit
+from autofit.output.jobs import CheckJob
+from autofit.search.tradeoffs import Contribution, Point
 from autofit.system.errors import EmissionError
 from autofit.system.files import usable_folder, writing
 from autofit.system.fork_server import ForkServer
+from autofit.system.statistics import median
 from autofit.system.units import size
+from autofit.training.equivalence import Guard
 from autofit.training.runner import training_seconds
-from autofit.worker import CHECK_FILE, JOBS, CheckJob
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -93,7 +97,7 @@ def write(document: Document, folder: Path, server: ForkServer) -> Result:
 
     def check(aside: Path) -> None:
         job = CheckJob(folder=str(aside.resolve()))
-        with server.ask(folder, dump_json(JOBS, job), CHECK_FILE) as answer:
+        with server.ask(folder, job) as answer:
             if answer is None or answer["error"]:
                 raise EmissionError(f"the emitted files are refused: {answer['error'] if answer else 'no answer'}")
 

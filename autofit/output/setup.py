@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel, TrainingArguments
 
-    from autofit.contract.plan import Plan, Promise
+    from autofit.contract.outcome import Promise
+    from autofit.contract.plan import Plan
     from autofit.contract.recipe import Recipe
     from autofit.output.document import Document
 

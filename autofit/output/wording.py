@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
-from autofit.contract.plan import (
+from autofit.contract.outcome import (
     Crashed,
     Diverged,
     Measured,
     Outcome,
     OutOfMemory,
-    Plan,
     Promise,
     TimedOut,
     Trial,
     Unsupported,
-    Value,
 )
-from autofit.output.document import Contribution, Document, Offer
+from autofit.contract.plan import Plan, Value
+from autofit.output.document import Document, Offer
 from autofit.registry import techniques
 from autofit.search.decision import pool
+from autofit.search.tradeoffs import Contribution
 from autofit.system.units import duration, size
 
 SPLIT = ("micro_batch", "accumulation")

@@ -14,10 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autofit.contract.facts import Facts
-from autofit.contract.plan import Measured, Outcome, OutOfMemory, Plan, TimedOut, Trial, Unsupported, median, spread
+from autofit.contract.outcome import Measured, Outcome, OutOfMemory, TimedOut, Trial, Unsupported
+from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.registry import techniques
 from autofit.space import Space
+from autofit.system.statistics import median, spread
 from autofit.system.units import duration, size
 
 _NEAR, _NEAR_IN_NOISE = 1.10, 1.25

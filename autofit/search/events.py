@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
-    from autofit.contract.plan import Plan, Trial
+    from autofit.contract.outcome import Trial
+    from autofit.contract.plan import Plan
     from autofit.space import Space
 
 

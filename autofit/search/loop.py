@@ -12,13 +12,15 @@ from typing import Literal
 
 from autofit import registry
 from autofit.contract.facts import Facts
-from autofit.contract.plan import Crashed, Diverged, Measured, Outcome, OutOfMemory, Plan, TimedOut, Trial, median
+from autofit.contract.outcome import Crashed, Diverged, Measured, Outcome, OutOfMemory, TimedOut, Trial
+from autofit.contract.plan import Plan
 from autofit.search import decision
 from autofit.search.decision import Decision
 from autofit.search.events import Events, Silent
 from autofit.search.recording import Writer
 from autofit.search.searcher import Searcher
 from autofit.space import Space
+from autofit.system.statistics import median
 from autofit.training.runner import Runner
 from autofit.training.timing import Effort
 

@@ -30,7 +30,8 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from autofit.contract.facts import FACTS, Facts
-from autofit.contract.plan import Evidence, Measured, Outcome, OutOfMemory, Plan, Trial, Unsupported, median, spread
+from autofit.contract.outcome import Evidence, Measured, Outcome, OutOfMemory, Trial, Unsupported
+from autofit.contract.plan import Plan
 from autofit.costmodel import forecast as forecasts
 from autofit.costmodel.forecast import Forecast
 from autofit.costmodel.roofline import WORK
@@ -42,6 +43,7 @@ from autofit.space import Space
 from autofit.system import strict_json
 from autofit.system.errors import InputError
 from autofit.system.files import writing
+from autofit.system.statistics import median, spread
 from autofit.training.timing import Effort
 
 Purpose = Literal["search", "final"]

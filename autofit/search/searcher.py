@@ -31,7 +31,8 @@ import optuna
 from optuna.trial import TrialState
 
 from autofit.contract.facts import Facts
-from autofit.contract.plan import Plan, Trial, Value
+from autofit.contract.outcome import Trial
+from autofit.contract.plan import Plan, Value
 from autofit.contract.technique import Kind
 from autofit.costmodel.forecast import Forecast
 from autofit.registry import technique

@@ -35,7 +35,7 @@ from optuna.storages.journal._file import BaseJournalFileLock
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from autofit.contract.plan import Measured, Outcome, OutOfMemory, TimedOut, Trial
+from autofit.contract.outcome import Measured, Outcome, OutOfMemory, TimedOut, Trial
 from autofit.space import Space
 from autofit.system.errors import InputError, MachineError
 

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autofit.contract.plan import Plan, Value
+from autofit.contract.trace import Ints
 from autofit.costmodel.forecast import Forecast
-from autofit.costmodel.timeline import Floats, Ints
+from autofit.costmodel.timeline import Floats
 from autofit.registry import techniques
 from autofit.space import Space
 

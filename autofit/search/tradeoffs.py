@@ -7,13 +7,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from autofit.contract.facts import Facts
-from autofit.contract.plan import OutOfMemory, Plan, Trial
-from autofit.output.document import Contribution, Point
+from autofit.contract.outcome import OutOfMemory, Trial
+from autofit.contract.plan import Plan
 from autofit.registry import techniques
 from autofit.search.decision import SAME_MEMORY, Contender, Decision
 from autofit.space import Space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A measured plan that no other one beats in both speed and memory."""
+
+    plan: Plan
+    samples_per_second: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """What one value of the winner is good for, against the same plan with the technique's plain value.
+
+    Attributes:
+        evidence: ``measured``: both were; ``estimated``: the other is what the search believes; ``out_of_memory``: the
+            other breaks the ceiling; ``none``: nothing is known of it.
+        speed_ratio: The winner's speed as a multiple of the other's.
+        spread: Relative standard deviation of an estimated ratio.
+        saved_bytes: By how much the other's peak is higher; negative where it is lower.
+    """
+
+    technique: str
+    value: int | str
+    plain: int | str
+    evidence: Literal["measured", "estimated", "out_of_memory", "none"]
+    speed_ratio: float | None = None
+    spread: float | None = None
+    saved_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ import psutil
 
 from autofit.system.errors import MachineError, ServerLost
 from autofit.system.files import source_root, write_atomically, writing
+from autofit.system.job import JOB, Job, job_text
 from autofit.system.redact import harmless
 
 FAILED_JOB_LOG = "failed-job.log"
@@ -48,7 +49,9 @@ _FIRST = ("torch", "transformers", "transformers.modeling_utils")
 _ALWAYS = ("torch._dynamo", "accelerate.commands.launch")
 # peft and bitsandbytes, which Trainer's module imports, ask for the device at import; a forked child can't use CUDA
 # once its parent has touched it; so does torchao, which transformers imports where it is installed
-_ON_CPU = ("transformers.trainer", "autofit.worker", "torch.utils.data")
+_WORKER = "autofit.worker"
+"""The module whose ``main`` does a job; known by name, since it knows every kind of job and this one none."""
+_ON_CPU = ("transformers.trainer", _WORKER, "torch.utils.data")
 
 
 class ForkServer:
@@ -169,7 +172,7 @@ class ForkServer:
 
     @contextlib.contextmanager
     def ask(
-        self, folder: Path, job: str, answer: str, *, kill_after_seconds: float = 60.0, early: bool = False
+        self, folder: Path, job: Job, *, kill_after_seconds: float = 60.0, early: bool = False
     ) -> Iterator[dict[str, Any] | None]:
         """Give the server a job in a scratch folder and read its answer; ``None`` where it gave none in time.
 
@@ -179,13 +182,13 @@ class ForkServer:
         with writing(folder):
             scratch = Path(tempfile.mkdtemp(prefix=".ask-", dir=folder))
         try:
-            write_atomically(scratch / "job.json", job)
+            write_atomically(scratch / JOB, job_text(job))
             status = self.run(scratch.resolve(), kill_after_seconds=kill_after_seconds, early=early)
             if status is None:
                 yield None
                 return
             try:
-                text = (scratch / answer).read_text("utf-8")
+                text = (scratch / job.RESULT).read_text("utf-8")
             except FileNotFoundError:
                 log = scratch / "stderr.log"
                 with contextlib.suppress(OSError):
@@ -410,10 +413,8 @@ def _job(folder: Path, server: int, device: str) -> NoReturn:
             os.dup2(handle, stream)
             os.close(handle)
         if device == "cuda" and device_is_spoilt():
-            os.execv(sys.executable, [sys.executable, "-m", "autofit.worker", str(folder)])  # noqa: S606 - a list
-        from autofit.worker import main
-
-        main(folder)
+            os.execv(sys.executable, [sys.executable, "-m", _WORKER, str(folder)])  # noqa: S606 - a list
+        importlib.import_module(_WORKER).main(folder)
         code = 0
     except BaseException:  # noqa: BLE001 - the top of the child; it must not return into the server
         import traceback

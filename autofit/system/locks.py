@@ -8,12 +8,8 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autofit.system.errors import MachineError
-
-if TYPE_CHECKING:
-    from autofit.contract.facts import Hardware
 
 
 @contextlib.contextmanager
@@ -61,11 +57,6 @@ def _holder(descriptor: int) -> int | None:
             if len(words) > 5 and words[1] == "FLOCK" and words[5].rpartition(":")[2] == inode and int(words[4]) > 0:
                 return int(words[4])
     return None
-
-
-def hardware_lock(hardware: Hardware) -> contextlib.AbstractContextManager[None]:
-    """The lock of the device that facts describe."""
-    return device_lock(hardware.uuid or hardware.visible_id if hardware.device == "cuda" else "cpu")
 
 
 def device_lock(device: str) -> contextlib.AbstractContextManager[None]:

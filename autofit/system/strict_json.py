@@ -34,6 +34,11 @@ def read(adapter: TypeAdapter[Kind], text: str | bytes) -> Kind:
     return adapter.validate_json(text, strict=True)
 
 
+def dump_json(adapter: TypeAdapter[Any], value: object) -> str:
+    """Indented JSON with only finite numbers in it."""
+    return json.dumps(adapter.dump_python(value, mode="json"), indent=1, allow_nan=False) + "\n"
+
+
 def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is no JSON number")
 

@@ -21,15 +21,15 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from autofit.contract.plan import Measured, Plan, dump_json
+from autofit.contract.outcome import Measured
+from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
-from autofit.output.document import Guard, Verdict
 from autofit.registry import extra_seconds, techniques
 from autofit.system.errors import MachineError
+from autofit.training.jobs import CurveJob
 from autofit.training.loss_curve import CURVE, NOT_FINITE, Curve
-from autofit.worker import CURVE_FILE, JOBS, CurveJob
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
@@ -64,6 +64,31 @@ BOUNDS = {
 }
 _SMALL = 1e-2
 """A gradient that is this share of the largest one is noise to those who round."""
+
+
+Verdict = Literal["same", "other", "method", "alone", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """A short training of the winner beside one of a plain plan, on the same rows and weights.
+
+    Attributes:
+        verdict: ``same``: within the bounds; ``other``: outside of them; ``method``: another training method, which
+            only has to stay finite; ``alone``: there was nothing to compare with; ``unknown``: it did not end.
+        words: The verdict in a sentence.
+        losses, reference_losses: Of each optimizer step.
+        bound, difference: Of the losses, as shares of the reference's: the most that may be, the most that was.
+    """
+
+    verdict: Verdict
+    words: str
+    reference: Plan | None = None
+    losses: tuple[float, ...] = ()
+    reference_losses: tuple[float, ...] = ()
+    bound: float | None = None
+    difference: float | None = None
+    seconds: float = 0.0
 
 
 class Look(Protocol):
@@ -121,9 +146,7 @@ class Guards:
     def _train(self, plan: Plan, steps: int, limit_seconds: float) -> Curve:
         job = CurveJob(plan=plan, facts=self.facts, config=str(self.config.resolve()), steps=steps)
         try:
-            with self.server.ask(
-                self.folder, dump_json(JOBS, job), CURVE_FILE, kill_after_seconds=limit_seconds
-            ) as answer:
+            with self.server.ask(self.folder, job, kill_after_seconds=limit_seconds) as answer:
                 return Curve(failed="it took too long") if answer is None else CURVE.validate_python(answer)
         except MachineError as error:
             return Curve(failed=error.message)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autofit.contract.plan import Evidence
+from autofit.contract.outcome import Evidence
 from autofit.training.observer import Observer, with_later_state
 from autofit.training.timing import Listener
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from autofit.contract.plan import Diverged, Evidence, Measured, Outcome, OutOfMemory, Unsupported, median, spread
+from autofit.contract.outcome import Diverged, Evidence, Measured, Outcome, OutOfMemory, Unsupported
 from autofit.contract.recipe import Recipe
 from autofit.machine.meters import CeilingBroken, Meter, out_of_memory
 from autofit.registry import techniques
+from autofit.system.statistics import median, spread
 from autofit.training.observer import compiled_graphs
 from autofit.training.timing import PARTS, Clock, Effort, NotFinite
 

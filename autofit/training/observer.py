@@ -10,7 +10,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from autofit.contract.plan import Evidence
+from autofit.contract.outcome import Evidence
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,18 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from autofit.contract.plan import (
-    OUTCOME,
-    TRIAL,
-    Crashed,
-    Measured,
-    Outcome,
-    OutOfMemory,
-    Plan,
-    TimedOut,
-    Trial,
-    dump_json,
-)
+from autofit.contract.outcome import OUTCOME, TRIAL, Crashed, Measured, Outcome, OutOfMemory, TimedOut, Trial
+from autofit.contract.plan import Plan
 from autofit.machine.describe import host_memory
 from autofit.machine.meters import control_groups, device_used_bytes
 from autofit.machine.other_processes import neighbours, words
@@ -36,10 +26,12 @@ from autofit.system import strict_json
 from autofit.system.errors import MachineError, ServerLost
 from autofit.system.files import write_atomically, writing
 from autofit.system.fork_server import ForkServer
+from autofit.system.job import JOB, job_text
 from autofit.system.redact import redacted
+from autofit.system.strict_json import dump_json
 from autofit.system.units import MIB, size
+from autofit.training.jobs import PROGRESS_FILE, TrialJob
 from autofit.training.timing import Effort
-from autofit.worker import JOB, JOBS, OUTCOME_FILE, PROGRESS_FILE, TrialJob
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
@@ -120,7 +112,7 @@ class ProcessRunner:
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
         job = TrialJob(plan=plan, facts=self.facts, config=str(self.config.resolve()), effort=effort)
-        write_atomically(folder / JOB, dump_json(JOBS, job))
+        write_atomically(folder / JOB, job_text(job))
         self.settle()
         kills_before = memory_kills()
         lost = ""
@@ -192,7 +184,7 @@ class ProcessRunner:
     ) -> Outcome:
         """The child's own verdict where it wrote one; else what its end tells."""
         with contextlib.suppress(FileNotFoundError, ValueError):
-            outcome: Outcome = strict_json.read(OUTCOME, (folder / OUTCOME_FILE).read_bytes())
+            outcome: Outcome = strict_json.read(OUTCOME, (folder / TrialJob.RESULT).read_bytes())
             return outcome
         phase = "start"
         with contextlib.suppress(OSError):

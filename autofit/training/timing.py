@@ -19,9 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from autofit.contract.plan import Phase, median, spread
+from autofit.contract.outcome import Phase
 from autofit.machine.cpu_contention import CpuShare
 from autofit.machine.meters import Meter
+from autofit.system.statistics import median, spread
 
 if TYPE_CHECKING:
     import torch

@@ -19,12 +19,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autofit import space
-from autofit.contract.plan import Plan, median
+from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, beside
 from autofit.costmodel.roofline import WORK
 from autofit.registry import technique
 from autofit.search.sampler import AutofitSampler, Seen
 from autofit.space import Space
+from autofit.system.statistics import median
 from autofit.system.units import GIB
 from tests.synthetic import cuda_facts
 

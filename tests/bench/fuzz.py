@@ -42,7 +42,7 @@ from rich.console import Console
 from autofit import cli, space
 from autofit.commands import doctor, estimate, model_source, request, tune, verify
 from autofit.commands.request import STARTED, Request, Started
-from autofit.contract.plan import OUTCOME, TRIAL, dump_json
+from autofit.contract.outcome import OUTCOME, TRIAL
 from autofit.costmodel.trace_store import Traces
 from autofit.machine import gpu_catalogue
 from autofit.output import document, report, setup
@@ -53,6 +53,7 @@ from autofit.search import study as journal
 from autofit.space import Space
 from autofit.system import units
 from autofit.system.errors import AutofitError, MachineError
+from autofit.system.strict_json import dump_json
 from autofit.training import runner as trials
 from tests import test_report
 from tests.synthetic import Landscape, cpu_facts, cuda_facts

@@ -24,7 +24,7 @@ from autofit.commands.model_source import fetch, modeling_module
 from autofit.commands.request import Request, read_facts
 from autofit.commands.tune import tune
 from autofit.commands.verify import verify
-from autofit.contract.plan import Measured
+from autofit.contract.outcome import Measured
 from autofit.contract.technique import Kind
 from autofit.machine.select import choose_device
 from autofit.output.setup import installed

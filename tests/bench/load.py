@@ -31,7 +31,7 @@ sys.path.insert(0, str(TESTS.parent))
 from autofit import space  # noqa: E402
 from autofit.commands.request import TRIALS  # noqa: E402
 from autofit.commands.tune import tune  # noqa: E402
-from autofit.contract.plan import TRIAL, dump_json, median  # noqa: E402
+from autofit.contract.outcome import TRIAL  # noqa: E402
 from autofit.costmodel.roofline import WORK  # noqa: E402
 from autofit.output.document import read  # noqa: E402
 from autofit.output.setup import installed  # noqa: E402
@@ -40,6 +40,8 @@ from autofit.search.events import Silent  # noqa: E402
 from autofit.search.recording import Run  # noqa: E402
 from autofit.search.study import NAME as JOURNAL  # noqa: E402
 from autofit.system.files import write_atomically  # noqa: E402
+from autofit.system.statistics import median  # noqa: E402
+from autofit.system.strict_json import dump_json  # noqa: E402
 from autofit.system.units import MIB  # noqa: E402
 from autofit.training.runner import TRIAL_FILE, trial_folder  # noqa: E402
 from tests import synthetic  # noqa: E402

@@ -23,16 +23,16 @@ from autofit import space
 from autofit.commands import request as question
 from autofit.commands.model_source import fetch, modeling_module
 from autofit.contract.facts import Facts
-from autofit.contract.plan import Measured, Plan
+from autofit.contract.outcome import Measured
+from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import forecast
 from autofit.costmodel.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue
-from autofit.machine.select import choose_device
+from autofit.machine.select import choose_device, hardware_lock
 from autofit.registry import techniques
 from autofit.search.recording import Landscape, Writer, pack, traced
 from autofit.system import units
 from autofit.system.fork_server import ForkServer
-from autofit.system.locks import hardware_lock
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
 

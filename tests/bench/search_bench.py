@@ -41,7 +41,8 @@ from typing import Any
 import optuna
 
 from autofit.contract.facts import Facts
-from autofit.contract.plan import Measured, Plan, Trial, median
+from autofit.contract.outcome import Measured, Trial
+from autofit.contract.plan import Plan
 from autofit.contract.technique import Prior, replacing
 from autofit.costmodel.forecast import Forecast, nominal_of
 from autofit.registry import techniques
@@ -53,6 +54,7 @@ from autofit.search.recording import Landscape, Replay, needed
 from autofit.search.sampler import AutofitSampler
 from autofit.search.surrogate import Encoded
 from autofit.space import Space
+from autofit.system.statistics import median
 from autofit.system.units import parse_size, size
 from autofit.training.timing import Effort
 

@@ -33,7 +33,8 @@ from autofit.commands import request as question
 from autofit.commands.estimate import elsewhere
 from autofit.commands.model_source import fetch, modeling_module
 from autofit.contract.facts import Facts
-from autofit.contract.plan import Plan, Trial
+from autofit.contract.outcome import Trial
+from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import CONTEXT_BYTES, Forecast, forecast, workspace_bytes
 from autofit.costmodel.roofline import WORK
 from autofit.costmodel.trace_store import Traces, cache_folder

@@ -43,7 +43,8 @@ sys.path.insert(0, {here!r})
 from autofit import worker
 from autofit.training.timing import Clock
 from autofit.system.files import write_atomically
-from autofit.contract.plan import OUTCOME, dump_json
+from autofit.contract.outcome import OUTCOME
+from autofit.system.strict_json import dump_json
 from tests.synthetic import GIB, Landscape
 job = worker.JOBS.validate_json((folder / "job.json").read_bytes())
 land = Landscape(facts=job.facts, row_bytes=0.05 * GIB)
@@ -51,12 +52,12 @@ land = Landscape(facts=job.facts, row_bytes=0.05 * GIB)
 PLAY = "write_atomically(folder / 'outcome.json', dump_json(OUTCOME, land.outcome(job.plan, 0)))\n"
 OOM = "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB.')"
 SQUEEZED = """
-from autofit.contract.plan import OutOfMemory
+from autofit.contract.outcome import OutOfMemory
 found = OutOfMemory(where="device", phase="{phase}", limit_bytes=job.facts.workload.limit_bytes, peak_bytes=1 << 20)
 write_atomically(folder / "outcome.json", dump_json(OUTCOME, found))
 """
 DIVERGED = """
-from autofit.contract.plan import Diverged
+from autofit.contract.outcome import Diverged
 write_atomically(folder / "outcome.json", dump_json(OUTCOME, Diverged(loss="nan", step=1)))
 """
 CHILDREN = """

@@ -13,9 +13,10 @@ import json
 import math
 from pathlib import Path
 
-from autofit.contract.plan import Measured, median
+from autofit.contract.outcome import Measured
 from autofit.registry import techniques
 from autofit.search.recording import Landscape, needed
+from autofit.system.statistics import median
 
 FOLDER = Path(__file__).resolve().parents[1] / "landscapes"
 SHARES = [share / 100 for share in range(10, 101)]

@@ -19,13 +19,15 @@ from pathlib import Path
 from autofit.commands.model_source import modeling_module
 from autofit.commands.tune import tune
 from autofit.commands.verify import verify
-from autofit.contract.plan import Measured, Plan, median, spread
+from autofit.contract.outcome import Measured
+from autofit.contract.plan import Plan
 from autofit.contract.technique import divisors
 from autofit.output import document as documents
 from autofit.output.result import Result
 from autofit.search.loop import FINAL
 from autofit.system import units
 from autofit.system.fork_server import ForkServer
+from autofit.system.statistics import median, spread
 from autofit.training.runner import ProcessRunner
 
 SIZES = {

@@ -9,7 +9,8 @@ import pytest
 from autofit import space
 from autofit.commands.model_source import fetch, modeling_module
 from autofit.contract.facts import Facts
-from autofit.contract.plan import Measured, OutOfMemory, Plan, Unsupported
+from autofit.contract.outcome import Measured, OutOfMemory, Unsupported
+from autofit.contract.plan import Plan
 from autofit.machine.meters import device_used_bytes
 from autofit.system.fork_server import ForkServer
 from autofit.system.units import MIB

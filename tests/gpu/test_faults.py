@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from autofit.commands.model_source import fetch
-from autofit.contract.plan import Crashed, Measured, OutOfMemory
+from autofit.contract.outcome import Crashed, Measured, OutOfMemory
 from autofit.machine.meters import device_used_bytes
 from autofit.search.loop import Campaign
 from autofit.space import build

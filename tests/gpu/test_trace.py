@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autofit.commands.model_source import fetch, modeling_module
 from autofit.contract import placement
-from autofit.contract.plan import Measured, Plan
+from autofit.contract.outcome import Measured
+from autofit.contract.plan import Plan
 from autofit.costmodel import allocator, peak
 from autofit.costmodel.cuda_emulation import attention_stand_ins, like_cuda
 from autofit.costmodel.fake_kernels import without_values

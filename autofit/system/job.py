@@ -1,0 +1,37 @@
+"""A job: what a helper process is told in ``job.json``, and the one result file that it leaves beside it.
+
+Each package that has work for a helper process defines it in its ``jobs.py``; :mod:`autofit.worker` knows every kind.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from pydantic import TypeAdapter
+
+from autofit.system.strict_json import dump_json
+
+JOB = "job.json"
+
+
+class Job(Protocol):
+    """What is to be done, as a frozen dataclass that can be written as JSON."""
+
+    RESULT: ClassVar[str]
+    """Name of the file that holds the result."""
+
+    def run(self, folder: Path) -> None:
+        """Do it, in the helper process, and leave the result in the folder."""
+
+
+def job_text(job: Job) -> str:
+    """The job as it stands in ``job.json``."""
+    adapter: TypeAdapter[Any] = TypeAdapter(type(job))
+    return dump_json(adapter, job)
+
+
+def error_words(error: BaseException) -> str:
+    """An error in one line: its type and the first line of what it says."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:500] if text else 'no message'}"

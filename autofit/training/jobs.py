@@ -1,0 +1,139 @@
+"""The jobs that train, each in a process of its own: a trial measures a plan, a curve records what it learns."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from autofit.contract.facts import Facts
+from autofit.contract.outcome import OUTCOME, Crashed, Outcome, OutOfMemory, Unsupported
+from autofit.contract.plan import Plan
+from autofit.contract.recipe import Recipe
+from autofit.machine.describe import given_threads
+from autofit.machine.meters import CeilingBroken, guard_host, meter, warm_up_threads
+from autofit.registry import recipe as recipe_of
+from autofit.system.files import write_atomically
+from autofit.system.job import error_words
+from autofit.system.strict_json import dump_json
+from autofit.system.tensor_cache import KEPT, Kept
+from autofit.training.launch_environment import launch_environment, write_yaml
+from autofit.training.loops import run_recipe
+from autofit.training.loss_curve import CURVE, Curve, record
+from autofit.training.measure import measure
+from autofit.training.timing import Effort
+
+PROGRESS_FILE = "progress"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialJob:
+    """Measure one plan."""
+
+    RESULT: ClassVar[str] = "outcome.json"
+    kind: Literal["trial"] = "trial"
+    plan: Plan
+    facts: Facts
+    config: str
+    effort: Effort
+
+    def run(self, folder: Path) -> None:
+        """Leave the plan's outcome; every failure that can be caught is one."""
+        write_atomically(folder / self.RESULT, dump_json(OUTCOME, _tried(self, folder)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveJob:
+    """Train some steps of a plan and write down what it learns."""
+
+    RESULT: ClassVar[str] = "curve.json"
+    kind: Literal["curve"] = "curve"
+    plan: Plan
+    facts: Facts
+    config: str
+    steps: int
+
+    def run(self, folder: Path) -> None:
+        """Leave the curve; every failure that can be caught stands in it in words."""
+        write_atomically(folder / self.RESULT, dump_json(CURVE, _trained(self, folder)))
+
+
+def _tried(job: TrialJob, folder: Path) -> Outcome:
+    """The outcome of a plan; whatever is unforeseen is a crash with its traceback, never swallowed."""
+    try:
+        return _measured(job, folder)
+    except CeilingBroken as broken:
+        work = job.facts.workload
+        return OutOfMemory(
+            where=broken.where,
+            phase="load",
+            limit_bytes=work.limit_bytes if broken.where == "device" else work.host_limit_bytes,
+            peak_bytes=broken.peak_bytes,
+        )
+    except ImportError as error:
+        traceback.print_exc()
+        return Unsupported(reason=f"a package is missing or broken: {error}")
+    except Exception as error:  # noqa: BLE001 - the top of the worker
+        traceback.print_exc()
+        reason = error_words(error)
+        return Crashed(reason=reason, log_tail=traceback.format_exc()[-4000:])
+
+
+def _trained(job: CurveJob, folder: Path) -> Curve:
+    """The curve of a plan; whatever is unforeseen is told in words."""
+    try:
+        recipe = _launched(job.plan, job.facts, folder)
+        return record(recipe, job.steps, meter(job.facts), config=Path(job.config), folder=folder)
+    except Exception as error:  # noqa: BLE001 - the top of the worker
+        traceback.print_exc()
+        return Curve(failed=error_words(error))
+
+
+def _measured(job: TrialJob, folder: Path) -> Outcome:
+    recipe = _launched(job.plan, job.facts, folder)
+    recipe.kept = Kept(folder.parent / KEPT)
+    progress = os.open(folder / PROGRESS_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
+
+    def tell(words: str) -> None:
+        with contextlib.suppress(OSError):  # in place: a process that is killed here leaves no empty file
+            os.pwrite(progress, words.ljust(32).encode(), 0)
+
+    tell("load")
+    counter = meter(job.facts)
+    return measure(
+        recipe,
+        job.effort,
+        counter,
+        lambda clock: run_recipe(clock, config=Path(job.config), folder=folder),
+        tell,
+    )
+
+
+def _launched(plan: Plan, facts: Facts, folder: Path) -> Recipe:
+    """Become the process that ``accelerate launch`` starts for a plan, and return its recipe."""
+    recipe = recipe_of(plan, facts)
+    config_file = folder / "accelerate.yaml"
+    write_yaml(config_file, dict(recipe.emission.accelerate))
+    _take_environment(launch_environment(config_file), facts)
+    import torch
+    from transformers import Trainer, utils
+
+    _ = Trainer  # imported before the base of memory is read
+    torch.set_num_threads(given_threads() or 1)
+    utils.logging.set_verbosity(logging.ERROR)
+    warm_up_threads()
+    if facts.hardware.device == "cpu":
+        guard_host(facts.workload.limit_bytes)
+    return recipe
+
+
+def _take_environment(environment: Mapping[str, str], facts: Facts) -> None:
+    """Become a process that ``accelerate launch`` has started."""
+    os.environ.update(environment)
+    if facts.hardware.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
