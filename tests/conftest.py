@@ -3,8 +3,7 @@ import contextlib
 import pytest
 
 from autofit.system.fork_server import ForkServer
-
-from .tiny import TESTS, hear_signals
+from tests.support.tiny import SUPPORT, hear_signals
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,7 +21,7 @@ def server(tmp_path_factory):
     started = ForkServer(tmp_path_factory.mktemp("server") / "log", "cpu", ("faulty",))
     with contextlib.closing(started):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(TESTS))
+            patch.setenv("PYTHONPATH", str(SUPPORT))
             patch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for one another crawl where others compute too
             started.start()
         yield started

@@ -26,10 +26,9 @@ from autofit.output.document import DOCUMENT
 from autofit.registry import techniques
 from autofit.system import errors
 from autofit.system.strict_json import dump_json
-
-from .replay import Lent, Replay
-from .synthetic import GIB
-from .tiny import REPOSITORY
+from tests.support.replay import Lent, Replay
+from tests.support.synthetic import GIB
+from tests.support.tiny import REPOSITORY
 
 OPTIONS = ["--device", "cpu", "--memory-limit", "1GiB", "--seq-len", "32", "--global-batch", "16"]
 TUNE = ["tune", "demo", "--fix", "precision=fp32", *OPTIONS]

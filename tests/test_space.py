@@ -13,8 +13,7 @@ from autofit.contract.emission import Emission
 from autofit.contract.technique import Choice, Kind, Technique, divisors
 from autofit.registry import technique, techniques
 from autofit.system.errors import InputError
-
-from .synthetic import cpu_facts, cuda_facts
+from tests.support.synthetic import cpu_facts, cuda_facts
 
 CPU = cpu_facts()
 CUDA = cuda_facts()

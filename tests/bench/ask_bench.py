@@ -27,7 +27,7 @@ from autofit.search.sampler import AutofitSampler, Seen
 from autofit.space import Space
 from autofit.system.statistics import median
 from autofit.system.units import GIB
-from tests.synthetic import cuda_facts
+from tests.support.synthetic import cuda_facts
 
 LIMIT = 22 * GIB
 SPLIT = ("micro_batch", "accumulation")

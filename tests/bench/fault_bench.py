@@ -1,4 +1,4 @@
-"""Every fault of ``tests/faults.py``, several times over, and the table of them.
+"""Every fault of ``tests/faults/injection.py``, several times over, and the table of them.
 
 ``python tests/bench/fault_bench.py --tries 3 --markdown``; some need root, and say so where they can't be injected.
 The last line is one JSON object.
@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.faults import FAULTS, Impossible, Place, survives
-from tests.tiny import hear_signals
+from tests.faults.injection import FAULTS, Impossible, Place, survives
+from tests.support.tiny import hear_signals
 
 
 def markdown(rows: list[dict]) -> str:

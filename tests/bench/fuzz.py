@@ -56,8 +56,8 @@ from autofit.system.errors import AutofitError, MachineError
 from autofit.system.strict_json import dump_json
 from autofit.training import runner as trials
 from tests import test_report
-from tests.synthetic import Landscape, cpu_facts, cuda_facts
-from tests.tiny import CONFIGS
+from tests.support.synthetic import Landscape, cpu_facts, cuda_facts
+from tests.support.tiny import CONFIGS
 
 HANGS_SECONDS, SLEEPS_SECONDS = 1.0, 20.0
 HOSTILE_TEXTS = (

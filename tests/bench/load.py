@@ -44,7 +44,7 @@ from autofit.system.statistics import median  # noqa: E402
 from autofit.system.strict_json import dump_json  # noqa: E402
 from autofit.system.units import MIB  # noqa: E402
 from autofit.training.runner import TRIAL_FILE, trial_folder  # noqa: E402
-from tests import synthetic  # noqa: E402
+from tests.support import synthetic  # noqa: E402
 
 KNOBS = ("compile=off",)
 BOUNDS = {

@@ -1,6 +1,6 @@
 """The contest: searchers on recorded landscapes, 20 seeds each, at several ceilings.
 
-    python tests/bench/search_bench.py --landscapes tests/landscapes [--json FILE] [--seeds 20] [--ablate]
+    python tests/bench/search_bench.py --landscapes tests/data/landscapes [--json FILE] [--seeds 20] [--ablate]
 
 Every searcher runs trials of a landscape that is played back, with the noise and the cost that were recorded. After
 each trial it holds one plan as the answer: the fastest that it measured inside the ceiling, and for the batch finders,
@@ -402,7 +402,7 @@ def _one(job: tuple[int, str, int]) -> dict[str, Any]:
 def main() -> None:
     """Print a line for each searcher and cell, and last one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--landscapes", type=Path, default=Path(__file__).parent.parent / "landscapes")
+    parser.add_argument("--landscapes", type=Path, default=Path(__file__).parent.parent / "data" / "landscapes")
     parser.add_argument("--seeds", type=int, default=20)
     usual = ",".join(name for name in SEARCHERS if name != "gp")
     parser.add_argument("--only", default=usual, help="Searchers.  [default: all but gp, whose asks take seconds]")

@@ -43,7 +43,7 @@ from autofit.registry import technique
 from autofit.search.recording import Writer
 from autofit.space import Space
 from autofit.system.fork_server import ForkServer
-from tests.synthetic import measured
+from tests.support.synthetic import measured
 
 RATE, VALUE, PAIR, PLAN = 0.3, 0.1, 0.04, 0.01
 MEMORY, MEMORY_PAIR, CONTEXT, ROUGH = 0.02, 0.01, 0.4, 0.2

@@ -33,9 +33,9 @@ from autofit.search.loop import Campaign
 from autofit.search.searcher import open_searcher
 from autofit.system.fork_server import ForkServer
 from autofit.training.runner import ProcessRunner, finished
-from tests.faults import DEATHS, HANGS, midst
-from tests.synthetic import GIB, Landscape, cpu_facts
-from tests.tiny import describe, write_config
+from tests.faults.injection import DEATHS, HANGS, midst
+from tests.support.synthetic import GIB, Landscape, cpu_facts
+from tests.support.tiny import describe, write_config
 
 PLAYED = """
 import sys
@@ -45,7 +45,7 @@ from autofit.training.timing import Clock
 from autofit.system.files import write_atomically
 from autofit.contract.outcome import OUTCOME
 from autofit.system.strict_json import dump_json
-from tests.synthetic import GIB, Landscape
+from tests.support.synthetic import GIB, Landscape
 job = worker.JOBS.validate_json((folder / "job.json").read_bytes())
 land = Landscape(facts=job.facts, row_bytes=0.05 * GIB)
 """
@@ -132,12 +132,12 @@ def main() -> int:
 
 
 def soak(root: Path, options: argparse.Namespace) -> dict:
-    os.environ["PYTHONPATH"] = os.pathsep.join((str(HERE), str(HERE / "tests")))
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(HERE), str(HERE / "tests" / "support")))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TMPDIR"] = str(root / "tmp")
     (root / "tmp").mkdir()
     config = write_config(root / "tiny", vocab_size=1024)
-    server = ForkServer(root / "server.log", "cpu", ("faulty", "tests.synthetic"))
+    server = ForkServer(root / "server.log", "cpu", ("faulty", "tests.support.synthetic"))
     answers, rows, began = {}, {}, time.monotonic()
     with contextlib.closing(server):
         if options.real:

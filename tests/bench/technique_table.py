@@ -18,7 +18,7 @@ from autofit.registry import techniques
 from autofit.search.recording import Landscape, needed
 from autofit.system.statistics import median
 
-FOLDER = Path(__file__).resolve().parents[1] / "landscapes"
+FOLDER = Path(__file__).resolve().parents[1] / "data" / "landscapes"
 SHARES = [share / 100 for share in range(10, 101)]
 PLAIN = {one.name: one.plain for one in techniques()}
 SPLIT = {"micro_batch", "accumulation"}

@@ -3,7 +3,7 @@
 import dataclasses
 
 from autofit.system.units import GIB
-from tests.tiny import describe
+from tests.support.tiny import describe
 
 
 def facts_on_card(server, config, *, most_bytes=12 * GIB, global_batch=8):

@@ -62,7 +62,7 @@ if __name__ == "__main__":
 
 from autofit.costmodel.allocator import replay, smallest_capacity  # noqa: E402 - the script needs torch alone
 from autofit.system.units import KIB, MIB  # noqa: E402
-from tests.test_allocator import training  # noqa: E402
+from tests.costmodel.test_allocator import training  # noqa: E402
 
 
 def real(events, sizes, capacities, *, expandable):

@@ -20,7 +20,7 @@ from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
 from tests.gpu.card import facts_on_card
 from tests.gpu.models import LLAMA
-from tests.tiny import PLAIN, TESTS, gone
+from tests.support.tiny import PLAIN, SUPPORT, gone
 
 QUICK = Effort(min_steps=2, max_steps=3, seconds=1.0)
 PLAN = PLAIN.replaced(micro_batch=4, accumulation=2)
@@ -41,7 +41,7 @@ def device(tmp_path_factory):
     config = fetch(str(source), folder / "model")
     with contextlib.closing(ForkServer(folder / "server.log", "cuda", ("faulty",))) as server:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(TESTS))
+            patch.setenv("PYTHONPATH", str(SUPPORT))
             server.start()
         yield server, config, facts_on_card(server, config)
 

@@ -375,7 +375,7 @@ def test_state_in_eight_bits(value):
 
 
 def cuda_facts():
-    from tests.traced import facts_of
+    from tests.support.traced import facts_of
 
     return facts_of("llama", device="cuda")
 

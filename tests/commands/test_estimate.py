@@ -1,0 +1,292 @@
+"""What plans need on a card that is not here, from the config to the table."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from autofit import cli
+from autofit.commands import estimate
+from autofit.commands.estimate import ESTIMATE, MARGIN, cause
+from autofit.commands.estimate_table import bar, table
+from autofit.contract.plan import Plan
+from autofit.costmodel import peak, trace_store
+from autofit.costmodel.forecast import CONTEXT_BYTES, workspace_bytes
+from autofit.costmodel.timeline import CATEGORIES
+from autofit.registry import techniques
+from autofit.search.decision import extras
+from autofit.system.errors import InputError
+from autofit.system.units import GIB, MIB
+from tests.support.replay import Lent
+from tests.support.tiny import REPOSITORY
+
+SMALL = {"seq_len": 32, "global_batch": 8}
+
+
+@pytest.fixture
+def ask(server, monkeypatch):
+    """``autofit.commands.estimate.estimate`` with one server for all tests."""
+    started = []
+
+    def lend(*_, **__):
+        started.append(1)
+        return Lent(server)
+
+    monkeypatch.setattr(estimate, "ForkServer", lend)
+
+    def invoke(model="demo", **options):
+        return estimate.estimate(model, **{**SMALL, **options})
+
+    invoke.started = started
+    return invoke
+
+
+def test_the_demo_on_a_card_by_its_name(ask):
+    found = ask(gpu="4090")
+    assert found.card == "RTX 4090"
+    assert found.plans
+    assert all(one.verdict == "fits" for one in found.plans)
+    speeds = [one.samples_per_second for one in found.plans]
+    assert speeds == sorted(speeds, reverse=True)
+    for one in found.plans:
+        assert sum(one.need.by_category.values()) == pytest.approx(one.need.peak_bytes, rel=1e-6)
+        outside = CONTEXT_BYTES + workspace_bytes((8, 9))
+        assert one.device_bytes >= one.need.peak_bytes + outside
+        assert one.plan["micro_batch"] * one.plan["accumulation"] == SMALL["global_batch"]
+    assert any("fsdp2" in why for why in found.untraced)
+
+
+def test_only_a_size_gives_no_speed_and_the_margin_decides(ask):
+    roomy = ask(
+        memory="8GiB",
+        fix=("precision=bf16", "optimizer=adamw", "offload=none", "checkpointing=off", "kernels=none", "compile=off"),
+    )
+    (one,) = roomy.plans
+    assert one.samples_per_second is None
+    assert one.plan["micro_batch"] == SMALL["global_batch"]
+    held = tuple(f"{name}={value}" for name, value in one.plan.items() if name != "accumulation")
+    just = ask(memory=round(one.device_bytes * (1 + MARGIN)) + MIB, fix=held)
+    assert [kind.verdict for kind in just.plans] == ["fits"]
+    tight = ask(memory=one.device_bytes + MIB, fix=held)
+    assert [kind.verdict for kind in tight.plans] == ["tight"]
+    short = ask(memory=one.device_bytes - MIB, fix=held)
+    assert [kind.verdict for kind in short.plans] == ["too large"]
+
+
+def test_kinds_that_need_and_give_the_same_are_shown_once(ask):
+    among = ("precision=bf16,fp16",)
+    fix = ("optimizer=adamw", "offload=none", "checkpointing=off", "kernels=none")
+    short, whole = (ask(gpu="4090", among=among, fix=fix, most=most) for most in (12, None))
+    assert [one.plan["precision"] for one in short.plans] == ["bf16"]
+    assert {one.plan["precision"] for one in whole.plans} == {"bf16", "fp16"}
+    assert short.kinds == whole.kinds == len(whole.plans)
+
+
+def test_what_is_recommended_is_the_plainest_of_the_fast_ones(ask):
+    found = ask(gpu="4090", seq_len=128, global_batch=32)
+    best = found.plans[0].samples_per_second
+    near = [one.plan for one in found.plans if one.verdict == "fits" and one.samples_per_second > best / 1.03]
+    assert found.recommended in near
+    assert extras(found.recommended) == min(map(extras, near))
+
+
+@pytest.mark.usefixtures("ask")
+def test_what_can_not_be_estimated_is_no_verdict_on_the_card():
+    done = CliRunner().invoke(cli.main, ["estimate", "demo", "--gpu", "4090", "--fix", "offload=fsdp2"])
+    assert done.exit_code == 2
+    assert "nothing can be estimated: offload=fsdp2 can't be traced" in done.output
+    assert "larger card" not in done.output
+
+
+def test_a_smaller_card_takes_a_smaller_micro_batch(ask):
+    fix = ("precision=fp32", "optimizer=adamw", "offload=none", "checkpointing=off", "kernels=none")
+    big = ask(memory="8GiB", fix=fix, seq_len=128, global_batch=32).plans[0]
+    small = ask(memory=big.device_bytes - 40 * MIB, fix=fix, seq_len=128, global_batch=32).plans[0]
+    assert small.verdict == "fits"
+    assert 1 <= small.plan["micro_batch"] < big.plan["micro_batch"]
+
+
+def test_what_is_kept_needs_no_process(ask):
+    first = ask(memory="8GiB")
+    before = list(ask.started)
+    server_asked = []
+
+    class Never:
+        def start(self):
+            server_asked.append("start")
+
+        def ask(self, *_, **__):
+            server_asked.append("ask")
+            raise AssertionError
+
+        def close(self):
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "ForkServer", lambda *_, **__: Never())
+        second = estimate.estimate("demo", memory="8GiB", **SMALL)
+    assert before
+    assert not server_asked
+    assert second.plans == first.plans
+
+
+def test_host_memory_is_shown_where_a_plan_takes_some(ask):
+    found = ask(
+        memory="8GiB",
+        fix=(
+            "offload=optimizer",
+            "optimizer=adamw",
+            "precision=fp32",
+            "checkpointing=off",
+            "kernels=none",
+            "compile=off",
+        ),
+    )
+    (one,) = found.plans
+    parameters = 4 * found.parameters
+    assert one.need.elsewhere_bytes == pytest.approx(2 * parameters, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memory": "24"}, "--memory 24 is 24 bytes"),
+        ({"gpu": "4090", "memory": "24GiB"}, "both say"),
+        ({"gpu": "a card of mine"}, "no card that is known"),
+        ({"memory": "a lot"}, "not a size"),
+        ({"gpu": "4090", "seq_len": 1}, "out of range"),
+        ({"gpu": "4090", "fix": ("precision=fp7",)}, "no value"),
+        ({"gpu": "GTX 1080", "fix": ("precision=bf16",)}, "can't be had"),
+    ],
+)
+def test_bad_input_is_refused(ask, options, words):
+    with pytest.raises(InputError, match=words):
+        ask(**options)
+
+
+def run(server, monkeypatch, *words):
+    monkeypatch.setattr(estimate, "ForkServer", lambda *_, **__: Lent(server))
+    return CliRunner().invoke(cli.main, ["estimate", *words], prog_name="autofit")
+
+
+def test_the_command_prints_a_table_or_json(server, monkeypatch):
+    small = ["demo", "--seq-len", "32", "--global-batch", "8"]
+    shown = run(server, monkeypatch, *small, "--gpu", "T4")
+    assert shown.exit_code == 0
+    assert "T4" in shown.stdout
+    assert "where it goes" in shown.stdout
+    assert "peak of the first" in shown.stdout
+    told = run(server, monkeypatch, *small, "--gpu", "T4", "--json", "--all")
+    found = ESTIMATE.validate_json(told.stdout)
+    assert found.kinds >= len(found.plans) > 0
+    assert json.loads(told.stdout)["plans"][0]["need"]["by_category"]
+
+
+def test_nothing_fits_ends_with_three(server, monkeypatch):
+    ended = run(server, monkeypatch, "demo", "--seq-len", "32", "--global-batch", "8", "--memory", "100MiB")
+    assert ended.exit_code == 3
+    assert "nothing fits; the smallest needs" in ended.stdout
+    assert "no plan fits" in ended.stderr
+    assert "Traceback" not in ended.output
+
+
+def test_the_bar_is_as_long_as_the_need(ask):
+    one = ask(memory="8GiB").plans[0]
+    whole = bar(one, one.need.peak_bytes).plain
+    half = bar(one, 2 * one.need.peak_bytes).plain
+    twice = bar(one, one.need.peak_bytes // 2).plain
+    letters = [sum(mark.isalpha() for mark in text) for text in (half, whole, twice)]
+    assert letters[1] == pytest.approx(2 * letters[0], abs=1)
+    assert letters[2] == pytest.approx(2 * letters[1], abs=1)
+    assert "▏" in twice[:-1]
+    tiny = bar(one, 1000 * one.need.peak_bytes).plain
+    assert len(tiny) == len(half)
+    assert sum(mark.isalpha() for mark in tiny) == 1, "what is there is seen"
+
+
+def test_rows_that_the_model_does_not_know_are_said(ask):
+    config = REPOSITORY / "autofit" / "commands" / "demo.json"
+    longest = json.loads(config.read_text("utf-8"))["max_position_embeddings"]
+    fix = ("precision=fp32", "kernels=none", "checkpointing=off", "optimizer=adamw", "offload=none")
+    assert not any("longer than" in note for note in ask("demo", memory="8GiB", seq_len=longest, fix=fix).notes)
+    said = ask("demo", memory="8GiB", seq_len=2 * longest, fix=fix).notes
+    assert any(f"longer than the {longest}" in note for note in said)
+
+
+def test_of_a_card_that_is_not_known_precisions_of_one_size_are_told_once(ask):
+    found = ask(memory="8GiB", most=None)
+    assert {one.plan["precision"] for one in found.plans} == {"fp32", "bf16"}
+    asked = ask(memory="8GiB", fix=("precision=fp16", "optimizer=adamw", "offload=none"))
+    assert {one.plan["precision"] for one in asked.plans} == {"fp16"}
+
+
+def test_the_table_says_what_would_save_the_logits(ask):
+    found = ask("demo", memory="8GiB", seq_len=128, global_batch=32, fix=("kernels=none",))
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table(found))
+    text = console.export_text()
+    assert str(found.counted) in text
+    logits = next(one for one in found.plans if one.need.segment in {"head", "headB"})
+    assert "fused linear cross-entropy" in cause(logits)
+
+
+def test_a_model_s_facts_come_back_under_its_name(ask):
+    ask(memory="8GiB")
+    kept = list(trace_store.cache_folder().glob("*.json"))
+    assert kept
+    again = ask(memory="8GiB")
+    assert again.model == "demo"
+
+
+def test_peaks_of_many_agree_with_each_need(server, tmp_path):
+    """The fast way and the slow way to a plan's peak."""
+    from autofit.commands import request
+    from autofit.commands.model_source import fetch
+
+    config = fetch("demo", tmp_path / "model")
+    facts = request.read_facts(tmp_path, request.Request(model="demo", **SMALL), "cpu", server, print)
+    made = trace_store.Traces(facts, config, lambda: server, tmp_path, trace_store.cache_folder())
+    plan = Plan(
+        {one.name: one.plain for one in techniques()} | {"micro_batch": 2, "accumulation": 4, "checkpointing": "full"}
+    )
+    made.prepare([plan])
+    parts = made.parts(plan)
+    rows, accumulation = np.array([2, 4, 8]), np.array([4, 2, 1])
+    fast = peak.peaks(*parts, rows, accumulation, waiting=True)
+    slow = [
+        made.need(plan.replaced(micro_batch=int(r), accumulation=int(a))).peak_bytes
+        for r, a in zip(rows, accumulation, strict=True)
+    ]
+    assert fast == pytest.approx(slow, rel=1e-6)
+    assert len(CATEGORIES) == 9
+    assert max(slow) < GIB
+
+
+SEVEN = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_seven_billion_parameters_fit_8_gib_quantized_and_80_gib_as_they_are(ask, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SEVEN))
+    held = ("precision=bf16_weights", "optimizer=adamw", "offload=none", "kernels=none", "compile=off")
+    asked = {"seq_len": 1024, "global_batch": 8, "allow": "exact,numeric,method", "fix": held}
+    asked["among"] = ("checkpointing=off,full",)
+    small, large = (ask(str(config), memory=size, **asked) for size in ("8GiB", "80GiB"))
+    knobs = ("quantization", "adapter", "checkpointing")
+    assert [small.recommended[name] for name in knobs] == ["nf4", "lora:r=16", "full"]
+    assert {one.plan["quantization"] for one in small.plans if one.verdict == "fits"} == {"nf4"}
+    assert (large.recommended["quantization"], large.recommended["checkpointing"]) == ("none", "off")
+    assert large.plans[0].device_bytes > 2 * small.plans[0].device_bytes
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table(small))
+    text = " ".join(console.export_text().split())
+    assert "recommended: " in text
+    assert "rounded to 4 bits" in text
+    assert ask(str(config), memory="3GiB", **asked).recommended is None

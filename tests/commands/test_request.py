@@ -1,0 +1,65 @@
+"""The question: rows that a model can't be run on, and what is said of a model that is not what one would expect."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from autofit.commands.request import remarks, row_length
+from autofit.machine.describe import describe_model
+from autofit.system.errors import InputError
+from tests.support.synthetic import cpu_facts
+from tests.support.tiny import write_config
+
+MODEL = cpu_facts().model
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40}
+LEARNED = {
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 40, "n_positions": 24},
+    "opt": {**SMALL, "word_embed_proj_dim": 16, "ffn_dim": 16, "max_position_embeddings": 24},
+    "bert": {**SMALL, "intermediate_size": 16, "max_position_embeddings": 24},
+    "roberta": {**SMALL, "intermediate_size": 16, "max_position_embeddings": 26, "is_decoder": True, "pad_token_id": 1},
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_the_longest_row_of_learned_positions_is_known(tmp_path, name):
+    folder = write_config(tmp_path, {"model_type": name, "pad_token_id": None, **LEARNED[name]}, **LEARNED[name])
+    found = describe_model(name, folder, trust_remote_code=False)
+    assert found["position_rows"] == 24
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+    ids = torch.full((1, 24), 5)
+    assert model(input_ids=ids).logits.shape[:2] == (1, 24)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, 25), 5))
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "xglm", "xlnet"])
+def test_positions_that_are_computed_have_no_end(tmp_path, name):
+    sizes = {"d_model": 16, "n_layer": 1, "n_head": 2, "num_layers": 1, "attention_heads": 2, "ffn_dim": 16}
+    folder = write_config(tmp_path, {"model_type": name}, **{**SMALL, "intermediate_size": 16, **sizes})
+    found = describe_model(name, folder, trust_remote_code=False)
+    assert found["position_rows"] is None
+    assert found["max_positions"] is None or found["max_positions"] > 0
+
+
+def test_rows_that_a_model_can_not_be_run_on_are_refused():
+    learned = dataclasses.replace(MODEL, position_rows=512, max_positions=514)
+    assert row_length(None, learned) == learned.usual_seq_len == 512
+    assert row_length(512, learned) == 512
+    assert row_length(16, learned) == 16
+    with pytest.raises(InputError, match=r"--seq-len 513: .* for rows of 512 tokens") as caught:
+        row_length(513, learned)
+    assert caught.value.hint == "--seq-len 512 or less"
+    assert row_length(9999, MODEL) == 9999, "positions that are computed go on"
+    assert remarks(9999, MODEL) == [
+        f"rows of 9999 tokens are longer than the {MODEL.max_positions} the model was made for"
+    ]
+
+
+def test_a_model_of_another_task_is_said():
+    known = dataclasses.replace(MODEL, architecture="BertLMHeadModel", named=())
+    assert remarks(16, known) == []
+    assert remarks(16, dataclasses.replace(known, named=("BertLMHeadModel", "Other"))) == []
+    (said,) = remarks(16, dataclasses.replace(known, named=("BertForMaskedLM",)))
+    assert said == "the config is of BertForMaskedLM: it is trained as BertLMHeadModel, to tell the next token"

@@ -1,0 +1,563 @@
+"""Traces of small models, against whole traces and against real tensors."""
+
+import contextlib
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+import torch.utils.checkpoint
+from torch.utils import _foreach_utils
+
+from autofit.costmodel import cuda_emulation
+from autofit.costmodel.cuda_emulation import like_cuda
+from autofit.costmodel.fake_run import PERIODS, Layers, find_layers, telling_rows
+from autofit.costmodel.recorder import Recorder
+from autofit.costmodel.roofline import KINDS
+from autofit.costmodel.timeline import CATEGORIES, lengthen
+from autofit.registry import technique, techniques
+from tests.support.traced import CONFIGS, PLAIN, Lab, every_choice, facts_of, traced_plan
+
+THREE = ("llama", "gpt2", "gemma2")
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def labs(tmp_path_factory):
+    """A lab for each model and machine, with what it has traced already."""
+    made = {}
+    # the first run of a process makes a few scalars more, which libraries keep
+    Lab(tmp_path_factory.mktemp("first"), "llama").micro_steps(PLAIN)
+
+    def lab(config, **options):
+        key = (config, *sorted(options.items()))
+        if key not in made:
+            made[key] = Lab(tmp_path_factory.mktemp(config), config, **options)
+        return made[key]
+
+    return lab
+
+
+# -- fewer layers -------------------------------------------------------------------------------------------------
+
+
+def test_the_middle_periods_are_left_out():
+    layers = Layers(path="layers", count=12, before=1, period=2)
+    assert layers.copies == 2
+    assert layers.kept() == [0, 1, 2, 3, 4, 9, 10, 11]
+    assert len(layers.kept()) == layers.count - layers.copies * layers.period
+
+
+class Block(torch.nn.Module):
+    """A layer of some width."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, 4, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("widths", "found", "multiple"),
+    [
+        ("aaaaaa", (0, 1), 1),
+        ("abababab", (0, 2), 1),
+        ("baaaaaaaa", (1, 1), 1),
+        ("aaaaaaaab", None, 1),  # the last one is another
+        ("abcabcabcabcabc", (0, 3), 1),
+        ("aaa", None, 1),  # nothing is left out of three
+        ("abcdefgh", None, 1),
+        ("aaaaaaaa", (0, 2), 2),
+        ("aaaaaa", None, 2),
+        ("abababab", (0, 2), 2),
+        ("b" + 16 * "a", (1, 4), 4),
+        ("aaaaab" * 7, (0, 6), 2),
+        ("aaaaab" * 7, None, 4),
+        ("aaaaab" * 8, (0, 12), 4),
+    ],
+)
+def test_how_the_kinds_of_layers_repeat(widths, found, multiple):
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Block(ord(width)) for width in widths)
+    layers = find_layers(model, multiple)
+    assert (layers and (layers.before, layers.period)) == found
+
+
+LENGTHENED = [
+    *((config, device, precision, "off") for config in THREE for device in ("cpu", "cuda") for precision in ("bf16",)),
+    ("llama", "cuda", "fp32", "full"),
+    ("gpt2", "cpu", "fp32", "full"),
+    ("gpt2", "cuda", "bf16", "full"),
+    ("gemma2", "cuda", "bf16", "full"),
+    ("llama", "cuda", "bf16", "selective"),
+    ("llama", "cuda", "bf16", "full_offload"),
+    ("gpt2", "cpu", "fp32", "selective"),
+    ("llama", "cpu", "bf16", "every_2"),
+    ("gemma2", "cuda", "bf16", "every_2"),
+    ("deep", "cuda", "bf16", "every_2"),
+    ("deep", "cuda", "bf16", "every_4"),
+    ("deep", "cpu", "fp32", "every_4"),
+    ("llama", "cpu", "bf16_weights", "off"),
+    ("mixtral", "cuda", "bf16", "off"),
+    ("mixtral", "cpu", "fp32", "off"),
+    ("deepseek_v3", "cuda", "bf16", "off"),
+    ("deepseek_v3", "cpu", "bf16_weights", "full"),
+]
+
+
+def like_the_whole(lab, plan, rows=5):
+    """Check that a lengthened trace needs and does what that of the whole model does."""
+    traced = lab.micro_steps(plan)
+    assert traced.copies >= 1
+    assert len({name for name in traced.tape.segments if name.startswith("0:F")}) == PERIODS
+    tape = lengthen(traced.tape, traced.copies)
+    whole = lab.micro_steps(plan, whole=True)
+    assert whole.copies == 0
+    assert whole.weights == traced.weights
+    long, short = tape.live(rows), whole.tape.live(rows)
+    assert long.max() == pytest.approx(short.max(), rel=1e-6)
+    # frees that follow one another may stand in another order; after every allocation as much lives
+    np.testing.assert_array_equal(tape.events >= 0, whole.tape.events >= 0)
+    made = whole.tape.events >= 0
+    np.testing.assert_allclose(long[made], short[made], rtol=1e-6)
+    for name in ("work", "work_per_row"):
+        np.testing.assert_allclose(getattr(tape, name).sum(axis=0), getattr(whole.tape, name).sum(axis=0))
+
+
+@pytest.mark.parametrize(("config", "device", "precision", "checkpointing"), LENGTHENED)
+def test_a_lengthened_trace_is_that_of_the_whole_model(labs, config, device, precision, checkpointing):
+    like_the_whole(
+        labs(config, device=device), PLAIN.replaced(micro_batch=2, precision=precision, checkpointing=checkpointing)
+    )
+
+
+ADAPTED = [
+    ("llama", "cuda", {"precision": "bf16"}),
+    ("llama", "cuda", {"precision": "bf16_weights", "offload": "activations"}),
+    ("llama", "cuda", {"precision": "bf16", "quantization": "nf4", "checkpointing": "full"}),
+    ("gpt2", "cpu", {"quantization": "nf4"}),
+    ("gemma2", "cuda", {"precision": "bf16", "checkpointing": "full"}),
+]
+
+
+@pytest.mark.parametrize(("config", "device", "values"), ADAPTED)
+def test_a_lengthened_trace_with_an_adapter_is_that_of_the_whole_model(labs, config, device, values):
+    """The first layer is like the others but for what is below it: nothing that is trained."""
+    like_the_whole(labs(config, device=device), PLAIN.replaced(micro_batch=2, adapter="lora:r=16", **values))
+
+
+def test_the_rows_of_a_trace_tell_themselves_from_every_other_size():
+    model = torch.nn.Linear(101, 103, device="meta")
+    model.register_buffer("table", torch.ones(107 * 109, device="meta"))
+    rows = telling_rows(model, 114)  # 113 is one less
+    assert rows not in {101, 103, 107, 109, 113}
+    assert all(rows % divisor for divisor in range(2, rows))
+
+
+# -- real tensors -------------------------------------------------------------------------------------------------
+
+
+def covering(values, possible, seed=0):
+    """Rows of values, of the possible ones, in which every pair of values that can meet stands at least once."""
+    rng = random.Random(seed)
+    names = list(values)
+    missing = {
+        (one, a, other, b)
+        for one, other in itertools.combinations(names, 2)
+        for a in values[one]
+        for b in values[other]
+    }
+
+    def pairs(row):
+        return {(one, row[one], other, row[other]) for one, other in itertools.combinations(names, 2)}
+
+    rows = []
+    while missing:
+        one, a, other, b = rng.choice(sorted(missing, key=str))
+        seeded = {one: a, other: b}
+        drawn = [{name: rng.choice(options) for name, options in values.items()} | seeded for _ in range(60)]
+        drawn = [row for row in drawn if possible(row)]
+        if not drawn:
+            missing.discard((one, a, other, b))
+            continue
+        best = max(drawn, key=lambda row: len(pairs(row) & missing))
+        missing -= pairs(best)
+        rows.append(best)
+    return rows
+
+
+def can_be(row):
+    """Whether the techniques let a row be."""
+    facts = facts_of("llama", launch_path=row["launch_path"])
+    offered = every_choice(facts)["quantization"]
+    return (
+        row["quantization"] in offered and technique("quantization").conflict(row["quantization"], row, facts) is None
+    )
+
+
+COMBINATIONS = covering(
+    {
+        "precision": ["fp32", "bf16", "bf16_weights"],
+        "attention": ["default", "eager"],
+        "kernels": ["none", "chunked_ce"],
+        "checkpointing": ["off", "full", "every_2", "every_4", "selective"],
+        "adapter": ["none", "lora:r=16", "rslora:r=16", "dora:r=16", "ia3"],
+        "quantization": ["none", "nf4", "int8"],
+        "optimizer": ["adamw", "adamw_8bit", "adafactor", "sgd", "lion", "lion_8bit", "ademamix", "ademamix_8bit"],
+        "accumulation": [1, 2, 4],
+        "micro_batch": [1, 5, 8],
+        "launch_path": ["trainer", "loop"],
+    },
+    can_be,
+)
+
+
+FOREIGN = {
+    "adamw_torchao_8bit": "torchao",
+    "adamw_torchao_4bit": "torchao",
+    "adamw_torchao_8bit_stochastic": "torchao",
+    "adamw_torchao_4bit_stochastic": "torchao",
+    "galore_adamw": "galore-torch",
+    "galore_adafactor": "galore-torch",
+    "apollo_adamw": "apollo-torch",
+    "lomo": "lomo-optim",
+    "schedule_free_adamw": "schedulefree",
+    "schedule_free_radam": "schedulefree",
+    "stable_adamw": "torch-optimi",
+}
+"""Optimizers of packages that are seldom installed, and are tested where they are."""
+
+
+def test_the_combinations_are_all_that_a_cpu_can_have(labs):
+    offered = every_choice(labs("llama").facts)
+    assert offered.pop("offload") == ["none"]
+    offered["optimizer"] = [value for value in offered["optimizer"] if value not in FOREIGN]
+    assert offered.pop("compile") == ["off", "model"]
+    for name, values in offered.items():
+        assert {row[name] for row in COMBINATIONS} == set(values)
+
+
+@pytest.mark.parametrize("number", range(len(COMBINATIONS)), ids=lambda n: "-".join(map(str, COMBINATIONS[n].values())))
+@pytest.mark.parametrize("config", THREE)
+def test_a_trace_needs_what_real_tensors_need(labs, config, number):
+    row = dict(COMBINATIONS[number])
+    lab = labs(config, launch_path=row.pop("launch_path"))
+    for name, value in row.items():
+        if value not in every_choice(lab.facts).get(name, [value]):
+            row[name] = PLAIN[name]
+    plan = PLAIN.replaced(**row)
+    tape = lab.real(plan)
+    live = tape.live(0)
+    need = lab.need(plan)
+    # random rows to draw from are on the CPU, too: a whole global batch of them in a trace, which has rows enough
+    pool = 8 * lab.facts.workload.global_batch * lab.facts.workload.seq_len + 1024
+    assert need.peak_bytes == pytest.approx(live.max(), rel=0.02, abs=pool)
+    assert sum(need.by_category.values()) == pytest.approx(need.peak_bytes, abs=len(CATEGORIES))
+
+
+def test_without_logits_their_memory_is_gone(tmp_path):
+    """As much as a sixteenth of them is there at a time, and no copy of any."""
+    lab = Lab(tmp_path, {**CONFIGS["llama"], "vocab_size": 4000}, device="cuda", seq_len=128)
+    for precision in ("fp32", "bf16", "bf16_weights"):
+        plan = PLAIN.replaced(micro_batch=8, precision=precision)
+        whole, chunked = lab.need(plan), lab.need(plan.replaced(kernels="chunked_ce"))
+        logits_bytes = 4 * 8 * 128 * lab.facts.model.vocab_size
+        assert whole.by_category["logits"] > 2 * logits_bytes
+        assert chunked.by_category["logits"] < logits_bytes
+        assert chunked.peak_bytes < whole.peak_bytes - logits_bytes
+
+
+def test_a_score_for_every_pair_of_tokens_is_seen(labs):
+    lab, plan = labs("llama"), PLAIN.replaced(micro_batch=8)
+    fused, eager = lab.need(plan), lab.need(plan.replaced(attention="eager"))
+    layers, heads, positions = 6, 4, lab.facts.workload.seq_len
+    assert eager.peak_bytes > fused.peak_bytes + 4 * 8 * layers * heads * positions**2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_weights"])
+@pytest.mark.parametrize("optimizer", [name for name in FOREIGN if name != "lomo"])
+def test_a_trace_of_a_foreign_optimizer_needs_what_real_tensors_need(labs, optimizer, precision):
+    lab = labs("llama" if optimizer.startswith(("galore", "apollo")) else "gpt2")
+    if FOREIGN[optimizer] not in lab.facts.packages:
+        pytest.skip(f"{FOREIGN[optimizer]} is not installed")
+    plan = PLAIN.replaced(optimizer=optimizer, precision=precision)
+    assert lab.need(plan).peak_bytes == pytest.approx(lab.real(plan).live(0).max(), rel=0.02)
+
+
+# -- what a value is traced as ------------------------------------------------------------------------------------
+
+
+def peak_of(part, rows):
+    return part.tape.live(rows).max()
+
+
+def claims(lab):
+    """Values that are traced as another one of their technique, by the part."""
+    for one in techniques():
+        if one.name == "compile":  # fake tensors can't be compiled: that it keeps what plain code keeps is a belief
+            continue
+        values = every_choice(lab.facts).get(one.name, [1, 2, 3])
+        for value, part in itertools.product(values, ("micro_steps", "optimizer")):
+            if one.traced_as(value, part) not in {None, value}:
+                yield one.name, value, part
+
+
+@pytest.mark.parametrize(("config", "device"), [("llama", "cuda"), ("gpt2", "cpu"), ("gpt2", "cuda")])
+def test_a_value_needs_what_the_one_that_it_is_traced_as_needs(labs, config, device):
+    lab, seen = labs(config, device=device), 0
+    for name, value, part in claims(lab):
+        for launch_path in ("trainer", "loop") if name in {"optimizer", "offload"} else ("trainer",):
+            lab = labs(config, device=device, launch_path=launch_path)
+            own = traced_plan(PLAIN.replaced(micro_batch=2), part).replaced(**{name: value})
+            if name == "quantization":
+                own = own.replaced(adapter="lora:r=16")
+            if part == "micro_steps":
+                mine, other = lab.micro(own, as_it_is=True), lab.micro(own)
+            else:
+                mine, other = lab.optimizer(own, as_it_is=True), lab.optimizer(own)
+            for rows in (1, 8):
+                # rows that wait, and the tables of 8-bit optimizers, are there from the beginning
+                assert peak_of(mine, rows) == pytest.approx(peak_of(other, rows), abs=4096), (name, value, part)
+            seen += 1
+    assert seen >= 8
+
+
+# -- CUDA's habits ------------------------------------------------------------------------------------------------
+
+
+def saved_by(program):
+    """Dtypes and numbers of elements of what a program keeps for its backward pass."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, t.numel())) or t, lambda t: t):
+        program()
+    return saved
+
+
+@pytest.fixture
+def rows():
+    """A few rows of bfloat16."""
+    return torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
+
+
+IN_FLOAT32 = {
+    "layer_norm": lambda t: F.layer_norm(t, (8,)),
+    "softmax": lambda t: F.softmax(t, dim=-1),
+    "cross_entropy": lambda t: F.cross_entropy(t, torch.zeros(4, dtype=torch.long)),
+    "pow": lambda t: t.pow(2),
+    "operator": lambda t: t**2,
+    "rsqrt": torch.rsqrt,
+    "sum": lambda t: t.sum(-1),
+    "cumsum": lambda t: t.cumsum(-1),
+    "exp": torch.exp,
+    "module": torch.nn.LayerNorm(8),
+}
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_autocast_computes_as_cuda_does(rows, name):
+    with torch.autocast("cpu", torch.bfloat16), like_cuda():
+        assert IN_FLOAT32[name](rows).dtype == torch.float32
+        assert (rows @ rows.t()).dtype == torch.bfloat16
+        assert F.gelu(rows).dtype == torch.bfloat16
+    with like_cuda():
+        assert F.softmax(rows, dim=-1).dtype == torch.bfloat16  # without autocast nothing is changed
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "pow", "exp"])
+def test_a_cpu_would_not(rows, name):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert IN_FLOAT32[name](rows).dtype == torch.bfloat16
+
+
+def test_dropout_keeps_a_mask_of_booleans():
+    given = torch.ones(64, 64, requires_grad=True)
+    layer = torch.nn.Dropout(0.5)
+    assert (torch.bool, 4096) not in saved_by(lambda: layer(given))
+    with like_cuda():
+        assert saved_by(lambda: layer(given)) == [(torch.bool, 4096)]
+        dropped = layer(given)
+    assert set(dropped.unique().tolist()) == {0.0, 2.0}
+    dropped.sum().backward()
+    assert given.grad.equal(dropped)
+
+
+def test_dropout_that_is_off_does_nothing():
+    given = torch.ones(4)
+    with like_cuda():
+        assert F.dropout(given, 0.0) is given
+        assert F.dropout(given, 0.5, training=False) is given
+        assert torch.nn.Dropout(0.5).eval()(given) is given
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_with_dropout_keeps_no_square(dtype):
+    query = torch.ones(2, 2, 128, 16, dtype=dtype, requires_grad=True)
+
+    def attend():
+        return F.scaled_dot_product_attention(query, query, query, dropout_p=0.1, is_causal=True)
+
+    square = 2 * 2 * 128 * 128
+    assert max(count for _, count in saved_by(attend)) == square
+    with like_cuda():
+        assert max(count for _, count in saved_by(attend)) == query.numel()
+
+
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float32, 1)])
+def test_attentions_backward_pass_has_accumulators(dtype, groups):
+    batch, heads, length, width = 2, 4, 100, 24
+    query = torch.ones(batch, heads, length, width, dtype=dtype, requires_grad=True)
+    key = torch.ones(batch, heads // groups, length, width, dtype=dtype, requires_grad=True)
+    with Recorder(fake=False, stand_ins=cuda_emulation.attention_stand_ins()) as recorder:
+        recorder.mark("0:F0")
+        result = F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+        recorder.mark("0:B0")
+        result.sum().backward()
+    tape = recorder.tape(since=2)
+    held = sorted(tape.sizes[tape.ops == tape.names.index("attention's accumulators")])
+    wanted = [4 * batch * heads * 128]
+    if dtype == torch.bfloat16:
+        wanted.append(4 * batch * 128 * heads * 32)
+        if groups > 1:
+            wanted += [2 * batch * length * heads * width] * 2
+    assert held == sorted(wanted)
+
+
+def test_checkpointed_layers_recompute_with_the_same_habits():
+    given = torch.ones(4, 64, requires_grad=True)
+    seen = []
+
+    def layer(tensor):
+        normed = F.layer_norm(tensor.bfloat16(), (64,))
+        seen.append(normed.dtype)
+        return F.dropout(normed, 0.5)  # a mask of another dtype would be refused when it is made again
+
+    with torch.autocast("cpu", torch.bfloat16), like_cuda():
+        torch.utils.checkpoint.checkpoint(layer, given, use_reentrant=False).sum().backward()
+    assert seen == [torch.float32] * 2
+
+
+def test_habits_are_left_behind():
+    from transformers import modeling_utils
+
+    before = torch.utils.checkpoint.checkpoint, modeling_utils.checkpoint
+    devices = _foreach_utils._get_foreach_kernels_supported_devices()
+    with contextlib.suppress(ZeroDivisionError), like_cuda():
+        assert "cpu" in _foreach_utils._get_foreach_kernels_supported_devices()
+        assert modeling_utils.checkpoint is not before[1]
+        raise ZeroDivisionError
+    assert (torch.utils.checkpoint.checkpoint, modeling_utils.checkpoint) == before
+    assert _foreach_utils._get_foreach_kernels_supported_devices() == devices
+
+
+# -- what waits elsewhere -----------------------------------------------------------------------------------------
+
+WIDE = {**CONFIGS["llama"], "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 5, "vocab_size": 500}
+"""Wide enough for matrices that bitsandbytes pages, of more than 100 000 elements."""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    return Lab(tmp_path_factory.mktemp("wide"), WIDE, device="cuda", seq_len=512)
+
+
+@pytest.fixture(scope="module")
+def shapes(wide):
+    """Shapes of the parameters, embeddings first."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(wide.folder))
+    embeddings = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
+    return [(p.numel(), id(p) in embeddings) for p in model.parameters()]
+
+
+def test_optimizers_hold_their_state(wide, shapes):
+    count = sum(number for number, _ in shapes)
+    one = technique("optimizer")
+    states = {
+        name: wide.optimizer(PLAIN.replaced(optimizer=name))
+        for name in every_choice(wide.facts)["optimizer"]
+        if one.traced_as(name, "optimizer") is not None
+    }
+    assert states["adamw"].state_bytes == pytest.approx(8 * count, rel=1e-3)
+    assert states["sgd"].state_bytes == pytest.approx(4 * count, rel=1e-3)
+    assert states["adafactor"].state_bytes < 0.02 * 4 * count
+    # bitsandbytes: 8 bits from 4096 elements on, but embeddings in 32; two float32 for a block of 256
+    bits8 = sum(8 * n if embedding or n < 4096 else 2 * n + 8 * -(-n // 256) for n, embedding in shapes)
+    assert states["adamw_8bit"].state_bytes == pytest.approx(bits8, rel=2e-3)
+    assert states["paged_adamw"].state_bytes + states["paged_adamw"].elsewhere_bytes == pytest.approx(8 * count)
+    for name, moments in (("lion", 1), ("ademamix", 3)):
+        assert states[name].state_bytes == pytest.approx(4 * moments * count, rel=1e-3)
+        own8 = sum(
+            4 * moments * n if embedding or n < 4096 else moments * (n + 4 * -(-n // 256)) for n, embedding in shapes
+        )
+        assert states[f"{name}_8bit"].state_bytes == pytest.approx(own8, rel=2e-3)
+        paged = states[f"paged_{name}_8bit"]
+        assert paged.elsewhere_bytes > 0
+        assert paged.state_bytes + paged.elsewhere_bytes == pytest.approx(own8, rel=2e-3)
+    if "torchao" in wide.facts.packages:  # quantized where blocks of 256 fill a parameter, embeddings too
+        for bits in (4, 8):
+            quantized = [n for n, _ in shapes if n >= 4096 and n % 256 == 0]
+            ao = sum(2 * (n * bits // 8 + n // 64 + 4 * 2**bits) for n in quantized)
+            ao += 8 * (count - sum(quantized))
+            assert states[f"adamw_torchao_{bits}bit"].state_bytes == pytest.approx(ao, rel=2e-3)
+    assert {part.elsewhere_bytes for name, part in states.items() if "paged" not in name} == {0}
+
+
+def test_paged_state_lies_elsewhere(wide, shapes):
+    own, paged = (wide.optimizer(PLAIN.replaced(optimizer=name)) for name in ("adamw_8bit", "paged_adamw_8bit"))
+    moved = sum(n * (8 if embedding else 2) for n, embedding in shapes if n >= 1e5)
+    assert moved > 0
+    assert paged.elsewhere_bytes == moved
+    assert paged.state_bytes == own.state_bytes - moved
+    assert peak_of(paged, 0) <= peak_of(own, 0) - moved * 0.99
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+def test_state_on_the_host(wide, optimizer):
+    plan = PLAIN.replaced(optimizer=optimizer)
+    own, host = wide.optimizer(plan), wide.optimizer(plan.replaced(offload="optimizer"))
+    assert own.elsewhere_bytes == 0
+    assert host.elsewhere_bytes + host.state_bytes == own.state_bytes
+    assert host.state_bytes <= 16 * 64  # step counts
+    need, less = wide.need(plan.replaced(micro_batch=8)), wide.need(plan.replaced(micro_batch=8, offload="optimizer"))
+    assert need.phase != "optimizer"
+    assert less.peak_bytes == need.peak_bytes - host.elsewhere_bytes
+    assert less.elsewhere_bytes == host.elsewhere_bytes
+
+
+def test_state_comes_in_a_chunk_at_a_time(wide, monkeypatch):
+    """With chunks, less than the whole state is on the device while the optimizer steps."""
+    from functools import partial
+
+    offload = next(one for one in techniques() if one.name == "offload")
+    module = __import__("sys").modules[type(offload).__module__]
+    plan = PLAIN.replaced(offload="optimizer")
+    whole = wide.optimizer_steps(plan).tape.live(0).max()
+    monkeypatch.setattr(module, "keep_state_on_host", partial(module.keep_state_on_host, chunk_bytes=MIB))
+    chunked = wide.optimizer_steps(plan)
+    state = wide.optimizer(PLAIN).state_bytes
+    assert chunked.tape.live(0).max() < whole - 0.7 * state
+    assert chunked.elsewhere_bytes == pytest.approx(state, rel=1e-3)
+
+
+def test_activations_on_the_host(wide):
+    plan, rows = PLAIN.replaced(micro_batch=4), 4.0
+    own, host = wide.micro(plan), wide.micro(plan.replaced(offload="activations"))
+    outside = host.tape.live_elsewhere(rows)
+    assert own.tape.live_elsewhere(rows).max() == 0
+    need, less = wide.need(plan), wide.need(plan.replaced(offload="activations"))
+    assert less.elsewhere_bytes == outside.max() > 0
+    assert outside[-1] == pytest.approx(0)
+    assert less.by_category["activations"] < need.by_category["activations"]
+    # all of it goes out in the forward pass and comes back in the backward pass
+    tape = host.tape
+    moved = (tape.work + tape.work_per_row * rows)[:, KINDS.index("transfer"), 1]
+    head = tape.segments.index("0:headB")
+    assert moved[:head].sum() == outside.max()
+    assert moved[head : tape.segments.index("0:step")].sum() == outside.max()
+    # what two operators save waits there twice
+    before, after = (part.tape.starts[part.tape.segments.index("0:headB")] - 1 for part in (own, host))
+    fewer = own.tape.live(rows)[before] - host.tape.live(rows)[after]
+    assert 0.5 * outside.max() < fewer <= outside.max()

@@ -1,0 +1,268 @@
+"""The traces' word in the search: what is never run, where a family begins, and how measurements correct it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from autofit import space
+from autofit.commands import tune as tuning
+from autofit.contract.outcome import Trial
+from autofit.costmodel.forecast import Beside, Forecast
+from autofit.costmodel.roofline import WORK
+from autofit.search.sampler import AutofitSampler, Seen, above, believe, excluded, needed
+from autofit.search.searcher import open_searcher
+from autofit.search.surrogate import encode, needs
+from autofit.system.errors import MachineError, NothingFits
+from autofit.system.units import GIB, MIB
+from tests.support.synthetic import Landscape, cpu_facts
+
+FACTS = cpu_facts(limit_bytes=8 * GIB)
+SPACE = space.build(FACTS)
+BESIDE = Beside(
+    offset_bytes=40 * MIB,
+    offset_std=30 * MIB,
+    slope=1.1,
+    slope_std=0.1,
+    residual=0.05,
+    scatter_bytes=3 * MIB,
+    value_bytes=8 * MIB,
+    value_share=0.05,
+    heap_share=0.0,
+    heap_share_std=0.1,
+)
+ROW_BYTES = 0.4 * GIB
+LAND = Landscape(facts=FACTS, overhead_seconds=0.4, row_seconds=0.4, row_bytes=ROW_BYTES)
+
+
+def truth(plan):
+    """What the made-up device holds for a plan, whatever the ceiling."""
+    outcome = Landscape(
+        facts=cpu_facts(limit_bytes=1 << 50), overhead_seconds=0.4, row_seconds=0.4, row_bytes=ROW_BYTES
+    ).outcome(plan, 0)
+    return outcome.peak_bytes
+
+
+def cast(scale=1.0, *, untraced=()):
+    tensors = np.array([(truth(plan) - 50 * MIB) / 1.15 * scale for plan in SPACE.plans])
+    tensors[list(untraced)] = np.nan
+    nothing = np.full(len(tensors), np.nan)
+    return Forecast(
+        tensor_bytes=tensors,
+        seconds=nothing,
+        work=np.full((len(tensors), len(WORK)), np.nan),
+        nominal=np.ones(len(WORK)),
+        known_card=False,
+        timed=False,
+        rough=np.zeros(len(tensors), dtype=bool),
+        beside=BESIDE,
+        brought_bytes=np.zeros(len(tensors)),
+        activation_bytes=np.array([ROW_BYTES / 1.15 * scale * int(plan["micro_batch"]) for plan in SPACE.plans]),
+    )
+
+
+def learned(known, places=(), peaks=(), noise=0.4):
+    seen = np.array(places, dtype=np.int64)
+    return needs(encode(SPACE, known), seen=seen, peaks=np.array(peaks, dtype=float), noise=np.full(len(seen), noise))
+
+
+def test_without_measurements_the_beliefs_stand():
+    known = cast(untraced=[3])
+    found = learned(known)
+    assert (found.offset_bytes, found.slope, found.count) == (BESIDE.offset_bytes, BESIDE.slope, 0)
+    mean, std = found.logarithms()
+    traced = np.delete(known.tensor_bytes, 3)
+    assert np.exp(np.delete(mean, 3)) == pytest.approx(BESIDE.offset_bytes + BESIDE.slope * traced)
+    assert (np.delete(std, 3) > 0.05).all()
+    assert (np.delete(std, 3) < 0.5).all()
+    assert np.isnan(mean[3])
+
+
+def test_two_measurements_make_the_line():
+    known = cast()
+    places = np.argsort(known.tensor_bytes)[[0, len(SPACE.plans) // 2]]
+    peaks = 100 * MIB + 1.3 * known.tensor_bytes[places]
+    found = learned(known, places, peaks)
+    expected = 100 * MIB + 1.3 * known.tensor_bytes
+    assert found.mean == pytest.approx(expected, rel=0.15)
+    before = learned(known)
+    assert np.abs(found.mean - expected).mean() < np.abs(before.mean - expected).mean()
+    assert (found.std < before.std).all()
+
+
+def test_what_a_value_brings_along_is_learned():
+    """A library's own megabytes, which no trace sees."""
+    known, brings = cast(scale=0.02), 30 * MIB
+    with_it = [place for place, plan in enumerate(SPACE.plans) if plan["optimizer"] == "adamw_8bit"]
+    without = [place for place, plan in enumerate(SPACE.plans) if plan["optimizer"] == "adamw"]
+    truth_of = BESIDE.offset_bytes + BESIDE.slope * known.tensor_bytes
+    truth_of[with_it] += brings
+    found = learned(known, without[:6] + with_it[:2], truth_of[without[:6] + with_it[:2]])
+    error = found.mean - truth_of
+    assert np.abs(error[with_it]).mean() < 0.5 * brings
+    assert np.abs(error[without]).mean() < 0.3 * brings
+    blind = learned(known, without[:6], truth_of[without[:6]])
+    assert blind.std[with_it].mean() > blind.std[without].mean()
+
+
+def test_what_the_heap_keeps_is_learned():
+    """A heap with holes: each row costs more than its tensors, in every kind of plan."""
+    known = cast()
+    encoded = encode(SPACE, known)
+    truth_of = BESIDE.offset_bytes + BESIDE.slope * known.tensor_bytes + 0.2 * known.activation_bytes
+    seen = np.flatnonzero(encoded.family == encoded.family[0])
+    others = np.flatnonzero((encoded.family != encoded.family[0]) & (encoded.rows == encoded.rows.max()))
+    found = {std: learned(dataclasses.replace(known, beside=dataclasses.replace(BESIDE, heap_share_std=std)),
+                          seen, truth_of[seen]) for std in (0.0, 0.2)}  # fmt: skip
+    error = {std: np.abs(one.mean - truth_of)[others].mean() for std, one in found.items()}
+    assert error[0.2] < 0.5 * error[0.0]
+
+
+def test_what_the_heap_is_expected_to_keep_counts():
+    known = dataclasses.replace(cast(), beside=dataclasses.replace(BESIDE, heap_share=0.5))
+    assert known.device_bytes == pytest.approx(cast().device_bytes + 0.5 * known.activation_bytes)
+    assert learned(known).mean == pytest.approx(known.device_bytes)
+    seen = [0, 5, 9]
+    after = learned(known, seen, known.device_bytes[seen])
+    assert after.mean == pytest.approx(known.device_bytes), "as it was expected: nothing is learned"
+    assert after.scatter == pytest.approx(0.0, abs=1e-9)
+
+
+def test_scatter_widens_what_is_believed_of_the_others():
+    known = cast()
+    places = np.arange(8)
+    calm = learned(known, places, 1.1 * known.tensor_bytes[places] + 40 * MIB)
+    wild = learned(known, places, known.tensor_bytes[places] * np.where(places % 2, 1.6, 0.6))
+    assert wild.scatter > 2 * calm.scatter
+    assert (wild.std[20:] > 1.5 * calm.std[20:]).all()
+
+
+def test_a_broken_ceiling_tells_that_it_is_below_and_no_more():
+    """A truncated normal, by drawing from it: what was believed far above the ceiling is told nothing."""
+    draws = np.random.default_rng(0).normal(30.0, 5.0, 400_000)
+    for limit in (20.0, 28.0, 33.0, 41.0):
+        told, noise = above(np.array([30.0]), np.array([5.0]), limit)
+        precision = 1 / 5.0**2 + 1 / noise[0] ** 2
+        beyond = draws[draws > limit]
+        assert (30 / 5.0**2 + told[0] / noise[0] ** 2) / precision == pytest.approx(beyond.mean(), rel=0.01)
+        assert precision**-0.5 == pytest.approx(beyond.std(), rel=0.05)
+    told, noise = above(np.array([100.0, 1.0]), np.array([5.0, 2.0]), 30.0)
+    assert noise[0] > 1000
+    assert told[1] == pytest.approx(30.0, rel=0.05)
+
+
+def test_a_scout_goes_before_what_may_not_fit():
+    """The ceiling lies where the kind that would be fastest is as likely to fit as not."""
+    known, limit = cast(), FACTS.workload.limit_bytes
+    sampler = AutofitSampler(SPACE, limit_bytes=limit, forecast=known)
+    gains, sure = np.zeros(len(SPACE.plans)), np.ones(len(SPACE.plans), dtype=bool)
+    largest = max(range(len(SPACE.plans)), key=lambda place: int(SPACE.plans[place]["micro_batch"]))
+    gains[largest] = 0.5
+    advice = sampler._scout([], gains, sure)
+    scout, wanted = SPACE.plans[advice.place], SPACE.plans[largest]
+    assert scout["micro_batch"] < wanted["micro_batch"]
+    others = {name: value for name, value in wanted.items() if name not in {"micro_batch", "accumulation"}}
+    assert others.items() <= dict(scout).items()
+    assert wanted.words() in advice.reason
+    seen = [Seen(place=advice.place, verdict="measured", seconds=1.0, peak_bytes=1.0, needed_bytes=1.0)]
+    assert sampler._scout(seen, gains, sure) is None  # once is enough
+
+
+def test_a_lucky_measurement_does_not_end_the_search():
+    """Of two runs of plans that are alike, one was twice as fast: the belief lies between."""
+    encoded, limit = encode(SPACE, cast()), FACTS.workload.limit_bytes
+    places = [place for place in range(len(SPACE.plans)) if encoded.family[place] == encoded.family[0]][:3]
+    seen = [
+        Seen(place=place, verdict="measured", seconds=seconds, peak_bytes=GIB, needed_bytes=GIB, noise=0.3)
+        for place, seconds in zip(places, (1.0, 0.5, 1.0), strict=True)
+    ]
+    assert np.exp(believe(encoded, seen, limit).time[places[1]]) > 0.6
+
+
+def test_what_surely_does_not_fit_is_never_run():
+    known = cast()
+    encoded = encode(SPACE, known)
+    limit = FACTS.workload.limit_bytes
+    out = excluded(encoded, [], limit)
+    assert out.any()
+    assert not out.all()
+    assert all(truth(plan) > limit for plan, gone in zip(SPACE.plans, out, strict=True) if gone)
+    assert not excluded(encode(SPACE), [], limit).any()
+
+
+def test_a_plan_without_a_trace_is_not_excluded():
+    known = cast(untraced=range(len(SPACE.plans)))
+    assert not excluded(encode(SPACE, known), [], MIB).any()
+
+
+def test_the_first_trial_is_the_largest_micro_batch_that_surely_fits():
+    sampler = AutofitSampler(SPACE, limit_bytes=FACTS.workload.limit_bytes, forecast=cast())
+    first = SPACE.plans[sampler.advise([]).place]
+    assert truth(first) <= FACTS.workload.limit_bytes
+    assert first["micro_batch"] > 1
+    blind = AutofitSampler(SPACE, limit_bytes=FACTS.workload.limit_bytes)
+    assert SPACE.plans[blind.advise([]).place]["micro_batch"] <= first["micro_batch"]
+
+
+@pytest.mark.parametrize("limit_gib", [6, 8, 12, 16])
+def test_few_trials_run_out_of_memory(tmp_path, limit_gib):
+    facts = cpu_facts(limit_bytes=limit_gib * GIB)
+    land = Landscape(facts=facts, overhead_seconds=0.4, row_seconds=0.4, row_bytes=ROW_BYTES)
+    searcher = open_searcher(tmp_path, SPACE, facts, forecast=cast())
+    trials = []
+    while (plan := searcher.ask()) is not None and len(trials) < 40:
+        number = len(trials)
+        trials.append(Trial(number=number, plan=plan, outcome=land.outcome(plan, number), wall_seconds=1.0))
+        searcher.tell(trials[-1])
+    broke = sum(trial.outcome.kind == "out_of_memory" for trial in trials)
+    assert broke <= 3 + len(trials) // 10
+    fitting = [land.outcome(plan, 0) for plan in SPACE.plans]
+    best = max(one.samples_per_second for one in fitting if one.kind == "measured")
+    found = max(t.outcome.samples_per_second for t in trials if t.outcome.kind == "measured")
+    assert found >= 0.95 * best
+    assert searcher.correction().count == len(trials) - broke
+
+
+def test_the_correction_uses_what_was_needed_not_what_was_kept():
+    seen = [Seen(place=place, verdict="measured", seconds=1.0, peak_bytes=9e9, needed_bytes=1e9) for place in range(3)]
+    seen.append(Seen(place=4, verdict="out_of_memory", peak_bytes=8e9))
+    found = needed(encode(SPACE, cast()), seen, 8 * GIB)
+    assert found.count == 3
+    assert found.slope < BESIDE.slope * 2
+
+
+def test_nothing_fits_is_said_before_anything_is_run(tmp_path):
+    facts = cpu_facts(limit_bytes=200 * MIB)
+    searcher = open_searcher(tmp_path, SPACE, facts, forecast=cast())
+    assert searcher.ask() is None
+    assert "by its trace" in searcher.stopped
+    tune = tuning._Tune(tmp_path, None, None, None, None)
+    refusal = tune._nothing(facts, SPACE, cast())
+    assert isinstance(refusal, NothingFits)
+    assert "smallest needs about" in refusal.message
+    assert "--memory-limit" in refusal.message
+
+
+def test_a_tune_goes_on_without_a_forecast(tmp_path, monkeypatch):
+    said = []
+
+    class Events:
+        note = staticmethod(said.append)
+
+    def fail(*_, **__):
+        raise MachineError("the disk is full")
+
+    monkeypatch.setattr(tuning, "forecast", fail)
+    config = tmp_path / "model"
+    config.mkdir()
+    (config / "config.json").write_text("{}")
+    tune = tuning._Tune(tmp_path, None, None, Events(), None)
+    assert tune._forecast(SPACE, FACTS, config, None) is None
+    assert "the disk is full" in said[0]
+
+
+def test_each_trial_knows_what_was_predicted():
+    told = tuning.predicted(SPACE, cast(untraced=[0]))
+    assert SPACE.plans[0] not in told
+    assert told[SPACE.plans[1]] == round(float(cast().device_bytes[1]))
+    assert tuning.predicted(SPACE, None) == {}

@@ -1,0 +1,153 @@
+"""Engines that keep weights, gradients and state on the host: nothing traces them, yet something is known of them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from autofit import space
+from autofit.commands.tune import predicted
+from autofit.costmodel.forecast import forecast
+from autofit.costmodel.trace_store import Traces, untraceable
+from autofit.machine import gpu_catalogue
+from autofit.registry import technique
+from autofit.search.sampler import Seen, believe, needed
+from autofit.search.surrogate import encode
+from autofit.space import parse_knobs
+from autofit.system.units import MIB
+from tests.support.tiny import write_config
+from tests.support.traced import CONFIGS, facts_of
+
+ENGINES = ("fsdp2", "zero2", "zero3")
+WEIGHTS = np.array([4 * 300 * 64, *([4 * 10_000] * 40)])
+
+
+@pytest.fixture(scope="module")
+def facts():
+    found = facts_of("llama", device="cuda", global_batch=16)
+    model = dataclasses.replace(found.model, layer_classes=("LlamaDecoderLayer",))
+    return dataclasses.replace(found, model=model, packages={**found.packages, "deepspeed": "0.18.0"})
+
+
+@pytest.fixture(scope="module")
+def known(server, facts, tmp_path_factory):
+    """A space with every engine in it, and what is forecast of it."""
+    folder = tmp_path_factory.mktemp("hosted")
+    config = write_config(folder / "config", CONFIGS["llama"])
+    knobs = parse_knobs(("kernels=none", "attention=default", "compile=off"), ("optimizer=adamw",), facts)
+    plans = space.build(facts, given=knobs)
+    card = gpu_catalogue.find("H100 SXM")
+    return plans, forecast(plans, Traces(facts, config, lambda: server, folder), facts, card)
+
+
+def twin(plans, plan):
+    return plans.plans.index(plan.replaced(offload="none"))
+
+
+def test_what_the_engines_leave_on_the_device_is_forecast_roughly(known):
+    plans, cast = known
+    for place, plan in enumerate(plans.plans):
+        assert cast.rough[place] == (plan["offload"] in ENGINES)
+        assert cast.tensor_bytes[place] > 0
+        if not cast.rough[place]:
+            continue
+        plain = twin(plans, plan)
+        assert untraceable(plan) == ["offload"]
+        assert np.isnan(cast.seconds[place]), "a roofline does not know what is copied meanwhile"
+        assert cast.work[place][:5] == pytest.approx(cast.work[plain][:5]), "the arithmetic stays"
+        assert cast.work[place][6] > cast.work[plain][6], "what is copied comes on top"
+        if plan["offload"] == "fsdp2":
+            assert cast.tensor_bytes[place] < cast.tensor_bytes[plain]
+    rough = cast.own_bytes[cast.rough] / cast.tensor_bytes[cast.rough]
+    assert rough.min() >= 0.1
+
+
+def test_what_a_heap_has_held_does_not_depend_on_checkpointing_or_engine(known):
+    plans, cast = known
+    rows = np.array([plan["micro_batch"] for plan in plans.plans])
+    for precision in plans.domains["precision"]:
+        here = [plan["precision"] == precision and plan["offload"] != "activations" for plan in plans.plans]
+        of_a_row = (cast.activation_bytes / rows)[here]
+        assert of_a_row.min() > 0
+        assert of_a_row == pytest.approx(of_a_row[0])
+
+
+def test_a_heap_is_forecast_where_every_plan_checkpoints(server, tmp_path):
+    """The trace without checkpointing is made for it."""
+    facts = facts_of("llama", device="cpu", global_batch=16)
+    config = write_config(tmp_path / "config", CONFIGS["llama"])
+
+    def cast(*given):
+        plans = space.build(
+            facts, given=parse_knobs((*given, "kernels=none", "precision=fp32"), ("optimizer=adamw",), facts)
+        )
+        found = forecast(plans, Traces(facts, config, lambda: server, tmp_path), facts)
+        return {plan: found.activation_bytes[place] for place, plan in enumerate(plans.plans)}
+
+    every, some = cast(), cast("checkpointing=full")
+    assert 0 < len(some) < len(every)
+    assert some == {plan: every[plan] for plan in some}
+
+
+def test_activations_are_those_of_the_plain_twin(known):
+    """What a row adds is the same whoever keeps the weights."""
+    plans, cast = known
+    held = {"precision": "fp32", "checkpointing": "off", "accumulation": 1, "micro_batch": 16}
+    alike = [plan for plan in plans.plans if all(plan[name] == value for name, value in held.items())]
+    peaks = {plan["offload"]: cast.tensor_bytes[plans.plans.index(plan)] for plan in alike}
+    fewer = {
+        offload: cast.tensor_bytes[plans.plans.index(plan.replaced(micro_batch=8, accumulation=2))]
+        for plan in alike
+        if (offload := plan["offload"]) in peaks
+    }
+    grown = {offload: peaks[offload] - fewer[offload] for offload in peaks}
+    for engine in ENGINES:
+        assert grown[engine] == pytest.approx(grown["none"], rel=0.1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_an_engine_holds_and_copies(facts, engine):
+    offload = technique("offload")
+    every = float(WEIGHTS.sum())
+    plain = {"precision": "fp32"}
+    found = offload.hosted(engine, plain, facts, WEIGHTS)
+    halved = offload.hosted(engine, {"precision": "bf16"}, facts, WEIGHTS)
+    assert halved.held_bytes < found.held_bytes
+    assert found.step_bytes >= 7 * every
+    if engine == "zero2":
+        assert found.held_bytes >= every, "its weights stay on the device"
+        assert found.micro_step_bytes == pytest.approx(every), "gradients go down"
+    else:
+        assert found.micro_step_bytes == pytest.approx(3 * every), "weights come up twice, gradients go down"
+    if engine == "fsdp2":
+        assert found.held_bytes < every
+    assert offload.hosted("optimizer", plain, facts, WEIGHTS) is None
+
+
+def test_one_measurement_of_an_engine_corrects_its_others(known):
+    plans, cast = known
+    encoded = encode(plans, cast)
+    mine = [place for place, plan in enumerate(plans.plans) if plan["offload"] == "fsdp2"]
+    others = [place for place, rough in enumerate(cast.rough) if not rough]
+    first = mine[0]
+    peak = cast.beside.offset_bytes + 1.5 * cast.tensor_bytes[first] + 400 * MIB
+    seen = [
+        Seen(place=place, verdict="measured", seconds=0.1, peak_bytes=at, needed_bytes=at)
+        for place, at in [(first, peak), *((place, cast.device_bytes[place]) for place in others[:3])]
+    ]
+    limit = 64 << 30
+    before, after = (needed(encoded, some, limit) for some in (seen[1:], seen))
+    risen = after.mean / before.mean
+    assert risen[mine[1:]].min() > 1.1
+    assert risen[others].max() < 1.1
+    belief = believe(encoded, seen, limit, after)
+    assert np.isfinite(belief.memory).all()
+    assert np.isfinite(belief.time).all()
+
+
+def test_a_rough_forecast_is_no_prediction(known):
+    plans, cast = known
+    said = predicted(plans, cast)
+    assert {plan for plan in plans.plans if plan not in said} == {
+        plan for plan in plans.plans if plan["offload"] in ENGINES
+    }

@@ -1,0 +1,222 @@
+"""What a plan needs, out of its parts: against runs that are written out event by event."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autofit.costmodel import peak as footprint
+from autofit.costmodel.allocator import replay
+from autofit.costmodel.peak import MicroPart, OptimizerPart, need, pack, peaks, phase_of, requests, unpack
+from autofit.costmodel.timeline import CATEGORIES
+from tests.support.layered import Layered, Writer
+from tests.support.traced import CONFIGS, PLAIN, Lab
+
+SIZES = st.integers(0, 1 << 30)
+GRADIENTS = CATEGORIES.index("gradients")
+
+
+@st.composite
+def models(draw):
+    """Sizes of a model's weights, and of what its optimizer makes of them."""
+    pair = st.tuples(st.integers(0, 999), st.integers(0, 99))
+    return {
+        "layers": draw(st.integers(3, 5)),
+        "micro": Layered(
+            kept=tuple(draw(st.lists(pair, max_size=3))),
+            passing=tuple(draw(st.lists(pair, max_size=2))),
+            hidden=draw(pair),
+            gradients=tuple(draw(st.lists(st.integers(1, 999), min_size=1, max_size=2))),
+            copies=tuple(draw(st.lists(st.integers(1, 499), max_size=2))),
+            batch=(0, draw(st.integers(0, 99))),
+            logits=draw(pair),
+        ),
+        "state": draw(st.integers(0, 3)),
+        "work": draw(st.integers(0, 9999)),
+        "elsewhere": draw(st.integers(0, 999)),
+    }
+
+
+def parts_of(model):
+    """The two parts, as a tracer would make them."""
+    tape = model["micro"].tape(model["layers"])
+    grads = list(model["micro"].gradients) * model["layers"]
+    writer = Writer()
+    writer.mark("begin")
+    for turn in range(2):
+        writer.mark("0:headB")
+        given_ones = [writer.new(size, 0, "gradients") for size in grads]
+        writer.mark("0:step")
+        if turn == 0:
+            writer.new(model["elsewhere"], 0, "elsewhere")
+            for size in grads:
+                writer.new(size * model["state"], 0, "state")
+        writer.drop(writer.new(model["work"]))
+        writer.drop(*given_ones)
+    micro = MicroPart(tape=tape, weights=np.array(grads), notes=("assumed",))
+    return micro, OptimizerPart(tape=writer.tape(), elsewhere_bytes=model["elsewhere"])
+
+
+def written_out(model, rows, accumulation, *, waiting):
+    """Peak of a whole run of three optimizer steps: one number is added to and taken from, in order."""
+    micro, _ = parts_of(model)
+    tape, grads = micro.tape, micro.weights
+    live = peak = int(grads.sum())
+    for turn in range(3):
+        queue = (accumulation - 2) * rows * model["micro"].batch[1] if waiting and accumulation > 2 else 0
+        live += queue
+        for step in range(accumulation):
+            sizes = tape.bytes_at(rows)
+            which = "0:" if step == 0 else "1:"
+            places = [place for place, name in enumerate(tape.segments) if name.startswith(which)]
+            begin, end = tape.bounds(places[0])[0], tape.bounds(places[-1])[1]
+            for event in tape.events[begin:end].tolist():
+                live += sizes[event] if event >= 0 else -sizes[~event]
+                peak = max(peak, live)
+        if turn == 0:
+            live += int(grads.sum()) * model["state"]
+        peak = max(peak, live + model["work"])
+        live -= int(grads.sum()) + queue
+    return peak
+
+
+@settings(deadline=None)
+@given(models(), st.integers(1, 16), st.integers(1, 5), st.booleans())
+def test_what_a_plan_needs_is_the_peak_of_the_whole_run(model, rows, accumulation, waiting):
+    micro, optimizer = parts_of(model)
+    found = need(micro, optimizer, rows=rows, accumulation=accumulation, waiting=waiting)
+    assert found.peak_bytes == written_out(model, rows, accumulation, waiting=waiting)
+    assert sum(found.by_category.values()) == pytest.approx(found.peak_bytes, abs=len(CATEGORIES))
+    many = peaks(micro, optimizer, np.array([rows, 1]), np.array([accumulation, 1]), waiting=waiting)
+    assert many[0] == pytest.approx(found.peak_bytes, abs=1)
+    whole = sum(model["micro"].gradients) * model["layers"]
+    assert found.bare_bytes == whole * (2 + model["state"])
+    assert found.elsewhere_bytes == model["elsewhere"]
+    assert "elsewhere" not in found.by_category
+
+
+def test_the_peak_may_be_anywhere():
+    model = {"layers": 3, "micro": Layered(), "state": 2, "work": 0, "elsewhere": 0}
+    parts = parts_of(model)
+    found = need(*parts, rows=100, accumulation=1, waiting=False)
+    assert (found.phase, found.segment, found.operator) == ("backward", "headB", "back")
+    parts = parts_of({**model, "work": 10**6})
+    found = need(*parts, rows=1, accumulation=1, waiting=False)
+    assert (found.phase, found.segment, found.operator) == ("optimizer", "step", "op")
+    assert found.by_category["temporaries"] == 10**6
+
+
+@pytest.mark.parametrize(
+    ("segments", "phase"),
+    [
+        (("begin", "pre", "F0", "F1", "F2", "rest", "head"), "forward"),
+        (("loss", "headB", "restB", "B2", "B1", "B0", "preB"), "backward"),
+        (("step",), "optimizer"),
+    ],
+)
+def test_phases(segments, phase):
+    assert {phase_of(segment) for segment in segments} == {phase}
+
+
+LINES = st.lists(st.tuples(SIZES, st.integers(0, 1 << 20)), min_size=1, max_size=40)
+
+
+@given(LINES, st.lists(st.integers(0, 4096), min_size=1, max_size=8))
+def test_only_the_hull_can_be_a_peak(lines, rows):
+    writer = Writer()
+    writer.mark("0:F0")
+    for zero, slope in lines:
+        writer.drop(writer.new(zero, slope))
+    writer.mark("0:step")
+    writer.mark("1:F0")
+    writer.mark("1:step")
+    part = MicroPart(tape=writer.tape(), weights=np.zeros(0, dtype=np.int64))
+    wide = np.array(rows, dtype=np.float64)
+    for adding in (False, True):
+        found, moments = part.peaks(wide, adding=adding)
+        for at, peak, moment in zip(rows, found, moments, strict=True):
+            live = part.tape.live(at)
+            assert peak == live.max() == live[moment]
+
+
+@given(LINES)
+def test_a_hull_is_no_longer_than_it_must_be(lines):
+    zero, slope = (np.array(values, dtype=np.float64) for values in zip(*lines, strict=True))
+    hull = footprint._hull(zero, slope)
+    assert len(np.unique(slope[hull])) == len(hull)
+    assert (np.diff(zero[hull]) < 0).all()
+    assert (np.diff(slope[hull]) > 0).all()
+
+
+def test_work_of_a_micro_step_that_finds_gradients():
+    model = Layered(forward_flops=(1.0, 10.0), backward_flops=(2.0, 20.0))
+    part = MicroPart(tape=model.tape(4), weights=np.zeros(0, dtype=np.int64))
+    work = part.work(np.array([1.0, 3.0]))
+    assert work.flops[:, 0].tolist() == [4 * 3 + 5 + (4 * 30 + 50) * rows for rows in (1, 3)]
+
+
+# -- there and back -----------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=10)
+@given(models())
+def test_parts_travel_as_arrays(model):
+    micro, optimizer = parts_of(model)
+    again, other = unpack(pack(micro, None)), unpack(pack(None, optimizer))
+    assert isinstance(again, MicroPart)
+    assert isinstance(other, OptimizerPart)
+    assert again.notes == micro.notes
+    assert again.weights.tolist() == micro.weights.tolist()
+    assert other.elsewhere_bytes == optimizer.elsewhere_bytes
+    first = need(micro, optimizer, rows=3, accumulation=2, waiting=True)
+    assert need(again, other, rows=3, accumulation=2, waiting=True) == first
+    assert dataclasses.astuple(first)
+
+
+# -- requests of an allocator -------------------------------------------------------------------------------------
+
+
+def check_balance(events):
+    """Nothing is made twice, and only what lives is freed."""
+    alive = set()
+    for event in events:
+        if event >= 0:
+            assert event not in alive
+            alive.add(event)
+        else:
+            alive.remove(~event)
+    return alive
+
+
+@settings(deadline=None)
+@given(models(), st.integers(1, 16), st.integers(1, 3), st.integers(1, 4))
+def test_requests_are_the_run(model, rows, accumulation, steps):
+    micro, optimizer = parts_of(model)
+    events, sizes = requests(micro, optimizer, rows=rows, accumulation=accumulation, steps=steps)
+    left = check_balance(events)
+    live = np.cumsum([sizes[event] if event >= 0 else -sizes[~event] for event in events])
+    found = need(micro, optimizer, rows=rows, accumulation=accumulation, waiting=False)
+    if steps > 1:
+        # what a micro-step leaves is still there when the optimizer steps
+        batches, copies = 2 * rows * model["micro"].batch[1], sum(model["micro"].copies) * model["layers"] * 2
+        assert found.peak_bytes <= live.max() <= found.peak_bytes + batches + copies
+    state = sum(model["micro"].gradients) * model["layers"] * model["state"]
+    assert sum(sizes[block] for block in left) == micro.weights.sum() + state
+
+
+BROAD = {**CONFIGS["llama"], "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2000}
+BROAD_GPT2 = {**CONFIGS["gpt2"], "n_embd": 256, "vocab_size": 2000}
+
+
+@pytest.mark.parametrize("config", [BROAD, BROAD_GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_allocator_holds_what_the_plan_needs(tmp_path, config, precision):
+    lab = Lab(tmp_path / "config", config, device="cuda", seq_len=128)
+    for optimizer, rows, accumulation in (("adamw", 1, 1), ("adamw", 8, 2), ("adamw_8bit", 4, 1)):
+        plan = PLAIN.replaced(precision=precision, optimizer=optimizer, micro_batch=rows, accumulation=accumulation)
+        events, sizes = requests(lab.micro(plan), lab.optimizer(plan), rows=rows, accumulation=accumulation)
+        check_balance(events)
+        rounded = replay(events, np.array(sizes)).rounded_bytes
+        assert rounded == pytest.approx(lab.need(plan).peak_bytes, rel=0.01)

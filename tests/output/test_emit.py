@@ -1,0 +1,356 @@
+"""The emitted files: whole or absent, taken by the libraries that read them, and the same when read back."""
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import autofit
+from autofit import registry, space
+from autofit.contract.plan import Plan
+from autofit.contract.technique import Kind
+from autofit.output import document, result
+from autofit.output import setup as loading
+from autofit.output.document import DOCUMENT
+from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML, check_files, emit
+from autofit.output.setup import installed
+from autofit.search import decision as choose
+from autofit.search.decision import extras
+from autofit.system.errors import EmissionError, InputError, MachineError, ModelError
+from autofit.system.strict_json import dump_json
+from tests.support.synthetic import GIB, Landscape, cpu_facts, cuda_facts
+
+SCHEMA = Path(autofit.__file__).parent / "output" / "autofit.schema.json"
+NAMES = [YAML, ARGUMENTS, REPORT, document.NAME]
+CPU = replace(cpu_facts(global_batch=8, limit_bytes=32 * GIB), packages=installed())
+CUDA = replace(cuda_facts(global_batch=8), packages={**installed(), "deepspeed": "0.18.0", "bitsandbytes": "0.49.0"})
+
+
+def a_plan(facts, **wanted):
+    """The simplest plan with these values."""
+    given_values = {name: (value,) for name, value in wanted.items()}
+    plans = space.build(facts, frozenset(Kind), given_values).plans
+    return min(plans, key=lambda plan: (extras(plan), plan["accumulation"]))
+
+
+def a_document(plan, facts):
+    """The answer of a tune in which this plan won."""
+    land = Landscape(facts=facts, row_bytes=1e6)
+    trials = [land.trial(plan, 0), land.trial(plan, 1, "final")]
+    decision = choose.decide(trials, facts.workload.limit_bytes)
+    return result.compose(decision, facts, trials, notes=["a ‘note’"], seconds=3.0)
+
+
+def output_folder(path):
+    (path / document.MODEL_FOLDER).mkdir(parents=True)
+    (path / document.MODEL_FOLDER / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return path
+
+
+def written(folder, facts=CPU, check=check_files, **wanted):
+    found = a_document(a_plan(facts, **wanted), facts)
+    emit(found, folder, "<html>", check)
+    return found
+
+
+def held(folder):
+    return {name: (folder / name).read_bytes() for name in NAMES}
+
+
+def arguments(folder):
+    return json.loads((folder / ARGUMENTS).read_text())
+
+
+def settings_of(folder):
+    return yaml.safe_load((folder / YAML).read_text())
+
+
+PLANS = {
+    "plain": (CPU, {}),
+    "bf16 and checkpointing": (CPU, {"precision": "bf16", "checkpointing": "full"}),
+    "8-bit": (CPU, {"optimizer": "adamw_8bit", "micro_batch": 2}),
+    "sgd": (CPU, {"optimizer": "sgd"}),
+    "bf16 weights by a loop": (
+        replace(CPU, workload=replace(CPU.workload, launch_path="loop")),
+        {"precision": "bf16_weights", "optimizer": "adafactor"},
+    ),
+    "fsdp2": (CUDA, {"offload": "fsdp2", "precision": "fp32"}),
+    "zero2": (CUDA, {"offload": "zero2", "precision": "fp32"}),
+    "zero3": (CUDA, {"offload": "zero3", "precision": "fp32", "checkpointing": "full"}),
+    "state on the host": (CUDA, {"offload": "optimizer"}),
+}
+
+
+@pytest.mark.parametrize(("facts", "wanted"), PLANS.values(), ids=PLANS)
+def test_the_files_of_a_plan_are_taken_by_their_readers(tmp_path, facts, wanted):
+    folder = output_folder(tmp_path / "out")
+    if facts is CUDA:  # load() would say that deepspeed is not installed here
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            found = written(folder, facts, **wanted)
+            setup = loading.load(folder)
+    else:
+        found = written(folder, facts, **wanted)
+        setup = autofit.load(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*NAMES, document.MODEL_FOLDER])
+    emission = registry.recipe(found.plan, facts).emission
+    assert settings_of(folder) == emission.accelerate
+    assert arguments(folder) == emission.training_args
+    assert (setup.plan, setup.promise) == (found.plan, found.promise)
+    assert setup.micro_batch * setup.accumulation == 8
+    assert setup.recipe.emission.training_args == emission.training_args
+    assert (folder / REPORT).read_text() == "<html>"
+
+
+def test_every_tuned_field_is_written_also_the_false_ones(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    written(folder)
+    fields = arguments(folder)
+    assert (fields["bf16"], fields["fp16"], fields["tf32"]) == (False, False, False)
+    name = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
+    assert fields[name] is False
+    assert fields["optim"] == "adamw_torch_fused"
+    assert fields["use_cpu"] is True
+    assert (fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]) == (8, 1)
+
+
+def test_full_precision_is_written_as_a_word(tmp_path):
+    """YAML reads a bare ``no`` as false, and a missing key would take the launcher's own default."""
+    folder = output_folder(tmp_path / "out")
+    written(folder)
+    assert "mixed_precision: 'no'" in (folder / YAML).read_text()
+    assert settings_of(folder)["mixed_precision"] == "no"
+    written(folder, precision="bf16")
+    assert settings_of(folder)["mixed_precision"] == "bf16"
+    assert arguments(folder)["bf16"] is True
+
+
+def corrupt_yaml(folder, **changes):
+    (folder / YAML).write_text(yaml.safe_dump({**settings_of(folder), **changes}))
+
+
+def corrupt_arguments(folder, **changes):
+    (folder / ARGUMENTS).write_text(json.dumps({**arguments(folder), **changes}))
+
+
+CORRUPTIONS = {
+    "an unknown key": lambda folder: corrupt_yaml(folder, micro_batch=2),
+    "an unknown key below": lambda folder: corrupt_yaml(folder, fsdp_config={"fsdp_verison": 2}),
+    "an unknown key of deepspeed": lambda folder: corrupt_yaml(folder, deepspeed_config={"zero_stages": 2}),
+    "no mapping": lambda folder: (folder / YAML).write_text("- 1\n"),
+    "no YAML": lambda folder: (folder / YAML).write_text("a: [1\n"),
+    "a cut off YAML": lambda folder: (folder / YAML).write_text(""),
+    "a missing YAML": lambda folder: (folder / YAML).unlink(),
+    "an unknown argument": lambda folder: corrupt_arguments(folder, micro_batch=2),
+    "a strange value": lambda folder: corrupt_arguments(folder, optim="adamw_torch_fuzed"),
+    "no list": lambda folder: (folder / ARGUMENTS).write_text("[1]"),
+    "no JSON": lambda folder: (folder / ARGUMENTS).write_text('{"bf16": '),
+    "missing arguments": lambda folder: (folder / ARGUMENTS).unlink(),
+    "what comes back changed": lambda folder: corrupt_arguments(folder, report_to="none"),
+}
+
+
+@pytest.mark.parametrize("spoil", CORRUPTIONS.values(), ids=CORRUPTIONS)
+def test_a_spoiled_file_is_refused(tmp_path, spoil):
+    folder = output_folder(tmp_path / "out")
+    written(folder)
+    check_files(folder)
+    spoil(folder)
+    with pytest.raises(EmissionError) as caught:
+        check_files(folder)
+    assert YAML in caught.value.message or ARGUMENTS in caught.value.message or "refused" in caught.value.message
+
+
+def test_a_spoiled_document_is_refused(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    written(folder)
+    (folder / document.NAME).write_text("{}")
+    with pytest.raises(EmissionError, match="format None"):
+        check_files(folder)
+
+
+def test_nothing_is_half_written_where_a_file_is_refused(tmp_path):
+    folder = output_folder(tmp_path / "out")
+
+    def refuse(aside):
+        assert sorted(path.name for path in aside.iterdir()) == sorted([*NAMES, document.MODEL_FOLDER])
+        raise EmissionError("refused")
+
+    with pytest.raises(EmissionError):
+        written(folder, check=refuse)
+    assert not any((folder / name).exists() for name in NAMES)
+    written(folder)
+    before = held(folder)
+    with pytest.raises(EmissionError):
+        written(folder, check=refuse, precision="bf16")
+    assert held(folder) == before
+    written(folder, precision="bf16")
+    assert held(folder) != before
+    assert not (folder / ASIDE).exists()
+
+
+def test_what_is_left_of_an_earlier_try_does_not_matter(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    (folder / ASIDE / document.MODEL_FOLDER).mkdir(parents=True)
+    (folder / ASIDE / "torn").write_text("{")
+    written(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*NAMES, document.MODEL_FOLDER])
+
+
+def test_a_folder_that_cant_be_written_is_the_machines_fault(tmp_path):
+    with pytest.raises(MachineError):
+        written(tmp_path / "none")
+
+
+# --- the document ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("facts", "wanted"), PLANS.values(), ids=PLANS)
+def test_a_document_comes_back_as_it_was_and_is_valid(tmp_path, facts, wanted):
+    found = a_document(a_plan(facts, **wanted), facts)
+    text = dump_json(DOCUMENT, found)
+    (tmp_path / document.NAME).write_text(text)
+    back = document.read(tmp_path)
+    assert back == found
+    assert dump_json(DOCUMENT, back) == text
+    assert back.facts == facts
+    jsonschema.validate(json.loads(text), json.loads(SCHEMA.read_text()))
+
+
+def test_the_schema_is_the_one_that_ships():
+    """Written anew where the document changes: ``autofit schema > autofit/output/autofit.schema.json``."""
+    assert json.loads(SCHEMA.read_text("utf-8")) == json.loads(json.dumps(document.schema()))
+    jsonschema.Draft202012Validator.check_schema(document.schema())
+
+
+def test_the_schema_says_no():
+    good = json.loads(dump_json(DOCUMENT, a_document(a_plan(CPU), CPU)))
+    schema = json.loads(SCHEMA.read_text())
+    for change in ({"format": 2}, {"plan": {"micro_batch": 1.5}}, {"promise": {}}, {"trials": [{}]}, {"reason": None}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**good, **change}, schema)
+
+
+BAD_DOCUMENTS = {
+    "none": (None, "holds no autofit.json"),
+    "empty": ("", "can't be read"),
+    "torn": ('{"format": 1, "plan"', "can't be read"),
+    "binary": ("\x00\x01", "can't be read"),
+    "deep": ("[" * 100_000, "can't be read"),
+    "a list": ("[]", "format None"),
+    "of tomorrow": ('{"format": 2}', "format 2, this version reads 1"),
+    "a word for a format": ('{"format": "1"}', "format '1'"),
+    "without a plan": ('{"format": 1}', "is not valid at"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), BAD_DOCUMENTS.values(), ids=BAD_DOCUMENTS)
+def test_a_document_that_is_none_is_refused_in_words(tmp_path, text, words):
+    if text is not None:
+        (tmp_path / document.NAME).write_text(text)
+    with pytest.raises(InputError) as caught:
+        autofit.load(tmp_path)
+    assert words in caught.value.message
+    assert "\n" not in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_document_that_was_edited_is_refused_where_it_was(tmp_path):
+    good = json.loads(dump_json(DOCUMENT, a_document(a_plan(CPU), CPU)))
+    good["trials"][1]["outcome"]["step_seconds"] = -1
+    (tmp_path / document.NAME).write_text(json.dumps(good))
+    with pytest.raises(InputError, match=r"not valid at trials\.1\.outcome.*step_seconds"):
+        document.read(tmp_path)
+
+
+def test_a_plan_of_another_version_is_refused(tmp_path):
+    found = a_document(a_plan(CPU), CPU)
+    less = {name: value for name, value in found.plan.items() if name != "offload"}
+    for plan in (Plan(less), Plan({**found.plan, "telepathy": "on"})):
+        (tmp_path / document.NAME).write_text(dump_json(DOCUMENT, replace(found, plan=plan)))
+        with pytest.raises(InputError, match="not a plan of this version") as caught:
+            autofit.load(tmp_path)
+        assert "tune again" in caught.value.hint
+
+
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=100) | st.from_regex(r'\{"format": 1(, "plan": \{("[a-z]": [0-9]+)?\})?\}').map(str.encode))
+def test_any_file_is_a_document_or_an_input_error(tmp_path, content):
+    (tmp_path / document.NAME).write_bytes(content)
+    with pytest.raises(InputError):
+        document.read(tmp_path)
+
+
+def test_other_versions_are_warned_of_where_they_matter(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    found = a_document(a_plan(CPU), CPU)
+    for versions, warned in (
+        ({**CPU.packages, "torch": "1.0.0"}, "torch 1.0.0 ->"),
+        ({**CPU.packages, "no-such-package": "3.1"}, "no-such-package 3.1 -> none"),
+        ({**CPU.packages, "torch": CPU.packages["torch"] + ".post9"}, None),
+    ):
+        (folder / document.NAME).write_text(dump_json(DOCUMENT, replace(found, versions=versions)))
+        if warned:
+            with pytest.warns(UserWarning, match=warned):
+                autofit.load(folder)
+        else:
+            autofit.load(folder)
+
+
+# --- the arguments in Python ----------------------------------------------------------------------------------------
+
+
+def test_tuned_arguments_are_not_given_twice(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    written(folder, optimizer="sgd", precision="bf16")
+    setup = autofit.load(folder)
+    args = setup.training_arguments(output_dir=str(tmp_path / "run"), learning_rate=0.1, report_to="none")
+    assert args.learning_rate == 0.1
+    assert args.per_device_train_batch_size == 8
+    assert (args.optim, args.optim_args, args.bf16) == ("sgd", "momentum=0.9", True)
+    with pytest.raises(InputError, match="bf16, optim: set by autofit") as caught:
+        setup.training_arguments(bf16=False, optim="adamw_torch", learning_rate=0.1)
+    assert "--fix" in caught.value.hint
+
+
+def test_a_folder_without_weights_is_no_pretrained_model(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    written(folder)
+    setup = autofit.load(folder)
+    for source in (folder / document.MODEL_FOLDER, "./no-such-model"):
+        with pytest.raises(ModelError, match="can't be loaded") as caught:
+            setup.model(source)
+        assert "trained weights" in caught.value.hint
+
+
+def test_the_result_is_copied_without_its_trials(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    found = written(folder)
+    (folder / "trials").mkdir()
+    target = result.Result(folder=folder, document=found).save(tmp_path / "else" / "where")
+    assert sorted(path.name for path in target.iterdir()) == sorted([*NAMES, document.MODEL_FOLDER])
+    assert held(target) == held(folder)
+    shutil.rmtree(folder)
+    assert autofit.load(target).plan == found.plan
+
+
+def test_the_launcher_takes_the_yaml_as_it_is(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    written(folder, precision="bf16")
+    script = (
+        "import sys; from pathlib import Path; from autofit.training.launch_environment import launch_environment\n"
+        "found = launch_environment(Path(sys.argv[1]))\n"
+        "print(found['ACCELERATE_MIXED_PRECISION'], found['ACCELERATE_USE_CPU'])"
+    )
+    command = [sys.executable, "-c", script, str(folder / YAML)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["bf16", "True"]

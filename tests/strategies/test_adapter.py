@@ -1,0 +1,264 @@
+"""Adapters and quantized weights: how they are written, and that random weights are made as loaded ones are."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from autofit import space
+from autofit.contract.outcome import Evidence
+from autofit.contract.technique import Kind
+from autofit.registry import recipe, technique
+from autofit.search.searcher import make_sampler
+from autofit.system.errors import InputError
+from autofit.system.tensor_cache import Kept
+from autofit.training import equivalence
+from tests.support.synthetic import cpu_facts
+from tests.support.tiny import write_config
+from tests.support.traced import CONFIGS, PLAIN, facts_of
+
+ADAPTER = technique("adapter")
+FACTS = dataclasses.replace(cpu_facts(), packages={"peft": "0.18.0", "bitsandbytes": "0.50.0"})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("none", "none"),
+        ("lora", "lora:r=16"),
+        ("lora:r=16", "lora:r=16"),
+        ("lora:r=8:alpha=16", "lora:r=8"),
+        ("lora:alpha=8:r=8", "lora:r=8:alpha=8"),
+        ("lora:targets=v_proj+q_proj:dropout=0.050", "lora:r=16:dropout=0.05:targets=q_proj+v_proj"),
+        ("rslora:r=64", "rslora:r=64"),
+        ("dora", "dora:r=16"),
+        ("ia3:targets=k_proj", "ia3:targets=k_proj"),
+    ],
+)
+def test_a_value_is_written_in_one_way(text, value):
+    assert ADAPTER.parse(text, FACTS) == value
+    assert ADAPTER.parse(value, FACTS) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["lora:", "lora:r", "lora:r=0", "lora:r=-1", "lora:r=1.5", "lora:r=8:r=8", "lora:rank=8", "lora:dropout=1",
+     "lora:targets=", "lora:targets=a+", "ia3:r=8", "qlora", "none:r=8", "lora r=8", "lora:r=99999999"],
+)  # fmt: skip
+def test_what_can_not_be_read_is_refused(text):
+    with pytest.raises(InputError, match="adapter has no value") as caught:
+        ADAPTER.parse(text, FACTS)
+    assert "lora:r=16" in caught.value.hint
+
+
+def test_what_is_said_of_a_value_that_is_not_listed():
+    listed = {choice.value: choice for choice in ADAPTER.choices(FACTS)}
+    for value in ("none", "lora:r=16", "ia3"):
+        assert ADAPTER.choice(value, FACTS) == listed[value]
+    for value, like in (("lora:r=8", "lora:r=16"), ("dora:r=4:alpha=2", "dora:r=16"), ("ia3:targets=k_proj", "ia3")):
+        found = ADAPTER.choice(value, FACTS)
+        assert (found.value, found.kind, found.status) == (value, Kind.METHOD, listed[like].status)
+        assert found.reason.startswith(listed[like].reason)
+        plan = PLAIN.replaced(adapter=value)
+        assert equivalence.kind_of(plan, FACTS) == Kind.METHOD, "its losses are not held to those of the plain plan"
+    assert equivalence.kind_of(PLAIN, FACTS) == Kind.EXACT
+    sampler = make_sampler("autofit", space.build(FACTS, given={"adapter": ("none", "lora:r=8")}), FACTS, 0, None)
+    first = sampler.space.plans[sampler._first]
+    assert first["adapter"] == "none", "another training method is not tried first"
+
+
+def test_without_peft_there_is_no_adapter():
+    with pytest.raises(InputError, match="peft is not installed"):
+        ADAPTER.parse("lora:r=16", dataclasses.replace(FACTS, packages={}))
+    with pytest.raises(InputError):
+        ADAPTER.parse("lora:r=3", dataclasses.replace(FACTS, packages={}))
+
+
+def test_values_that_need_the_same_share_a_trace():
+    assert ADAPTER.traced_as("rslora:r=8:alpha=3", "micro_steps") == "lora:r=8"
+    assert ADAPTER.traced_as("lora:r=8:dropout=0.1", "micro_steps") == "lora:r=8:dropout=0.1"
+    assert ADAPTER.traced_as("lora:r=8:dropout=0.1", "optimizer") == "lora:r=8"
+    assert ADAPTER.traced_as("dora:r=8", "optimizer") == "dora:r=8"
+    assert technique("quantization").traced_as("nf4", "optimizer") == "none"
+
+
+def built(config, folder, **values):
+    plan = PLAIN.replaced(**values)
+    return recipe(plan, facts_of(config)).model(None, config=write_config(folder, CONFIGS[config]))
+
+
+def evidence(model):
+    """What an observer sees of a model that has not run."""
+    from autofit.training.observer import Observer
+
+    facts = facts_of("llama")
+    observer = Observer(model, recipe(PLAIN, facts))
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    return observer.evidence(optimizer, None, None)
+
+
+def test_what_is_seen_of_an_adapter(tmp_path):
+    plain = evidence(built("llama", tmp_path))
+    assert plain.adapter is None
+    assert plain.trainable_parameters == plain.parameters
+    value = "rslora:r=4:alpha=6:targets=q_proj+v_proj"
+    seen = evidence(built("llama", tmp_path, adapter=value))
+    assert (seen.adapter, seen.adapted) == ("lora r=4 scaling=3", ("q_proj", "v_proj"))
+    assert seen.trainable_parameters == 9 * 4 * (64 + 64 + 64 + 32)  # layers x rank x the sides of both
+    assert seen.parameters == plain.parameters + seen.trainable_parameters
+    assert ADAPTER.in_effect(value, seen, FACTS) is None
+    for other in ("none", "lora:r=4", "rslora:r=4:targets=q_proj+v_proj", "rslora:r=4:alpha=6:targets=q_proj"):
+        assert ADAPTER.in_effect(other, seen, FACTS)
+    thawed = dataclasses.replace(seen, trainable_parameters=seen.parameters)
+    assert "not frozen" in ADAPTER.in_effect(value, thawed, FACTS)
+
+
+def test_an_adapter_that_is_switched_off_is_none(tmp_path):
+    model = built("llama", tmp_path, adapter="lora:r=4")
+    with model.disable_adapter():
+        assert ADAPTER.in_effect("lora:r=4", evidence(model), FACTS)
+
+
+def test_adapters_of_16_bit_weights_are_float32(tmp_path):
+    model = built("llama", tmp_path, adapter="lora:r=4", precision="bf16_weights")
+    assert {one.dtype for one in model.parameters() if one.requires_grad} == {torch.float32}
+    assert {one.dtype for one in model.parameters() if not one.requires_grad} == {torch.bfloat16}
+    assert evidence(model).weights_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("value", ["nf4", "int8"])
+@pytest.mark.parametrize("config", ["llama", "gpt2"])
+def test_random_weights_are_quantized_as_loaded_ones_are(tmp_path, config, value):
+    folder = write_config(tmp_path / "config", CONFIGS[config])
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(tmp_path / "weights")
+    filled = recipe(PLAIN.replaced(adapter="lora:r=4", quantization=value), facts_of(config))
+
+    def described(model):
+        return {
+            name: (tuple(one.shape), one.dtype, one.requires_grad, type(one).__name__)
+            for name, one in model.named_parameters()
+        }
+
+    loaded, made = filled.model(tmp_path / "weights", config=folder), filled.model(None, config=folder)
+    assert described(made) == described(loaded)
+    assert evidence(made).quantized == evidence(loaded).quantized
+    assert evidence(made).quantized.startswith(value)
+    assert made.is_quantized
+    assert loaded.is_quantized
+    ids = torch.ones(2, 8, dtype=torch.long)
+    for model in (loaded, made):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        assert torch.isfinite(loss)
+        assert all(one.grad is not None for one in model.parameters() if one.requires_grad)
+    tables = [name for name, _ in made.named_buffers() if name.endswith(("absmax", "scales"))]
+    assert tables
+    assert not set(tables) & set(made.state_dict())
+
+
+@pytest.mark.parametrize("value", ["nf4", "int8", "int8_torchao"])
+def test_a_shape_is_quantized_once_for_all_trials(tmp_path, value, monkeypatch):
+    if value == "int8_torchao":
+        pytest.importorskip("torchao", reason="torchao is not installed")
+    folder = write_config(tmp_path / "config", CONFIGS["llama"])
+    random = vars(sys.modules[type(technique("quantization")).__module__])
+    made = []
+
+    def counted(*args, make=random["_random"]):
+        made.append(args)
+        return make(*args)
+
+    monkeypatch.setitem(random, "_random", counted)
+
+    def parts(kept):
+        filled = recipe(PLAIN.replaced(adapter="lora:r=4", quantization=value), facts_of("llama"))
+        filled.kept = kept
+        torch.manual_seed(0)
+        model = filled.model(None, config=folder)
+        tensors = {}
+        for name, one in (*model.named_parameters(), *model.named_buffers()):
+            inner = getattr(one, "tensor_data_names", None)
+            tensors |= {f"{name}.{part}": getattr(one, part) for part in inner} if inner else {name: one}
+        return model, tensors
+
+    first, tensors = parts(Kept(tmp_path / "kept"))
+    shapes = {one[:2] for one in made}
+    assert len(made) == len(shapes) == len(list((tmp_path / "kept").iterdir())) > 0
+    made.clear()
+    second, again = parts(Kept(tmp_path / "kept"))
+    assert not made
+    third, alone = parts(Kept())
+    assert {one[:2] for one in made} == shapes
+    for other in (again, alone):
+        assert tensors.keys() == other.keys()
+        assert all(torch.equal(one, other[name]) for name, one in tensors.items())
+    ids = torch.ones(2, 8, dtype=torch.long)
+    losses = {model.train(False)(input_ids=ids, labels=ids).loss.item() for model in (first, second, third)}
+    assert len(losses) == 1
+
+
+def test_torchao_s_weights_are_made_as_loaded_ones_are(tmp_path):
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    folder = write_config(tmp_path / "config", CONFIGS["llama"])
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(tmp_path / "weights")
+    filled = recipe(PLAIN.replaced(adapter="lora:r=4", quantization="int8_torchao"), facts_of("llama"))
+    loaded, made = filled.model(tmp_path / "weights", config=folder), filled.model(None, config=folder)
+
+    def described(model):
+        return {
+            name: (tuple(one.shape), one.dtype, one.requires_grad, type(one).__name__)
+            for name, one in model.named_parameters()
+        }
+
+    assert described(made) == described(loaded)
+    ids = torch.ones(2, 8, dtype=torch.long)
+    for model in (loaded, made):
+        seen = evidence(model)
+        assert technique("quantization").in_effect("int8_torchao", seen, FACTS) is None
+        for other in ("none", "nf4", "int8"):
+            assert technique("quantization").in_effect(other, seen, FACTS)
+        assert type(model.get_output_embeddings().weight) is torch.nn.Parameter
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert all(one.grad is not None for one in model.parameters() if one.requires_grad)
+
+
+def test_torchao_s_weights_are_refused_where_they_are_of_no_use():
+    one = technique("quantization")
+    packages = {**FACTS.packages, "torchao": "0.18.0"}
+
+    def said(**model):
+        facts = dataclasses.replace(FACTS, packages=packages, model=dataclasses.replace(FACTS.model, **model))
+        return {choice.value: (choice.status, choice.reason) for choice in one.choices(facts)}
+
+    assert said()["int8_torchao"][0] == "on_request"
+    assert "Conv1D" in said(model_type="gpt2")["int8_torchao"][1]
+    assert "no adapter" in said()["int4_torchao"][1]
+    assert "torchao is not installed" in {choice.value: choice.reason for choice in one.choices(FACTS)}["int8_torchao"]
+    assert "autocast" in one.conflict("int8_torchao", {"adapter": "lora:r=16", "precision": "bf16"}, FACTS)
+    assert "need an adapter" in one.conflict("int8_torchao", {"adapter": "none", "precision": "fp32"}, FACTS)
+    assert one.conflict("int8_torchao", {"adapter": "lora:r=16", "precision": "bf16_weights"}, FACTS) is None
+    assert one.traced_as("int8_torchao", "micro_steps") is None
+
+
+def test_linear_layers_are_made_whole_again_afterwards(tmp_path):
+    model = built("llama", tmp_path, adapter="lora:r=4", quantization="nf4")
+    assert not any(one.is_meta for one in (*model.parameters(), *model.buffers()))
+    head = model.get_output_embeddings()
+    assert type(head) is torch.nn.Linear
+    assert head.weight.std() == pytest.approx(0.02, rel=0.1)
+    assert not torch.nn.Linear(4, 4).weight.is_meta
+
+
+def test_quantized_weights_need_lora():
+    quantization = technique("quantization")
+    assert quantization.conflict("none", {"adapter": "none"}, FACTS) is None
+    assert quantization.conflict("nf4", {"adapter": "rslora:r=8"}, FACTS) is None
+    assert "need an adapter" in quantization.conflict("nf4", {"adapter": "none"}, FACTS)
+    for adapter in ("dora:r=8", "ia3"):
+        assert "not covered" in quantization.conflict("nf4", {"adapter": adapter}, FACTS)
+
+
+def test_nothing_is_seen_of_an_empty_model():
+    assert ADAPTER.in_effect("lora:r=4", Evidence(), FACTS) == "the model's adapter is none, not lora r=4 scaling=2"

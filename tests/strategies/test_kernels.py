@@ -1,0 +1,280 @@
+"""The chunked loss against the plain one, on operators and on whole models; and who may have it."""
+
+import copy
+import importlib
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from autofit.contract.outcome import Evidence
+from autofit.machine import describe
+from autofit.registry import technique
+from autofit.training.observer import _liger_modules
+from tests.support.synthetic import cuda_facts, model
+from tests.support.tiny import CONFIGS
+
+KERNELS = technique("kernels")
+kernels = importlib.import_module("autofit.strategies.kernels")
+
+
+def leaf(*shape, dtype=torch.float32):
+    return torch.randn(*shape, dtype=dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("positions", [1, 7, 16, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sum_and_gradients_are_those_of_the_plain_loss(dtype, positions, bias):
+    torch.manual_seed(0)
+    given = [leaf(3, positions, 24, dtype=dtype), leaf(50, 24, dtype=dtype)]
+    given += [leaf(50, dtype=dtype)] if bias else []
+    targets = torch.randint(0, 50, (3, positions))
+    targets[0, :3] = -100
+
+    logits = F.linear(*given)
+    wanted = F.cross_entropy(logits.float().view(-1, 50), targets.view(-1), reduction="sum")
+    gradients = torch.autograd.grad(wanted * 0.3, given)
+    found = kernels.chunked_cross_entropy(given[0], given[1], given[2] if bias else None, targets)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    tolerance = {"rtol": 2e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for ours, theirs in zip(torch.autograd.grad(found * 0.3, given), gradients, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+def test_sum_and_gradients_are_those_of_pytorchs_own():
+    if not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("of PyTorch 2.13 on")
+    torch.manual_seed(0)
+    given, targets = [leaf(2, 40, 16), leaf(90, 16)], torch.randint(0, 90, (2, 40))
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=16)
+    wanted = F.linear_cross_entropy(given[0].view(-1, 16), given[1], targets.view(-1), reduction="sum", options=options)
+    gradients = torch.autograd.grad(wanted, given)
+    found = kernels.chunked_cross_entropy(*given, None, targets)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(torch.autograd.grad(found, given), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-5)
+
+
+def test_autocast_computes_in_16_bits_and_gives_gradients_of_the_weights_dtype():
+    torch.manual_seed(0)
+    given, targets = [leaf(2, 32, 16), leaf(64, 16)], torch.randint(0, 64, (2, 32))
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = F.cross_entropy(F.linear(*given).float().view(-1, 64), targets.view(-1), reduction="sum")
+        found = kernels.chunked_cross_entropy(*given, None, targets)
+    exact = kernels.chunked_cross_entropy(*given, None, targets)
+    assert found.dtype == torch.float32
+    assert abs(found - wanted) < 0.1 * abs(exact - wanted)
+    for ours, theirs in zip(torch.autograd.grad(found, given), torch.autograd.grad(wanted, given), strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=5e-2)
+
+
+def test_what_is_frozen_gets_no_gradient():
+    hidden, weight, targets = leaf(2, 8, 4), torch.randn(9, 4), torch.randint(0, 9, (2, 8))
+    kernels.chunked_cross_entropy(hidden, weight, None, targets).backward()
+    assert weight.grad is None
+    assert hidden.grad.abs().sum() > 0
+
+
+def test_it_is_gone_back_through_once():
+    hidden, weight = leaf(2, 8, 4), leaf(9, 4)
+    total = kernels.chunked_cross_entropy(hidden, weight, None, torch.zeros(2, 8, dtype=torch.long))
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        total.backward()
+
+
+# -- whole models ---------------------------------------------------------------------------------------------------
+
+
+def pair(config="llama", **changes):
+    """A model and its copy with a chunked loss, both in training."""
+    values = {**CONFIGS[config], **changes}
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).train()
+    return plain, kernels.chunk_loss(copy.deepcopy(plain))
+
+
+def batch(padded=True):
+    torch.manual_seed(1)
+    ids = torch.randint(0, 128, (3, 20))
+    labels = ids.clone()
+    if padded:
+        labels[1, 12:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("count", [None, 37, torch.tensor(37)], ids=["mean", "int", "tensor"])
+@pytest.mark.parametrize(("config", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("gpt_neox", False)])
+def test_a_model_trains_as_before(config, tied, count):
+    plain, chunked = pair(config, tie_word_embeddings=tied)
+    given = batch() | ({} if count is None else {"num_items_in_batch": count})
+    one, other = plain(**given), chunked(**given)
+    torch.testing.assert_close(other.loss, one.loss, rtol=1e-5, atol=1e-6)
+    assert one.logits is not None
+    assert other.logits is None
+    for side in (one, other):
+        side.loss.backward()
+    for ours, theirs in zip(chunked.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_targets_that_are_shifted_already_and_another_index_to_ignore():
+    plain, chunked = pair()
+    given = batch(padded=False)
+    shifted = F.pad(given["labels"], (0, 1), value=7)[:, 1:].contiguous()
+    for more in ({"shift_labels": shifted, "ignore_index": 7}, {"ignore_index": 5}):
+        torch.testing.assert_close(chunked(**given, **more).loss, plain(**given, **more).loss, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_are_there_where_they_are_asked_for():
+    plain, chunked = pair()
+    given = batch()
+    for model_ in (plain, chunked):
+        assert model_(input_ids=given["input_ids"]).logits.shape == (3, 20, 128)
+        assert model_(**given, logits_to_keep=20).logits.shape == (3, 20, 128)
+        output = model_.eval()(**given)
+        assert output.logits.shape == (3, 20, 128)
+        assert torch.isfinite(output.loss)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # what follows a break is asked for its gradient
+def test_a_compiled_model_is_broken_once():
+    """Between its layers and the loss, which is what stays uncompiled."""
+    plain, chunked = pair()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(chunked, backend="eager")
+    for _ in range(2):
+        output = compiled(**batch())
+    torch.testing.assert_close(output.loss, plain(**batch()).loss, rtol=1e-5, atol=1e-6)
+    output.loss.backward()
+    assert chunked.lm_head.weight.grad.abs().sum() > 0
+    assert sum(torch._dynamo.utils.counters["graph_break"].values()) <= 2
+
+
+def test_a_sharded_model_trains_as_before(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        gradients = []
+        for one in pair(tie_word_embeddings=True):
+            mesh = init_device_mesh("cpu", (1,))
+            for layer in one.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(one, mesh=mesh)
+            one(**batch()).loss.backward()
+            gradients.append([parameter.grad.full_tensor() for parameter in one.parameters()])
+    finally:
+        dist.destroy_process_group()
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_that_does_more_to_its_logits_is_never_trained_wrong():
+    _, capped = pair("gemma2")
+    with pytest.raises(RuntimeError, match="does more to its logits"):
+        capped(**batch())
+
+
+def test_a_trainer_still_knows_that_the_model_averages_by_itself():
+    import inspect
+
+    plain, chunked = pair()
+    assert inspect.signature(chunked.forward) == inspect.signature(plain.forward)
+
+
+# -- who may have it ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "plain"),
+    [
+        ({"model_type": "llama"}, True),
+        ({"model_type": "gpt2"}, True),
+        ({"model_type": "mixtral"}, True),
+        ({"model_type": "phi"}, True),  # a bias
+        ({"model_type": "gemma2"}, False),  # a cap
+        ({"model_type": "gemma2", "final_logit_softcapping": None}, True),
+        ({"model_type": "granite"}, False),  # a factor
+        ({"model_type": "cohere"}, False),
+        ({"model_type": "bart"}, False),  # a loss of its own
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_what_a_class_does_to_its_logits_is_seen(config, plain):
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert describe._has_plain_head(built) is plain
+
+
+def test_ligers_types_are_read_off_its_source(tmp_path, monkeypatch):
+    assert "llama" not in describe._ligers_types() or importlib.util.find_spec("liger_kernel")
+    folder = tmp_path / "liger_kernel" / "transformers"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert describe._ligers_types() == ()
+    (folder / "monkey_patch.py").write_text('MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": f, "qwen2": g}')
+    assert describe._ligers_types() == ("llama", "qwen2")
+
+
+def test_ligers_functions_are_seen_in_a_model():
+    small = {name: value for name, value in CONFIGS["llama"].items() if name != "model_type"}
+    patched = LlamaForCausalLM(LlamaConfig(**small))
+    assert _liger_modules(patched) == ()
+
+    def of(module):
+        def forward(self): ...
+
+        forward.__module__ = module
+        return forward
+
+    patched.forward = types.MethodType(of("liger_kernel.transformers.model.llama"), patched)
+    assert _liger_modules(patched) == ("liger_kernel.transformers.model.llama",)
+    patched.model.norm.forward = types.MethodType(of("liger_kernel.transformers.rms_norm"), patched.model.norm)
+    assert len(_liger_modules(patched)) == 2
+
+
+@pytest.mark.parametrize(
+    ("modules", "chunked", "logits", "found"),
+    [
+        ((), 0, True, "none"),
+        ((), 4, False, "chunked_ce"),
+        (("model.llama",), 0, False, "liger_fused_ce"),
+        (("model.llama", "rms_norm"), 0, False, "liger"),
+        ((), 4, True, None),
+        (("model.llama",), 0, True, None),
+    ],
+)
+def test_only_what_was_seen_is_in_effect(modules, chunked, logits, found):
+    facts = cuda_facts()
+    evidence = Evidence(
+        liger_modules=tuple(f"liger_kernel.transformers.{name}" for name in modules),
+        chunked_losses=chunked,
+        whole_logits=logits,
+    )
+    values = [choice.value for choice in KERNELS.choices(facts)]
+    held = [value for value in values if KERNELS.in_effect(value, evidence, facts) is None]
+    assert held == ([] if found is None else [found])
+
+
+def test_liger_is_withheld_with_what_is_missing():
+    facts = cuda_facts()
+
+    def said(**changes):
+        now = replace(facts, **changes)
+        return {c.value: c.reason for c in KERNELS.choices(now) if c.status == "withheld"}.get("liger")
+
+    both = {**facts.packages, "liger-kernel": "0.8.5", "triton": "3.7.0"}
+    assert said() == "liger-kernel is not installed: pip install liger-kernel"
+    assert said(packages=both) == "Liger does not know llama"
+    assert said(packages=both, model=model(liger=True)) is None

@@ -1,0 +1,425 @@
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from autofit.output.jobs import CheckJob
+from autofit.system.errors import MachineError
+from autofit.system.fork_server import ForkServer
+from autofit.system.job import job_text
+from tests.support.tiny import REPOSITORY, SUPPORT, alive, gone, offspring, wait_until
+
+PATIENT = 120.0
+
+
+@pytest.fixture
+def quick_path(tmp_path):
+    """A search path on which a server has nothing heavy to load."""
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    for name in ("torch", "transformers", "accelerate"):
+        (stubs / f"{name}.py").write_text("raise ImportError('left out by a test')")
+    return os.pathsep.join((str(stubs), str(SUPPORT)))
+
+
+@pytest.fixture
+def own_server(tmp_path, monkeypatch, quick_path):
+    """A server that a test may kill."""
+    monkeypatch.setenv("PYTHONPATH", quick_path)
+    with contextlib.closing(ForkServer(tmp_path / "server.log", "cpu", ("faulty",))) as started:
+        yield started
+
+
+def job(folder, code):
+    """A job that runs ``code`` in its process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "fault.py").write_text(textwrap.dedent(code), "utf-8")
+    return folder
+
+
+def pid_in(folder, name="pid"):
+    wait_until((folder / name).exists, what=f"{folder / name}")
+    return int(wait_until((folder / name).read_text))
+
+
+WRITE_PID = "import os; (folder / 'pid').write_text(str(os.getpid()))\n"
+SLEEP = WRITE_PID + "import time; time.sleep(1000)"
+
+
+def test_a_job_runs_and_its_status_comes_back(server, tmp_path):
+    done = job(tmp_path / "done", "(folder / 'result').write_text('there')")
+    assert server.run(done, kill_after_seconds=PATIENT) == 0
+    assert (done / "result").read_text() == "there"
+    left = job(tmp_path / "left", "import os; os._exit(7)")
+    assert os.waitstatus_to_exitcode(server.run(left, kill_after_seconds=PATIENT)) == 7
+    assert server.import_seconds > 0
+
+
+def test_a_server_for_traces_loads_what_they_need_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    told = job(tmp_path / "job", "import json, sys; (folder / 'loaded').write_text(json.dumps(list(sys.modules)))")
+    with contextlib.closing(ForkServer(tmp_path / "log", "cpu", ("faulty",), trains=False)) as traces:
+        assert traces.run(told, kill_after_seconds=PATIENT) == 0
+    loaded = set(json.loads((told / "loaded").read_text()))
+    assert {"transformers.trainer", "autofit.worker"} <= loaded
+    assert not {"datasets", "pandas", "scipy.optimize"} & loaded
+
+
+def test_a_job_that_raises_ends_with_status_one_and_leaves_its_traceback(server, tmp_path):
+    raises = job(tmp_path / "job", "raise LookupError('of its own making')")
+    assert os.waitstatus_to_exitcode(server.run(raises, kill_after_seconds=PATIENT)) == 1
+    assert "LookupError: of its own making" in (raises / "stderr.log").read_text()
+
+
+def test_a_job_is_a_process_in_a_session_of_its_own_with_its_logs_in_its_folder(server, tmp_path):
+    code = """
+        import json, os, subprocess, sys
+        print("words"); print("talk", file=sys.stderr)
+        subprocess.run(["echo", "of a child"], check=True)
+        ids = {"pid": os.getpid(), "session": os.getsid(0), "group": os.getpgrp(), "server": os.getppid()}
+        (folder / "ids").write_text(json.dumps(ids))
+    """
+    seen = []
+    for name in ("one", "two"):
+        folder = job(tmp_path / name, code)
+        assert server.run(folder, kill_after_seconds=PATIENT) == 0
+        assert sorted((folder / "stdout.log").read_text().splitlines()) == ["of a child", "words"]
+        assert (folder / "stderr.log").read_text() == "talk\n"
+        seen.append(json.loads((folder / "ids").read_text()))
+    for ids in seen:
+        assert ids["pid"] == ids["session"] == ids["group"]
+        assert ids["server"] == server._process.pid
+    assert len({ids["pid"] for ids in seen} | {os.getpid(), server._process.pid}) == 4
+
+
+def test_where_an_import_has_touched_the_device_a_job_is_a_fresh_process(tmp_path, monkeypatch, quick_path):
+    stubs = tmp_path / "stubs"
+    (stubs / "torch.py").write_text(
+        "import os, types\npid = os.getpid()\ncuda = types.SimpleNamespace(_is_in_bad_fork=lambda: os.getpid() != pid)"
+    )
+    (stubs / "accelerate.py").write_text(
+        "import os, sys\nif os.path.isdir(sys.argv[1]):\n"
+        "    open(os.path.join(sys.argv[1], 'seen'), 'w').write(f'{os.getpid()} {os.getsid(0)} {os.getppid()}')\n"
+        "raise ImportError('left out by a test')"
+    )
+    monkeypatch.setenv("PYTHONPATH", quick_path)
+    with contextlib.closing(ForkServer(tmp_path / "server.log", "cuda")) as started:
+        folder = tmp_path / "job"
+        folder.mkdir()
+        (folder / "job.json").write_bytes(job_text(CheckJob(folder=str(folder))).encode())
+        status = started.run(folder, kill_after_seconds=PATIENT)
+        assert os.waitstatus_to_exitcode(status) == 1
+        assert "left out by a test" in (folder / "stderr.log").read_text()
+        pid, session, parent = map(int, (folder / "seen").read_text().split())
+        assert pid == session != parent == started._process.pid
+
+
+@pytest.mark.parametrize(("device", "shown"), [("cpu", ""), ("cuda", "3")])
+def test_a_device_is_shown_to_those_who_use_it(tmp_path, monkeypatch, quick_path, device, shown):
+    monkeypatch.setenv("PYTHONPATH", quick_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    folder = job(tmp_path / "job", "import os; (folder / 'shown').write_text(os.environ['CUDA_VISIBLE_DEVICES'])")
+    with contextlib.closing(ForkServer(tmp_path / "server.log", device, ("faulty",))) as started:
+        assert started.run(folder, kill_after_seconds=PATIENT) == 0
+    assert (folder / "shown").read_text() == shown
+
+
+def test_nothing_that_a_job_does_to_its_process_reaches_the_next(server, tmp_path):
+    first = job(tmp_path / "first", "import os, torch; os.environ['LEFT'] = '1'; os.chdir('/'); torch.stain = 1")
+    second = job(
+        tmp_path / "second",
+        "import json, os, torch; found = ['LEFT' in os.environ, os.getcwd() == '/', hasattr(torch, 'stain')]\n"
+        "(folder / 'found').write_text(json.dumps(found))",
+    )
+    for folder in (first, second):
+        assert server.run(folder, kill_after_seconds=PATIENT) == 0
+    assert json.loads((second / "found").read_text()) == [False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("code", "number"),
+    [
+        ("import ctypes; ctypes.string_at(0)", signal.SIGSEGV),
+        ("import os; os.abort()", signal.SIGABRT),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", signal.SIGKILL),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", signal.SIGTERM),
+    ],
+)
+def test_a_job_that_dies_of_a_signal_is_told_so(server, tmp_path, code, number):
+    status = server.run(job(tmp_path / "job", code), kill_after_seconds=PATIENT)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == number
+    assert server.run(job(tmp_path / "next", ""), kill_after_seconds=PATIENT) == 0
+
+
+@pytest.mark.parametrize(
+    ("hang", "stubborn"),
+    [
+        pytest.param("import time; time.sleep(1000)", False, id="sleep"),
+        pytest.param("while True: pass", False, id="loop"),
+        pytest.param("import ctypes; ctypes.PyDLL(None).sleep(1000)", False, id="native-with-gil"),
+        pytest.param(
+            "import ctypes, signal; signal.signal(signal.SIGTERM, lambda *_: None)\n"
+            "while True: ctypes.PyDLL(None).sleep(1000)",
+            True,
+            id="native-with-gil-and-handler",
+        ),
+        pytest.param(
+            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)",
+            True,
+            id="ignores-term",
+        ),
+    ],
+)
+def test_a_job_that_hangs_is_killed(server, tmp_path, hang, stubborn):
+    folder = job(tmp_path / "job", WRITE_PID + hang)
+    began = time.monotonic()
+    assert server.run(folder, kill_after_seconds=1.0) is None
+    took = time.monotonic() - began
+    assert took >= (4.0 if stubborn else 1.0)  # SIGKILL comes three seconds after SIGTERM
+    assert took < 90
+    assert not alive(pid_in(folder))
+    assert server.run(job(tmp_path / "next", ""), kill_after_seconds=PATIENT) == 0
+
+
+CHILDREN = """
+    import os, signal, subprocess, sys, time
+    ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True)"
+    sleeps = [sys.executable, "-c", ignores + "; time.sleep(1000)"]
+    child = subprocess.Popen(sleeps, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    (folder / "child").write_text(str(child.pid))
+    forked = os.fork()
+    if forked == 0:
+        time.sleep(1000)
+    (folder / "forked").write_text(str(forked))
+"""
+
+
+def test_the_children_of_a_killed_job_go_with_it(server, tmp_path):
+    folder = job(tmp_path / "job", CHILDREN + "    time.sleep(1000)\n")
+    assert server.run(folder, kill_after_seconds=3.0) is None
+    assert gone(pid_in(folder, "child"), pid_in(folder, "forked"))
+
+
+def test_the_children_that_a_job_leaves_behind_are_ended(server, tmp_path):
+    folder = job(tmp_path / "job", CHILDREN)
+    assert server.run(folder, kill_after_seconds=PATIENT) == 0
+    assert gone(pid_in(folder, "child"), pid_in(folder, "forked"))
+
+
+DAEMON = """
+    import os, signal, time
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.fork():
+            os._exit(0)
+        os.write(writer, str(os.getpid()).encode())
+        time.sleep(1000)
+    (folder / "daemon").write_bytes(os.read(reader, 20))
+"""
+
+
+@pytest.mark.parametrize("end", ["", "    os.abort()\n", "    time.sleep(1000)\n"], ids=["ends", "aborts", "hangs"])
+def test_what_has_left_the_job_s_session_is_ended_too(server, tmp_path, end):
+    folder = job(tmp_path / "job", DAEMON + end)
+    server.run(folder, kill_after_seconds=3.0)
+    assert gone(pid_in(folder, "daemon"))
+
+
+def test_a_killed_parent_takes_what_has_left_the_session(tmp_path, quick_path):
+    with parent(tmp_path, "alone", quick_path, DAEMON + "    time.sleep(1000)\n") as process:
+        running = pid_in(tmp_path / "job", "daemon")
+        process.kill()
+        process.wait()
+        assert gone(running)
+
+
+def test_the_time_in_which_all_were_stopped_does_not_count(tmp_path, quick_path):
+    code = WRITE_PID + "import time; began = time.time()\nwhile time.time() < began + 4: time.sleep(0.01)"
+    with parent(tmp_path, "brief", quick_path, code) as process:
+        everybody = [*offspring(process.pid), process.pid] if pid_in(tmp_path / "job") else []
+        for pid in everybody:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(8.0)
+        for pid in reversed(everybody):
+            os.kill(pid, signal.SIGCONT)
+        assert process.wait(60) == 0, "the job was killed for taking too long"
+
+
+def test_a_killed_server_is_told_and_the_next_job_gets_a_new_one(own_server, tmp_path):
+    folder = job(
+        tmp_path / "job",
+        WRITE_PID + "import signal; os.kill(os.getppid(), signal.SIGKILL)\nimport time; time.sleep(99)",
+    )
+    with pytest.raises(MachineError, match=r"the process that starts trials ended \(status -9\)") as caught:
+        own_server.run(folder, kill_after_seconds=PATIENT)
+    assert str(own_server.log) in caught.value.hint
+    assert gone(pid_in(folder))  # the job dies with the server
+    assert own_server.run(job(tmp_path / "next", ""), kill_after_seconds=PATIENT) == 0
+
+
+def test_a_server_killed_between_two_jobs_is_started_again(own_server, tmp_path):
+    assert own_server.run(job(tmp_path / "one", ""), kill_after_seconds=PATIENT) == 0
+    first = own_server._process.pid
+    os.kill(first, signal.SIGKILL)
+    assert gone(first)
+    assert own_server.run(job(tmp_path / "two", ""), kill_after_seconds=PATIENT) == 0
+    assert own_server._process.pid != first
+
+
+def test_a_server_that_can_not_start_says_why(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise SystemError('torn library')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with (
+        contextlib.closing(ForkServer(tmp_path / "server.log", "cpu")) as broken,
+        pytest.raises(MachineError, match=r"ended \(status 1\): SystemError: torn library") as caught,
+    ):
+        broken.run(job(tmp_path / "job", ""), kill_after_seconds=PATIENT)
+    assert str(tmp_path / "server.log") in caught.value.hint
+
+
+def test_close_ends_the_server_and_its_job(own_server, tmp_path):
+    assert own_server.run(job(tmp_path / "one", ""), kill_after_seconds=PATIENT) == 0
+    pid = own_server._process.pid
+    own_server._send({"run": str(job(tmp_path / "two", SLEEP))})
+    running = pid_in(tmp_path / "two")
+    own_server.close()
+    assert gone(pid, running)
+    own_server.close()
+
+
+def test_close_does_not_wait_for_a_server_that_is_loading(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(
+        "from pathlib import Path; import time\nPath(__file__ + '.on').touch(); time.sleep(99)"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with contextlib.closing(ForkServer(tmp_path / "server.log", "cpu")) as loading:
+        loading.start()
+        wait_until((tmp_path / "torch.py.on").exists)
+        process = loading._process
+        loading.close()
+        assert process.returncode == 0  # it ended by itself
+
+
+def test_stop_job_kills_at_once(own_server, tmp_path):
+    assert own_server.run(job(tmp_path / "one", ""), kill_after_seconds=PATIENT) == 0
+    own_server._send({"run": str(job(tmp_path / "two", SLEEP))})
+    running = pid_in(tmp_path / "two")
+    own_server.stop_job()
+    assert gone(running)
+    assert alive(own_server._process.pid)
+
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from autofit.system.fork_server import ForkServer
+server = ForkServer(Path(sys.argv[1]) / "server.log", "cpu", ("faulty",))
+server.start()
+if sys.argv[2] == "shared" and os.fork() == 0:  # somebody else holds our end of the socket
+    Path(sys.argv[1], "holder").write_text(str(os.getpid()))
+    time.sleep(1000)
+status = server.run(Path(sys.argv[1]) / "job", kill_after_seconds=6 if sys.argv[2] == "brief" else 600)
+sys.exit(status != 0)
+"""
+
+
+@contextlib.contextmanager
+def parent(folder, kind, path, code=SLEEP):
+    """A process of its own that runs a job, a sleeping one by default."""
+    job(folder / "job", code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), path))}
+    process = subprocess.Popen([sys.executable, "-c", PARENT, str(folder), kind], env=environment)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for pid in offspring(process.pid):
+                os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("kind", ["alone", "shared"])
+def test_server_and_job_die_with_a_killed_parent(tmp_path, quick_path, kind):
+    with parent(tmp_path, kind, quick_path) as process:
+        running = pid_in(tmp_path / "job")
+        started = offspring(process.pid)
+        holder = {pid_in(tmp_path, "holder")} if kind == "shared" else set()
+        assert running in started
+        assert len(started) == 2 + len(holder)
+        process.kill()
+        process.wait()
+        try:
+            assert gone(*(set(started) - holder), seconds=5)
+        finally:
+            for pid in holder:
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_server_that_is_still_loading_dies_with_a_killed_parent(tmp_path):
+    with parent(tmp_path, "alone", str(SUPPORT)) as process:
+        started = wait_until(lambda: offspring(process.pid), what="the server")
+        process.kill()
+        process.wait()
+        assert gone(*started, seconds=30)
+        assert not (tmp_path / "job" / "pid").exists()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_server_loads_torch_and_leaves_the_device_alone(tmp_path, monkeypatch, device):
+    code = """
+        import json, os, sys
+        from pathlib import Path
+        loaded = [name for name in ("torch", "transformers", "transformers.trainer") if name in sys.modules]
+        import torch
+        handles = [os.readlink(entry) for entry in Path(f"/proc/{os.getppid()}/fd").iterdir() if entry.is_symlink()]
+        seen = {
+            "loaded": loaded,
+            "initialized": torch.cuda.is_initialized(),
+            "bad_fork": torch.cuda._is_in_bad_fork(),
+            "device_files": [handle for handle in handles if handle.startswith("/dev/nvidia")],
+        }
+        (folder / "seen").write_text(json.dumps(seen))
+    """
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    folder = job(tmp_path / "job", code)
+    with contextlib.closing(ForkServer(tmp_path / "log", device, ("faulty",))) as started:
+        assert started.run(folder, kill_after_seconds=PATIENT) == 0, (folder / "stderr.log").read_text()
+    seen = json.loads((folder / "seen").read_text())
+    # what Trainer imports asks for the device, so that a job for one imports it by itself
+    assert seen["loaded"] == ["torch", "transformers", *(["transformers.trainer"] if device == "cpu" else [])]
+    assert not seen["initialized"]
+    assert not seen["bad_fork"]
+    assert seen["device_files"] == []
+
+
+def test_ask_gives_the_answer_and_leaves_nothing(server, tmp_path):
+    script = "import json; (folder / 'answer').write_text((folder / 'job.json').read_text())"
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "fault.py").write_text(script)
+    question = json.dumps({"config": str(tmp_path / "config")})
+    with server.ask(tmp_path, question, "answer") as answer:
+        assert answer == {"config": str(tmp_path / "config")}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config"]
+
+
+def test_ask_without_an_answer_is_an_error_that_names_the_log(server, tmp_path):
+    (tmp_path / "fault.py").write_text("import sys; print('its last words', file=sys.stderr); sys.exit(3)")
+    with (
+        pytest.raises(MachineError, match="ended with status 1 and no answer: SystemExit: 3") as caught,
+        server.ask(tmp_path, json.dumps({"config": str(tmp_path)}), "answer"),
+    ):
+        pass
+    assert caught.value.hint == f"its log is {tmp_path / 'failed-job.log'}"
+    assert "its last words" in (tmp_path / "failed-job.log").read_text()
