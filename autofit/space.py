@@ -120,7 +120,7 @@ def build(
         domains[one.name] = tuple(
             choice.value
             for choice in one.choices(facts)
-            if choice.status == "offered" and (choice.kind in allowed or choice.value == one.plain)
+            if choice.status == "offered" and (choice.kind in allowed or choice.value == one.baseline)
         )
     plans: list[dict[str, Value]] = [{}]
     objection = None

@@ -33,7 +33,7 @@ class Accumulation(Technique):
     """Micro-batches to one optimizer step."""
 
     name = "accumulation"
-    plain = 1
+    baseline = 1
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         work = facts.workload
@@ -67,7 +67,7 @@ class Accumulation(Technique):
         return Emission(training_args={"gradient_accumulation_steps": int(value)})
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
-        return self.plain  # a trace is continued to any number of rows, and adds to gradients in its second half
+        return self.baseline  # a trace is continued to any number of rows, and adds to gradients in its second half
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         if evidence.accumulation is not None and evidence.accumulation != value:

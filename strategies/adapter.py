@@ -51,7 +51,7 @@ class Adapter(Technique):
     """What is trained beside frozen weights."""
 
     name = "adapter"
-    plain = "none"
+    baseline = "none"
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         said = {

@@ -56,7 +56,7 @@ class Attention(Technique):
     """Which implementation computes attention."""
 
     name = "attention"
-    plain = "default"
+    baseline = "default"
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         picked = facts.model.attention
@@ -108,17 +108,17 @@ class Attention(Technique):
         return None
 
     def apply(self, value: Value, recipe: Recipe) -> None:
-        if value != self.plain:
+        if value != self.baseline:
             recipe.attention = str(value)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
-        if value == self.plain:
+        if value == self.baseline:
             return Emission()
         return Emission(script=(f"load the model with {value}: model = setup.model(...)",))
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if part == "optimizer":
-            return self.plain
+            return self.baseline
         if value in _FLASH:
             return "sdpa"
         return None if value == "flex_attention" else value
@@ -126,11 +126,11 @@ class Attention(Technique):
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         if evidence.attention is None:
             return None
-        wanted = facts.model.attention if value == self.plain else str(value)
+        wanted = facts.model.attention if value == self.baseline else str(value)
         if evidence.attention != wanted:
             return f"the model attends by {evidence.attention}, not {wanted}"
         ran = evidence.attention_kernels
-        if value == self.plain or ran is None:
+        if value == self.baseline or ran is None:
             return None  # what an architecture does by itself is what a script gets
         shows = _SHOWS[wanted]
         if bool(shows) != bool(shows & set(ran)) or set(ran) - shows:
@@ -139,7 +139,7 @@ class Attention(Technique):
 
     def prior(self, value: Value, facts: Facts) -> Prior:
         """What fusing saves grows with the sequence; on one of a thousand tokens attention is a tenth of the step."""
-        if value in {self.plain, facts.model.attention}:
+        if value in {self.baseline, facts.model.attention}:
             return Prior(time=(0.0, 0.01), memory=(0.0, 0.01))
         if value == "eager":
             return Prior(time=(0.15, 0.2), memory=(0.3, 0.3))

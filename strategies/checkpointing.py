@@ -77,7 +77,7 @@ class Checkpointing(Technique):
     """Recompute the activations inside the layers."""
 
     name = "checkpointing"
-    plain = "off"
+    baseline = "off"
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         model = facts.model
@@ -126,7 +126,7 @@ class Checkpointing(Technique):
             recipe.model_wraps.append(functools.partial(_switch_on, every=_EVERY.get(str(value), 1)))
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
-        return value if part == "micro_steps" else self.plain
+        return value if part == "micro_steps" else self.baseline
 
     def period(self, value: Value) -> int:
         return _EVERY.get(str(value), 1)

@@ -54,7 +54,7 @@ class Compile(Technique):
     """Whether the model is compiled, and in what parts."""
 
     name = "compile"
-    plain = "off"
+    baseline = "off"
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         on_cuda = facts.hardware.device == "cuda"
@@ -92,7 +92,7 @@ class Compile(Technique):
         return f"{offload} brings weights in by hooks that a compiled model passes by"
 
     def apply(self, value: Value, recipe: Recipe) -> None:
-        if value != self.plain:
+        if value != self.baseline:
             recipe.slow_start = "compiling"
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
@@ -116,7 +116,7 @@ class Compile(Technique):
         )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
-        return self.plain
+        return self.baseline
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         mode = _MODES.get(str(value))

@@ -54,7 +54,7 @@ class Kernels(Technique):
     """Which fused kernels stand in the place of the model's own operators."""
 
     name = "kernels"
-    plain = "none"
+    baseline = "none"
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         model = facts.model
@@ -91,7 +91,7 @@ class Kernels(Technique):
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if part == "optimizer":
-            return self.plain
+            return self.baseline
         return None if value in _LIGER else value
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:

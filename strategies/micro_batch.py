@@ -31,7 +31,7 @@ class MicroBatch(Technique):
     """Rows that go through the model at once."""
 
     name = "micro_batch"
-    plain = 1
+    baseline = 1
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         work = facts.workload
@@ -65,7 +65,7 @@ class MicroBatch(Technique):
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         """Two rows stand for any number above one; one alone is contiguous however it is turned, and copied less."""
-        return min(int(value), 2) if part == "micro_steps" else self.plain
+        return min(int(value), 2) if part == "micro_steps" else self.baseline
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         if evidence.micro_batch != value:

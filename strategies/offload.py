@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
 from autofit.contract.placement import current
-from autofit.contract.technique import Choice, Hosted, Kind, Part, Prior, Technique
+from autofit.contract.technique import Choice, HostOffload, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,7 +60,7 @@ class Offload(Technique):
     """What waits on the host."""
 
     name = "offload"
-    plain = "none"
+    baseline = "none"
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         none = Choice("none", Kind.EXACT, "offered", "everything stays on the device")
@@ -167,7 +167,7 @@ class Offload(Technique):
         matters = {"micro_steps": "activations", "optimizer": "optimizer"}[part]
         return value if value == matters else "none"
 
-    def hosted(self, value: Value, plan: Mapping[str, Value], facts: Facts, weights: Ints) -> Hosted | None:
+    def host_offload(self, value: Value, plan: Mapping[str, Value], facts: Facts, weights: Ints) -> HostOffload | None:
         if value not in _ENGINES:
             return None
         model, every = facts.model, float(weights.sum())
@@ -178,11 +178,11 @@ class Offload(Technique):
         through_host = _HOST_STEP_PASSES * every
         if value == "fsdp2":  # the root stays gathered, its gradient beside it; of the layers, this one and the next
             held = shrunk * (2 * root + 3 * layer) + layer
-            return Hosted(held_bytes=held, micro_step_bytes=3 * every, step_bytes=through_host)
+            return HostOffload(held_bytes=held, micro_step_bytes=3 * every, step_bytes=through_host)
         held = shrunk * (every if value == "zero2" else min(every, _ZERO3_LIVE_PARAMETERS * width))
         held += shrunk * min(every, _ZERO_BUCKET_PARAMETERS * width)
         up_and_down = 1 if value == "zero2" else 3
-        return Hosted(held_bytes=held, micro_step_bytes=up_and_down * shrunk * every, step_bytes=through_host)
+        return HostOffload(held_bytes=held, micro_step_bytes=up_and_down * shrunk * every, step_bytes=through_host)
 
     def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
         engine = _ENGINES.get(str(value), "none")

@@ -288,7 +288,7 @@ class Optimizer(Technique):
     """Which optimizer steps."""
 
     name = "optimizer"
-    plain = "adamw"
+    baseline = "adamw"
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         made = []
@@ -330,7 +330,7 @@ class Optimizer(Technique):
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if _ROWS[str(value)].in_backward:
             return None  # parts of a step are traced one after the other
-        return value if part == "optimizer" else self.plain
+        return value if part == "optimizer" else self.baseline
 
     def stand_in(self, value: Value, facts: Facts, recorder: TraceRecorder) -> AbstractContextManager[None]:
         row, on_cuda = _ROWS[str(value)], facts.hardware.device == "cuda"

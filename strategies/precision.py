@@ -62,7 +62,7 @@ class Precision(Technique):
     """The arithmetic of a step, and the dtype of the weights."""
 
     name = "precision"
-    plain = "fp32"
+    baseline = "fp32"
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         hardware = facts.hardware

@@ -61,7 +61,7 @@ class Quantization(Technique):
     """In how many bits the frozen weights are kept."""
 
     name = "quantization"
-    plain = "none"
+    baseline = "none"
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         lacking = facts.lacks("bitsandbytes", "peft")
@@ -111,7 +111,7 @@ class Quantization(Technique):
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if part == "optimizer":
-            return self.plain
+            return self.baseline
         return None if value in _TORCHAO else value
 
     def stand_in(self, value: Value, facts: Facts, recorder: TraceRecorder) -> AbstractContextManager[None]:

@@ -129,7 +129,9 @@ def test_only_what_is_allowed_and_what_is_plain(facts, allowed):
     values = used(space.build(facts, space.parse_allowed(allowed)))
     for one in techniques():
         offered = [choice for choice in one.choices(facts) if choice.status == "offered"]
-        wanted = {choice.value for choice in offered if choice.kind in allowed.split(",") or choice.value == one.plain}
+        wanted = {
+            choice.value for choice in offered if choice.kind in allowed.split(",") or choice.value == one.baseline
+        }
         assert values[one.name] == wanted
 
 
@@ -180,7 +182,7 @@ def test_the_smallest_is_the_one_that_is_expected_to_need_least():
     assert smallest["micro_batch"] == 1
     assert plans.expected(smallest)[1] == min(plans.expected(plan)[1] for plan in plans.plans)
     plain = plans.plans[0]
-    assert dict(plain) == {one.name: one.plain for one in techniques()} | {"accumulation": 32}
+    assert dict(plain) == {one.name: one.baseline for one in techniques()} | {"accumulation": 32}
     assert plans.expected(plain) == (0.0, 0.0)
 
 
@@ -188,7 +190,7 @@ class Rare(Technique):
     """A technique with a value that is to be had on request alone."""
 
     name = "rare"
-    plain = "none"
+    baseline = "none"
 
     def choices(self, facts):
         return (

@@ -399,6 +399,6 @@ def knobs_of(plan: Plan) -> str:
     words = [
         f"{value}" if name == "precision" else f"{name}={value}"
         for name, value in plan.items()
-        if name not in {"micro_batch", "accumulation"} and (name == "precision" or value != technique(name).plain)
+        if name not in {"micro_batch", "accumulation"} and (name == "precision" or value != technique(name).baseline)
     ]
     return " ".join(words)

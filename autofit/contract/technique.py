@@ -60,7 +60,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """What to expect of a choice against the technique's plain one, before anything was measured.
+    """What to expect of a choice against the baseline, before anything was measured.
 
     Each pair is a mean and a standard deviation of the natural logarithm of a factor: on the seconds per
     sample, and on the peak memory. ``extra_seconds`` is what a trial costs beyond its steps.
@@ -72,7 +72,7 @@ class Prior:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hosted:
+class HostOffload:
     """Where weights, gradients and optimizer state wait on the host: what of them is not there all the time.
 
     Attributes:
@@ -90,8 +90,8 @@ class Technique(ABC):
     """One technique. Stateless: an instance is only a name and its answers."""
 
     name: ClassVar[str]
-    plain: ClassVar[Value]
-    """The value of a training script that never heard of the technique."""
+    baseline: ClassVar[Value]
+    """The value when the technique is off: what a script trains with that does not use it."""
 
     @abstractmethod
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
@@ -123,7 +123,7 @@ class Technique(ABC):
         """
         return value
 
-    def hosted(self, value: Value, plan: Mapping[str, Value], facts: Facts, weights: Ints) -> Hosted | None:
+    def host_offload(self, value: Value, plan: Mapping[str, Value], facts: Facts, weights: Ints) -> HostOffload | None:
         """What a value that can't be traced leaves of its plain twin's weights, gradients and state on the device.
 
         Args:
@@ -168,10 +168,10 @@ class Technique(ABC):
         """
         choices = self.choices(facts)
         value: Value = text
-        if isinstance(self.plain, int):
+        if isinstance(self.baseline, int):
             if not text.isascii() or not text.isdigit() or len(text) > 9:
                 raise InputError(
-                    f"{self.name}={text}: a whole number is wanted", hint=f"write it like {self.name}={self.plain}"
+                    f"{self.name}={text}: a whole number is wanted", hint=f"write it like {self.name}={self.baseline}"
                 )
             value = int(text)
         for choice in choices:
@@ -187,7 +187,7 @@ class Technique(ABC):
 
         Numbers may be any above zero: which ones divide the batch is no question of what they mean.
         """
-        if isinstance(self.plain, int):
+        if isinstance(self.baseline, int):
             return type(value) is int and value > 0
         return any(choice.value == value for choice in self.choices(facts))
 

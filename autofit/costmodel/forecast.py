@@ -29,7 +29,7 @@ from autofit.system.units import MIB
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts, Hardware
-    from autofit.contract.technique import Hosted
+    from autofit.contract.technique import HostOffload
     from autofit.costmodel.peak import MicroPart
     from autofit.costmodel.trace_store import Traces
     from autofit.machine.gpu_catalogue import Card
@@ -218,10 +218,12 @@ def forecast(
         activations[members] = whole.activation_bytes_per_row() * rows
         micro_step = _as_computed(micro.work(rows.astype(np.float64)), family, facts)
         amounts = roofline.amounts(micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation)
-        hosted = None if parts else _hosted(family, micro, facts)
-        if hosted is not None:
-            amounts[:, _TRANSFER] += accumulation * hosted.micro_step_bytes + hosted.step_bytes
-            tensors[members] = peak.hosted_peaks(micro, hosted.held_bytes, rows, accumulation, waiting=waiting)
+        host_offload = None if parts else _host_offload(family, micro, facts)
+        if host_offload is not None:
+            amounts[:, _TRANSFER] += accumulation * host_offload.micro_step_bytes + host_offload.step_bytes
+            tensors[members] = peak.host_offload_peaks(
+                micro, host_offload.held_bytes, rows, accumulation, waiting=waiting
+            )
             rough[members] = True
         work[members] = amounts / (rows * accumulation)[:, None]
         if parts is None:
@@ -260,20 +262,20 @@ def brought_bytes(facts: Facts, work: Floats) -> Floats:
 
 def _unchecked(family: Plan) -> Plan:
     """The plan without checkpointing, of many rows: all that a micro-step makes is kept for its backward pass."""
-    return family.replaced(checkpointing=technique("checkpointing").plain, micro_batch=MANY)
+    return family.replaced(checkpointing=technique("checkpointing").baseline, micro_batch=MANY)
 
 
 def _traceable(family: Plan) -> Plan:
     """The plan with a plain value in the place of each that can't be traced."""
-    return family.replaced(**{name: technique(name).plain for name in untraceable(family)})
+    return family.replaced(**{name: technique(name).baseline for name in untraceable(family)})
 
 
-def _hosted(family: Plan, micro: MicroPart, facts: Facts) -> Hosted | None:
+def _host_offload(family: Plan, micro: MicroPart, facts: Facts) -> HostOffload | None:
     """What the one value that can't be traced says of the plan; ``None`` where it says nothing, or there are more."""
     names = untraceable(family)
     if len(names) != 1:
         return None
-    return technique(names[0]).hosted(family[names[0]], family, facts, micro.weights)
+    return technique(names[0]).host_offload(family[names[0]], family, facts, micro.weights)
 
 
 def families_of(space: Space, *, one_row_apart: bool = False) -> dict[Plan, list[int]]:

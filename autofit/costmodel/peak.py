@@ -194,7 +194,7 @@ def peaks(micro: MicroPart, optimizer: OptimizerPart, rows: Ints, accumulation: 
     return float(micro.weights.sum()) + queue + np.maximum(in_micro, optimizer.peak_bytes)
 
 
-def hosted_peaks(micro: MicroPart, held_bytes: float, rows: Ints, accumulation: Ints, *, waiting: bool) -> Floats:
+def host_offload_peaks(micro: MicroPart, held_bytes: float, rows: Ints, accumulation: Ints, *, waiting: bool) -> Floats:
     """The same where weights, gradients and state wait on the host, but for ``held_bytes``; no more than about."""
     in_micro = _micro_peaks(micro.without("gradients", "copies"), rows, accumulation)
     return held_bytes + _queue(micro, rows, accumulation, waiting=waiting) + in_micro

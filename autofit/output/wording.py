@@ -120,7 +120,7 @@ def why(outcome: Outcome) -> str:
 
 def plain_values() -> dict[str, Value]:
     """What each technique does in a script that never heard of it; the split of the batch is left out."""
-    return {one.name: one.plain for one in techniques() if one.name not in SPLIT}
+    return {one.name: one.baseline for one in techniques() if one.name not in SPLIT}
 
 
 def is_plain(plan: Mapping[str, Value], plain: Mapping[str, Value]) -> bool:

@@ -107,7 +107,7 @@ def decide(trials: Sequence[Trial], limit_bytes: int, otherwise: Mapping[Plan, s
 def extras(plan: Plan) -> int:
     """How many values are not plain, micro-batch and accumulation apart: the measure of simplicity."""
     counted = [one for one in techniques() if one.name not in {"micro_batch", "accumulation"} and one.name in plan]
-    return sum(plan[one.name] != one.plain for one in counted)
+    return sum(plan[one.name] != one.baseline for one in counted)
 
 
 def _tied(one: Measured, other: Measured) -> bool:

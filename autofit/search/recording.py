@@ -150,7 +150,7 @@ def traced(space: Space, cast: Forecast) -> dict[Plan, dict[str, Any]]:
 def _alike(runs: Mapping[Plan, list[Run]]) -> dict[Plan, tuple[Run, ...]]:
     """The runs by plans that all name the same knobs: one that came later was plain before."""
     names = {name: None for plan in runs for name in plan}
-    plain = {one.name: one.plain for one in techniques()}
+    plain = {one.name: one.baseline for one in techniques()}
     whole: dict[Plan, tuple[Run, ...]] = {}
     for plan, every in runs.items():
         alike = Plan({name: plan.get(name, plain.get(name, "")) for name in names})
@@ -287,7 +287,7 @@ class Landscape:
         found = self.runs.get(plan)
         if found is None:
             known = next(iter(self.runs))
-            plain = {one.name: one.plain for one in techniques()}
+            plain = {one.name: one.baseline for one in techniques()}
             if all(plan[name] == plain.get(name) for name in plan if name not in known):
                 found = self.runs.get(Plan({name: plan[name] for name in known if name in plan}))
         return found or ()

@@ -270,7 +270,7 @@ class Encoded:
 
 def encode(space: Space, forecast: Forecast | None = None) -> Encoded:
     """The space as numbers; a few seconds for 100,000 plans."""
-    plain = {one.name: one.plain for one in techniques()}
+    plain = {one.name: one.baseline for one in techniques()}
     names = list(space.domains)
     places = [{value: place for place, value in enumerate(space.domains[name])} for name in names]
     codes = np.array(
@@ -363,7 +363,7 @@ def _pace(  # noqa: PLR0917 - what encode has found
     unknown = np.isnan(work).any(axis=1)
     work[unknown] = np.median(work[~unknown], axis=0)
     counted = work[:, work.max(axis=0) > 0]
-    plain = {one.name: one.plain for one in techniques()}
+    plain = {one.name: one.baseline for one in techniques()}
     mean, columns = np.zeros(len(rows)), [np.full(len(rows), _SCALE_STD[forecast.timed or forecast.known_card])]
     bent = np.log((1 + 8 / rows) / 9)
     for (name, value), here in effects.items():

@@ -103,11 +103,11 @@ def contributions(
     mine = decision.measured
     found = []
     for one in techniques():
-        value = decision.plan.get(one.name, one.plain)
-        if value == one.plain or one.name == "accumulation":
+        value = decision.plan.get(one.name, one.baseline)
+        if value == one.baseline or one.name == "accumulation":
             continue
-        without = put_back(decision.plan, one.name, one.plain, facts)
-        about = Contribution(technique=one.name, value=value, plain=one.plain, evidence="none")
+        without = put_back(decision.plan, one.name, one.baseline, facts)
+        about = Contribution(technique=one.name, value=value, plain=one.baseline, evidence="none")
         if without in measured:
             other = measured[without]
             about = replace(

@@ -160,7 +160,7 @@ def how_many(step_seconds: float, spent_seconds: float) -> int:
 
 def references(plan: Plan, facts: Facts) -> Iterator[Plan]:
     """Plain plans to compare with, the nearest one first, then the one that needs the least memory."""
-    plain = Plan({one.name: one.plain for one in techniques()})
+    plain = Plan({one.name: one.baseline for one in techniques()})
     rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
     yield plain.replaced(micro_batch=rows, accumulation=accumulation)
     small = plain.replaced(micro_batch=1, accumulation=rows * accumulation)
@@ -169,7 +169,7 @@ def references(plan: Plan, facts: Facts) -> Iterator[Plan]:
 
 def kind_of(plan: Plan, facts: Facts) -> Kind:
     """The loosest class among the plan's values; plain ones count as exact."""
-    found = {one.choice(plan[one.name], facts).kind for one in techniques() if plan[one.name] != one.plain}
+    found = {one.choice(plan[one.name], facts).kind for one in techniques() if plan[one.name] != one.baseline}
     return next((kind for kind in (Kind.METHOD, Kind.NUMERIC) if kind in found), Kind.EXACT)
 
 

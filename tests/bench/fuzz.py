@@ -278,7 +278,7 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
         written("resumed/request.json", data)
         found = request.before(folder / "resumed", Request(model="demo"), resume=True, say=lambda _: None)
         assert found is not None
-        space.build(found.facts, given={one.name: (one.plain,) for one in techniques()[2:]})
+        space.build(found.facts, given={one.name: (one.baseline,) for one in techniques()[2:]})
 
     def read_trial(data: bytes) -> None:
         written("trials/00000/trial.json", data)

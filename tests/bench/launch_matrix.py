@@ -52,7 +52,7 @@ def facts_of(config, scratch):
 
 def plan_of(name, value, facts):
     """The plan nearest to the plain one that has the value, in halves of the batch where it says nothing of it."""
-    given = {one.name: (one.plain,) for one in techniques()}
+    given = {one.name: (one.baseline,) for one in techniques()}
     given |= {"micro_batch": (2, BATCH), "accumulation": (2, 1), "adapter": (), "quantization": ()}
     given |= {"precision": ("fp32", "bf16_weights")}
     given = {knob: values for knob, values in given.items() if values} | {name: (value,)}

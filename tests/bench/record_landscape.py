@@ -105,7 +105,7 @@ def retrace(options: argparse.Namespace) -> None:
     """Put what today's traces say in the place of what they said; the measurements stay as they are."""
     source = Path(options.retrace)
     land = Landscape.read(source)
-    plain = {one.name: one.plain for one in techniques()}
+    plain = {one.name: one.baseline for one in techniques()}
     with tempfile.TemporaryDirectory(prefix="autofit-landscape-") as scratch:
         folder = Path(scratch)
         (folder / "given").mkdir()

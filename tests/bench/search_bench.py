@@ -166,7 +166,7 @@ def grid(cell: Cell, seed: int) -> Iterator[Step]:
 def plain(cell: Cell) -> dict[int, Plan]:
     """The plans of a script that knows nothing but its batch size, by their rows."""
     domains = cell.land.space.domains
-    values = {one.name: one.plain for one in techniques() if one.name in domains}
+    values = {one.name: one.baseline for one in techniques() if one.name in domains}
     return {
         int(plan["micro_batch"]): plan
         for plan in cell.land.space.plans

@@ -71,7 +71,7 @@ class Card:
         knobs = [
             f"{name}={choice}"
             for name, choice in plan.items()
-            if name not in {"micro_batch", "accumulation"} and choice != technique(name).plain
+            if name not in {"micro_batch", "accumulation"} and choice != technique(name).baseline
         ]
         return sum(self._normal(f"{what} {knob}", value) for knob in knobs) + sum(
             self._normal(f"{what} {one} {other}", pair) for one, other in itertools.combinations(knobs, 2)

@@ -20,7 +20,7 @@ from autofit.system.statistics import median
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "landscapes"
 SHARES = [share / 100 for share in range(10, 101)]
-PLAIN = {one.name: one.plain for one in techniques()}
+PLAIN = {one.name: one.baseline for one in techniques()}
 SPLIT = {"micro_batch", "accumulation"}
 
 

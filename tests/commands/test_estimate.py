@@ -250,7 +250,8 @@ def test_peaks_of_many_agree_with_each_need(server, tmp_path):
     facts = request.read_facts(tmp_path, request.Request(model="demo", **SMALL), "cpu", server, print)
     made = trace_store.Traces(facts, config, lambda: server, tmp_path, trace_store.cache_folder())
     plan = Plan(
-        {one.name: one.plain for one in techniques()} | {"micro_batch": 2, "accumulation": 4, "checkpointing": "full"}
+        {one.name: one.baseline for one in techniques()}
+        | {"micro_batch": 2, "accumulation": 4, "checkpointing": "full"}
     )
     made.prepare([plan])
     parts = made.parts(plan)

@@ -32,7 +32,7 @@ def facts():
 @pytest.fixture(scope="module")
 def known(server, facts, tmp_path_factory):
     """A space with every engine in it, and what is forecast of it."""
-    folder = tmp_path_factory.mktemp("hosted")
+    folder = tmp_path_factory.mktemp("host_offload")
     config = write_config(folder / "config", CONFIGS["llama"])
     knobs = parse_knobs(("kernels=none", "attention=default", "compile=off"), ("optimizer=adamw",), facts)
     plans = space.build(facts, given=knobs)
@@ -110,8 +110,8 @@ def test_what_an_engine_holds_and_copies(facts, engine):
     offload = technique("offload")
     every = float(WEIGHTS.sum())
     plain = {"precision": "fp32"}
-    found = offload.hosted(engine, plain, facts, WEIGHTS)
-    halved = offload.hosted(engine, {"precision": "bf16"}, facts, WEIGHTS)
+    found = offload.host_offload(engine, plain, facts, WEIGHTS)
+    halved = offload.host_offload(engine, {"precision": "bf16"}, facts, WEIGHTS)
     assert halved.held_bytes < found.held_bytes
     assert found.step_bytes >= 7 * every
     if engine == "zero2":
@@ -121,7 +121,7 @@ def test_what_an_engine_holds_and_copies(facts, engine):
         assert found.micro_step_bytes == pytest.approx(3 * every), "weights come up twice, gradients go down"
     if engine == "fsdp2":
         assert found.held_bytes < every
-    assert offload.hosted("optimizer", plain, facts, WEIGHTS) is None
+    assert offload.host_offload("optimizer", plain, facts, WEIGHTS) is None
 
 
 def test_one_measurement_of_an_engine_corrects_its_others(known):

@@ -228,7 +228,7 @@ def cases():
         if line.strip():
             model, seq_len, rows, steps, *words, allocator = line.split()
             given = dict(zip(NAMES, (int(rows), int(steps), *words), strict=True))
-            plan = {one.name: given.get(one.name, one.plain) for one in techniques()}
+            plan = {one.name: given.get(one.name, one.baseline) for one in techniques()}
             found.append(Case(model=model, seq_len=int(seq_len), plan=plan, allocator=allocator))
     return found
 

@@ -79,7 +79,7 @@ VERSIONS = {
 
 
 def plan(micro_batch, **others):
-    plain = {one.name: one.plain for one in techniques()[2:]}
+    plain = {one.name: one.baseline for one in techniques()[2:]}
     return Plan({"micro_batch": micro_batch, "accumulation": 32 // micro_batch, **plain, **others})
 
 

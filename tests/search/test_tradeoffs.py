@@ -16,7 +16,7 @@ from tests.support.synthetic import GIB, cpu_facts, measured, out_of_memory
 
 FACTS = cpu_facts(global_batch=16, limit_bytes=8 * GIB)
 SPACE = space.build(FACTS)
-PLAIN = Plan({one.name: one.plain for one in techniques()}).replaced(accumulation=16)
+PLAIN = Plan({one.name: one.baseline for one in techniques()}).replaced(accumulation=16)
 BEST = PLAIN.replaced(micro_batch=8, accumulation=2, precision="bf16", checkpointing="full")
 
 

@@ -112,7 +112,7 @@ each_machine = pytest.mark.parametrize("facts", FACTS.values(), ids=FACTS)
 
 def plan_with(one, value, facts):
     """The plan nearest to the plain one that has the value; conflicts apart."""
-    plan = {other.name: other.plain for other in techniques()} | {one.name: value}
+    plan = {other.name: other.baseline for other in techniques()} | {one.name: value}
     share = facts.workload.global_batch // facts.workload.processes
     if one.name == "accumulation":
         return Plan(plan | {"micro_batch": share // value})
@@ -126,7 +126,7 @@ def plan_with(one, value, facts):
 @each_technique
 def test_a_choice_has_a_value_a_class_a_status_and_a_reason(one, facts):
     for choice in one.choices(facts):
-        assert type(choice.value) is type(one.plain)
+        assert type(choice.value) is type(one.baseline)
         assert type(choice.value) in {int, str}
         assert isinstance(choice.kind, Kind)
         assert choice.status in {"offered", "on_request", "withheld"}
@@ -140,12 +140,12 @@ def test_a_choice_has_a_value_a_class_a_status_and_a_reason(one, facts):
 @each_technique
 def test_values_are_unique_and_the_plain_one_is_offered(one, facts):
     choices = one.choices(facts)
-    if facts.workload.global_batch % facts.workload.processes and isinstance(one.plain, int):
+    if facts.workload.global_batch % facts.workload.processes and isinstance(one.baseline, int):
         assert choices == ()
         return
     values = [choice.value for choice in choices]
     assert len(set(map(str, values))) == len(values)
-    assert [choice.status for choice in choices if choice.value == one.plain] == ["offered"]
+    assert [choice.status for choice in choices if choice.value == one.baseline] == ["offered"]
     assert one.choices(facts) == choices, "asked twice, answered twice"
 
 
@@ -157,7 +157,7 @@ def test_a_value_is_read_back_from_its_words_or_refused_with_the_reason(one, fac
             with pytest.raises(InputError, match="can't be had here") as caught:
                 one.parse(str(choice.value), facts)
             assert choice.reason in caught.value.message
-            assert str(one.plain) in caught.value.hint
+            assert str(one.baseline) in caught.value.hint
         else:
             back = one.parse(str(choice.value), facts)
             assert (back, type(back)) == (choice.value, type(choice.value))
@@ -179,7 +179,7 @@ def test_what_it_changes_is_a_sentence(one, facts):
     for choice in one.choices(facts):
         said = one.changes(choice.value, facts)
         if said is None:
-            assert choice.kind == Kind.EXACT or choice.value == one.plain, "nothing is said of what it changes"
+            assert choice.kind == Kind.EXACT or choice.value == one.baseline, "nothing is said of what it changes"
             continue
         assert re.fullmatch(r"[A-Z0-9].*\.", said), said
         plan = plan_with(one, choice.value, facts)
@@ -195,7 +195,7 @@ def test_what_is_expected_of_it_is_finite(one, facts):
             assert math.isfinite(mean)
             assert abs(mean) < 10
             assert 0 < deviation < 10
-        if choice.value == one.plain:
+        if choice.value == one.baseline:
             assert (prior.time[0], prior.memory[0]) == (0, 0)
 
 
@@ -276,7 +276,7 @@ def test_every_key_is_one_that_the_installed_libraries_know(one, facts, fields):
 def test_a_field_that_one_value_writes_every_value_writes(one, facts):
     """What is left out is a default, and defaults differ: SFTConfig switches bf16 and checkpointing on."""
     for choice in one.choices(facts):
-        plain = one.emit(one.plain, plan_with(one, one.plain, facts), facts)
+        plain = one.emit(one.baseline, plan_with(one, one.baseline, facts), facts)
         here = one.emit(choice.value, plan_with(one, choice.value, facts), facts)
         assert here.training_args.keys() == plain.training_args.keys()
         assert plain.accelerate.keys() <= here.accelerate.keys()

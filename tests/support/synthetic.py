@@ -154,7 +154,7 @@ class Landscape:
         total = 0.0
         # a knob that is not turned leaves the land as it was before there was such a knob
         split = {"micro_batch", "accumulation"}
-        turned = (name for name in plan if name in SHAPING or plan[name] != technique(name).plain)
+        turned = (name for name in plan if name in SHAPING or plan[name] != technique(name).baseline)
         knobs = [f"{name}={plan[name]}" for name in turned if name not in split]
         words = knobs + [f"{a}&{b}" for i, a in enumerate(knobs) for b in knobs[i + 1 :]]
         for word in words:
