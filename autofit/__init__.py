@@ -7,31 +7,47 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["AutofitError", "Plan", "Promise", "Result", "Setup", "__version__", "load", "tune"]
+from autofit._version import __version__
+
+__all__ = [
+    "AutofitError",
+    "Plan",
+    "Promise",
+    "Result",
+    "Setup",
+    "__version__",
+    "estimate",
+    "load",
+    "tune",
+    "verify",
+]
 
 if TYPE_CHECKING:
+    from autofit.commands.estimate import estimate
     from autofit.commands.tune import tune
+    from autofit.commands.verify import verify
     from autofit.contract.outcome import Promise
     from autofit.contract.plan import Plan
     from autofit.output.result import Result
     from autofit.output.setup import Setup, load
     from autofit.system.errors import AutofitError
 
-_HOME = {
+_MODULE_OF = {
     "AutofitError": "autofit.system.errors",
     "Plan": "autofit.contract.plan",
     "Promise": "autofit.contract.outcome",
     "Result": "autofit.output.result",
     "Setup": "autofit.output.setup",
+    "estimate": "autofit.commands.estimate",
     "load": "autofit.output.setup",
     "tune": "autofit.commands.tune",
+    "verify": "autofit.commands.verify",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'autofit' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULE_OF[name]), name)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from autofit import __version__
+from autofit._version import __version__
 from autofit.system.errors import (
     AutofitError,
     Interrupted,

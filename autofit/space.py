@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,9 @@ from autofit.system.errors import InputError
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
+
+Knobs = Mapping[str, object] | Sequence[str]
+"""Values for knobs: by name, or as texts of the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +76,46 @@ def parse_assignment(text: str, option: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def parse_knobs(fix: Sequence[str], among: Sequence[str], facts: Facts) -> dict[str, tuple[Value, ...]]:
+def parse_knobs(fix: Knobs, among: Knobs, facts: Facts) -> dict[str, tuple[Value, ...]]:
     """The values that ``--fix`` and ``--among`` leave, by technique.
+
+    Args:
+        fix: ``KNOB=VALUE`` texts of the command line; or, from Python, one value for each knob.
+        among: ``KNOB=V1,V2`` texts of the command line; or, from Python, some values for each knob.
+        facts: What the techniques are asked about.
 
     Raises:
         InputError: An unknown knob or value, one that can't be had here, or a knob that is given twice.
     """
     given: dict[str, tuple[Value, ...]] = {}
-    for option, texts in (("--fix", fix), ("--among", among)):
-        for text in texts:
-            name, values = parse_assignment(text, option)
-            one = technique(name)
-            if name in given:
-                raise InputError(f"{name} is given twice", hint="give each knob once, by --fix or by --among")
-            words = [values] if option == "--fix" else [word.strip() for word in values.split(",")]
-            given[name] = tuple(dict.fromkeys(one.parse(word, facts) for word in words))
+    for name, values in (*_fixed(fix), *_among(among)):
+        one = technique(name)
+        if name in given:
+            raise InputError(f"{name} is given twice", hint="give each knob once, by --fix or by --among")
+        if not values:
+            raise InputError(f"among {name!r}: no value is given", hint="give one value or more")
+        given[name] = tuple(dict.fromkeys(one.parse(str(value), facts) for value in values))
     return given
+
+
+def _fixed(knobs: Knobs) -> list[tuple[str, list[object]]]:
+    """Each knob of ``--fix`` with its value."""
+    if isinstance(knobs, Mapping):
+        return [(name, [value]) for name, value in knobs.items()]
+    return [(name, [value]) for name, value in (parse_assignment(text, "--fix") for text in knobs)]
+
+
+def _among(knobs: Knobs) -> list[tuple[str, list[object]]]:
+    """Each knob of ``--among`` with its values."""
+    if isinstance(knobs, Mapping):
+        return [(name, list(as_tuple(values))) for name, values in knobs.items()]
+    pairs = [parse_assignment(text, "--among") for text in knobs]
+    return [(name, [value.strip() for value in values.split(",")]) for name, values in pairs]
+
+
+def as_tuple(given: object) -> tuple[object, ...]:
+    """Several values, or one, as one would write them in Python."""
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
 def build(

@@ -43,6 +43,22 @@ def knobs(*fix, among=(), facts=CPU):
     return space.parse_knobs(fix, among, facts)
 
 
+def test_values_given_in_python_are_the_same_as_texts():
+    texts = space.parse_knobs(["precision=fp32", "micro_batch=4"], ["optimizer=adamw,sgd"], CPU)
+    values = space.parse_knobs({"precision": "fp32", "micro_batch": 4}, {"optimizer": ["adamw", "sgd"]}, CPU)
+    assert values == texts
+    assert space.parse_knobs({}, {"optimizer": "sgd"}, CPU) == {"optimizer": ("sgd",)}
+
+
+def test_a_value_given_in_python_is_one_value_whatever_it_holds():
+    with pytest.raises(InputError, match="optimizer has no value 'adamw,sgd'"):
+        space.parse_knobs({}, {"optimizer": ["adamw,sgd"]}, CPU)
+    with pytest.raises(InputError, match="no value is given"):
+        space.parse_knobs({}, {"optimizer": []}, CPU)
+    with pytest.raises(InputError, match="given twice"):
+        space.parse_knobs({"optimizer": "sgd"}, {"optimizer": ["sgd"]}, CPU)
+
+
 def refused(*fix, among=(), facts=CPU):
     with pytest.raises(InputError) as caught:
         knobs(*fix, among=among, facts=facts)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from autofit import __version__, space
+from autofit import space
+from autofit._version import __version__
 from autofit.commands.model_source import DEMO, fetch
 from autofit.commands.request import described
 from autofit.contract.facts import Device, Facts, Hardware, Model, Workload

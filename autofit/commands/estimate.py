@@ -118,35 +118,43 @@ def estimate(
     seq_len: int | None = None,
     global_batch: int = 32,
     allow: str | Sequence[str] = "exact,numeric",
-    fix: Sequence[str] = (),
-    among: Sequence[str] = (),
+    fix: space.Knobs = (),
+    among: space.Knobs = (),
     launch_path: LaunchPath = "trainer",
     trust_remote_code: bool = False,
     cache: bool = True,
     most: int | None = 12,
     say: Callable[[str], None] = lambda _: None,
 ) -> Estimate:
-    """Predict what plans need, without a device and without weights.
+    """Predict the memory and the speed of training plans on a GPU, without a device and without weights.
+
+    Nothing is measured: memory comes from a trace of the training step under fake tensors (peak bytes, with a margin
+    of ``margin``), speed from a roofline (samples/s, about 30 % off).
 
     Args:
         model: Hub id, folder or file with a ``config.json``, or ``demo``.
-        gpu: A card's name; see :mod:`autofit.machine.gpu_catalogue`.
-        memory: A card's memory instead: bytes, or a size. Without either it is this machine's device.
+        gpu: A GPU's name, such as ``"RTX 4090"``; see :mod:`autofit.machine.gpu_catalogue`.
+        memory: The memory of the GPU instead of its name: bytes, or a size such as ``"24GiB"``. Without either it is
+            this machine's device.
         seq_len: Tokens in a row; by default the lesser of 1024 and the model's longest.
         global_batch: Rows to an optimizer step.
-        allow: Classes of techniques that may be used.
-        fix: Knobs that are held at a value, as ``KNOB=VALUE``.
-        among: Knobs that are held to some values, as ``KNOB=V1,V2``.
+        allow: Classes of techniques that may be used: ``exact``, ``numeric``, ``method``.
+        fix: A value for each knob that is held: ``{"precision": "bf16"}``, or ``["precision=bf16"]``.
+        among: The values that a knob is restricted to: ``{"micro_batch": [1, 2]}``, or ``["micro_batch=1,2"]``.
         launch_path: ``trainer`` or ``loop``.
         trust_remote_code: Whether the model's own code may run.
-        cache: Whether traces are kept on disk, and read from there.
-        most: Kinds of plan that are shown, the fastest first, and of those that need and give the same the plainest;
-            ``None`` for all.
-        say: Told of what is being done.
+        cache: Whether traces are read from the user's cache folder, and written there.
+        most: How many kinds of plan to return, the fastest first, and of those with the same memory and speed the
+            simplest; ``None`` for all.
+        say: Called with a line of text for each stage.
+
+    Returns:
+        The estimate. Where no plan fits, ``recommended`` is ``None`` and ``plans`` holds the smallest of each kind.
 
     Raises:
-        InputError: An argument or the model can't be used.
-        MachineError: The machine stands in the way.
+        InputError: An argument can't be used, or the GPU is unknown.
+        ModelError: The model can't be read, or is no causal language model.
+        MachineError: A helper process can't be started, or the device can't be used.
     """
     began = time.monotonic()
     request = question.asked(
@@ -159,8 +167,15 @@ def estimate(
             "trust_remote_code": trust_remote_code,
         },
     )
-    words = ",".join(map(str, question.listed(allow)))
-    question.check(request, question.Search(allowed=words, fix=tuple(fix), among=tuple(among)))
+    settings = question.asked(
+        question.Search,
+        {
+            "allowed": question.as_classes(allow),
+            "fix": question.as_knobs(fix),
+            "among": question.as_knobs(among),
+        },
+    )
+    question.check(request, settings)
     card, given = _card(gpu, memory)
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
         folder = Path(scratch)
@@ -178,8 +193,8 @@ def estimate(
             else:
                 facts = question.read_facts(folder, request, here, server, lambda _: None)  # the notes say it
                 card = gpu_catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
-            knobs = space.parse_knobs(tuple(fix), tuple(among), facts)
-            plans = space.build(facts, space.parse_allowed(words), knobs)
+            knobs = space.parse_knobs(settings.fix, settings.among, facts)
+            plans = space.build(facts, space.parse_allowed(settings.allowed), knobs)
             traces = Traces(facts, config, lambda: server, folder, kept)
             cast = forecast(plans, traces, facts, card, say)
         rows, kinds, recommended = _rows(plans, cast, traces, facts, most, say)

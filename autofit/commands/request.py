@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -51,8 +51,8 @@ class Search:
     trials: int = 40
     timeout_seconds: float | None = None
     allowed: str = "exact,numeric"
-    fix: tuple[str, ...] = ()
-    among: tuple[str, ...] = ()
+    fix: tuple[str, ...] | dict[str, Any] = ()
+    among: tuple[str, ...] | dict[str, Any] = ()
     sampler: str = "autofit"
     storage: str | None = None
     record: Path | None = None
@@ -86,9 +86,14 @@ def asked(kind: type[Asked], given: Mapping[str, Any]) -> Asked:
         raise InputError(f"{option} {got!r}: {words}", hint="help(autofit.tune) tells what each argument is") from None
 
 
-def listed(given: object) -> tuple[object, ...]:
-    """Several values, or one, as one would write them in Python."""
-    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+def as_classes(allow: object) -> str:
+    """``exact,numeric`` of what was given in Python: that text, or several names."""
+    return ",".join(map(str, space.as_tuple(allow)))
+
+
+def as_knobs(given: object) -> object:
+    """Values by knob, as they are; or ``KNOB=VALUE`` texts, one or several."""
+    return dict(given) if isinstance(given, Mapping) else space.as_tuple(given)
 
 
 def check(request: Request, settings: Search) -> None:

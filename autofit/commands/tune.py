@@ -80,7 +80,7 @@ def tune(
     timeout: str | float | None = None,
     allow: str | Sequence[str] = "exact,numeric",
     fix: Mapping[str, object] | Sequence[str] = (),
-    among: Mapping[str, Sequence[object]] | Sequence[str] = (),
+    among: Mapping[str, object] | Sequence[str] = (),
     sampler: str = "autofit",
     launch_path: LaunchPath = "trainer",
     trust_remote_code: bool = False,
@@ -142,11 +142,9 @@ def tune(
         {
             "trials": trials,
             "timeout_seconds": units.parse_duration(timeout) if isinstance(timeout, str) else timeout,
-            "allowed": ",".join(map(str, question.listed(allow))),
-            "fix": tuple(f"{k}={v}" for k, v in fix.items()) if isinstance(fix, Mapping) else question.listed(fix),
-            "among": tuple(f"{k}={','.join(map(str, question.listed(vs)))}" for k, vs in among.items())
-            if isinstance(among, Mapping)
-            else question.listed(among),
+            "allowed": question.as_classes(allow),
+            "fix": question.as_knobs(fix),
+            "among": question.as_knobs(among),
             "sampler": sampler,
             "storage": storage,
             "record": record or None,

@@ -32,15 +32,21 @@ were seen to slow the same launch by 10 to 20 %, so the bound is wider there, an
 once more; one during which others took a large part of the processors says nothing, and is tried up to four times."""
 CALM_LAUNCHES = {"cuda": 1, "cpu": 2}
 MOST_LAUNCHES = 4
+MOST_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What a launch did, against what was promised.
+    """What a launch measured, compared with the promise.
 
     Attributes:
-        broken: What of the promise was not kept, in words; empty where all of it was.
+        promise: The promised speed (samples/s), step time (seconds) and memory (bytes), from ``autofit.json``.
+        outcome: What the launch measured, or how it failed.
+        tolerance: The share of the promised samples/s that was allowed to be missing.
         speed_ratio: Measured samples/s over the promised ones; 0 where nothing was measured.
+        broken: What of the promise was not kept, a sentence each; empty where all of it was kept.
+        command: The launch, as a list of arguments.
+        launches: How many launches were made, this one included.
     """
 
     promise: Promise
@@ -62,19 +68,28 @@ def verify(
     tolerance: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Verification:
-    """Launch the emitted files and compare.
+    """Run ``accelerate launch`` on the emitted files, and compare what it measures with the promise.
 
     Args:
         folder: Output folder of ``autofit tune``.
-        steps: Timed optimizer steps, after two of warm-up.
-        tolerance: The share of the promised samples/s that may be missing; by default the device's own.
-        say: Told what happens.
+        steps: Timed optimizer steps, from 2 to 1000, after two of warm-up.
+        tolerance: The share of the promised samples/s that may be missing, from 0 to 1; by default 0.10 on a GPU and
+            0.30 on a CPU. The memory ceiling has no tolerance.
+        say: Called with a line of text where a launch is repeated.
+
+    Returns:
+        The comparison; its ``broken`` is empty where the promise was kept. A slow launch on a CPU is repeated, and
+        the fastest one is returned.
 
     Raises:
-        InputError: The folder lacks a file.
-        MachineError: The launch itself could not be started, a tune is measuring on the device, or others took so much
-            of the processors that no launch says anything.
+        InputError: An argument is out of range, or the folder lacks a file.
+        MachineError: The launch can't be started, a tune is measuring on the device, or other processes used so much
+            of the CPU that no launch could be judged.
     """
+    if not 2 <= steps <= MOST_STEPS:
+        raise InputError(f"--steps {steps} is out of range", hint=f"give a whole number from 2 to {MOST_STEPS}")
+    if tolerance is not None and not 0 <= tolerance <= 1:
+        raise InputError(f"a tolerance of {tolerance} is out of range", hint="give a share from 0 to 1")
     check_environment()
     folder = Path(folder)
     document = documents.read(folder)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autofit import __version__, registry, space
+from autofit import registry, space
+from autofit._version import __version__
 from autofit.contract.outcome import Promise, Trial
 from autofit.contract.plan import Plan
 from autofit.output import document as documents

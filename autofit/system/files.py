@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from autofit import _version
 from autofit.system.errors import InputError, MachineError
 
 
@@ -80,6 +81,4 @@ def usable_folder(path: Path) -> Path:
 
 def source_root() -> Path:
     """The folder that holds the package ``autofit``: what a helper process needs on its path."""
-    import autofit
-
-    return Path(autofit.__file__).resolve().parent.parent
+    return Path(_version.__file__).resolve().parent.parent

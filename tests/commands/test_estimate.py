@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+import autofit
 from autofit import cli
 from autofit.commands import estimate
 from autofit.commands.estimate import ESTIMATE, MARGIN, cause
@@ -57,6 +58,25 @@ def test_the_demo_on_a_card_by_its_name(ask):
         assert one.device_bytes >= one.need.peak_bytes + outside
         assert one.plan["micro_batch"] * one.plan["accumulation"] == SMALL["global_batch"]
     assert any("fsdp2" in why for why in found.untraced)
+
+
+@pytest.mark.usefixtures("ask")
+def test_the_function_of_the_package_takes_values():
+    found = autofit.estimate(
+        "demo",
+        gpu="4090",
+        fix={"precision": "bf16", "micro_batch": 2},
+        among={"optimizer": ["adamw", "sgd"]},
+        allow=["exact", "numeric"],
+        **SMALL,
+    )
+    assert found.recommended in [one.plan for one in found.plans]
+    for one in found.plans:
+        assert (one.plan["precision"], one.plan["micro_batch"]) == ("bf16", 2)
+        assert one.plan["optimizer"] in {"adamw", "sgd"}
+        assert one.samples_per_second > 0
+    with pytest.raises(InputError, match="'precison' is not a knob"):
+        autofit.estimate("demo", gpu="4090", fix={"precison": "bf16"}, **SMALL)
 
 
 def test_only_a_size_gives_no_speed_and_the_margin_decides(ask):

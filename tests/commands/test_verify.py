@@ -1,0 +1,115 @@
+"""``autofit.verify``: launches are held to the promise; no process is started here."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+import autofit
+from autofit.commands import verify
+from autofit.contract.outcome import Crashed
+from autofit.output.document import DOCUMENT, MODEL_FOLDER, NAME
+from autofit.output.emit import ARGUMENTS, YAML
+from autofit.system.errors import InputError, MachineError
+from autofit.system.strict_json import dump_json
+from tests.output.test_report import CPU
+from tests.output.test_report import document as a_document
+
+
+@pytest.fixture
+def promised():
+    return a_document(hardware=CPU)
+
+
+@pytest.fixture
+def folder(promised, tmp_path):
+    """An output folder; what its files say is of no matter where nothing is launched."""
+    (tmp_path / MODEL_FOLDER).mkdir()
+    for name in (YAML, ARGUMENTS, f"{MODEL_FOLDER}/config.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / NAME).write_text(dump_json(DOCUMENT, promised))
+    return tmp_path
+
+
+@pytest.fixture
+def launches(monkeypatch, promised):
+    """Launches that end as a list says, each a share of the promised speed with the CPU share of others."""
+    made = []
+
+    def play(*outcomes):
+        waiting = iter(outcomes)
+
+        def launch(_folder, steps, _environment):
+            made.append(steps)
+            found = next(waiting)
+            if isinstance(found, tuple):
+                share, disturbance = found
+                run = next(trial.outcome for trial in promised.trials if trial.plan == promised.plan)
+                rate = promised.promise.samples_per_second * share
+                found = replace(
+                    run,
+                    samples_per_second=rate,
+                    peak_bytes=promised.promise.peak_bytes,
+                    disturbance=disturbance,
+                )
+            return ("accelerate", "launch"), found
+
+        monkeypatch.setattr(verify, "_launch", launch)
+        return made
+
+    return play
+
+
+def test_a_launch_within_the_tolerance_keeps_the_promise(folder, launches):
+    made = launches((0.95, 0.0))
+    found = autofit.verify(folder, steps=7)
+    assert found.broken == ()
+    assert found.speed_ratio == pytest.approx(0.95)
+    assert (found.launches, made) == (1, [7])
+
+
+def test_a_slow_launch_on_a_cpu_is_repeated_and_the_fastest_counts(folder, launches):
+    said = []
+    launches((0.5, 0.0), (0.6, 0.0))
+    found = autofit.verify(os.fspath(folder), say=said.append)
+    assert found.speed_ratio == pytest.approx(0.6)
+    assert len(found.broken) == 1
+    assert "40% below the promised" in found.broken[0]
+    assert len(said) == 2
+    launches((0.6, 0.0))
+    assert autofit.verify(folder, tolerance=0.5).broken == ()
+
+
+def test_a_launch_that_failed_breaks_the_promise_at_once(folder, launches):
+    made = launches(Crashed(reason="no such file", log_tail=""))
+    found = autofit.verify(folder)
+    assert (found.broken, found.speed_ratio, len(made)) == (("no such file",), 0.0, 1)
+
+
+def test_launches_on_a_busy_machine_are_not_judged(folder, launches):
+    made = launches(*[(0.5, 0.9)] * 4)
+    with pytest.raises(MachineError, match="can't be judged"):
+        autofit.verify(folder)
+    assert len(made) == 4
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"steps": 1}, "--steps 1 is out of range"),
+        ({"steps": 1001}, "--steps 1001 is out of range"),
+        ({"tolerance": -0.1}, "a tolerance of -0.1 is out of range"),
+        ({"tolerance": float("nan")}, "a tolerance of nan"),
+    ],
+)
+def test_bad_arguments_are_refused_before_a_launch(folder, launches, bad, words):
+    made = launches()
+    with pytest.raises(InputError, match=words) as caught:
+        autofit.verify(folder, **bad)
+    assert caught.value.hint
+    assert not made
+
+
+def test_a_folder_without_an_answer_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"holds no autofit\.json"):
+        autofit.verify(tmp_path)
