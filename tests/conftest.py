@@ -3,6 +3,7 @@ import contextlib
 import pytest
 
 from autofit.system.fork_server import ForkServer
+from autofit.system.locks import LOCKS
 from tests.support.tiny import SUPPORT, hear_signals
 
 
@@ -12,6 +13,15 @@ def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def locks(tmp_path_factory):
+    """The locks of devices, which other tunes on this machine would hold: these tests time nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("locks")
+        patch.setenv(LOCKS, str(folder))
         yield folder
 
 

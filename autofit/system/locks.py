@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from autofit.system.errors import MachineError
+
+LOCKS = "AUTOFIT_LOCKS"
+"""The variable that names another folder for the locks of devices."""
+_SHARED = (Path("/run/lock"), Path("/tmp"), Path("/var/tmp"))  # noqa: S108 - the files are opened with care
+_UNLOCKABLE = f"can its folder be written? {LOCKS} names another folder for the locks of devices"
 
 
 @contextlib.contextmanager
@@ -22,7 +28,7 @@ def held(path: Path, message: str, hint: str) -> Iterator[None]:
     try:
         descriptor = _opened(path)
     except OSError as error:
-        raise MachineError(f"no lock at {path}: {error.strerror}", hint="set TMPDIR to a folder you own") from error
+        raise MachineError(f"no lock at {path}: {error.strerror}", hint=_UNLOCKABLE) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -36,7 +42,7 @@ def held(path: Path, message: str, hint: str) -> Iterator[None]:
 
 def _opened(path: Path) -> int:
     """The lock's file, made where it is missing; one of another user can only be read, which is enough for flock(2)."""
-    how = os.O_CLOEXEC | os.O_NOFOLLOW
+    how = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe of that name would be waited for
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | how, 0o644)
         os.fchmod(descriptor, 0o644)  # whatever the umask says, others may know of it
@@ -59,6 +65,26 @@ def _holder(descriptor: int) -> int | None:
     return None
 
 
+def _folder() -> Path:
+    """The folder for the locks of devices: one that every process of the machine finds, whoever its user is.
+
+    What one user alone can write is left out, even where that is this one: the next would look elsewhere.
+    ``TMPDIR`` is no such place: each user, job or shell may have its own.
+    """
+    given = os.environ.get(LOCKS)
+    return Path(given) if given else next(filter(_for_all, _SHARED), Path(tempfile.gettempdir()))
+
+
+def _for_all(folder: Path) -> bool:
+    """Whether every user can make files in a folder, and nobody can take those of others away."""
+    try:
+        mode = folder.stat().st_mode
+    except OSError:
+        return False
+    everyone = stat.S_IWOTH | stat.S_IXOTH | stat.S_ISVTX
+    return stat.S_ISDIR(mode) and mode & everyone == everyone and os.access(folder, os.W_OK)  # not if it is read-only
+
+
 def device_lock(device: str) -> contextlib.AbstractContextManager[None]:
     """The lock of a device, for all users of the machine: two tunes on it would time each other.
 
@@ -66,7 +92,7 @@ def device_lock(device: str) -> contextlib.AbstractContextManager[None]:
         device: ``cpu``, or a CUDA device as ``CUDA_VISIBLE_DEVICES`` calls it.
     """
     safe = "".join(letter if letter.isalnum() else "-" for letter in device)
-    path = Path(tempfile.gettempdir()) / f"autofit-{safe}.lock"
+    path = _folder() / f"autofit-{safe}.lock"
     return held(
         path,
         f"another tune is measuring on this device ({device})",

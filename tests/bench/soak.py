@@ -134,7 +134,7 @@ def main() -> int:
 def soak(root: Path, options: argparse.Namespace) -> dict:
     os.environ["PYTHONPATH"] = os.pathsep.join((str(HERE), str(HERE / "tests" / "support")))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["TMPDIR"] = str(root / "tmp")
+    os.environ["TMPDIR"] = os.environ["AUTOFIT_LOCKS"] = str(root / "tmp")
     (root / "tmp").mkdir()
     config = write_config(root / "tiny", vocab_size=1024)
     server = ForkServer(root / "server.log", "cpu", ("faulty", "tests.support.synthetic"))

@@ -37,7 +37,7 @@ def start(tiny, tmp_path):
         locks.mkdir(exist_ok=True)
         environment = {
             **os.environ,
-            "TMPDIR": str(locks),
+            "AUTOFIT_LOCKS": str(locks),
             "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",  # threads that wait for one another crawl where others compute too
         }

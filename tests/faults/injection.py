@@ -147,7 +147,7 @@ class Arena:
         number = next(self.count)
         given = [self.root / f"{number}.{name}" if path == "" else path for name, path in (("out", out), ("err", err))]
         space = () if any(option.startswith("checkpointing=") for option in more) else self.space
-        environment = {"TMPDIR": str(self.tmp), "AUTOFIT_FAULTS": str(self.scripts)}
+        environment = {"TMPDIR": str(self.tmp), "AUTOFIT_LOCKS": str(self.tmp), "AUTOFIT_FAULTS": str(self.scripts)}
         pid = self.place.warm.start(
             arguments=[
                 "tune", str(self.place.model), "--output", str(self.output), "--json", *OPTIONS, *self.options, *space,

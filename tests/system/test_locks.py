@@ -1,5 +1,7 @@
 """A lock is held by one process, and dies with it however it ends."""
 
+import contextlib
+import os
 import signal
 import stat
 import subprocess
@@ -77,11 +79,11 @@ def test_a_child_process_does_not_inherit_it(tmp_path):
 def test_a_lock_that_cant_be_made_is_a_machine_error(tmp_path):
     with pytest.raises(MachineError, match="no lock at") as caught:
         take(tmp_path / "none" / "lock")
-    assert "TMPDIR" in caught.value.hint
+    assert "AUTOFIT_LOCKS" in caught.value.hint
 
 
 def test_each_device_has_a_lock_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("AUTOFIT_LOCKS", str(tmp_path))
     with device_lock("cpu"):
         with pytest.raises(MachineError, match=r"another tune is measuring on this device \(cpu\)"), device_lock("cpu"):
             pass
@@ -89,3 +91,61 @@ def test_each_device_has_a_lock_of_its_own(tmp_path, monkeypatch):
             pass
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["autofit-GPU-0-------x-y-z.lock", "autofit-cpu.lock"]
+
+
+TAKE = """
+import sys
+from autofit.system import locks
+locks._SHARED = tuple(map(locks.Path, sys.argv[1:]))
+with locks.device_lock("cpu"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_lock_of_a_device_does_not_depend_on_tmpdir(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    without = {name: value for name, value in os.environ.items() if name != "AUTOFIT_LOCKS"}
+    with contextlib.ExitStack() as stack:
+        started = []
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            process = subprocess.Popen(
+                [sys.executable, "-c", TAKE, str(tmp_path / "none"), str(shared)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**without, "TMPDIR": str(tmp_path / name)},
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            started.append(process)
+            process.first = process.stdout.readline()
+        assert [process.first for process in started] == ["held\n", ""]
+        assert f"another tune is measuring on this device (cpu): process {started[0].pid}" in started[1].stderr.read()
+    assert [path.name for path in shared.iterdir()] == ["autofit-cpu.lock"]
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o1755])
+def test_a_folder_that_not_everyone_shares_safely_holds_no_lock_of_a_device(tmp_path, monkeypatch, mode):
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    for folder, bits in ((own, mode), (shared, 0o1777)):
+        folder.mkdir()
+        folder.chmod(bits)
+    monkeypatch.delenv("AUTOFIT_LOCKS")
+    monkeypatch.setattr("autofit.system.locks._SHARED", (own, shared))
+    with device_lock("cpu"):
+        assert list(shared.iterdir())
+        assert not list(own.iterdir())
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("elsewhere")])
+def test_what_somebody_else_has_put_there_is_no_trap(tmp_path, make):
+    path = tmp_path / "lock"
+    make(path)
+    with contextlib.suppress(MachineError):
+        take(path)
+    assert not (tmp_path / "elsewhere").exists()
