@@ -187,13 +187,14 @@ def covering(values, possible, seed=0):
     return rows
 
 
+FACTS = {path: facts_of("llama", launch_path=path) for path in ("trainer", "loop")}
+QUANTIZATIONS = {path: every_choice(facts)["quantization"] for path, facts in FACTS.items()}
+
+
 def can_be(row):
     """Whether the techniques let a row be."""
-    facts = facts_of("llama", launch_path=row["launch_path"])
-    offered = every_choice(facts)["quantization"]
-    return (
-        row["quantization"] in offered and technique("quantization").conflict(row["quantization"], row, facts) is None
-    )
+    value, path = row["quantization"], row["launch_path"]
+    return value in QUANTIZATIONS[path] and technique("quantization").conflict(value, row, FACTS[path]) is None
 
 
 COMBINATIONS = covering(

@@ -8,16 +8,14 @@ from autofit.machine import gpu_catalogue
 from autofit.machine.gpu_catalogue import cards, find, matching
 from autofit.system.errors import InputError
 from autofit.system.units import GIB, MIB
+from tests.support.looped import looped
 
 ALL = cards()
 BY_NAME = {card.name: card for card in ALL}
+each_card = looped(card=BY_NAME)
 
 
-@pytest.fixture(params=ALL, ids=lambda card: card.name)
-def card(request):
-    return request.param
-
-
+@each_card
 def test_memory_is_what_such_a_card_has(card):
     assert 3 * GIB <= card.nominal_bytes <= 288 * GIB
     if card.usable_bytes is not None:
@@ -27,12 +25,14 @@ def test_memory_is_what_such_a_card_has(card):
     assert card.memory_bytes in {card.usable_bytes, card.nominal_bytes}
 
 
+@each_card
 def test_bandwidth_is_that_of_its_kind_of_memory(card):
     assert 90e9 <= card.bandwidth_bytes_per_second <= 8e12
     seconds = card.nominal_bytes / card.bandwidth_bytes_per_second
     assert 0.01 < seconds < 0.1, "no card reads its whole memory faster or slower than that"
 
 
+@each_card
 def test_rates_rise_as_precision_falls(card):
     known = [rate for rate in (card.fp32, card.tf32, card.fp16, card.fp8) if rate]
     assert known == sorted(known)
@@ -42,10 +42,12 @@ def test_rates_rise_as_precision_falls(card):
     assert (card.tf32 or card.fp32) <= (card.fp16 or card.fp32)
 
 
+@each_card
 def test_flops_for_each_byte_are_those_of_a_gpu(card):
     assert 10 < card.rate("fp16") / card.bandwidth_bytes_per_second < 700
 
 
+@each_card
 def test_a_unit_is_there_from_its_generation_on(card):
     if card.capability is None:
         return
@@ -54,6 +56,7 @@ def test_a_unit_is_there_from_its_generation_on(card):
     assert (card.fp8 is not None) == (card.capability >= (8, 9))
 
 
+@each_card
 def test_precisions_are_those_that_a_probe_of_the_device_finds(card):
     own = card.precisions()
     assert own[0] == "fp32"
@@ -64,20 +67,24 @@ def test_precisions_are_those_that_a_probe_of_the_device_finds(card):
         assert all(card.peak(precision) for precision in own)
 
 
+@each_card
 def test_a_rate_is_there_for_every_precision(card):
     for precision in ("fp32", "tf32", "fp16", "bf16", "fp8"):
         assert card.rate(precision) == (card.peak(precision) or card.fp32)
 
 
+@each_card
 def test_it_has_a_source(card):
     assert len(card.source) > 10
 
 
+@each_card
 def test_its_own_name_finds_it(card):
     assert find(card.name) == card
     assert find(card.name.upper()) == card
 
 
+@each_card
 def test_its_drivers_name_and_total_find_it(card):
     assert card.driver_names
     for name in card.driver_names:
