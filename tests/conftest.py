@@ -9,10 +9,12 @@ from tests.support.tiny import SUPPORT, hear_signals
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """Traces of the tests are kept away from the user's, and shared among the tests."""
+    """Traces and the locks of devices are kept away from the user's, and shared among the tests of a process."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        patch.setattr("tempfile.tempdir", None)
         yield folder
 
 

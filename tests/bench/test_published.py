@@ -32,6 +32,7 @@ def row(model, measured, **told):
     return Row(model=model, measured_gb=str(measured), **{**common, **told})
 
 
+pytestmark = pytest.mark.slow
 ROWS = [
     row("phi-1.5", 4.82, seqlen="longest Alpaca sample = 1044 tok"),
     row("Llama 2", 14.14, params="7 B / trainable 4,194,304", seqlen="1304 tok", precision="bf16-true + bnb.nf4"),

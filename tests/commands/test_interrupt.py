@@ -17,7 +17,7 @@ from autofit.output import document as documents
 from autofit.training.runner import finished
 from tests.support.tiny import REPOSITORY, alive, gone, offspring, wait_until, write_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
 PATIENT = 240.0
 TRIALS = 5
 

@@ -18,6 +18,7 @@ from autofit.costmodel.recorder import Recorder
 from autofit.costmodel.roofline import KINDS
 from autofit.costmodel.timeline import CATEGORIES, lengthen
 from autofit.registry import technique, techniques
+from tests.support.cases import some_slow
 from tests.support.traced import CONFIGS, PLAIN, Lab, every_choice, facts_of, traced_plan
 
 THREE = ("llama", "gpt2", "gemma2")
@@ -125,8 +126,9 @@ def like_the_whole(lab, plan, rows=5):
         np.testing.assert_allclose(getattr(tape, name).sum(axis=0), getattr(whole.tape, name).sum(axis=0))
 
 
-@pytest.mark.parametrize(("config", "device", "precision", "checkpointing"), LENGTHENED)
-def test_a_lengthened_trace_is_that_of_the_whole_model(labs, config, device, precision, checkpointing):
+@pytest.mark.parametrize("case", some_slow(LENGTHENED, lambda case: "deep" not in case[0], ids="-".join))
+def test_a_lengthened_trace_is_that_of_the_whole_model(labs, case):
+    config, device, precision, checkpointing = case
     like_the_whole(
         labs(config, device=device), PLAIN.replaced(micro_batch=2, precision=precision, checkpointing=checkpointing)
     )
@@ -239,13 +241,16 @@ def test_the_combinations_are_all_that_a_cpu_can_have(labs):
         assert {row[name] for row in COMBINATIONS} == set(values)
 
 
-@pytest.mark.parametrize("number", range(len(COMBINATIONS)), ids=lambda n: "-".join(map(str, COMBINATIONS[n].values())))
-@pytest.mark.parametrize("config", THREE)
-def test_a_trace_needs_what_real_tensors_need(labs, config, number):
+@pytest.mark.parametrize(
+    "number",
+    some_slow(range(len(COMBINATIONS)), lambda n: n < 6, ids=lambda n: "-".join(map(str, COMBINATIONS[n].values()))),
+)
+def test_a_trace_needs_what_real_tensors_need(labs, number):
     row = dict(COMBINATIONS[number])
-    lab = labs(config, launch_path=row.pop("launch_path"))
+    lab = labs(THREE[number % len(THREE)], launch_path=row.pop("launch_path"))
+    choices = every_choice(lab.facts)
     for name, value in row.items():
-        if value not in every_choice(lab.facts).get(name, [value]):
+        if value not in choices.get(name, [value]):
             row[name] = PLAIN[name]
     plan = PLAIN.replaced(**row)
     tape = lab.real(plan)

@@ -6,6 +6,7 @@ in whole tunes, several times over, and makes the table.
 
 import contextlib
 import dataclasses
+from operator import attrgetter
 
 import psutil
 import pytest
@@ -16,8 +17,10 @@ from autofit.search.loop import Campaign
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
 from tests.faults.injection import FAULTS, Impossible, Place, survives
+from tests.support.cases import some_slow
 from tests.support.tiny import GIB, PLAIN, describe, write_config
 
+pytestmark = pytest.mark.serial
 EVERY_DAY = {
     "the process that starts trials dies",
     "disk full: a trial's folder",
@@ -53,7 +56,7 @@ def workshop(server, tmp_path_factory):
     return config, facts, space.build(facts)
 
 
-@pytest.mark.parametrize("one", [pytest.param(one, id=one.name) for one in IN_TRIALS])
+@pytest.mark.parametrize("one", some_slow(IN_TRIALS, lambda one: "out of memory" in one.name, ids=attrgetter("name")))
 def test_a_trial_s_fault_is_an_outcome_and_the_trial_is_repeated(one, workshop, server, tmp_path, row):
     config, facts, plans = workshop
     told, notes, trials = row(one), [], []
@@ -89,8 +92,9 @@ def place(tmp_path_factory):
         yield made
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("one", [pytest.param(one, id=one.name) for one in IN_TUNES])
+@pytest.mark.parametrize(
+    "one", some_slow(IN_TUNES, lambda one: one.name == "journal: garbage in the middle", ids=attrgetter("name"))
+)
 def test_a_tune_survives(one, row, request):
     told = row(one)
     if one.name not in EVERY_DAY and not request.config.getoption("--all-faults"):

@@ -8,7 +8,7 @@ from autofit.machine import gpu_catalogue
 from autofit.machine.gpu_catalogue import cards, find, matching
 from autofit.system.errors import InputError
 from autofit.system.units import GIB, MIB
-from tests.support.looped import looped
+from tests.support.cases import looped
 
 ALL = cards()
 BY_NAME = {card.name: card for card in ALL}

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import importlib
 import inspect
+import itertools
 import json
 import math
 import re
@@ -44,7 +45,7 @@ from autofit.training.measure import RECOMPILED
 from autofit.training.observer import _unwrapped, compiled_graphs
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
-from tests.support.looped import looped
+from tests.support.cases import looped
 from tests.support.synthetic import GIB, Landscape, cpu_facts, cuda_facts, model
 from tests.support.tiny import describe, write_config
 from tests.support.traced import like_a_process_of_its_own
@@ -407,16 +408,43 @@ def to_be_had(one, facts):
     return [choice.value for choice in one.choices(facts) if choice.status != "withheld"]
 
 
-ON_BOTH_PATHS = ("checkpointing", "kernels", "optimizer")
+PATHS = ("trainer", "loop")
+READ_THE_PATH = {"checkpointing", "kernels", "optimizer"}
 """Techniques whose :meth:`apply` reads the launch path."""
 
 
+BY_DEFAULT = {"bf16", "nf4", "selective"}
+
+
 def real():
-    """Every value on one model after the other by one launch path or the other, where it matters by both."""
-    turns = itertools.cycle(itertools.product(("trainer", "loop"), MODELS))
+    """Every value on one model or another, by one launch path or, where its technique reads the path, by both."""
+    turn = itertools.count()
     for one in techniques():
-        for value in dict.fromkeys(value for path in PATHS for name in MODELS for value in to_be_had(one, tiny(path, name))):
-            left = ["trainer", "loop"] if one.name in ON_BOTH_PATHS else ["trainer or loop"]
+        places = {}
+        for path, name in itertools.product(PATHS, MODELS):
+            for value in to_be_had(one, tiny(path, name)):
+                places.setdefault(value, []).append((path, name))
+        for value, possible in places.items():
+            groups = [[place for place in possible if place[0] == path] for path in PATHS]
+            for group in groups if one.name in READ_THE_PATH else [possible]:
+                if group:
+                    path, name = group[next(turn) % len(group)]
+                    yield name, path, one, value
+
+
+REAL = [
+    pytest.param(
+        name,
+        path,
+        one,
+        value,
+        id=f"{one.name}={value} on {name} by {path}",
+        marks=() if value in BY_DEFAULT else pytest.mark.slow,
+    )
+    for name, path, one, value in real()
+]
+
+
 WITHOUT_CODE = """
 import json
 from autofit.worker import JOB
@@ -692,6 +720,7 @@ def test_without_a_compiler_nothing_is_compiled(name, changes, reason):
         assert reason in why
 
 
+@pytest.mark.slow
 def test_a_compiled_plan_compiles_in_the_warm_up_alone(run):
     for path, value in (("trainer", "regions"), ("loop", "model")):
         outcome = run(path, technique("compile"), value).outcome

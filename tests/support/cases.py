@@ -1,11 +1,15 @@
-"""Many cheap cases in one test, where an item each would cost more than the case."""
+"""How many cases of a test are run, and when."""
 
 import functools
 import inspect
 
+import pytest
+
 
 def looped(**cases):
-    """Calls a test with every case in turn; a failure names the case, and the others run all the same.
+    """Calls a test with every case in turn, for cases that cost less than an item of pytest's.
+
+    A failure names its case, and the other cases are run all the same.
 
     Args:
         cases: The test's argument, and its values by name.
@@ -26,3 +30,14 @@ def looped(**cases):
         return run
 
     return decorate
+
+
+def some_slow(values, always, ids=str):
+    """Parameters of which only some are run by default; the others are marked ``slow``.
+
+    Args:
+        values: All of them.
+        always: Which ones are run by default: a function of the value.
+        ids: How a value is called.
+    """
+    return [pytest.param(value, id=ids(value), marks=() if always(value) else pytest.mark.slow) for value in values]
