@@ -22,7 +22,7 @@ from autofit.output import document as documents
 from autofit.output.emit import ARGUMENTS, YAML
 from autofit.system import strict_json, units
 from autofit.system.errors import InputError, MachineError
-from autofit.system.files import source_root
+from autofit.system.files import helper_environment
 from autofit.system.redact import redacted
 from autofit.training.launch_environment import check_environment
 
@@ -201,12 +201,7 @@ def _launch(
             "--config_file", str(folder / YAML),
             str(script), str(folder), str(result), str(steps),
         )  # fmt: skip
-        here = str(source_root())
-        environment = {
-            **os.environ,
-            **shown,
-            "PYTHONPATH": os.pathsep.join(p for p in (here, os.environ.get("PYTHONPATH")) if p),
-        }
+        environment = helper_environment({**os.environ, **shown})
         log = Path(scratch) / "log"
         try:
             with log.open("wb") as output:

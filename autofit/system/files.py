@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from autofit import _version
@@ -82,3 +82,12 @@ def usable_folder(path: Path) -> Path:
 def source_root() -> Path:
     """The folder that holds the package ``autofit``: what a helper process needs on its path."""
     return Path(_version.__file__).resolve().parent.parent
+
+
+def helper_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a helper process: it finds this package, and takes no folder of the user's for another one.
+
+    ``python -m`` searches the current folder first: a data folder called ``scipy`` would be imported as that package.
+    """
+    searched = os.pathsep.join(path for path in (str(source_root()), environment.get("PYTHONPATH")) if path)
+    return {**environment, "PYTHONPATH": searched, "PYTHONSAFEPATH": "1"}

@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 import psutil
 
 from autofit.system.errors import MachineError, ServerLost
-from autofit.system.files import source_root, write_atomically, writing
+from autofit.system.files import helper_environment, write_atomically, writing
 from autofit.system.job import JOB, Job, job_text
 from autofit.system.redact import harmless
 
@@ -85,8 +85,6 @@ class ForkServer:
         if not self.trains:
             environment["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes asks for the compiler when it is imported
             environment[_TRACES] = "1"
-        here = str(source_root())
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in (here, environment.get("PYTHONPATH")) if p)
         with writing(self.log), self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "autofit.system.fork_server", str(theirs.fileno()), self.device, *self.modules],
@@ -94,7 +92,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=helper_environment(environment),
                 start_new_session=True,
             )
         theirs.close()

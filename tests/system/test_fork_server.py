@@ -62,6 +62,20 @@ def test_a_job_runs_and_its_status_comes_back(server, tmp_path):
     assert server.import_seconds > 0
 
 
+def test_a_folder_that_is_named_like_a_package_is_not_imported_for_it(tmp_path, monkeypatch, quick_path):
+    for name in ("torch", "scipy", "psutil"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "__init__.py").write_text("raise SystemExit('a folder of the user')")
+    monkeypatch.setenv("PYTHONPATH", quick_path)
+    monkeypatch.chdir(tmp_path / "data")
+    asks = job(
+        tmp_path / "job", "import sys; (folder / 'found').write_text(repr(sys.path + sys.modules['psutil'].__path__))"
+    )
+    with contextlib.closing(ForkServer(tmp_path / "log", "cpu", ("faulty",))) as started:
+        assert started.run(asks, kill_after_seconds=PATIENT) == 0
+    assert str(tmp_path / "data") not in (asks / "found").read_text()
+
+
 def test_a_server_for_traces_loads_what_they_need_and_no_more(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     told = job(tmp_path / "job", "import json, sys; (folder / 'loaded').write_text(json.dumps(list(sys.modules)))")
