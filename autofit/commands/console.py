@@ -116,6 +116,8 @@ class ConsoleEvents:
         outcome = trial.outcome
         if isinstance(outcome, Measured):
             result = f"{outcome.samples_per_second:9.3g} samples/s  {units.size(outcome.peak_bytes):>9}"
+            if outcome.mfu is not None:
+                result += f"  MFU {outcome.mfu:.0%}"
             if best is not None and best.number == trial.number:
                 result += "  best so far"
         else:

@@ -27,6 +27,7 @@ from autofit.contract.outcome import Crashed, Measured, Outcome, OutOfMemory, Tr
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, forecast
 from autofit.costmodel.trace_store import Traces, cache_folder
+from autofit.costmodel.utilisation import Utilisation
 from autofit.machine import gpu_catalogue, other_processes
 from autofit.machine.select import choose_device, hardware_lock, left_unused
 from autofit.output import document as documents
@@ -47,7 +48,7 @@ from autofit.system.locks import held
 from autofit.system.statistics import median
 from autofit.system.tensor_cache import KEPT, Kept
 from autofit.training.equivalence import Guards, Look
-from autofit.training.runner import ProcessRunner, Runner, finished, trial_folder
+from autofit.training.runner import ProcessRunner, Rated, Runner, finished, trial_folder, unrated
 
 if TYPE_CHECKING:
     from autofit.search.decision import Decision
@@ -307,9 +308,17 @@ class _Tune:
             self._note("experts are routed by random weights here: trained ones may be less balanced, and slower")
         self.trials = list(finished(self.folder / TRIALS))
         self.spent += sum(trial.wall_seconds for trial in self.trials)
-        cast = self._forecast(plans, facts, config, server)
+        traces = Traces(facts, config, lambda: server, self.folder, cache_folder())
+        cast, rated = self._forecast(plans, facts, traces)
         runner = self.given_runner or ProcessRunner(
-            self.folder / TRIALS, facts, config, server, predicted(plans, cast), known=self.trials, note=self._note
+            self.folder / TRIALS,
+            facts,
+            config,
+            server,
+            predicted(plans, cast),
+            known=self.trials,
+            note=self._note,
+            rated=rated,
         )
         campaign = Campaign(
             facts=facts,
@@ -383,23 +392,23 @@ class _Tune:
             decision = self._guarded(decision, guards.look, campaign.playoff)
         return decision
 
-    def _forecast(self, plans: Space, facts: Facts, config: Path, server: ForkServer) -> Forecast | None:
-        """What the traces say of the plans' memory; a tune does without where they can't be made."""
+    def _forecast(self, plans: Space, facts: Facts, traces: Traces) -> tuple[Forecast | None, Rated]:
+        """What the traces say of the plans' memory and FLOPs; a tune does without where they can't be made."""
         if isinstance(self.given_runner, Replay):
-            return self.given_runner.landscape.forecast_of(plans)
+            return self.given_runner.landscape.forecast_of(plans), unrated
         if self.given_runner is not None:
-            return None
+            return None, unrated
         hardware = facts.hardware
         card = gpu_catalogue.matching(hardware.name, hardware.total_bytes)
-        traces = Traces(facts, config, lambda: server, self.folder, cache_folder())
         try:
             cast = forecast(plans, traces, facts, card, say=self.events.note)
+            rated = Utilisation(plans, traces, facts, card).rated
         except AutofitError as error:
             self._note(f"memory is not forecast: {error.message}")
-            return None
+            return None, unrated
         for why in sorted(set(traces.failed.values())):
             self._note(f"some plans have no forecast: {why}")
-        return None if np.isnan(cast.tensor_bytes).all() else cast
+        return None if np.isnan(cast.tensor_bytes).all() else cast, rated
 
     def _say_correction(self, searcher: Searcher, facts: Facts) -> None:
         """Say how the measured peaks lie to the traces."""

@@ -96,7 +96,8 @@ class Measured:
         steps: Seconds of each timed optimizer step, in order, warm-up dropped.
         training_seconds: Seconds spent in training steps, warm-up included.
         warm_up_seconds: Seconds of the steps that were dropped; what a compiler takes is in them.
-        mfu: Model FLOPs utilisation, where the device's peak rate is known.
+        mfu: Model FLOPs utilisation (:mod:`autofit.costmodel.utilisation`), as a share of one; ``None`` where the
+            device's peak rate is not known or the plan can't be traced.
         disturbance: Share of the machine's CPU time that others took while the steps were timed: other processes,
             and other guests of the host.
     """
@@ -225,6 +226,7 @@ class Promise:
     reserved_bytes: int
     outside_bytes: int
     limit_bytes: int
+    mfu: float | None = None
 
 
 OUTCOME: TypeAdapter[Any] = TypeAdapter(Outcome)

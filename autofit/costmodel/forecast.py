@@ -199,7 +199,7 @@ def forecast(
         families = families_of(space, one_row_apart=True)
     believed = beside(facts.hardware)
     likest_of = {family: _traceable(family) for family in families}
-    unchecked = map(_unchecked, likest_of.values()) if believed.heap_share else ()
+    unchecked = map(without_checkpointing, likest_of.values()) if believed.heap_share else ()
     traces.prepare([*families, *likest_of.values(), *unchecked], say)
     count = len(space.plans)
     tensors, seconds = np.full(count, np.nan), np.full(count, np.nan)
@@ -212,11 +212,11 @@ def forecast(
         if likest is None:
             continue
         micro, optimizer = likest
-        whole, _ = traces.parts(_unchecked(likest_of[family])) or likest
+        whole, _ = traces.parts(without_checkpointing(likest_of[family])) or likest
         rows = np.array([int(space.plans[place]["micro_batch"]) for place in members])
         accumulation = np.array([int(space.plans[place]["accumulation"]) for place in members])
         activations[members] = whole.activation_bytes_per_row() * rows
-        micro_step = _as_computed(micro.work(rows.astype(np.float64)), family, facts)
+        micro_step = as_computed(micro.work(rows.astype(np.float64)), family, facts)
         amounts = roofline.amounts(micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation)
         host_offload = None if parts else _host_offload(family, micro, facts)
         if host_offload is not None:
@@ -260,7 +260,7 @@ def brought_bytes(facts: Facts, work: Floats) -> Floats:
     return np.asarray((np.nan_to_num(work) > 0) @ brought)
 
 
-def _unchecked(family: Plan) -> Plan:
+def without_checkpointing(family: Plan) -> Plan:
     """The plan without checkpointing, of many rows: all that a micro-step makes is kept for its backward pass."""
     return family.replaced(checkpointing=technique("checkpointing").baseline, micro_batch=MANY)
 
@@ -287,7 +287,7 @@ def families_of(space: Space, *, one_row_apart: bool = False) -> dict[Plan, list
     return families
 
 
-def _as_computed(totals: Totals, family: Plan, facts: Facts) -> Totals:
+def as_computed(totals: Totals, family: Plan, facts: Facts) -> Totals:
     """The work in the arithmetic of the plan: fp16 was traced as bf16, and TF32 as float32."""
     built = recipe(family, facts)
     flops, moved = totals.flops.copy(), totals.moved_bytes.copy()

@@ -147,9 +147,8 @@ def _promise_table(document: Document) -> Table:
     table.add_row("", f"{size(promise.peak_bytes)} of {size(promise.limit_bytes)}; {wording.peak_words(document)}")
     for name, count, meaning in wording.memory_parts(document):
         table.add_row("", f"{name} {size(count)}: {meaning}")
-    mfu = wording.winner_mfu(document)
-    if mfu is not None:
-        table.add_row("utilisation", f"{wording.percent(mfu)} of the device's peak FLOPs (MFU)")
+    if promise.mfu is not None:
+        table.add_row("utilisation", f"{wording.percent(promise.mfu)} of the device's peak FLOPs (MFU)")
     return table
 
 

@@ -155,6 +155,7 @@ def compose(
             reserved_bytes=measured.reserved_bytes,
             outside_bytes=measured.outside_bytes,
             limit_bytes=facts.workload.limit_bytes,
+            mfu=measured.mfu,
         ),
         reason=decision.reason,
         changes=tuple(registry.changes(decision.plan, facts)),

@@ -192,12 +192,6 @@ def times(one: Standing, other: Standing) -> str:
     return f"{one.samples_per_second / other.samples_per_second:.2f} times"
 
 
-def winner_mfu(document: Document) -> float | None:
-    """Model FLOPs utilisation of the winner's last run, where it is known."""
-    runs = [t.outcome for t in document.trials if t.plan == document.plan and isinstance(t.outcome, Measured)]
-    return runs[-1].mfu if runs else None
-
-
 def memory_parts(document: Document) -> list[tuple[str, int, str]]:
     """What stands beside the peak on CUDA: name, bytes, meaning. Empty on a CPU, where they are all the peak."""
     promise = document.promise

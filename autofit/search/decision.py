@@ -136,10 +136,6 @@ def _contenders(
             refused.append(f"Refused: {plan.words()} trains otherwise than a plain plan: {otherwise[plan]}.")
         elif failures:
             refused.append(f"Refused: {plan.words()} ran once, and {failures[-1].kind} another time.")
-        elif pooled.mfu is not None and pooled.mfu > 1:
-            refused.append(
-                f"Refused: {plan.words()} was timed at {pooled.mfu:.0%} of the device's peak rate, which can't be."
-            )
         else:
             contenders.append(Contender(plan=plan, measured=pooled))
     contenders.sort(key=lambda one: (one.measured.step_seconds, one.measured.peak_bytes, extras(one.plan)))
@@ -167,14 +163,13 @@ def _failures(tried: Sequence[Trial]) -> list[Outcome]:
 
 
 def pool(runs: Sequence[Measured]) -> Measured:
-    """All measurements of a plan as one: times of the best fidelity, memory and MFU at their most."""
+    """All measurements of a plan as one: times of the best fidelity, memory at its most."""
     whole = [run for run in runs if run.fidelity == "whole"] or list(runs)
     timed = [run for run in whole if not run.disturbed and not run.paused] or whole
     newest = timed[-1]
     steps = tuple(step for run in timed for step in run.steps)
     seconds = median(steps) if steps else median([run.step_seconds for run in timed])
     change = newest.step_seconds / seconds
-    mfus = [run.mfu for run in timed if run.mfu is not None]
     return dataclasses.replace(
         newest,
         step_seconds=seconds,
@@ -189,7 +184,7 @@ def pool(runs: Sequence[Measured]) -> Measured:
         host_bytes=max(run.host_bytes for run in runs),
         training_seconds=sum(run.training_seconds for run in runs),
         alloc_retries=max(run.alloc_retries for run in runs),
-        mfu=max(mfus) if mfus else None,
+        mfu=None if newest.mfu is None else newest.mfu * change,
         notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
     )
 

@@ -45,6 +45,14 @@ _NEARLY_FULL = 0.85
 _CLIFF = 3.0
 """Times as long as with fewer rows: no arithmetic is, a bus is."""
 
+Rated = Callable[[Plan, Measured], Outcome]
+"""Given what was measured of a plan; returns it with its MFU, or why it can't have been."""
+
+
+def unrated(_: Plan, outcome: Measured) -> Outcome:
+    """The outcome as it is, where nobody counted the plan's FLOPs."""
+    return outcome
+
 
 class Runner(Protocol):
     """Turns plans into outcomes; the seam through which recorded devices are replayed."""
@@ -66,6 +74,7 @@ class ProcessRunner:
         predicted: Peak bytes of each plan by its trace, to stand beside what is measured.
         known: The trials so far, to hold a new one against.
         note: Told of what is worth a line.
+        rated: Puts the MFU into what was measured, or says why it can't have been.
     """
 
     def __init__(
@@ -78,7 +87,9 @@ class ProcessRunner:
         *,
         known: Sequence[Trial] = (),
         note: Callable[[str], None] = lambda _: None,
+        rated: Rated = unrated,
     ) -> None:
+        self.rated = rated
         self.predicted = predicted or {}
         self.known = known
         self.note = note
@@ -129,6 +140,8 @@ class ProcessRunner:
             limit = self.facts.workload.limit_bytes
             peak = max(outcome.peak_bytes, limit)
             outcome = OutOfMemory(where="device", phase="forward", limit_bytes=limit, peak_bytes=peak)
+        if isinstance(outcome, Measured):
+            outcome = self.rated(plan, outcome)
         trial = Trial(
             number=number,
             plan=plan,

@@ -171,7 +171,7 @@ def document(
                 key: getattr(best, key)
                 for key in (
                     "samples_per_second", "tokens_per_second", "step_seconds", "step_seconds_spread",
-                    "peak_bytes", "allocated_bytes", "reserved_bytes", "outside_bytes", "limit_bytes",
+                    "peak_bytes", "allocated_bytes", "reserved_bytes", "outside_bytes", "limit_bytes", "mfu",
                 )
             },
         ),

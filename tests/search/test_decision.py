@@ -120,11 +120,11 @@ def test_where_finals_were_measured_a_finalist_wins():
     assert choose.decide(trials, LIMIT).plan == BF16
 
 
-def test_more_than_the_device_can_is_refused():
-    decision = choose.decide([run(0, BF16, 0.1, mfu=1.2), run(1, PLAIN, 1.0, mfu=0.4)], LIMIT)
-    assert decision.plan == PLAIN
-    assert "120%" in decision.reason
-    assert choose.decide([run(0, BF16, 0.1, mfu=1.2)], LIMIT) is None
+def test_utilisation_is_that_of_the_pooled_step():
+    trials = [run(0, BF16, 1.0, purpose="final", mfu=0.6), run(1, BF16, 1.5, purpose="final", mfu=0.4)]
+    pooled = choose.decide(trials, LIMIT).measured
+    assert pooled.mfu * pooled.step_seconds == pytest.approx(0.6)
+    assert choose.decide([run(0, BF16, 1.0)], LIMIT).measured.mfu is None
 
 
 def test_who_was_disturbed_whenever_measured_is_measured_again_beside_one_that_was_not():

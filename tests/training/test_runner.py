@@ -439,6 +439,17 @@ def test_quantized_weights_are_kept_for_the_trials_after_it(try_plan, tmp_path):
     assert all(isinstance(trial.outcome, Measured) for trial in (first, second)), (first, second)
 
 
+def test_what_is_rated_stands_in_the_trial_s_file(server, tmp_path, facts_of):
+    config, facts = facts_of()
+    refused = Crashed(reason="faster than the device")
+    for number, rated in enumerate((lambda _, outcome: dataclasses.replace(outcome, mfu=0.5), lambda *_: refused)):
+        runner = ProcessRunner(tmp_path / "trials", facts, config, server, rated=rated)
+        runner.run(number, PLAIN, QUICK, purpose="search", limit_seconds=300)
+    first, second = (trial.outcome for trial in finished(tmp_path / "trials"))
+    assert first.mfu == 0.5
+    assert second == refused
+
+
 def test_a_folder_that_can_not_be_written_is_the_machine_s_fault(server, tmp_path, facts_of):
     config, facts = facts_of()
     (tmp_path / "trials").write_text("a file")

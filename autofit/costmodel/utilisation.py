@@ -1,0 +1,110 @@
+"""Model FLOPs utilisation (MFU) of a measured plan, and the refusal of steps that no device can be so fast at.
+
+The FLOPs are those that the plan's traces count, and the rates are a card's dense peaks (``machine/cards.json``):
+
+- **Model FLOPs**: matrix products and attention of the forward and backward pass of what is trained, as if nothing were
+  recomputed. They come from the trace of the same plan without checkpointing, less the product that the backward pass
+  of fused attention repeats. Attention counts over the whole square, also under a causal mask, as in PaLM (arXiv
+  2204.02311, appendix B) and torchtitan. fp32's fused attention is not told apart from other products, so that its
+  repeated one is counted.
+- **Executed FLOPs**: what the plan's own trace counts, recomputation included, at least: a causal kernel leaves out
+  half of the square.
+
+Nothing is said of a device that is not in the catalogue, of a precision without a known peak, and of a plan that can't
+be traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autofit.contract.outcome import Crashed, Measured
+from autofit.costmodel.forecast import as_computed, families_of, without_checkpointing
+from autofit.costmodel.roofline import KINDS, Numbers, Totals
+from autofit.registry import recipe as recipe_of
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Plan
+    from autofit.contract.recipe import Recipe
+    from autofit.costmodel.trace_store import Traces
+    from autofit.machine.gpu_catalogue import Card, Precision
+    from autofit.space import Space
+
+_PRODUCTS = KINDS.index("other")
+"""The kinds before it are matrix products and attention: those that a card's peak rates are of."""
+_ATTENTION = KINDS.index("attention")
+_UNREPEATED = 6 / 7
+"""Of fused attention: two products forward and five backward, one of which makes the scores again."""
+_CAUSAL = 0.5
+HEADROOM = 1.1
+"""A card may be faster than its datasheet's clock: a GeForce was seen at 106 % (:class:`~.gpu_catalogue.Card`)."""
+
+
+class Utilisation:
+    """Sets the MFU of what was measured, and refuses what can't have been.
+
+    Args:
+        space: The plans that will be asked about.
+        traces: Theirs; what is missing is made.
+        facts: What the plans are for.
+        card: The device, where the catalogue has it.
+
+    Raises:
+        MachineError: No process can be started to trace, or nothing can be written.
+    """
+
+    def __init__(self, space: Space, traces: Traces, facts: Facts, card: Card | None) -> None:
+        self.traces = traces
+        self.facts = facts
+        self.card = card
+        if card is not None:
+            families = families_of(space)
+            traces.prepare([*families, *map(without_checkpointing, families)])
+
+    def rated(self, plan: Plan, outcome: Measured) -> Measured | Crashed:
+        """The outcome with its MFU; ``Crashed`` where its steps are shorter than the device's peak rates allow."""
+        card, own = self.card, self.traces.parts(plan)
+        unrepeated = self.traces.parts(without_checkpointing(plan))
+        if card is None or own is None or unrepeated is None:
+            return outcome
+        built = recipe_of(plan, self.facts)
+        rows, times = np.array([float(built.micro_batch)]), built.accumulation
+        executed = times * _flops(as_computed(own[0].work(rows), plan, self.facts)) + _flops(own[1].work())
+        least_seconds = _least_seconds(card, executed)
+        if outcome.step_seconds * HEADROOM < least_seconds:
+            return Crashed(
+                reason=f"its steps were timed at {outcome.step_seconds:.3g} s, where the peak rates of {card.name} "
+                f"allow no less than {least_seconds:.3g} s: a bug of the measurement, not a fast plan"
+            )
+        peak = card.peak(compute_precision(built))
+        if not peak:
+            return outcome
+        flops = times * _flops(as_computed(unrepeated[0].work(rows), plan, self.facts))
+        flops[_ATTENTION] *= _UNREPEATED
+        return dataclasses.replace(outcome, mfu=float(flops.sum()) / (peak * outcome.step_seconds))
+
+
+def compute_precision(recipe: Recipe) -> Precision:
+    """The arithmetic of most of a plan's matrix products."""
+    if recipe.mixed_precision == "fp16":
+        return "fp16"
+    if recipe.mixed_precision == "bf16" or recipe.weights_dtype == "bfloat16":
+        return "bf16"
+    return "tf32" if recipe.tf32 else "fp32"
+
+
+def _flops(totals: Totals) -> Numbers:
+    """Of each kind that has a peak rate, summed over what else there is."""
+    flops = np.atleast_2d(totals.flops)[:, :_PRODUCTS]
+    return np.asarray(flops.sum(axis=0))
+
+
+def _least_seconds(card: Card, flops: Numbers) -> float:
+    """Of so many FLOPs of each kind at the card's peaks; 0 of a kind whose peak is not known."""
+    halves = max(card.peak("bf16") or 0.0, card.peak("fp16") or 0.0)
+    peaks = [card.fp32, card.peak("tf32"), card.peak("bf16"), card.peak("fp16"), halves / _CAUSAL]
+    return sum(float(count) / peak for count, peak in zip(flops, peaks, strict=True) if peak)
