@@ -55,7 +55,7 @@ from autofit.system import units
 from autofit.system.errors import AutofitError, MachineError
 from autofit.system.strict_json import dump_json
 from autofit.training import runner as trials
-from tests import test_report
+from tests.output import test_report
 from tests.support.synthetic import Landscape, cpu_facts, cuda_facts
 from tests.support.tiny import CONFIGS
 

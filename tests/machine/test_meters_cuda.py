@@ -16,7 +16,7 @@ from autofit.commands import doctor, request, verify
 from autofit.contract import placement
 from autofit.contract.outcome import Evidence
 from autofit.costmodel.jobs import TraceJob
-from autofit.machine import describe, meters, select
+from autofit.machine import describe, jobs, meters, select
 from autofit.machine.jobs import DescribeJob
 from autofit.machine.meters import CeilingBroken, CudaMeter, out_of_memory
 from autofit.registry import recipe as recipe_of
@@ -307,7 +307,7 @@ def test_a_device_that_is_there_and_can_t_be_used_is_the_machine_s_fault(tmp_pat
     def refuse(_):
         raise RuntimeError(said)
 
-    monkeypatch.setattr(describe, "describe_hardware", refuse)
+    monkeypatch.setattr(jobs, "describe_hardware", refuse)
     config = write_config(tmp_path / "model")
     job = DescribeJob(name="tiny", config=str(config), device="cuda", trust_remote_code=False)
     (tmp_path / "job.json").write_text(job_text(job))

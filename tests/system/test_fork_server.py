@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -418,12 +420,17 @@ def test_the_server_loads_torch_and_leaves_the_device_alone(tmp_path, monkeypatc
     assert seen["device_files"] == []
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    RESULT: ClassVar[str] = "answer"
+    config: str
+
+
 def test_ask_gives_the_answer_and_leaves_nothing(server, tmp_path):
     script = "import json; (folder / 'answer').write_text((folder / 'job.json').read_text())"
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "fault.py").write_text(script)
-    question = json.dumps({"config": str(tmp_path / "config")})
-    with server.ask(tmp_path, question, "answer") as answer:
+    with server.ask(tmp_path, Question(config=str(tmp_path / "config"))) as answer:
         assert answer == {"config": str(tmp_path / "config")}
     assert [entry.name for entry in tmp_path.iterdir()] == ["config"]
 
@@ -432,7 +439,7 @@ def test_ask_without_an_answer_is_an_error_that_names_the_log(server, tmp_path):
     (tmp_path / "fault.py").write_text("import sys; print('its last words', file=sys.stderr); sys.exit(3)")
     with (
         pytest.raises(MachineError, match="ended with status 1 and no answer: SystemExit: 3") as caught,
-        server.ask(tmp_path, json.dumps({"config": str(tmp_path)}), "answer"),
+        server.ask(tmp_path, Question(config=str(tmp_path))),
     ):
         pass
     assert caught.value.hint == f"its log is {tmp_path / 'failed-job.log'}"
