@@ -16,6 +16,7 @@ from autofit.costmodel.jobs import RatesJob
 from autofit.machine.jobs import DescribeJob
 from autofit.output import document as documents
 from autofit.output.setup import installed
+from autofit.search.samplers import check_sampler
 from autofit.system import strict_json, units
 from autofit.system.errors import InputError, MachineError, ModelError
 from autofit.system.files import write_atomically
@@ -26,7 +27,6 @@ from autofit.training.runner import finished
 
 REQUEST = documents.REQUEST
 TRIALS = "trials"
-SAMPLERS = ("autofit", "tpe", "gp", "random", "grid")
 DEFAULT_CEILING = 0.92
 
 
@@ -111,8 +111,7 @@ def check(request: Request, settings: Search) -> None:
     if request.memory_limit is not None:
         units.parse_limit(request.memory_limit, 1 << 40)
         units.check_unit(request.memory_limit, "--memory-limit")
-    if settings.sampler not in SAMPLERS:
-        raise InputError(f"--sampler {settings.sampler!r} is not known", hint="known: " + ", ".join(SAMPLERS))
+    check_sampler(settings.sampler)
     if settings.record is not None and not settings.record.absolute().parent.is_dir():
         raise InputError(f"--record {str(settings.record)!r}: no folder to write into", hint="make it first")
     space.parse_allowed(settings.allowed)

@@ -412,7 +412,7 @@ class _Tune:
 
     def _say_correction(self, searcher: Searcher, facts: Facts) -> None:
         """Say how the measured peaks lie to the traces."""
-        found = searcher.correction()
+        found = searcher.peak_posterior()
         brought = "".join(
             f", and {units.size(taken)} for the kernels of {kind.removeprefix('matmul ')}"
             for kind, taken in facts.brought_bytes.items()

@@ -172,7 +172,7 @@ class Campaign:
         """
         plain = [plan for plan in self.space.plans if not decision.extras(plan)]
         for _ in range(min(BASELINES, most_trials - self._tried())):
-            plan, left = searcher.foremost(plain), self.left()
+            plan, left = searcher.fastest_untried(plain), self.left()
             if plan is None or (left is not None and left < self._playoff_seconds() + max(self._walls(), default=0.0)):
                 return
             searcher.tell(self.run(plan, Effort(), "search"))

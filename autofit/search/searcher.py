@@ -1,30 +1,19 @@
 """Which plan next: Optuna's ask and tell over the space; no device.
 
-Whatever the sampler, a plan is asked once, and one that is known not to fit never: with all else but accumulation
-equal, the rows at or above a micro-batch that broke the ceiling.
+Whatever the sampler (:mod:`autofit.search.samplers`), a plan is asked once, and one that is known not to fit never:
+with all else but accumulation equal, the rows at or above a micro-batch that ran out of memory.
 
-============  =======================================================================================
-``autofit``   the default, :class:`~autofit.search.sampler.AutofitSampler`; the only one that stops by itself
-``tpe``       Optuna's tree-structured Parzen estimator
-``gp``        Optuna's Gaussian process; needs scipy
-``random``    plans at random
-``grid``      every plan, in the space's order
-============  =======================================================================================
-
-Optuna's own samplers propose knobs that know nothing of one another. A proposal that is no plan of the space, or is
-known not to fit, is told as an infeasible one without running it; one that was tried before is told as failed,
-which teaches nothing; after 50 of them in a row, or after the first once a hundred trials were made, a plan that was
-not tried is drawn.
+Optuna's own samplers propose each technique's value independently. A proposal that is no plan of the space, or is known
+not to fit, is told as infeasible without running it; one that was tried before is told as failed, which they ignore;
+after 50 of them in a row, or after the first once a hundred trials were made, a random untried plan is taken.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal, get_args
 
 import numpy as np
 import optuna
@@ -32,33 +21,25 @@ from optuna.trial import TrialState
 
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Trial
-from autofit.contract.plan import Plan, Value
-from autofit.contract.technique import Kind
+from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast
-from autofit.registry import technique
 from autofit.search import study as journal
-from autofit.search.sampler import (
-    CAUTION,
-    LIKELY,
-    LIKELY_WORKS,
-    Advice,
-    AutofitSampler,
-    believe,
-    excluded,
-    needed,
-    observations,
-)
-from autofit.search.surrogate import FOLLOWS, ROWS, Needs, encode
+from autofit.search.risk import FIT_POWER, LIKELY_FITS
+from autofit.search.sampler import LIKELY_RUNS, AutofitSampler
+from autofit.search.samplers import make_sampler
+from autofit.search.surrogate.features import ACCUMULATION, MICRO_BATCH
+from autofit.search.surrogate.observation import Observation, observations
+from autofit.search.surrogate.peak_model import PeakPosterior
+from autofit.search.surrogate.posterior import excluded, peak_posterior, posterior, surrogate
 from autofit.search.tradeoffs import Expected
 from autofit.space import Space
-from autofit.system.errors import InputError, MachineError, near
+from autofit.system.errors import MachineError
 
-SamplerName = Literal["autofit", "tpe", "gp", "random", "grid"]
 _REJECTIONS = 50
-_ABOUT_AS_FAST = 0.03
-"""As the logarithm of seconds."""
 _MANY, _LATE_REJECTIONS = 100, 1
 """After so many trials a proposal is hardly ever new, and each one that is rejected makes the journal longer."""
+_AS_FAST = 0.03
+"""As the logarithm of seconds."""
 
 
 class Searcher:
@@ -96,7 +77,7 @@ class Searcher:
         self.reason = ""
         self.expected_gain: float | None = None
         self._random = random.Random(seed)
-        self._encoded = study.sampler.encoded if isinstance(study.sampler, AutofitSampler) else encode(space, forecast)
+        self._model = study.sampler.model if isinstance(study.sampler, AutofitSampler) else surrogate(space, forecast)
         self._asked: dict[Plan, optuna.Trial] = {}
 
     def ask(self) -> Plan | None:
@@ -109,23 +90,23 @@ class Searcher:
             try:
                 return self._next()
             except (FileNotFoundError, *journal.UNREADABLE):
-                if not self._renewed():
+                if not self._reopened():
                     raise
                 return self._next()
 
     def _next(self) -> Plan | None:
-        trial, self.reason = self._ask()
-        if trial is None:
+        asked, self.reason = self._ask()
+        if asked is None:
             self.stopped = self.reason
             return None
-        plan = self.space.plans[self._place(trial)]
+        trial, plan = asked
         trial.set_user_attr("kind", journal.STARTED)
         trial.set_user_attr("plan", dict(plan))
         self._asked[plan] = trial
         return plan
 
-    def _renewed(self) -> bool:
-        """Open the study anew, mended by the outcomes: somebody has written into it, or taken it away."""
+    def _reopened(self) -> bool:
+        """Open the study anew, repaired from the outcomes: another process has damaged or removed it."""
         if self._reopen is None:
             return False
         self.study = self._reopen(self.study.sampler)
@@ -148,89 +129,98 @@ class Searcher:
                 else:
                     journal.tell(self.study, asked, trial, self.limit_bytes)
             except (FileNotFoundError, *journal.UNREADABLE):
-                if not self._renewed():
+                if not self._reopened():
                     raise
 
+    # -- what the models say --------------------------------------------------------------------------------------
+
     def expected(self, plan: Plan) -> Expected | None:
-        """What is believed of a plan after what was measured; ``None`` where nothing was, or it is no plan here."""
-        place = self._encoded.index.get(plan)
-        seen = observations(self.study.get_trials(deepcopy=False), self._encoded, self.limit_bytes)
-        if place is None or not any(one.verdict == "measured" for one in seen):
+        """The posterior of a plan; ``None`` where nothing was measured, or it is no plan of the space."""
+        index, observed = self._model.features.index.get(plan), self._observed()
+        if index is None or not any(one.result == "measured" for one in observed):
             return None
-        belief = believe(self._encoded, list(seen), self.limit_bytes)
+        found = posterior(self._model, observed, self.limit_bytes)
         return Expected(
-            sample_seconds=math.exp(belief.time[place]),
-            spread=float(belief.time_std[place]),
-            peak_bytes=math.exp(belief.memory[place]),
+            sample_seconds=math.exp(found.time[index]),
+            spread=float(found.time_std[index]),
+            peak_bytes=math.exp(found.peak[index]),
         )
 
-    def foremost(self, plans: Collection[Plan]) -> Plan | None:
-        """The plan that is believed to be the fastest of some that likely fit, where it was not tried yet.
+    def fastest_untried(self, plans: Collection[Plan]) -> Plan | None:
+        """Of some plans, the untried one that is expected to be the fastest of those that likely fit.
 
         Returns:
             ``None`` where one that was measured is about as fast, none likely fits, or nothing was measured at all.
         """
-        seen = observations(self.study.get_trials(deepcopy=False), self._encoded, self.limit_bytes)
-        places = np.array([self._encoded.index[plan] for plan in plans if plan in self._encoded.index], dtype=np.int64)
-        if not len(places) or not any(one.verdict == "measured" for one in seen):
+        observed, index = self._observed(), self._model.features.index
+        some = np.array([index[plan] for plan in plans if plan in index], dtype=np.int64)
+        if not len(some) or not any(one.result == "measured" for one in observed):
             return None
-        found = needed(self._encoded, seen, self.limit_bytes)
-        belief = believe(self._encoded, seen, self.limit_bytes, found)
-        out = excluded(self._encoded, seen, self.limit_bytes, found)
-        measured = [one.place for one in seen if one.verdict == "measured" and one.peak_bytes <= self.limit_bytes]
-        known = belief.time[np.intersect1d(places, measured)]
-        may = (belief.fits >= LIKELY) & (belief.works > LIKELY_WORKS) & ~out
-        likely = places[may[places] & (belief.time[places] <= known.min(initial=math.inf) - _ABOUT_AS_FAST)]
+        peaks = peak_posterior(self._model, observed, self.limit_bytes)
+        found = posterior(self._model, observed, self.limit_bytes, peaks)
+        out = excluded(self._model, observed, self.limit_bytes, peaks)
+        measured = [one.plan for one in observed if one.result == "measured" and one.peak_bytes <= self.limit_bytes]
+        known = found.time[np.intersect1d(some, measured)]
+        may = (found.fits >= LIKELY_FITS) & (found.runs > LIKELY_RUNS) & ~out
+        likely = some[may[some] & (found.time[some] <= known.min(initial=math.inf) - _AS_FAST)]
         if not len(likely):
             return None
-        return self.space.plans[int(likely[(belief.time - CAUTION * np.log(belief.fits))[likely].argmin()])]
+        return self.space.plans[int(likely[(found.time - FIT_POWER * np.log(found.fits))[likely].argmin()])]
 
-    def correction(self) -> Needs | None:
-        """How the measured peaks lie to the traces; ``None`` without traces."""
-        seen = observations(self.study.get_trials(deepcopy=False), self._encoded, self.limit_bytes)
-        return needed(self._encoded, seen, self.limit_bytes)
+    def peak_posterior(self) -> PeakPosterior | None:
+        """How the measured peaks differ from the traced ones; ``None`` without traces."""
+        return peak_posterior(self._model, self._observed(), self.limit_bytes)
 
-    def _ask(self) -> tuple[optuna.Trial | None, str]:
-        trials = self.study.get_trials(deepcopy=False)
+    def _observed(self) -> list[Observation]:
+        return observations(self.study.get_trials(deepcopy=False), self._model.features, self.limit_bytes)
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    def _ask(self) -> tuple[tuple[optuna.Trial, Plan] | None, str]:
+        """A new trial of the study with its plan, or ``None``; and why."""
         if isinstance(self.study.sampler, AutofitSampler):
-            advice: Advice = self.study.sampler.advise(trials)
-            self.expected_gain = advice.expected_gain
-            trial = None if advice.place is None else self.study.ask(dict(journal.distributions(self.space)))
-            return trial, advice.reason
-        seen = observations(trials, self._encoded, self.limit_bytes)
-        taken = excluded(self._encoded, seen, self.limit_bytes)
+            suggestion = self.study.sampler.suggest(self.study.get_trials(deepcopy=False))
+            self.expected_gain = suggestion.expected_gain
+            if suggestion.plan is None:
+                return None, suggestion.reason
+            trial = self.study.ask(dict(journal.distributions(self.space)))
+            return (trial, self.space.plans[suggestion.plan]), suggestion.reason
+        observed = self._observed()
+        taken = excluded(self._model, observed, self.limit_bytes)
         free = np.flatnonzero(~taken)
         if not len(free):
             return None, "every plan was tried or is known not to fit"
         if self.name == "grid":
-            return self._exactly(self.space.plans[free[0]]), "the next of the space"
-        tried = {one.place for one in seen}
-        patience = _REJECTIONS if len(seen) < _MANY else _LATE_REJECTIONS
+            return self._enqueued(self.space.plans[free[0]]), "the next of the space"
+        tried = {one.plan for one in observed}
+        patience = _REJECTIONS if len(observed) < _MANY else _LATE_REJECTIONS
         for _ in range(patience):
-            trial = self.study.ask(dict(self._knobs()))
-            if self._place(trial) >= 0 and not taken[self._place(trial)]:
-                return trial, f"proposed by {self.name}"
-            self._reject(trial, known=self._place(trial) in tried)
+            trial = self.study.ask(dict(self._parameters()))
+            index = self._index_of(trial)
+            if index is not None and not taken[index]:
+                return (trial, self.space.plans[index]), f"proposed by {self.name}"
+            self._reject(trial, known=index in tried)
         plan = self.space.plans[self._random.choice(free.tolist())]
-        return self._exactly(plan), f"drawn, after {patience} proposals of {self.name} that were tried or can't be"
+        return self._enqueued(plan), f"random, since {patience} proposals of {self.name} were tried or can't be"
 
-    def _knobs(self) -> dict[str, optuna.distributions.CategoricalDistribution]:
+    def _parameters(self) -> dict[str, optuna.distributions.CategoricalDistribution]:
         """The parameters of Optuna's samplers: the accumulation follows from the micro-batch."""
         every = journal.distributions(self.space)
-        return {name: one for name, one in every.items() if name != FOLLOWS or ROWS not in every}
+        return {name: one for name, one in every.items() if name != ACCUMULATION or MICRO_BATCH not in every}
 
-    def _place(self, trial: optuna.Trial) -> int:
-        """Where a proposal stands in the space, -1 for one that is no plan of it."""
+    def _index_of(self, trial: optuna.Trial) -> int | None:
+        """The index of the plan that a sampler proposed; ``None`` where the space has no such plan."""
         values = trial.params
-        if FOLLOWS in self.space.domains and FOLLOWS not in values:
-            batch = self.space.plans[0]
-            values[FOLLOWS] = int(batch[ROWS]) * int(batch[FOLLOWS]) // int(values[ROWS])
-        return self._encoded.index.get(Plan(values), -1)
+        if ACCUMULATION in self.space.domains and ACCUMULATION not in values:
+            any_plan = self.space.plans[0]
+            values[ACCUMULATION] = int(any_plan[MICRO_BATCH]) * int(any_plan[ACCUMULATION]) // int(values[MICRO_BATCH])
+        return self._model.features.index.get(Plan(values))
 
-    def _exactly(self, plan: Plan) -> optuna.Trial:
-        knobs = self._knobs()
-        self.study.enqueue_trial({name: plan[name] for name in knobs})
-        return self.study.ask(dict(knobs))
+    def _enqueued(self, plan: Plan) -> tuple[optuna.Trial, Plan]:
+        """A trial of exactly this plan."""
+        parameters = self._parameters()
+        self.study.enqueue_trial({name: plan[name] for name in parameters})
+        return self.study.ask(dict(parameters)), plan
 
     def _reject(self, trial: optuna.Trial, *, known: bool) -> None:
         trial.set_user_attr("kind", journal.REJECTED)
@@ -258,11 +248,11 @@ def open_searcher(
         folder: The output folder; the journal lies in it.
         space: The plans that may be tried.
         facts: The ceiling, and which values change the training method.
-        sampler: ``autofit``, ``tpe``, ``gp``, ``random`` or ``grid``.
+        sampler: One of :data:`~autofit.search.samplers.SAMPLERS`.
         seed: Of whatever is drawn at random.
         storage: A database URL to keep the study in, instead of a journal in the folder.
         trials: What was tried; their outcomes are the truth, the study follows them. Where the list grows with what
-            is tried later, a study that is damaged meanwhile is mended by it.
+            is tried later, a study that is damaged meanwhile is repaired from it.
         forecast: What the traces say of the plans' memory.
 
     Raises:
@@ -283,42 +273,3 @@ def open_searcher(
 
     first = study(make_sampler(sampler, space, facts, seed, forecast))
     return Searcher(space, first, sampler=sampler, limit_bytes=limit_bytes, seed=seed, forecast=forecast, reopen=again)
-
-
-def make_sampler(
-    name: str, space: Space, facts: Facts, seed: int, forecast: Forecast | None
-) -> optuna.samplers.BaseSampler:
-    """The sampler of that name.
-
-    Raises:
-        InputError: There is none, or a package that it needs is missing.
-    """
-    match name:
-        case "autofit":
-            return AutofitSampler(
-                space,
-                limit_bytes=facts.workload.limit_bytes,
-                not_first=_other_methods(space, facts),
-                seed=seed,
-                forecast=forecast,
-            )
-        case "tpe":
-            return optuna.samplers.TPESampler(seed=seed)
-        case "gp":
-            missing = [package for package in ("scipy", "torch") if importlib.util.find_spec(package) is None]
-            if missing:
-                need = " and ".join(missing)
-                raise InputError(f"--sampler gp needs {need}", hint=f"pip install {' '.join(missing)}")
-            return optuna.samplers.GPSampler(seed=seed)
-        case "random" | "grid":
-            return optuna.samplers.RandomSampler(seed=seed)
-        case _:
-            raise InputError(f"{name!r} is not a sampler", hint=near(name, get_args(SamplerName)))
-
-
-def _other_methods(space: Space, facts: Facts) -> dict[str, list[Value]]:
-    """The values, by technique, that change the training method."""
-    return {
-        name: [value for value in values if technique(name).choice(value, facts).kind == Kind.METHOD]
-        for name, values in space.domains.items()
-    }

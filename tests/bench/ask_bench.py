@@ -23,7 +23,8 @@ from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, beside
 from autofit.costmodel.roofline import WORK
 from autofit.registry import technique
-from autofit.search.sampler import AutofitSampler, Seen
+from autofit.search.sampler import AutofitSampler
+from autofit.search.surrogate.observation import Observation
 from autofit.space import Space
 from autofit.system.statistics import median
 from autofit.system.units import GIB
@@ -85,17 +86,17 @@ def main():
     seen, clock, processors = [], [], []
     for _ in range(options.trials):
         began = time.perf_counter(), time.process_time()
-        advice = sampler._advise(seen)
+        suggestion = sampler._suggest(seen)
         clock.append(time.perf_counter() - began[0])
         processors.append(time.process_time() - began[1])
-        place = int(rng.integers(len(plans.plans))) if advice.place is None else advice.place
-        peak = float(cast.device_bytes[place] * np.exp(rng.normal(0, 0.02)))
-        seconds = float(cast.work[place].sum() * np.exp(rng.normal(0, 0.01)))
-        verdict = "measured" if peak <= LIMIT else "out_of_memory"
-        seen.append(Seen(place=place, verdict=verdict, seconds=seconds, peak_bytes=peak, needed_bytes=peak))
+        plan = int(rng.integers(len(plans.plans))) if suggestion.plan is None else suggestion.plan
+        peak = float(cast.device_bytes[plan] * np.exp(rng.normal(0, 0.02)))
+        seconds = float(cast.work[plan].sum() * np.exp(rng.normal(0, 0.01)))
+        result = "measured" if peak <= LIMIT else "out_of_memory"
+        seen.append(Observation(plan=plan, result=result, seconds=seconds, peak_bytes=peak, needed_bytes=peak))
     found = {
         "plans": len(plans.plans),
-        "values": sampler.encoded.indicators.shape[1] - 1,
+        "values": len(sampler.model.features.indicators),
         "encode_seconds": round(encoded, 2),
         "ask_seconds": round(median(clock), 3),
         "ask_seconds_of_the_first_dozen": round(median(clock[:12]), 3),

@@ -35,10 +35,11 @@ from autofit.contract.outcome import TRIAL  # noqa: E402
 from autofit.costmodel.roofline import WORK  # noqa: E402
 from autofit.output.document import read  # noqa: E402
 from autofit.output.setup import installed  # noqa: E402
-from autofit.search import recording, sampler, searcher  # noqa: E402
+from autofit.search import recording, risk, sampler, searcher  # noqa: E402
 from autofit.search.events import Silent  # noqa: E402
 from autofit.search.recording import Run  # noqa: E402
 from autofit.search.study import NAME as JOURNAL  # noqa: E402
+from autofit.search.surrogate import posterior  # noqa: E402
 from autofit.system.files import write_atomically  # noqa: E402
 from autofit.system.statistics import median  # noqa: E402
 from autofit.system.strict_json import dump_json  # noqa: E402
@@ -128,9 +129,9 @@ class Ready(Silent):
 def go(folder: Path, name: str, trials: int, *, resume: bool = False) -> tuple[float, int]:
     """One tune; the seconds until it was ready, and how many trials it knew then."""
     searcher.Searcher = Watched
-    sampler.LEAST_GAIN, sampler.LEAST_TRIALS = 0.0, 10**9
-    sampler._WORTH_A_BREAK = sampler._MAYBE = sampler._WORTH_MORE = sampler._LIKELY = 0.0
-    sampler._SURELY_STDS = 1e9
+    risk.MIN_GAIN = sampler.MIN_GAIN = 0.0
+    sampler.MIN_TRIALS = 10**9
+    posterior._EXCLUDE_STDS = 1e9
     runner, events = Kept(land()), Ready()
     runner.folder = folder
     began = time.process_time()

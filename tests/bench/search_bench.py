@@ -52,7 +52,9 @@ from autofit.search import study as journal
 from autofit.search.loop import HOPELESS, Campaign
 from autofit.search.recording import Landscape, Replay, needed
 from autofit.search.sampler import AutofitSampler
-from autofit.search.surrogate import Encoded
+from autofit.search.samplers import make_sampler
+from autofit.search.surrogate import posterior
+from autofit.search.surrogate.posterior import Surrogate
 from autofit.space import Space
 from autofit.system.statistics import median
 from autofit.system.units import parse_size, size
@@ -129,9 +131,9 @@ def sampled(cell: Cell, seed: int, *, name: str, ablation: str = "") -> Iterator
     """autofit, or one of Optuna's samplers, as ``--sampler`` runs it; autofit's playoff comes last."""
     facts = cell.land.at(cell.limit_bytes)
     space, cast = ablated(cell.land.facts, cell.land.space, cell.land.forecast if name == "autofit" else None, ablation)
-    sampler = search.make_sampler(name, space, facts, seed, cast)
+    sampler = make_sampler(name, space, facts, seed, cast)
     if isinstance(sampler, AutofitSampler):
-        sampler.encoded = forgetful(sampler.encoded, ablation)
+        sampler.model = forgetful(sampler.model, ablation)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     searcher = search.Searcher(space, study, sampler=name, limit_bytes=cell.limit_bytes, seed=seed, forecast=cast)
     runner = Replay(cell.land, cell.limit_bytes, seed=seed)
@@ -295,21 +297,21 @@ def ablated(facts: Facts, space: Space, cast: Forecast | None, ablation: str) ->
     return space, replace(cast, **changes.get(ablation, {}))
 
 
-def forgetful(encoded: Encoded, ablation: str) -> Encoded:
-    """The space as numbers without what an ablation takes away."""
+def forgetful(model: Surrogate, ablation: str) -> Surrogate:
+    """The models without what an ablation takes away."""
     if ablation == "families":
-        return replace(encoded, time=replace(encoded.time, family_std=0.0, curve_std=0.0))
-    return encoded
+        return replace(model, time=replace(model.time, family_std=0.0, curve_std=0.0))
+    return model
 
 
 def without(ablation: str) -> contextlib.AbstractContextManager[None]:
     """The sampler without one of its ways."""
     changes: dict[str, tuple[Any, str, Any]] = {
-        "scouts": (AutofitSampler, "_scout", lambda *_: None),
-        "dares": (AutofitSampler, "_worth_a_dare", lambda *_: math.inf),
-        "near": (AutofitSampler, "_near", lambda *given: given[1]),
-        "doubt": (sampling, "_DOUBT", 1.0),
-        "ceilings": (sampling, "above", lambda *given: (given[0], 1e6 * given[1])),
+        "scouts": (AutofitSampler, "_feasibility_probe", lambda *_: None),
+        "dares": (sampling, "min_gain_if_infeasible", lambda *_: math.inf),
+        "near": (AutofitSampler, "_few_changes", lambda *given: given[1]),
+        "doubt": (sampling, "_STD_FACTOR", 1.0),
+        "ceilings": (posterior, "truncated_normal_update", lambda *given: (given[0], 1e6 * given[1])),
     }
     return replacing([changes[ablation]] if ablation in changes else [])
 

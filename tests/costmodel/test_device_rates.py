@@ -13,7 +13,8 @@ from autofit.costmodel.jobs import RatesJob, _timed
 from autofit.costmodel.roofline import WORK, nominal_seconds
 from autofit.machine.describe import describe_model
 from autofit.search.sampler import AutofitSampler
-from autofit.search.surrogate import encode, needs
+from autofit.search.surrogate.peak_model import traced_posterior
+from autofit.search.surrogate.posterior import surrogate
 from autofit.system.errors import MachineError
 from autofit.system.units import MIB
 from tests.support.synthetic import cpu_facts, cuda_facts, model
@@ -166,11 +167,11 @@ def cast(facts):
 def test_the_search_begins_with_the_precision_that_is_fast_here(rate, begins):
     facts = dataclasses.replace(FACTS, rates={**FACTS.rates, "matmul bf16": rate})
     sampler = AutofitSampler(SPACE, limit_bytes=1 << 50, forecast=cast(facts))
-    assert IN_BF16[sampler.advise(()).place] == begins
+    assert IN_BF16[sampler.suggest(()).plan] == begins
 
 
 def test_what_is_timed_is_believed_more_than_what_is_usual():
-    timed, usual = (encode(SPACE, cast(facts)).time for facts in (FACTS, dataclasses.replace(FACTS, rates={})))
+    timed, usual = (surrogate(SPACE, cast(facts)).time for facts in (FACTS, dataclasses.replace(FACTS, rates={})))
     assert (timed.parts_std < usual.parts_std).all()
 
 
@@ -179,10 +180,10 @@ def test_kernels_count_in_what_a_plan_needs():
     assert set(known.brought_bytes[IN_BF16]) == {64.0 * MIB}
     assert set(known.brought_bytes[~IN_BF16]) == {0.0}
     assert (known.device_bytes[IN_BF16] - known.device_bytes[~IN_BF16][0] == 64 * MIB).all()
-    encoded = encode(SPACE, known)
-    before = needs(encoded, seen=np.array([], dtype=int), peaks=np.array([]), noise=np.array([]))
+    kernel = surrogate(SPACE, known).peak_residual
+    before = traced_posterior(known, kernel, observed=np.array([], dtype=int), peaks=np.array([]), noise=np.array([]))
     assert np.allclose(before.mean, known.device_bytes)
     seen = np.flatnonzero(IN_BF16)[:2]
-    after = needs(encoded, seen=seen, peaks=known.device_bytes[seen], noise=np.full(2, 0.4))
+    after = traced_posterior(known, kernel, observed=seen, peaks=known.device_bytes[seen], noise=np.full(2, 0.4))
     assert np.allclose(after.mean, known.device_bytes), "as it was expected: nothing is learned"
     assert after.scatter == pytest.approx(0.0, abs=1e-9)

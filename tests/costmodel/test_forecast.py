@@ -10,9 +10,12 @@ from autofit.commands import tune as tuning
 from autofit.contract.outcome import Trial
 from autofit.costmodel.forecast import Beside, Forecast
 from autofit.costmodel.roofline import WORK
-from autofit.search.sampler import AutofitSampler, Seen, above, believe, excluded, needed
+from autofit.search.sampler import AutofitSampler
 from autofit.search.searcher import open_searcher
-from autofit.search.surrogate import encode, needs
+from autofit.search.surrogate.gp import truncated_normal_update
+from autofit.search.surrogate.observation import Observation
+from autofit.search.surrogate.peak_model import traced_posterior
+from autofit.search.surrogate.posterior import excluded, peak_posterior, posterior, surrogate
 from autofit.system.errors import MachineError, NothingFits
 from autofit.system.units import GIB, MIB
 from tests.support.synthetic import Landscape, cpu_facts
@@ -63,14 +66,16 @@ def cast(scale=1.0, *, untraced=()):
 
 def learned(known, places=(), peaks=(), noise=0.4):
     seen = np.array(places, dtype=np.int64)
-    return needs(encode(SPACE, known), seen=seen, peaks=np.array(peaks, dtype=float), noise=np.full(len(seen), noise))
+    kernel = surrogate(SPACE, known).peak_residual
+    noises = np.full(len(seen), noise)
+    return traced_posterior(known, kernel, observed=seen, peaks=np.array(peaks, dtype=float), noise=noises)
 
 
 def test_without_measurements_the_beliefs_stand():
     known = cast(untraced=[3])
     found = learned(known)
     assert (found.offset_bytes, found.slope, found.count) == (BESIDE.offset_bytes, BESIDE.slope, 0)
-    mean, std = found.logarithms()
+    mean, std = found.log_moments()
     traced = np.delete(known.tensor_bytes, 3)
     assert np.exp(np.delete(mean, 3)) == pytest.approx(BESIDE.offset_bytes + BESIDE.slope * traced)
     assert (np.delete(std, 3) > 0.05).all()
@@ -108,10 +113,10 @@ def test_what_a_value_brings_along_is_learned():
 def test_what_the_heap_keeps_is_learned():
     """A heap with holes: each row costs more than its tensors, in every kind of plan."""
     known = cast()
-    encoded = encode(SPACE, known)
+    features = surrogate(SPACE, known).features
     truth_of = BESIDE.offset_bytes + BESIDE.slope * known.tensor_bytes + 0.2 * known.activation_bytes
-    seen = np.flatnonzero(encoded.family == encoded.family[0])
-    others = np.flatnonzero((encoded.family != encoded.family[0]) & (encoded.rows == encoded.rows.max()))
+    seen = np.flatnonzero(features.family == features.family[0])
+    others = np.flatnonzero((features.family != features.family[0]) & (features.rows == features.rows.max()))
     found = {std: learned(dataclasses.replace(known, beside=dataclasses.replace(BESIDE, heap_share_std=std)),
                           seen, truth_of[seen]) for std in (0.0, 0.2)}  # fmt: skip
     error = {std: np.abs(one.mean - truth_of)[others].mean() for std, one in found.items()}
@@ -141,67 +146,69 @@ def test_a_broken_ceiling_tells_that_it_is_below_and_no_more():
     """A truncated normal, by drawing from it: what was believed far above the ceiling is told nothing."""
     draws = np.random.default_rng(0).normal(30.0, 5.0, 400_000)
     for limit in (20.0, 28.0, 33.0, 41.0):
-        told, noise = above(np.array([30.0]), np.array([5.0]), limit)
+        told, noise = truncated_normal_update(np.array([30.0]), np.array([5.0]), limit)
         precision = 1 / 5.0**2 + 1 / noise[0] ** 2
         beyond = draws[draws > limit]
         assert (30 / 5.0**2 + told[0] / noise[0] ** 2) / precision == pytest.approx(beyond.mean(), rel=0.01)
         assert precision**-0.5 == pytest.approx(beyond.std(), rel=0.05)
-    told, noise = above(np.array([100.0, 1.0]), np.array([5.0, 2.0]), 30.0)
+    told, noise = truncated_normal_update(np.array([100.0, 1.0]), np.array([5.0, 2.0]), 30.0)
     assert noise[0] > 1000
     assert told[1] == pytest.approx(30.0, rel=0.05)
 
 
-def test_a_scout_goes_before_what_may_not_fit():
-    """The ceiling lies where the kind that would be fastest is as likely to fit as not."""
+def test_a_feasibility_probe_precedes_a_plan_that_may_not_fit():
+    """The ceiling lies where the family that would be fastest is as likely to fit as not."""
     known, limit = cast(), FACTS.workload.limit_bytes
     sampler = AutofitSampler(SPACE, limit_bytes=limit, forecast=known)
     gains, sure = np.zeros(len(SPACE.plans)), np.ones(len(SPACE.plans), dtype=bool)
     largest = max(range(len(SPACE.plans)), key=lambda place: int(SPACE.plans[place]["micro_batch"]))
     gains[largest] = 0.5
-    advice = sampler._scout([], gains, sure)
-    scout, wanted = SPACE.plans[advice.place], SPACE.plans[largest]
-    assert scout["micro_batch"] < wanted["micro_batch"]
+    suggestion = sampler._feasibility_probe([], gains, sure)
+    probe, wanted = SPACE.plans[suggestion.plan], SPACE.plans[largest]
+    assert probe["micro_batch"] < wanted["micro_batch"]
     others = {name: value for name, value in wanted.items() if name not in {"micro_batch", "accumulation"}}
-    assert others.items() <= dict(scout).items()
-    assert wanted.words() in advice.reason
-    seen = [Seen(place=advice.place, verdict="measured", seconds=1.0, peak_bytes=1.0, needed_bytes=1.0)]
-    assert sampler._scout(seen, gains, sure) is None  # once is enough
+    assert others.items() <= dict(probe).items()
+    assert wanted.words() in suggestion.reason
+    seen = [Observation(plan=suggestion.plan, result="measured", seconds=1.0, peak_bytes=1.0, needed_bytes=1.0)]
+    assert sampler._feasibility_probe(seen, gains, sure) is None  # once is enough
 
 
 def test_a_lucky_measurement_does_not_end_the_search():
     """Of two runs of plans that are alike, one was twice as fast: the belief lies between."""
-    encoded, limit = encode(SPACE, cast()), FACTS.workload.limit_bytes
-    places = [place for place in range(len(SPACE.plans)) if encoded.family[place] == encoded.family[0]][:3]
+    model, limit = surrogate(SPACE, cast()), FACTS.workload.limit_bytes
+    places = [place for place in range(len(SPACE.plans)) if model.features.family[place] == model.features.family[0]][
+        :3
+    ]
     seen = [
-        Seen(place=place, verdict="measured", seconds=seconds, peak_bytes=GIB, needed_bytes=GIB, noise=0.3)
+        Observation(plan=place, result="measured", seconds=seconds, peak_bytes=GIB, needed_bytes=GIB, noise=0.3)
         for place, seconds in zip(places, (1.0, 0.5, 1.0), strict=True)
     ]
-    assert np.exp(believe(encoded, seen, limit).time[places[1]]) > 0.6
+    assert np.exp(posterior(model, seen, limit).time[places[1]]) > 0.6
 
 
 def test_what_surely_does_not_fit_is_never_run():
     known = cast()
-    encoded = encode(SPACE, known)
+    model = surrogate(SPACE, known)
     limit = FACTS.workload.limit_bytes
-    out = excluded(encoded, [], limit)
+    out = excluded(model, [], limit)
     assert out.any()
     assert not out.all()
     assert all(truth(plan) > limit for plan, gone in zip(SPACE.plans, out, strict=True) if gone)
-    assert not excluded(encode(SPACE), [], limit).any()
+    assert not excluded(surrogate(SPACE), [], limit).any()
 
 
 def test_a_plan_without_a_trace_is_not_excluded():
     known = cast(untraced=range(len(SPACE.plans)))
-    assert not excluded(encode(SPACE, known), [], MIB).any()
+    assert not excluded(surrogate(SPACE, known), [], MIB).any()
 
 
 def test_the_first_trial_is_the_largest_micro_batch_that_surely_fits():
     sampler = AutofitSampler(SPACE, limit_bytes=FACTS.workload.limit_bytes, forecast=cast())
-    first = SPACE.plans[sampler.advise([]).place]
+    first = SPACE.plans[sampler.suggest([]).plan]
     assert truth(first) <= FACTS.workload.limit_bytes
     assert first["micro_batch"] > 1
     blind = AutofitSampler(SPACE, limit_bytes=FACTS.workload.limit_bytes)
-    assert SPACE.plans[blind.advise([]).place]["micro_batch"] <= first["micro_batch"]
+    assert SPACE.plans[blind.suggest([]).plan]["micro_batch"] <= first["micro_batch"]
 
 
 @pytest.mark.parametrize("limit_gib", [6, 8, 12, 16])
@@ -220,13 +227,15 @@ def test_few_trials_run_out_of_memory(tmp_path, limit_gib):
     best = max(one.samples_per_second for one in fitting if one.kind == "measured")
     found = max(t.outcome.samples_per_second for t in trials if t.outcome.kind == "measured")
     assert found >= 0.95 * best
-    assert searcher.correction().count == len(trials) - broke
+    assert searcher.peak_posterior().count == len(trials) - broke
 
 
 def test_the_correction_uses_what_was_needed_not_what_was_kept():
-    seen = [Seen(place=place, verdict="measured", seconds=1.0, peak_bytes=9e9, needed_bytes=1e9) for place in range(3)]
-    seen.append(Seen(place=4, verdict="out_of_memory", peak_bytes=8e9))
-    found = needed(encode(SPACE, cast()), seen, 8 * GIB)
+    seen = [
+        Observation(plan=place, result="measured", seconds=1.0, peak_bytes=9e9, needed_bytes=1e9) for place in range(3)
+    ]
+    seen.append(Observation(plan=4, result="out_of_memory", peak_bytes=8e9))
+    found = peak_posterior(surrogate(SPACE, cast()), seen, 8 * GIB)
     assert found.count == 3
     assert found.slope < BESIDE.slope * 2
 

@@ -11,8 +11,8 @@ from autofit.costmodel.forecast import forecast
 from autofit.costmodel.trace_store import Traces, untraceable
 from autofit.machine import gpu_catalogue
 from autofit.registry import technique
-from autofit.search.sampler import Seen, believe, needed
-from autofit.search.surrogate import encode
+from autofit.search.surrogate.observation import Observation
+from autofit.search.surrogate.posterior import peak_posterior, posterior, surrogate
 from autofit.space import parse_knobs
 from autofit.system.units import MIB
 from tests.support.tiny import write_config
@@ -126,22 +126,22 @@ def test_what_an_engine_holds_and_copies(facts, engine):
 
 def test_one_measurement_of_an_engine_corrects_its_others(known):
     plans, cast = known
-    encoded = encode(plans, cast)
+    model = surrogate(plans, cast)
     mine = [place for place, plan in enumerate(plans.plans) if plan["offload"] == "fsdp2"]
     others = [place for place, rough in enumerate(cast.rough) if not rough]
     first = mine[0]
     peak = cast.beside.offset_bytes + 1.5 * cast.tensor_bytes[first] + 400 * MIB
     seen = [
-        Seen(place=place, verdict="measured", seconds=0.1, peak_bytes=at, needed_bytes=at)
+        Observation(plan=place, result="measured", seconds=0.1, peak_bytes=at, needed_bytes=at)
         for place, at in [(first, peak), *((place, cast.device_bytes[place]) for place in others[:3])]
     ]
     limit = 64 << 30
-    before, after = (needed(encoded, some, limit) for some in (seen[1:], seen))
+    before, after = (peak_posterior(model, some, limit) for some in (seen[1:], seen))
     risen = after.mean / before.mean
     assert risen[mine[1:]].min() > 1.1
     assert risen[others].max() < 1.1
-    belief = believe(encoded, seen, limit, after)
-    assert np.isfinite(belief.memory).all()
+    belief = posterior(model, seen, limit, after)
+    assert np.isfinite(belief.peak).all()
     assert np.isfinite(belief.time).all()
 
 

@@ -113,4 +113,4 @@ def test_there_is_none_where_no_plan_is_plain():
 def test_nothing_is_compared_where_nothing_was_measured():
     facts = cpu_facts(limit_bytes=16 * GIB)
     plans = space.build(facts)
-    assert in_memory(facts, plans).foremost([plan for plan in plans.plans if is_plain(plan)]) is None
+    assert in_memory(facts, plans).fastest_untried([plan for plan in plans.plans if is_plain(plan)]) is None

@@ -22,6 +22,7 @@ from autofit.search import study as journal
 from autofit.search.loop import CREDIT, Campaign, doubt
 from autofit.search.recording import Landscape as Recording
 from autofit.search.recording import Replay as Replayed
+from autofit.search.samplers import make_sampler
 from autofit.system.errors import MachineError
 from autofit.training import runner as trials
 from autofit.training.runner import ProcessRunner, spilled
@@ -174,7 +175,7 @@ def test_a_winner_near_to_the_ceiling_has_to_stand_it_for_longer(facts, share, b
 
 def test_the_search_dares_where_much_is_at_stake():
     """Each break beyond the usual asks for twice the gain; four in a row are enough."""
-    sampler = searcher.make_sampler("autofit", SPACE, FACTS, 0, None)
+    sampler = make_sampler("autofit", SPACE, FACTS, 0, None)
 
     def worth(*verdicts):
         return sampler._worth_a_dare([SimpleNamespace(verdict=verdict) for verdict in verdicts])
@@ -195,7 +196,7 @@ def test_the_search_does_not_end_after_three_breaks(seed):
     one = Campaign(facts=land.at(limit), space=land.space, runner=Replayed(land, limit, seed=seed))
     study = optuna.create_study(
         direction="maximize",
-        sampler=searcher.make_sampler("autofit", land.space, land.at(limit), seed, land.forecast),
+        sampler=make_sampler("autofit", land.space, land.at(limit), seed, land.forecast),
     )
     one.search(searcher.Searcher(land.space, study, sampler="autofit", limit_bytes=limit, forecast=land.forecast), 40)
     best = land.seconds(land.best(limit))

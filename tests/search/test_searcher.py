@@ -15,9 +15,13 @@ from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.search import decision as choose
 from autofit.search import study as journal
-from autofit.search.sampler import LEAST_TRIALS, AutofitSampler, Seen, believe, observations
+from autofit.search.sampler import MIN_TRIALS, AutofitSampler
 from autofit.search.searcher import Searcher, open_searcher
-from autofit.search.surrogate import Kernel, Steady, below, encode, gain, sharpen
+from autofit.search.surrogate.features import features_of
+from autofit.search.surrogate.gp import FixedFeatures, Kernel, expected_improvement, normal_cdf
+from autofit.search.surrogate.observation import Observation, observations
+from autofit.search.surrogate.peak_model import constrain_within_families
+from autofit.search.surrogate.posterior import posterior, surrogate
 from autofit.system.errors import InputError
 from tests.support.synthetic import GIB, Landscape, cpu_facts, cuda_facts, measured, out_of_memory
 
@@ -153,7 +157,7 @@ def test_the_first_plan_is_fast_small_and_keeps_the_method(tmp_path):
 def test_it_stops_by_itself_and_says_why():
     searcher = in_memory(CPU, CPU_SPACE)
     trials = play(searcher, LAND.outcome)
-    assert LEAST_TRIALS <= len(trials) < len(CPU_SPACE.plans)
+    assert MIN_TRIALS <= len(trials) < len(CPU_SPACE.plans)
     assert "expected to be 1% faster" in searcher.stopped
     assert searcher.expected_gain < 0.01
     assert searcher.ask() is None
@@ -347,48 +351,55 @@ def test_any_optuna_user_can_use_the_sampler():
 
 
 def test_two_micro_batches_make_a_line_of_memory():
-    encoded = encode(CPU_SPACE)
-    kin = [place for place, plan in enumerate(CPU_SPACE.plans) if encoded.family[place] == encoded.family[0]]
-    peaks = {place: (3 + 0.5 * encoded.rows[place]) * GIB for place in kin if encoded.rows[place] in {2, 16}}
-    mean, std = sharpen(encoded, np.zeros(len(encoded.rows)), np.full(len(encoded.rows), 1.0), peaks)
-    assert np.exp(mean[kin]) / GIB == pytest.approx(3 + 0.5 * encoded.rows[kin])
-    within = [place for place in kin if 2 <= encoded.rows[place] <= 16]
+    features = features_of(CPU_SPACE)
+    kin = [place for place, plan in enumerate(CPU_SPACE.plans) if features.family[place] == features.family[0]]
+    peaks = {place: (3 + 0.5 * features.rows[place]) * GIB for place in kin if features.rows[place] in {2, 16}}
+    mean, std = constrain_within_families(
+        features, np.zeros(len(features.rows)), np.full(len(features.rows), 1.0), peaks
+    )
+    assert np.exp(mean[kin]) / GIB == pytest.approx(3 + 0.5 * features.rows[kin])
+    within = [place for place in kin if 2 <= features.rows[place] <= 16]
     assert std[within].max() <= 0.02
-    others = np.setdiff1d(np.arange(len(encoded.rows)), kin)
+    others = np.setdiff1d(np.arange(len(features.rows)), kin)
     assert (std[others] == 1.0).all()
 
 
 def test_one_micro_batch_bounds_the_others():
-    encoded = encode(CPU_SPACE)
-    kin = np.flatnonzero(encoded.family == encoded.family[0])
-    place = next(place for place in kin if encoded.rows[place] == 4)
+    features = features_of(CPU_SPACE)
+    kin = np.flatnonzero(features.family == features.family[0])
+    place = next(place for place in kin if features.rows[place] == 4)
     for believed in (0.0, 100.0):
-        mean, _ = sharpen(encoded, np.full(len(encoded.rows), believed), np.full(len(encoded.rows), 1.0), {place: GIB})
+        mean, _ = constrain_within_families(
+            features, np.full(len(features.rows), believed), np.full(len(features.rows), 1.0), {place: GIB}
+        )
         times = np.exp(mean[kin]) / GIB
-        rows = encoded.rows[kin] / 4
+        rows = features.rows[kin] / 4
         assert (times >= np.minimum(rows, 1) * 0.999).all()
         assert (times <= np.maximum(rows, 1) * 1.001).all()
 
 
 def test_running_out_of_memory_raises_what_is_expected_of_kin():
-    encoded = encode(CUDA_SPACE)
+    model = surrogate(CUDA_SPACE)
+    features = model.features
     limit = CUDA.workload.limit_bytes
-    first = [place for place in np.flatnonzero(encoded.family == 0) if encoded.rows[place] in {1, 2, 4}]
-    small, kin, broken = sorted(first, key=lambda place: encoded.rows[place])
-    measured_one = Seen(place=small, verdict="measured", seconds=1.0, peak_bytes=0.5 * limit)
-    before = believe(encoded, [measured_one], limit)
-    after = believe(encoded, [measured_one, Seen(place=broken, verdict="out_of_memory", peak_bytes=limit)], limit)
-    assert after.memory[broken] > np.log(limit)
-    assert after.memory[kin] > before.memory[kin]
-    on_host = Seen(place=broken, verdict="out_of_memory", peak_bytes=limit, on_device=False)
-    assert (believe(encoded, [measured_one, on_host], limit).memory == before.memory).all()
+    first = [place for place in np.flatnonzero(features.family == 0) if features.rows[place] in {1, 2, 4}]
+    small, kin, broken = sorted(first, key=lambda place: features.rows[place])
+    measured_one = Observation(plan=small, result="measured", seconds=1.0, peak_bytes=0.5 * limit)
+    before = posterior(model, [measured_one], limit)
+    after = posterior(model, [measured_one, Observation(plan=broken, result="out_of_memory", peak_bytes=limit)], limit)
+    assert after.peak[broken] > np.log(limit)
+    assert after.peak[kin] > before.peak[kin]
+    on_host = Observation(plan=broken, result="out_of_memory", peak_bytes=limit, on_device=False)
+    assert (posterior(model, [measured_one, on_host], limit).peak == before.peak).all()
 
 
 def test_expected_gain_is_that_of_a_log_normal():
     rng = np.random.default_rng(0)
     for mean, std, best in [(0.0, 0.3, 0.1), (0.5, 0.2, 0.0), (-0.2, 0.01, 0.0)]:
         drawn = np.maximum(np.exp(best - rng.normal(mean, std, 400_000)) - 1, 0).mean()
-        assert gain(np.array([mean]), np.array([std]), best)[0] == pytest.approx(drawn, rel=0.03, abs=1e-5)
+        assert expected_improvement(np.array([mean]), np.array([std]), best)[0] == pytest.approx(
+            drawn, rel=0.03, abs=1e-5
+        )
 
 
 def test_the_normal_distribution_function():
@@ -396,7 +407,7 @@ def test_the_normal_distribution_function():
 
     z = np.linspace(-8, 8, 201)
     exact = [0.5 * math.erfc(-value / math.sqrt(2)) for value in z]
-    assert np.abs(below(z) - exact).max() < 1e-7
+    assert np.abs(normal_cdf(z) - exact).max() < 1e-7
 
 
 def test_columns_that_stay_count_like_the_others():
@@ -404,15 +415,17 @@ def test_columns_that_stay_count_like_the_others():
     columns, family, rows = rng.normal(size=(6, 5)), np.array([0, 0, 1, 1, 2, 2]), np.array([1.0, 2, 1, 4, 2, 8])
     stds = {"family_std": 0.3, "curve_std": 0.2}
     whole = Kernel(features=columns, family=family, rows=rows, **stds)
-    split = Kernel(features=columns[:, :2], steady=Steady.of(columns[:, 2:]), family=family, rows=rows, **stds)
+    split = Kernel(features=columns[:, :2], fixed=FixedFeatures.of(columns[:, 2:]), family=family, rows=rows, **stds)
     every, some, weights = np.arange(6), np.array([4, 1]), rng.normal(size=6)
-    covariance = whole.between(every)
-    assert whole.own() == pytest.approx(np.diag(covariance))  # a plan's variance is its covariance with itself
-    assert split.own() == pytest.approx(np.diag(covariance))
-    assert split.between(every) == pytest.approx(covariance)
-    assert split.between(some) == pytest.approx(covariance[some])
-    assert split.weigh(weights) == pytest.approx(columns.T @ weights)
-    assert split.steady.among(some).squares == pytest.approx((columns[some, 2:] ** 2).sum(axis=1))
+    covariance = whole.covariance(every)
+    assert whole.prior_variance() == pytest.approx(
+        np.diag(covariance)
+    )  # a plan's variance is its covariance with itself
+    assert split.prior_variance() == pytest.approx(np.diag(covariance))
+    assert split.covariance(every) == pytest.approx(covariance)
+    assert split.covariance(some) == pytest.approx(covariance[some])
+    assert split.feature_weights(weights) == pytest.approx(columns.T @ weights)
+    assert split.fixed.subset(some).squared_norms == pytest.approx((columns[some, 2:] ** 2).sum(axis=1))
 
 
 def test_what_others_disturbed_counts_less():
@@ -423,6 +436,6 @@ def test_what_others_disturbed_counts_less():
     plans[1] = searcher.ask()
     busy = dataclasses.replace(quiet, disturbance=0.4)
     searcher.tell(Trial(number=1, plan=plans[1], outcome=busy, wall_seconds=1.0))
-    sampler = searcher.study.sampler
-    seen = observations(searcher.study.trials, sampler.encoded, CPU.workload.limit_bytes)
+    features = searcher.study.sampler.model.features
+    seen = observations(searcher.study.trials, features, CPU.workload.limit_bytes)
     assert [one.noise for one in seen] == [pytest.approx(0.005), pytest.approx(0.4, rel=0.01)]

@@ -11,7 +11,7 @@ from autofit import space
 from autofit.contract.outcome import Evidence
 from autofit.contract.technique import Kind
 from autofit.registry import recipe, technique
-from autofit.search.searcher import make_sampler
+from autofit.search.samplers import make_sampler
 from autofit.system.errors import InputError
 from autofit.system.tensor_cache import Kept
 from autofit.training import equivalence
