@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -22,7 +21,9 @@ from autofit.search import study as journal
 from autofit.search.loop import CREDIT, Campaign, doubt
 from autofit.search.recording import Landscape as Recording
 from autofit.search.recording import Replay as Replayed
+from autofit.search.risk import min_gain_if_infeasible
 from autofit.search.samplers import make_sampler
+from autofit.search.surrogate.observation import Observation
 from autofit.system.errors import MachineError
 from autofit.training import runner as trials
 from autofit.training.runner import ProcessRunner, spilled
@@ -173,12 +174,11 @@ def test_a_winner_near_to_the_ceiling_has_to_stand_it_for_longer(facts, share, b
     assert [trial.purpose for trial in one.trials if trial.plan == second].count("final") == (2 if broken else 0)
 
 
-def test_the_search_dares_where_much_is_at_stake():
-    """Each break beyond the usual asks for twice the gain; four in a row are enough."""
-    sampler = make_sampler("autofit", SPACE, FACTS, 0, None)
+def test_a_plan_that_may_not_fit_is_tried_where_much_is_at_stake():
+    """Each out-of-memory beyond one in ten asks for twice the gain; four in a row are enough."""
 
-    def worth(*verdicts):
-        return sampler._worth_a_dare([SimpleNamespace(verdict=verdict) for verdict in verdicts])
+    def worth(*results):
+        return min_gain_if_infeasible([Observation(plan=0, result=result) for result in results])
 
     good, bad = "measured", "out_of_memory"
     assert worth(good, bad) == worth(good)
