@@ -162,11 +162,11 @@ def test_the_command_line_is_the_one_that_was_designed():
         "tune": [
             "--allow", "--among", "--device", "--fix", "--global-batch", "--guard", "--json", "--launch-path",
             "--memory-limit", "--output", "--record", "--resume", "--sampler", "--seed", "--seq-len",
-            "--storage", "--timeout", "--trials", "--trust-remote-code",
+            "--storage", "--task", "--timeout", "--trials", "--trust-remote-code",
         ],
         "estimate": [
             "--all", "--allow", "--among", "--cache", "--fix", "--global-batch", "--gpu", "--json", "--launch-path",
-            "--memory", "--seq-len", "--trust-remote-code",
+            "--memory", "--seq-len", "--task", "--trust-remote-code",
         ],
         "verify": ["--json", "--steps"],
         "doctor": ["--device", "--json", "--model"],

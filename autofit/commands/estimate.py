@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from autofit import space
 from autofit.commands import request as question
 from autofit.commands.model_source import fetch, modeling_module, own_code
-from autofit.contract.facts import Facts, Hardware, LaunchPath, Model, Workload
+from autofit.contract.facts import Facts, Hardware, LaunchPath, Model, Task, Workload
 from autofit.contract.plan import Plan
 from autofit.costmodel import allocator, peak
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, Forecast, families_of, forecast, workspace_bytes
@@ -121,6 +121,7 @@ def estimate(
     fix: space.Knobs = (),
     among: space.Knobs = (),
     launch_path: LaunchPath = "trainer",
+    task: Task | None = None,
     trust_remote_code: bool = False,
     cache: bool = True,
     most: int | None = 12,
@@ -142,6 +143,8 @@ def estimate(
         fix: A value for each knob that is held: ``{"precision": "bf16"}``, or ``["precision=bf16"]``.
         among: The values that a knob is restricted to: ``{"micro_batch": [1, 2]}``, or ``["micro_batch=1,2"]``.
         launch_path: ``trainer`` or ``loop``.
+        task: ``causal-lm`` estimates next-token prediction, whatever the config names; by default a config that names
+            a model for another task is refused.
         trust_remote_code: Whether the model's own code may run.
         cache: Whether traces are read from the user's cache folder, and written there.
         most: How many kinds of plan to return, the fastest first, and of those with the same memory and speed the
@@ -164,6 +167,7 @@ def estimate(
             "seq_len": seq_len,
             "global_batch": global_batch,
             "launch_path": launch_path,
+            "task": task,
             "trust_remote_code": trust_remote_code,
         },
     )
@@ -233,7 +237,7 @@ def _card(gpu: str | None, memory: str | int | None) -> tuple[Card | None, int |
 def _described(folder: Path, config: Path, request: question.Request, server: ForkServer, cache: Path | None) -> Model:
     """The model's facts, kept on disk beside the traces."""
     adapter = TypeAdapter(Model)
-    ground = [source_hash(), installed(), request.trust_remote_code, model_of(config)]
+    ground = [source_hash(), installed(), request.trust_remote_code, request.task, model_of(config)]
     key = hashlib.sha256(json.dumps(ground).encode()).hexdigest()[:32]
     path = cache / f"{key}.json" if cache else None
     if path is not None:

@@ -62,6 +62,8 @@ def _source(name: str, *, trust_remote_code: bool) -> Path:
                 raise ModelError(f"folder {name!r} holds no config.json", hint=_WANTED)
             return path
         if path.is_file():
+            if path.suffix == ".py":
+                raise ModelError(f"MODEL {name!r} is a Python file, and autofit reads a config.json", hint=_WANTED)
             return path
     except (OSError, RuntimeError, ValueError) as error:  # too long for a path, no such home, half a letter
         if not _HUB_ID.fullmatch(name):
@@ -146,7 +148,8 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
     try:
         config = strict_json.loads(text)
     except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}", hint="fetch the model's config.json again") from error
+        hint = "fetch the model's config.json again" if path.suffix == ".json" else _WANTED
+        raise ModelError(f"{path} is not valid JSON: {error}", hint=hint) from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds a JSON {type(config).__name__}, not an object", hint=_WANTED)
     if not isinstance(config.get("model_type"), str) or not config["model_type"]:

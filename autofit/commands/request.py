@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from autofit import space
-from autofit.contract.facts import Device, Facts, Hardware, LaunchPath, Model, Workload
+from autofit.contract.facts import Device, Facts, Hardware, LaunchPath, Model, Task, Workload
 from autofit.costmodel.jobs import RatesJob
 from autofit.machine.jobs import DescribeJob
 from autofit.output import document as documents
@@ -42,6 +42,7 @@ class Request:
     launch_path: LaunchPath = "trainer"
     trust_remote_code: bool = False
     seed: int = 0
+    task: Task | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +188,7 @@ def read_facts(
         config=str((folder / documents.MODEL_FOLDER).resolve()),
         device=device,
         trust_remote_code=request.trust_remote_code,
+        task=request.task,
     )
     with server.ask(folder, job, early=True) as answer:
         if answer is None:
@@ -221,6 +223,8 @@ def described(answer: Mapping[str, Any], name: str, device: Device) -> tuple[Mod
         ModelError: No causal language model can be built from the config.
         MachineError: The device is there and can't be used.
     """
+    if "hint" in answer:
+        raise ModelError(answer["error"], hint=answer["hint"])
     if "error" in answer:
         raise ModelError(
             f"no causal language model can be built from the config of {name!r}: {answer['error']}",
@@ -265,9 +269,9 @@ def remarks(seq_len: int, model: Model) -> list[str]:
     said = []
     if model.max_positions and seq_len > model.max_positions:
         said.append(f"rows of {seq_len} tokens are longer than the {model.max_positions} the model was made for")
-    if model.named and model.architecture not in model.named:
-        named = " and ".join(model.named)
-        said.append(f"the config is of {named}: it is trained as {model.architecture}, to tell the next token")
+    if model.architecture not in model.named:
+        what = f"is of {' and '.join(model.named)}" if model.named else "names no architecture"
+        said.append(f"the config {what}: it is trained as {model.architecture}, on next-token prediction")
     return said
 
 

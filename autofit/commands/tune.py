@@ -22,7 +22,7 @@ from autofit import space
 from autofit.commands import request as question
 from autofit.commands.model_source import fetch, modeling_module, own_code
 from autofit.commands.request import TRIALS, Request, Search
-from autofit.contract.facts import Facts, LaunchPath
+from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.contract.outcome import Crashed, Measured, Outcome, OutOfMemory, Trial
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, forecast
@@ -84,6 +84,7 @@ def tune(
     among: Mapping[str, object] | Sequence[str] = (),
     sampler: str = "autofit",
     launch_path: LaunchPath = "trainer",
+    task: Task | None = None,
     trust_remote_code: bool = False,
     storage: str | None = None,
     record: str | Path | None = None,
@@ -110,6 +111,8 @@ def tune(
         among: Knobs that are held to some values.
         sampler: ``autofit``, ``tpe``, ``gp``, ``random`` or ``grid``.
         launch_path: ``trainer`` or ``loop``: how the training will be run.
+        task: ``causal-lm`` tunes next-token prediction, whatever the config names; by default a config that names a
+            model for another task is refused.
         trust_remote_code: Whether the model's own code may run.
         storage: URL of an Optuna storage, instead of the journal in the output folder.
         record: File that gets a line of JSON for each trial.
@@ -136,6 +139,7 @@ def tune(
             "launch_path": launch_path,
             "trust_remote_code": trust_remote_code,
             "seed": seed,
+            "task": task,
         },
     )
     settings = question.asked(

@@ -11,6 +11,8 @@ from pydantic import Field, TypeAdapter
 
 Device = Literal["cuda", "cpu"]
 LaunchPath = Literal["trainer", "loop"]
+Task = Literal["causal-lm"]
+"""What a model is trained for."""
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -37,7 +39,7 @@ class Model:
     """
 
     name: str
-    task: Literal["causal-lm"] = "causal-lm"
+    task: Task = "causal-lm"
     architecture: str
     model_type: str
     parameters: int

@@ -13,25 +13,35 @@ from typing import Any
 
 import psutil
 
+from autofit.contract.facts import Task
 from autofit.machine.meters import control_groups, device_used_bytes, driver, seen_uuid
+from autofit.system.errors import ModelError
 
 _SCHEDULED = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"}
 """Of a job that a scheduler gives its devices, others the next time."""
 
 
-def describe_model(name: str, config: Path, *, trust_remote_code: bool) -> dict[str, Any]:
+def describe_model(name: str, config: Path, *, trust_remote_code: bool, task: Task | None = None) -> dict[str, Any]:
     """Sizes and abilities of the causal language model that a ``config.json`` describes; built without storage.
+
+    Args:
+        name: What the user calls the model.
+        config: Its folder.
+        trust_remote_code: Whether the model's own code may run.
+        task: What it is to be trained for, whatever its config names; ``None``: what its config names.
 
     Returns:
         The fields of :class:`autofit.contract.facts.Model`.
 
     Raises:
+        ModelError: The model's type has no causal language model, or the config names a model for another task.
         Exception: transformers can't read the config or build the model.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = AutoConfig.from_pretrained(config, trust_remote_code=trust_remote_code)
+    _check_task(name, settings, task, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM
         model = auto.from_config(settings, trust_remote_code=trust_remote_code)
@@ -61,6 +71,38 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool) -> dict[
         "named": tuple(settings.architectures or ()),
         "products": _products(model),
     }
+
+
+def _check_task(name: str, settings: Any, task: Task | None, *, trust_remote_code: bool) -> None:
+    """Refuse a config without a causal language model, or one for another task where the user has not asked for this.
+
+    A base model such as ``LlamaModel`` has no task of its own, nor has a config that names no class.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    causal: Any = AutoModelForCausalLM._model_mapping  # noqa: SLF001 - transformers has no other list of them
+    named = tuple(settings.architectures or ())
+    own = (getattr(settings, "auto_map", None) or {}).get("AutoModelForCausalLM", "")
+    what = f"{name!r} is a config of {' and '.join(named) or f'the type {settings.model_type}'}"
+    if type(settings) not in causal and not (own and trust_remote_code):
+        raise ModelError(
+            f"{what}, and transformers has no causal language model of the type {settings.model_type}",
+            hint="autofit tunes the training of causal language models (next-token prediction) only",
+        )
+    if task is not None or not named or own.rpartition(".")[2] in named:
+        return
+    built = causal[type(settings)].__name__ if type(settings) in causal else ""
+    bases = {base for entry in MODEL_MAPPING_NAMES.values() for base in ((entry,) if isinstance(entry, str) else entry)}
+    if not any(
+        one == built or one.endswith(("ForCausalLM", "LMHeadModel")) or (one in bases and one.endswith("Model"))
+        for one in named
+    ):
+        raise ModelError(
+            f"{what}, which is no causal language model: autofit can't tune the training that it is made for yet",
+            hint=f"`--task causal-lm` tunes {built or 'its causal language model'} instead, trained on next-token "
+            "prediction: another model and another loss",
+        )
 
 
 def _products(model: Any) -> list[tuple[int, int, int]]:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from autofit.contract.facts import Task
 from autofit.machine.describe import describe_hardware, describe_model
 from autofit.machine.meters import guarded
+from autofit.system.errors import ModelError
 from autofit.system.files import write_atomically
 from autofit.system.job import error_words
 from autofit.system.units import GIB, size
@@ -28,6 +30,7 @@ class DescribeJob:
     config: str
     device: Literal["cuda", "cpu"]
     trust_remote_code: bool
+    task: Task | None = None
 
     def run(self, folder: Path) -> None:
         """Leave the facts, or why they can't be read."""
@@ -35,13 +38,18 @@ class DescribeJob:
 
 
 def _described(job: DescribeJob) -> dict[str, Any]:
-    """The facts as JSON; ``{"error": words}`` where the config is wrong, ``{"device": words}`` where the device is."""
+    """The facts as JSON; ``{"error": words}`` where the config is wrong, ``{"device": words}`` where the device is.
+
+    A model that is refused has a ``hint`` beside its ``error``.
+    """
     from transformers import modeling_utils
 
     _ = modeling_utils  # what it imports may ask for the device, whose driver takes more than the guard leaves
     try:
         with guarded(DESCRIBING_BYTES):
-            model = describe_model(job.name, Path(job.config), trust_remote_code=job.trust_remote_code)
+            model = describe_model(job.name, Path(job.config), trust_remote_code=job.trust_remote_code, task=job.task)
+    except ModelError as error:
+        return {"error": error.message, "hint": error.hint}
     except MemoryError:
         return {"error": f"its modules alone take more than {size(DESCRIBING_BYTES)} of the host: are its sizes right?"}
     except Exception as error:  # noqa: BLE001 - libraries raise anything on a bad config; the words reach the user

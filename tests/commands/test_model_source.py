@@ -400,3 +400,18 @@ def test_offline_nothing_is_asked(tmp_path, hub):
     for message, advice in said.values():
         assert "HF_HUB_OFFLINE is set" in message
         assert "a folder or file" in advice
+
+
+def test_a_script_is_not_taken_for_a_config(tmp_path, into):
+    script = tmp_path / "train.py"
+    script.write_text("import torch")
+    with pytest.raises(ModelError, match="is a Python file") as caught:
+        fetch(str(script), into)
+    assert "a hub id" in caught.value.hint
+
+
+def test_a_file_that_is_no_config_gets_a_hint_of_what_model_may_be(tmp_path, into):
+    (tmp_path / "accelerate.yaml").write_text("mixed_precision: bf16")
+    with pytest.raises(ModelError, match="not valid JSON") as caught:
+        fetch(str(tmp_path / "accelerate.yaml"), into)
+    assert "a hub id" in caught.value.hint

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autofit.commands.request import remarks, row_length
+import autofit
+from autofit.commands.request import Request, read_facts, remarks, row_length
 from autofit.machine.describe import describe_model
-from autofit.system.errors import InputError
+from autofit.system.errors import InputError, ModelError
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import write_config
 
@@ -52,14 +53,88 @@ def test_rows_that_a_model_can_not_be_run_on_are_refused():
         row_length(513, learned)
     assert caught.value.hint == "--seq-len 512 or less"
     assert row_length(9999, MODEL) == 9999, "positions that are computed go on"
-    assert remarks(9999, MODEL) == [
+    assert remarks(9999, dataclasses.replace(MODEL, named=(MODEL.architecture,))) == [
         f"rows of 9999 tokens are longer than the {MODEL.max_positions} the model was made for"
     ]
 
 
 def test_a_model_of_another_task_is_said():
     known = dataclasses.replace(MODEL, architecture="BertLMHeadModel", named=())
-    assert remarks(16, known) == []
+    (said,) = remarks(16, known)
+    assert said == "the config names no architecture: it is trained as BertLMHeadModel, on next-token prediction"
     assert remarks(16, dataclasses.replace(known, named=("BertLMHeadModel", "Other"))) == []
     (said,) = remarks(16, dataclasses.replace(known, named=("BertForMaskedLM",)))
-    assert said == "the config is of BertForMaskedLM: it is trained as BertLMHeadModel, to tell the next token"
+    assert said == "the config is of BertForMaskedLM: it is trained as BertLMHeadModel, on next-token prediction"
+
+
+SMALL_BERT = {**SMALL, "intermediate_size": 16, "vocab_size": 64}
+
+
+def described(folder, config, **options):
+    """What the describing process would answer."""
+    return describe_model("mine", write_config(folder, config), trust_remote_code=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named", "built"),
+    [
+        ("bert", ("BertForSequenceClassification",), "BertLMHeadModel"),
+        ("bert", ("BertForMaskedLM",), "BertLMHeadModel"),
+        ("bert", ("BertForMaskedLM", "BertForPreTraining"), "BertLMHeadModel"),
+        ("llama", ("LlamaForSequenceClassification",), "LlamaForCausalLM"),
+        ("whisper", ("WhisperForConditionalGeneration",), "WhisperForCausalLM"),
+    ],
+)
+def test_a_config_for_another_task_is_refused_unless_next_token_prediction_is_asked_for(
+    tmp_path, model_type, named, built
+):
+    config = {"model_type": model_type, **SMALL_BERT, "architectures": list(named)}
+    with pytest.raises(ModelError, match=f"'mine' is a config of {' and '.join(named)}, which is no causal") as caught:
+        described(tmp_path, config)
+    assert f"`--task causal-lm` tunes {built} instead" in caught.value.hint
+    if model_type != "whisper":
+        assert described(tmp_path, config, task="causal-lm")["architecture"] == built
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named"),
+    [
+        ("bert", ()),
+        ("bert", ("BertModel",)),
+        ("bert", ("BertLMHeadModel",)),
+        ("llama", ("LlamaModel",)),
+        ("llama", ("LlamaForCausalLM",)),
+        ("llama", ("MyLlamaForCausalLM",)),
+        ("gpt2", ("GPT2LMHeadModel",)),
+    ],
+)
+def test_a_config_of_a_base_model_or_of_none_is_taken_for_a_causal_language_model(tmp_path, model_type, named):
+    found = described(tmp_path, {"model_type": model_type, **SMALL_BERT, "architectures": list(named)})
+    assert found["named"] == named
+
+
+@pytest.mark.parametrize("model_type", ["t5", "vit", "distilbert"])
+@pytest.mark.parametrize("task", [None, "causal-lm"])
+def test_a_type_without_a_causal_language_model_is_said_to_be_one(tmp_path, model_type, task):
+    with pytest.raises(ModelError, match=f"no causal language model of the type {model_type}") as caught:
+        described(tmp_path, {"model_type": model_type}, task=task)
+    assert "causal language models (next-token prediction) only" in caught.value.hint
+    assert "--task" not in caught.value.hint
+
+
+def test_the_refusal_reaches_the_user_as_it_is(server, tmp_path):
+    config = {"model_type": "bert", **SMALL_BERT, "architectures": ["BertForMaskedLM"]}
+    folder = write_config(tmp_path / "model", config)
+    asks = Request(model="mine")
+    with pytest.raises(ModelError, match="'mine' is a config of BertForMaskedLM, which is no causal") as caught:
+        read_facts(tmp_path, asks, "cpu", server, lambda _: None)
+    assert "--task causal-lm" in caught.value.hint
+    assert folder.is_dir()
+    asks = dataclasses.replace(asks, task="causal-lm")
+    assert read_facts(tmp_path, asks, "cpu", server, lambda _: None).model.architecture == "BertLMHeadModel"
+
+
+@pytest.mark.parametrize("command", [autofit.tune, autofit.estimate])
+def test_another_task_than_the_supported_ones_is_refused(command):
+    with pytest.raises(InputError, match="--task 'classification': input should be 'causal-lm'"):
+        command("demo", task="classification")
