@@ -283,17 +283,19 @@ def contributed(document: Document) -> list[str]:
 
 def _contribution(one: Contribution) -> str:
     if one.evidence == "none":
-        return "the plan without it was neither measured nor estimated"
+        return "the plan without it was not measured, and no estimate tells enough of it"
     if one.evidence == "out_of_memory":
         return "without it, the plan breaks the ceiling"
-    assert one.speed_ratio is not None
-    assert one.saved_bytes is not None
-    more = "more" if one.saved_bytes >= 0 else "less"
-    memory = f"without it the peak is {size(abs(one.saved_bytes))} {more}"
-    if one.evidence == "measured":
-        return f"{one.speed_ratio:.2f} times the speed, and {memory} (measured)"
-    about = f"about {one.speed_ratio:.2f} times the speed, give or take {percent(one.spread or 0.0)}"
-    return f"{about}, and {memory} (estimated)"
+    measured = one.evidence == "measured"
+    said = []
+    if one.speed_ratio is not None:
+        times = f"{one.speed_ratio:.2f} times the speed"
+        said.append(times if measured else f"about {times}, give or take {percent(one.spread or 0.0)}")
+    if one.saved_bytes is not None:
+        more = "more" if one.saved_bytes >= 0 else "less"
+        said.append(f"without it the peak is {'' if measured else 'about '}{size(abs(one.saved_bytes))} {more}")
+    unknown = "" if one.speed_ratio is not None else "; what it does for the speed is not known"
+    return f"{', and '.join(said)} ({one.evidence}{unknown})"
 
 
 _WARM_UP_STEPS = 2

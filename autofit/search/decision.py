@@ -163,7 +163,10 @@ def _failures(tried: Sequence[Trial]) -> list[Outcome]:
 
 
 def pool(runs: Sequence[Measured]) -> Measured:
-    """All measurements of a plan as one: times of the best fidelity, memory at its most."""
+    """All measurements of a plan as one: times of the best fidelity, memory at its most.
+
+    Those that others disturbed or a pause cut short count for the spread only, where there are others.
+    """
     whole = [run for run in runs if run.fidelity == "whole"] or list(runs)
     timed = [run for run in whole if not run.disturbed and not run.paused] or whole
     newest = timed[-1]
@@ -173,7 +176,7 @@ def pool(runs: Sequence[Measured]) -> Measured:
     return dataclasses.replace(
         newest,
         step_seconds=seconds,
-        step_seconds_spread=spread(steps) if steps else max(run.step_seconds_spread for run in timed),
+        step_seconds_spread=_spread(whole),
         samples_per_second=newest.samples_per_second * change,
         tokens_per_second=newest.tokens_per_second * change,
         steps=steps,
@@ -187,6 +190,17 @@ def pool(runs: Sequence[Measured]) -> Measured:
         mfu=None if newest.mfu is None else newest.mfu * change,
         notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
     )
+
+
+def _spread(runs: Sequence[Measured]) -> float:
+    """Of the step seconds over some runs of one plan: that of their steps, and of the runs against one another.
+
+    Steps of one run are alike: the runs' own medians scatter more than theirs, and lie within half of their range.
+    """
+    steps = tuple(step for run in runs for step in run.steps)
+    seconds = [run.step_seconds for run in runs]
+    within = spread(steps) if steps else max(run.step_seconds_spread for run in runs)
+    return max(within, (max(seconds) - min(seconds)) / 2)
 
 
 def _reason(

@@ -144,6 +144,7 @@ class Searcher:
             sample_seconds=math.exp(found.time[index]),
             spread=float(found.time_std[index]),
             peak_bytes=math.exp(found.peak[index]),
+            peak_spread=float(found.peak_std[index]),
         )
 
     def fastest_untried(self, plans: Collection[Plan]) -> Plan | None:

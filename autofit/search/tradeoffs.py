@@ -1,16 +1,18 @@
 """What the trials say beyond the winner: what other ceilings would give, and what each of its values is good for.
 
-Pure: trials in, findings out. What was not measured is taken from the search's own belief, and said to be.
+Pure: trials in, findings out. What was not measured is taken from the search's own belief, and said to be; nothing is
+said where that leaves a doubt.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from autofit.contract.facts import Facts
-from autofit.contract.outcome import OutOfMemory, Trial
+from autofit.contract.outcome import Measured, OutOfMemory, Trial
 from autofit.contract.plan import Plan
 from autofit.registry import techniques
 from autofit.search.decision import SAME_MEMORY, Contender, Decision
@@ -32,10 +34,11 @@ class Contribution:
 
     Attributes:
         evidence: ``measured``: both were; ``estimated``: the other is what the search believes; ``out_of_memory``: the
-            other breaks the ceiling; ``none``: nothing is known of it.
-        speed_ratio: The winner's speed as a multiple of the other's.
+            other breaks the ceiling; ``none``: nothing is known of it for sure.
+        speed_ratio: The winner's speed as a multiple of the other's; ``None`` where an estimate leaves its sign in
+            doubt, and where others disturbed the other whenever it was measured.
         spread: Relative standard deviation of an estimated ratio.
-        saved_bytes: By how much the other's peak is higher; negative where it is lower.
+        saved_bytes: By how much the other's peak is higher, negative where it is lower; ``None`` in the same way.
     """
 
     technique: str
@@ -55,11 +58,17 @@ class Expected:
         sample_seconds: Seconds of a sample.
         spread: Relative standard deviation of it.
         peak_bytes: On the device.
+        peak_spread: Relative standard deviation of it.
     """
 
     sample_seconds: float
     spread: float
     peak_bytes: float
+    peak_spread: float
+
+
+_SURE = 2.0
+"""Standard deviations of an estimate's logarithm that put its sign beyond doubt."""
 
 
 def front(decision: Decision) -> tuple[Point, ...]:
@@ -113,21 +122,39 @@ def contributions(
             about = replace(
                 about,
                 evidence="measured",
-                speed_ratio=mine.samples_per_second / other.samples_per_second,
+                speed_ratio=None if other.disturbed else mine.samples_per_second / other.samples_per_second,
                 saved_bytes=other.peak_bytes - mine.peak_bytes,
             )
         elif without in broke:
             about = replace(about, evidence="out_of_memory")
         elif without in known and (expected := believe(without)) is not None:
-            about = replace(
-                about,
-                evidence="estimated",
-                speed_ratio=mine.samples_per_second * expected.sample_seconds,
-                spread=expected.spread,
-                saved_bytes=round(expected.peak_bytes - mine.peak_bytes),
-            )
+            may_be_faster = one.prior(value, facts).time[0] < one.prior(one.baseline, facts).time[0]
+            about = _estimated(about, mine, expected, may_be_faster=may_be_faster)
         found.append(about)
     return tuple(found)
+
+
+def _estimated(about: Contribution, mine: Measured, expected: Expected, *, may_be_faster: bool) -> Contribution:
+    """What an estimate says beyond doubt.
+
+    Args:
+        about: The value.
+        mine: The winner.
+        expected: The plan without the value.
+        may_be_faster: Whether the value is known to make steps shorter. Of one that saves memory, or does nothing for
+            the speed, an estimate that says so is an error of the estimate.
+    """
+    ratio = mine.samples_per_second * expected.sample_seconds
+    own = mine.step_seconds_spread / (1.96 * mine.step_seconds)
+    sure = abs(math.log(ratio)) > _SURE * math.hypot(expected.spread, own) and (may_be_faster or ratio < 1)
+    sure_peak = abs(math.log(expected.peak_bytes / mine.peak_bytes)) > _SURE * expected.peak_spread
+    return replace(
+        about,
+        evidence="estimated" if sure or sure_peak else "none",
+        speed_ratio=ratio if sure else None,
+        spread=expected.spread if sure else None,
+        saved_bytes=round(expected.peak_bytes - mine.peak_bytes) if sure_peak else None,
+    )
 
 
 def put_back(plan: Plan, name: str, plain: int | str, facts: Facts) -> Plan:

@@ -26,6 +26,7 @@ from autofit.output.document import DOCUMENT, Document, Offer
 from autofit.output.report import html, summary
 from autofit.registry import changes, techniques
 from autofit.search import decision
+from autofit.search.tradeoffs import Contribution
 from autofit.space import offers
 from autofit.system.strict_json import dump_json
 from autofit.system.units import GIB, MIB
@@ -320,6 +321,23 @@ class TestSummary:
             "All of it, with charts: autofit-out/report.html",
         ):
             assert wanted in said
+
+    def test_what_a_value_is_good_for_is_told_as_far_as_it_is_known(self):
+        about = {"technique": "precision", "value": "bf16", "plain": "fp32"}
+        found = (
+            Contribution(**about, evidence="measured", speed_ratio=1.5, saved_bytes=GIB),
+            Contribution(**about, evidence="measured", saved_bytes=-GIB),
+            Contribution(**about, evidence="estimated", speed_ratio=1.5, spread=0.1),
+            Contribution(**about, evidence="estimated", saved_bytes=GIB),
+            Contribution(**about, evidence="none"),
+        )
+        assert [one.partition(": ")[2] for one in wording.contributed(document(contributions=found))] == [
+            "1.50 times the speed, and without it the peak is 1.00 GiB more (measured).",
+            "without it the peak is 1.00 GiB less (measured; what it does for the speed is not known).",
+            "about 1.50 times the speed, give or take 10 % (estimated).",
+            "without it the peak is about 1.00 GiB more (estimated; what it does for the speed is not known).",
+            "the plan without it was not measured, and no estimate tells enough of it.",
+        ]
 
     def test_failures_say_why(self):
         said = words(terminal(document(TRIALS[:1] + TRIALS[6:8] + TRIALS[11:12] + TRIALS[13:16]), width=200))

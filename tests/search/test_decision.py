@@ -115,6 +115,16 @@ def test_finals_are_pooled():
     assert pooled.step_seconds_spread > 0.03
 
 
+def test_the_spread_is_over_all_runs_of_the_plan():
+    """Steps of one run are alike; that another run took twice as long is not to be seen in them."""
+    trials = [run(number, BF16, seconds, purpose="final") for number, seconds in enumerate((1.0, 1.0, 1.0, 2.0))]
+    assert choose.decide(trials, LIMIT).measured.step_seconds_spread == pytest.approx(0.5, rel=0.05)
+    busy = [*trials[:3], run(3, BF16, 2.0, purpose="final", disturbance=0.5)]
+    pooled = choose.decide(busy, LIMIT).measured
+    assert pooled.step_seconds == pytest.approx(1.0)
+    assert pooled.step_seconds_spread == pytest.approx(0.5, rel=0.05)
+
+
 def test_where_finals_were_measured_a_finalist_wins():
     trials = [run(0, PLAIN, 0.9, fidelity="parts"), run(1, BF16, 0.95), run(2, BF16, 1.0, purpose="final")]
     assert choose.decide(trials, LIMIT).plan == BF16

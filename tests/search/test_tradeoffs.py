@@ -61,7 +61,7 @@ def test_what_each_value_is_good_for():
 
     def believe(plan):
         assert plan == BEST.replaced(micro_batch=1, accumulation=16)
-        return Expected(sample_seconds=3 / 16, spread=0.1, peak_bytes=2 * GIB)
+        return Expected(sample_seconds=3 / 16, spread=0.1, peak_bytes=2 * GIB, peak_spread=0.05)
 
     found = {one.technique: one for one in tradeoffs.contributions(decision, trials, SPACE, FACTS, believe)}
     assert list(found) == ["micro_batch", "precision", "checkpointing"]
@@ -73,6 +73,39 @@ def test_what_each_value_is_good_for():
     assert found["micro_batch"].evidence == "estimated"
     assert found["micro_batch"].speed_ratio == pytest.approx(3.0)
     assert found["micro_batch"].saved_bytes == -2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ratio", "spread", "told"),
+    [
+        ("precision", "bf16", 1.5, 0.1, True),
+        ("precision", "bf16", 1.5, 0.25, False),  # less than two deviations: it may be slower
+        ("checkpointing", "full", 0.7, 0.1, True),
+        ("checkpointing", "full", 1.22, 0.05, False),  # to compute again what was computed makes no step shorter
+        ("attention", "eager", 2.74, 0.05, False),
+    ],
+)
+def test_an_estimate_is_told_where_it_leaves_no_doubt(name, value, ratio, spread, told):
+    plan = PLAIN.replaced(**{name: value})
+    decision, trials = decided((plan, 1.0, 4))
+    expected = Expected(sample_seconds=ratio / 16, spread=spread, peak_bytes=6 * GIB, peak_spread=0.3)
+    (found,) = tradeoffs.contributions(decision, trials, replace(SPACE, plans=(PLAIN,)), FACTS, lambda _: expected)
+    assert found.saved_bytes is None, "a peak is held to the same rule"
+    if told:
+        assert (found.evidence, found.speed_ratio, found.spread) == ("estimated", pytest.approx(ratio), spread)
+    else:
+        assert (found.evidence, found.speed_ratio, found.spread) == ("none", None, None)
+
+
+def test_of_what_a_busy_machine_timed_the_memory_alone_is_told():
+    decision, trials = decided((BEST, 1.0, 4))
+    busy = measured([2.7] * 4, 5 * GIB, FACTS, disturbance=0.5)
+    trials.append(Trial(number=1, plan=BEST.replaced(checkpointing="off"), outcome=busy, wall_seconds=1.0))
+    decision = choose.decide(trials, FACTS.workload.limit_bytes)
+    found = {one.technique: one for one in tradeoffs.contributions(decision, trials, SPACE, FACTS)}
+    assert found["checkpointing"].evidence == "measured"
+    assert found["checkpointing"].speed_ratio is None
+    assert found["checkpointing"].saved_bytes == GIB
 
 
 def test_what_can_not_be_known_is_said():

@@ -82,6 +82,7 @@ class Posterior:
         time: Mean of the logarithm of the seconds per sample.
         time_std: Its standard deviation.
         peak: Mean of the logarithm of the peak bytes.
+        peak_std: Its standard deviation.
         fits: Probability that the peak stays below the ceiling.
         runs: Probability that the plan runs at all.
     """
@@ -89,6 +90,7 @@ class Posterior:
     time: Floats
     time_std: Floats
     peak: Floats
+    peak_std: Floats
     fits: Floats
     runs: Floats
 
@@ -103,6 +105,7 @@ def posterior(
         time=time,
         time_std=time_std,
         peak=peak,
+        peak_std=peak_std,
         fits=normal_cdf((math.log(limit_bytes) - peak) / peak_std),
         runs=_run_probability(model.features, observed),
     )
