@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from autofit.contract.facts import Facts
-    from autofit.contract.outcome import Evidence
+    from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
@@ -69,7 +69,11 @@ class Accumulation(Technique):
     def traced_as(self, value: Value, part: Part) -> Value | None:
         return self.baseline  # a trace is continued to any number of rows, and adds to gradients in its second half
 
-    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
-        if evidence.accumulation is not None and evidence.accumulation != value:
-            return f"{evidence.accumulation} micro-batches went into an optimizer step, not {value}"
+    def observe(self, ran: Ran) -> Seen:
+        return {"micro_steps": ran.accumulation}
+
+    def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
+        counted = seen.get("micro_steps")
+        if counted is not None and counted != value:
+            return f"{counted} micro-batches went into an optimizer step, not {value}"
         return None

@@ -35,10 +35,11 @@ from autofit.contract.technique import Choice, InputError, Kind, Part, Prior, Te
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import nn
     from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
-    from autofit.contract.outcome import Evidence
+    from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
@@ -110,15 +111,22 @@ class Adapter(Technique):
         dropout = wanted.dropout if part == "micro_steps" else 0.0
         return dataclasses.replace(wanted, method=method, alpha=2 * wanted.rank, dropout=dropout).words()
 
-    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
+    def observe(self, ran: Ran) -> Seen:
+        """The adapter in words, the names of the modules that it is on, and how many numbers are frozen."""
+        adapter, modules = _active(ran.model)
+        frozen = sum(one.numel() for one in ran.model.parameters() if not one.requires_grad)
+        return {"adapter": adapter, "modules": modules, "frozen_parameters": frozen}
+
+    def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
+        adapter, modules = seen.get("adapter"), seen.get("modules", [])
         if value == "none":
-            return f"the model has an adapter: {evidence.adapter}" if evidence.adapter else None
+            return f"the model has an adapter: {adapter}" if adapter else None
         wanted = _wanted(value)
-        if evidence.adapter != wanted.seen_as():
-            return f"the model's adapter is {evidence.adapter or 'none'}, not {wanted.seen_as()}"
-        if wanted.targets and set(wanted.targets) != set(evidence.adapted):
-            return f"the adapter is on {'+'.join(evidence.adapted)}, not on {'+'.join(wanted.targets)}"
-        if evidence.trainable_parameters is not None and evidence.trainable_parameters == evidence.parameters:
+        if adapter != wanted.seen_as():
+            return f"the model's adapter is {adapter or 'none'}, not {wanted.seen_as()}"
+        if wanted.targets and set(wanted.targets) != set(modules):
+            return f"the adapter is on {'+'.join(modules)}, not on {'+'.join(wanted.targets)}"
+        if seen.get("frozen_parameters") == 0:
             return "the weights are not frozen: every parameter is trained"
         return None
 
@@ -173,11 +181,30 @@ class Wanted:
         return ":".join(said)
 
     def seen_as(self) -> str:
-        """How :mod:`autofit.training.observer` names it on the live model."""
+        """How :func:`_active` names it on the live model."""
         if not self.rank:
             return self.method
         scaling = self.alpha / (math.sqrt(self.rank) if self.method == "rslora" else self.rank)
         return f"{'dora' if self.method == 'dora' else 'lora'} r={self.rank} scaling={scaling:.4g}"
+
+
+def _active(model: nn.Module) -> tuple[str | None, list[str]]:
+    """The adapter whose layers are switched on, in words, and the names of the modules that it is on.
+
+    Read off PEFT's layers, not off its config: a config says what was asked for.
+    """
+    kinds, names = set(), set()
+    for path, module in cast("list[tuple[str, Any]]", list(model.named_modules())):
+        if not getattr(module, "adapter_layer_names", ()) or getattr(module, "disable_adapters", True):
+            continue
+        for active in module.active_adapters:
+            if active in getattr(module, "lora_A", ()):
+                kind = "dora" if active in getattr(module, "lora_magnitude_vector", ()) else "lora"
+                kinds.add(f"{kind} r={module.r[active]} scaling={module.scaling[active]:.4g}")
+            else:
+                kinds.add(type(module).__module__.split(".")[-2])
+            names.add(path.rpartition(".")[2])
+    return " and ".join(sorted(kinds)) or None, sorted(names)
 
 
 def _read(text: str) -> Wanted | None:

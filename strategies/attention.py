@@ -22,7 +22,7 @@ heads that a kernel refuses, which a trial finds out; traces of ``flex_attention
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
 from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique
@@ -30,8 +30,10 @@ from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Techni
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import nn
+
     from autofit.contract.facts import Facts
-    from autofit.contract.outcome import Evidence
+    from autofit.contract.observation import Hooks, Ran, Read, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
@@ -50,6 +52,20 @@ _SHOWS = {
     "flex_attention": frozenset({"flex"}),
 }
 """Kernels that a value runs."""
+_NODES = {
+    "ScaledDotProductFlashAttention": "flash",
+    "ScaledDotProductEfficientAttention": "efficient",
+    "ScaledDotProductCudnnAttention": "cudnn",
+    "SafeSoftmax": "math",
+    "FlashAttn": "flash_attn",
+    "flash_attn": "flash_attn",
+    "FlexAttention": "flex",
+    "flex_attention": "flex",
+}
+"""Kernels, by what the names of their nodes in autograd's graph hold."""
+_OPAQUE = ("CompiledFunction", "CheckpointFunction")
+"""Nodes that hide what they run: torch.compile's, and reentrant checkpointing's."""
+_TITLE = "Which attention ran"
 
 
 class Attention(Technique):
@@ -109,7 +125,7 @@ class Attention(Technique):
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value != self.baseline:
-            recipe.attention = str(value)
+            recipe.model_arguments["attn_implementation"] = str(value)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         if value == self.baseline:
@@ -123,19 +139,48 @@ class Attention(Technique):
             return "sdpa"
         return None if value == "flex_attention" else value
 
-    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
-        if evidence.attention is None:
+    def watch(self, model: nn.Module, recipe: Recipe, hooks: Hooks) -> Read:
+        """Which kernels ran is read off autograd's graph, once, behind the first forward pass."""
+        import torch
+
+        looked: list[list[str] | None] = []
+
+        def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            if not looked and not torch.compiler.is_compiling():  # a compiled model shows no graph
+                looked.append(_kernels_behind(output))
+
+        def read(ran: Ran) -> Seen:
+            config: Any = getattr(ran.model, "config", None)
+            text = config.get_text_config() if hasattr(config, "get_text_config") else config
+            asked = getattr(text, "_attn_implementation", None)
+            return {"implementation": asked, "kernels": looked[0] if looked else None}
+
+        hooks.after(model, hook)
+        return read
+
+    def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
+        asked, kernels = seen.get("implementation"), seen.get("kernels")
+        if asked is None:
             return None
         wanted = facts.model.attention if value == self.baseline else str(value)
-        if evidence.attention != wanted:
-            return f"the model attends by {evidence.attention}, not {wanted}"
-        ran = evidence.attention_kernels
-        if value == self.baseline or ran is None:
+        if asked != wanted:
+            return f"the model attends by {asked}, not {wanted}"
+        if value == self.baseline or kernels is None:
             return None  # what an architecture does by itself is what a script gets
         shows = _SHOWS[wanted]
-        if bool(shows) != bool(shows & set(ran)) or set(ran) - shows:
-            return f"the layers do not attend by {wanted}: kernels seen are {', '.join(ran) or 'none'}"
+        if bool(shows) != bool(shows & set(kernels)) or set(kernels) - shows:
+            return f"the layers do not attend by {wanted}: kernels seen are {', '.join(kernels) or 'none'}"
         return None
+
+    def finding(self, seen: Seen) -> tuple[str, str] | None:
+        asked, kernels = seen.get("implementation"), seen.get("kernels")
+        if kernels is None:
+            return None
+        if not kernels:
+            return _TITLE, f"No fused kernel ran: attention is made of plain operators ({asked})."
+        whose = "PyTorch's own" if set(kernels) <= _PYTORCHS else "another package's"
+        slow = "; math is the slow one, which keeps all scores" if "math" in kernels else ""
+        return _TITLE, f"Asked for was {asked}, and what ran is {' and '.join(kernels)} ({whose}{slow})."
 
     def prior(self, value: Value, facts: Facts) -> Prior:
         """What fusing saves grows with the sequence; on one of a thousand tokens attention is a tenth of the step."""
@@ -146,3 +191,22 @@ class Attention(Technique):
         if facts.model.attention == "eager":
             return Prior(time=(-0.2, 0.2), memory=(-0.2, 0.2))
         return Prior(time=(-0.02, 0.1), memory=(0.0, 0.05))
+
+
+def _kernels_behind(output: Any) -> list[str] | None:
+    """Kernels of attention in the graph behind a model's output; ``None`` where the graph does not show them."""
+    from torch.utils._pytree import tree_leaves
+
+    waiting = [value.grad_fn for value in tree_leaves(output) if getattr(value, "grad_fn", None) is not None]
+    met, found = set(waiting), set[str]()
+    while waiting:
+        node = waiting.pop()
+        name = node.name()
+        if any(part in name for part in _OPAQUE):
+            return None
+        found.update(kernel for part, kernel in _NODES.items() if part in name)
+        for before, _ in node.next_functions:
+            if before is not None and before not in met:
+                met.add(before)
+                waiting.append(before)
+    return sorted(found) if met else None

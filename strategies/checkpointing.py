@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
-    from autofit.contract.outcome import Evidence
+    from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
     from autofit.contract.trace import TraceRecorder
@@ -119,9 +119,12 @@ class Checkpointing(Technique):
         return Emission(training_args={name: by_argument, f"{name}_kwargs": settings}, script=script)
 
     def apply(self, value: Value, recipe: Recipe) -> None:
-        by_hand = {"selective": keep_products, "full_offload": keep_inputs_on_host}
-        if value in by_hand:
-            recipe.model_wraps.append(by_hand[str(value)])
+        if value == "selective":
+            kept = recipe.state[self.name] = KeptOutputs()
+            recipe.model_wraps.append(functools.partial(keep_products, kept=kept))
+        elif value == "full_offload":
+            inputs = recipe.state[self.name] = HostInputs()
+            recipe.model_wraps.append(functools.partial(_switch_on, checkpoint=inputs.checkpoint))
         elif value != "off" and recipe.facts.workload.launch_path == "loop":
             recipe.model_wraps.append(functools.partial(_switch_on, every=_EVERY.get(str(value), 1)))
 
@@ -134,24 +137,37 @@ class Checkpointing(Technique):
     def stand_in(self, value: Value, facts: Facts, recorder: TraceRecorder) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if value == "off" else _counting(recorder)
 
-    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
-        layers, again = evidence.layers, evidence.layers_recomputed
+    def observe(self, ran: Ran) -> Seen:
+        """Layers that ran, those that ran more than once in a micro-step, and what was kept and moved by hand."""
+        forwards = ran.layer_forwards
+        counted = ran.recipe.state.get(self.name)
+        return {
+            "layers": len(forwards) or None,
+            "layers_recomputed": sum(count > 1 for count in forwards) if forwards else None,
+            "layer_forwards": max(forwards, default=ran.forwards_in_graph),
+            "kept_outputs": counted.count if isinstance(counted, KeptOutputs) else 0,
+            "moved_bytes": counted.moved_bytes if isinstance(counted, HostInputs) else 0,
+        }
+
+    def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
+        layers, again = seen.get("layers"), seen.get("layers_recomputed")
         if layers is None or again is None:
-            return self._inside_a_graph(value, evidence)
+            return self._inside_a_graph(value, seen)
+        kept, moved = seen.get("kept_outputs", 0), seen.get("moved_bytes", 0)
         every = _EVERY.get(str(value), 1)
         wanted = again == 0 if value == "off" else abs(again * every - layers) < min(every, layers)
         if not wanted:
             return f"{again} of {layers} layers ran forward more than once in a micro-step"
-        if (evidence.kept_outputs > 0) != (value == "selective"):
-            return f"{evidence.kept_outputs} outputs of matrix products were kept"
-        if (evidence.offloaded_activation_bytes > 0) != (value == "full_offload") and value in {"full", "full_offload"}:
-            return f"{evidence.offloaded_activation_bytes} bytes of the layers' inputs were copied to the host"
+        if (kept > 0) != (value == "selective"):
+            return f"{kept} outputs of matrix products were kept"
+        if (moved > 0) != (value == "full_offload") and value in {"full", "full_offload"}:
+            return f"{moved} bytes of the layers' inputs were copied to the host"
         return None
 
     @staticmethod
-    def _inside_a_graph(value: Value, evidence: Evidence) -> str | None:
+    def _inside_a_graph(value: Value, seen: Seen) -> str | None:
         """A compiled graph shows only how often one of its layers runs."""
-        forwards = evidence.layer_forwards
+        forwards = seen.get("layer_forwards")
         if forwards is not None and value in {"off", "full"} and (forwards > 1) != (value == "full"):
             return f"a layer ran forward {forwards} time(s) in a micro-step"
         return None
@@ -189,15 +205,13 @@ def _switch_on(model: PreTrainedModel, every: int = 1, checkpoint: Callable[...,
 class KeptOutputs:
     """Checkpoints a layer but for the outputs of matrix products and of attention.
 
-    Args:
-        attention: Whether attention's outputs are kept.
-
     Attributes:
-        count: Outputs that were kept so far; :mod:`autofit.training.observer` reads it.
+        names: Operators whose outputs are kept.
+        count: Outputs that were kept so far.
     """
 
-    def __init__(self, *, attention: bool) -> None:
-        self.names = _PRODUCTS | _ATTENTION if attention else _PRODUCTS
+    def __init__(self) -> None:
+        self.names = _PRODUCTS | _ATTENTION
         self.count = 0
 
     def policy(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -249,12 +263,11 @@ def _counting(recorder: TraceRecorder) -> AbstractContextManager[None]:
     return replacing([(KeptOutputs, "policy", told_policy), (home, "_checkpoint_hook", Told)])
 
 
-def keep_products(model: PreTrainedModel) -> PreTrainedModel:
+def keep_products(model: PreTrainedModel, kept: KeptOutputs) -> PreTrainedModel:
     """Recompute what lies between the matrix products of the layers."""
     settings = model.config.get_text_config().to_dict()
     dropout = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings.items())
-    kept = KeptOutputs(attention=not dropout)
-    vars(model)["autofit_kept_outputs"] = kept
+    kept.names = _PRODUCTS if dropout else _PRODUCTS | _ATTENTION
     return _switch_on(model, checkpoint=kept.checkpoint)
 
 
@@ -262,7 +275,7 @@ class HostInputs:
     """Checkpoints a layer, with its inputs on the host until they are needed.
 
     Attributes:
-        moved_bytes: Bytes copied to the host so far; :mod:`autofit.training.observer` reads it.
+        moved_bytes: Bytes copied to the host so far.
     """
 
     def __init__(self) -> None:
@@ -289,10 +302,3 @@ class HostInputs:
 
         with saved_tensors_hooks(self.pack, self.unpack):
             return _checkpoint(function, *args, **kwargs)
-
-
-def keep_inputs_on_host(model: PreTrainedModel) -> PreTrainedModel:
-    """Recompute every layer from an input that waits on the host."""
-    keeper = HostInputs()
-    vars(model)["autofit_host_activations"] = keeper
-    return _switch_on(model, checkpoint=keeper.checkpoint)

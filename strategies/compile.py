@@ -28,7 +28,8 @@ does not see.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
 from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from autofit.contract.facts import Facts
-    from autofit.contract.outcome import Evidence
+    from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
@@ -118,18 +119,26 @@ class Compile(Technique):
     def traced_as(self, value: Value, part: Part) -> Value | None:
         return self.baseline
 
-    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
+    def observe(self, ran: Ran) -> Seen:
+        return {
+            "compiled": _compiled(ran),
+            "mode": _mode(ran.accelerator),
+            "graphs": ran.compiled_graphs,
+            "cuda_graphs": _cuda_graphs() if ran.on_cuda else None,
+        }
+
+    def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
         mode = _MODES.get(str(value))
         wanted = "none" if mode is None else "regions" if value == "regions" else "model"
-        if evidence.compiled != wanted:
-            return f"compiled: {evidence.compiled}, not {wanted}"
+        if seen.get("compiled", "none") != wanted:
+            return f"compiled: {seen.get('compiled', 'none')}, not {wanted}"
         if mode is None:
             return None
-        if not evidence.compiled_graphs:
+        if not seen.get("graphs"):
             return "no graph was made"
-        if evidence.compile_mode != mode:
-            return f"it was compiled in the mode {evidence.compile_mode}, not {mode}"
-        if value == "cuda_graphs" and evidence.cuda_graphs is False:
+        if seen.get("mode") != mode:
+            return f"it was compiled in the mode {seen.get('mode')}, not {mode}"
+        if value == "cuda_graphs" and seen.get("cuda_graphs") is False:
             return "no CUDA graph was recorded"
         return None
 
@@ -166,3 +175,26 @@ def _lacking(facts: Facts) -> str | None:
     if hardware.capability and hardware.capability < _OLDEST:
         return f"{hardware.name} is too old for Triton"
     return facts.lacks_triton()
+
+
+def _compiled(ran: Ran) -> str:
+    """What of the model runs as graphs of a compiler: ``none``, ``regions`` or ``model``."""
+    if ran.in_graph:
+        return "model"
+    modules = ran.running.modules()
+    parts = any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in modules)  # noqa: SLF001
+    return "regions" if parts and ran.compiled_graphs else "none"
+
+
+def _mode(accelerator: Any) -> str | None:
+    plugin = getattr(getattr(accelerator, "state", None), "dynamo_plugin", None)
+    return None if plugin is None or plugin.backend.value == "NO" else plugin.mode
+
+
+def _cuda_graphs() -> bool:
+    """Whether Inductor keeps a tree of recorded CUDA graphs on the device."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    manager = trees.get_container(0).tree_manager
+    return manager is not None and manager.new_graph_id().id > 0

@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
+    from torch import nn
     from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
-    from autofit.contract.outcome import Evidence
+    from autofit.contract.observation import Hooks, Ran, Read, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
@@ -85,7 +86,8 @@ class Kernels(Technique):
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value == "chunked_ce":
-            recipe.model_wraps.append(chunk_loss)
+            chunked = recipe.state[self.name] = ChunkedLoss()
+            recipe.model_wraps.append(functools.partial(chunk_loss, chunked=chunked))
         elif value in _LIGER and recipe.facts.workload.launch_path == "loop":
             recipe.model_wraps.append(functools.partial(_apply_liger, settings=_LIGER[str(value)] or {}))
 
@@ -94,15 +96,48 @@ class Kernels(Technique):
             return self.baseline
         return None if value in _LIGER else value
 
-    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
-        ligers = evidence.liger_modules
+    def watch(self, model: nn.Module, recipe: Recipe, hooks: Hooks) -> Read:
+        """Whether the output layer makes a score of every token of the vocabulary, for every position."""
+        import torch
+
+        vocabulary, whole = recipe.facts.model.vocab_size, dict[str, bool]()
+
+        def compiled(context: Any) -> None:
+            whole["logits"] = int(context.get_local("scores").as_fake().shape[-1]) >= vocabulary
+
+        def after_head(_module: nn.Module, args: tuple[Any, ...], scores: Any) -> None:
+            if torch.compiler.is_compiling():
+                torch._dynamo.comptime.comptime(compiled)  # noqa: SLF001 - there is no other door to a graph's making
+            elif scores is not args[0] and scores.shape[-1] >= vocabulary:
+                whole["logits"] = True
+
+        def after_model(_module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+            if not torch.compiler.is_compiling():
+                whole.setdefault("logits", False)
+
+        def read(ran: Ran) -> Seen:
+            chunked = ran.recipe.state.get(self.name)
+            return {
+                "liger_modules": _liger_modules(ran.model),
+                "chunked_losses": chunked.losses if isinstance(chunked, ChunkedLoss) else 0,
+                "whole_logits": whole.get("logits"),
+            }
+
+        hooks.after(model, after_model)
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        if head is not None:
+            hooks.after(head, after_head)
+        return read
+
+    def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
+        ligers, losses = seen.get("liger_modules", []), seen.get("chunked_losses", 0)
         loss = [name for name in ligers if name.startswith(_LIGERS_LOSS)]
         wanted = {"liger": len(ligers) > len(loss), "liger_fused_ce": len(ligers) == len(loss) > 0}
         if not wanted.get(str(value), not ligers):
             return f"Liger's modules that stand in the model: {', '.join(ligers) or 'none'}"
-        if (value == "chunked_ce") != bool(evidence.chunked_losses):
-            return f"{evidence.chunked_losses or 'no'} losses were taken a chunk at a time"
-        if value in {"chunked_ce", "liger_fused_ce"} and evidence.whole_logits:
+        if (value == "chunked_ce") != bool(losses):
+            return f"{losses or 'no'} losses were taken a chunk at a time"
+        if value in {"chunked_ce", "liger_fused_ce"} and seen.get("whole_logits"):
             return "the logits of all positions were made"
         return None
 
@@ -125,11 +160,17 @@ def _apply_liger(model: PreTrainedModel, settings: Mapping[str, bool]) -> PreTra
     return model
 
 
+def _liger_modules(model: nn.Module) -> list[str]:
+    """Modules of Liger that hold the forward functions of this model's modules."""
+    named = {getattr(module.forward, "__module__", None) or "" for module in model.modules()}
+    return sorted(name for name in named if name.startswith("liger_kernel"))
+
+
 class ChunkedLoss:
     """Lets an output layer hand its input on to the loss, which then takes both in chunks.
 
     Attributes:
-        losses: Losses that were taken so far; :mod:`autofit.training.observer` reads it.
+        losses: Losses that were taken so far.
     """
 
     def __init__(self) -> None:
@@ -172,11 +213,10 @@ class ChunkedLoss:
         return total / (count if isinstance(count, int) else count.to(total.device))
 
 
-def chunk_loss(model: PreTrainedModel) -> PreTrainedModel:
+def chunk_loss(model: PreTrainedModel, chunked: ChunkedLoss) -> PreTrainedModel:
     """Take the loss a chunk at a time while the model trains with labels; its output then has no logits."""
     import torch
 
-    chunked = ChunkedLoss()
     head: Any = cast("Any", model).get_output_embeddings()
     forward, head_forward, whole_loss = model.forward, type(head).forward, model.loss_function
 
@@ -212,7 +252,6 @@ def chunk_loss(model: PreTrainedModel) -> PreTrainedModel:
     # a graph that is compiled ends before it: unrolled chunks take long to compile
     model.loss_function = cast("Any", torch.compiler).disable(loss)
     model.forward = with_chunked_loss
-    vars(model)["autofit_chunked_loss"] = chunked
     return model
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from autofit.contract.facts import Facts
-    from autofit.contract.outcome import Evidence
+    from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
@@ -67,9 +67,12 @@ class MicroBatch(Technique):
         """Two rows stand for any number above one; one alone is contiguous however it is turned, and copied less."""
         return min(int(value), 2) if part == "micro_steps" else self.baseline
 
-    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
-        if evidence.micro_batch != value:
-            return f"{evidence.micro_batch} rows went through the model at once, not {value}"
+    def observe(self, ran: Ran) -> Seen:
+        return {"rows": ran.rows}
+
+    def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
+        if seen.get("rows") != value:
+            return f"{seen.get('rows')} rows went through the model at once, not {value}"
         return None
 
     def prior(self, value: Value, facts: Facts) -> Prior:

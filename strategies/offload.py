@@ -31,15 +31,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
+    from torch import nn
     from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
-    from autofit.contract.outcome import Evidence
+    from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
     from autofit.contract.trace import Ints
 
 _ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed", "zero3": "deepspeed"}
+_OF_ACCELERATE = {"FSDP2": "fsdp2", "FSDP": "fsdp1", "DEEPSPEED": "deepspeed"}
+"""Engines, as Accelerate calls them."""
 _REFUSED = {
     ("fsdp2", "fp16"): "gradients on the host can't be scaled with those on the device",
     **dict.fromkeys(
@@ -114,7 +117,8 @@ class Offload(Technique):
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value == "activations":
-            recipe.model_wraps.append(offload_activations)
+            keeper = recipe.state[self.name] = HostActivations()
+            recipe.model_wraps.append(functools.partial(offload_activations, keeper=keeper))
         elif value == "optimizer":
             recipe.optimizer_wraps.append(keep_state_on_host)
 
@@ -184,18 +188,29 @@ class Offload(Technique):
         up_and_down = 1 if value == "zero2" else 3
         return HostOffload(held_bytes=held, micro_step_bytes=up_and_down * shrunk * every, step_bytes=through_host)
 
-    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
-        engine = _ENGINES.get(str(value), "none")
-        if evidence.engine != engine:
-            return f"the model runs under {evidence.engine}, not {engine}"
-        if value == "activations" and not evidence.offloaded_activation_bytes:
+    def observe(self, ran: Ran) -> Seen:
+        keeper = ran.recipe.state.get(self.name)
+        return {
+            "engine": _OF_ACCELERATE.get(ran.engine, "none"),
+            "activation_bytes": keeper.moved_bytes if isinstance(keeper, HostActivations) else 0,
+            "optimizer": type(ran.optimizer).__qualname__,
+            "state_devices": sorted({tensor.device.type for tensor in ran.state_tensors()}),
+            "parameter_devices": sorted({parameter.device.type for parameter in ran.model.parameters()}),
+        }
+
+    def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
+        engine, runs = _ENGINES.get(str(value), "none"), seen.get("engine", "none")
+        states, parameters = seen.get("state_devices", []), seen.get("parameter_devices", [])
+        if runs != engine:
+            return f"the model runs under {runs}, not {engine}"
+        if value == "activations" and not seen.get("activation_bytes"):
             return "no activation was copied to the host"
-        if value == "optimizer" and "cpu" not in evidence.optimizer_state_devices:
-            return f"the optimizer's state is on {evidence.optimizer_state_devices}"
-        if engine == "deepspeed" and "CPUAdam" not in str(evidence.optimizer):
-            return f"{evidence.optimizer} stepped, not DeepSpeed's optimizer for the host"
-        if value == "fsdp2" and evidence.parameter_devices != ("cpu",):
-            return f"the parameters are on {evidence.parameter_devices}"
+        if value == "optimizer" and "cpu" not in states:
+            return f"the optimizer's state is on {', '.join(states) or 'no device'}"
+        if engine == "deepspeed" and "CPUAdam" not in str(seen.get("optimizer")):
+            return f"{seen.get('optimizer')} stepped, not DeepSpeed's optimizer for the host"
+        if value == "fsdp2" and parameters != ["cpu"]:
+            return f"the parameters are on {', '.join(parameters) or 'no device'}"
         return None
 
     def prior(self, value: Value, facts: Facts) -> Prior:
@@ -213,15 +228,13 @@ class Offload(Technique):
 class HostActivations:
     """Keeps the tensors that one forward pass saves for its backward pass on the host.
 
-    Args:
-        model: Whose parameters stay where they are, and so do tensors of a parameter's shape (autocast's copies).
+    The model's parameters stay where they are, and so do tensors of a parameter's shape (autocast's copies).
 
     Attributes:
-        moved_bytes: Bytes copied to the host so far; :mod:`autofit.training.observer` reads it.
+        moved_bytes: Bytes copied to the host so far.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self) -> None:
         self.moved_bytes = 0
         self._keep: set[tuple[int, ...]] = set()
 
@@ -241,28 +254,26 @@ class HostActivations:
         kept: torch.Tensor = packed
         return kept
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """The context to run a forward pass in."""
+    def hooks(self, model: nn.Module) -> torch.autograd.graph.saved_tensors_hooks:
+        """The context to run a forward pass of the model in."""
         from torch.autograd.graph import saved_tensors_hooks
 
         if not self._keep:
-            for parameter in self.model.parameters():
+            for parameter in model.parameters():
                 self._keep.update({tuple(parameter.shape), tuple(reversed(parameter.shape))})
         return saved_tensors_hooks(self.pack, self.unpack)
 
 
-def offload_activations(model: PreTrainedModel) -> PreTrainedModel:
+def offload_activations(model: PreTrainedModel, keeper: HostActivations) -> PreTrainedModel:
     """Run every forward pass of the model with its saved tensors on the host."""
-    keeper = HostActivations(model)
     forward = model.forward
 
     @functools.wraps(forward)
     def with_host_activations(*args: Any, **kwargs: Any) -> Any:
-        with keeper.hooks():
+        with keeper.hooks(model):
             return forward(*args, **kwargs)
 
     model.forward = with_host_activations
-    vars(model)["autofit_host_activations"] = keeper  # past nn.Module, which would look for parameters in it
     return model
 
 

@@ -55,6 +55,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from autofit.contract.emission import Emission
+from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Kind, Part, Prior, Technique, replacing
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     import torch
 
     from autofit.contract.facts import Facts
-    from autofit.contract.outcome import Evidence
+    from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
     from autofit.contract.trace import TraceRecorder
@@ -347,33 +348,51 @@ class Optimizer(Technique):
             replaced.append((import_module("optimi.stableadamw"), "stableadamw", lambda **_: None))
         return replacing(replaced)
 
-    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
-        if evidence.engine == "deepspeed":
+    def observe(self, ran: Ran) -> Seen:
+        real, kind = ran.optimizer, type(ran.optimizer)
+        group = real.param_groups[0] if getattr(real, "param_groups", None) else {}
+        rounded = getattr(real, "bf16_stochastic_round", None)  # transformers reads a number off its argument
+        projected = [one for one in getattr(real, "param_groups", ()) if "rank" in one]
+        # torchao's state says what it stands for
+        dtypes = {dtype_name(getattr(tensor, "codes", tensor)) for tensor in ran.state_tensors()}
+        return {
+            "class": f"{kind.__module__}.{kind.__qualname__}",
+            "engine": ran.engine,
+            "fused": group.get("fused"),
+            "momentum": group.get("momentum"),
+            "paged": getattr(real, "is_paged", None),
+            "projected": sum(len(one["params"]) for one in projected),
+            "stochastic": None if rounded is None else bool(rounded),
+            "loss_scaled": getattr(ran.accelerator, "scaler", None) is not None,
+            "state_dtypes": sorted(dtypes),
+        }
+
+    def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
+        if seen.get("engine") == "DEEPSPEED":
             return None  # DeepSpeed steps with an optimizer of its own, which offload checks
-        row, seen = _ROWS[str(value)], evidence
-        if seen.optimizer != row.steps:
-            return f"{seen.optimizer} stepped, not {row.steps}"
-        dtypes, fewer = seen.optimizer_state_dtypes, "uint8" in seen.optimizer_state_dtypes
+        row = _ROWS[str(value)]
+        if seen.get("class") != row.steps:
+            return f"{seen.get('class')} stepped, not {row.steps}"
+        dtypes, paged, stochastic = seen.get("state_dtypes", []), seen.get("paged"), seen.get("stochastic")
+        fewer = "uint8" in dtypes
         failures = {
             "no step was taken: the gradients of the scaled loss overflowed in each": (
-                seen.gradient_scaler is True and row.state_bytes > 0 and not dtypes
+                seen.get("loss_scaled") is True and row.state_bytes > 0 and not dtypes
             ),
-            "AdamW stepped without its fused kernel": value == "adamw" and seen.optimizer_fused is False,
-            f"no {row.bits}-bit state: every parameter is too small for it (state is {dtypes})": (
+            "AdamW stepped without its fused kernel": value == "adamw" and seen.get("fused") is False,
+            f"no {row.bits}-bit state: every parameter is too small for it (state is {', '.join(dtypes)})": (
                 row.bits < 32 and not fewer
             ),
-            f"the state is kept in fewer bits ({dtypes})": row.bits == 32 and fewer,
-            f"SGD stepped with momentum {seen.optimizer_momentum}, not {MOMENTUM}": (
-                value == "sgd" and seen.optimizer_momentum != MOMENTUM
+            f"the state is kept in fewer bits ({', '.join(dtypes)})": row.bits == 32 and fewer,
+            f"SGD stepped with momentum {seen.get('momentum')}, not {MOMENTUM}": (
+                value == "sgd" and seen.get("momentum") != MOMENTUM
             ),
-            f"the state is {'' if seen.optimizer_paged else 'not '}paged": (
-                seen.optimizer_paged is not None and seen.optimizer_paged != row.paged
-            ),
+            f"the state is {'' if paged else 'not '}paged": (paged is not None and paged != row.paged),
             "no gradient was projected: the model has no linear layers of their own": (
-                row.low_rank and not seen.optimizer_projected
+                row.low_rank and not seen.get("projected")
             ),
-            f"weights were {'' if seen.optimizer_stochastic else 'not '}rounded by chance": (
-                seen.optimizer_stochastic is not None and seen.optimizer_stochastic != row.stochastic
+            f"weights were {'' if stochastic else 'not '}rounded by chance": (
+                stochastic is not None and stochastic != row.stochastic
             ),
         }
         return next((words for words, failed in failures.items() if failed), None)

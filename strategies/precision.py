@@ -34,15 +34,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
+from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import nn
     from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
-    from autofit.contract.outcome import Evidence
+    from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
@@ -131,23 +133,36 @@ class Precision(Technique):
             return {"tf32": "fp32", "fp16": "bf16"}.get(str(value), value)
         return value if value == "bf16_weights" else "fp32"
 
-    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
+    def observe(self, ran: Ran) -> Seen:
+        import torch
+
+        return {
+            "compute_dtype": _compute_dtype(*ran.output),
+            "weights_dtype": dtype_name(_main_weight(list(ran.model.parameters()))),
+            "float8_linears": sum(type(module).__name__ == "Float8Linear" for module in ran.model.modules()),
+            "loss_scaled": getattr(ran.accelerator, "scaler", None) is not None,
+            "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32" if ran.on_cuda else None,
+            "engine": ran.engine,
+        }
+
+    def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
         wanted = _COMPUTES[str(value)]
-        if evidence.compute_dtype not in {wanted, "int8"}:  # 8-bit weights are multiplied as integers
-            return f"a linear layer computed in {evidence.compute_dtype}, not {wanted}"
+        computed, tf32, float8 = seen.get("compute_dtype"), seen.get("tf32"), seen.get("float8_linears", 0)
+        if computed not in {wanted, "int8"}:  # 8-bit weights are multiplied as integers
+            return f"a linear layer computed in {computed}, not {wanted}"
         weights = "bfloat16" if value == "bf16_weights" else "float32"
-        if evidence.engine == "deepspeed":  # keeps the float32 copy itself, and computes with 16-bit weights
+        if seen.get("engine") == "DEEPSPEED":  # keeps the float32 copy itself, and computes with 16-bit weights
             weights = wanted
-        if evidence.weights_dtype != weights:
-            return f"the weights are {evidence.weights_dtype}, not {weights}"
+        if seen.get("weights_dtype") != weights:
+            return f"the weights are {seen.get('weights_dtype')}, not {weights}"
         # autocast leaves hardly any float32 product, and bfloat16 weights none: others may have switched the flag then
-        judged = value in {"fp32", "tf32"} and "tf32" in facts.hardware.precisions and evidence.tf32 is not None
-        if judged and evidence.tf32 != (value == "tf32"):
+        judged = value in {"fp32", "tf32"} and "tf32" in facts.hardware.precisions and tf32 is not None
+        if judged and tf32 != (value == "tf32"):
             on = "TF32 is on (by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, if that is set)"
-            return on if evidence.tf32 else "TF32 is off"
-        if (evidence.float8_linears > 0) != (value == "fp8"):
-            return f"{evidence.float8_linears} linear layers multiply in float8"
-        if value == "fp16" and evidence.gradient_scaler is False:
+            return on if tf32 else "TF32 is off"
+        if (float8 > 0) != (value == "fp8"):
+            return f"{float8} linear layers multiply in float8"
+        if value == "fp16" and seen.get("loss_scaled") is False:
             return "the loss is not scaled"
         return None
 
@@ -174,6 +189,23 @@ class Precision(Technique):
             "bf16_weights": Prior(time=(-0.9, 0.6), memory=(-0.6, 0.2)),
             "fp8": Prior(time=(-0.8, 0.8), memory=(-0.1, 0.2)),
         }[str(value)]
+
+
+def _compute_dtype(given: str | None, product: Any) -> str | None:
+    """What a product computed in, that gave this dtype: layers of quantized weights give back what they were given."""
+    import torch
+
+    inside = getattr(product, "compute_dtype", None)
+    if getattr(getattr(product, "weight", None), "dtype", None) == torch.int8:
+        return "int8"
+    return given if inside is None else str(inside).removeprefix("torch.")
+
+
+def _main_weight(parameters: list[nn.Parameter]) -> nn.Parameter:
+    """The largest weight of the model itself: no adapter's, which is trained beside frozen ones, and no packed one."""
+    floats = [parameter for parameter in parameters if parameter.dtype.is_floating_point]
+    frozen = [parameter for parameter in floats if not parameter.requires_grad]
+    return max(frozen or floats, key=lambda parameter: parameter.numel())
 
 
 def _float8(facts: Facts) -> Choice:

@@ -35,6 +35,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
+from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Kind, Part, Prior, Technique, replacing
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
-    from autofit.contract.outcome import Evidence
+    from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Kept, Recipe
     from autofit.contract.trace import TraceRecorder
@@ -119,14 +120,16 @@ class Quantization(Technique):
             return contextlib.nullcontext()
         return traced_layers(recorder, on_cuda=facts.hardware.device == "cuda")
 
-    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
+    def observe(self, ran: Ran) -> Seen:
+        return {"weight": _quantized(ran.products[0]) if ran.products else None}
+
+    def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
         wanted = {
             "none": None, "nf4": "nf4 twice", "int8": "int8", "int8_torchao": "Int8Tensor", "int4_torchao": "Int4Tensor"
         }[str(value)]  # fmt: skip
-        if evidence.quantized != wanted:
-            return (
-                f"a linear layer's weight is quantized to {evidence.quantized or 'nothing'}, not {wanted or 'nothing'}"
-            )
+        found = seen.get("weight")
+        if found != wanted:
+            return f"a linear layer's weight is quantized to {found or 'nothing'}, not {wanted or 'nothing'}"
         return None
 
     def changes(self, value: Value, facts: Facts) -> str | None:
@@ -150,6 +153,17 @@ class Quantization(Technique):
             "int8_torchao": Prior(time=(0.2, 0.25), memory=(-0.2, 0.4)),
             "int4_torchao": Prior(time=(0.2, 0.25), memory=(-0.4, 0.4)),
         }[str(value)]
+
+
+def _quantized(product: nn.Module) -> str | None:
+    """How the weight of a linear layer is quantized; ``twice`` where its scales are, too."""
+    weight: Any = getattr(product, "weight", None)
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        return f"{state.quant_type}{' twice' if state.nested else ''}"
+    if type(weight).__module__.startswith("torchao."):
+        return type(weight).__name__
+    return None if weight is None or weight.dtype.is_floating_point else dtype_name(weight)
 
 
 def _of_torchao(facts: Facts) -> tuple[Choice, ...]:

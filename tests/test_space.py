@@ -217,7 +217,7 @@ class Rare(Technique):
     def emit(self, value, plan, facts):
         return Emission()
 
-    def in_effect(self, value, evidence, facts):
+    def in_effect(self, value, seen, facts):
         return None
 
 

@@ -6,6 +6,7 @@ exception. The *promise* is what the winner's own measurements say that training
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -18,64 +19,32 @@ Phase = Literal["load", "forward", "backward", "optimizer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What was seen of each knob while the steps ran, in a trial or in a launch.
+    """What was seen while the steps ran, in a trial or in a launch.
 
-    ``None`` means not seen. A technique reads it to tell whether its value took effect.
+    ``None`` means not seen.
 
     Attributes:
-        layers: Those that ran.
-        layers_recomputed: Of them, those that ran more than once in a micro-step.
-        layer_forwards: The most that one of them did.
-        attention: The implementation that the model's config holds.
-        attention_kernels: Which kernels attended, of ``flash``, ``efficient``, ``cudnn``, ``math`` (all of PyTorch's
-            own), ``flash_attn`` and ``flex``; empty where attention is made of plain operators.
-        whole_logits: Whether the output layer made a score of every token of the vocabulary, for every position.
-        chunked_losses: Losses that were computed a piece of the logits at a time.
-        liger_modules: Modules of Liger whose functions stand in the model.
+        seq_len: Tokens of a row.
+        padding_mask: Whether the model was given a mask of padding.
+        parameters: Of the model, frozen ones and an adapter's included; packed weights count as they are stored.
+        trainable_parameters: Those of them that are trained.
         compiled_graphs: Graphs that ``torch.compile`` has made of the code, warm-up included.
         recompiles: Those of them that were made after the warm-up.
-        cuda_graphs: Whether kernels are replayed from recorded CUDA graphs.
+        techniques: What each technique saw of itself, by its name; each one reads its own to tell whether its value
+            took effect.
     """
 
-    micro_batch: int | None = None
     seq_len: int | None = None
-    accumulation: int | None = None
     padding_mask: bool | None = None
-    compute_dtype: str | None = None
-    weights_dtype: str | None = None
-    float8_linears: int = 0
-    gradient_scaler: bool | None = None
-    tf32: bool | None = None
-    layer_forwards: int | None = None
-    layers: int | None = None
-    layers_recomputed: int | None = None
-    kept_outputs: int = 0
-    optimizer: str | None = None
-    optimizer_fused: bool | None = None
-    optimizer_momentum: float | None = None
-    optimizer_paged: bool | None = None
-    optimizer_projected: int = 0
-    optimizer_stochastic: bool | None = None
-    optimizer_state_dtypes: tuple[str, ...] = ()
-    optimizer_state_devices: tuple[str, ...] = ()
-    parameter_devices: tuple[str, ...] = ()
-    offloaded_activation_bytes: int = 0
-    attention: str | None = None
-    attention_kernels: tuple[str, ...] | None = None
-    whole_logits: bool | None = None
-    chunked_losses: int = 0
-    liger_modules: tuple[str, ...] = ()
     parameters: int | None = None
     trainable_parameters: int | None = None
-    adapter: str | None = None
-    adapted: tuple[str, ...] = ()
-    quantized: str | None = None
-    engine: str = "none"
-    compiled: Literal["none", "regions", "model"] = "none"
-    compile_mode: str | None = None
     compiled_graphs: int = 0
     recompiles: int = 0
-    cuda_graphs: bool | None = None
+    techniques: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def of(self, name: str) -> Mapping[str, Any]:
+        """What the technique of that name saw of itself; nothing where it saw nothing."""
+        return self.techniques.get(name, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

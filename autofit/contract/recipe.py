@@ -59,12 +59,13 @@ class Recipe:
         weights_dtype: Name of the dtype that the parameters are kept in.
         tf32: Whether float32 matrix products may run in TF32; only the loop path reads it here, a Trainer
             reads its argument.
-        attention: Name of the attention implementation; ``None`` leaves it to transformers.
+        model_arguments: Further arguments of ``from_config`` and ``from_pretrained``.
         load_arguments: Further arguments of ``from_pretrained``, asked for when a model is loaded.
         random_model: Given what makes the plain model, makes random weights as those arguments would load them.
         kept: What is dear to make and the same in every trial; nothing is kept where nobody says where.
         model_wraps: Applied in order to the loaded model.
         optimizer_wraps: Applied in order to the optimizer that the arguments name.
+        state: What a technique's own code counts while it runs, by the technique's name; it alone reads it.
         slow_start: What takes long in the first step, in a word, for a trial that is cut off in it.
     """
 
@@ -76,12 +77,13 @@ class Recipe:
     weights_dtype: str = "float32"
     tf32: bool = False
     mixed_precision: str = "no"
-    attention: str | None = None
+    model_arguments: dict[str, Any] = field(default_factory=dict)
     load_arguments: list[Callable[[], dict[str, Any]]] = field(default_factory=list)
     random_model: Callable[[Callable[[], PreTrainedModel]], PreTrainedModel] | None = None
     kept: Kept = field(default_factory=Kept)
     model_wraps: list[ModelWrap] = field(default_factory=list)
     optimizer_wraps: list[OptimizerWrap] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
     slow_start: str = ""
 
     def add(self, emission: Emission) -> None:
@@ -129,8 +131,7 @@ class Recipe:
         auto: Any = AutoModelForCausalLM
         built: PreTrainedModel
         given: dict[str, Any] = {"dtype": getattr(torch, self.weights_dtype), "trust_remote_code": trust}
-        if self.attention is not None:
-            given["attn_implementation"] = self.attention
+        given |= self.model_arguments
         if source is None:
             settings = AutoConfig.from_pretrained(config, trust_remote_code=trust)
             make = functools.partial(auto.from_config, settings, **given)

@@ -1,9 +1,9 @@
 """The contract between the core and a technique.
 
 A technique is one file in ``strategies/``. It answers three questions: which choices it has for this model on
-this machine, each with its reason; how a choice fills the recipe; how a choice is emitted. Beyond these it says
-whether a choice really took effect, what it changes in the training, and what to expect of it before anything
-was measured.
+this machine, each with its reason; how a choice fills the recipe; how a choice is emitted. Beyond these it reads its
+own evidence off what ran and says whether a choice really took effect, what it changes in the training, and what to
+expect of it before anything was measured.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from autofit.contract.emission import Emission
-from autofit.contract.outcome import Evidence
+from autofit.contract.observation import Hooks, Ran, Read, Seen
 from autofit.contract.plan import Value
 from autofit.system.errors import InputError as InputError  # noqa: PLC0414 - techniques raise it
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from autofit.contract.facts import Facts
     from autofit.contract.recipe import Recipe
     from autofit.contract.trace import Ints, TraceRecorder
@@ -144,9 +146,30 @@ class Technique(ABC):
         """
         return 1
 
+    def watch(self, model: nn.Module, recipe: Recipe, hooks: Hooks) -> Read:
+        """Begin to watch a model that is about to train; what is returned reads what was seen, as JSON values.
+
+        Most techniques need not watch: :meth:`observe` reads what they want to know off what ran.
+        """
+        return self.observe
+
+    def observe(self, ran: Ran) -> Seen:
+        """The technique's own evidence, as JSON values, read between two optimizer steps, after the second."""
+        return {}
+
     @abstractmethod
-    def in_effect(self, value: Value, evidence: Evidence, facts: Facts) -> str | None:
-        """Why the value did not take effect, or ``None`` where it did."""
+    def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
+        """Why the value did not take effect, or ``None`` where it did.
+
+        Args:
+            value: Of this technique.
+            seen: What :meth:`observe` read; empty where nothing was seen.
+            facts: What the plan is for.
+        """
+
+    def finding(self, seen: Seen) -> tuple[str, str] | None:
+        """What a reader of the report should know of what was seen: a heading and a sentence."""
+        return None
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         """Why the value can't go with the values of the techniques before it in ``ALL``, or ``None``."""

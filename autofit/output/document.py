@@ -17,7 +17,7 @@ from autofit.system import strict_json
 from autofit.system.errors import InputError
 from autofit.training.equivalence import Guard
 
-FORMAT = 1
+FORMAT = 2
 NAME = "autofit.json"
 MODEL_FOLDER = "model"
 REQUEST = "request.json"
@@ -52,7 +52,7 @@ class Document:
         seconds: Wall seconds of the whole tune; ``training_share`` of them went into training steps.
     """
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     autofit: str
     created: str
     model: Model

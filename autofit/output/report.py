@@ -53,9 +53,8 @@ def summary(document: Document, *, folder: str | Path) -> Group:
     if smaller:
         sections.insert(-2, ("With less memory", _bullets(smaller)))
     guarded, payback = wording.guarded(document), wording.payback(document)
-    attended = wording.attended(document)
-    if attended:
-        sections.insert(-2, ("Which attention ran", _text(attended)))
+    for title, finding in wording.findings(document):
+        sections.insert(-2, (title, _text(finding)))
     if payback:
         sections.insert(-2, ("When compiling pays back", _text(payback)))
     if guarded:
@@ -103,7 +102,7 @@ def html(document: Document, *, folder: str | Path) -> str:
         ceilings=wording.ceilings(document),
         guarded=wording.guarded(document),
         payback=wording.payback(document),
-        attended=wording.attended(document),
+        told=wording.findings(document),
         chart=charts,
         plain_plan=next((one.plan for one in ranked if one.is_plain), None),
         best_first=_best_first(document),

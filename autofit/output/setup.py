@@ -149,7 +149,7 @@ class Watch:
         accumulation = round(self._observer.micro_steps / steps) if steps and self._observer.micro_steps else None
         seen = self._observer.evidence(optimizer, accelerator, accumulation)
         plan, facts = self.setup.plan, self.setup.recipe.facts
-        found = [(one.name, one.in_effect(plan[one.name], seen, facts)) for one in techniques()]
+        found = [(one.name, one.in_effect(plan[one.name], seen.of(one.name), facts)) for one in techniques()]
         return [f"{name}={plan[name]}: {reason}" for name, reason in found if reason]
 
 

@@ -302,15 +302,15 @@ _WARM_UP_STEPS = 2
 
 
 def payback(document: Document) -> str | None:
-    """After how many steps a compiled winner has paid back what its compiling takes; ``None`` for another winner."""
+    """After how many steps a winner whose code is compiled has paid back what that takes; ``None`` for another."""
     runs = [(trial.plan, trial.outcome) for trial in document.trials if isinstance(trial.outcome, Measured)]
     mine = [run for plan, run in runs if plan == document.plan]
-    if not mine or mine[-1].evidence.compiled == "none":
+    if not mine or not mine[-1].evidence.compiled_graphs:
         return None
     step_seconds = document.promise.step_seconds
     extra = max(0.0, max(run.warm_up_seconds for run in mine) - _WARM_UP_STEPS * step_seconds)
-    said = f"The first steps take {duration(extra)} longer, since the model is compiled then"
-    compiled = {plan for plan, run in runs if run.evidence.compiled != "none"}
+    said = f"The first steps take {duration(extra)} longer, since code is compiled then"
+    compiled = {plan for plan, run in runs if run.evidence.compiled_graphs}
     others = [one for one in standings(document) if one.plan not in compiled]
     if not others:
         return f"{said}; no plan without compiling was measured, so whether that pays back is not known."
@@ -322,21 +322,15 @@ def payback(document: Document) -> str | None:
     return f"{said}; against {beside} that pays back after {plural(steps, 'optimizer step')}."
 
 
-_PYTORCHS = {"flash", "efficient", "cudnn", "math"}
-
-
-def attended(document: Document) -> str | None:
-    """Which kernels the winner's attention really ran; ``None`` where nothing shows them, as in a compiled graph."""
+def findings(document: Document) -> list[tuple[str, str]]:
+    """What the techniques tell of what was seen of the winner, each a heading and a sentence."""
     runs = [trial.outcome for trial in document.trials if trial.plan == document.plan]
-    seen = [run.evidence for run in runs if isinstance(run, Measured) and run.evidence.attention_kernels is not None]
-    if not seen:
-        return None
-    kernels, asked = seen[-1].attention_kernels or (), seen[-1].attention
-    if not kernels:
-        return f"No fused kernel ran: attention is made of plain operators ({asked})."
-    whose = "PyTorch's own" if set(kernels) <= _PYTORCHS else "another package's"
-    slow = "; math is the slow one, which keeps all scores" if "math" in kernels else ""
-    return f"Asked for was {asked}, and what ran is {' and '.join(kernels)} ({whose}{slow})."
+    measured = [run.evidence for run in runs if isinstance(run, Measured)]
+    said = []
+    for one in techniques():
+        found = [finding for seen in measured if (finding := one.finding(seen.of(one.name)))]
+        said += found[-1:]
+    return said
 
 
 def guarded(document: Document) -> str | None:

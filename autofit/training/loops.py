@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.outcome import Evidence
-from autofit.training.observer import Observer, with_later_state
+from autofit.training.observer import Observer
 from autofit.training.timing import Listener
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def run_trainer(
         optimizers=(optimizer, None),
     )
     trainer.train()
-    return with_later_state(seen[0], trainer.optimizer)
+    return observer.with_later_state(seen[0], trainer.optimizer, trainer.accelerator, counted(clock))
 
 
 def run_loop(
@@ -164,7 +164,7 @@ def run_loop(
                 break
     if evidence is None:
         raise RuntimeError("the loader ended before the warm-up did")
-    return with_later_state(evidence, optimizer)
+    return observer.with_later_state(evidence, optimizer, accelerator, counted(clock))
 
 
 def counted(clock: Listener) -> int | None:

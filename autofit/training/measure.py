@@ -89,7 +89,7 @@ def measure(
             training_seconds=clock.training_seconds,
         )
     for one in techniques():
-        ignored = one.in_effect(recipe.plan[one.name], evidence, facts)
+        ignored = one.in_effect(recipe.plan[one.name], evidence.of(one.name), facts)
         if ignored is not None:
             return Unsupported(reason=f"{one.name}={recipe.plan[one.name]} did not take effect: {ignored}")
     seconds = median(clock.steps)

@@ -153,7 +153,7 @@ def test_a_real_tune_makes_a_promise_that_verify_finds_kept(tuned, launch_path):
     assert isinstance(found.outcome, Measured), found.outcome
     assert found.outcome.fidelity == "whole"
     assert len(found.outcome.steps) == 5
-    assert found.outcome.evidence.accumulation == document.plan["accumulation"]
+    assert found.outcome.evidence.of("accumulation")["micro_steps"] == document.plan["accumulation"]
     assert done.returncode == (4 if found.broken else 0)
     # where others had the processors at that moment, the speed alone may have suffered
     assert judge(found.promise, found.outcome, tolerance=WIDE_TOLERANCE).broken == ()
@@ -190,7 +190,7 @@ def test_a_sample_of_other_values_is_launched_for_two_steps(tuned, server, tmp_p
     assert isinstance(found.outcome, Measured), found.outcome  # so each value was seen in effect
     assert (len(found.outcome.steps), found.launches, found.broken) == (2, 1, ())
     for name in SAMPLE[launch_path]:
-        assert technique(name).in_effect(PLAIN[name], found.outcome.evidence, document.facts)
+        assert technique(name).in_effect(PLAIN[name], found.outcome.evidence.of(name), document.facts)
 
 
 def test_a_promise_that_is_too_good_is_found_broken(tuned, tmp_path):

@@ -34,28 +34,20 @@ seconds = st.floats(1e-6, 1e6)
 values = st.integers(-(2**62), 2**62) | st.text(max_size=20)
 plans = st.dictionaries(names, values, max_size=6).map(Plan)
 phases = st.sampled_from(["load", "forward", "backward", "optimizer"])
+json_values = st.recursive(
+    st.none() | st.booleans() | counts | seconds | names,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=2),
+    max_leaves=4,
+)
 evidences = st.builds(
     Evidence,
-    micro_batch=st.none() | counts,
     seq_len=st.none() | counts,
-    accumulation=st.none() | counts,
     padding_mask=st.none() | st.booleans(),
-    compute_dtype=st.none() | names,
-    weights_dtype=st.none() | names,
-    gradient_scaler=st.none() | st.booleans(),
-    tf32=st.none() | st.booleans(),
-    layer_forwards=st.none() | counts,
-    layers=st.none() | counts,
-    layers_recomputed=st.none() | counts,
-    kept_outputs=counts,
-    optimizer=st.none() | names,
-    optimizer_fused=st.none() | st.booleans(),
-    optimizer_momentum=st.none() | seconds,
-    optimizer_state_dtypes=st.lists(names, max_size=2).map(tuple),
-    optimizer_state_devices=st.lists(names, max_size=2).map(tuple),
-    parameter_devices=st.lists(names, max_size=2).map(tuple),
-    offloaded_activation_bytes=counts,
-    engine=names,
+    parameters=st.none() | counts,
+    trainable_parameters=st.none() | counts,
+    compiled_graphs=counts,
+    recompiles=counts,
+    techniques=st.dictionaries(names, st.dictionaries(names, json_values, max_size=2), max_size=2),
 )
 outcomes = st.one_of(
     st.builds(

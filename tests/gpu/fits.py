@@ -563,7 +563,7 @@ class Child:
                 return {"fits": False, "phase": count.phase, "step": count.done}
             words = (str(error).strip() or "no message").splitlines()[0][:300]
             return {"fits": False, "crash": f"{type(error).__name__}: {words}", "phase": count.phase}
-        ignored = [one.in_effect(recipe.plan[one.name], evidence, self.facts) for one in techniques()]
+        ignored = [one.in_effect(recipe.plan[one.name], evidence.of(one.name), self.facts) for one in techniques()]
         return {"fits": True, "not_in_effect": [words for words in ignored if words]}
 
     def _drop(self, found):

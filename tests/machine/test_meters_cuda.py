@@ -25,7 +25,7 @@ from autofit.system.errors import MachineError, ModelError
 from autofit.system.job import job_text
 from autofit.training import runner as trials
 from autofit.training.measure import measure
-from autofit.training.observer import with_later_state
+from autofit.training.observer import Observer
 from autofit.training.timing import Clock, Effort
 from autofit.worker import main as work
 from tests.support.synthetic import GIB, cuda_facts
@@ -384,20 +384,14 @@ def test_a_trainer_s_compiled_model_has_no_fp32():
 
 
 @pytest.mark.parametrize(
-    ("precision", "compiled", "older", "good"),
-    [
-        ("fp32", "none", False, False),
-        ("bf16_weights", "none", False, True),
-        ("bf16_weights", "regions", False, True),
-        ("fp32", "regions", True, True),
-    ],
+    ("precision", "older", "good"), [("fp32", False, False), ("bf16_weights", False, True), ("fp32", True, True)]
 )
-def test_a_flag_of_tf32_that_does_nothing_is_no_fault(precision, compiled, older, good):
+def test_a_flag_of_tf32_that_does_nothing_is_no_fault(precision, older, good):
     facts = cuda_facts()
     if older:
         facts = dataclasses.replace(facts, hardware=dataclasses.replace(facts.hardware, precisions=("fp32", "fp16")))
     dtype = "bfloat16" if precision == "bf16_weights" else "float32"
-    seen = Evidence(compute_dtype=dtype, weights_dtype=dtype, tf32=True, compiled=compiled)
+    seen = {"compute_dtype": dtype, "weights_dtype": dtype, "tf32": True}
     said = technique("precision").in_effect(precision, seen, facts)
     assert said is None if good else "TF32 is on" in said
 
@@ -433,22 +427,26 @@ def test_a_step_that_the_scaled_loss_skipped_is_not_timed():
 
 
 def test_a_step_that_was_never_taken_is_told():
-    seen = Evidence(optimizer="torch.optim.adamw.AdamW", optimizer_fused=True, gradient_scaler=True)
+    seen = {"class": "torch.optim.adamw.AdamW", "fused": True, "loss_scaled": True}
     words = technique("optimizer").in_effect("adamw", seen, cuda_facts())
     assert "no step was taken" in words
-    stepped = dataclasses.replace(seen, optimizer_state_dtypes=("float32",))
+    stepped = {**seen, "state_dtypes": ["float32"]}
     assert technique("optimizer").in_effect("adamw", stepped, cuda_facts()) is None
 
 
 def test_a_state_that_comes_after_skipped_steps_is_seen():
-    weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.Adam([weight])
-    before = Evidence(compute_dtype="float16", optimizer_state_dtypes=())
-    assert with_later_state(before, optimizer) == before
-    weight.grad = torch.ones(4)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    observer = Observer(model, recipe_of(PLAIN, cuda_facts()))
+    before = observer.evidence(optimizer, None, 4)
+    assert before.of("optimizer")["state_dtypes"] == []
+    assert observer.with_later_state(before, optimizer, None, 4) == before
+    model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    after = with_later_state(before, optimizer)
-    assert after.optimizer_state_dtypes == ("float32",)
-    assert (after.optimizer_state_devices, after.compute_dtype) == (("cpu",), "float16")
+    after = observer.with_later_state(before, optimizer, None, 4)
+    assert after.of("optimizer")["state_dtypes"] == ["float32"]
+    assert after.of("offload")["state_devices"] == ["cpu"]
+    assert after.of("accumulation") == {"micro_steps": 4}
+    once = observer.evidence(optimizer, None, 4)
     optimizer.state.clear()
-    assert with_later_state(after, optimizer) is after
+    assert observer.with_later_state(once, optimizer, None, 4) is once

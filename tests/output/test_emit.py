@@ -235,7 +235,7 @@ def test_the_schema_is_the_one_that_ships():
 def test_the_schema_says_no():
     good = json.loads(dump_json(DOCUMENT, a_document(a_plan(CPU), CPU)))
     schema = json.loads(SCHEMA.read_text())
-    for change in ({"format": 2}, {"plan": {"micro_batch": 1.5}}, {"promise": {}}, {"trials": [{}]}, {"reason": None}):
+    for change in ({"format": 1}, {"plan": {"micro_batch": 1.5}}, {"promise": {}}, {"trials": [{}]}, {"reason": None}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**good, **change}, schema)
 
@@ -243,13 +243,13 @@ def test_the_schema_says_no():
 BAD_DOCUMENTS = {
     "none": (None, "holds no autofit.json"),
     "empty": ("", "can't be read"),
-    "torn": ('{"format": 1, "plan"', "can't be read"),
+    "torn": ('{"format": 2, "plan"', "can't be read"),
     "binary": ("\x00\x01", "can't be read"),
     "deep": ("[" * 100_000, "can't be read"),
     "a list": ("[]", "format None"),
-    "of tomorrow": ('{"format": 2}', "format 2, this version reads 1"),
+    "of tomorrow": ('{"format": 3}', "format 3, this version reads 2"),
     "a word for a format": ('{"format": "1"}', "format '1'"),
-    "without a plan": ('{"format": 1}', "is not valid at"),
+    "without a plan": ('{"format": 2}', "is not valid at"),
 }
 
 
@@ -283,7 +283,7 @@ def test_a_plan_of_another_version_is_refused(tmp_path):
 
 
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.binary(max_size=100) | st.from_regex(r'\{"format": 1(, "plan": \{("[a-z]": [0-9]+)?\})?\}').map(str.encode))
+@given(st.binary(max_size=100) | st.from_regex(r'\{"format": 2(, "plan": \{("[a-z]": [0-9]+)?\})?\}').map(str.encode))
 def test_any_file_is_a_document_or_an_input_error(tmp_path, content):
     (tmp_path / document.NAME).write_bytes(content)
     with pytest.raises(InputError):

@@ -481,7 +481,7 @@ def test_small_words():
 
 
 def compiled(rate, warm_up_seconds, **others):
-    evidence = Evidence(compiled="model", compiled_graphs=1, compile_mode="default")
+    evidence = Evidence(compiled_graphs=1)
     return measured(rate, 15.0, warm_up_seconds=warm_up_seconds, evidence=evidence, **others)
 
 
@@ -520,23 +520,25 @@ class TestAttended:
     @pytest.mark.parametrize(
         ("kernels", "wanted"),
         [
-            (("flash",), "Asked for was sdpa, and what ran is flash (PyTorch's own)."),
-            (("math",), "math is the slow one"),
-            (("flash_attn",), "another package's"),
-            ((), "made of plain operators (sdpa)"),
+            (["flash"], "Asked for was sdpa, and what ran is flash (PyTorch's own)."),
+            (["math"], "math is the slow one"),
+            (["flash_attn"], "another package's"),
+            ([], "made of plain operators (sdpa)"),
         ],
     )
     def test_the_kernel_is_told(self, kernels, wanted):
-        evidence = Evidence(attention="sdpa", attention_kernels=kernels)
+        evidence = Evidence(techniques={"attention": {"implementation": "sdpa", "kernels": kernels}})
         doc = document([(WINNER, measured(50.0, 15.8, evidence=evidence))])
-        said = wording.attended(doc)
+        ((title, said),) = wording.findings(doc)
+        assert title == "Which attention ran"
         assert wanted in said
         assert said in words(terminal(doc, width=500))
         assert said in " ".join(Page(html(doc, folder="x")).said)
 
     def test_what_was_not_seen_is_not_told(self):
-        doc = document([(WINNER, measured(50.0, 15.8, evidence=Evidence(attention="sdpa", attention_kernels=None)))])
-        assert wording.attended(doc) is None
+        evidence = Evidence(techniques={"attention": {"implementation": "sdpa", "kernels": None}})
+        doc = document([(WINNER, measured(50.0, 15.8, evidence=evidence))])
+        assert wording.findings(doc) == []
         assert "Which attention ran" not in terminal(doc)
 
 

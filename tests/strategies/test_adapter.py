@@ -8,7 +8,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit import space
-from autofit.contract.outcome import Evidence
 from autofit.contract.technique import Kind
 from autofit.registry import recipe, technique
 from autofit.search.samplers import make_sampler
@@ -101,31 +100,32 @@ def evidence(model):
 
 def test_what_is_seen_of_an_adapter(tmp_path):
     plain = evidence(built("llama", tmp_path))
-    assert plain.adapter is None
+    assert plain.of("adapter")["adapter"] is None
     assert plain.trainable_parameters == plain.parameters
     value = "rslora:r=4:alpha=6:targets=q_proj+v_proj"
     seen = evidence(built("llama", tmp_path, adapter=value))
-    assert (seen.adapter, seen.adapted) == ("lora r=4 scaling=3", ("q_proj", "v_proj"))
+    told = seen.of("adapter")
+    assert (told["adapter"], told["modules"]) == ("lora r=4 scaling=3", ["q_proj", "v_proj"])
     assert seen.trainable_parameters == 9 * 4 * (64 + 64 + 64 + 32)  # layers x rank x the sides of both
     assert seen.parameters == plain.parameters + seen.trainable_parameters
-    assert ADAPTER.in_effect(value, seen, FACTS) is None
+    assert ADAPTER.in_effect(value, told, FACTS) is None
     for other in ("none", "lora:r=4", "rslora:r=4:targets=q_proj+v_proj", "rslora:r=4:alpha=6:targets=q_proj"):
-        assert ADAPTER.in_effect(other, seen, FACTS)
-    thawed = dataclasses.replace(seen, trainable_parameters=seen.parameters)
+        assert ADAPTER.in_effect(other, told, FACTS)
+    thawed = {**told, "frozen_parameters": 0}
     assert "not frozen" in ADAPTER.in_effect(value, thawed, FACTS)
 
 
 def test_an_adapter_that_is_switched_off_is_none(tmp_path):
     model = built("llama", tmp_path, adapter="lora:r=4")
     with model.disable_adapter():
-        assert ADAPTER.in_effect("lora:r=4", evidence(model), FACTS)
+        assert ADAPTER.in_effect("lora:r=4", evidence(model).of("adapter"), FACTS)
 
 
 def test_adapters_of_16_bit_weights_are_float32(tmp_path):
     model = built("llama", tmp_path, adapter="lora:r=4", precision="bf16_weights")
     assert {one.dtype for one in model.parameters() if one.requires_grad} == {torch.float32}
     assert {one.dtype for one in model.parameters() if not one.requires_grad} == {torch.bfloat16}
-    assert evidence(model).weights_dtype == "bfloat16"
+    assert evidence(model).of("precision")["weights_dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("value", ["nf4", "int8"])
@@ -143,8 +143,8 @@ def test_random_weights_are_quantized_as_loaded_ones_are(tmp_path, config, value
 
     loaded, made = filled.model(tmp_path / "weights", config=folder), filled.model(None, config=folder)
     assert described(made) == described(loaded)
-    assert evidence(made).quantized == evidence(loaded).quantized
-    assert evidence(made).quantized.startswith(value)
+    assert evidence(made).of("quantization") == evidence(loaded).of("quantization")
+    assert evidence(made).of("quantization")["weight"].startswith(value)
     assert made.is_quantized
     assert loaded.is_quantized
     ids = torch.ones(2, 8, dtype=torch.long)
@@ -215,7 +215,7 @@ def test_torchao_s_weights_are_made_as_loaded_ones_are(tmp_path):
     assert described(made) == described(loaded)
     ids = torch.ones(2, 8, dtype=torch.long)
     for model in (loaded, made):
-        seen = evidence(model)
+        seen = evidence(model).of("quantization")
         assert technique("quantization").in_effect("int8_torchao", seen, FACTS) is None
         for other in ("none", "nf4", "int8"):
             assert technique("quantization").in_effect(other, seen, FACTS)
@@ -261,4 +261,4 @@ def test_quantized_weights_need_lora():
 
 
 def test_nothing_is_seen_of_an_empty_model():
-    assert ADAPTER.in_effect("lora:r=4", Evidence(), FACTS) == "the model's adapter is none, not lora r=4 scaling=2"
+    assert ADAPTER.in_effect("lora:r=4", {}, FACTS) == "the model's adapter is none, not lora r=4 scaling=2"

@@ -1,5 +1,6 @@
 """Which implementations an architecture may have, and which kernel is seen to run."""
 
+import importlib
 import types
 from dataclasses import replace
 
@@ -8,14 +9,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autofit.contract.outcome import Evidence
 from autofit.machine import describe
 from autofit.registry import recipe, technique
-from autofit.training.observer import _attention_kernels
 from tests.support.synthetic import cpu_facts, cuda_facts, model
 from tests.support.tiny import CONFIGS, PLAIN, write_config
 
 ATTENTION = technique("attention")
+kernels_behind = importlib.import_module("autofit.strategies.attention")._kernels_behind
 BOTH = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0", "triton": "3.7.0"}
 EVERY = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -27,23 +27,23 @@ def built(config="llama", **options):
 
 def seen(found, **context):
     ids = torch.randint(0, 128, (2, 16))
-    return _attention_kernels(found(input_ids=ids, labels=ids, **context))
+    return kernels_behind(found(input_ids=ids, labels=ids, **context))
 
 
 # -- what is seen ---------------------------------------------------------------------------------------------------
 
 
 def test_the_kernel_that_ran_is_read_off_the_graph():
-    assert seen(built()) == ("flash",)
+    assert seen(built()) == ["flash"]
     with sdpa_kernel(SDPBackend.MATH):
-        assert seen(built()) == ("math",)
-    assert seen(built(attn_implementation="eager")) == ()
+        assert seen(built()) == ["math"]
+    assert seen(built(attn_implementation="eager")) == []
 
 
 def test_checkpointing_does_not_hide_it():
     found = built()
     found.gradient_checkpointing_enable({"use_reentrant": False})
-    assert seen(found, use_cache=False) == ("flash",)
+    assert seen(found, use_cache=False) == ["flash"]
     found.gradient_checkpointing_enable({"use_reentrant": True})
     found.enable_input_require_grads()
     assert seen(found, use_cache=False) is None
@@ -52,7 +52,7 @@ def test_checkpointing_does_not_hide_it():
 def test_nothing_is_seen_without_a_graph():
     with torch.no_grad():
         assert seen(built()) is None
-    assert _attention_kernels(torch.ones(2)) is None
+    assert kernels_behind(torch.ones(2)) is None
 
 
 class Node:
@@ -69,19 +69,19 @@ class Node:
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [
-        ("ScaledDotProductFlashAttentionBackward0", ("flash",)),
-        ("ScaledDotProductEfficientAttentionBackward0", ("efficient",)),
-        ("ScaledDotProductCudnnAttentionBackward0", ("cudnn",)),
-        ("FlashAttnFuncBackward", ("flash_attn",)),
-        ("GeneratedBackwardFor_flash_attn__flash_attn_forward_defaultBackward", ("flash_attn",)),
-        ("FlexAttentionAutogradOpBackward", ("flex",)),
+        ("ScaledDotProductFlashAttentionBackward0", ["flash"]),
+        ("ScaledDotProductEfficientAttentionBackward0", ["efficient"]),
+        ("ScaledDotProductCudnnAttentionBackward0", ["cudnn"]),
+        ("FlashAttnFuncBackward", ["flash_attn"]),
+        ("GeneratedBackwardFor_flash_attn__flash_attn_forward_defaultBackward", ["flash_attn"]),
+        ("FlexAttentionAutogradOpBackward", ["flex"]),
         ("CompiledFunctionBackward", None),
-        ("SoftmaxBackward0", ()),
+        ("SoftmaxBackward0", []),
     ],
 )
 def test_kernels_have_their_names(name, kernel):
     root = Node("AddBackward0", Node("MulBackward0"), Node(name, Node("ViewBackward0")), None)
-    assert _attention_kernels({"loss": types.SimpleNamespace(grad_fn=root), "other": 1}) == kernel
+    assert kernels_behind({"loss": types.SimpleNamespace(grad_fn=root), "other": 1}) == kernel
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_kernels_have_their_names(name, kernel):
     ],
 )
 def test_a_value_that_was_ignored_is_not_in_effect(value, config, kernels, good):
-    said = ATTENTION.in_effect(value, Evidence(attention=config, attention_kernels=kernels), cuda_facts())
+    said = ATTENTION.in_effect(value, {"implementation": config, "kernels": kernels}, cuda_facts())
     assert (said is None) is good
 
 

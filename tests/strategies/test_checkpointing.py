@@ -71,6 +71,11 @@ class Copies:
         return host.clone().to(device)
 
 
+def keep_products(model):
+    strategy = importlib.import_module("autofit.strategies.checkpointing")
+    return strategy.keep_products(model, strategy.KeptOutputs())
+
+
 # -- the same gradients -------------------------------------------------------------------------------------------
 
 
@@ -79,24 +84,25 @@ class Copies:
 def test_gradients_are_those_of_a_model_that_keeps_everything(strategy, config, dtype):
     plain = build(config)
     wanted = gradients(copy.deepcopy(plain), dtype)
-    for wrap in (strategy.keep_products, strategy._switch_on):
+    for wrap in (keep_products, strategy._switch_on):
         same(gradients(wrap(copy.deepcopy(plain)), dtype), wanted)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_either_attention_will_do(strategy, attention):
     plain = build("llama", attn_implementation=attention)
-    kept = strategy.keep_products(copy.deepcopy(plain))
-    same(gradients(kept), gradients(plain))
+    kept = strategy.KeptOutputs()
+    same(gradients(strategy.keep_products(copy.deepcopy(plain), kept)), gradients(plain))
     # q, k, v, attention, o, gate, up and down of two layers; attention that is not fused is recomputed
-    assert kept.autofit_kept_outputs.count == (16 if attention == "sdpa" else 14)
+    assert kept.count == (16 if attention == "sdpa" else 14)
 
 
 def test_attention_is_recomputed_where_numbers_are_drawn(strategy):
-    kept = strategy.keep_products(build("gpt2"))
-    assert not kept.autofit_kept_outputs.names & strategy._ATTENTION
-    without = strategy.keep_products(build("gpt2 without dropout"))
-    assert without.autofit_kept_outputs.names > strategy._ATTENTION
+    kept = strategy.KeptOutputs()
+    strategy.keep_products(build("gpt2"), kept)
+    assert not kept.names & strategy._ATTENTION
+    strategy.keep_products(build("gpt2 without dropout"), kept)
+    assert kept.names > strategy._ATTENTION
 
 
 def test_every_operator_that_is_kept_is_one_of_pytorchs(strategy):
@@ -112,13 +118,18 @@ def test_adapters_train_behind_frozen_layers(strategy):
     plain = build("llama")
     wanted = gradients(peft.get_peft_model(copy.deepcopy(plain), settings))
     for value in ("selective", "on the host"):
-        wrap = strategy.keep_products if value == "selective" else strategy.keep_inputs_on_host
+        kept, inputs = strategy.KeptOutputs(), strategy.HostInputs()
+        by_hand = {
+            "selective": lambda model, kept=kept: strategy.keep_products(model, kept),
+            "on the host": lambda model, inputs=inputs: strategy._switch_on(model, checkpoint=inputs.checkpoint),
+        }
+        wrap = by_hand[value]
         torch.manual_seed(0)
         adapted = peft.get_peft_model(wrap(copy.deepcopy(plain)), settings)
         found = gradients(adapted)
         assert found.keys() == wanted.keys()
         if value == "selective":
-            assert adapted.autofit_kept_outputs.count > 16
+            assert kept.count > 16
 
 
 # -- which layers -------------------------------------------------------------------------------------------------
@@ -169,11 +180,12 @@ def test_arguments_carry_what_they_can(version, name):
 
 def test_inputs_wait_on_the_host(strategy, monkeypatch):
     plain = build("llama")
-    kept = strategy.keep_inputs_on_host(copy.deepcopy(plain))
+    keeper = strategy.HostInputs()
+    kept = strategy._switch_on(copy.deepcopy(plain), checkpoint=keeper.checkpoint)
     same(gradients(kept), gradients(copy.deepcopy(plain)))
-    assert kept.autofit_host_activations.moved_bytes == 0  # all of it is small
+    assert keeper.moved_bytes == 0  # all of it is small
     monkeypatch.setattr(strategy, "_SMALLEST_BYTES", 1)
-    kept, copies, inputs = strategy.keep_inputs_on_host(copy.deepcopy(plain)), Copies(), []
+    kept, copies, inputs = strategy._switch_on(copy.deepcopy(plain), checkpoint=keeper.checkpoint), Copies(), []
     for layer in kept.model.layers:
         layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
     kept.model.norm.register_forward_pre_hook(lambda *_: inputs.append([ref() is None for ref in inputs]))
@@ -183,7 +195,7 @@ def test_inputs_wait_on_the_host(strategy, monkeypatch):
     assert inputs[2][1], "a layer's input is still on the device"  # the first one's is a variable of the model
     size = 2 * 16 * 32 * 4
     assert [host.nbytes for host in copies.moved] == [size, size]
-    assert kept.autofit_host_activations.moved_bytes == 2 * size
+    assert keeper.moved_bytes == 2 * size
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +263,6 @@ def test_a_pytorch_without_that_class_is_left_alone(strategy, monkeypatch):
     recorder = Recorder(fake=False)
     with strategy._counting(recorder):
         assert not hasattr(torch.utils.checkpoint, "_checkpoint_hook")
-        strategy.KeptOutputs(attention=True).policy(SimpleNamespace(is_recompute=False), torch.ops.aten.mm.default)
+        strategy.KeptOutputs().policy(SimpleNamespace(is_recompute=False), torch.ops.aten.mm.default)
     assert not hasattr(torch.utils.checkpoint, "_checkpoint_hook")
     assert recorder.work[-1][KINDS.index("other")][2] == strategy._HOST_A_SEEN_OPERATOR

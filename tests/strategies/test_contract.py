@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from autofit import space
 from autofit.contract import placement
 from autofit.contract.emission import Emission
-from autofit.contract.outcome import Evidence, Measured, TimedOut, Trial
+from autofit.contract.outcome import Measured, TimedOut, Trial
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.machine import describe as probe
@@ -42,7 +42,7 @@ from autofit.search.loop import Campaign
 from autofit.system.errors import InputError
 from autofit.system.units import duration
 from autofit.training.measure import RECOMPILED
-from autofit.training.observer import _unwrapped, compiled_graphs
+from autofit.training.observer import compiled_graphs, unwrapped
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
 from tests.support.cases import looped
@@ -205,8 +205,8 @@ def test_what_is_expected_of_it_is_finite(one, facts):
 @each_technique
 def test_nothing_seen_is_no_crash(one, facts):
     for choice in one.choices(facts):
-        for nothing in (Evidence(), Evidence(engine="deepspeed"), Evidence(engine="fsdp2"), Evidence(layer_forwards=0)):
-            said = one.in_effect(choice.value, nothing, facts)
+        for little in ({}, {"engine": "DEEPSPEED"}, {"engine": "fsdp2"}, {"layer_forwards": 0}):
+            said = one.in_effect(choice.value, little, facts)
             assert said is None or (said.strip() and "\n" not in said)
 
 
@@ -503,11 +503,11 @@ def test_what_is_chosen_is_what_happens(run, configs, tmp_path, name, path, one,
     trial, facts = run(path, one, value, name), tiny(path, name)
     outcome = trial.outcome
     assert isinstance(outcome, Measured), outcome
-    assert one.in_effect(value, outcome.evidence, facts) is None
+    assert one.in_effect(value, outcome.evidence.of(one.name), facts) is None
     assert math.isfinite(outcome.loss)
     for other in to_be_had(one, facts):
         if other != value:
-            assert one.in_effect(other, outcome.evidence, facts), f"{value} would pass for {other}"
+            assert one.in_effect(other, outcome.evidence.of(one.name), facts), f"{value} would pass for {other}"
     emission, setup = recipe(trial.plan, facts).emission, loaded_back(trial, facts, configs[name], tmp_path / "out")
     assert setup.plan == trial.plan
     assert setup.recipe.emission == emission
@@ -519,8 +519,8 @@ def test_what_is_chosen_is_what_happens(run, configs, tmp_path, name, path, one,
     sizes = [parameter.numel() for parameter in net.parameters()]
     trained = [parameter.numel() for parameter in net.parameters() if parameter.requires_grad]
     assert (sum(sizes), sum(trained)) == (outcome.evidence.parameters, outcome.evidence.trainable_parameters)
-    stepping = type(_unwrapped(optimizer))
-    assert f"{stepping.__module__}.{stepping.__qualname__}" == outcome.evidence.optimizer
+    stepping = type(unwrapped(optimizer))
+    assert f"{stepping.__module__}.{stepping.__qualname__}" == outcome.evidence.of("optimizer")["class"]
 
 
 def loaded_back(trial, facts, config, folder):
@@ -534,7 +534,8 @@ def loaded_back(trial, facts, config, folder):
 def test_rows_are_full_and_unpadded(run):
     for path in ("trainer", "loop"):
         evidence = run(path, technique("micro_batch"), 2).outcome.evidence
-        assert (evidence.micro_batch, evidence.seq_len, evidence.accumulation) == (2, 16, 2)
+        assert (evidence.of("micro_batch"), evidence.of("accumulation")) == ({"rows": 2}, {"micro_steps": 2})
+        assert evidence.seq_len == 16
         assert evidence.padding_mask is False
 
 
@@ -542,10 +543,10 @@ def test_checkpointing_recomputes_each_layer_once(run):
     again = {"off": (1, 0), "full": (2, 2), "every_2": (2, 1), "selective": (2, 2)}
     for path in ("trainer", "loop"):
         for value, seen in again.items():
-            evidence = run(path, technique("checkpointing"), value).outcome.evidence
-            assert (evidence.layer_forwards, evidence.layers_recomputed) == seen
-            assert evidence.layers == 2
-            assert (evidence.kept_outputs > 0) == (value == "selective")
+            evidence = run(path, technique("checkpointing"), value).outcome.evidence.of("checkpointing")
+            assert (evidence["layer_forwards"], evidence["layers_recomputed"]) == seen
+            assert evidence["layers"] == 2
+            assert (evidence["kept_outputs"] > 0) == (value == "selective")
 
 
 def test_exact_choices_keep_the_loss_of_the_plain_run(run):
@@ -663,8 +664,8 @@ def test_what_is_small_or_a_weight_or_elsewhere_stays(offload):
         assert keeper.moved_bytes == large.nbytes
         assert torch.equal(keeper.unpack(moved), large)
         assert keeper.unpack(moved).data_ptr() != large.data_ptr()
-    elsewhere = offload.HostActivations(net)
-    elsewhere.hooks()
+    elsewhere = offload.HostActivations()
+    elsewhere.hooks(net)
     assert elsewhere.pack(large) is large
 
 
@@ -673,10 +674,11 @@ def test_a_model_with_activations_on_the_host_still_runs(offload):
 
     net = network()
     before = copy.deepcopy(net)(torch.ones(2, 64))
-    wrapped = offload.offload_activations(net)
+    keeper = offload.HostActivations()
+    wrapped = offload.offload_activations(net, keeper)
     assert wrapped is net
     assert torch.equal(wrapped(torch.ones(2, 64)), before)
-    assert wrapped.autofit_host_activations.moved_bytes == 0
+    assert keeper.moved_bytes == 0
     assert len(list(wrapped.modules())) == 5
 
 
@@ -725,7 +727,8 @@ def test_a_compiled_plan_compiles_in_the_warm_up_alone(run):
     for path, value in (("trainer", "regions"), ("loop", "model")):
         outcome = run(path, technique("compile"), value).outcome
         seen = outcome.evidence
-        assert (seen.compiled, seen.compile_mode, seen.recompiles) == (value, "default", 0)
+        told = seen.of("compile")
+        assert (told["compiled"], told["mode"], seen.recompiles) == (value, "default", 0)
         assert seen.compiled_graphs >= 1
         assert outcome.warm_up_seconds > outcome.step_seconds
         assert not any("compiled again" in note for note in outcome.notes)
@@ -744,11 +747,11 @@ def test_another_shape_is_another_graph():
 
 def test_a_mode_that_was_not_used_is_told():
     one, facts = technique("compile"), FACTS["cuda 8.0"]
-    seen = Evidence(compiled="model", compiled_graphs=2, compile_mode="reduce-overhead", cuda_graphs=True)
+    seen = {"compiled": "model", "graphs": 2, "mode": "reduce-overhead", "cuda_graphs": True}
     assert one.in_effect("cuda_graphs", seen, facts) is None
-    assert "CUDA graph" in one.in_effect("cuda_graphs", replace(seen, cuda_graphs=False), facts)
+    assert "CUDA graph" in one.in_effect("cuda_graphs", {**seen, "cuda_graphs": False}, facts)
     assert "mode" in one.in_effect("model", seen, facts)
-    assert "no graph" in one.in_effect("model", replace(seen, compiled_graphs=0), facts)
+    assert "no graph" in one.in_effect("model", {**seen, "graphs": 0}, facts)
     assert "not regions" in one.in_effect("regions", seen, facts)
 
 

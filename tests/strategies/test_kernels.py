@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from autofit.contract.outcome import Evidence
 from autofit.machine import describe
 from autofit.registry import technique
-from autofit.training.observer import _liger_modules
 from tests.support.synthetic import cuda_facts, model
 from tests.support.tiny import CONFIGS
 
@@ -97,7 +95,7 @@ def pair(config="llama", **changes):
     values = {**CONFIGS[config], **changes}
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).train()
-    return plain, kernels.chunk_loss(copy.deepcopy(plain))
+    return plain, kernels.chunk_loss(copy.deepcopy(plain), kernels.ChunkedLoss())
 
 
 def batch(padded=True):
@@ -230,7 +228,7 @@ def test_ligers_types_are_read_off_its_source(tmp_path, monkeypatch):
 def test_ligers_functions_are_seen_in_a_model():
     small = {name: value for name, value in CONFIGS["llama"].items() if name != "model_type"}
     patched = LlamaForCausalLM(LlamaConfig(**small))
-    assert _liger_modules(patched) == ()
+    assert kernels._liger_modules(patched) == []
 
     def of(module):
         def forward(self): ...
@@ -239,9 +237,9 @@ def test_ligers_functions_are_seen_in_a_model():
         return forward
 
     patched.forward = types.MethodType(of("liger_kernel.transformers.model.llama"), patched)
-    assert _liger_modules(patched) == ("liger_kernel.transformers.model.llama",)
+    assert kernels._liger_modules(patched) == ["liger_kernel.transformers.model.llama"]
     patched.model.norm.forward = types.MethodType(of("liger_kernel.transformers.rms_norm"), patched.model.norm)
-    assert len(_liger_modules(patched)) == 2
+    assert len(kernels._liger_modules(patched)) == 2
 
 
 @pytest.mark.parametrize(
@@ -257,11 +255,11 @@ def test_ligers_functions_are_seen_in_a_model():
 )
 def test_only_what_was_seen_is_in_effect(modules, chunked, logits, found):
     facts = cuda_facts()
-    evidence = Evidence(
-        liger_modules=tuple(f"liger_kernel.transformers.{name}" for name in modules),
-        chunked_losses=chunked,
-        whole_logits=logits,
-    )
+    evidence = {
+        "liger_modules": [f"liger_kernel.transformers.{name}" for name in modules],
+        "chunked_losses": chunked,
+        "whole_logits": logits,
+    }
     values = [choice.value for choice in KERNELS.choices(facts)]
     held = [value for value in values if KERNELS.in_effect(value, evidence, facts) is None]
     assert held == ([] if found is None else [found])

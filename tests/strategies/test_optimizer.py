@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from autofit import space
-from autofit.contract.outcome import Evidence
 from autofit.contract.technique import Kind
 from autofit.output.setup import installed
 from autofit.registry import recipe, technique
@@ -112,23 +111,23 @@ def test_a_plain_loop_gets_a_schedule_free_optimizer_in_training_mode():
     assert recipe(plan, cuda()).optimizer_wraps == []
 
 
-STEPPED = Evidence(optimizer="bitsandbytes.optim.lion.Lion", optimizer_paged=False)
+STEPPED = {"class": "bitsandbytes.optim.lion.Lion", "paged": False}
 
 
 @pytest.mark.parametrize(
     ("value", "seen", "words"),
     [
-        ("lion", {"optimizer_state_dtypes": ("float32",)}, None),
-        ("lion", {"optimizer_state_dtypes": ("float32", "uint8")}, "fewer bits"),
-        ("lion_8bit", {"optimizer_state_dtypes": ("float32",)}, "no 8-bit state"),
-        ("lion_8bit", {"optimizer_state_dtypes": ("uint8",)}, None),
-        ("paged_lion_8bit", {"optimizer_state_dtypes": ("uint8",)}, "not paged"),
-        ("lion_8bit", {"optimizer_state_dtypes": ("uint8",), "optimizer_paged": True}, "is paged"),
-        ("galore_adamw", {"optimizer": "galore_torch.adamw.AdamW", "optimizer_paged": None}, "no gradient"),
+        ("lion", {"state_dtypes": ("float32",)}, None),
+        ("lion", {"state_dtypes": ("float32", "uint8")}, "fewer bits"),
+        ("lion_8bit", {"state_dtypes": ("float32",)}, "no 8-bit state"),
+        ("lion_8bit", {"state_dtypes": ("uint8",)}, None),
+        ("paged_lion_8bit", {"state_dtypes": ("uint8",)}, "not paged"),
+        ("lion_8bit", {"state_dtypes": ("uint8",), "paged": True}, "is paged"),
+        ("galore_adamw", {"class": "galore_torch.adamw.AdamW", "paged": None}, "no gradient"),
     ],
 )
 def test_what_stepped_is_told_from_what_is_like_it(value, seen, words):
-    found = OPTIMIZER.in_effect(value, replace(STEPPED, **seen), cuda())
+    found = OPTIMIZER.in_effect(value, {**STEPPED, **seen}, cuda())
     assert found is None if words is None else words in found
 
 
@@ -208,10 +207,10 @@ def test_float8_is_to_be_had_from_ada_on(capability, packages, status):
 
 
 def test_float8_layers_are_told_from_none():
-    seen = Evidence(compute_dtype="bfloat16", weights_dtype="float32", float8_linears=14, gradient_scaler=False)
+    seen = {"compute_dtype": "bfloat16", "weights_dtype": "float32", "float8_linears": 14, "loss_scaled": False}
     assert PRECISION.in_effect("fp8", seen, cuda()) is None
     assert "14 linear layers" in PRECISION.in_effect("bf16", seen, cuda())
-    assert "0 linear layers" in PRECISION.in_effect("fp8", replace(seen, float8_linears=0), cuda())
+    assert "0 linear layers" in PRECISION.in_effect("fp8", {**seen, "float8_linears": 0}, cuda())
 
 
 def test_linear_layers_multiply_in_float8_but_not_the_head():

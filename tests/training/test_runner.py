@@ -129,8 +129,8 @@ def test_a_long_accumulation_is_measured_in_parts(try_plan, launch_path, micro_b
     found = try_plan(plan=plan, effort=effort, global_batch=12, launch_path=launch_path).outcome
     assert isinstance(found, Measured), found
     assert found.fidelity == shown
-    assert found.evidence.accumulation == (None if shown == "parts" else accumulation)
-    assert found.evidence.micro_batch == micro_batch
+    assert found.evidence.of("accumulation") == {"micro_steps": None if shown == "parts" else accumulation}
+    assert found.evidence.of("micro_batch") == {"rows": micro_batch}
     assert found.loss == pytest.approx(4.85, abs=0.3)  # however many micro-steps it was added up from
 
 
@@ -152,19 +152,19 @@ def test_every_knob_takes_effect_on_both_launch_paths(try_plan, name, launch_pat
     plan = {"micro_batch": 2, "accumulation": 2, **PLANS[name]}
     found = try_plan(plan=plan, vocab_size=1024, launch_path=launch_path).outcome
     assert isinstance(found, Measured), found
-    seen = found.evidence
+    seen = found.evidence.of
     precision, optimizer = plan.get("precision", "fp32"), plan.get("optimizer", "adamw")
-    assert (seen.micro_batch, seen.accumulation, seen.seq_len) == (2, 2, 32)
-    assert seen.padding_mask is False
-    assert seen.compute_dtype == ("float32" if precision == "fp32" else "bfloat16")
-    assert seen.weights_dtype == ("bfloat16" if precision == "bf16_weights" else "float32")
-    assert seen.layer_forwards == (2 if plan.get("checkpointing") == "full" else 1)
-    assert seen.optimizer.rsplit(".")[0] == {
+    assert (seen("micro_batch"), seen("accumulation")) == ({"rows": 2}, {"micro_steps": 2})
+    assert (found.evidence.seq_len, found.evidence.padding_mask) == (32, False)
+    assert seen("precision")["compute_dtype"] == ("float32" if precision == "fp32" else "bfloat16")
+    assert seen("precision")["weights_dtype"] == ("bfloat16" if precision == "bf16_weights" else "float32")
+    assert seen("checkpointing")["layer_forwards"] == (2 if plan.get("checkpointing") == "full" else 1)
+    assert seen("optimizer")["class"].rsplit(".")[0] == {
         "adamw": "torch", "sgd": "torch", "adamw_8bit": "bitsandbytes", "adafactor": "transformers"
     }[optimizer]  # fmt: skip
-    assert ("uint8" in seen.optimizer_state_dtypes) == (optimizer == "adamw_8bit")
-    assert seen.parameter_devices == ("cpu",)
-    assert seen.engine == "none"
+    assert ("uint8" in seen("optimizer")["state_dtypes"]) == (optimizer == "adamw_8bit")
+    assert seen("offload")["parameter_devices"] == ["cpu"]
+    assert seen("offload")["engine"] == "none"
 
 
 @pytest.mark.parametrize("launch_path", PATHS)
@@ -173,8 +173,8 @@ def test_every_architecture_is_measured(try_plan, config, launch_path):
     plan = {"micro_batch": 2, "accumulation": 2}
     found = try_plan(plan=plan, config=config, launch_path=launch_path).outcome
     assert isinstance(found, Measured), found
-    assert found.evidence.layer_forwards == 1
-    assert found.evidence.compute_dtype == "float32"
+    assert found.evidence.of("checkpointing")["layer_forwards"] == 1
+    assert found.evidence.of("precision")["compute_dtype"] == "float32"
 
 
 @pytest.mark.parametrize(("value", "again"), [("full", 2), ("every_2", 1), ("selective", 2)])
@@ -182,9 +182,10 @@ def test_every_architecture_is_measured(try_plan, config, launch_path):
 def test_checkpointing_is_seen_on_every_architecture(try_plan, config, value, again):
     found = try_plan(plan={"checkpointing": value, "precision": "bf16"}, config=config).outcome
     assert isinstance(found, Measured), found
-    assert found.evidence.layer_forwards == 2
-    assert (found.evidence.layers, found.evidence.layers_recomputed) == (2, again)
-    assert found.evidence.compute_dtype == "bfloat16"
+    assert found.evidence.of("checkpointing")["layer_forwards"] == 2
+    seen = found.evidence.of("checkpointing")
+    assert (seen["layers"], seen["layers_recomputed"]) == (2, again)
+    assert found.evidence.of("precision")["compute_dtype"] == "bfloat16"
 
 
 def test_a_hopeless_plan_is_left_early(try_plan):
