@@ -105,7 +105,9 @@ def read(folder: str | Path) -> Document:
             f"{path} has format {found!r}, this version reads {FORMAT}", hint="read it with the version that wrote it"
         )
     try:
-        found = DOCUMENT.validate_json(text, strict=True)
+        found = strict_json.read(DOCUMENT, text)
+    except strict_json.UnknownKeyError as error:
+        raise InputError(f"{path} is not valid: {error}", hint="it was edited by hand?") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part)[:80] for part in first["loc"])
@@ -140,4 +142,7 @@ def _check_sound(document: Document, path: Path) -> None:
 def schema() -> dict[str, Any]:
     """JSON Schema of the document, as it is written to ``autofit.schema.json``."""
     found = DOCUMENT.json_schema(mode="serialization")
+    for kind in (found, *found["$defs"].values()):
+        if "properties" in kind:
+            kind["additionalProperties"] = False
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "autofit.json", **found}

@@ -210,7 +210,9 @@ class Landscape:
                 for number, text in enumerate(file, 1):
                     line = strict_json.loads(text)
                     if "facts" in line:
-                        found = FACTS.validate_json(json.dumps(line["facts"]), strict=True)
+                        if unknown := sorted(line.keys() - {"facts", "provenance"}):
+                            raise strict_json.UnknownKeyError(f"{unknown[0]} is not a known key")
+                        found = strict_json.read(FACTS, json.dumps(line["facts"]))
                         if facts is not None and not _comparable(facts, found):
                             raise InputError(
                                 f"{path}, line {number}: another model, device or workload than above it",
@@ -219,7 +221,7 @@ class Landscape:
                         facts = facts or found
                         provenance.update(line.get("provenance", {}))
                         continue
-                    run = _RUN.validate_json(text, strict=True)
+                    run = strict_json.read(_RUN, text)
                     if facts is not None and run.plan not in runs:
                         check_values(run.plan, facts)
                     runs.setdefault(run.plan, []).append(run)

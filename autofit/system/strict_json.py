@@ -6,6 +6,8 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import ValidationError
+
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
@@ -24,14 +26,25 @@ def loads(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+class UnknownKeyError(ValueError):
+    """A key that no value of that kind has: another version wrote it, or somebody edited it."""
+
+
 def read(adapter: TypeAdapter[Kind], text: str | bytes) -> Kind:
-    """A value of ours out of JSON that anybody may have edited.
+    """A value of ours out of JSON that anybody may have edited; a key that it does not have is refused.
 
     Raises:
+        UnknownKeyError: It has a key that is not known.
         ValueError: It is no such JSON, or not of that kind; pydantic's own error is one of these.
     """
     loads(text)
-    return adapter.validate_json(text, strict=True)
+    try:
+        return adapter.validate_json(text, strict=True, extra="forbid")
+    except ValidationError as error:
+        unknown = [one["loc"] for one in error.errors() if one["type"] == "unexpected_keyword_argument"]
+        if not unknown:
+            raise
+        raise UnknownKeyError(f"{'.'.join(str(part)[:80] for part in unknown[0])} is not a known key") from error
 
 
 def dump_json(adapter: TypeAdapter[Any], value: object) -> str:

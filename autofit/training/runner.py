@@ -23,7 +23,7 @@ from autofit.machine.describe import host_memory
 from autofit.machine.meters import control_groups, device_used_bytes
 from autofit.machine.other_processes import neighbours, words
 from autofit.system import strict_json
-from autofit.system.errors import MachineError, ServerLost
+from autofit.system.errors import InputError, MachineError, ServerLost
 from autofit.system.files import write_atomically, writing
 from autofit.system.fork_server import ForkServer
 from autofit.system.job import JOB, job_text
@@ -287,16 +287,27 @@ def log_tail(folder: Path) -> str:
 
 
 def finished(folder: Path) -> Iterator[Trial]:
-    """The trials in ``trials/`` that have ended, by number; what can't be read counts as cut off."""
+    """The trials in ``trials/`` that have ended, by number; what can't be read counts as cut off.
+
+    Raises:
+        InputError: A trial has a key that this version does not know.
+    """
     try:
         names = sorted(entry.name for entry in folder.iterdir() if entry.name.isdigit())
     except FileNotFoundError:
         return
     for name in names:
-        with contextlib.suppress(OSError, ValueError):
-            trial = strict_json.read(TRIAL, (folder / name / TRIAL_FILE).read_bytes())
-            if trial.number == int(name):
-                yield trial
+        path = folder / name / TRIAL_FILE
+        try:
+            trial = strict_json.read(TRIAL, path.read_bytes())
+        except strict_json.UnknownKeyError as error:
+            raise InputError(
+                f"{path} was written by another version: {error}", hint="choose another --output, or delete the folder"
+            ) from error
+        except (OSError, ValueError):
+            continue
+        if trial.number == int(name):
+            yield trial
 
 
 def training_seconds(trial: Trial) -> float:

@@ -235,7 +235,14 @@ def test_the_schema_is_the_one_that_ships():
 def test_the_schema_says_no():
     good = json.loads(dump_json(DOCUMENT, a_document(a_plan(CPU), CPU)))
     schema = json.loads(SCHEMA.read_text())
-    for change in ({"format": 1}, {"plan": {"micro_batch": 1.5}}, {"promise": {}}, {"trials": [{}]}, {"reason": None}):
+    for change in (
+        {"format": 1},
+        {"plan": {"micro_batch": 1.5}},
+        {"promise": {}},
+        {"trials": [{}]},
+        {"reason": None},
+        {"more": 1},
+    ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**good, **change}, schema)
 
@@ -251,6 +258,15 @@ BAD_DOCUMENTS = {
     "a word for a format": ('{"format": "1"}', "format '1'"),
     "without a plan": ('{"format": 2}', "is not valid at"),
 }
+
+
+@pytest.mark.parametrize("place", ["", "model", "promise", "workload"])
+def test_a_document_with_an_unknown_key_is_refused(tmp_path, place):
+    good = json.loads(dump_json(DOCUMENT, a_document(a_plan(CPU), CPU)))
+    (good[place] if place else good)["brought"] = 1
+    (tmp_path / document.NAME).write_text(json.dumps(good))
+    with pytest.raises(InputError, match="brought is not a known key"):
+        document.read(tmp_path)
 
 
 @pytest.mark.parametrize(("text", "words"), BAD_DOCUMENTS.values(), ids=BAD_DOCUMENTS)

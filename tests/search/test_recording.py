@@ -133,6 +133,21 @@ def test_what_is_no_landscape_is_refused(tmp_path, text, words):
         Landscape.read(path)
 
 
+@pytest.mark.parametrize("place", ["line", "facts", "model", "run", "outcome"])
+def test_a_key_that_is_not_known_is_refused(recorded, place):
+    lines = [json.loads(line) for line in recorded.read_text().splitlines()]
+    {
+        "line": lines[0],
+        "facts": lines[0]["facts"],
+        "model": lines[0]["facts"]["model"],
+        "run": lines[1],
+        "outcome": lines[1]["outcome"],
+    }[place]["fetched_bytes"] = 1
+    recorded.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(InputError, match="fetched_bytes is not a known key"):
+        Landscape.read(recorded)
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(InputError, match="is no landscape"):
         Landscape.read(tmp_path / "none.jsonl.gz")

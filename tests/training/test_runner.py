@@ -8,7 +8,7 @@ import pytest
 
 from autofit.contract.outcome import OUTCOME, TRIAL, Crashed, Diverged, Measured, OutOfMemory, TimedOut, Unsupported
 from autofit.output import wording
-from autofit.system.errors import MachineError
+from autofit.system.errors import InputError, MachineError
 from autofit.system.strict_json import dump_json
 from autofit.training import runner as trials
 from autofit.training.measure import RECOMPILED
@@ -478,6 +478,14 @@ def test_what_can_not_be_read_has_not_finished(try_fault, tmp_path):
     (folder / "00008").mkdir()
     (folder / "00008" / "trial.json").write_bytes(b"\xff\xfe")
     assert list(finished(folder)) == [good, dataclasses.replace(good, number=5)]
+
+
+def test_a_trial_of_another_version_is_refused(tmp_path):
+    (tmp_path / "00001").mkdir()
+    trial = {"number": 1, "plan": {}, "outcome": {"kind": "unsupported", "reason": "x"}, "wall_seconds": 1.0}
+    (tmp_path / "00001" / "trial.json").write_text(json.dumps({**trial, "squeezed": True}))
+    with pytest.raises(InputError, match="another version: squeezed is not a known key"):
+        list(finished(tmp_path))
 
 
 def test_no_trials_have_finished_where_there_is_no_folder(tmp_path):
