@@ -1,0 +1,119 @@
+// cuBLAS, cuDNN and their like: handles, and the time of matrix products.
+#include <cstdint>
+#include <cstring>
+
+#include "device.hpp"
+
+using namespace hollow;
+
+static int give_handle(void** p) {
+  *p = new_handle();
+  return 0;
+}
+STAND_IN int hollow_cublasCreate_v2(void** p) { return give_handle(p); }
+STAND_IN int hollow_cublasLtCreate(void** p) { return give_handle(p); }
+STAND_IN int hollow_cublasLtMatmulPreferenceCreate(void** p) { return give_handle(p); }
+STAND_IN int hollow_cudnnCreate(void** p) { return give_handle(p); }
+STAND_IN int hollow_cusolverDnCreate(void** p) { return give_handle(p); }
+STAND_IN int hollow_cusparseCreate(void** p) { return give_handle(p); }
+STAND_IN int hollow_curandCreateGenerator(void** p) { return give_handle(p); }
+
+static thread_local int math_mode;
+static bool tf32() { return (math_mode & 3) == 3; }  // CUBLAS_TF32_TENSOR_OP_MATH
+STAND_IN int hollow_cublasGetMathMode(void*, int* m) {
+  *m = math_mode;
+  return 0;
+}
+STAND_IN int hollow_cublasSetMathMode(void*, int m) {
+  math_mode = m;
+  return 0;
+}
+STAND_IN int hollow_cublasGetPointerMode_v2(void*, int* m) {
+  *m = 0;
+  return 0;
+}
+STAND_IN size_t hollow_cublasLtGetVersion() { return 130200; }
+STAND_IN size_t hollow_cudnnGetVersion() { return 92600; }
+STAND_IN size_t hollow_cudnnGetCudartVersion() { return 13020; }
+STAND_IN const char* hollow_cudnnGetErrorString(int) { return "hollow"; }
+// cuBLASLt, by the numbers of its header.
+const int COMPUTE_32F_FAST_TF32 = 77, LAYOUT_BATCH_COUNT = 5;
+struct Layout {
+  int type;
+  uint64_t rows, cols;
+  int64_t ld;
+  int batch;
+};
+STAND_IN int hollow_cublasLtMatrixLayoutCreate(void** l, int type, uint64_t rows, uint64_t cols, int64_t ld) {
+  *l = new Layout{type, rows, cols, ld, 1};
+  return 0;
+}
+STAND_IN int hollow_cublasLtMatrixLayoutSetAttribute(void* l, int a, const void* v, size_t) {
+  if (a == LAYOUT_BATCH_COUNT) ((Layout*)l)->batch = *(const int*)v;
+  return 0;
+}
+STAND_IN int hollow_cublasLtMatrixLayoutDestroy(void* l) {
+  delete (Layout*)l;
+  return 0;
+}
+struct Product {
+  int compute;
+};
+STAND_IN int hollow_cublasLtMatmulDescCreate(void** d, int compute, int) {
+  *d = new Product{compute};
+  return 0;
+}
+STAND_IN int hollow_cublasLtMatmulDescDestroy(void* d) {
+  delete (Product*)d;
+  return 0;
+}
+struct Heuristic {
+  uint64_t algo[8];
+  size_t workspace;
+  int state;
+  float waves;
+  int reserved[4];
+};
+STAND_IN int hollow_cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int wanted,
+                                                   Heuristic* out, int* found) {
+  int n = wanted > 0 ? 1 : 0;
+  if (n) memset(out, 0, sizeof *out);
+  *found = n;
+  return 0;
+}
+STAND_IN int hollow_cublasLtMatmul(void*, void* P, const void*, const void*, void* A, const void*, void*, const void*,
+                                   const void*, void*, void*, void* D, const void*, void*, size_t, void*) {
+  auto* a = (Layout*)A;
+  auto* d = (Layout*)D;
+  if (a && d && d->rows)
+    product(d->rows, d->cols, (double)a->rows * a->cols / d->rows, d->batch,
+            rate_of(a->type, P && ((Product*)P)->compute == COMPUTE_32F_FAST_TF32));
+  return 0;
+}
+STAND_IN int hollow_cublasSgemm_v2(void*, int, int, int m, int n, int k, const void*, const void*, int, const void*,
+                                   int, const void*, void*, int) {
+  product(m, n, k, 1, rate_of(0, tf32()));
+  return 0;
+}
+STAND_IN int hollow_cublasSgemmEx(void*, int, int, int m, int n, int k, const void*, const void*, int t, int,
+                                  const void*, int, int, const void*, void*, int, int) {
+  product(m, n, k, 1, rate_of(t, tf32()));
+  return 0;
+}
+STAND_IN int hollow_cublasGemmEx(void*, int, int, int m, int n, int k, const void*, const void*, int t, int,
+                                 const void*, int, int, const void*, void*, int, int, int, int) {
+  product(m, n, k, 1, rate_of(t, tf32()));
+  return 0;
+}
+STAND_IN int hollow_cublasSgemmStridedBatched(void*, int, int, int m, int n, int k, const void*, const void*, int,
+                                              long long, const void*, int, long long, const void*, void*, int,
+                                              long long, int b) {
+  product(m, n, k, b, rate_of(0, tf32()));
+  return 0;
+}
+STAND_IN int hollow_cublasGemmStridedBatchedEx(void*, int, int, int m, int n, int k, const void*, const void*, int t,
+                                               int, long long, const void*, int, int, long long, const void*, void*,
+                                               int, int, long long, int b, int, int) {
+  product(m, n, k, b, rate_of(t, tf32()));
+  return 0;
+}

@@ -1,0 +1,156 @@
+"""What the host reads from an emulated card in a training step is what a card would give, or is known to be hollow."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("HOLLOW_CARD" not in os.environ, reason="runs under python -m tests.hollow"),
+]
+READS = {"_local_scalar_dense", "equal", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"}
+"""Operators whose answer, or whose shape, the host takes from the device."""
+
+SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 2000}
+LLAMA = {**SMALL, "intermediate_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
+MODELS = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 4, "vocab_size": 2000},
+    "gemma2": {**LLAMA, "head_dim": 64},
+    "opt": {**SMALL, "ffn_dim": 512, "word_embed_proj_dim": 256},
+    "qwen3_moe": {**LLAMA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64},
+    "mixtral": {**LLAMA, "num_local_experts": 4},
+    "t5": {
+        "d_model": 256,
+        "d_kv": 64,
+        "d_ff": 512,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 2000,
+        "decoder_start_token_id": 0,
+    },
+    "bert": {**SMALL, "intermediate_size": 512},
+}
+HOLLOW_READS = {"clip_grad.py", "grad_scaler.py"}
+"""Files that may read what kernels would have computed: the gradients' norm, and whether one is infinite."""
+
+
+class Reads(TorchDispatchMode):
+    """Notes each host read of a device value: who reads, what, and whether it is what a card would give."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+        library = ctypes.CDLL("libhollow_values.so")
+        self.is_true = library.hollow_is_true
+        self.is_true.argtypes, self.is_true.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_bool
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        to_host = name in {"_to_copy", "copy_"} and result.is_cpu and any(t.is_cuda for t in tensors(args))
+        if name in READS or to_host:
+            true = all(self.is_true(t.data_ptr(), span(t)) for t in tensors(args) if t.is_cuda)
+            read = result if not isinstance(result, torch.Tensor) else list(result.shape)
+            self.rows.append((caller(), name, read, true))
+        return result
+
+
+def tensors(args):
+    return [each for each in args if isinstance(each, torch.Tensor)]
+
+
+def span(tensor):
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
+def caller():
+    """The file and line, outside of this one and of torch's own, that asked."""
+    frames = [
+        f
+        for f in traceback.extract_stack()
+        if "/torch/_" not in f.filename and "/torch/utils/" not in f.filename and f.filename != __file__
+    ]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+
+
+def model_of(kind):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+    config = AutoConfig.for_model(kind, **MODELS[kind])
+    auto = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}.get(kind, AutoModelForCausalLM)
+    with torch.device("cuda"):
+        return auto.from_config(config)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_host_reads_what_a_card_would_give(kind, padded, capsys):
+    model = model_of(kind).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cuda")
+    ids = torch.randint(0, 2000, (4, 128))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, 100:] = 0
+    with Reads() as reads:
+        batch = {"input_ids": ids.cuda(), "attention_mask": mask.cuda(), "labels": ids.cuda()}
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        scaler.step(optimizer)
+        scaler.update()
+    with capsys.disabled():
+        for row in dict.fromkeys(map(str, reads.rows)):
+            print("   ", kind, row)
+    assert optimizer.state, "the step was taken"
+    hollow = [row for row in reads.rows if not row[-1] and row[0].partition(":")[0] not in HOLLOW_READS]
+    assert not hollow
+    assert all(not torch.is_tensor(read) or read.isfinite() for _, _, read, _ in reads.rows)
+
+
+def test_what_is_computed_from_small_integers_is_true():
+    positions = torch.arange(512, device="cuda").expand(4, -1)
+    assert positions.diff(dim=-1).eq(1).all().item()
+    lengths = torch.tensor([3, 0, 5], device="cuda")
+    assert torch.repeat_interleave(lengths).tolist() == [0, 0, 0, 2, 2, 2, 2, 2]
+    assert lengths.nonzero().flatten().tolist() == [0, 2]
+    assert lengths.cumsum(0).tolist() == [3, 3, 8]
+    mask = torch.ones(4, 512, dtype=torch.bool, device="cuda").tril()
+    assert mask.sum().item() == 10
+    lengths[1] = 7
+    assert torch.equal(lengths, torch.tensor([3, 7, 5], device="cuda"))
+
+
+def test_the_users_random_numbers_are_left_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    torch.randint(0, 9, (100,), device="cuda")
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_what_comes_from_large_tensors_is_hollow_and_finite():
+    stale = torch.full((1024,), -100, device="cuda")
+    del stale  # the next allocation gets its memory, and these bytes are no number as floating point
+    large = torch.randn(2048, 2048, device="cuda")
+    assert (large @ large).sum().item() == 0
+    assert not large.isnan().any().item()
+    assert large.argmax().item() == 0
+
+
+def test_an_index_out_of_range_fails_as_a_kernel_does():
+    code = "import torch; torch.zeros(4, device='cuda')[torch.tensor([7], device='cuda')].sum().item()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "device-side assert triggered" in done.stderr
