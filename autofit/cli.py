@@ -142,8 +142,8 @@ def tune(model: str, as_json: bool, **options: Any) -> None:
     """
     from autofit.commands.console import ConsoleEvents, Talk
     from autofit.commands.tune import tune as run
-    from autofit.output import report
     from autofit.output.document import DOCUMENT
+    from autofit.output.report import summary
     from autofit.system.strict_json import dump_json
 
     with _terminable():
@@ -151,7 +151,7 @@ def tune(model: str, as_json: bool, **options: Any) -> None:
     if as_json:
         click.echo(dump_json(DOCUMENT, result.document), nl=False)
     else:
-        _console().print(report.summary(result.document, folder=str(result.folder)))
+        _console().print(summary(result.document, folder=str(result.folder)))
 
 
 @main.command(short_help="Predict what plans need on a card; needs no device.")
@@ -273,26 +273,26 @@ def report(folder: str, as_json: bool) -> None:
     """Show again what a tune found in DIR, and write its report.html anew."""
     from pathlib import Path
 
-    from autofit.output import document as documents
-    from autofit.output import report as reports
+    from autofit.output.document import DOCUMENT, read_document
     from autofit.output.emit import REPORT
+    from autofit.output.report import html, summary
     from autofit.system.files import write_atomically
     from autofit.system.strict_json import dump_json
 
-    document = documents.read(folder)
-    write_atomically(Path(folder) / REPORT, reports.html(document, folder=folder))
+    document = read_document(folder)
+    write_atomically(Path(folder) / REPORT, html(document, folder=folder))
     if as_json:
-        click.echo(dump_json(documents.DOCUMENT, document), nl=False)
+        click.echo(dump_json(DOCUMENT, document), nl=False)
     else:
-        _console().print(reports.summary(document, folder=folder))
+        _console().print(summary(document, folder=folder))
 
 
 @main.command(hidden=True)
 def schema() -> None:
     """Print the JSON schema of autofit.json."""
-    from autofit.output.document import schema as found
+    from autofit.output.document import document_schema
 
-    click.echo(json.dumps(found(), indent=1, sort_keys=True))
+    click.echo(json.dumps(document_schema(), indent=1, sort_keys=True))
 
 
 def _console(width: int = 100) -> Console:

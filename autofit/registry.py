@@ -61,7 +61,7 @@ def technique(name: str) -> Technique:
     raise InputError(f"{name!r} is not a knob", hint=near(name, [one.name for one in techniques()]))
 
 
-def recipe(plan: Plan, facts: Facts) -> Recipe:
+def recipe_of(plan: Plan, facts: Facts) -> Recipe:
     """The recipe of a plan: every technique fills its slots, in order.
 
     Raises:

@@ -21,8 +21,7 @@ from autofit import cli
 from autofit.commands import tune as tuning
 from autofit.commands.verify import VERIFICATION, Verification
 from autofit.contract.outcome import Crashed
-from autofit.output import document
-from autofit.output.document import DOCUMENT
+from autofit.output.document import DOCUMENT, DOCUMENT_FILE, read_document
 from autofit.registry import techniques
 from autofit.system import errors
 from autofit.system.strict_json import dump_json
@@ -188,15 +187,15 @@ def test_every_keyword_is_documented():
 def test_json_is_all_of_stdout(tune, tmp_path):
     done = tune("--json")
     assert done.exit_code == 0, done.stderr
-    assert json.loads(done.stdout) == json.loads((tmp_path / "out" / document.NAME).read_text())
-    assert done.stdout == dump_json(DOCUMENT, document.read(tmp_path / "out"))
+    assert json.loads(done.stdout) == json.loads((tmp_path / "out" / DOCUMENT_FILE).read_text())
+    assert done.stdout == dump_json(DOCUMENT, read_document(tmp_path / "out"))
     assert done.stderr.strip()
 
 
 def test_the_answer_is_on_stdout_and_the_talk_on_stderr(tune, tmp_path):
     done = tune()
     assert done.exit_code == 0, done.stderr
-    found = document.read(tmp_path / "out")
+    found = read_document(tmp_path / "out")
     assert "samples/s" in done.stdout
     assert f"{found.plan['micro_batch']} x {found.plan['accumulation']} x 1 = 16" in done.stdout
     assert "accelerate launch" in done.stdout
@@ -214,7 +213,7 @@ def test_the_report_is_shown_again_and_written_anew(tune, run, tmp_path):
     assert again.stdout == first.stdout
     assert (tmp_path / "out" / "report.html").is_file()
     as_json = run("report", tmp_path / "out", "--json")
-    assert json.loads(as_json.stdout) == json.loads((tmp_path / "out" / document.NAME).read_text())
+    assert json.loads(as_json.stdout) == json.loads((tmp_path / "out" / DOCUMENT_FILE).read_text())
 
 
 def test_options_reach_the_tune(tune, tmp_path):
@@ -226,7 +225,7 @@ def test_options_reach_the_tune(tune, tmp_path):
     assert done.exit_code == 0, done.stderr
     assert {plan["micro_batch"] for _, plan, _ in replay.asked} == {2, 4}
     assert {plan["optimizer"] for _, plan, _ in replay.asked} == {"sgd"}
-    found = document.read(tmp_path / "out")
+    found = read_document(tmp_path / "out")
     assert (found.workload.launch_path, found.workload.seed, found.workload.seq_len) == ("loop", 3, 32)
     assert found.workload.limit_bytes == GIB
     assert len((tmp_path / "record").read_text().splitlines()) == len(replay.asked) + 1
@@ -235,7 +234,7 @@ def test_options_reach_the_tune(tune, tmp_path):
 def test_the_default_folder(run, tmp_path):
     done = run(*TUNE, "--trials", "1", replay=Replay(tmp_path / "autofit-out"))
     assert done.exit_code == 0, done.stderr
-    assert (tmp_path / "autofit-out" / document.NAME).is_file()
+    assert (tmp_path / "autofit-out" / DOCUMENT_FILE).is_file()
 
 
 def test_resume_goes_on(tune, tmp_path):
@@ -286,7 +285,7 @@ USAGE = [
 def test_bad_input_is_one_line_and_a_hint(run, tmp_path, words, said):
     (tmp_path / "a-file").write_text("")
     (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / document.NAME).write_text('{"format": 1')
+    (tmp_path / "torn" / DOCUMENT_FILE).write_text('{"format": 1')
     done = run(*words)
     assert done.exit_code == 2, done.stderr
     message, hint = one_line(done.stderr)
@@ -374,7 +373,7 @@ def test_ctrl_c_keeps_the_best_so_far(tune, tmp_path, as_json):
     assert done.exit_code == 130
     assert "--resume" in one_line(done.stderr)[1]
     assert done.stdout == ""
-    assert document.read(tmp_path / "out").plan
+    assert read_document(tmp_path / "out").plan
 
 
 def test_ctrl_c_before_the_tune_has_begun(run, monkeypatch):
@@ -411,7 +410,7 @@ def test_termination_ends_a_tune_as_ctrl_c_does(tune, tmp_path, number):
     message, hint = one_line(done.stderr)
     assert number.name in message
     assert "--resume" in hint
-    assert len(document.read(tmp_path / "out").trials) == 2
+    assert len(read_document(tmp_path / "out").trials) == 2
 
 
 def test_a_bug_is_not_hidden(tune, tmp_path):
@@ -423,7 +422,7 @@ def test_a_bug_is_not_hidden(tune, tmp_path):
 @pytest.mark.parametrize("as_json", [False, True], ids=["words", "json"])
 def test_a_verification_is_told_by_its_exit_code(tune, run, monkeypatch, tmp_path, broken, as_json):
     tune(trials=1)
-    found = document.read(tmp_path / "out")
+    found = read_document(tmp_path / "out")
     verified = Verification(
         promise=found.promise,
         outcome=found.trials[-1].outcome,

@@ -20,8 +20,18 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from autofit import space
-from autofit.commands import request as question
 from autofit.commands.model_source import fetch, modeling_module, own_code
+from autofit.commands.request import (
+    Request,
+    Search,
+    as_classes,
+    as_knobs,
+    check_request,
+    read_facts,
+    remarks,
+    row_length,
+    validated,
+)
 from autofit.contract.facts import Facts, Hardware, LaunchPath, Model, Task, Workload
 from autofit.contract.plan import Plan
 from autofit.costmodel import allocator, peak
@@ -33,7 +43,7 @@ from autofit.machine import gpu_catalogue
 from autofit.machine.describe import host_memory
 from autofit.machine.gpu_catalogue import Card
 from autofit.machine.select import choose_device
-from autofit.output import document as documents
+from autofit.output.document import MODEL_FOLDER
 from autofit.output.setup import installed
 from autofit.registry import changes, technique
 from autofit.search.decision import extras
@@ -160,8 +170,8 @@ def estimate(
         MachineError: A helper process can't be started, or the device can't be used.
     """
     began = time.monotonic()
-    request = question.asked(
-        question.Request,
+    request = validated(
+        Request,
         {
             "model": str(model),
             "seq_len": seq_len,
@@ -171,19 +181,19 @@ def estimate(
             "trust_remote_code": trust_remote_code,
         },
     )
-    settings = question.asked(
-        question.Search,
+    settings = validated(
+        Search,
         {
-            "allowed": question.as_classes(allow),
-            "fix": question.as_knobs(fix),
-            "among": question.as_knobs(among),
+            "allowed": as_classes(allow),
+            "fix": as_knobs(fix),
+            "among": as_knobs(among),
         },
     )
-    question.check(request, settings)
+    check_request(request, settings)
     card, given = _card(gpu, memory)
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
         folder = Path(scratch)
-        config = fetch(str(model), folder / documents.MODEL_FOLDER, trust_remote_code=trust_remote_code)
+        config = fetch(str(model), folder / MODEL_FOLDER, trust_remote_code=trust_remote_code)
         code = own_code(config, trusted=trust_remote_code)
         if code is not None:
             say(code)
@@ -195,7 +205,7 @@ def estimate(
                 described = _described(folder, config, request, server, kept)
                 facts = elsewhere(request, described, card, given)
             else:
-                facts = question.read_facts(folder, request, here, server, lambda _: None)  # the notes say it
+                facts = read_facts(folder, request, here, server, lambda _: None)  # the notes say it
                 card = gpu_catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
             knobs = space.parse_knobs(settings.fix, settings.among, facts)
             plans = space.build(facts, space.parse_allowed(settings.allowed), knobs)
@@ -234,7 +244,7 @@ def _card(gpu: str | None, memory: str | int | None) -> tuple[Card | None, int |
     return None, None
 
 
-def _described(folder: Path, config: Path, request: question.Request, server: ForkServer, cache: Path | None) -> Model:
+def _described(folder: Path, config: Path, request: Request, server: ForkServer, cache: Path | None) -> Model:
     """The model's facts, kept on disk beside the traces."""
     adapter = TypeAdapter(Model)
     ground = [source_hash(), installed(), request.trust_remote_code, request.task, model_of(config)]
@@ -243,7 +253,7 @@ def _described(folder: Path, config: Path, request: question.Request, server: Fo
     if path is not None:
         with contextlib.suppress(OSError, ValueError):
             return replace(adapter.validate_json(path.read_bytes()), name=request.model)
-    model = question.read_facts(folder, request, "cpu", server, lambda _: None).model
+    model = read_facts(folder, request, "cpu", server, lambda _: None).model
     if path is not None:
         with contextlib.suppress(MachineError, OSError):  # it is only a cache
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -251,7 +261,7 @@ def _described(folder: Path, config: Path, request: question.Request, server: Fo
     return model
 
 
-def elsewhere(request: question.Request, model: Model, card: Card | None, memory_bytes: int) -> Facts:
+def elsewhere(request: Request, model: Model, card: Card | None, memory_bytes: int) -> Facts:
     """The question on a card that is not here."""
     host_total, _ = host_memory()
     host = max(host_total, HOST_BYTES)
@@ -268,7 +278,7 @@ def elsewhere(request: question.Request, model: Model, card: Card | None, memory
             capability=card.capability if card else None,
         ),
         workload=Workload(
-            seq_len=question.row_length(request.seq_len, model),
+            seq_len=row_length(request.seq_len, model),
             global_batch=request.global_batch,
             limit_bytes=memory_bytes,
             host_limit_bytes=host,
@@ -386,7 +396,7 @@ def _smallest_card(found: Need, parts: tuple[peak.MicroPart, peak.OptimizerPart]
 
 def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space) -> tuple[str, ...]:
     """What was assumed."""
-    said = question.remarks(facts.workload.seq_len, facts.model)
+    said = remarks(facts.workload.seq_len, facts.model)
     if facts.hardware.device == "cuda":
         workspace = units.size(workspace_bytes(facts.hardware.capability))
         said.append(f"{units.size(CONTEXT_BYTES)} for the CUDA context and {workspace} for cuBLAS are included")

@@ -14,7 +14,7 @@ from autofit import space
 from autofit.contract.facts import Device, Facts, Hardware, LaunchPath, Model, Task, Workload
 from autofit.costmodel.jobs import RatesJob
 from autofit.machine.jobs import DescribeJob
-from autofit.output import document as documents
+from autofit.output.document import MODEL_FOLDER, REQUEST
 from autofit.output.setup import installed
 from autofit.search.samplers import check_sampler
 from autofit.system import strict_json, units
@@ -25,7 +25,6 @@ from autofit.system.strict_json import dump_json
 from autofit.training.launch_environment import check_environment
 from autofit.training.runner import finished
 
-REQUEST = documents.REQUEST
 TRIALS = "trials"
 DEFAULT_CEILING = 0.92
 
@@ -72,7 +71,7 @@ STARTED: TypeAdapter[Started] = TypeAdapter(Started)
 Asked = TypeVar("Asked", Request, Search)
 
 
-def asked(kind: type[Asked], given: Mapping[str, Any]) -> Asked:
+def validated(kind: type[Asked], given: Mapping[str, Any]) -> Asked:
     """A request or a search out of what somebody has written in Python.
 
     Raises:
@@ -97,7 +96,7 @@ def as_knobs(given: object) -> object:
     return dict(given) if isinstance(given, Mapping) else space.as_tuple(given)
 
 
-def check(request: Request, settings: Search) -> None:
+def check_request(request: Request, settings: Search) -> None:
     """Refuse what needs no machine to be refused."""
     check_environment()
     for name, number in (("--global-batch", request.global_batch), ("--trials", settings.trials)):
@@ -118,7 +117,7 @@ def check(request: Request, settings: Search) -> None:
     space.parse_allowed(settings.allowed)
 
 
-def before(folder: Path, now: Request, *, resume: bool, say: Callable[[str], None]) -> Started | None:
+def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[str], None]) -> Started | None:
     """What an earlier tune in the folder was asked, where this one goes on with it."""
     path = folder / REQUEST
     if not path.exists():
@@ -185,7 +184,7 @@ def read_facts(
     """
     job = DescribeJob(
         name=request.model,
-        config=str((folder / documents.MODEL_FOLDER).resolve()),
+        config=str((folder / MODEL_FOLDER).resolve()),
         device=device,
         trust_remote_code=request.trust_remote_code,
         task=request.task,
@@ -199,7 +198,7 @@ def read_facts(
     return Facts(model=model, hardware=hardware, workload=workload(request, model, hardware, say), packages=installed())
 
 
-def timed(folder: Path, facts: Facts, server: ForkServer, say: Callable[[str], None]) -> Facts:
+def with_rates(folder: Path, facts: Facts, server: ForkServer, say: Callable[[str], None]) -> Facts:
     """The facts with what the device does in a second, which a process of its own has timed.
 
     A tune does without where that fails; what can't be done at all is told by what comes next.
@@ -244,7 +243,7 @@ def described(answer: Mapping[str, Any], name: str, device: Device) -> tuple[Mod
     )
 
 
-def keep(folder: Path, request: Request, facts: Facts) -> None:
+def keep_request(folder: Path, request: Request, facts: Facts) -> None:
     """Write the question down, so that it can be gone on with. From here on the folder holds a tune."""
     write_atomically(folder / REQUEST, dump_json(STARTED, Started(request=request, facts=facts)))
 

@@ -19,9 +19,21 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 
 from autofit import space
-from autofit.commands import request as question
 from autofit.commands.model_source import fetch, modeling_module, own_code
-from autofit.commands.request import TRIALS, Request, Search
+from autofit.commands.request import (
+    TRIALS,
+    Request,
+    Search,
+    Started,
+    as_classes,
+    as_knobs,
+    check_request,
+    keep_request,
+    read_facts,
+    started_before,
+    validated,
+    with_rates,
+)
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.contract.outcome import Crashed, Measured, Outcome, OutOfMemory, Trial
 from autofit.contract.plan import Plan
@@ -30,16 +42,16 @@ from autofit.costmodel.trace_store import Traces, cache_folder
 from autofit.costmodel.utilisation import Utilisation
 from autofit.machine import gpu_catalogue, other_processes
 from autofit.machine.select import choose_device, hardware_lock, left_unused
-from autofit.output import document as documents
-from autofit.output import result as answer
+from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST
 from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML
-from autofit.output.result import Result
-from autofit.search import decision as choose
+from autofit.output.result import Result, compose, write_result
 from autofit.search import recording, tradeoffs
-from autofit.search import searcher as search
+from autofit.search.decision import nearest_change
 from autofit.search.events import Events, Silent
 from autofit.search.loop import Campaign
 from autofit.search.recording import Replay
+from autofit.search.searcher import open_searcher
+from autofit.search.study import JOURNAL_FILE
 from autofit.system import units
 from autofit.system.errors import AutofitError, InputError, Interrupted, MachineError, NothingFits, Stopped
 from autofit.system.files import usable_folder
@@ -59,11 +71,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LOCK = ".lock"
 FORKSERVER_LOG = "forkserver.log"
-JOURNAL = "journal.log"
 _WRITTEN = {
-    documents.MODEL_FOLDER, documents.NAME, YAML, ARGUMENTS, REPORT, TRIALS, FORKSERVER_LOG, JOURNAL
+    MODEL_FOLDER, DOCUMENT_FILE, YAML, ARGUMENTS, REPORT, TRIALS, FORKSERVER_LOG, JOURNAL_FILE
 }  # fmt: skip
-_BEGUN = {question.REQUEST, LOCK}
+_BEGUN = {REQUEST, LOCK}
 """One of these is in every folder that a tune has written to."""
 NOTICEABLE = 0.1
 MOST_GUARDS = 3
@@ -128,7 +139,7 @@ def tune(
         MachineError: The machine stands in the way, or no plan got as far as to be measured.
         Interrupted: Ctrl-C; the best so far is written, if there is one.
     """
-    request = question.asked(
+    request = validated(
         Request,
         {
             "model": str(model),
@@ -142,21 +153,21 @@ def tune(
             "task": task,
         },
     )
-    settings = question.asked(
+    settings = validated(
         Search,
         {
             "trials": trials,
             "timeout_seconds": units.parse_duration(timeout) if isinstance(timeout, str) else timeout,
-            "allowed": question.as_classes(allow),
-            "fix": question.as_knobs(fix),
-            "among": question.as_knobs(among),
+            "allowed": as_classes(allow),
+            "fix": as_knobs(fix),
+            "among": as_knobs(among),
             "sampler": sampler,
             "storage": storage,
             "record": record or None,
             "guard": guard,
         },
     )
-    question.check(request, settings)
+    check_request(request, settings)
     folder = Path(output) if output else Path(tempfile.mkdtemp(prefix="autofit-"))
     fresh = not output or not folder.exists()
     before = _of_others(folder)
@@ -169,7 +180,7 @@ def tune(
             return _Tune(folder, request, settings, teller, runner).run(resume=resume)
         finally:
             teller.close()
-            if not (folder / question.REQUEST).exists():
+            if not (folder / REQUEST).exists():
                 _leave_no_trace(folder, whole=fresh, but=before)
 
 
@@ -239,9 +250,9 @@ def _leave_no_trace(folder: Path, *, whole: bool, but: Collection[str]) -> None:
     if whole and not (folder / FAILED_JOB_LOG).exists():
         shutil.rmtree(folder, ignore_errors=True)
         return
-    if documents.MODEL_FOLDER not in but:
-        shutil.rmtree(folder / documents.MODEL_FOLDER, ignore_errors=True)
-    for name in {FORKSERVER_LOG, JOURNAL, LOCK} - set(but):
+    if MODEL_FOLDER not in but:
+        shutil.rmtree(folder / MODEL_FOLDER, ignore_errors=True)
+    for name in {FORKSERVER_LOG, JOURNAL_FILE, LOCK} - set(but):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -262,9 +273,9 @@ class _Tune:
     guard: Guard | None = None
 
     def run(self, *, resume: bool) -> Result:
-        before = question.before(self.folder, self.request, resume=resume, say=self._note)
+        before = started_before(self.folder, self.request, resume=resume, say=self._note)
         device = self._chosen_device(before)
-        config = self.folder / documents.MODEL_FOLDER
+        config = self.folder / MODEL_FOLDER
         if before is None:
             fetch(self.request.model, config, trust_remote_code=self.request.trust_remote_code)
         code = own_code(config, trusted=self.request.trust_remote_code)
@@ -277,7 +288,7 @@ class _Tune:
             elif isinstance(self.given_runner, Replay):
                 facts = self.given_runner.facts
             else:
-                facts = question.read_facts(self.folder, self.request, device, server, self._note)
+                facts = read_facts(self.folder, self.request, device, server, self._note)
             plans = space.build(
                 facts,
                 space.parse_allowed(self.settings.allowed),
@@ -285,10 +296,10 @@ class _Tune:
             )
             with self._device(facts):
                 if before is None and self.given_runner is None:
-                    facts = question.timed(self.folder, facts, server, self._note)
+                    facts = with_rates(self.folder, facts, server, self._note)
                 return self._tune(facts, plans, config, server)
 
-    def _chosen_device(self, before: question.Started | None) -> Literal["cuda", "cpu"]:
+    def _chosen_device(self, before: Started | None) -> Literal["cuda", "cpu"]:
         if isinstance(self.given_runner, Replay):
             return "cpu"  # what is played back needs no device
         device = choose_device(before.facts.hardware.device if before else self.request.device)
@@ -339,7 +350,7 @@ class _Tune:
         with _best_in_hint(campaign):
             self.events.ready(facts, plans, len(self.trials))
             _, stopped = _until_stopped(campaign.take_up)
-            searcher = search.open_searcher(
+            searcher = open_searcher(
                 self.folder,
                 plans,
                 facts,
@@ -349,8 +360,8 @@ class _Tune:
                 trials=self.trials if stopped is None else self.trials[:-1],  # whose last one says nothing yet
                 forecast=cast,
             )
-            if not (self.folder / question.REQUEST).exists():
-                question.keep(self.folder, self.request, facts)
+            if not (self.folder / REQUEST).exists():
+                keep_request(self.folder, self.request, facts)
             decision = None
             if stopped is None:
                 guards = Guards(self.folder, facts, config, server)
@@ -368,8 +379,8 @@ class _Tune:
         if decision is None:
             raise self._nothing(facts, plans, cast)
         self._say_correction(searcher, facts)
-        result = answer.write(
-            answer.compose(
+        result = write_result(
+            compose(
                 decision,
                 facts,
                 self.trials,
@@ -449,9 +460,7 @@ class _Tune:
                 f"{needed} (--memory-limit), a shorter sequence (--seq-len), or --allow exact,numeric,method."
             )
         if not trials or any(_says_of_memory(trial.outcome) for trial in trials):
-            return NothingFits(
-                f"Nothing fits. {choose.nearest_change(trials, plans, facts.workload.limit_bytes, facts)}"
-            )
+            return NothingFits(f"Nothing fits. {nearest_change(trials, plans, facts.workload.limit_bytes, facts)}")
         last = trials[-1]
         logs = f"its logs are in {trial_folder(self.folder / TRIALS, last.number)}"
         alike = {trial.outcome.reason for trial in trials if isinstance(trial.outcome, Crashed)}

@@ -18,7 +18,7 @@ from autofit.contract.facts import Hardware
 from autofit.contract.outcome import OUTCOME, Measured, Outcome, Promise
 from autofit.machine.meters import on_device
 from autofit.machine.select import hardware_lock
-from autofit.output import document as documents
+from autofit.output.document import MODEL_FOLDER, read_document
 from autofit.output.emit import ARGUMENTS, YAML
 from autofit.system import strict_json, units
 from autofit.system.errors import InputError, MachineError
@@ -92,8 +92,8 @@ def verify(
         raise InputError(f"a tolerance of {tolerance} is out of range", hint="give a share from 0 to 1")
     check_environment()
     folder = Path(folder)
-    document = documents.read(folder)
-    for name in (YAML, ARGUMENTS, f"{documents.MODEL_FOLDER}/config.json"):
+    document = read_document(folder)
+    for name in (YAML, ARGUMENTS, f"{MODEL_FOLDER}/config.json"):
         if not (folder / name).is_file():
             raise InputError(f"{folder} holds no {name}", hint="give the whole folder that `autofit tune` wrote")
     device = document.hardware.device

@@ -34,8 +34,7 @@ from autofit.costmodel.cuda_emulation import attention_stand_ins, like_cuda
 from autofit.costmodel.fake_kernels import without_values
 from autofit.costmodel.recorder import Recorder
 from autofit.costmodel.timeline import Tape
-from autofit.registry import recipe as recipe_of
-from autofit.registry import techniques
+from autofit.registry import recipe_of, techniques
 from autofit.training import loops
 from autofit.training.launch_environment import launch_environment, write_yaml
 from autofit.training.timing import Effort

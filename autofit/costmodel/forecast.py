@@ -24,7 +24,7 @@ from autofit.costmodel import peak, roofline
 from autofit.costmodel.roofline import KINDS, WORK, Totals
 from autofit.costmodel.timeline import Bools, Floats
 from autofit.costmodel.trace_store import MANY, untraceable
-from autofit.registry import recipe, technique
+from autofit.registry import recipe_of, technique
 from autofit.system.units import MIB
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def families_of(space: Space, *, one_row_apart: bool = False) -> dict[Plan, list
 
 def as_computed(totals: Totals, family: Plan, facts: Facts) -> Totals:
     """The work in the arithmetic of the plan: fp16 was traced as bf16, and TF32 as float32."""
-    built = recipe(family, facts)
+    built = recipe_of(family, facts)
     flops, moved = totals.flops.copy(), totals.moved_bytes.copy()
     moves = [("matmul fp32", "matmul tf32")] if built.tf32 else []
     moves += [("matmul bf16", "matmul fp16")] if built.mixed_precision == "fp16" else []

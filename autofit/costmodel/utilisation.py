@@ -24,7 +24,7 @@ import numpy as np
 from autofit.contract.outcome import Crashed, Measured
 from autofit.costmodel.forecast import as_computed, families_of, without_checkpointing
 from autofit.costmodel.roofline import KINDS, Numbers, Totals
-from autofit.registry import recipe as recipe_of
+from autofit.registry import recipe_of
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts

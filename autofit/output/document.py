@@ -18,7 +18,7 @@ from autofit.system.errors import InputError
 from autofit.training.equivalence import Guard
 
 FORMAT = 2
-NAME = "autofit.json"
+DOCUMENT_FILE = "autofit.json"
 MODEL_FOLDER = "model"
 REQUEST = "request.json"
 
@@ -83,20 +83,20 @@ class Document:
 DOCUMENT: TypeAdapter[Document] = TypeAdapter(Document)
 
 
-def read(folder: str | Path) -> Document:
+def read_document(folder: str | Path) -> Document:
     """The document of an output folder.
 
     Raises:
         InputError: There is none, or it is not one of this format.
     """
-    path = Path(folder) / NAME
+    path = Path(folder) / DOCUMENT_FILE
     try:
         text = path.read_text(encoding="utf-8")
         raw = strict_json.loads(text)
     except FileNotFoundError:
         begun = path.with_name(REQUEST).exists()
         hint = "its tune has found no answer yet: go on with it by --resume" if begun else "give the folder of a tune"
-        raise InputError(f"{folder} holds no {NAME}", hint=hint) from None
+        raise InputError(f"{folder} holds no {DOCUMENT_FILE}", hint=hint) from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} can't be read: {error}", hint="tune again, or with --resume in that folder") from None
     found = raw.get("format") if isinstance(raw, dict) else None
@@ -139,7 +139,7 @@ def _check_sound(document: Document, path: Path) -> None:
         raise InputError(f"{path} has a speed or a ceiling of nothing", hint="it was edited by hand?")
 
 
-def schema() -> dict[str, Any]:
+def document_schema() -> dict[str, Any]:
     """JSON Schema of the document, as it is written to ``autofit.schema.json``."""
     found = DOCUMENT.json_schema(mode="serialization")
     for kind in (found, *found["$defs"].values()):

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from yaml import YAMLError
 
-from autofit.output import document as documents
-from autofit.output.document import DOCUMENT, Document
-from autofit.registry import recipe as recipe_of
+from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, Document
+from autofit.registry import recipe_of
 from autofit.system.errors import EmissionError, InputError
 from autofit.system.files import write_atomically, writing
 from autofit.system.strict_json import dump_json
@@ -49,15 +48,15 @@ def emit(document: Document, folder: Path, report: str, check: Callable[[Path], 
     aside = folder / ASIDE
     with writing(aside):
         shutil.rmtree(aside, ignore_errors=True)
-        shutil.copytree(folder / documents.MODEL_FOLDER, aside / documents.MODEL_FOLDER)
+        shutil.copytree(folder / MODEL_FOLDER, aside / MODEL_FOLDER)
         write_yaml(aside / YAML, dict(recipe.emission.accelerate))
     arguments = json.dumps(dict(recipe.emission.training_args), indent=1, sort_keys=True, allow_nan=False) + "\n"
     write_atomically(aside / ARGUMENTS, arguments)
     write_atomically(aside / REPORT, report)
-    write_atomically(aside / documents.NAME, dump_json(DOCUMENT, document))
+    write_atomically(aside / DOCUMENT_FILE, dump_json(DOCUMENT, document))
     check(aside)
     with writing(folder):
-        for name in (YAML, ARGUMENTS, REPORT, documents.NAME):
+        for name in (YAML, ARGUMENTS, REPORT, DOCUMENT_FILE):
             (aside / name).replace(folder / name)
         shutil.rmtree(aside, ignore_errors=True)
 

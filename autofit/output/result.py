@@ -13,9 +13,8 @@ from autofit import registry, space
 from autofit._version import __version__
 from autofit.contract.outcome import Promise, Trial
 from autofit.contract.plan import Plan
-from autofit.output import document as documents
 from autofit.output import report
-from autofit.output.document import Document, Offer
+from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, Document, Offer
 from autofit.output.emit import ARGUMENTS, REPORT, YAML, emit
 from autofit.output.jobs import CheckJob
 from autofit.search.tradeoffs import Contribution, Point
@@ -64,7 +63,7 @@ class Result:
 
     def training_arguments(self, **others: Any) -> TrainingArguments:
         """``transformers.TrainingArguments`` with every tuned field, and ``others`` for the rest."""
-        return registry.recipe(self.plan, self.document.facts).training_arguments(**others)
+        return registry.recipe_of(self.plan, self.document.facts).training_arguments(**others)
 
     def save(self, folder: str | Path) -> Path:
         """Copy the emitted files (not the trials) to another folder.
@@ -74,9 +73,9 @@ class Result:
         """
         target = usable_folder(Path(folder))
         with writing(target):
-            for name in (YAML, ARGUMENTS, REPORT, documents.NAME):
+            for name in (YAML, ARGUMENTS, REPORT, DOCUMENT_FILE):
                 shutil.copyfile(self.folder / name, target / name)
-            shutil.copytree(self.folder / documents.MODEL_FOLDER, target / documents.MODEL_FOLDER, dirs_exist_ok=True)
+            shutil.copytree(self.folder / MODEL_FOLDER, target / MODEL_FOLDER, dirs_exist_ok=True)
         return target
 
 
@@ -88,7 +87,7 @@ def _offers(plan: Plan, facts: Facts) -> list[tuple[str, Choice]]:
     return [*known, *((name, choice) for name, choice in own if (name, choice.value) not in listed)]
 
 
-def write(document: Document, folder: Path, server: ForkServer) -> Result:
+def write_result(document: Document, folder: Path, server: ForkServer) -> Result:
     """Write the four files, each loaded back in a process of its own.
 
     Raises:
@@ -135,7 +134,7 @@ def compose(
     added = (
         ("the winner was not measured whole: its micro-steps were added up",) if measured.fidelity == "parts" else ()
     )
-    recipe = registry.recipe(decision.plan, facts)
+    recipe = registry.recipe_of(decision.plan, facts)
     return Document(
         autofit=__version__,
         created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),

@@ -8,9 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autofit.output import document as documents
-from autofit.registry import recipe as recipe_of
-from autofit.registry import techniques
+from autofit.output.document import MODEL_FOLDER, read_document
+from autofit.registry import recipe_of, techniques
 from autofit.system.errors import ModelError
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class Setup:
             ModelError: There are no weights to be loaded from there.
         """
         try:
-            return self.recipe.model(source, config=self.folder / documents.MODEL_FOLDER)
+            return self.recipe.model(source, config=self.folder / MODEL_FOLDER)
         except OSError as error:
             if source is None:
                 raise
@@ -161,7 +160,7 @@ def load(folder: str | Path) -> Setup:
     Raises:
         InputError: The folder holds no valid ``autofit.json``.
     """
-    found = documents.read(folder)
+    found = read_document(folder)
     now = installed()
     differing = [
         f"{name} {then} -> {now.get(name, 'none')}"

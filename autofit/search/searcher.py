@@ -23,10 +23,20 @@ from autofit.contract.facts import Facts
 from autofit.contract.outcome import Trial
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast
-from autofit.search import study as journal
 from autofit.search.risk import FIT_POWER, LIKELY_FITS
 from autofit.search.sampler import LIKELY_RUNS, AutofitSampler
 from autofit.search.samplers import make_sampler
+from autofit.search.study import (
+    CONSTRAINT,
+    REJECTED,
+    STARTED,
+    UNREADABLE,
+    add_trial,
+    distributions,
+    open_study,
+    storage_errors,
+    tell_trial,
+)
 from autofit.search.surrogate.features import ACCUMULATION, MICRO_BATCH
 from autofit.search.surrogate.observation import Observation, observations
 from autofit.search.surrogate.peak_model import PeakPosterior
@@ -86,10 +96,10 @@ class Searcher:
         Raises:
             MachineError: The study could not be written.
         """
-        with journal.writing("the search's journal"):
+        with storage_errors("the search's journal"):
             try:
                 return self._next()
-            except (FileNotFoundError, *journal.UNREADABLE):
+            except (FileNotFoundError, *UNREADABLE):
                 if not self._reopened():
                     raise
                 return self._next()
@@ -100,7 +110,7 @@ class Searcher:
             self.stopped = self.reason
             return None
         trial, plan = asked
-        trial.set_user_attr("kind", journal.STARTED)
+        trial.set_user_attr("kind", STARTED)
         trial.set_user_attr("plan", dict(plan))
         self._asked[plan] = trial
         return plan
@@ -121,14 +131,14 @@ class Searcher:
         """
         if trial.purpose != "search":
             return
-        with journal.writing("the search's journal"):
+        with storage_errors("the search's journal"):
             asked = self._asked.pop(trial.plan, None)
             try:
                 if asked is None:
-                    journal.add(self.study, trial, self.space, self.limit_bytes)
+                    add_trial(self.study, trial, self.space, self.limit_bytes)
                 else:
-                    journal.tell(self.study, asked, trial, self.limit_bytes)
-            except (FileNotFoundError, *journal.UNREADABLE):
+                    tell_trial(self.study, asked, trial, self.limit_bytes)
+            except (FileNotFoundError, *UNREADABLE):
                 if not self._reopened():
                     raise
 
@@ -184,7 +194,7 @@ class Searcher:
             self.expected_gain = suggestion.expected_gain
             if suggestion.plan is None:
                 return None, suggestion.reason
-            trial = self.study.ask(dict(journal.distributions(self.space)))
+            trial = self.study.ask(dict(distributions(self.space)))
             return (trial, self.space.plans[suggestion.plan]), suggestion.reason
         observed = self._observed()
         taken = excluded(self._model, observed, self.limit_bytes)
@@ -206,7 +216,7 @@ class Searcher:
 
     def _parameters(self) -> dict[str, optuna.distributions.CategoricalDistribution]:
         """The parameters of Optuna's samplers: the accumulation follows from the micro-batch."""
-        every = journal.distributions(self.space)
+        every = distributions(self.space)
         return {name: one for name, one in every.items() if name != ACCUMULATION or MICRO_BATCH not in every}
 
     def _index_of(self, trial: optuna.Trial) -> int | None:
@@ -224,11 +234,11 @@ class Searcher:
         return self.study.ask(dict(parameters)), plan
 
     def _reject(self, trial: optuna.Trial, *, known: bool) -> None:
-        trial.set_user_attr("kind", journal.REJECTED)
+        trial.set_user_attr("kind", REJECTED)
         if known:
             self.study.tell(trial, state=TrialState.FAIL)
             return
-        trial.set_constraint(journal.CONSTRAINT, 1.0)
+        trial.set_constraint(CONSTRAINT, 1.0)
         self.study.tell(trial, state=TrialState.PRUNED)
 
 
@@ -263,9 +273,7 @@ def open_searcher(
     limit_bytes = facts.workload.limit_bytes
 
     def study(own: optuna.samplers.BaseSampler) -> optuna.Study:
-        return journal.open_study(
-            folder, storage=storage, sampler=own, trials=trials, space=space, limit_bytes=limit_bytes
-        )
+        return open_study(folder, storage=storage, sampler=own, trials=trials, space=space, limit_bytes=limit_bytes)
 
     def again(own: optuna.samplers.BaseSampler) -> optuna.Study:
         if not folder.is_dir():

@@ -39,7 +39,7 @@ from autofit.contract.outcome import Measured, Outcome, OutOfMemory, TimedOut, T
 from autofit.space import Space
 from autofit.system.errors import InputError, MachineError
 
-NAME = "journal.log"
+JOURNAL_FILE = "journal.log"
 STUDY = "autofit"
 CONSTRAINT = "memory"
 """``peak / ceiling - 1``: above zero where a plan did not fit."""
@@ -136,7 +136,7 @@ def _kind(outcome: Outcome) -> str:
     return "squeezed" if isinstance(outcome, OutOfMemory) and outcome.squeezed else outcome.kind
 
 
-def tell(study: optuna.Study, asked: optuna.Trial, trial: Trial, limit_bytes: int) -> None:
+def tell_trial(study: optuna.Study, asked: optuna.Trial, trial: Trial, limit_bytes: int) -> None:
     """Finish a trial that was asked for; its number comes last of the attributes, and says that they are whole."""
     told = record(trial, limit_bytes)
     if told.constraint is not None:
@@ -153,7 +153,7 @@ def distributions(space: Space) -> dict[str, CategoricalDistribution]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet_optuna() -> Iterator[None]:
     """Optuna without its chatter, its log level put back afterwards."""
     logger = logging.getLogger("optuna")
     level = logger.level
@@ -167,7 +167,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(where: object) -> Iterator[None]:
+def storage_errors(where: object) -> Iterator[None]:
     """A disk or a database that fails, in words.
 
     Raises:
@@ -175,7 +175,7 @@ def writing(where: object) -> Iterator[None]:
     """
     hint = "free some space or give another folder by --output; what was measured so far is kept, and --resume goes on"
     try:
-        with quiet():
+        with quiet_optuna():
             yield
     except OSError as error:
         raise MachineError(f"{where} can't be read or written: {error.strerror or error}", hint=hint) from error
@@ -245,9 +245,9 @@ def open_study(
     """
     # of a plan that was measured once more, the first trial said nothing
     searched = list({trial.plan: trial for trial in trials if trial.purpose == "search"}.values())
-    with writing(folder / NAME if storage is None else "the study's storage"):
+    with storage_errors(folder / JOURNAL_FILE if storage is None else "the study's storage"):
         if storage is None:
-            study = _from_journal(folder / NAME, sampler, searched, space, limit_bytes)
+            study = _from_journal(folder / JOURNAL_FILE, sampler, searched, space, limit_bytes)
         else:
             study = _from_database(storage, folder, sampler, searched, space, limit_bytes)
         _complete(study, searched, space, limit_bytes)
@@ -341,10 +341,10 @@ def _complete(study: optuna.Study, trials: Sequence[Trial], space: Space, limit_
             told.add(held.user_attrs["number"])
     for trial in trials:
         if trial.number not in told:
-            add(study, trial, space, limit_bytes)
+            add_trial(study, trial, space, limit_bytes)
 
 
-def add(study: optuna.Study, trial: Trial, space: Space, limit_bytes: int) -> None:
+def add_trial(study: optuna.Study, trial: Trial, space: Space, limit_bytes: int) -> None:
     """Add a finished trial to a study; one that the space does not hold is left out."""
     wanted = distributions(space)
     if set(trial.plan) != set(wanted) or any(trial.plan[name] not in wanted[name].choices for name in wanted):

@@ -17,7 +17,7 @@ from autofit.contract.plan import Plan
 from autofit.contract.recipe import Recipe
 from autofit.machine.describe import given_threads
 from autofit.machine.meters import CeilingBroken, guard_host, meter, warm_up_threads
-from autofit.registry import recipe as recipe_of
+from autofit.registry import recipe_of
 from autofit.system.files import write_atomically
 from autofit.system.job import error_words
 from autofit.system.strict_json import dump_json

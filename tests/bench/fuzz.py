@@ -45,16 +45,16 @@ from autofit.commands.request import STARTED, Request, Started
 from autofit.contract.outcome import OUTCOME, TRIAL
 from autofit.costmodel.trace_store import Traces
 from autofit.machine import gpu_catalogue
-from autofit.output import document, report, setup
+from autofit.output import report, setup
 from autofit.output.document import DOCUMENT
 from autofit.registry import techniques
 from autofit.search import recording
-from autofit.search import study as journal
+from autofit.search.study import open_study, record
 from autofit.space import Space
 from autofit.system import units
 from autofit.system.errors import AutofitError, MachineError
 from autofit.system.strict_json import dump_json
-from autofit.training import runner as trials
+from autofit.training.runner import Effort, ProcessRunner, finished, training_seconds
 from tests.output import test_report
 from tests.support.synthetic import Landscape, cpu_facts, cuda_facts
 from tests.support.tiny import CONFIGS
@@ -264,7 +264,7 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
 
     def read_document(data: bytes) -> None:
         written("out/autofit.json", data)
-        found = document.read(folder / "out")
+        found = read_document(folder / "out")
         report.html(found, folder="out")
         Console(file=io.StringIO(), width=80).print(report.summary(found, folder="out"))
         setup.load(folder / "out")
@@ -276,19 +276,19 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
 
     def read_started(data: bytes) -> None:
         written("resumed/request.json", data)
-        found = request.before(folder / "resumed", Request(model="demo"), resume=True, say=lambda _: None)
+        found = request.started_before(folder / "resumed", Request(model="demo"), resume=True, say=lambda _: None)
         assert found is not None
         space.build(found.facts, given={one.name: (one.baseline,) for one in techniques()[2:]})
 
     def read_trial(data: bytes) -> None:
         written("trials/00000/trial.json", data)
-        for trial in trials.finished(folder / "trials"):
-            journal.record(trial, 1 << 30)
-            trials.training_seconds(trial)
+        for trial in finished(folder / "trials"):
+            record(trial, 1 << 30)
+            training_seconds(trial)
 
     def read_outcome(data: bytes) -> None:
         written("one/outcome.json", data)
-        runner = trials.ProcessRunner(folder, small, folder, Stopped())
+        runner = ProcessRunner(folder, small, folder, Stopped())
         runner._outcome(folder / "one", 0, 5.0, host_ran_out=False, lost="")
 
     def read_landscape(lines: bytes) -> None:
@@ -296,14 +296,14 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
         found.best(1 << 40)
         replay = recording.Replay(found)
         for number, plan in enumerate(list(found.space.plans)[:3]):
-            replay.run(number, plan, trials.Effort(), purpose="search", limit_seconds=1.0)
+            replay.run(number, plan, Effort(), purpose="search", limit_seconds=1.0)
 
     def read_journal(lines: bytes) -> None:
         written("study/journal.log", lines)
         for old in (folder / "study").glob("*.broken-*"):
             old.unlink()
         sampler = optuna.samplers.RandomSampler(seed=0)
-        study = journal.open_study(
+        study = open_study(
             folder / "study", storage=None, sampler=sampler, trials=some, space=a_space, limit_bytes=1 << 33
         )
         held = [one.user_attrs["number"] for one in study.get_trials(deepcopy=False) if "number" in one.user_attrs]
@@ -441,7 +441,7 @@ def _journal(folder: Path, plans: Space, some: list[Any]) -> list[Any]:
     """The lines of a journal that holds some trials."""
     sampler = optuna.samplers.RandomSampler(seed=0)
     folder.mkdir()
-    journal.open_study(folder, storage=None, sampler=sampler, trials=some, space=plans, limit_bytes=1 << 33)
+    open_study(folder, storage=None, sampler=sampler, trials=some, space=plans, limit_bytes=1 << 33)
     return [json.loads(line) for line in (folder / "journal.log").read_text().splitlines()]
 
 

@@ -38,7 +38,7 @@ from autofit.output.setup import installed  # noqa: E402
 from autofit.search import recording, risk, sampler, searcher  # noqa: E402
 from autofit.search.events import Silent  # noqa: E402
 from autofit.search.recording import Run  # noqa: E402
-from autofit.search.study import NAME as JOURNAL  # noqa: E402
+from autofit.search.study import JOURNAL_FILE  # noqa: E402
 from autofit.search.surrogate import posterior  # noqa: E402
 from autofit.system.files import write_atomically  # noqa: E402
 from autofit.system.statistics import median  # noqa: E402
@@ -159,7 +159,7 @@ def first(name: str, trials: int, folder: str) -> dict:
         "ask_slowest_seconds": round(max(asked), 4),
         "resident_mib": [round(float(value), 1) for value in resident[:: max(1, trials // 10)]] + [round(resident[-1])],
         "grown_mib": round(float(resident[-1] - resident[min(100, len(resident) // 2)]), 1),
-        "journal_mib": round((Path(folder) / JOURNAL).stat().st_size / MIB, 2),
+        "journal_mib": round((Path(folder) / JOURNAL_FILE).stat().st_size / MIB, 2),
         "document_mib": round((Path(folder) / "autofit.json").stat().st_size / MIB, 2),
         "report_mib": round((Path(folder) / "report.html").stat().st_size / MIB, 2),
     }
@@ -185,7 +185,7 @@ def measure(name: str, trials: int) -> dict:
         found = apart(first, name, trials, folder)
         resumed = apart(again, name, trials + 3, folder)
         assert resumed["known"] == found["trials"], resumed
-        (Path(folder) / JOURNAL).unlink()
+        (Path(folder) / JOURNAL_FILE).unlink()
         rebuilt = apart(again, name, trials + 6, folder)
         assert rebuilt["known"] > resumed["known"], rebuilt
     finally:

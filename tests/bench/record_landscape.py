@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 
 from autofit import space
-from autofit.commands import request as question
 from autofit.commands.model_source import fetch, modeling_module
+from autofit.commands.request import Request, read_facts, with_rates
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
@@ -50,7 +50,7 @@ def record(options: argparse.Namespace) -> None:
         server = stack.enter_context(
             contextlib.closing(ForkServer(folder / "server.log", device, modeling_module(config)))
         )
-        request = question.Request(
+        request = Request(
             model=options.config,
             device=device,
             seq_len=options.seq_len,
@@ -58,10 +58,10 @@ def record(options: argparse.Namespace) -> None:
             memory_limit=options.memory_limit,
             launch_path=options.launch_path,
         )
-        facts = question.read_facts(folder, request, device, server, print)
+        facts = read_facts(folder, request, device, server, print)
         hardware = facts.hardware
         stack.enter_context(hardware_lock(hardware))
-        facts = question.timed(folder, facts, server, print)
+        facts = with_rates(folder, facts, server, print)
         plans = space.build(
             facts, space.parse_allowed(options.allow), space.parse_knobs(options.fix, options.among, facts)
         )
@@ -136,13 +136,13 @@ def retrace(options: argparse.Namespace) -> None:
 def timed_again(folder: Path, facts: Facts, server: ForkServer) -> Facts:
     """The facts with what a device of the same name does in a second now."""
     hardware = facts.hardware
-    request = question.Request(
+    request = Request(
         model=facts.model.name, device="cpu", seq_len=facts.workload.seq_len, global_batch=facts.workload.global_batch
     )
-    here = question.read_facts(folder, request, "cpu", server, print)
+    here = read_facts(folder, request, "cpu", server, print)
     if (hardware.device, hardware.name) != ("cpu", here.hardware.name):
         raise SystemExit(f"recorded on {hardware.name}, this is {here.hardware.name}")
-    return question.timed(folder, dataclasses.replace(facts, model=here.model), server, print)
+    return with_rates(folder, dataclasses.replace(facts, model=here.model), server, print)
 
 
 def main() -> None:

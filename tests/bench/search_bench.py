@@ -47,12 +47,12 @@ from autofit.contract.technique import Prior, replacing
 from autofit.costmodel.forecast import Forecast, nominal_of
 from autofit.registry import techniques
 from autofit.search import sampler as sampling
-from autofit.search import searcher as search
-from autofit.search import study as journal
 from autofit.search.loop import HOPELESS, Campaign
 from autofit.search.recording import Landscape, Replay, needed
 from autofit.search.sampler import AutofitSampler
 from autofit.search.samplers import make_sampler
+from autofit.search.searcher import Searcher
+from autofit.search.study import quiet_optuna
 from autofit.search.surrogate import posterior
 from autofit.search.surrogate.posterior import Surrogate
 from autofit.space import Space
@@ -135,7 +135,7 @@ def sampled(cell: Cell, seed: int, *, name: str, ablation: str = "") -> Iterator
     if isinstance(sampler, AutofitSampler):
         sampler.model = forgetful(sampler.model, ablation)
     study = optuna.create_study(direction="maximize", sampler=sampler)
-    searcher = search.Searcher(space, study, sampler=name, limit_bytes=cell.limit_bytes, seed=seed, forecast=cast)
+    searcher = Searcher(space, study, sampler=name, limit_bytes=cell.limit_bytes, seed=seed, forecast=cast)
     runner = Replay(cell.land, cell.limit_bytes, seed=seed)
     campaign = Campaign(facts=facts, space=space, runner=runner, hopeless=0.0 if ablation == "hopeless" else HOPELESS)
     while len(campaign.trials) < MOST:
@@ -397,7 +397,7 @@ _CELLS: list[Cell] = []
 def _one(job: tuple[int, str, int]) -> dict[str, Any]:
     place, searcher, seed = job
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with journal.quiet():
+    with quiet_optuna():
         return {"cell": _CELLS[place].name, "searcher": searcher, "seed": seed, **score(_CELLS[place], searcher, seed)}
 
 

@@ -29,9 +29,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autofit import space
-from autofit.commands import request as question
 from autofit.commands.estimate import elsewhere
 from autofit.commands.model_source import fetch, modeling_module
+from autofit.commands.request import Request, read_facts
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Trial
 from autofit.contract.plan import Plan
@@ -114,14 +114,14 @@ class Card:
 
 def traced(options: argparse.Namespace) -> tuple[Facts, Space, Forecast]:
     """What a tune on such a card would know before its first trial."""
-    request = question.Request(model=options.config, seq_len=options.seq_len, global_batch=options.global_batch)
+    request = Request(model=options.config, seq_len=options.seq_len, global_batch=options.global_batch)
     card = gpu_catalogue.find(options.gpu)
     with tempfile.TemporaryDirectory(prefix="autofit-simulate-") as scratch:
         folder = Path(scratch)
         config = fetch(options.config, folder / "model", trust_remote_code=False)
         server = ForkServer(folder / "server.log", "cpu", modeling_module(config), trains=False)
         with contextlib.closing(server):
-            model = question.read_facts(folder, request, "cpu", server, print).model
+            model = read_facts(folder, request, "cpu", server, print).model
             facts = elsewhere(request, model, card, card.memory_bytes)
             knobs = space.parse_knobs(options.fix, options.among, facts)
             plans = space.build(facts, space.parse_allowed(options.allow), knobs)

@@ -22,7 +22,7 @@ from autofit.commands.verify import verify
 from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
 from autofit.contract.technique import divisors
-from autofit.output import document as documents
+from autofit.output.document import MODEL_FOLDER
 from autofit.output.result import Result
 from autofit.search.loop import FINAL
 from autofit.system import units
@@ -79,7 +79,7 @@ def compare(result: Result, folder: Path) -> dict[str, object]:
     """The finders' plan and the winner, measured whole and interleaved."""
     folder.mkdir()
     facts = result.document.facts
-    config = result.folder / documents.MODEL_FOLDER
+    config = result.folder / MODEL_FOLDER
     server = ForkServer(folder / "server.log", "cpu", modeling_module(config))
     runner = ProcessRunner(folder / "trials", facts, config, server)
     number = 0

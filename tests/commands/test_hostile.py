@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from autofit import space
 from autofit.commands import estimate, model_source, tune
 from autofit.machine import meters, other_processes, select
-from autofit.output import document, wording
-from autofit.output.document import DOCUMENT
+from autofit.output import wording
+from autofit.output.document import DOCUMENT, DOCUMENT_FILE, read_document
 from autofit.system import locks, strict_json, units
 from autofit.system.errors import InputError, MachineError, ModelError, NothingFits
 from autofit.system.redact import HIDDEN, harmless, redacted
@@ -175,9 +175,9 @@ EDITS = {
 def test_a_document_that_no_tune_has_written(tmp_path, edit, words):
     raw = json.loads(dump_json(DOCUMENT, a_document()))
     edit(raw)
-    (tmp_path / document.NAME).write_text(json.dumps(raw))
+    (tmp_path / DOCUMENT_FILE).write_text(json.dumps(raw))
     with pytest.raises(InputError, match=words) as caught:
-        document.read(tmp_path)
+        read_document(tmp_path)
     assert caught.value.hint
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from autofit.contract.outcome import Crashed, Measured
-from autofit.output import document as documents
+from autofit.output.document import read_document
 from autofit.training.runner import finished
 from tests.support.tiny import REPOSITORY, alive, gone, offspring, wait_until, write_config
 
@@ -119,7 +119,7 @@ def check_nothing_was_measured_twice(trials):
 
 
 def check_answer(output):
-    document = documents.read(output)
+    document = read_document(output)
     for name in ("accelerate.yaml", "training_args.json", "report.html", "model/config.json"):
         assert (output / name).stat().st_size
     assert not (output / ".emitting").exists()

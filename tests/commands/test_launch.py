@@ -13,13 +13,12 @@ import pytest
 from pydantic import TypeAdapter
 
 from autofit.commands import verify
-from autofit.commands.request import REQUEST, STARTED
+from autofit.commands.request import STARTED
 from autofit.commands.verify import VERIFICATION, judge
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Measured, Unsupported
-from autofit.output import document as documents
-from autofit.output import result as answer
-from autofit.output.document import DOCUMENT
+from autofit.output import result
+from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, REQUEST, read_document
 from autofit.registry import technique
 from autofit.system.errors import MachineError
 from autofit.system.strict_json import dump_json
@@ -86,9 +85,9 @@ def every_knob(tuned, server, tmp_path_factory):
         if launch_path not in known:
             source = tuned(launch_path)
             folder = tmp_path_factory.mktemp(f"every-knob-{launch_path}") / "out"
-            shutil.copytree(source / documents.MODEL_FOLDER, folder / documents.MODEL_FOLDER)
-            document = dataclasses.replace(documents.read(source), plan=PLAIN.replaced(**EVERY_KNOB))
-            answer.write(document, folder, server)
+            shutil.copytree(source / MODEL_FOLDER, folder / MODEL_FOLDER)
+            document = dataclasses.replace(read_document(source), plan=PLAIN.replaced(**EVERY_KNOB))
+            result.write_result(document, folder, server)
             known[launch_path] = folder
         return known[launch_path]
 
@@ -100,15 +99,15 @@ def copied(folder, to):
     for name in ("accelerate.yaml", "training_args.json", "report.html", "autofit.json"):
         to.mkdir(exist_ok=True)
         shutil.copyfile(folder / name, to / name)
-    shutil.copytree(folder / documents.MODEL_FOLDER, to / documents.MODEL_FOLDER)
+    shutil.copytree(folder / MODEL_FOLDER, to / MODEL_FOLDER)
     return to
 
 
 def promise_changed(folder, **changes):
-    document = documents.read(folder)
+    document = read_document(folder)
     promise = dataclasses.replace(document.promise, **changes)
     text = dump_json(DOCUMENT, dataclasses.replace(document, promise=promise))
-    (folder / documents.NAME).write_text(text, "utf-8")
+    (folder / DOCUMENT_FILE).write_text(text, "utf-8")
 
 
 def no_words_of_a_bug(done):
@@ -144,7 +143,7 @@ def test_a_folder_named_like_a_package_stands_in_nobodys_way(tmp_path):
 @pytest.mark.parametrize("launch_path", PATHS)
 def test_a_real_tune_makes_a_promise_that_verify_finds_kept(tuned, launch_path):
     folder = tuned(launch_path)
-    document = documents.read(folder)
+    document = read_document(folder)
     assert document.promise.launch_path == launch_path
     done = command(folder.parent, "autofit.cli", "verify", folder.name, "--json")
     no_words_of_a_bug(done)
@@ -168,7 +167,7 @@ def test_a_real_tune_times_the_device_and_keeps_what_it_found(tuned):
     assert kinds <= set(facts.rates)
     assert all(rate > 0 for rate in facts.rates.values())
     assert set(facts.brought_bytes) == kinds - {"matmul fp32"}
-    assert sum(count for *_, count in documents.read(folder).model.products) > 1
+    assert sum(count for *_, count in read_document(folder).model.products) > 1
 
 
 SAMPLE = {
@@ -183,9 +182,9 @@ def test_a_sample_of_other_values_is_launched_for_two_steps(tuned, server, tmp_p
     for name, value in environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     source, folder = tuned(launch_path), tmp_path / "out"
-    shutil.copytree(source / documents.MODEL_FOLDER, folder / documents.MODEL_FOLDER)
-    document = dataclasses.replace(documents.read(source), plan=PLAIN.replaced(**SAMPLE[launch_path]))
-    answer.write(document, folder, server)
+    shutil.copytree(source / MODEL_FOLDER, folder / MODEL_FOLDER)
+    document = dataclasses.replace(read_document(source), plan=PLAIN.replaced(**SAMPLE[launch_path]))
+    result.write_result(document, folder, server)
     found = verify.verify(folder, steps=2, tolerance=1.0)
     assert isinstance(found.outcome, Measured), found.outcome  # so each value was seen in effect
     assert (len(found.outcome.steps), found.launches, found.broken) == (2, 1, ())
@@ -195,7 +194,7 @@ def test_a_sample_of_other_values_is_launched_for_two_steps(tuned, server, tmp_p
 
 def test_a_promise_that_is_too_good_is_found_broken(tuned, tmp_path):
     folder = copied(tuned("loop"), tmp_path / "out")
-    promise = documents.read(folder).promise
+    promise = read_document(folder).promise
     promise_changed(folder, samples_per_second=promise.samples_per_second * 100, limit_bytes=MIB)
     done = command(tmp_path, "autofit.cli", "verify", "out")
     assert done.returncode == 4
@@ -213,10 +212,10 @@ def test_a_promise_that_is_too_good_is_found_broken(tuned, tmp_path):
 
 def test_a_launch_that_breaks_the_ceiling_is_out_of_memory(tuned, tmp_path):
     folder = copied(tuned("trainer"), tmp_path / "out")
-    document = documents.read(folder)
+    document = read_document(folder)
     workload = dataclasses.replace(document.workload, limit_bytes=MIB)
     text = dump_json(DOCUMENT, dataclasses.replace(document, workload=workload))
-    (folder / documents.NAME).write_text(text, "utf-8")
+    (folder / DOCUMENT_FILE).write_text(text, "utf-8")
     done = command(tmp_path, "autofit.cli", "verify", "out", "--json")
     assert done.returncode == 4
     no_words_of_a_bug(done)
@@ -304,7 +303,7 @@ def check_trained(done, folder):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("ignored:")] == []
-    assert f"plan: {documents.read(folder).plan.words()}" in lines
+    assert f"plan: {read_document(folder).plan.words()}" in lines
     assert lines[-1] == "trained 4 steps of 4 rows"
 
 
@@ -350,7 +349,7 @@ BUSY, QUIET = {"disturbance": 0.6}, {}
 )
 def test_a_launch_beside_others_says_nothing(tuned, monkeypatch, launches, answer):
     folder = tuned("loop")
-    document = documents.read(folder)
+    document = read_document(folder)
     facts = Facts(model=document.model, hardware=document.hardware, workload=document.workload)
     outcomes = [
         synthetic.measured((document.promise.step_seconds / speed,) * 3, MIB, facts, **others)
@@ -372,12 +371,12 @@ def test_a_launch_beside_others_says_nothing(tuned, monkeypatch, launches, answe
 
 def test_who_computes_on_the_host_is_no_excuse_on_a_gpu(tuned, monkeypatch):
     folder = tuned("loop")
-    document = documents.read(folder)
+    document = read_document(folder)
     there = dataclasses.replace(document, hardware=dataclasses.replace(document.hardware, device="cuda"))
     facts = Facts(model=document.model, hardware=document.hardware, workload=document.workload)
     slow = synthetic.measured((10 * document.promise.step_seconds,) * 3, MIB, facts, **BUSY)
     launched = []
-    monkeypatch.setattr(documents, "read", lambda _: there)
+    monkeypatch.setattr(verify, "read_document", lambda _: there)
     monkeypatch.setattr(verify, "_launch", lambda *_: launched.append(1) or (("accelerate",), slow))
     assert verify.verify(folder).broken
     assert len(launched) == 1

@@ -12,11 +12,10 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 import autofit
-from autofit.commands import request
 from autofit.commands import tune as tuning
 from autofit.contract.outcome import Crashed, TimedOut, Unsupported
 from autofit.contract.plan import Plan
-from autofit.output import document
+from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST
 from autofit.output.emit import ARGUMENTS, REPORT, YAML
 from autofit.search import study
 from autofit.search.recording import Landscape
@@ -24,7 +23,7 @@ from autofit.system.errors import InputError, Interrupted, MachineError, Nothing
 from tests.support.replay import Lent, Replay
 from tests.support.synthetic import GIB, measured, out_of_memory
 
-FILES = [YAML, ARGUMENTS, REPORT, document.NAME]
+FILES = [YAML, ARGUMENTS, REPORT, DOCUMENT_FILE]
 PROMISED = {"fix": ["precision=fp32"], "memory_limit": "1GiB", "global_batch": 16, "seq_len": 32, "device": "cpu"}
 
 
@@ -186,7 +185,7 @@ def test_another_model_or_device_is_not_a_resumed_one(tune, out, tmp_path):
 
 def test_other_versions_are_not_compared(tune, out):
     tune(Replay(out), trials=1)
-    path = out / request.REQUEST
+    path = out / REQUEST
     raw = json.loads(path.read_text())
     raw["facts"]["packages"]["torch"] = "1.0"
     path.write_text(json.dumps(raw))
@@ -251,7 +250,7 @@ def test_two_tunes_do_not_write_one_folder(tune, out):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"request": {}}', "\x00"])
 def test_a_torn_question_is_said_in_words(tune, out, text):
     out.mkdir()
-    (out / request.REQUEST).write_text(text)
+    (out / REQUEST).write_text(text)
     with pytest.raises(InputError, match="can't be read"):
         tune(Replay(out), resume=True)
 
@@ -275,7 +274,7 @@ def test_nothing_fits_is_an_answer(tune, out):
     assert "--memory-limit" in said
     assert "--seq-len" in said
     assert "--allow exact,numeric,method" in said
-    assert not (out / document.NAME).exists()
+    assert not (out / DOCUMENT_FILE).exists()
     assert not purposes(replay, "final")
 
 
@@ -325,7 +324,7 @@ def test_ctrl_c_before_anything_was_measured_writes_nothing(tune, out):
     with pytest.raises(Interrupted) as caught:
         tune(Replay(out, {0: KeyboardInterrupt()}), trials=3)
     assert "no plan was measured" in caught.value.hint
-    assert not (out / document.NAME).exists()
+    assert not (out / DOCUMENT_FILE).exists()
     assert tune(Replay(out), trials=1, resume=True).plan
 
 
@@ -493,7 +492,7 @@ def test_events_are_told_in_order(tune, out):
 def test_the_answer_of_python_is_that_of_the_files(tune, out, tmp_path):
     result = tune(Replay(out), trials=2)
     target = result.save(tmp_path / "kept")
-    assert names(target) == sorted([*FILES, document.MODEL_FOLDER])
+    assert names(target) == sorted([*FILES, MODEL_FOLDER])
     args = result.training_arguments(output_dir=str(tmp_path / "run"), report_to="none")
     assert args.per_device_train_batch_size == result.plan["micro_batch"]
     assert args.gradient_accumulation_steps == result.plan["accumulation"]
@@ -541,9 +540,9 @@ def test_the_facts_are_read_once(tune, out):
     assert facts.model.name == "demo"
     assert facts.model.parameters > 1_000_000
     assert facts.workload.limit_bytes == GIB
-    raw = json.loads((out / request.REQUEST).read_text())
+    raw = json.loads((out / REQUEST).read_text())
     raw["facts"]["hardware"]["name"] = "another name"
-    (out / request.REQUEST).write_text(json.dumps(raw))
+    (out / REQUEST).write_text(json.dumps(raw))
     result = tune(Replay(out), trials=1, resume=True)
     assert result.document.hardware == replace(facts.hardware, name="another name")
     assert isinstance(result.plan, Plan)
@@ -621,7 +620,7 @@ def test_what_a_tune_cost_is_told_over_all_of_its_sessions(tune, out):
 
 def study_of(folder):
     return optuna.load_study(
-        study_name=study.STUDY, storage=JournalStorage(JournalFileBackend(str(folder / study.NAME)))
+        study_name=study.STUDY, storage=JournalStorage(JournalFileBackend(str(folder / study.JOURNAL_FILE)))
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import autofit
 from autofit.commands import verify
 from autofit.contract.outcome import Crashed
-from autofit.output.document import DOCUMENT, MODEL_FOLDER, NAME
+from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER
 from autofit.output.emit import ARGUMENTS, YAML
 from autofit.system.errors import InputError, MachineError
 from autofit.system.strict_json import dump_json
@@ -27,7 +27,7 @@ def folder(promised, tmp_path):
     (tmp_path / MODEL_FOLDER).mkdir()
     for name in (YAML, ARGUMENTS, f"{MODEL_FOLDER}/config.json"):
         (tmp_path / name).write_text("{}")
-    (tmp_path / NAME).write_text(dump_json(DOCUMENT, promised))
+    (tmp_path / DOCUMENT_FILE).write_text(dump_json(DOCUMENT, promised))
     return tmp_path
 
 

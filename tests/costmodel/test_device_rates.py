@@ -116,16 +116,16 @@ class Server:
 
 def test_the_facts_take_what_was_timed_and_a_tune_does_without(tmp_path):
     said = []
-    facts = request.timed(
+    facts = request.with_rates(
         tmp_path, small(), Server({"rates": {"memory": 2e10}, "brought_bytes": {"matmul bf16": 5}}), said.append
     )
     assert facts.rates == {"memory": 2e10}
     assert facts.brought_bytes == {"matmul bf16": 5}
     assert not said
     for answer, why in (({"error": "no kernel"}, "no kernel"), (None, "took too long")):
-        assert request.timed(tmp_path, small(), Server(answer), said.append).rates == {}
+        assert request.with_rates(tmp_path, small(), Server(answer), said.append).rates == {}
         assert why in said[-1]
-    assert request.timed(tmp_path, small(), Server(MachineError("a helper was killed")), said.append).rates == {}
+    assert request.with_rates(tmp_path, small(), Server(MachineError("a helper was killed")), said.append).rates == {}
     assert said[-1] == "the device was not timed before the first trial: a helper was killed"
 
 

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit.costmodel import peak as footprint
 from autofit.costmodel.allocator import replay
-from autofit.costmodel.peak import MicroPart, OptimizerPart, need, pack, peaks, phase_of, requests, unpack
+from autofit.costmodel.peak import MicroPart, OptimizerPart, _hull, need, pack, peaks, phase_of, requests, unpack
 from autofit.costmodel.timeline import CATEGORIES
 from tests.support.layered import Layered, Writer
 from tests.support.traced import CONFIGS, PLAIN, Lab
@@ -144,7 +143,7 @@ def test_only_the_hull_can_be_a_peak(lines, rows):
 @given(LINES)
 def test_a_hull_is_no_longer_than_it_must_be(lines):
     zero, slope = (np.array(values, dtype=np.float64) for values in zip(*lines, strict=True))
-    hull = footprint._hull(zero, slope)
+    hull = _hull(zero, slope)
     assert len(np.unique(slope[hull])) == len(hull)
     assert (np.diff(zero[hull]) < 0).all()
     assert (np.diff(slope[hull]) > 0).all()

@@ -488,7 +488,7 @@ class Child:
         from autofit.contract.plan import Plan
         from autofit.machine.describe import describe_hardware
         from autofit.machine.meters import device_used_bytes
-        from autofit.registry import recipe as recipe_of
+        from autofit.registry import recipe_of
         from autofit.training.launch_environment import launch_environment, write_yaml
 
         warnings.simplefilter("ignore")

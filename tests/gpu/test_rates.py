@@ -24,7 +24,7 @@ def facts(tmp_path_factory):
     with contextlib.closing(ForkServer(folder / "server.log", "cuda", modeling_module(config))) as server:
         plain = facts_on_card(server, config)
         plain = dataclasses.replace(plain, workload=dataclasses.replace(plain.workload, seq_len=2048, global_batch=32))
-        found = request.timed(folder, plain, server, said.append)
+        found = request.with_rates(folder, plain, server, said.append)
     print(json.dumps(dict(found.rates)))
     assert not said
     return found

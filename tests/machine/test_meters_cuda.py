@@ -19,13 +19,12 @@ from autofit.costmodel.jobs import TraceJob
 from autofit.machine import describe, jobs, meters, select
 from autofit.machine.jobs import DescribeJob
 from autofit.machine.meters import CeilingBroken, CudaMeter, out_of_memory
-from autofit.registry import recipe as recipe_of
-from autofit.registry import technique
+from autofit.registry import recipe_of, technique
 from autofit.system.errors import MachineError, ModelError
 from autofit.system.job import job_text
-from autofit.training import runner as trials
 from autofit.training.measure import measure
 from autofit.training.observer import Observer
+from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Clock, Effort
 from autofit.worker import main as work
 from tests.support.synthetic import GIB, cuda_facts
@@ -182,7 +181,7 @@ def test_memory_that_comes_back_late_is_waited_for_also_under_a_low_ceiling(tmp_
     facts = cuda_facts(limit_bytes=4 * GIB)
     free = iter([12 * GIB, 18 * GIB, 24 * GIB, *[20 * GIB] * 1000])
     said = []
-    runner = trials.ProcessRunner(tmp_path / "trials", facts, tmp_path, None, note=said.append)
+    runner = ProcessRunner(tmp_path / "trials", facts, tmp_path, None, note=said.append)
     monkeypatch.setattr(runner, "free_bytes", lambda: next(free))
     runner.settle()
     assert next(free) == 20 * GIB, "it went on when all had come back, and not before"

@@ -18,19 +18,17 @@ import autofit
 from autofit import registry, space
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
-from autofit.output import document, result
-from autofit.output import setup as loading
-from autofit.output.document import DOCUMENT
+from autofit.output import result
+from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, document_schema, read_document
 from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML, check_files, emit
-from autofit.output.setup import installed
-from autofit.search import decision as choose
-from autofit.search.decision import extras
+from autofit.output.setup import installed, load
+from autofit.search.decision import decide, extras
 from autofit.system.errors import EmissionError, InputError, MachineError, ModelError
 from autofit.system.strict_json import dump_json
 from tests.support.synthetic import GIB, Landscape, cpu_facts, cuda_facts
 
 SCHEMA = Path(autofit.__file__).parent / "output" / "autofit.schema.json"
-NAMES = [YAML, ARGUMENTS, REPORT, document.NAME]
+NAMES = [YAML, ARGUMENTS, REPORT, DOCUMENT_FILE]
 CPU = replace(cpu_facts(global_batch=8, limit_bytes=32 * GIB), packages=installed())
 CUDA = replace(cuda_facts(global_batch=8), packages={**installed(), "deepspeed": "0.18.0", "bitsandbytes": "0.49.0"})
 
@@ -46,13 +44,13 @@ def a_document(plan, facts):
     """The answer of a tune in which this plan won."""
     land = Landscape(facts=facts, row_bytes=1e6)
     trials = [land.trial(plan, 0), land.trial(plan, 1, "final")]
-    decision = choose.decide(trials, facts.workload.limit_bytes)
+    decision = decide(trials, facts.workload.limit_bytes)
     return result.compose(decision, facts, trials, notes=["a ‘note’"], seconds=3.0)
 
 
 def output_folder(path):
-    (path / document.MODEL_FOLDER).mkdir(parents=True)
-    (path / document.MODEL_FOLDER / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (path / MODEL_FOLDER).mkdir(parents=True)
+    (path / MODEL_FOLDER / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return path
 
 
@@ -97,12 +95,12 @@ def test_the_files_of_a_plan_are_taken_by_their_readers(tmp_path, facts, wanted)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             found = written(folder, facts, **wanted)
-            setup = loading.load(folder)
+            setup = load(folder)
     else:
         found = written(folder, facts, **wanted)
         setup = autofit.load(folder)
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*NAMES, document.MODEL_FOLDER])
-    emission = registry.recipe(found.plan, facts).emission
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*NAMES, MODEL_FOLDER])
+    emission = registry.recipe_of(found.plan, facts).emission
     assert settings_of(folder) == emission.accelerate
     assert arguments(folder) == emission.training_args
     assert (setup.plan, setup.promise) == (found.plan, found.promise)
@@ -173,7 +171,7 @@ def test_a_spoiled_file_is_refused(tmp_path, spoil):
 def test_a_spoiled_document_is_refused(tmp_path):
     folder = output_folder(tmp_path / "out")
     written(folder)
-    (folder / document.NAME).write_text("{}")
+    (folder / DOCUMENT_FILE).write_text("{}")
     with pytest.raises(EmissionError, match="format None"):
         check_files(folder)
 
@@ -182,7 +180,7 @@ def test_nothing_is_half_written_where_a_file_is_refused(tmp_path):
     folder = output_folder(tmp_path / "out")
 
     def refuse(aside):
-        assert sorted(path.name for path in aside.iterdir()) == sorted([*NAMES, document.MODEL_FOLDER])
+        assert sorted(path.name for path in aside.iterdir()) == sorted([*NAMES, MODEL_FOLDER])
         raise EmissionError("refused")
 
     with pytest.raises(EmissionError):
@@ -200,10 +198,10 @@ def test_nothing_is_half_written_where_a_file_is_refused(tmp_path):
 
 def test_what_is_left_of_an_earlier_try_does_not_matter(tmp_path):
     folder = output_folder(tmp_path / "out")
-    (folder / ASIDE / document.MODEL_FOLDER).mkdir(parents=True)
+    (folder / ASIDE / MODEL_FOLDER).mkdir(parents=True)
     (folder / ASIDE / "torn").write_text("{")
     written(folder)
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*NAMES, document.MODEL_FOLDER])
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*NAMES, MODEL_FOLDER])
 
 
 def test_a_folder_that_cant_be_written_is_the_machines_fault(tmp_path):
@@ -218,8 +216,8 @@ def test_a_folder_that_cant_be_written_is_the_machines_fault(tmp_path):
 def test_a_document_comes_back_as_it_was_and_is_valid(tmp_path, facts, wanted):
     found = a_document(a_plan(facts, **wanted), facts)
     text = dump_json(DOCUMENT, found)
-    (tmp_path / document.NAME).write_text(text)
-    back = document.read(tmp_path)
+    (tmp_path / DOCUMENT_FILE).write_text(text)
+    back = read_document(tmp_path)
     assert back == found
     assert dump_json(DOCUMENT, back) == text
     assert back.facts == facts
@@ -228,8 +226,8 @@ def test_a_document_comes_back_as_it_was_and_is_valid(tmp_path, facts, wanted):
 
 def test_the_schema_is_the_one_that_ships():
     """Written anew where the document changes: ``autofit schema > autofit/output/autofit.schema.json``."""
-    assert json.loads(SCHEMA.read_text("utf-8")) == json.loads(json.dumps(document.schema()))
-    jsonschema.Draft202012Validator.check_schema(document.schema())
+    assert json.loads(SCHEMA.read_text("utf-8")) == json.loads(json.dumps(document_schema()))
+    jsonschema.Draft202012Validator.check_schema(document_schema())
 
 
 def test_the_schema_says_no():
@@ -264,15 +262,15 @@ BAD_DOCUMENTS = {
 def test_a_document_with_an_unknown_key_is_refused(tmp_path, place):
     good = json.loads(dump_json(DOCUMENT, a_document(a_plan(CPU), CPU)))
     (good[place] if place else good)["brought"] = 1
-    (tmp_path / document.NAME).write_text(json.dumps(good))
+    (tmp_path / DOCUMENT_FILE).write_text(json.dumps(good))
     with pytest.raises(InputError, match="brought is not a known key"):
-        document.read(tmp_path)
+        read_document(tmp_path)
 
 
 @pytest.mark.parametrize(("text", "words"), BAD_DOCUMENTS.values(), ids=BAD_DOCUMENTS)
 def test_a_document_that_is_none_is_refused_in_words(tmp_path, text, words):
     if text is not None:
-        (tmp_path / document.NAME).write_text(text)
+        (tmp_path / DOCUMENT_FILE).write_text(text)
     with pytest.raises(InputError) as caught:
         autofit.load(tmp_path)
     assert words in caught.value.message
@@ -283,16 +281,16 @@ def test_a_document_that_is_none_is_refused_in_words(tmp_path, text, words):
 def test_a_document_that_was_edited_is_refused_where_it_was(tmp_path):
     good = json.loads(dump_json(DOCUMENT, a_document(a_plan(CPU), CPU)))
     good["trials"][1]["outcome"]["step_seconds"] = -1
-    (tmp_path / document.NAME).write_text(json.dumps(good))
+    (tmp_path / DOCUMENT_FILE).write_text(json.dumps(good))
     with pytest.raises(InputError, match=r"not valid at trials\.1\.outcome.*step_seconds"):
-        document.read(tmp_path)
+        read_document(tmp_path)
 
 
 def test_a_plan_of_another_version_is_refused(tmp_path):
     found = a_document(a_plan(CPU), CPU)
     less = {name: value for name, value in found.plan.items() if name != "offload"}
     for plan in (Plan(less), Plan({**found.plan, "telepathy": "on"})):
-        (tmp_path / document.NAME).write_text(dump_json(DOCUMENT, replace(found, plan=plan)))
+        (tmp_path / DOCUMENT_FILE).write_text(dump_json(DOCUMENT, replace(found, plan=plan)))
         with pytest.raises(InputError, match="not a plan of this version") as caught:
             autofit.load(tmp_path)
         assert "tune again" in caught.value.hint
@@ -301,9 +299,9 @@ def test_a_plan_of_another_version_is_refused(tmp_path):
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=100) | st.from_regex(r'\{"format": 2(, "plan": \{("[a-z]": [0-9]+)?\})?\}').map(str.encode))
 def test_any_file_is_a_document_or_an_input_error(tmp_path, content):
-    (tmp_path / document.NAME).write_bytes(content)
+    (tmp_path / DOCUMENT_FILE).write_bytes(content)
     with pytest.raises(InputError):
-        document.read(tmp_path)
+        read_document(tmp_path)
 
 
 def test_other_versions_are_warned_of_where_they_matter(tmp_path):
@@ -314,7 +312,7 @@ def test_other_versions_are_warned_of_where_they_matter(tmp_path):
         ({**CPU.packages, "no-such-package": "3.1"}, "no-such-package 3.1 -> none"),
         ({**CPU.packages, "torch": CPU.packages["torch"] + ".post9"}, None),
     ):
-        (folder / document.NAME).write_text(dump_json(DOCUMENT, replace(found, versions=versions)))
+        (folder / DOCUMENT_FILE).write_text(dump_json(DOCUMENT, replace(found, versions=versions)))
         if warned:
             with pytest.warns(UserWarning, match=warned):
                 autofit.load(folder)
@@ -342,7 +340,7 @@ def test_a_folder_without_weights_is_no_pretrained_model(tmp_path):
     folder = output_folder(tmp_path / "out")
     written(folder)
     setup = autofit.load(folder)
-    for source in (folder / document.MODEL_FOLDER, "./no-such-model"):
+    for source in (folder / MODEL_FOLDER, "./no-such-model"):
         with pytest.raises(ModelError, match="can't be loaded") as caught:
             setup.model(source)
         assert "trained weights" in caught.value.hint
@@ -353,7 +351,7 @@ def test_the_result_is_copied_without_its_trials(tmp_path):
     found = written(folder)
     (folder / "trials").mkdir()
     target = result.Result(folder=folder, document=found).save(tmp_path / "else" / "where")
-    assert sorted(path.name for path in target.iterdir()) == sorted([*NAMES, document.MODEL_FOLDER])
+    assert sorted(path.name for path in target.iterdir()) == sorted([*NAMES, MODEL_FOLDER])
     assert held(target) == held(folder)
     shutil.rmtree(folder)
     assert autofit.load(target).plan == found.plan

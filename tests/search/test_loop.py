@@ -15,17 +15,16 @@ import pytest
 from autofit import space
 from autofit.contract.outcome import Crashed, Diverged, Evidence, Measured, OutOfMemory, TimedOut, Trial, Unsupported
 from autofit.machine import describe, meters
-from autofit.search import decision as choose
 from autofit.search import loop, searcher
-from autofit.search import study as journal
+from autofit.search.decision import decide
 from autofit.search.loop import CREDIT, Campaign, doubt
 from autofit.search.recording import Landscape as Recording
 from autofit.search.recording import Replay as Replayed
 from autofit.search.risk import min_gain_if_infeasible
 from autofit.search.samplers import make_sampler
+from autofit.search.study import JOURNAL_FILE, record
 from autofit.search.surrogate.observation import Observation
 from autofit.system.errors import MachineError
-from autofit.training import runner as trials
 from autofit.training.runner import ProcessRunner, spilled
 from tests.support.synthetic import GIB, Landscape, cpu_facts, cuda_facts, measured, out_of_memory
 from tests.support.tiny import LANDSCAPES, REPOSITORY
@@ -88,7 +87,7 @@ def test_a_failure_is_looked_at_once_more_and_an_accident_is_forgiven():
     assert runner.asked[:2] == [SPACE.plans[0]] * 2
     assert len(runner.asked) == 9
     assert notes == ["trial 0 crashed (killed by SIGKILL after step 1): it is measured once more"]
-    decision = choose.decide(one.trials[:2], one.limit_bytes)
+    decision = decide(one.trials[:2], one.limit_bytes)
     assert decision.plan == SPACE.plans[0]
     assert one.credit == CREDIT
 
@@ -135,11 +134,11 @@ def test_nothing_is_repeated_when_the_time_is_spent():
 def test_a_plan_that_fails_twice_is_out():
     plan = SPACE.plans[0]
     good = measured((0.1, 0.1, 0.1), GIB, FACTS)
-    assert choose.decide([tried(CRASH), tried(good, 1)], 16 * GIB).plan == plan
-    assert choose.decide([tried(good), tried(CRASH, 1)], 16 * GIB) is None, "nothing was seen after it"
-    assert choose.decide([tried(CRASH), tried(good, 1), tried(CRASH, 2)], 16 * GIB) is None
-    assert choose.decide([tried(out_of_memory(FACTS)), tried(good, 1)], 16 * GIB) is None, "the ceiling was broken"
-    assert choose.decide([tried(SQUEEZED), tried(good, 1), tried(SQUEEZED, 2)], 16 * GIB).plan == plan
+    assert decide([tried(CRASH), tried(good, 1)], 16 * GIB).plan == plan
+    assert decide([tried(good), tried(CRASH, 1)], 16 * GIB) is None, "nothing was seen after it"
+    assert decide([tried(CRASH), tried(good, 1), tried(CRASH, 2)], 16 * GIB) is None
+    assert decide([tried(out_of_memory(FACTS)), tried(good, 1)], 16 * GIB) is None, "the ceiling was broken"
+    assert decide([tried(SQUEEZED), tried(good, 1), tried(SQUEEZED, 2)], 16 * GIB).plan == plan
 
 
 @pytest.mark.parametrize(
@@ -205,7 +204,7 @@ def test_the_search_does_not_end_after_three_breaks(seed):
 
 def test_a_measurement_that_stood_still_does_not_count_where_there_is_another():
     whole = measured((0.2, 0.2, 0.2), GIB, FACTS)
-    decision = choose.decide([tried(STILL), tried(whole, 1)], 16 * GIB)
+    decision = decide([tried(STILL), tried(whole, 1)], 16 * GIB)
     assert decision.measured.step_seconds == pytest.approx(0.2)
 
 
@@ -226,7 +225,7 @@ def test_memory_that_others_took_excludes_no_other_plan(tmp_path):
     ]
     asked = {found.ask() for _ in range(len(SPACE.plans) - 1)}
     assert set(family) - {plan} <= asked
-    assert journal.record(tried(SQUEEZED), 16 * GIB).constraint is None
+    assert record(tried(SQUEEZED), 16 * GIB).constraint is None
 
 
 @pytest.mark.parametrize("harm", ["garbage", "deleted"])
@@ -236,7 +235,7 @@ def test_a_journal_that_is_harmed_meanwhile_is_mended(tmp_path, harm):
     for number in range(2):
         plan = found.ask()
         if number == 1:
-            path = tmp_path / journal.NAME
+            path = tmp_path / JOURNAL_FILE
             if harm == "deleted":
                 path.unlink()
             else:
@@ -245,15 +244,15 @@ def test_a_journal_that_is_harmed_meanwhile_is_mended(tmp_path, harm):
         known.append(LAND.trial(plan, number))
         found.tell(known[-1])
     assert found.ask() not in {trial.plan for trial in known}
-    lines = (tmp_path / journal.NAME).read_text().splitlines()
+    lines = (tmp_path / JOURNAL_FILE).read_text().splitlines()
     assert all(isinstance(json.loads(line), dict) for line in lines)
 
 
 def test_a_folder_that_is_gone_is_not_made_again_by_the_search(tmp_path):
     folder = tmp_path / "out"
     found = searcher.open_searcher(folder, SPACE, FACTS, sampler="grid", trials=[])
-    (folder / journal.NAME).unlink()
-    (folder / f"{journal.NAME}.lock").unlink()
+    (folder / JOURNAL_FILE).unlink()
+    (folder / f"{JOURNAL_FILE}.lock").unlink()
     folder.rmdir()
     with pytest.raises(MachineError, match=r"gone|can't be read"):
         found.ask()
@@ -290,7 +289,7 @@ def test_a_cliff_beside_a_busy_neighbour_is_no_spill():
 def on_gpu(tmp_path, monkeypatch):
     """A runner for a device whose use is played."""
     used = {"bytes": GPU.hardware.others_bytes}
-    monkeypatch.setattr(trials, "device_used_bytes", lambda _: used["bytes"])
+    monkeypatch.setattr("autofit.training.runner.device_used_bytes", lambda _: used["bytes"])
     notes = []
     runner = ProcessRunner(tmp_path / "trials", GPU, tmp_path, None, note=notes.append)
     return runner, used, notes

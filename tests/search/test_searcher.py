@@ -13,10 +13,10 @@ from autofit import space
 from autofit.contract.outcome import Crashed, OutOfMemory, TimedOut, Trial, Unsupported
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
-from autofit.search import decision as choose
-from autofit.search import study as journal
+from autofit.search.decision import decide
 from autofit.search.sampler import MIN_TRIALS, AutofitSampler
 from autofit.search.searcher import Searcher, open_searcher
+from autofit.search.study import JOURNAL_FILE, REJECTED, distributions, quiet_optuna
 from autofit.search.surrogate.features import features_of
 from autofit.search.surrogate.gp import FixedFeatures, Kernel, expected_improvement, normal_cdf
 from autofit.search.surrogate.observation import Observation, observations
@@ -35,7 +35,7 @@ LAND = Landscape(facts=CPU, **CPU_SHAPE)
 
 def in_memory(facts, plans, seed=0):
     sampler = AutofitSampler(plans, limit_bytes=facts.workload.limit_bytes, seed=seed)
-    with journal.quiet():
+    with quiet_optuna():
         study = optuna.create_study(direction="maximize", sampler=sampler)
     return Searcher(plans, study, sampler="autofit", limit_bytes=facts.workload.limit_bytes, seed=seed)
 
@@ -124,7 +124,7 @@ def test_whatever_the_landscape(seed, share, failing):
     assert impossible(trials) == []
     assert len(trials) == 30 or searcher.stopped
     fitting = [trial for trial in trials if trial.outcome.kind == "measured"]
-    decision = choose.decide(trials, limit)
+    decision = decide(trials, limit)
     assert (decision is None) == (not fitting)
     if decision is None:
         ran_out = any(trial.outcome.kind == "out_of_memory" for trial in trials)
@@ -191,7 +191,7 @@ def test_only_the_smallest_fits():
         return measured((1.0, 1.0, 1.01), GIB, CUDA) if plan == small else out_of_memory(CUDA)
 
     trials = play(in_memory(CUDA, CUDA_SPACE), outcome)
-    assert choose.decide(trials, CUDA.workload.limit_bytes).plan == small
+    assert decide(trials, CUDA.workload.limit_bytes).plan == small
 
 
 def test_nothing_runs_ends_too():
@@ -274,7 +274,7 @@ def test_a_proposal_that_is_no_plan_is_told_as_infeasible(tmp_path):
     plans = space.build(cuda_facts(limit_bytes=10 * GIB))
     searcher = open_searcher(tmp_path, plans, CUDA, sampler="random")
     play(searcher, Landscape(facts=CUDA).outcome, limit=20)
-    rejected = [trial for trial in searcher.study.trials if trial.user_attrs["kind"] == journal.REJECTED]
+    rejected = [trial for trial in searcher.study.trials if trial.user_attrs["kind"] == REJECTED]
     conflicting = [trial for trial in rejected if trial.state == optuna.trial.TrialState.PRUNED]
     assert conflicting
     assert all(trial.constraints["memory"] > 0 for trial in conflicting)
@@ -304,7 +304,7 @@ def test_an_unknown_sampler_is_refused(tmp_path):
 def test_a_search_resumes(tmp_path, name, kept):
     begun = play(open_searcher(tmp_path, CPU_SPACE, CPU, sampler=name), LAND.outcome, limit=4)
     if not kept:
-        (tmp_path / journal.NAME).unlink()
+        (tmp_path / JOURNAL_FILE).unlink()
     resumed = open_searcher(tmp_path, CPU_SPACE, CPU, sampler=name, trials=begun)
     going_on = play(resumed, LAND.outcome, limit=4)
     assert not {trial.plan for trial in begun} & {trial.plan for trial in going_on}
@@ -334,10 +334,10 @@ def test_a_plan_that_is_running_is_not_asked_again():
 
 def test_any_optuna_user_can_use_the_sampler():
     sampler = AutofitSampler(CPU_SPACE, limit_bytes=CPU.workload.limit_bytes)
-    with journal.quiet():
+    with quiet_optuna():
         study = optuna.create_study(direction="maximize", sampler=sampler)
         for _ in range(8):
-            trial = study.ask(dict(journal.distributions(CPU_SPACE)))
+            trial = study.ask(dict(distributions(CPU_SPACE)))
             other = trial.suggest_float("learning_rate", 0.0, 1.0)
             plan = Plan({name: value for name, value in trial.params.items() if name in CPU_SPACE.domains})
             assert plan in set(CPU_SPACE.plans)

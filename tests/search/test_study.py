@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from autofit import space
 from autofit.contract.outcome import Crashed, TimedOut, Trial
 from autofit.contract.plan import Plan
-from autofit.search import study as journal
+from autofit.search.study import JOURNAL_FILE, FlockLock, distributions, open_study, repair, tell_trial
 from autofit.system.errors import InputError, MachineError
 from tests.support.synthetic import GIB, Landscape, cpu_facts, measured, out_of_memory
 
@@ -24,8 +24,8 @@ SPACE = space.build(FACTS)
 LAND = Landscape(facts=FACTS, overhead_seconds=0.4, row_seconds=0.4, row_bytes=0.4 * GIB)
 
 
-def open_study(folder, trials=(), storage=None, plans=SPACE, sampler=None):
-    return journal.open_study(
+def opened(folder, trials=(), storage=None, plans=SPACE, sampler=None):
+    return open_study(
         folder,
         storage=storage,
         sampler=sampler or optuna.samplers.RandomSampler(seed=0),
@@ -46,10 +46,10 @@ def numbers(study):
 def test_trials_become_a_study_and_stay_one(tmp_path):
     trials = some_trials()
     final = Trial(number=9, plan=trials[0].plan, outcome=trials[0].outcome, wall_seconds=1.0, purpose="final")
-    first = open_study(tmp_path, [*trials, final])
+    first = opened(tmp_path, [*trials, final])
     assert numbers(first) == [0, 1, 2]
     assert first.direction.name == "MAXIMIZE"
-    again = open_study(tmp_path, trials)
+    again = opened(tmp_path, trials)
     assert [one.params for one in again.trials] == [dict(trial.plan) for trial in trials]
     assert again.trials[0].value == trials[0].outcome.samples_per_second
     assert again.trials[0].constraints["memory"] < 0
@@ -57,14 +57,14 @@ def test_trials_become_a_study_and_stay_one(tmp_path):
 
 def test_a_missing_trial_is_added(tmp_path):
     trials = some_trials(4)
-    open_study(tmp_path, trials[:2])
-    assert numbers(open_study(tmp_path, trials)) == [0, 1, 2, 3]
+    opened(tmp_path, trials[:2])
+    assert numbers(opened(tmp_path, trials)) == [0, 1, 2, 3]
 
 
 def test_a_running_trial_is_told_to_have_failed(tmp_path):
-    study = open_study(tmp_path)
-    study.ask(dict(journal.distributions(SPACE)))
-    again = open_study(tmp_path)
+    study = opened(tmp_path)
+    study.ask(dict(distributions(SPACE)))
+    again = opened(tmp_path)
     assert [trial.state for trial in again.trials] == [TrialState.FAIL]
 
 
@@ -80,11 +80,11 @@ def test_a_running_trial_is_told_to_have_failed(tmp_path):
 )
 def test_how_an_outcome_is_told(tmp_path, outcome, state, constraint):
     trial = Trial(number=0, plan=SPACE.plans[0], outcome=outcome, wall_seconds=1.0)
-    added = open_study(tmp_path / "added", [trial])
-    asked_of = open_study(tmp_path / "told")
+    added = opened(tmp_path / "added", [trial])
+    asked_of = opened(tmp_path / "told")
     asked_of.enqueue_trial(dict(trial.plan))
-    asked = asked_of.ask(dict(journal.distributions(SPACE)))
-    journal.tell(asked_of, asked, trial, FACTS.workload.limit_bytes)
+    asked = asked_of.ask(dict(distributions(SPACE)))
+    tell_trial(asked_of, asked, trial, FACTS.workload.limit_bytes)
     for study in (added, asked_of):
         (one,) = study.trials
         assert one.state == state
@@ -98,70 +98,70 @@ def test_how_an_outcome_is_told(tmp_path, outcome, state, constraint):
     [b'{"op_code": 4, "wor', b"\x00\x00\x00\x00", b"not json\n", b'[1, 2]\n{"op_code": 0}\n', b"\xff\xfe\n", b"\n"],
 )
 def test_what_is_no_whole_line_is_cut(tmp_path, tail):
-    path = tmp_path / journal.NAME
+    path = tmp_path / JOURNAL_FILE
     trials = some_trials()
-    open_study(tmp_path, trials)
+    opened(tmp_path, trials)
     whole = path.read_bytes()
     with path.open("ab") as file:
         file.write(tail)
-    said = journal.repair(path)
+    said = repair(path)
     assert said is not None
     assert f"{len(tail)} bytes" in said
     assert path.read_bytes() == whole
-    assert journal.repair(path) is None
+    assert repair(path) is None
 
 
 def test_a_torn_line_does_not_stop_a_resume(tmp_path):
-    path = tmp_path / journal.NAME
+    path = tmp_path / JOURNAL_FILE
     trials = some_trials()
-    open_study(tmp_path, trials)
+    opened(tmp_path, trials)
     for length in range(path.stat().st_size, 0, -97):
         os.truncate(path, length)
-        assert numbers(open_study(tmp_path, trials)) == [0, 1, 2]
+        assert numbers(opened(tmp_path, trials)) == [0, 1, 2]
     assert not list(tmp_path.glob("*.broken-*"))
 
 
 def test_a_missing_journal_needs_no_repair(tmp_path):
-    assert journal.repair(tmp_path / journal.NAME) is None
+    assert repair(tmp_path / JOURNAL_FILE) is None
 
 
 @pytest.mark.parametrize("line", ['{"op_code": 99, "worker_id": "x"}', '{"other": 1}', '{"op_code": 4}'])
 def test_a_journal_of_another_make_is_set_aside(tmp_path, line):
-    path = tmp_path / journal.NAME
+    path = tmp_path / JOURNAL_FILE
     for number in (1, 2):
         path.write_text(line + "\n")
-        study = open_study(tmp_path, some_trials())
+        study = opened(tmp_path, some_trials())
         assert numbers(study) == [0, 1, 2]
-        assert (tmp_path / f"{journal.NAME}.broken-{number}").read_text() == line + "\n"
+        assert (tmp_path / f"{JOURNAL_FILE}.broken-{number}").read_text() == line + "\n"
 
 
 def test_a_journal_that_tells_another_story_is_set_aside(tmp_path):
-    open_study(tmp_path, some_trials(3))
+    opened(tmp_path, some_trials(3))
     other = Trial(number=1, plan=SPACE.plans[-1], outcome=LAND.outcome(SPACE.plans[-1]), wall_seconds=1.0)
-    study = open_study(tmp_path, [other])
+    study = opened(tmp_path, [other])
     assert [trial.params for trial in study.trials] == [dict(other.plan)]
-    assert (tmp_path / f"{journal.NAME}.broken-1").exists()
+    assert (tmp_path / f"{JOURNAL_FILE}.broken-1").exists()
 
 
 def test_another_space_begins_another_journal(tmp_path):
     trials = some_trials(3)
-    open_study(tmp_path, trials)
+    opened(tmp_path, trials)
     narrow = space.build(FACTS, given={"micro_batch": (1, 2)})
-    study = open_study(tmp_path, trials, plans=narrow)
+    study = opened(tmp_path, trials, plans=narrow)
     fitting = [trial.number for trial in trials if trial.plan in set(narrow.plans)]
     assert numbers(study) == fitting
-    assert (tmp_path / f"{journal.NAME}.broken-1").exists()
+    assert (tmp_path / f"{JOURNAL_FILE}.broken-1").exists()
 
 
 def test_a_database_holds_a_study_per_folder(tmp_path):
     url = f"sqlite:///{tmp_path}/study.db"
     trials = some_trials()
-    first = open_study(tmp_path / "a", trials, url)
-    second = open_study(tmp_path / "b", trials[:1], url)
+    first = opened(tmp_path / "a", trials, url)
+    second = opened(tmp_path / "b", trials[:1], url)
     assert first.study_name != second.study_name
-    assert numbers(open_study(tmp_path / "a", trials, url)) == [0, 1, 2]
-    assert not (tmp_path / "a" / journal.NAME).exists()
-    other = open_study(tmp_path / "a", [], url)
+    assert numbers(opened(tmp_path / "a", trials, url)) == [0, 1, 2]
+    assert not (tmp_path / "a" / JOURNAL_FILE).exists()
+    other = opened(tmp_path / "a", [], url)
     assert other.study_name == f"{first.study_name}-2"
     assert other.trials == []
     assert numbers(optuna.load_study(study_name=first.study_name, storage=url)) == [0, 1, 2]
@@ -170,14 +170,14 @@ def test_a_database_holds_a_study_per_folder(tmp_path):
 @pytest.mark.parametrize("url", ["nonsense", "redis://localhost", "nosuch://x/y", "sqlite:////no/such/folder/x.db"])
 def test_a_bad_storage_url_is_refused(tmp_path, url):
     with pytest.raises(InputError, match="--storage") as caught:
-        open_study(tmp_path, storage=url)
+        opened(tmp_path, storage=url)
     assert caught.value.hint
 
 
 def test_a_folder_that_cannot_be_made_is_the_machine(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match="can't be read or written") as caught:
-        open_study(tmp_path / "file" / "out")
+        opened(tmp_path / "file" / "out")
     assert "--resume" in caught.value.hint
 
 
@@ -186,16 +186,16 @@ def test_a_disk_that_takes_no_more_is_the_machine(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, usual[1]))
     try:
         with pytest.raises(MachineError, match="File too large"):
-            open_study(tmp_path, some_trials())
+            opened(tmp_path, some_trials())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
-    assert numbers(open_study(tmp_path, some_trials())) == [0, 1, 2]
+    assert numbers(opened(tmp_path, some_trials())) == [0, 1, 2]
 
 
 def test_optuna_is_quiet_and_its_settings_stay(tmp_path, caplog):
     logger = logging.getLogger("optuna")
     with caplog.at_level(logging.DEBUG), caplog.at_level(logging.DEBUG, "optuna"):
-        open_study(tmp_path, some_trials())
+        opened(tmp_path, some_trials())
         assert logger.level == logging.DEBUG
     assert [record for record in caplog.records if record.levelno < logging.WARNING] == []
 
@@ -232,7 +232,7 @@ def test_a_lock_dies_with_its_process(tmp_path):
 def test_a_lock_that_is_left_over_does_not_matter(tmp_path):
     path = tmp_path / "x.lock"
     path.write_text("")
-    lock = journal.FlockLock(path)
+    lock = FlockLock(path)
     for _ in range(2):
         assert lock.acquire()
         lock.release()
@@ -241,8 +241,8 @@ def test_a_lock_that_is_left_over_does_not_matter(tmp_path):
 def test_a_lock_excludes_its_own_threads_and_others(tmp_path):
     path = tmp_path / "counter"
     path.write_text("0")
-    lock = journal.FlockLock(tmp_path / "x.lock")
-    other = journal.FlockLock(tmp_path / "x.lock")
+    lock = FlockLock(tmp_path / "x.lock")
+    other = FlockLock(tmp_path / "x.lock")
 
     def count(mine):
         for _ in range(50):
@@ -259,18 +259,18 @@ def test_a_lock_excludes_its_own_threads_and_others(tmp_path):
 
 
 def test_a_lock_in_a_missing_folder_lets_go(tmp_path):
-    lock = journal.FlockLock(tmp_path / "missing" / "x.lock")
+    lock = FlockLock(tmp_path / "missing" / "x.lock")
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
             lock.acquire()
 
 
 def test_journal_lines_are_json_objects(tmp_path):
-    open_study(tmp_path, some_trials())
-    lines = (tmp_path / journal.NAME).read_text().splitlines()
+    opened(tmp_path, some_trials())
+    lines = (tmp_path / JOURNAL_FILE).read_text().splitlines()
     assert all(isinstance(json.loads(line), dict) for line in lines)
 
 
 def test_a_plan_outside_the_space_is_left_out(tmp_path):
     strange = Trial(number=0, plan=Plan({"other": 1}), outcome=Crashed(reason="x"), wall_seconds=1.0)
-    assert open_study(tmp_path, [strange]).trials == []
+    assert opened(tmp_path, [strange]).trials == []

@@ -9,8 +9,8 @@ from autofit import space
 from autofit.contract.outcome import Trial
 from autofit.contract.plan import Plan
 from autofit.registry import techniques
-from autofit.search import decision as choose
 from autofit.search import tradeoffs
+from autofit.search.decision import decide
 from autofit.search.tradeoffs import Expected
 from tests.support.synthetic import GIB, cpu_facts, measured, out_of_memory
 
@@ -27,7 +27,7 @@ def trial(number, plan, seconds, gib):
 
 def decided(*tried):
     trials = [trial(number, *one) for number, one in enumerate(tried)]
-    return choose.decide(trials, FACTS.workload.limit_bytes), trials
+    return decide(trials, FACTS.workload.limit_bytes), trials
 
 
 def test_the_front_is_what_smaller_ceilings_would_give():
@@ -49,7 +49,7 @@ def test_a_plan_that_is_as_fast_within_noise_but_larger_is_not_on_the_front():
     other = BEST.replaced(checkpointing="off")
     trials = [trial(0, BEST, 1.0, 4), trial(1, other, 0.999, 7)]
     trials[0] = replace(trials[0], outcome=measured([0.95, 1.0, 1.05, 1.0], 4 * GIB, FACTS))
-    decision = choose.decide(trials, FACTS.workload.limit_bytes)
+    decision = decide(trials, FACTS.workload.limit_bytes)
     assert decision.plan == BEST
     assert [point.plan for point in tradeoffs.front(decision)] == [BEST]
 
@@ -101,7 +101,7 @@ def test_of_what_a_busy_machine_timed_the_memory_alone_is_told():
     decision, trials = decided((BEST, 1.0, 4))
     busy = measured([2.7] * 4, 5 * GIB, FACTS, disturbance=0.5)
     trials.append(Trial(number=1, plan=BEST.replaced(checkpointing="off"), outcome=busy, wall_seconds=1.0))
-    decision = choose.decide(trials, FACTS.workload.limit_bytes)
+    decision = decide(trials, FACTS.workload.limit_bytes)
     found = {one.technique: one for one in tradeoffs.contributions(decision, trials, SPACE, FACTS)}
     assert found["checkpointing"].evidence == "measured"
     assert found["checkpointing"].speed_ratio is None

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit import space
 from autofit.contract.technique import Kind
-from autofit.registry import recipe, technique
+from autofit.registry import recipe_of, technique
 from autofit.search.samplers import make_sampler
 from autofit.system.errors import InputError
 from autofit.system.tensor_cache import Kept
@@ -85,7 +85,7 @@ def test_values_that_need_the_same_share_a_trace():
 
 def built(config, folder, **values):
     plan = PLAIN.replaced(**values)
-    return recipe(plan, facts_of(config)).model(None, config=write_config(folder, CONFIGS[config]))
+    return recipe_of(plan, facts_of(config)).model(None, config=write_config(folder, CONFIGS[config]))
 
 
 def evidence(model):
@@ -93,7 +93,7 @@ def evidence(model):
     from autofit.training.observer import Observer
 
     facts = facts_of("llama")
-    observer = Observer(model, recipe(PLAIN, facts))
+    observer = Observer(model, recipe_of(PLAIN, facts))
     optimizer = torch.optim.SGD([torch.zeros(1)])
     return observer.evidence(optimizer, None, None)
 
@@ -133,7 +133,7 @@ def test_adapters_of_16_bit_weights_are_float32(tmp_path):
 def test_random_weights_are_quantized_as_loaded_ones_are(tmp_path, config, value):
     folder = write_config(tmp_path / "config", CONFIGS[config])
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(tmp_path / "weights")
-    filled = recipe(PLAIN.replaced(adapter="lora:r=4", quantization=value), facts_of(config))
+    filled = recipe_of(PLAIN.replaced(adapter="lora:r=4", quantization=value), facts_of(config))
 
     def described(model):
         return {
@@ -173,7 +173,7 @@ def test_a_shape_is_quantized_once_for_all_trials(tmp_path, value, monkeypatch):
     monkeypatch.setitem(random, "_random", counted)
 
     def parts(kept):
-        filled = recipe(PLAIN.replaced(adapter="lora:r=4", quantization=value), facts_of("llama"))
+        filled = recipe_of(PLAIN.replaced(adapter="lora:r=4", quantization=value), facts_of("llama"))
         filled.kept = kept
         torch.manual_seed(0)
         model = filled.model(None, config=folder)
@@ -203,7 +203,7 @@ def test_torchao_s_weights_are_made_as_loaded_ones_are(tmp_path):
     pytest.importorskip("torchao", reason="torchao is not installed")
     folder = write_config(tmp_path / "config", CONFIGS["llama"])
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(tmp_path / "weights")
-    filled = recipe(PLAIN.replaced(adapter="lora:r=4", quantization="int8_torchao"), facts_of("llama"))
+    filled = recipe_of(PLAIN.replaced(adapter="lora:r=4", quantization="int8_torchao"), facts_of("llama"))
     loaded, made = filled.model(tmp_path / "weights", config=folder), filled.model(None, config=folder)
 
     def described(model):

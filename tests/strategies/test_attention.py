@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit.machine import describe
-from autofit.registry import recipe, technique
+from autofit.registry import recipe_of, technique
 from tests.support.synthetic import cpu_facts, cuda_facts, model
 from tests.support.tiny import CONFIGS, PLAIN, write_config
 
@@ -190,5 +190,7 @@ def test_the_model_is_loaded_with_it(tmp_path, pretrained):
     if pretrained:
         built().save_pretrained(folder)
     for value, wanted in (("default", "sdpa"), ("eager", "eager")):
-        made = recipe(PLAIN.replaced(attention=value), cpu_facts()).model(folder if pretrained else None, config=folder)
+        made = recipe_of(PLAIN.replaced(attention=value), cpu_facts()).model(
+            folder if pretrained else None, config=folder
+        )
         assert made.config._attn_implementation == wanted

@@ -30,14 +30,13 @@ from autofit.contract.emission import Emission
 from autofit.contract.outcome import Measured, TimedOut, Trial
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
-from autofit.machine import describe as probe
+from autofit.machine.describe import _attentions
 from autofit.output import report, result
 from autofit.output.document import MODEL_FOLDER
 from autofit.output.emit import ARGUMENTS, YAML, check_files, emit
 from autofit.output.setup import installed, load
-from autofit.registry import changes, extra_seconds, recipe, technique, techniques
-from autofit.search import decision as choose
-from autofit.search.decision import extras
+from autofit.registry import changes, extra_seconds, recipe_of, technique, techniques
+from autofit.search.decision import decide, extras
 from autofit.search.loop import Campaign
 from autofit.system.errors import InputError
 from autofit.system.units import duration
@@ -290,16 +289,16 @@ def test_all_techniques_together_collide_nowhere(facts):
         return
     for one in techniques():
         for choice in one.choices(facts):
-            recipe(plan_with(one, choice.value, facts), facts)
+            recipe_of(plan_with(one, choice.value, facts), facts)
     for plan in space.build(facts, EVERY).plans[::11]:
-        filled = recipe(plan, facts)
+        filled = recipe_of(plan, facts)
         assert filled.micro_batch * filled.accumulation * facts.workload.processes == facts.workload.global_batch
         assert filled.emission.accelerate["mixed_precision"] in {"no", "bf16", "fp16"}
         assert filled.emission.accelerate["distributed_type"] in {"NO", "FSDP", "DEEPSPEED"}
 
 
 def test_two_techniques_that_write_one_key_are_a_bug():
-    filled = recipe(plan_with(technique("offload"), "none", FACTS["cpu"]), FACTS["cpu"])
+    filled = recipe_of(plan_with(technique("offload"), "none", FACTS["cpu"]), FACTS["cpu"])
     with pytest.raises(AssertionError, match="two techniques write training_args"):
         filled.add(Emission(training_args={"optim": "sgd"}))
     with pytest.raises(AssertionError, match="two techniques write accelerate"):
@@ -375,7 +374,7 @@ def attentions_of(model_type):
     """What a class attends by, which changes with transformers."""
     with torch.device("meta"):
         found = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type))
-    return {"attention": found.config._attn_implementation, "attentions": probe._attentions(found)}
+    return {"attention": found.config._attn_implementation, "attentions": _attentions(found)}
 
 
 MODELS = {
@@ -508,7 +507,7 @@ def test_what_is_chosen_is_what_happens(run, configs, tmp_path, name, path, one,
     for other in to_be_had(one, facts):
         if other != value:
             assert one.in_effect(other, outcome.evidence.of(one.name), facts), f"{value} would pass for {other}"
-    emission, setup = recipe(trial.plan, facts).emission, loaded_back(trial, facts, configs[name], tmp_path / "out")
+    emission, setup = recipe_of(trial.plan, facts).emission, loaded_back(trial, facts, configs[name], tmp_path / "out")
     assert setup.plan == trial.plan
     assert setup.recipe.emission == emission
     assert yaml.safe_load((tmp_path / "out" / YAML).read_text("utf-8")) == emission.accelerate
@@ -526,7 +525,7 @@ def test_what_is_chosen_is_what_happens(run, configs, tmp_path, name, path, one,
 def loaded_back(trial, facts, config, folder):
     """What a script gets of the files of a tune that this trial has won."""
     shutil.copytree(config, folder / MODEL_FOLDER)
-    decision = choose.decide([trial], facts.workload.limit_bytes)
+    decision = decide([trial], facts.workload.limit_bytes)
     emit(result.compose(decision, facts, [trial], notes=(), seconds=1.0), folder, "<html>", check_files)
     return load(folder)
 
@@ -784,7 +783,7 @@ def test_a_trial_that_compiles_is_given_longer_and_says_what_took_so_long():
     trials = [*campaign.trials, land.trial(plan, 4, "final")]
     again = replace(trials[-1].outcome, notes=(RECOMPILED.format(2),))
     trials[-1] = replace(trials[-1], outcome=again)
-    decision = choose.decide(trials, facts.workload.limit_bytes)
+    decision = decide(trials, facts.workload.limit_bytes)
     page = report.html(result.compose(decision, facts, trials, notes=(), seconds=1.0), folder="out")
     assert f"timed out in compiling, after {duration(whole)}" in page
     assert RECOMPILED.format(2) in page

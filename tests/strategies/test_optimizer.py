@@ -8,7 +8,7 @@ import pytest
 from autofit import space
 from autofit.contract.technique import Kind
 from autofit.output.setup import installed
-from autofit.registry import recipe, technique
+from autofit.registry import recipe_of, technique
 from tests.support.synthetic import cpu_facts, cuda_facts
 from tests.support.traced import PLAIN
 
@@ -107,8 +107,8 @@ def test_what_is_written():
 def test_a_plain_loop_gets_a_schedule_free_optimizer_in_training_mode():
     loop = replace(cuda(), workload=replace(cuda().workload, launch_path="loop"))
     plan = PLAIN.replaced(optimizer="schedule_free_adamw")
-    assert len(recipe(plan, loop).optimizer_wraps) == 1
-    assert recipe(plan, cuda()).optimizer_wraps == []
+    assert len(recipe_of(plan, loop).optimizer_wraps) == 1
+    assert recipe_of(plan, cuda()).optimizer_wraps == []
 
 
 STEPPED = {"class": "bitsandbytes.optim.lion.Lion", "paged": False}
@@ -157,7 +157,7 @@ def test_lomo_leaves_no_gradients_and_moves_every_weight():
 
     facts = replace(cpu_facts(), packages=installed())
     model = tiny_model()
-    built = recipe(PLAIN.replaced(optimizer="lomo", accumulation=1), facts).optimizer(model, output_dir="unused")
+    built = recipe_of(PLAIN.replaced(optimizer="lomo", accumulation=1), facts).optimizer(model, output_dir="unused")
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     rows = torch.arange(32).view(2, 16)
     built.fused_backward(model(input_ids=rows, labels=rows).loss, 0.1)
@@ -185,7 +185,7 @@ def test_stable_adamw_sums_bfloat16_weights_by_kahan():
     facts = replace(cpu_facts(), packages=installed())
     plan = PLAIN.replaced(optimizer="stable_adamw", precision="bf16_weights")
     model = tiny_model().bfloat16()
-    built = recipe(plan, facts).optimizer(model, output_dir="unused")
+    built = recipe_of(plan, facts).optimizer(model, output_dir="unused")
     rows = torch.arange(32).view(2, 16)
     model(input_ids=rows, labels=rows).loss.backward()
     built.step()

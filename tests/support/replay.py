@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from autofit.commands.request import REQUEST, STARTED, TRIALS
+from autofit.commands.request import STARTED, TRIALS
 from autofit.contract.outcome import TRIAL
+from autofit.output.document import REQUEST
 from autofit.system.files import write_atomically
 from autofit.system.strict_json import dump_json
 from autofit.training.runner import TRIAL_FILE, trial_folder

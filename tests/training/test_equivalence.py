@@ -9,7 +9,7 @@ from autofit.commands import tune
 from autofit.commands.request import Request, Search
 from autofit.contract.outcome import Trial
 from autofit.contract.technique import Kind
-from autofit.registry import recipe
+from autofit.registry import recipe_of
 from autofit.search.decision import decide
 from autofit.search.events import Silent
 from autofit.training import equivalence, loss_curve
@@ -316,7 +316,7 @@ def test_a_config_without_dropout(tmp_path):
 
 
 def test_rows_that_can_be_learned(facts):
-    filled = recipe(PLAIN, facts["trainer"])
+    filled = recipe_of(PLAIN, facts["trainer"])
     rows = loss_curve.learnable_rows(filled, 32)
     assert len(rows) == 32
     assert len({int(token) for row in range(32) for token in rows[row]["input_ids"]}) <= loss_curve._TOKENS

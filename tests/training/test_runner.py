@@ -10,9 +10,8 @@ from autofit.contract.outcome import OUTCOME, TRIAL, Crashed, Diverged, Measured
 from autofit.output import wording
 from autofit.system.errors import InputError, MachineError
 from autofit.system.strict_json import dump_json
-from autofit.training import runner as trials
 from autofit.training.measure import RECOMPILED
-from autofit.training.runner import ProcessRunner, finished, log_tail, training_seconds, trial_folder
+from autofit.training.runner import ProcessRunner, finished, log_tail, memory_kills, training_seconds, trial_folder
 from autofit.training.timing import PARTS, Effort
 from autofit.worker import JOBS
 from tests.support.tiny import CONFIGS, GIB, MIB, PLAIN, describe, write_config
@@ -303,7 +302,7 @@ def test_a_killed_trial_has_crashed_of_its_signal(try_fault, name):
 @pytest.mark.parametrize(("kills", "kind"), [((3, 3), "crashed"), ((3, 4), "out_of_memory")])
 def test_a_kill_by_the_kernel_for_memory_is_told_apart(try_fault, monkeypatch, kills, kind):
     counts = iter(kills)
-    monkeypatch.setattr(trials, "memory_kills", lambda: next(counts))
+    monkeypatch.setattr("autofit.training.runner.memory_kills", lambda: next(counts))
     found = try_fault("import os, signal; os.kill(os.getpid(), signal.SIGKILL)").outcome
     assert found.kind == kind
     if kind == "out_of_memory":
@@ -312,7 +311,7 @@ def test_a_kill_by_the_kernel_for_memory_is_told_apart(try_fault, monkeypatch, k
 
 
 def test_kills_are_counted_where_the_kernel_tells():
-    assert trials.memory_kills() >= 0
+    assert memory_kills() >= 0
 
 
 def test_a_trial_that_just_ends_has_crashed(try_fault):
