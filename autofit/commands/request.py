@@ -212,7 +212,7 @@ def with_rates(folder: Path, facts: Facts, server: ForkServer, say: Callable[[st
     if "error" in found:
         say(f"the device was not timed before the first trial: {found['error']}")
         return facts
-    return replace(facts, rates=found["rates"], brought_bytes=found["brought_bytes"])
+    return replace(facts, rates=found["rates"], kernel_overhead_bytes=found["kernel_overhead_bytes"])
 
 
 def described(answer: Mapping[str, Any], name: str, device: Device) -> tuple[Model, Hardware]:

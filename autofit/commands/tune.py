@@ -214,7 +214,7 @@ def _until_stopped(work: Callable[[], T]) -> tuple[T | None, Stopped | None]:
 
 def _says_of_memory(outcome: Outcome) -> bool:
     """Whether it tells what a plan needs."""
-    return isinstance(outcome, Measured) or (isinstance(outcome, OutOfMemory) and not outcome.squeezed)
+    return isinstance(outcome, Measured) or (isinstance(outcome, OutOfMemory) and not outcome.external_pressure)
 
 
 def _sweep(folder: Path) -> None:
@@ -430,7 +430,7 @@ class _Tune:
         found = searcher.peak_posterior()
         brought = "".join(
             f", and {units.size(taken)} for the kernels of {kind.removeprefix('matmul ')}"
-            for kind, taken in facts.brought_bytes.items()
+            for kind, taken in facts.kernel_overhead_bytes.items()
             if taken
         )
         if found is not None and found.count > 1:

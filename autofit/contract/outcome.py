@@ -113,7 +113,8 @@ class Measured:
 class OutOfMemory:
     """The ceiling was broken, on the device or on the host; ``peak_bytes`` is the most that was seen held.
 
-    ``squeezed``: the plan held less than the ceiling, so that somebody else held the rest; it says nothing of the plan.
+    ``external_pressure`` (``squeezed`` in files): the plan held less than the ceiling, so another process held the
+    rest; it says nothing of the plan.
     """
 
     kind: Literal["out_of_memory"] = "out_of_memory"
@@ -123,7 +124,7 @@ class OutOfMemory:
     peak_bytes: int
     requested_bytes: int | None = None
     training_seconds: float = 0.0
-    squeezed: bool = False
+    external_pressure: Annotated[bool, Field(alias="squeezed")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,7 +93,7 @@ def rates_of(facts: Facts) -> dict[Work, float]:
     return found
 
 
-def brought_bytes(facts: Facts) -> dict[Work, int]:
+def kernel_overhead_bytes(facts: Facts) -> dict[Work, int]:
     """What the first products of a precision leave in this process on a CPU, beside those of float32: code, buffers.
 
     To be asked before anything else was computed in it. The libraries' own pages are no part of it, as in a trial.

@@ -1,10 +1,11 @@
-"""What the traces say of every plan of a space at once: peak bytes, and the order of speed on a known card.
+"""The forecast of every plan of a space, from the traces: peak bytes, and the order of speed on a known card.
 
-What the traces don't see is added here, each with its source; nothing is fitted to a measurement of a training run.
+What the traces can't see is a prior (:class:`PeakPrior`), each term with its source; nothing is fitted to a measurement
+of a training run.
 
-- CUDA: the context and the kernels that are loaded into it lie outside of PyTorch's allocator; the workspaces of
+- CUDA: the context and the kernels that are loaded into it lie outside PyTorch's allocator; the workspaces of
   cuBLAS, one for the thread of the forward pass and one for autograd's, lie inside.
-- CPU: the libraries' own buffers, and what malloc keeps: hardly known beforehand, learned from the first trials.
+- CPU: the libraries' buffers and heap fragmentation: hardly known in advance, learned from the first trials.
 """
 
 from __future__ import annotations
@@ -47,30 +48,28 @@ compute capability 9.0 on; one for each handle and stream, and each thread has a
 _THREADS = 2
 _UNKEPT = Version("2.15.dev0")
 """From this torch on a workspace lives as long as one product, unless ``TORCH_CUBLAS_WORKSPACE_CACHE=1``."""
-_ROUGHLY, _ROUGHLY_OWN = 0.25, 0.1
-"""Of the need of a plan that can't be traced: how far what is said of its value may be off, and its own beside that."""
+_VALUE_SHARE_STD, _OWN_SHARE_STD = 0.25, 0.1
+"""Of the peak of a plan that can't be traced: standard deviations of the error of its value, and of its own."""
 _FEW = 4
-"""Kinds of plan up to which one row alone is traced too; in larger spaces it takes what many rows say."""
+"""Families up to which one row is traced too; in larger spaces the trace of many rows stands for it."""
 MARGIN = 0.05
-"""Of the need, for what the traces see wrongly: they are within 0.2 % of what a CPU allocates, and within a few per
+"""Of the peak, for the traces' errors: they are within 0.2 % of what a CPU allocates, and within a few per
 cent of published measurements on GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """How a peak on the device is believed to lie to the tensors', beforehand.
-
-    ``offset + slope x tensors + heap_share x activations``.
+class PeakPrior:
+    """Prior of the device peak given tensor bytes: ``offset + slope x tensors + heap_share x activations``.
 
     Attributes:
-        offset_bytes, slope: Means.
-        offset_std, slope_std: How well they are known.
-        residual: Relative standard deviation of a plan's own around the line.
-        scatter_bytes: The same of what does not grow with the tensors.
+        offset_bytes, offset_std: Mean and standard deviation of what does not depend on the plan.
+        slope, slope_std: The same of the factor of the tensor bytes.
+        residual: Standard deviation of a plan's distance from the line, as a share of its tensor bytes.
+        scatter_bytes: Standard deviation of the part of it that does not grow with the tensors.
         value_bytes: Standard deviation of what a value adds by itself, such as the code and buffers of a library.
-        value_share: The same of what it adds in proportion to the tensors.
-        heap_share, heap_share_std: What the heap keeps of what was freed, as a share of the activations there would be
-            without checkpointing: mean, and how well it is known.
+        value_share: Standard deviation of what a value adds, as a share of the tensor bytes.
+        heap_share, heap_share_std: Mean and standard deviation of the heap's fragmentation, as a share of the
+            activations that the step would have without checkpointing.
     """
 
     offset_bytes: float
@@ -84,12 +83,12 @@ class Beside:
     heap_share: float
     heap_share_std: float
 
-    def own(self, tensor_bytes: Floats) -> Floats:
-        """Standard deviation of a plan's own around the line, in bytes."""
+    def residual_std(self, tensor_bytes: Floats) -> Floats:
+        """Standard deviation of a plan's distance from the line, in bytes."""
         return np.hypot(self.residual * tensor_bytes, self.scatter_bytes)
 
 
-_CPU = Beside(
+_CPU = PeakPrior(
     offset_bytes=10 * MIB,
     offset_std=12 * MIB,
     slope=1.0,
@@ -101,28 +100,27 @@ _CPU = Beside(
     heap_share=0.5,
     heap_share_std=0.25,
 )
-"""Resident memory: malloc keeps part of what is freed, and oneDNN has buffers of its own. The holes in malloc's heap
-are in proportion to the activations that a step makes, also where checkpointing keeps few of them at a time: on four
-recorded landscapes, of tiny models, by 0.46 to 0.71 of them, beside 0.76 to 1.17 times the tensors and 3 to 38 MiB.
-Corrected by the first trials."""
+"""Resident memory: malloc keeps part of what is freed, and oneDNN has buffers of its own. Heap fragmentation grows with
+the activations that a step makes, also where checkpointing keeps few of them at a time: on four recorded landscapes of
+tiny models 0.46 to 0.71 of them, with 0.76 to 1.17 times the tensors and 3 to 38 MiB. Corrected by the first trials."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: it remembers what it computed
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: cached properties
 class Forecast:
-    """What the traces say of every plan of a space, in the space's order.
+    """What the traces say of every plan of a space; arrays of shape ``(plans,)`` in the space's order.
 
     Attributes:
         tensor_bytes: Peak of the tensors; NaN where a plan can't be traced.
         seconds: Of a sample, on a known card; NaN elsewhere.
-        work: How much of each of :data:`~autofit.costmodel.roofline.WORK` a sample is, a row for each plan; NaN where
-            that is not known. A value that can't be traced counts as its technique's plain one.
-        nominal: Seconds for each unit of it, beforehand.
-        known_card: Whether they are those of a card in the catalogue.
+        work: How much of each of :data:`~autofit.costmodel.roofline.WORK` a sample is, of shape ``(plans, kinds)``;
+            NaN where that is not known. A value that can't be traced counts as its technique's baseline.
+        nominal: Expected seconds for each unit of it.
+        known_card: Whether they come from a card in the catalogue.
         timed: Whether they were timed on the device.
-        rough: Plans that can't be traced, whose peak is what their plain twin needs less what is said to wait on the
-            host.
-        beside: What is believed of the peak on the device, given the tensors'.
-        brought_bytes: What the kernels of a plan take beside that, as far as it was measured before.
+        approximate: Plans that can't be traced, whose peak is that of the nearest traceable plan less what their
+            technique says it moves to the host.
+        peak_prior: Of the device peak given tensor bytes.
+        kernel_overhead_bytes: What the kernels of a plan take on top of that, where it was measured before the trials.
         activation_bytes: What its micro-batch would keep for the backward pass without checkpointing.
     """
 
@@ -132,40 +130,40 @@ class Forecast:
     nominal: Floats
     known_card: bool
     timed: bool
-    rough: Bools
-    beside: Beside
-    brought_bytes: Floats
+    approximate: Bools
+    peak_prior: PeakPrior
+    kernel_overhead_bytes: Floats
     activation_bytes: Floats
 
     @functools.cached_property
-    def own_bytes(self) -> Floats:
-        """Standard deviation of a plan's own around the line that all have in common."""
+    def residual_std_bytes(self) -> Floats:
+        """Standard deviation of a plan's distance from the line that all have in common."""
         tensors = np.nan_to_num(self.tensor_bytes)
-        return np.hypot(self.beside.own(tensors), _ROUGHLY_OWN * tensors * self.rough)
+        return np.hypot(self.peak_prior.residual_std(tensors), _OWN_SHARE_STD * tensors * self.approximate)
 
     @functools.cached_property
-    def rough_bytes(self) -> Floats:
-        """The same of a value that keeps a plan from being traced; 0 for a plan that was."""
-        return _ROUGHLY * np.nan_to_num(self.tensor_bytes) * self.rough
+    def approximate_std_bytes(self) -> Floats:
+        """Standard deviation of the error of the value that keeps a plan from being traced; 0 for a traced plan."""
+        return _VALUE_SHARE_STD * np.nan_to_num(self.tensor_bytes) * self.approximate
 
     @property
     def device_bytes(self) -> Floats:
-        """Expected need on the device, before anything was measured."""
-        beside = self.beside
-        line = beside.offset_bytes + beside.slope * self.tensor_bytes
-        return line + beside.heap_share * self.activation_bytes + self.brought_bytes
+        """Expected peak on the device, before anything was measured."""
+        prior = self.peak_prior
+        line = prior.offset_bytes + prior.slope * self.tensor_bytes
+        return line + prior.heap_share * self.activation_bytes + self.kernel_overhead_bytes
 
     @property
     def predicted_bytes(self) -> Floats:
         """The same of the plans that were traced; NaN for the others."""
-        return np.where(self.rough, np.nan, self.device_bytes)
+        return np.where(self.approximate, np.nan, self.device_bytes)
 
 
-def beside(hardware: Hardware) -> Beside:
-    """What a plan needs beside its tensors, and how well that is known."""
+def peak_prior(hardware: Hardware) -> PeakPrior:
+    """The prior for a device: nothing of it was measured on this machine."""
     if hardware.device == "cpu":
         return _CPU
-    return Beside(
+    return PeakPrior(
         offset_bytes=CONTEXT_BYTES + workspace_bytes(hardware.capability),
         offset_std=_CONTEXT_STD,
         slope=1.0,
@@ -180,7 +178,7 @@ def beside(hardware: Hardware) -> Beside:
 
 
 def workspace_bytes(capability: tuple[int, int] | None) -> int:
-    """Of cuBLAS, inside PyTorch's allocator; where they are not kept, what one product may hold."""
+    """Bytes of cuBLAS' workspaces inside PyTorch's allocator; where they are not cached, of one product's."""
     each = _WORKSPACE_BYTES_HOPPER if capability and capability >= (9, 0) else _WORKSPACE_BYTES
     kept = Version(version("torch")) < _UNKEPT or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
     return (_THREADS if kept else 1) * each
@@ -189,7 +187,7 @@ def workspace_bytes(capability: tuple[int, int] | None) -> int:
 def forecast(
     space: Space, traces: Traces, facts: Facts, card: Card | None = None, say: Callable[[str], None] = lambda _: None
 ) -> Forecast:
-    """Trace what the plans of a space need, and put it together for each of them.
+    """Trace the families of a space and compute the forecast of each plan.
 
     Raises:
         MachineError: No process can be started, or nothing can be written.
@@ -197,22 +195,22 @@ def forecast(
     families = families_of(space)
     if len(families) <= _FEW:
         families = families_of(space, one_row_apart=True)
-    believed = beside(facts.hardware)
-    likest_of = {family: _traceable(family) for family in families}
-    unchecked = map(without_checkpointing, likest_of.values()) if believed.heap_share else ()
-    traces.prepare([*families, *likest_of.values(), *unchecked], say)
+    prior = peak_prior(facts.hardware)
+    nearest_traceable = {family: _traceable(family) for family in families}
+    unchecked = map(without_checkpointing, nearest_traceable.values()) if prior.heap_share else ()
+    traces.prepare([*families, *nearest_traceable.values(), *unchecked], say)
     count = len(space.plans)
     tensors, seconds = np.full(count, np.nan), np.full(count, np.nan)
-    work, rough = np.full((count, len(WORK)), np.nan), np.zeros(count, dtype=bool)
+    work, approximate = np.full((count, len(WORK)), np.nan), np.zeros(count, dtype=bool)
     activations = np.zeros(count)
     waiting = facts.workload.launch_path == "trainer"
     for family, members in families.items():
         parts = traces.parts(family)
-        likest = parts or traces.parts(likest_of[family])
-        if likest is None:
+        nearest = parts or traces.parts(nearest_traceable[family])
+        if nearest is None:
             continue
-        micro, optimizer = likest
-        whole, _ = traces.parts(without_checkpointing(likest_of[family])) or likest
+        micro, optimizer = nearest
+        whole, _ = traces.parts(without_checkpointing(nearest_traceable[family])) or nearest
         rows = np.array([int(space.plans[place]["micro_batch"]) for place in members])
         accumulation = np.array([int(space.plans[place]["accumulation"]) for place in members])
         activations[members] = whole.activation_bytes_per_row() * rows
@@ -224,7 +222,7 @@ def forecast(
             tensors[members] = peak.host_offload_peaks(
                 micro, host_offload.held_bytes, rows, accumulation, waiting=waiting
             )
-            rough[members] = True
+            approximate[members] = True
         work[members] = amounts / (rows * accumulation)[:, None]
         if parts is None:
             continue
@@ -241,23 +239,23 @@ def forecast(
         nominal=nominal_of(facts, card),
         known_card=card is not None,
         timed=bool(facts.rates),
-        rough=rough,
-        beside=believed,
-        brought_bytes=brought_bytes(facts, work),
+        approximate=approximate,
+        peak_prior=prior,
+        kernel_overhead_bytes=kernel_overhead_bytes(facts, work),
         activation_bytes=activations,
     )
 
 
 def nominal_of(facts: Facts, card: Card | None) -> Floats:
-    """Seconds for each unit of :data:`~autofit.costmodel.roofline.WORK`, beforehand."""
+    """Seconds for each unit of :data:`~autofit.costmodel.roofline.WORK`, before any trial."""
     hardware = facts.hardware
     return roofline.nominal_seconds(card, on_cpu=hardware.device == "cpu", threads=hardware.threads, rates=facts.rates)
 
 
-def brought_bytes(facts: Facts, work: Floats) -> Floats:
-    """What the kernels of each plan take of the device's memory, by the kinds of work that the plan has."""
-    brought = np.array([facts.brought_bytes.get(kind, 0) for kind in WORK], dtype=np.float64)
-    return np.asarray((np.nan_to_num(work) > 0) @ brought)
+def kernel_overhead_bytes(facts: Facts, work: Floats) -> Floats:
+    """Device memory that the kernels of each plan take, by the kinds of work that the plan has."""
+    overhead = np.array([facts.kernel_overhead_bytes.get(kind, 0) for kind in WORK], dtype=np.float64)
+    return np.asarray((np.nan_to_num(work) > 0) @ overhead)
 
 
 def without_checkpointing(family: Plan) -> Plan:
@@ -266,12 +264,12 @@ def without_checkpointing(family: Plan) -> Plan:
 
 
 def _traceable(family: Plan) -> Plan:
-    """The plan with a plain value in the place of each that can't be traced."""
+    """The nearest traceable plan: the baseline in the place of each value that can't be traced."""
     return family.replaced(**{name: technique(name).baseline for name in untraceable(family)})
 
 
 def _host_offload(family: Plan, micro: MicroPart, facts: Facts) -> HostOffload | None:
-    """What the one value that can't be traced says of the plan; ``None`` where it says nothing, or there are more."""
+    """What the technique of the only untraceable value says; ``None`` where it says nothing, or there are several."""
     names = untraceable(family)
     if len(names) != 1:
         return None
@@ -279,7 +277,7 @@ def _host_offload(family: Plan, micro: MicroPart, facts: Facts) -> HostOffload |
 
 
 def families_of(space: Space, *, one_row_apart: bool = False) -> dict[Plan, list[int]]:
-    """Places of the plans that differ in the micro-batch alone, by the plan that is traced for them."""
+    """Indices of the plans that differ in the micro-batch alone, by the plan that is traced for them."""
     families: dict[Plan, list[int]] = {}
     for place, plan in enumerate(space.plans):
         rows = min(int(plan["micro_batch"]), MANY) if one_row_apart else MANY

@@ -67,8 +67,8 @@ def _timed(job: RatesJob) -> dict[str, Any]:
     torch.set_num_threads(job.facts.hardware.threads)
     try:
         warm_up_threads()
-        brought = device_rates.brought_bytes(job.facts)  # before anything else is computed in here
-        return {"brought_bytes": brought, "rates": device_rates.rates_of(job.facts)}
+        overhead = device_rates.kernel_overhead_bytes(job.facts)  # before anything else is computed in here
+        return {"kernel_overhead_bytes": overhead, "rates": device_rates.rates_of(job.facts)}
     except Exception as error:  # noqa: BLE001 - a driver, a kernel that is missing
         traceback.print_exc()
         return {"error": error_words(error)}

@@ -152,7 +152,7 @@ def _failures(tried: Sequence[Trial]) -> list[Outcome]:
         (place, trial.outcome)
         for place, trial in enumerate(tried)
         if not isinstance(trial.outcome, Measured | TimedOut)
-        and not (isinstance(trial.outcome, OutOfMemory) and trial.outcome.squeezed)
+        and not (isinstance(trial.outcome, OutOfMemory) and trial.outcome.external_pressure)
     ]
     if len(failures) == 1:
         place, only = failures[0]
@@ -244,7 +244,11 @@ def nearest_change(trials: Sequence[Trial], space: Space, limit_bytes: int, fact
         (_held_or_traced(trial.outcome, trial.predicted_bytes), trial.plan, trial.outcome)
         for trial in trials
         if isinstance(trial.outcome, Measured)
-        or (isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "device" and not trial.outcome.squeezed)
+        or (
+            isinstance(trial.outcome, OutOfMemory)
+            and trial.outcome.where == "device"
+            and not trial.outcome.external_pressure
+        )
     ]
     on_host = any(isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "host" for trial in trials)
     if not seen:

@@ -286,7 +286,7 @@ def doubt(trial: Trial) -> str | None:
         words = f"the machine stood still during a step of {which}"
     elif isinstance(found, Measured) and found.disturbed:
         words = f"others took {found.disturbance:.0%} of the processors during {which}"
-    elif isinstance(found, OutOfMemory) and found.squeezed:
+    elif isinstance(found, OutOfMemory) and found.external_pressure:
         words = f"{which} ran out of memory that others had taken"
     elif isinstance(found, Crashed):
         words = f"{which} crashed ({found.reason})"

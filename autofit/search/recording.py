@@ -101,7 +101,9 @@ class Writer:
         self.path = path
         self.began = time.monotonic()
         self.traced = {} if cast is None else traced(space, cast)
-        _append(path, {"facts": FACTS.dump_python(facts, mode="json"), "provenance": dict(provenance or {})})
+        _append(
+            path, {"facts": FACTS.dump_python(facts, mode="json", by_alias=True), "provenance": dict(provenance or {})}
+        )
 
     def add(self, trial: Trial) -> None:
         """Write one measurement.
@@ -127,7 +129,7 @@ class Writer:
         Raises:
             MachineError: The file can't be written.
         """
-        line = _RUN.dump_python(run, mode="json", exclude_none=True)
+        line = _RUN.dump_python(run, mode="json", by_alias=True, exclude_none=True)
         line["outcome"].pop("evidence", None)
         _append(self.path, _rounded(line))
 
@@ -278,9 +280,9 @@ class Landscape:
             nominal=forecasts.nominal_of(self.facts, card),
             known_card=card is not None,
             timed=bool(self.facts.rates),
-            rough=np.array([bool(untraceable(plan)) for plan in space.plans]) & ~np.isnan(tensors),
-            beside=forecasts.beside(self.facts.hardware),
-            brought_bytes=forecasts.brought_bytes(self.facts, work),
+            approximate=np.array([bool(untraceable(plan)) for plan in space.plans]) & ~np.isnan(tensors),
+            peak_prior=forecasts.peak_prior(self.facts.hardware),
+            kernel_overhead_bytes=forecasts.kernel_overhead_bytes(self.facts, work),
             activation_bytes=np.nan_to_num(column("activation_bytes")),
         )
 

@@ -123,7 +123,7 @@ def record(trial: Trial, limit_bytes: int) -> Record:
             attributes["where"] = outcome.where
             attributes["peak_bytes"] = outcome.peak_bytes
             excess = max(outcome.peak_bytes / limit_bytes - 1, _LEAST_EXCESS)
-            if outcome.squeezed:  # it says nothing of the plan
+            if outcome.external_pressure:  # it says nothing of the plan
                 return Record(state=TrialState.FAIL, value=None, constraint=None, attributes=attributes)
             return Record(state=TrialState.PRUNED, value=None, constraint=excess, attributes=attributes)
         case TimedOut():
@@ -133,7 +133,7 @@ def record(trial: Trial, limit_bytes: int) -> Record:
 
 
 def _kind(outcome: Outcome) -> str:
-    return "squeezed" if isinstance(outcome, OutOfMemory) and outcome.squeezed else outcome.kind
+    return "squeezed" if isinstance(outcome, OutOfMemory) and outcome.external_pressure else outcome.kind
 
 
 def tell_trial(study: optuna.Study, asked: optuna.Trial, trial: Trial, limit_bytes: int) -> None:

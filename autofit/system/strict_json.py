@@ -49,7 +49,7 @@ def read(adapter: TypeAdapter[Kind], text: str | bytes) -> Kind:
 
 def dump_json(adapter: TypeAdapter[Any], value: object) -> str:
     """Indented JSON with only finite numbers in it."""
-    return json.dumps(adapter.dump_python(value, mode="json"), indent=1, allow_nan=False) + "\n"
+    return json.dumps(adapter.dump_python(value, mode="json", by_alias=True), indent=1, allow_nan=False) + "\n"
 
 
 def _no_constant(text: str) -> float:

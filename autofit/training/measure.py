@@ -85,7 +85,7 @@ def measure(
             phase=clock.phase,
             limit_bytes=limit,
             peak_bytes=reading.peak_bytes,
-            squeezed=reading.reserved_bytes + reading.settled_bytes <= limit,
+            external_pressure=reading.reserved_bytes + reading.settled_bytes <= limit,
             training_seconds=clock.training_seconds,
         )
     for one in techniques():

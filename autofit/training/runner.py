@@ -134,7 +134,7 @@ class ProcessRunner:
         ran_out = memory_kills() > kills_before
         outcome = self._outcome(folder, status, limit_seconds, host_ran_out=ran_out, lost=lost)
         if isinstance(outcome, OutOfMemory):
-            outcome = self._squeezed(plan, outcome, killed=ran_out)
+            outcome = self._external_pressure(plan, outcome, killed=ran_out)
         elif isinstance(outcome, Measured) and (why := spilled(plan, outcome, self.known, self.facts)):
             self.note(f"trial {number} {why}: counted as out of memory")
             limit = self.facts.workload.limit_bytes
@@ -180,7 +180,7 @@ class ProcessRunner:
             return host_memory()[1]
         return hardware.total_bytes - device_used_bytes(hardware.uuid)
 
-    def _squeezed(self, plan: Plan, outcome: OutOfMemory, *, killed: bool) -> OutOfMemory:
+    def _external_pressure(self, plan: Plan, outcome: OutOfMemory, *, killed: bool) -> OutOfMemory:
         """The outcome, marked where somebody else held the memory."""
         if outcome.where == "host":
             return outcome
@@ -190,7 +190,7 @@ class ProcessRunner:
             others = crowded or self.predicted.get(plan, limit) < limit / 2
         else:
             others = outcome.peak_bytes < (limit if crowded else _CLOSE * limit)
-        return dataclasses.replace(outcome, squeezed=others or outcome.squeezed)
+        return dataclasses.replace(outcome, external_pressure=others or outcome.external_pressure)
 
     def _outcome(
         self, folder: Path, status: int | None, limit_seconds: float, *, host_ran_out: bool, lost: str

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autofit import space
 from autofit.contract.plan import Plan
-from autofit.costmodel.forecast import Forecast, beside
+from autofit.costmodel.forecast import Forecast, peak_prior
 from autofit.costmodel.roofline import WORK
 from autofit.registry import technique
 from autofit.search.sampler import AutofitSampler
@@ -63,9 +63,9 @@ def drawn(facts, plans, rng):
         nominal=np.ones(len(WORK)),
         known_card=False,
         timed=False,
-        rough=np.zeros(count, dtype=bool),
-        beside=beside(facts.hardware),
-        brought_bytes=np.zeros(count),
+        approximate=np.zeros(count, dtype=bool),
+        peak_prior=peak_prior(facts.hardware),
+        kernel_overhead_bytes=np.zeros(count),
         activation_bytes=np.zeros(count),
     )
 

@@ -285,7 +285,7 @@ def ablated(facts: Facts, space: Space, cast: Forecast | None, ablation: str) ->
     changes: dict[str, dict[str, Any]] = {
         "work": {"work": cast.work * math.nan},
         "rates": {"nominal": usual, "timed": False},
-        "brought": {"brought_bytes": 0.0 * cast.brought_bytes},
+        "brought": {"kernel_overhead_bytes": 0.0 * cast.kernel_overhead_bytes},
         "heap": {"activation_bytes": 0.0 * cast.activation_bytes},
     }
     if ablation == "time priors":

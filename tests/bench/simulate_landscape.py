@@ -89,7 +89,7 @@ class Card:
     def peak_bytes(self, place: int) -> int:
         """On the device."""
         effect = self._effect("memory", self.plans.plans[place], MEMORY, MEMORY_PAIR)
-        if self.cast.rough[place]:
+        if self.cast.approximate[place]:
             effect += self._normal(f"rough {self.plans.plans[place]['offload']}", ROUGH)
         return int(self.cast.tensor_bytes[place] * math.exp(effect) + self.context_bytes)
 
@@ -131,7 +131,8 @@ def traced(options: argparse.Namespace) -> tuple[Facts, Space, Forecast]:
         print(f"{(~known).sum()} plans are left out: nothing says what they need")
         plans = dataclasses.replace(plans, plans=tuple(itertools.compress(plans.plans, known)))
         columns = {
-            name: getattr(cast, name)[known] for name in ("tensor_bytes", "seconds", "work", "rough", "brought_bytes")
+            name: getattr(cast, name)[known]
+            for name in ("tensor_bytes", "seconds", "work", "approximate", "kernel_overhead_bytes")
         }
         cast = dataclasses.replace(cast, **columns)
     return facts, plans, cast

@@ -166,7 +166,7 @@ def test_a_real_tune_times_the_device_and_keeps_what_it_found(tuned):
     kinds = {f"matmul {precision}" for precision in facts.hardware.precisions}
     assert kinds <= set(facts.rates)
     assert all(rate > 0 for rate in facts.rates.values())
-    assert set(facts.brought_bytes) == kinds - {"matmul fp32"}
+    assert set(facts.kernel_overhead_bytes) == kinds - {"matmul fp32"}
     assert sum(count for *_, count in read_document(folder).model.products) > 1
 
 

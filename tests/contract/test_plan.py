@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from autofit.contract.facts import FACTS
 from autofit.contract.outcome import (
     OUTCOME,
     TRIAL,
@@ -26,6 +27,7 @@ from autofit.contract.outcome import (
 from autofit.contract.plan import Plan
 from autofit.system.statistics import median, spread
 from autofit.system.strict_json import dump_json
+from tests.support.synthetic import cpu_facts
 
 PLAN = TypeAdapter(Plan)
 names = st.text(max_size=20)
@@ -104,6 +106,18 @@ def test_a_trial_comes_back_from_json(trial):
     assert type(back.outcome) is type(trial.outcome)
     assert type(back.plan) is Plan
     assert dump_json(TRIAL, back) == text
+
+
+def test_keys_in_files_outlive_names_in_code():
+    facts = dataclasses.replace(cpu_facts(), kernel_overhead_bytes={"matmul bf16": 5})
+    written = json.loads(dump_json(FACTS, facts))
+    assert written["kernel_overhead_bytes"] == {"matmul bf16": 5}
+    assert "kernel_overhead_bytes" not in written
+    assert FACTS.validate_python(written).kernel_overhead_bytes == {"matmul bf16": 5}
+    outcome = OutOfMemory(where="device", phase="load", limit_bytes=1, peak_bytes=1, external_pressure=True)
+    written = json.loads(dump_json(OUTCOME, outcome))
+    assert written["squeezed"] is True
+    assert OUTCOME.validate_python(written) == outcome
 
 
 @settings(deadline=None)

@@ -77,11 +77,11 @@ def test_what_a_set_of_products_takes_is_bounded():
 
 
 def test_kernels_take_memory_on_a_cpu_alone():
-    assert device_rates.brought_bytes(cuda_facts()) == {}
-    found = device_rates.brought_bytes(small())
+    assert device_rates.kernel_overhead_bytes(cuda_facts()) == {}
+    found = device_rates.kernel_overhead_bytes(small())
     assert set(found) == {"matmul bf16"}
     assert 0 <= found["matmul bf16"] < 200 * MIB
-    assert device_rates.brought_bytes(small(precisions=("fp32",))) == {}
+    assert device_rates.kernel_overhead_bytes(small(precisions=("fp32",))) == {}
 
 
 def test_a_device_that_can_not_is_told_in_words(monkeypatch):
@@ -117,10 +117,10 @@ class Server:
 def test_the_facts_take_what_was_timed_and_a_tune_does_without(tmp_path):
     said = []
     facts = request.with_rates(
-        tmp_path, small(), Server({"rates": {"memory": 2e10}, "brought_bytes": {"matmul bf16": 5}}), said.append
+        tmp_path, small(), Server({"rates": {"memory": 2e10}, "kernel_overhead_bytes": {"matmul bf16": 5}}), said.append
     )
     assert facts.rates == {"memory": 2e10}
-    assert facts.brought_bytes == {"matmul bf16": 5}
+    assert facts.kernel_overhead_bytes == {"matmul bf16": 5}
     assert not said
     for answer, why in (({"error": "no kernel"}, "no kernel"), (None, "took too long")):
         assert request.with_rates(tmp_path, small(), Server(answer), said.append).rates == {}
@@ -138,7 +138,7 @@ def test_rates_stand_in_the_place_of_what_is_usual():
 
 
 FACTS = dataclasses.replace(
-    cpu_facts(), rates={"matmul fp32": 1e11, "matmul bf16": 1e11}, brought_bytes={"matmul bf16": 64 * MIB}
+    cpu_facts(), rates={"matmul fp32": 1e11, "matmul bf16": 1e11}, kernel_overhead_bytes={"matmul bf16": 64 * MIB}
 )
 SPACE = space.build(FACTS)
 IN_BF16 = np.array([str(plan["precision"]).startswith("bf16") for plan in SPACE.plans])
@@ -156,9 +156,9 @@ def cast(facts):
         nominal=forecast.nominal_of(facts, None),
         known_card=False,
         timed=bool(facts.rates),
-        rough=np.zeros(count, dtype=bool),
-        beside=forecast.beside(facts.hardware),
-        brought_bytes=forecast.brought_bytes(facts, work),
+        approximate=np.zeros(count, dtype=bool),
+        peak_prior=forecast.peak_prior(facts.hardware),
+        kernel_overhead_bytes=forecast.kernel_overhead_bytes(facts, work),
         activation_bytes=np.zeros(count),
     )
 
@@ -177,8 +177,8 @@ def test_what_is_timed_is_believed_more_than_what_is_usual():
 
 def test_kernels_count_in_what_a_plan_needs():
     known = cast(FACTS)
-    assert set(known.brought_bytes[IN_BF16]) == {64.0 * MIB}
-    assert set(known.brought_bytes[~IN_BF16]) == {0.0}
+    assert set(known.kernel_overhead_bytes[IN_BF16]) == {64.0 * MIB}
+    assert set(known.kernel_overhead_bytes[~IN_BF16]) == {0.0}
     assert (known.device_bytes[IN_BF16] - known.device_bytes[~IN_BF16][0] == 64 * MIB).all()
     kernel = surrogate(SPACE, known).peak_residual
     before = traced_posterior(known, kernel, observed=np.array([], dtype=int), peaks=np.array([]), noise=np.array([]))

@@ -8,7 +8,7 @@ import pytest
 from autofit import space
 from autofit.commands import tune as tuning
 from autofit.contract.outcome import Trial
-from autofit.costmodel.forecast import Beside, Forecast
+from autofit.costmodel.forecast import Forecast, PeakPrior
 from autofit.costmodel.roofline import WORK
 from autofit.search.sampler import AutofitSampler
 from autofit.search.searcher import open_searcher
@@ -22,7 +22,7 @@ from tests.support.synthetic import Landscape, cpu_facts
 
 FACTS = cpu_facts(limit_bytes=8 * GIB)
 SPACE = space.build(FACTS)
-BESIDE = Beside(
+PEAK_PRIOR = PeakPrior(
     offset_bytes=40 * MIB,
     offset_std=30 * MIB,
     slope=1.1,
@@ -57,9 +57,9 @@ def cast(scale=1.0, *, untraced=()):
         nominal=np.ones(len(WORK)),
         known_card=False,
         timed=False,
-        rough=np.zeros(len(tensors), dtype=bool),
-        beside=BESIDE,
-        brought_bytes=np.zeros(len(tensors)),
+        approximate=np.zeros(len(tensors), dtype=bool),
+        peak_prior=PEAK_PRIOR,
+        kernel_overhead_bytes=np.zeros(len(tensors)),
         activation_bytes=np.array([ROW_BYTES / 1.15 * scale * int(plan["micro_batch"]) for plan in SPACE.plans]),
     )
 
@@ -74,10 +74,10 @@ def learned(known, places=(), peaks=(), noise=0.4):
 def test_without_measurements_the_beliefs_stand():
     known = cast(untraced=[3])
     found = learned(known)
-    assert (found.offset_bytes, found.slope, found.count) == (BESIDE.offset_bytes, BESIDE.slope, 0)
+    assert (found.offset_bytes, found.slope, found.count) == (PEAK_PRIOR.offset_bytes, PEAK_PRIOR.slope, 0)
     mean, std = found.log_moments()
     traced = np.delete(known.tensor_bytes, 3)
-    assert np.exp(np.delete(mean, 3)) == pytest.approx(BESIDE.offset_bytes + BESIDE.slope * traced)
+    assert np.exp(np.delete(mean, 3)) == pytest.approx(PEAK_PRIOR.offset_bytes + PEAK_PRIOR.slope * traced)
     assert (np.delete(std, 3) > 0.05).all()
     assert (np.delete(std, 3) < 0.5).all()
     assert np.isnan(mean[3])
@@ -100,7 +100,7 @@ def test_what_a_value_brings_along_is_learned():
     known, brings = cast(scale=0.02), 30 * MIB
     with_it = [place for place, plan in enumerate(SPACE.plans) if plan["optimizer"] == "adamw_8bit"]
     without = [place for place, plan in enumerate(SPACE.plans) if plan["optimizer"] == "adamw"]
-    truth_of = BESIDE.offset_bytes + BESIDE.slope * known.tensor_bytes
+    truth_of = PEAK_PRIOR.offset_bytes + PEAK_PRIOR.slope * known.tensor_bytes
     truth_of[with_it] += brings
     found = learned(known, without[:6] + with_it[:2], truth_of[without[:6] + with_it[:2]])
     error = found.mean - truth_of
@@ -114,17 +114,17 @@ def test_what_the_heap_keeps_is_learned():
     """A heap with holes: each row costs more than its tensors, in every kind of plan."""
     known = cast()
     features = surrogate(SPACE, known).features
-    truth_of = BESIDE.offset_bytes + BESIDE.slope * known.tensor_bytes + 0.2 * known.activation_bytes
+    truth_of = PEAK_PRIOR.offset_bytes + PEAK_PRIOR.slope * known.tensor_bytes + 0.2 * known.activation_bytes
     seen = np.flatnonzero(features.family == features.family[0])
     others = np.flatnonzero((features.family != features.family[0]) & (features.rows == features.rows.max()))
-    found = {std: learned(dataclasses.replace(known, beside=dataclasses.replace(BESIDE, heap_share_std=std)),
+    found = {std: learned(dataclasses.replace(known, peak_prior=dataclasses.replace(PEAK_PRIOR, heap_share_std=std)),
                           seen, truth_of[seen]) for std in (0.0, 0.2)}  # fmt: skip
     error = {std: np.abs(one.mean - truth_of)[others].mean() for std, one in found.items()}
     assert error[0.2] < 0.5 * error[0.0]
 
 
 def test_what_the_heap_is_expected_to_keep_counts():
-    known = dataclasses.replace(cast(), beside=dataclasses.replace(BESIDE, heap_share=0.5))
+    known = dataclasses.replace(cast(), peak_prior=dataclasses.replace(PEAK_PRIOR, heap_share=0.5))
     assert known.device_bytes == pytest.approx(cast().device_bytes + 0.5 * known.activation_bytes)
     assert learned(known).mean == pytest.approx(known.device_bytes)
     seen = [0, 5, 9]
@@ -237,7 +237,7 @@ def test_the_correction_uses_what_was_needed_not_what_was_kept():
     seen.append(Observation(plan=4, result="out_of_memory", peak_bytes=8e9))
     found = peak_posterior(surrogate(SPACE, cast()), seen, 8 * GIB)
     assert found.count == 3
-    assert found.slope < BESIDE.slope * 2
+    assert found.slope < PEAK_PRIOR.slope * 2
 
 
 def test_nothing_fits_is_said_before_anything_is_run(tmp_path):

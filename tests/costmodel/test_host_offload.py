@@ -47,9 +47,9 @@ def twin(plans, plan):
 def test_what_the_engines_leave_on_the_device_is_forecast_roughly(known):
     plans, cast = known
     for place, plan in enumerate(plans.plans):
-        assert cast.rough[place] == (plan["offload"] in ENGINES)
+        assert cast.approximate[place] == (plan["offload"] in ENGINES)
         assert cast.tensor_bytes[place] > 0
-        if not cast.rough[place]:
+        if not cast.approximate[place]:
             continue
         plain = twin(plans, plan)
         assert untraceable(plan) == ["offload"]
@@ -58,7 +58,7 @@ def test_what_the_engines_leave_on_the_device_is_forecast_roughly(known):
         assert cast.work[place][6] > cast.work[plain][6], "what is copied comes on top"
         if plan["offload"] == "fsdp2":
             assert cast.tensor_bytes[place] < cast.tensor_bytes[plain]
-    rough = cast.own_bytes[cast.rough] / cast.tensor_bytes[cast.rough]
+    rough = cast.residual_std_bytes[cast.approximate] / cast.tensor_bytes[cast.approximate]
     assert rough.min() >= 0.1
 
 
@@ -128,9 +128,9 @@ def test_one_measurement_of_an_engine_corrects_its_others(known):
     plans, cast = known
     model = surrogate(plans, cast)
     mine = [place for place, plan in enumerate(plans.plans) if plan["offload"] == "fsdp2"]
-    others = [place for place, rough in enumerate(cast.rough) if not rough]
+    others = [place for place, rough in enumerate(cast.approximate) if not rough]
     first = mine[0]
-    peak = cast.beside.offset_bytes + 1.5 * cast.tensor_bytes[first] + 400 * MIB
+    peak = cast.peak_prior.offset_bytes + 1.5 * cast.tensor_bytes[first] + 400 * MIB
     seen = [
         Observation(plan=place, result="measured", seconds=0.1, peak_bytes=at, needed_bytes=at)
         for place, at in [(first, peak), *((place, cast.device_bytes[place]) for place in others[:3])]

@@ -459,7 +459,7 @@ def foreign_process(arena: Arena) -> None:
     assert tune.end() == 0, tune.said()
     first, second, *_ = arena.of()
     assert isinstance(first, OutOfMemory), first
-    assert first.squeezed
+    assert first.external_pressure
     assert isinstance(second, Measured), second
     arena.see(tune, "another process took memory")
 

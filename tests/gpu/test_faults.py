@@ -87,7 +87,7 @@ def test_the_device_runs_out_in_each_phase(try_fault, at, phase):
     assert outcome.where == "device"
     assert outcome.phase == phase
     assert outcome.peak_bytes > 0.9 * outcome.limit_bytes
-    assert not outcome.squeezed
+    assert not outcome.external_pressure
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_process_that_takes_the_device_in_the_middle_is_noticed_and_trials_are
         campaign.run(PLAN.replaced(micro_batch=rows, accumulation=8 // rows), QUICK, "search")
     kinds = [trial.outcome.kind for trial in trials]
     assert kinds == ["measured", "out_of_memory", "measured"]
-    assert trials[1].outcome.squeezed
+    assert trials[1].outcome.external_pressure
     assert any("another process took memory" in note for note in notes)
     assert any("trial 1 ran out of memory that others had taken" in note for note in notes)
     assert campaign.decide() is not None

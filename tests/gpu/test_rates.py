@@ -33,7 +33,7 @@ def facts(tmp_path_factory):
 def test_every_precision_and_the_bus_are_timed(facts):
     matmuls = {f"matmul {precision}" for precision in facts.hardware.precisions}
     assert set(facts.rates) == {*matmuls, "attention", "memory", "transfer", "operators"}
-    assert facts.brought_bytes == {}, "the context is what the first trial tells"
+    assert facts.kernel_overhead_bytes == {}, "the context is what the first trial tells"
 
 
 def test_sixteen_bits_are_faster_than_thirty_two(facts):

@@ -167,9 +167,9 @@ def test_what_a_neighbour_takes_while_steps_are_timed_is_told_from_the_plan_s_ow
     assert reading.peak_bytes > 10 * GIB
     recipe = recipe_of(PLAIN, cuda_facts(limit_bytes=10 * GIB, global_batch=4))
     found = measure(recipe, Effort(), meter, lambda _: Evidence())
-    assert (found.kind, found.squeezed) == ("out_of_memory", True)
+    assert (found.kind, found.external_pressure) == ("out_of_memory", True)
     card.hold(10 * GIB)
-    assert not measure(recipe, Effort(), meter, lambda _: Evidence()).squeezed
+    assert not measure(recipe, Effort(), meter, lambda _: Evidence()).external_pressure
 
 
 def test_the_card_that_is_measured_is_the_one_that_is_seen(card):

@@ -32,7 +32,7 @@ from tests.support.tiny import LANDSCAPES, REPOSITORY
 FACTS = cpu_facts(limit_bytes=16 * GIB)
 SPACE = space.build(FACTS)
 LAND = Landscape(facts=FACTS, row_bytes=0.05 * GIB)
-SQUEEZED = OutOfMemory(where="device", phase="forward", limit_bytes=16 * GIB, peak_bytes=GIB, squeezed=True)
+SQUEEZED = OutOfMemory(where="device", phase="forward", limit_bytes=16 * GIB, peak_bytes=GIB, external_pressure=True)
 CRASH = Crashed(reason="killed by SIGKILL after step 1")
 STILL = measured((0.1, 0.1, 9.0), GIB, FACTS)
 
@@ -330,15 +330,15 @@ def test_whose_memory_ran_out(on_gpu, used, peak, squeezed):
     runner, now, _ = on_gpu
     now["bytes"] = used * GIB
     outcome = out_of_memory(GPU, peak_bytes=peak * GIB)
-    assert runner._squeezed(FEW, outcome, killed=False).squeezed is squeezed
+    assert runner._external_pressure(FEW, outcome, killed=False).external_pressure is squeezed
 
 
 def test_a_kill_for_memory_of_a_plan_that_needs_little_is_doubted(on_gpu):
     runner, _, _ = on_gpu
     killed = out_of_memory(GPU, peak_bytes=22 * GIB)
-    assert not runner._squeezed(FEW, killed, killed=True).squeezed
+    assert not runner._external_pressure(FEW, killed, killed=True).external_pressure
     runner.predicted = {FEW: 2 * GIB}
-    assert runner._squeezed(FEW, killed, killed=True).squeezed
+    assert runner._external_pressure(FEW, killed, killed=True).external_pressure
 
 
 def test_a_folder_that_is_another_is_not_written_into(on_gpu, tmp_path):

@@ -11,7 +11,7 @@ import autofit
 from autofit import space
 from autofit.contract.outcome import Crashed, Measured, OutOfMemory, Trial, Unsupported
 from autofit.contract.plan import Plan
-from autofit.costmodel.forecast import Forecast, beside
+from autofit.costmodel.forecast import Forecast, peak_prior
 from autofit.costmodel.roofline import WORK
 from autofit.output.setup import installed
 from autofit.search import recording
@@ -43,8 +43,8 @@ def recorded(tmp_path, facts, plans):
 
 def record(path, facts, plans, rounds=3, **shape):
     truth = Synthetic(facts=facts, **{"noise": 0.03, "row_bytes": 0.3 * GIB, **shape})
-    lies = beside(facts.hardware)
-    tensors = np.array([(truth.peak_bytes(plan) - lies.offset_bytes) / lies.slope for plan in plans.plans])
+    prior = peak_prior(facts.hardware)
+    tensors = np.array([(truth.peak_bytes(plan) - prior.offset_bytes) / prior.slope for plan in plans.plans])
     nothing = np.full(len(tensors), np.nan)
     work = np.full((len(tensors), len(WORK)), np.nan)
     nominal = np.ones(len(WORK))
@@ -55,9 +55,9 @@ def record(path, facts, plans, rounds=3, **shape):
         nominal=nominal,
         known_card=False,
         timed=False,
-        rough=np.zeros(len(tensors), dtype=bool),
-        beside=lies,
-        brought_bytes=np.zeros(len(tensors)),
+        approximate=np.zeros(len(tensors), dtype=bool),
+        peak_prior=prior,
+        kernel_overhead_bytes=np.zeros(len(tensors)),
         activation_bytes=np.arange(len(tensors), dtype=float),
     )
     writer = Writer(path, facts, plans, cast, {"machine": "none"})

@@ -141,18 +141,18 @@ def residual_kernel(features: Features, forecast: Forecast) -> Kernel:
     First what all plans have in common: the offset, a share of the tensors, and the heap's fragmentation; then what a
     value adds: the code and the buffers of its library, and a share of the tensors.
     """
-    beside, unit, traced = forecast.beside, forecast.own_bytes, np.nan_to_num(forecast.tensor_bytes)
+    prior, unit, traced = forecast.peak_prior, forecast.residual_std_bytes, np.nan_to_num(forecast.tensor_bytes)
     zero = np.zeros(len(features.rows))
     present = np.column_stack([zero, *features.indicators.values()])
     untraced = [column for column in features.indicators.values() if is_untraced(column, forecast)]
     columns = [
-        (beside.heap_share_std * forecast.activation_bytes / unit)[:, None],
-        (beside.value_bytes / unit)[:, None] * present,
-        (beside.value_share * traced / unit)[:, None] * present,
-        (forecast.rough_bytes / unit)[:, None] * np.column_stack([zero, *untraced]),
+        (prior.heap_share_std * forecast.activation_bytes / unit)[:, None],
+        (prior.value_bytes / unit)[:, None] * present,
+        (prior.value_share * traced / unit)[:, None] * present,
+        (forecast.approximate_std_bytes / unit)[:, None] * np.column_stack([zero, *untraced]),
     ]
     return Kernel(
-        features=np.column_stack([beside.offset_std / unit, beside.slope_std * traced / unit]),
+        features=np.column_stack([prior.offset_std / unit, prior.slope_std * traced / unit]),
         family=features.family,
         rows=features.rows,
         family_std=0.8,
@@ -176,11 +176,11 @@ def traced_posterior(
         peaks: Their peak bytes.
         noise: Standard deviation of each, in the same units.
     """
-    prior = forecast.beside
+    prior = forecast.peak_prior
     traced = np.nan_to_num(forecast.tensor_bytes)
     known = ~np.isnan(forecast.tensor_bytes)
     observed, peaks, noise = observed[known[observed]], peaks[known[observed]], noise[known[observed]]
-    unit = forecast.own_bytes
+    unit = forecast.residual_std_bytes
     line = np.nan_to_num(forecast.device_bytes)
     values = (peaks - line[observed]) / unit[observed]
     mean, std = predict(kernel, np.zeros(len(traced)), observed=observed, values=values, noise=noise)

@@ -142,7 +142,7 @@ def _peak(
     measured = {one.plan: one.peak_bytes for one in observed if one.result == "measured" and one.peak_bytes > 0}
     mean, std = constrain_within_families(model.features, mean, std, measured)
     if model.forecast is not None:  # one measurement scatters, and so will the next
-        std = np.maximum(std, 0.5 * model.forecast.own_bytes / np.exp(mean))
+        std = np.maximum(std, 0.5 * model.forecast.residual_std_bytes / np.exp(mean))
     return mean, std
 
 
@@ -189,7 +189,7 @@ def peak_posterior(model: Surrogate, observed: Sequence[Observation], limit_byte
         kernel,
         observed=np.concatenate([plans, censored]),
         peaks=np.concatenate([peaks, beyond]),
-        noise=np.concatenate([noise, scatter / forecast.own_bytes[censored]]),
+        noise=np.concatenate([noise, scatter / forecast.residual_std_bytes[censored]]),
     )
     return dataclasses.replace(both, scatter=found.scatter, count=found.count)
 

@@ -162,7 +162,7 @@ def _from_traces(space: Space, features: Features, forecast: Forecast) -> TimeMo
 
 def is_untraced(present: Floats, forecast: Forecast | None) -> bool:
     """Whether no plan that has a value can be traced, though each has a forecast by its nearest traceable plan."""
-    return forecast is not None and bool(forecast.rough[present > 0].all()) and bool(present.any())
+    return forecast is not None and bool(forecast.approximate[present > 0].all()) and bool(present.any())
 
 
 def _differs_in_trace(
