@@ -129,7 +129,7 @@ class Facts:
         rates: How much of each kind of work (:data:`autofit.costmodel.roofline.WORK`) the device did in a second, as
             far as it was timed before the first trial.
         kernel_overhead_bytes: Device memory that the kernels of some of them take on top of the tensors, where that was
-            measured; ``kernel_overhead_bytes`` in files.
+            measured; ``brought_bytes`` in files.
     """
 
     model: Model
@@ -137,9 +137,7 @@ class Facts:
     workload: Workload
     packages: Mapping[str, str] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
-    kernel_overhead_bytes: Annotated[Mapping[str, int], Field(alias="kernel_overhead_bytes")] = field(
-        default_factory=dict
-    )
+    kernel_overhead_bytes: Annotated[Mapping[str, int], Field(alias="brought_bytes")] = field(default_factory=dict)
 
     def has(self, package: str) -> bool:
         """Whether a distribution is installed, and new enough."""
