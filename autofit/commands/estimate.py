@@ -37,8 +37,8 @@ from autofit.contract.plan import Plan
 from autofit.costmodel import allocator, peak
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, Forecast, families_of, forecast, workspace_bytes
 from autofit.costmodel.peak import Need
-from autofit.costmodel.timeline import Floats
-from autofit.costmodel.trace_store import Traces, cache_folder, model_of, source_hash
+from autofit.costmodel.tracing.timeline import Floats
+from autofit.costmodel.tracing.trace_store import Traces, cache_folder, model_of, source_hash
 from autofit.machine import gpu_catalogue
 from autofit.machine.describe import host_memory
 from autofit.machine.gpu_catalogue import Card

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autofit.commands.estimate import Estimate, Estimated, cause, knobs_of
-from autofit.costmodel.timeline import Category
+from autofit.costmodel.tracing.timeline import Category
 from autofit.system import units
 
 _LETTERS: dict[Category, tuple[str, str]] = {

@@ -38,7 +38,7 @@ from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.contract.outcome import Crashed, Measured, Outcome, OutOfMemory, Trial
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, forecast
-from autofit.costmodel.trace_store import Traces, cache_folder
+from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.costmodel.utilisation import Utilisation
 from autofit.machine import gpu_catalogue, other_processes
 from autofit.machine.select import choose_device, hardware_lock, left_unused

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from autofit.costmodel.recorder import Recorder
 from autofit.costmodel.roofline import WORK, Work, nominal_seconds
+from autofit.costmodel.tracing.recorder import Recorder
 from autofit.machine.meters import fault_in_libraries, status
 from autofit.system.units import MIB
 

@@ -23,8 +23,8 @@ from packaging.version import Version
 from autofit.contract.plan import Plan
 from autofit.costmodel import peak, roofline
 from autofit.costmodel.roofline import KINDS, WORK, Totals
-from autofit.costmodel.timeline import Bools, Floats
-from autofit.costmodel.trace_store import MANY, untraceable
+from autofit.costmodel.tracing.timeline import Bools, Floats
+from autofit.costmodel.tracing.trace_store import MANY, untraceable
 from autofit.registry import recipe_of, technique
 from autofit.system.units import MIB
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autofit.contract.facts import Facts, Hardware
     from autofit.contract.technique import HostOffload
     from autofit.costmodel.peak import MicroPart
-    from autofit.costmodel.trace_store import Traces
+    from autofit.costmodel.tracing.trace_store import Traces
     from autofit.machine.gpu_catalogue import Card
     from autofit.space import Space
 

@@ -40,7 +40,7 @@ class TraceJob:
     def run(self, folder: Path) -> None:
         """Leave each trace in the file that its request names, and why others failed."""
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything is imported that asks for the device, and forked
-        from autofit.costmodel.trace_job import trace_all
+        from autofit.costmodel.tracing.trace_job import trace_all
 
         write_atomically(folder / self.RESULT, json.dumps({"failed": trace_all(self, folder)}))
 

@@ -24,7 +24,7 @@ import numpy as np
 from autofit.contract.outcome import Phase
 from autofit.contract.trace import Ints
 from autofit.costmodel.roofline import Totals
-from autofit.costmodel.timeline import CATEGORIES, ELSEWHERE, Category, Floats, Tape
+from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Floats, Tape
 
 _WEIGHTS, _STATE, _BATCH = (CATEGORIES.index(name) for name in ("weights", "state", "batch"))
 _TRACED_MICRO_STEPS = 2
@@ -37,7 +37,7 @@ class Need:
     Attributes:
         peak_bytes: Of the tensors alone, as ``torch.cuda.max_memory_allocated`` counts them.
         phase: When the peak is.
-        segment: Which part of the phase, see :mod:`autofit.costmodel.timeline`.
+        segment: Which part of the phase, see :mod:`autofit.costmodel.tracing.timeline`.
         operator: What was being computed.
         by_category: The bytes that make up the peak.
         elsewhere_bytes: What the plan puts on the host, or into memory that the driver moves, at most.

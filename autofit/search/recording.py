@@ -35,8 +35,8 @@ from autofit.contract.plan import Plan
 from autofit.costmodel import forecast as forecasts
 from autofit.costmodel.forecast import Forecast
 from autofit.costmodel.roofline import WORK
-from autofit.costmodel.timeline import Floats
-from autofit.costmodel.trace_store import untraceable
+from autofit.costmodel.tracing.timeline import Floats
+from autofit.costmodel.tracing.trace_store import untraceable
 from autofit.machine import gpu_catalogue
 from autofit.registry import check_values, techniques
 from autofit.space import Space

@@ -30,7 +30,7 @@ from optuna.trial import FrozenTrial
 
 from autofit.contract.plan import Value
 from autofit.costmodel.forecast import Forecast
-from autofit.costmodel.timeline import Bools, Floats
+from autofit.costmodel.tracing.timeline import Bools, Floats
 from autofit.search.risk import LIKELY_FITS, MIN_GAIN, RiskLimits, min_gain_if_infeasible, risk_limits
 from autofit.search.study import distributions
 from autofit.search.surrogate.features import ACCUMULATION, MICRO_BATCH

@@ -43,7 +43,7 @@ from autofit import cli, space
 from autofit.commands import doctor, estimate, model_source, request, tune, verify
 from autofit.commands.request import STARTED, Request, Started
 from autofit.contract.outcome import OUTCOME, TRIAL
-from autofit.costmodel.trace_store import Traces
+from autofit.costmodel.tracing.trace_store import Traces
 from autofit.machine import gpu_catalogue
 from autofit.output import report, setup
 from autofit.output.document import DOCUMENT

@@ -20,7 +20,7 @@ from collections import Counter
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autofit.costmodel.recorder import Recorder
+from autofit.costmodel.tracing.recorder import Recorder
 from autofit.registry import technique
 
 MODELS = {

@@ -26,7 +26,7 @@ from autofit.contract.facts import Facts
 from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import forecast
-from autofit.costmodel.trace_store import Traces, cache_folder
+from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue
 from autofit.machine.select import choose_device, hardware_lock
 from autofit.registry import techniques

@@ -14,9 +14,10 @@ from autofit.commands import estimate
 from autofit.commands.estimate import ESTIMATE, MARGIN, cause
 from autofit.commands.estimate_table import bar, table
 from autofit.contract.plan import Plan
-from autofit.costmodel import peak, trace_store
+from autofit.costmodel import peak
 from autofit.costmodel.forecast import CONTEXT_BYTES, workspace_bytes
-from autofit.costmodel.timeline import CATEGORIES
+from autofit.costmodel.tracing import trace_store
+from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.registry import techniques
 from autofit.search.decision import extras
 from autofit.system.errors import InputError

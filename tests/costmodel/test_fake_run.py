@@ -11,12 +11,12 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 import torch.utils.checkpoint
 from torch.utils import _foreach_utils
 
-from autofit.costmodel import cuda_emulation
-from autofit.costmodel.cuda_emulation import like_cuda
-from autofit.costmodel.fake_run import PERIODS, Layers, find_layers, telling_rows
-from autofit.costmodel.recorder import Recorder
 from autofit.costmodel.roofline import KINDS
-from autofit.costmodel.timeline import CATEGORIES, lengthen
+from autofit.costmodel.tracing import cuda_emulation
+from autofit.costmodel.tracing.cuda_emulation import like_cuda
+from autofit.costmodel.tracing.fake_run import PERIODS, Layers, find_layers, telling_rows
+from autofit.costmodel.tracing.recorder import Recorder
+from autofit.costmodel.tracing.timeline import CATEGORIES, lengthen
 from autofit.registry import technique, techniques
 from tests.support.cases import some_slow
 from tests.support.traced import CONFIGS, PLAIN, Lab, every_choice, facts_of, traced_plan

@@ -8,7 +8,7 @@ import pytest
 from autofit import space
 from autofit.commands.tune import predicted
 from autofit.costmodel.forecast import forecast
-from autofit.costmodel.trace_store import Traces, untraceable
+from autofit.costmodel.tracing.trace_store import Traces, untraceable
 from autofit.machine import gpu_catalogue
 from autofit.registry import technique
 from autofit.search.surrogate.observation import Observation

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autofit.costmodel.allocator import replay
 from autofit.costmodel.peak import MicroPart, OptimizerPart, _hull, need, pack, peaks, phase_of, requests, unpack
-from autofit.costmodel.timeline import CATEGORIES
+from autofit.costmodel.tracing.timeline import CATEGORIES
 from tests.support.layered import Layered, Writer
 from tests.support.traced import CONFIGS, PLAIN, Lab
 

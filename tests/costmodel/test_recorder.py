@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autofit.costmodel.fake_kernels import without_values
-from autofit.costmodel.recorder import Recorder
 from autofit.costmodel.roofline import KINDS
-from autofit.costmodel.timeline import CATEGORIES
+from autofit.costmodel.tracing.fake_kernels import without_values
+from autofit.costmodel.tracing.recorder import Recorder
+from autofit.costmodel.tracing.timeline import CATEGORIES
 
 KIB = 1024
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit.costmodel.recorder import _ordered
-from autofit.costmodel.timeline import CATEGORIES, ELSEWHERE, Tape, UnlikeError, lengthen
+from autofit.costmodel.tracing.recorder import _ordered
+from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Tape, UnlikeError, lengthen
 from tests.support.layered import Layered, Writer
 
 SIZES = st.integers(0, 1 << 40)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import autofit
-from autofit.costmodel import trace_store
 from autofit.costmodel.peak import MicroPart, OptimizerPart, pack
-from autofit.costmodel.trace_store import Traces, cache_folder
+from autofit.costmodel.tracing import trace_store
+from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.registry import techniques
 from autofit.system.errors import MachineError
 from tests.support.layered import Layered, Writer

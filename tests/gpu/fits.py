@@ -271,7 +271,7 @@ def predict(wanted, path, scratch, say=print):
 
     from autofit.contract.facts import Model
     from autofit.contract.plan import Plan
-    from autofit.costmodel.trace_store import Traces
+    from autofit.costmodel.tracing.trace_store import Traces
     from autofit.machine.describe import describe_model
 
     groups = {}

@@ -1,8 +1,9 @@
 """What a trace says of kernels, of optimizers and of whole steps, against the device itself.
 
 A small program runs twice: for real on the device, and on fake tensors of a CPU that behaves like CUDA
-(:mod:`autofit.costmodel.cuda_emulation`). The bytes that its tensors asked for at the peak must be the same. Where the
-environment's ``AUTOFIT_GPU_CHECKS`` names a file, every comparison leaves a line of JSON there, the ones that fail too.
+(:mod:`autofit.costmodel.tracing.cuda_emulation`). The bytes that its tensors asked for at the peak must be the same.
+Where the environment's ``AUTOFIT_GPU_CHECKS`` names a file, every comparison leaves a line of JSON there, the ones that
+fail too.
 """
 
 import contextlib
@@ -25,11 +26,11 @@ from autofit.contract import placement
 from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
 from autofit.costmodel import allocator, peak
-from autofit.costmodel.cuda_emulation import attention_stand_ins, like_cuda
-from autofit.costmodel.fake_kernels import without_values
 from autofit.costmodel.forecast import workspace_bytes
-from autofit.costmodel.recorder import Recorder
-from autofit.costmodel.trace_store import Traces
+from autofit.costmodel.tracing.cuda_emulation import attention_stand_ins, like_cuda
+from autofit.costmodel.tracing.fake_kernels import without_values
+from autofit.costmodel.tracing.recorder import Recorder
+from autofit.costmodel.tracing.trace_store import Traces
 from autofit.registry import technique
 from autofit.system.fork_server import ForkServer
 from autofit.system.units import GIB, KIB, MIB

@@ -399,7 +399,8 @@ def test_a_trace_s_process_is_shown_no_device(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(
-        "autofit.costmodel.trace_job.trace_all", lambda *_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or {}
+        "autofit.costmodel.tracing.trace_job.trace_all",
+        lambda *_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or {},
     )
     job = TraceJob(facts=cuda_facts(), config=str(tmp_path), requests=(), folder=str(tmp_path))
     (tmp_path / "job.json").write_text(job_text(job))

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autofit.costmodel.recorder import _ordered
 from autofit.costmodel.roofline import KINDS
-from autofit.costmodel.timeline import CATEGORIES, Tape
+from autofit.costmodel.tracing.recorder import _ordered
+from autofit.costmodel.tracing.timeline import CATEGORIES, Tape
 
 
 class Writer:

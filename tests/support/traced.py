@@ -10,7 +10,8 @@ from bitsandbytes.optim import GlobalOptimManager
 
 from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.plan import Plan
-from autofit.costmodel import fake_run, peak, trace_job
+from autofit.costmodel import peak
+from autofit.costmodel.tracing import fake_run, trace_job
 from autofit.output.setup import installed
 from autofit.registry import technique, techniques
 from tests.support import tiny

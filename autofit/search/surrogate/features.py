@@ -9,7 +9,7 @@ import numpy as np
 
 from autofit.contract.plan import Plan, Value
 from autofit.contract.trace import Ints
-from autofit.costmodel.timeline import Floats
+from autofit.costmodel.tracing.timeline import Floats
 from autofit.registry import techniques
 from autofit.space import Space
 

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from autofit.contract.trace import Ints
-from autofit.costmodel.timeline import Floats
+from autofit.costmodel.tracing.timeline import Floats
 
 _ITERATIONS = 12
 """Gauss-Newton steps; with a step length of one half they suffice for a change below rounding."""

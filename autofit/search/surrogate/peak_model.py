@@ -17,7 +17,7 @@ import numpy as np
 
 from autofit.contract.trace import Ints
 from autofit.costmodel.forecast import Forecast
-from autofit.costmodel.timeline import Floats
+from autofit.costmodel.tracing.timeline import Floats
 from autofit.search.surrogate.features import ACCUMULATION, MICRO_BATCH, Features
 from autofit.search.surrogate.gp import FixedFeatures, Kernel, predict
 from autofit.search.surrogate.time_model import CURVE_STD, FAMILY_STD, LEVEL_STD, is_untraced

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autofit.costmodel.forecast import Forecast
-from autofit.costmodel.timeline import Bools, Floats
+from autofit.costmodel.tracing.timeline import Bools, Floats
 from autofit.search.surrogate.features import Features, features_of
 from autofit.search.surrogate.gp import (
     Kernel,

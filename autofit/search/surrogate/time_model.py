@@ -24,7 +24,7 @@ import numpy as np
 from autofit.contract.plan import Plan, Value
 from autofit.contract.trace import Ints
 from autofit.costmodel.forecast import Forecast
-from autofit.costmodel.timeline import Floats
+from autofit.costmodel.tracing.timeline import Floats
 from autofit.registry import techniques
 from autofit.search.surrogate.features import Features
 from autofit.search.surrogate.gp import FixedFeatures, Kernel

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from autofit.costmodel import allocator
-from autofit.costmodel.timeline import Tape
+from autofit.costmodel.tracing.timeline import Tape
 from autofit.system.units import MIB
 
 from . import fake

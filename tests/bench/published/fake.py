@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autofit.costmodel import allocator, fake_run
-from autofit.costmodel.cuda_emulation import attention_stand_ins, like_cuda
-from autofit.costmodel.recorder import Recorder
-from autofit.costmodel.timeline import Tape, UnlikeError, lengthen
+from autofit.costmodel import allocator
+from autofit.costmodel.tracing import fake_run
+from autofit.costmodel.tracing.cuda_emulation import attention_stand_ins, like_cuda
+from autofit.costmodel.tracing.recorder import Recorder
+from autofit.costmodel.tracing.timeline import Tape, UnlikeError, lengthen
 
 WORKSPACE_BYTES = 2 * 1024 * 4096 + 8 * 1024 * 16
 """cuBLAS' workspace before Hopper, one for each pair of handle and stream; the threads of the forward and the backward

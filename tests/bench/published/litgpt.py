@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from autofit.costmodel.timeline import Tape
+from autofit.costmodel.tracing.timeline import Tape
 
 from . import fake
 from .litgpt_configs import Config

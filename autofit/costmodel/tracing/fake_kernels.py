@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from autofit.costmodel.recorder import Recorder, StandIn
+    from autofit.costmodel.tracing.recorder import Recorder, StandIn
 
 BALANCED = "every expert is assumed to get its equal share of the tokens"
 

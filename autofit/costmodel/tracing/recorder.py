@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autofit.contract.trace import Ints
 from autofit.costmodel.roofline import KINDS, Kind
-from autofit.costmodel.timeline import CATEGORIES, ELSEWHERE, Category, Tape
+from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape
 
 _WEIGHTS, _COPIES, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _BATCH, _TEMPORARIES, _ = range(len(CATEGORIES))
 _HEAD = frozenset({"head", "loss", "headB"})

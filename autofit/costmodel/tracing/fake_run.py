@@ -1,15 +1,15 @@
 """The trace: the recipe of a plan run under fake tensors, without a device and without weights.
 
 A real ``transformers.Trainer`` (or the plain loop) takes its steps, but its tensors have shapes only. What they would
-hold is written to a :class:`~autofit.costmodel.timeline.Tape`. Two traces make a plan:
+hold is written to a :class:`~autofit.costmodel.tracing.timeline.Tape`. Two traces make a plan:
 
 - the **micro-steps** of one accumulation, with three periods of the repeated layers and a telling number of rows;
 - the **optimizer's step**, with every parameter of the model and gradients that are given: it does not depend on the
   micro-batch.
 
 Fake CUDA tensors abort on a build without CUDA, so everything is on a fake CPU, and what CUDA does otherwise is put in
-its place by :mod:`autofit.costmodel.cuda_emulation`. Only imported in processes that have torch loaded and may be
-thrown away.
+its place by :mod:`autofit.costmodel.tracing.cuda_emulation`. Only imported in processes that have torch loaded and
+may be thrown away.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autofit.contract import placement
 from autofit.contract.emission import Emission
 from autofit.contract.plan import Plan
-from autofit.costmodel.cuda_emulation import attention_stand_ins, like_cuda
-from autofit.costmodel.fake_kernels import without_values
-from autofit.costmodel.recorder import Recorder
-from autofit.costmodel.timeline import Tape
+from autofit.costmodel.tracing.cuda_emulation import attention_stand_ins, like_cuda
+from autofit.costmodel.tracing.fake_kernels import without_values
+from autofit.costmodel.tracing.recorder import Recorder
+from autofit.costmodel.tracing.timeline import Tape
 from autofit.registry import recipe_of, techniques
 from autofit.training import loops
 from autofit.training.launch_environment import launch_environment, write_yaml

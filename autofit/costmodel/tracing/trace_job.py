@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autofit.costmodel import fake_run, peak
+from autofit.costmodel import peak
 from autofit.costmodel.peak import MicroPart, OptimizerPart
-from autofit.costmodel.timeline import UnlikeError, lengthen
+from autofit.costmodel.tracing import fake_run
+from autofit.costmodel.tracing.timeline import UnlikeError, lengthen
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import modeling_utils
 
 if TYPE_CHECKING:
-    from autofit.costmodel.recorder import Recorder
+    from autofit.costmodel.tracing.recorder import Recorder
 
 _FLOAT32 = frozenset({
     "acos", "asin", "cosh", "cosine_embedding_loss", "cdist", "cosine_similarity", "cross_entropy",
