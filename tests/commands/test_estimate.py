@@ -106,6 +106,7 @@ def test_kinds_that_need_and_give_the_same_are_shown_once(ask):
     assert short.kinds == whole.kinds == len(whole.plans)
 
 
+@pytest.mark.slow
 def test_what_is_recommended_is_the_plainest_of_the_fast_ones(ask):
     found = ask(gpu="4090", seq_len=128, global_batch=32)
     best = found.plans[0].samples_per_second
@@ -294,6 +295,7 @@ SEVEN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_seven_billion_parameters_fit_8_gib_quantized_and_80_gib_as_they_are(ask, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(SEVEN))

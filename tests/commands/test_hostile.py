@@ -41,6 +41,7 @@ BEYOND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", BEYOND.values(), ids=BEYOND)
 def test_a_model_of_petabytes_is_told_by_its_trace(tmp_path, server, monkeypatch, sizes):
     for module in (estimate, tune):

@@ -44,6 +44,7 @@ def twin(plans, plan):
     return plans.plans.index(plan.replaced(offload="none"))
 
 
+@pytest.mark.slow
 def test_what_the_engines_leave_on_the_device_is_forecast_roughly(known):
     plans, cast = known
     for place, plan in enumerate(plans.plans):
@@ -72,6 +73,7 @@ def test_what_a_heap_has_held_does_not_depend_on_checkpointing_or_engine(known):
         assert of_a_row == pytest.approx(of_a_row[0])
 
 
+@pytest.mark.slow
 def test_a_heap_is_forecast_where_every_plan_checkpoints(server, tmp_path):
     """The trace without checkpointing is made for it."""
     facts = facts_of("llama", device="cpu", global_batch=16)

@@ -250,6 +250,7 @@ def test_a_recording_that_is_gone_on_with_knows_the_plans_of_before(tmp_path, fa
     assert [run.plan for run in found.of(plan)] == [plan, plan]
 
 
+@pytest.mark.slow
 def test_a_tune_cannot_tell_the_difference(recorded, tmp_path):
     found = Landscape.read(recorded)
     peaks = sorted(recording.needed(runs[0].outcome) for runs in found.runs.values())

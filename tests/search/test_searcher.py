@@ -67,9 +67,13 @@ def impossible(trials):
 @pytest.mark.parametrize(
     ("facts", "shape"),
     [
-        (CPU, CPU_SHAPE),
+        pytest.param(CPU, CPU_SHAPE, marks=pytest.mark.slow),
         (CUDA, {}),
-        (cuda_facts(global_batch=36), {"overhead_seconds": 0.3, "row_seconds": 0.02, "row_bytes": 0.3 * GIB}),
+        pytest.param(
+            cuda_facts(global_batch=36),
+            {"overhead_seconds": 0.3, "row_seconds": 0.02, "row_bytes": 0.3 * GIB},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["cpu", "cuda", "launch-bound"],
 )

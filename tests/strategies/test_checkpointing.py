@@ -205,6 +205,7 @@ def lab(tmp_path_factory):
     return Lab(tmp_path_factory.mktemp("wide"), wide, device="cuda", seq_len=1024)
 
 
+@pytest.mark.slow
 def test_the_less_is_kept_the_less_is_needed(lab):
     plan = PLAIN.replaced(micro_batch=8, precision="bf16")
     values = ("off", "every_4", "every_2", "selective", "full", "full_offload")
@@ -239,6 +240,7 @@ def test_inputs_on_the_host_are_counted_there(lab):
     assert 0.3 * inputs < full.peak_bytes - lab.need(plan).peak_bytes <= inputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_pythons_part_in_checkpointing_counts_for_the_host(tmp_path, device):
     """Hooks for what autograd saves, and a mode that looks at each operator: both are there and back in Python."""

@@ -141,6 +141,7 @@ def test_logits_are_there_where_they_are_asked_for():
         assert torch.isfinite(output.loss)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # what follows a break is asked for its gradient
 def test_a_compiled_model_is_broken_once():
     """Between its layers and the loss, which is what stays uncompiled."""

@@ -78,6 +78,7 @@ def test_a_folder_that_is_named_like_a_package_is_not_imported_for_it(tmp_path, 
     assert str(tmp_path / "data") not in (asks / "found").read_text()
 
 
+@pytest.mark.slow
 def test_a_server_for_traces_loads_what_they_need_and_no_more(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     told = job(tmp_path / "job", "import json, sys; (folder / 'loaded').write_text(json.dumps(list(sys.modules)))")

@@ -123,6 +123,7 @@ def test_what_trains_otherwise_is_refused(look, fault, plan, path):
     assert found.words
 
 
+@pytest.mark.slow
 def test_a_compiled_plan_trains_the_same(look):
     found = look(PLAIN.replaced(micro_batch=2, accumulation=2, compile="regions"))
     assert found.verdict == "same", found.words

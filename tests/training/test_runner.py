@@ -14,6 +14,7 @@ from autofit.training.measure import RECOMPILED
 from autofit.training.runner import ProcessRunner, finished, log_tail, memory_kills, training_seconds, trial_folder
 from autofit.training.timing import PARTS, Effort
 from autofit.worker import JOBS
+from tests.support.cases import some_slow
 from tests.support.tiny import CONFIGS, GIB, MIB, PLAIN, describe, write_config
 
 QUICK = Effort(min_steps=2, max_steps=2)
@@ -112,7 +113,7 @@ def test_a_measured_outcome_is_sane(try_plan, facts_of, launch_path):
     assert trial.purpose == "search"
 
 
-@pytest.mark.parametrize("launch_path", PATHS)
+@pytest.mark.parametrize("launch_path", some_slow(PATHS, lambda path: path == "loop"))
 @pytest.mark.parametrize(
     ("micro_batch", "accumulation", "fidelity", "shown"),
     [
@@ -146,7 +147,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("launch_path", PATHS)
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", some_slow(PLANS, lambda name: name in {"plain", "everything"}))
 def test_every_knob_takes_effect_on_both_launch_paths(try_plan, name, launch_path):
     plan = {"micro_batch": 2, "accumulation": 2, **PLANS[name]}
     found = try_plan(plan=plan, vocab_size=1024, launch_path=launch_path).outcome
@@ -166,7 +167,7 @@ def test_every_knob_takes_effect_on_both_launch_paths(try_plan, name, launch_pat
     assert seen("offload")["engine"] == "none"
 
 
-@pytest.mark.parametrize("launch_path", PATHS)
+@pytest.mark.parametrize("launch_path", some_slow(PATHS, lambda path: path == "trainer"))
 @pytest.mark.parametrize("config", [name for name in CONFIGS if name != "llama"])
 def test_every_architecture_is_measured(try_plan, config, launch_path):
     plan = {"micro_batch": 2, "accumulation": 2}
@@ -177,7 +178,9 @@ def test_every_architecture_is_measured(try_plan, config, launch_path):
 
 
 @pytest.mark.parametrize(("value", "again"), [("full", 2), ("every_2", 1), ("selective", 2)])
-@pytest.mark.parametrize("config", [name for name in CONFIGS if name != "llama"])
+@pytest.mark.parametrize(
+    "config", some_slow([name for name in CONFIGS if name != "llama"], lambda config: config == "mixtral")
+)
 def test_checkpointing_is_seen_on_every_architecture(try_plan, config, value, again):
     found = try_plan(plan={"checkpointing": value, "precision": "bf16"}, config=config).outcome
     assert isinstance(found, Measured), found
@@ -350,6 +353,7 @@ def test_a_real_trial_that_takes_too_long_tells_how_far_it_came(try_plan):
     assert found.phase == "load" or found.phase.startswith("step ")
 
 
+@pytest.mark.slow
 def test_a_compiler_that_takes_too_long_is_told(try_fault):
     slow = """
         import time
@@ -367,6 +371,7 @@ def test_a_compiler_that_takes_too_long_is_told(try_fault):
     assert wording.why(found).startswith("timed out in compiling, after ")
 
 
+@pytest.mark.slow
 def test_what_is_compiled_after_the_warm_up_is_counted_and_told(try_fault):
     """The compiler forgets what it has made, once, behind the first timed step."""
     forgets = """

@@ -1,0 +1,39 @@
+"""What is said in a moment imports little: the weight of an import is the number of its modules, on any machine."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "transformers", "accelerate", "optuna", "numpy", "pydantic", "rich", "jinja2", "yaml", "psutil"}
+FRESH = """
+import json, sys
+before = set(sys.modules)
+{code}
+print("IMPORTED", json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def imported(code):
+    """What some code prints in a fresh Python, and the modules that it imports there."""
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH.format(code=code)], capture_output=True, text=True, check=True, timeout=60
+    )
+    said, _, names = done.stdout.rpartition("IMPORTED ")
+    return said, json.loads(names)
+
+
+def test_importing_the_package_is_light():
+    _, names = imported("import autofit; autofit.__version__")
+    assert [name for name in names if name.startswith("autofit")] == ["autofit", "autofit._version"]
+    assert len(names) < 20, names
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["tune", "--help"], ["verify", "-h"], ["report", "-h"]])
+def test_help_is_light(words):
+    run = f"main({words!r}, prog_name='autofit')"
+    said, names = imported(f"from autofit.cli import main\ntry: {run}\nexcept SystemExit as end: assert not end.code")
+    assert "autofit" in said
+    assert not HEAVY & set(names)
+    assert len(names) < 120, names
