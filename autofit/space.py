@@ -72,7 +72,8 @@ def parse_assignment(text: str, option: str) -> tuple[str, str]:
     """
     name, equals, value = text.partition("=")
     if not equals or not name.strip() or not value.strip():
-        raise InputError(f"{option} {text!r} is not KNOB=VALUE", hint=f"write it like {option} precision=bf16")
+        like = next((f"{one.name}={one.baseline}" for one in techniques() if one.says_itself), "KNOB=VALUE")
+        raise InputError(f"{option} {text!r} is not KNOB=VALUE", hint=f"write it like {option} {like}")
     return name.strip(), value.strip()
 
 

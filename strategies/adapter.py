@@ -53,6 +53,7 @@ class Adapter(Technique):
 
     name = "adapter"
     baseline = "none"
+    packages = {"peft": "0.18"}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         said = {
@@ -63,7 +64,7 @@ class Adapter(Technique):
         }
         choices = [Choice("none", Kind.EXACT, "offered", "every weight is trained")]
         for value, reason in said.items():
-            if lacking := facts.lacks("peft"):
+            if lacking := self.lacks(facts, "peft"):
                 choices.append(Choice(value, Kind.METHOD, "withheld", lacking))
             else:
                 choices.append(
@@ -86,7 +87,7 @@ class Adapter(Technique):
             InputError: There is no such adapter, or PEFT is missing.
         """
         wanted = _read(text)
-        if wanted is None or not facts.has("peft"):
+        if wanted is None or self.lacks(facts, "peft"):
             return super().parse(text, facts)
         return wanted.words()
 

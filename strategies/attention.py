@@ -73,6 +73,7 @@ class Attention(Technique):
 
     name = "attention"
     baseline = "default"
+    packages = {**{row[0]: "" for row in _FLASH.values()}, "triton": ""}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         picked = facts.model.attention
@@ -102,7 +103,7 @@ class Attention(Technique):
             why = "it runs on CUDA devices only"
         elif capability is None or not least <= capability < below:
             why = f"it needs {generation}, and {facts.hardware.name} is none"
-        elif lacking := facts.lacks(package):
+        elif lacking := self.lacks(facts, package):
             why = lacking
         elif value == "flash_attention_3" and facts.model.attention_dropout:
             why = f"{facts.model.architecture} drops attention weights, which it can't"

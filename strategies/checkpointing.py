@@ -78,6 +78,7 @@ class Checkpointing(Technique):
 
     name = "checkpointing"
     baseline = "off"
+    recomputes = True
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         model = facts.model
@@ -171,6 +172,15 @@ class Checkpointing(Technique):
         if forwards is not None and value in {"off", "full"} and (forwards > 1) != (value == "full"):
             return f"a layer ran forward {forwards} time(s) in a micro-step"
         return None
+
+    def leanest(self, facts: Facts) -> Value:
+        return "full" if facts.model.supports_checkpointing else self.baseline
+
+    def spends_host(self, value: Value) -> bool:
+        return value == "full_offload"
+
+    def word(self, value: Value) -> str | None:
+        return {"off": None, "full": "checkpointing"}.get(str(value), f"checkpointing {value}")
 
     def prior(self, value: Value, facts: Facts) -> Prior:
         """One forward more on top of a forward and a backward that costs two: 4/3 at most."""

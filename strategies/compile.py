@@ -56,6 +56,7 @@ class Compile(Technique):
 
     name = "compile"
     baseline = "off"
+    packages = {"triton": ""}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         on_cuda = facts.hardware.device == "cuda"

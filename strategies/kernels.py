@@ -56,6 +56,8 @@ class Kernels(Technique):
 
     name = "kernels"
     baseline = "none"
+    packages = {"liger-kernel": "", "triton": ""}
+    saves = {"logits": ("chunked_ce", "a fused linear cross-entropy")}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         model = facts.model
@@ -66,7 +68,7 @@ class Kernels(Technique):
         why = None
         if facts.hardware.device == "cpu":
             why = "its kernels run on a GPU only"
-        elif lacking := facts.lacks("liger-kernel") or facts.lacks_triton():
+        elif lacking := self.lacks(facts, "liger-kernel") or facts.lacks_triton():
             why = lacking
         elif not model.liger:
             why = f"Liger does not know {model.model_type}"

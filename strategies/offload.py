@@ -64,6 +64,7 @@ class Offload(Technique):
 
     name = "offload"
     baseline = "none"
+    packages = {"deepspeed": ""}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         none = Choice("none", Kind.EXACT, "offered", "everything stays on the device")
@@ -85,7 +86,7 @@ class Offload(Technique):
                 return Choice(value, Kind.EXACT, "withheld", short)
             return Choice(value, Kind.EXACT, "offered", reason)
 
-        lacking = facts.lacks("deepspeed")
+        lacking = self.lacks(facts, "deepspeed")
         fsdp2 = fits("fsdp2", state_bytes, "parameters, gradients and state on the host; Accelerate launches it")
         if not facts.model.layer_classes:
             fsdp2 = Choice("fsdp2", Kind.EXACT, "withheld", f"{facts.model.architecture} names no layer to shard by")
@@ -212,6 +213,12 @@ class Offload(Technique):
         if value == "fsdp2" and parameters != ["cpu"]:
             return f"the parameters are on {', '.join(parameters) or 'no device'}"
         return None
+
+    def spends_host(self, value: Value) -> bool:
+        return value != self.baseline
+
+    def word(self, value: Value) -> str | None:
+        return None if value == self.baseline else f"offload {value}"
 
     def prior(self, value: Value, facts: Facts) -> Prior:
         """What crosses the bus costs time in proportion; how much of it hides is not known beforehand."""

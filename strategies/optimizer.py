@@ -290,6 +290,8 @@ class Optimizer(Technique):
 
     name = "optimizer"
     baseline = "adamw"
+    # before 0.50 the optimizers of bitsandbytes don't run without a GPU, and so can't be traced
+    packages = {**{name: "" for row in _ROWS.values() for name in row.packages}, "bitsandbytes": "0.50"}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         made = []
@@ -397,6 +399,9 @@ class Optimizer(Technique):
         }
         return next((words for words, failed in failures.items() if failed), None)
 
+    def spends_host(self, value: Value) -> bool:
+        return _ROWS[str(value)].paged
+
     def changes(self, value: Value, facts: Facts) -> str | None:
         return _ROWS[str(value)].changes
 
@@ -414,7 +419,7 @@ def _why_not(row: _Row, facts: Facts) -> str | None:
     """Why an optimizer can't be had here, or ``None``."""
     if {"galore-torch", "bitsandbytes"} <= set(row.packages):
         return "galore-torch gives bitsandbytes arguments by their places, which are others since 0.50"
-    lacking = facts.lacks(*row.packages)
+    lacking = Optimizer.lacks(facts, *row.packages)
     if lacking is not None:
         return lacking
     reasons = {

@@ -65,6 +65,8 @@ class Precision(Technique):
 
     name = "precision"
     baseline = "fp32"
+    packages = {"torchao": ""}
+    says_itself = True
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         hardware = facts.hardware
@@ -215,7 +217,7 @@ def _float8(facts: Facts) -> Choice:
         "a CPU has no float8 products for training": hardware.device == "cpu",
         f"{hardware.name} is older than Ada and has no float8": (hardware.capability or (0, 0)) < _FLOAT8,
     }
-    why_not = next((words for words, holds in reasons.items() if holds), facts.lacks("torchao"))
+    why_not = next((words for words, holds in reasons.items() if holds), Precision.lacks(facts, "torchao"))
     good = "linear layers multiply in float8; faster than bf16 only where the step is compiled"
     return Choice("fp8", Kind.NUMERIC, "withheld" if why_not else "on_request", why_not or good)
 

@@ -63,9 +63,10 @@ class Quantization(Technique):
 
     name = "quantization"
     baseline = "none"
+    packages = {"bitsandbytes": "0.50", "peft": "0.18", "torchao": ""}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
-        lacking = facts.lacks("bitsandbytes", "peft")
+        lacking = self.lacks(facts, "bitsandbytes", "peft")
 
         def choice(value: str, reason: str, *, offered: bool) -> Choice:
             if lacking is not None:
@@ -168,7 +169,7 @@ def _quantized(product: nn.Module) -> str | None:
 
 def _of_torchao(facts: Facts) -> tuple[Choice, ...]:
     """Torchao's choices."""
-    why = facts.lacks("torchao", "peft")
+    why = Quantization.lacks(facts, "torchao", "peft")
     if facts.model.conv1d:
         why = why or f"the layers of {facts.model.model_type} are Conv1D, which torchao does not quantize"
     int8 = Choice(

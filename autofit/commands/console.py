@@ -34,9 +34,9 @@ def short(plan: Plan) -> str:
     """
     words = [f"{plan['micro_batch']} x {plan['accumulation']}"]
     for name, value in plan.items():
-        if name not in {"micro_batch", "accumulation"} and (value != technique(name).baseline or name == "precision"):
-            plain_words = {"checkpointing": f"checkpointing {value}", "offload": f"offload {value}"}
-            words.append(plain_words.get(name, str(value)).removesuffix(" full"))
+        word = technique(name).word(value)
+        if name not in {"micro_batch", "accumulation"} and word is not None:
+            words.append(word)
     return " ".join(words)
 
 

@@ -17,9 +17,9 @@ from autofit.contract.facts import Device, Facts, Hardware, Model, Workload
 from autofit.machine import other_processes
 from autofit.machine.jobs import DescribeJob
 from autofit.machine.other_processes import Neighbour
+from autofit.machine.packages import installed, packages
 from autofit.machine.select import choose_device, missing_cuda
 from autofit.output.document import Offer
-from autofit.output.setup import PACKAGES, installed
 from autofit.system.errors import MachineError
 from autofit.system.fork_server import ForkServer
 
@@ -80,7 +80,7 @@ def examine(device: str = "auto", model: str = DEMO) -> Diagnosis:
             raise
         cuda = error.message
         known, hardware = _described(model, "cpu")
-    packages = installed()
+    versions = installed()
     facts = Facts(
         model=known,
         hardware=hardware,
@@ -90,15 +90,15 @@ def examine(device: str = "auto", model: str = DEMO) -> Diagnosis:
             limit_bytes=hardware.free_bytes,
             host_limit_bytes=hardware.host_free_bytes,
         ),
-        packages=packages,
+        packages=versions,
     )
     offers = space.offers(facts)
     return Diagnosis(
         autofit=__version__,
         hardware=hardware,
         cuda=cuda,
-        packages=packages,
-        missing=tuple(name for name in PACKAGES if name not in packages),
+        packages=versions,
+        missing=tuple(name for name in packages() if name not in versions),
         choices=tuple(
             Offer(
                 technique=name, value=choice.value, kind=choice.kind.value, status=choice.status, reason=choice.reason

@@ -42,10 +42,10 @@ from autofit.costmodel.tracing.trace_store import Traces, cache_folder, model_of
 from autofit.machine import gpu_catalogue
 from autofit.machine.describe import host_memory
 from autofit.machine.gpu_catalogue import Card
+from autofit.machine.packages import installed
 from autofit.machine.select import choose_device
 from autofit.output.document import MODEL_FOLDER
-from autofit.output.setup import installed
-from autofit.registry import changes, technique
+from autofit.registry import changes, technique, techniques
 from autofit.search.decision import extras
 from autofit.system import units
 from autofit.system.errors import InputError, MachineError
@@ -417,8 +417,14 @@ def cause(one: Estimated) -> str:
     where = {"load": "while loading", "forward": "in the forward pass", "backward": "in the backward pass"}
     words = f"{where.get(need.phase, 'in the optimizer step')}, at {need.operator}"
     if need.segment in {"head", "loss", "headB"} and logits > 0.05 * need.peak_bytes:
-        saves = "a fused linear cross-entropy (kernels=chunked_ce) would save"
-        return f"{words}: logits and loss take {units.size(logits)}, most of which {saves}"
+        said = f"{words}: logits and loss take {units.size(logits)}"
+        saves = [(one.name, *one.saves["logits"]) for one in techniques() if "logits" in one.saves]
+        return (
+            f"{said}, most of which "
+            + " or ".join(f"{what} ({name}={value}) would save" for name, value, what in saves)
+            if saves
+            else said
+        )
     largest = max(need.by_category, key=lambda name: need.by_category[name])
     return f"{words}; the largest part is {largest} ({units.size(need.by_category[largest])})"
 
@@ -426,8 +432,8 @@ def cause(one: Estimated) -> str:
 def knobs_of(plan: Plan) -> str:
     """The values that are not plain, but micro-batch and accumulation, in words."""
     words = [
-        f"{value}" if name == "precision" else f"{name}={value}"
+        f"{value}" if technique(name).says_itself else f"{name}={value}"
         for name, value in plan.items()
-        if name not in {"micro_batch", "accumulation"} and (name == "precision" or value != technique(name).baseline)
+        if name not in {"micro_batch", "accumulation"} and technique(name).word(value) is not None
     ]
     return " ".join(words)

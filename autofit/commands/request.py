@@ -14,8 +14,8 @@ from autofit import space
 from autofit.contract.facts import Device, Facts, Hardware, LaunchPath, Model, Task, Workload
 from autofit.costmodel.jobs import RatesJob
 from autofit.machine.jobs import DescribeJob
+from autofit.machine.packages import installed
 from autofit.output.document import MODEL_FOLDER, REQUEST
-from autofit.output.setup import installed
 from autofit.search.samplers import check_sampler
 from autofit.system import strict_json, units
 from autofit.system.errors import InputError, MachineError, ModelError

@@ -17,8 +17,6 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 _CONV1D = {"gpt2", "openai-gpt", "imagegpt"}
-_OLDEST = {"bitsandbytes": "0.50", "peft": "0.18"}
-"""Before 0.50 the optimizers of bitsandbytes don't run without a GPU, and so can't be traced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,18 +137,13 @@ class Facts:
     rates: Mapping[str, float] = field(default_factory=dict)
     kernel_overhead_bytes: Annotated[Mapping[str, int], Field(alias="brought_bytes")] = field(default_factory=dict)
 
-    def has(self, package: str) -> bool:
-        """Whether a distribution is installed, and new enough."""
-        return self.lacks(package) is None
-
-    def lacks(self, *packages: str) -> str | None:
-        """What of some distributions is missing, in words, the first one; ``None`` where nothing is."""
-        for package in packages:
-            oldest, there = _OLDEST.get(package), self.packages.get(package)
-            if there is None:
-                return f"{package} is not installed: pip install {package}"
-            if oldest is not None and Version(there) < Version(oldest):
-                return f"{package} {there} is too old, {oldest} is needed: pip install -U {package}"
+    def lacks(self, package: str, oldest: str = "") -> str | None:
+        """What is wrong with a distribution, in words; ``None`` where it is installed, and new enough."""
+        there = self.packages.get(package)
+        if there is None:
+            return f"{package} is not installed: pip install {package}"
+        if oldest and Version(there) < Version(oldest):
+            return f"{package} {there} is too old, {oldest} is needed: pip install -U {package}"
         return None
 
     def lacks_triton(self) -> str | None:

@@ -94,6 +94,14 @@ class Technique(ABC):
     name: ClassVar[str]
     baseline: ClassVar[Value]
     """The value when the technique is off: what a script trains with that does not use it."""
+    packages: ClassVar[Mapping[str, str]] = {}
+    """Distributions that it looks for, each with the oldest version that will do; empty where any will."""
+    saves: ClassVar[Mapping[str, tuple[Value, str]]] = {}
+    """The value that saves most of a category of memory (such as ``logits``), and what that value is, in words."""
+    recomputes: ClassVar[bool] = False
+    """Whether its values free activations that the backward pass needs, and compute them again."""
+    says_itself: ClassVar[bool] = False
+    """Whether a value tells people by itself what it is of; tables then show the baseline too."""
 
     @abstractmethod
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
@@ -145,6 +153,23 @@ class Technique(ABC):
         A trace leaves out whole periods only.
         """
         return 1
+
+    @classmethod
+    def lacks(cls, facts: Facts, *packages: str) -> str | None:
+        """What of some of its packages is missing or too old, in words, the first one; ``None`` where nothing is."""
+        return next((words for name in packages if (words := facts.lacks(name, cls.packages[name]))), None)
+
+    def word(self, value: Value) -> str | None:
+        """The value in a table of plans, in a word or two; ``None`` where it is left out, as baselines are."""
+        return str(value) if value != self.baseline or self.says_itself else None
+
+    def leanest(self, facts: Facts) -> Value:
+        """The value of class ``exact`` that saves the most memory, for a plan that only has to fit."""
+        return self.baseline
+
+    def spends_host(self, value: Value) -> bool:
+        """Whether the value keeps in the host's memory what lies on the device without it."""
+        return False
 
     def watch(self, model: nn.Module, recipe: Recipe, hooks: Hooks) -> Read:
         """Begin to watch a model that is about to train; what is returned reads what was seen, as JSON values.

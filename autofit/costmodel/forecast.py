@@ -259,8 +259,9 @@ def kernel_overhead_bytes(facts: Facts, work: Floats) -> Floats:
 
 
 def without_checkpointing(family: Plan) -> Plan:
-    """The plan without checkpointing, of many rows: all that a micro-step makes is kept for its backward pass."""
-    return family.replaced(checkpointing=technique("checkpointing").baseline, micro_batch=MANY)
+    """The plan without recomputation, of many rows: all that a micro-step makes is kept for its backward pass."""
+    kept = {name: technique(name).baseline for name in family if technique(name).recomputes}
+    return family.replaced(**kept, micro_batch=MANY)
 
 
 def _traceable(family: Plan) -> Plan:

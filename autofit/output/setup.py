@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autofit.machine.packages import installed
 from autofit.output.document import MODEL_FOLDER, read_document
 from autofit.registry import recipe_of, techniques
 from autofit.system.errors import ModelError
@@ -21,24 +21,6 @@ if TYPE_CHECKING:
     from autofit.contract.plan import Plan
     from autofit.contract.recipe import Recipe
     from autofit.output.document import Document
-
-PACKAGES = (
-    "torch", "transformers", "accelerate", "optuna", "peft", "bitsandbytes", "trl", "deepspeed", "torchao",
-    "liger-kernel", "flash-attn", "flash-attn-3", "triton", "lomo-optim", "galore-torch", "apollo-torch",
-    "schedulefree", "torch-optimi",
-)  # fmt: skip
-"""Packages that techniques look for, and whose versions an answer holds for."""
-
-
-def installed() -> dict[str, str]:
-    """The installed ones of the packages that matter, with their versions."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -250,14 +250,16 @@ def nearest_change(trials: Sequence[Trial], space: Space, limit_bytes: int, fact
             and not trial.outcome.external_pressure
         )
     ]
-    on_host = any(isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "host" for trial in trials)
+    on_host = [
+        trial.plan for trial in trials if isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "host"
+    ]
+    if not seen and on_host:
+        spent = [one for one in techniques() if any(one.spends_host(plan[one.name]) for plan in on_host)]
+        off = " ".join(f"--fix {one.name}={one.baseline}" for one in spent)
+        free = "Every plan that was tried ran out of the host's memory: free some of it"
+        return f"{free}, or keep less there ({off})." if off else f"{free}."
     if not seen:
-        return (
-            "Every plan that was tried ran out of the host's memory: free some of it, or leave offload out "
-            "(--fix offload=none)."
-            if on_host
-            else "No plan that was tried got as far as to show its memory."
-        )
+        return "No plan that was tried got as far as to show its memory."
     need, plan, outcome = min(seen, key=lambda one: (one[0], extras(one[1])))
     if isinstance(outcome, Measured):
         words = [f"The tightest plan that was seen needs {size(need)} under a ceiling of {size(limit_bytes)}"]

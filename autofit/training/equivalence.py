@@ -164,7 +164,8 @@ def references(plan: Plan, facts: Facts) -> Iterator[Plan]:
     rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
     yield plain.replaced(micro_batch=rows, accumulation=accumulation)
     small = plain.replaced(micro_batch=1, accumulation=rows * accumulation)
-    yield small.replaced(checkpointing="full") if facts.model.supports_checkpointing else small
+    lean = {one.name: one.leanest(facts) for one in techniques()}
+    yield small.replaced(**{name: value for name, value in lean.items() if name not in {"micro_batch", "accumulation"}})
 
 
 def kind_of(plan: Plan, facts: Facts) -> Kind:

@@ -26,8 +26,8 @@ from autofit.commands.tune import tune
 from autofit.commands.verify import verify
 from autofit.contract.outcome import Measured
 from autofit.contract.technique import Kind
+from autofit.machine.packages import installed
 from autofit.machine.select import choose_device
-from autofit.output.setup import installed
 from autofit.registry import technique, techniques
 from autofit.search.decision import extras
 from autofit.system.errors import AutofitError

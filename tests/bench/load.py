@@ -33,8 +33,8 @@ from autofit.commands.request import TRIALS  # noqa: E402
 from autofit.commands.tune import tune  # noqa: E402
 from autofit.contract.outcome import TRIAL  # noqa: E402
 from autofit.costmodel.roofline import WORK  # noqa: E402
+from autofit.machine.packages import installed  # noqa: E402
 from autofit.output.document import read  # noqa: E402
-from autofit.output.setup import installed  # noqa: E402
 from autofit.search import recording, risk, sampler, searcher  # noqa: E402
 from autofit.search.events import Silent  # noqa: E402
 from autofit.search.recording import Run  # noqa: E402

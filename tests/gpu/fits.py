@@ -255,7 +255,7 @@ def append(path, record):
 
 def versions():
     """What is installed, of what matters here."""
-    from autofit.output.setup import installed
+    from autofit.machine.packages import installed
 
     return dict(installed())
 
@@ -357,7 +357,7 @@ def config_folder(scratch, model):
 def facts_for(model, seq_len, global_batch, hardware=None):
     """Facts of a case: on this device, or on a Hopper card that is not here."""
     from autofit.contract.facts import Facts, Hardware, Workload
-    from autofit.output.setup import installed
+    from autofit.machine.packages import installed
 
     elsewhere = Hardware(
         device="cuda",

@@ -18,10 +18,11 @@ import autofit
 from autofit import registry, space
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
+from autofit.machine.packages import installed
 from autofit.output import result
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, document_schema, read_document
 from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML, check_files, emit
-from autofit.output.setup import installed, load
+from autofit.output.setup import load
 from autofit.search.decision import decide, extras
 from autofit.system.errors import EmissionError, InputError, MachineError, ModelError
 from autofit.system.strict_json import dump_json

@@ -13,7 +13,7 @@ from autofit.contract.outcome import Crashed, Measured, OutOfMemory, Trial, Unsu
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, peak_prior
 from autofit.costmodel.roofline import WORK
-from autofit.output.setup import installed
+from autofit.machine.packages import installed
 from autofit.search import recording
 from autofit.search.recording import Landscape, Replay, Writer
 from autofit.system.errors import InputError

@@ -31,10 +31,11 @@ from autofit.contract.outcome import Measured, TimedOut, Trial
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.machine.describe import _attentions
+from autofit.machine.packages import installed
 from autofit.output import report, result
 from autofit.output.document import MODEL_FOLDER
 from autofit.output.emit import ARGUMENTS, YAML, check_files, emit
-from autofit.output.setup import installed, load
+from autofit.output.setup import load
 from autofit.registry import changes, extra_seconds, recipe_of, technique, techniques
 from autofit.search.decision import decide, extras
 from autofit.search.loop import Campaign

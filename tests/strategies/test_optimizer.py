@@ -7,7 +7,7 @@ import pytest
 
 from autofit import space
 from autofit.contract.technique import Kind
-from autofit.output.setup import installed
+from autofit.machine.packages import installed
 from autofit.registry import recipe_of, technique
 from tests.support.synthetic import cpu_facts, cuda_facts
 from tests.support.traced import PLAIN

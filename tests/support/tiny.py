@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.plan import Plan
 from autofit.machine.jobs import DescribeJob
-from autofit.output.setup import installed
+from autofit.machine.packages import installed
 
 SUPPORT = Path(__file__).resolve().parent
 """Holds the modules that helper processes are told to load."""

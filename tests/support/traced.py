@@ -12,7 +12,7 @@ from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.plan import Plan
 from autofit.costmodel import peak
 from autofit.costmodel.tracing import fake_run, trace_job
-from autofit.output.setup import installed
+from autofit.machine.packages import installed
 from autofit.registry import technique, techniques
 from tests.support import tiny
 from tests.support.tiny import GIB, write_config
