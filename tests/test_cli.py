@@ -18,14 +18,13 @@ from click.testing import CliRunner
 
 import autofit
 from autofit import cli
-from autofit.commands import tune as tuning
 from autofit.commands.verify import VERIFICATION, Verification
 from autofit.contract.outcome import Crashed
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, read_document
 from autofit.registry import techniques
 from autofit.system import errors
 from autofit.system.strict_json import dump_json
-from tests.support.replay import Lent, Replay
+from tests.support.replay import Lent, Played, Replay
 from tests.support.synthetic import GIB
 from tests.support.tiny import REPOSITORY
 
@@ -36,13 +35,15 @@ TUNE = ["tune", "demo", "--fix", "precision=fp32", *OPTIONS]
 @pytest.fixture
 def run(server, monkeypatch, tmp_path):
     """The command line in this process, with one server for all tunes; ``replay`` stands for the device."""
-    monkeypatch.setattr(tuning, "ForkServer", lambda *_: Lent(server))
     monkeypatch.chdir(tmp_path)
-    played = tuning.tune
+    played = autofit.tune
 
     def invoke(*words, replay=None):
         runner = replay or Replay(tmp_path / "out")
-        monkeypatch.setattr(tuning, "tune", lambda *args, **options: played(*args, runner=runner, **options))
+        backend = Played(server, runner)
+        monkeypatch.setattr(
+            "autofit.commands.tune.tune", lambda *args, **options: played(*args, backend=backend, **options)
+        )
         return CliRunner().invoke(cli.main, [str(word) for word in words], prog_name="autofit")
 
     return invoke
@@ -101,8 +102,8 @@ def test_the_public_names_are_there_and_are_what_they_are_called():
 
 def test_the_options_are_the_keywords_of_the_function():
     given = cli.main.commands["tune"].make_context("tune", ["demo"]).params
-    keywords = dict(inspect.signature(tuning.tune).parameters)
-    for name in ("events", "runner"):  # seams, not choices
+    keywords = dict(inspect.signature(autofit.tune).parameters)
+    for name in ("events", "backend"):  # seams, not choices
         del keywords[name]
     assert given.keys() - {"as_json"} == keywords.keys()
     for name, keyword in keywords.items():
@@ -143,8 +144,8 @@ def test_the_command_line_is_the_one_that_was_designed():
 
 
 def test_every_keyword_is_documented():
-    text = inspect.getdoc(tuning.tune)
-    for name in inspect.signature(tuning.tune).parameters:
+    text = inspect.getdoc(autofit.tune)
+    for name in inspect.signature(autofit.tune).parameters:
         assert re.search(rf"^ +{name}: \S", text, re.MULTILINE), name
 
 
@@ -347,7 +348,7 @@ def test_ctrl_c_before_the_tune_has_begun(run, monkeypatch):
     def interrupted(_wanted):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tuning, "choose_device", interrupted)
+    monkeypatch.setattr("autofit.commands.backend.choose_device", interrupted)
     done = run("tune", "demo")
     assert done.exit_code == 130
     assert one_line(done.stderr)[0] == "interrupted"

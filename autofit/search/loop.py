@@ -1,4 +1,4 @@
-"""Ask, run, tell, until nothing is worth trying; then the finalists again, interleaved, until one has stood it.
+"""Runs trials until nothing is worth trying, then re-measures the finalists until the winner is stable.
 
 Whatever runs the trials: a device, or a landscape that is played back.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from autofit import registry
@@ -19,6 +20,7 @@ from autofit.search.decision import Decision
 from autofit.search.events import Events, Silent
 from autofit.search.recording import Writer
 from autofit.search.searcher import Searcher
+from autofit.search.trial_log import TrialLog
 from autofit.space import Space
 from autofit.system.statistics import median
 from autofit.training.runner import Runner
@@ -51,11 +53,10 @@ class Campaign:
     """The trials of one question.
 
     Attributes:
-        left: Seconds left of the time that was given; ``None`` for no end.
-        seconds: All that was given.
-        trials: What was measured so far; grows.
-        record: Where each trial is written too.
-        refused: Plans that must not win, and why.
+        left: Seconds left of the time budget; ``None`` for no limit.
+        seconds: The time budget.
+        trials: The trials so far. The campaign alone adds to them; others read.
+        record: Where each trial is also written.
     """
 
     facts: Facts
@@ -65,9 +66,9 @@ class Campaign:
     note: Callable[[str], None] = lambda _: None
     left: Callable[[], float | None] = lambda: None
     seconds: float | None = None
-    trials: list[Trial] = field(default_factory=list)
+    trials: TrialLog = field(default_factory=TrialLog)
     record: Writer | None = None
-    refused: Mapping[Plan, str] = field(default_factory=dict)
+    _refused: dict[Plan, str] = field(default_factory=dict)
     repeats: int = 0
     credit: float = CREDIT
     hopeless: float = HOPELESS
@@ -76,6 +77,15 @@ class Campaign:
     def limit_bytes(self) -> int:
         """The ceiling on the device."""
         return self.facts.workload.limit_bytes
+
+    @property
+    def refused(self) -> Mapping[Plan, str]:
+        """Plans that must not win, each with the reason."""
+        return MappingProxyType(self._refused)
+
+    def refuse(self, plan: Plan, why: str) -> None:
+        """Exclude a plan from winning."""
+        self._refused[plan] = why
 
     def best(self) -> Trial | None:
         """The fastest measured trial inside the ceiling."""
@@ -96,14 +106,14 @@ class Campaign:
         longest += _LATER * registry.extra_seconds(plan, self.facts)
         limit = longest if left is None else max(10.0, min(longest, left))
         trial = self.runner.run(number, plan, effort, purpose=purpose, limit_seconds=limit)
-        self.trials.append(trial)
+        self.trials.add(trial)
         if self.record is not None:
             self.record.add(trial)
         self.events.trial_ends(trial, self.best())
         return trial if again else self._settled(trial, effort)
 
-    def take_up(self) -> None:
-        """Measure the last trial once more, where a tune that was stopped had not come to it."""
+    def retry_interrupted_trial(self) -> None:
+        """Repeat the last trial of a resumed tune, where it was to be repeated and the tune was stopped before."""
         ends = [(trial.plan, trial.purpose) for trial in self.trials[-2:]]
         if ends and ends.count(ends[-1]) == 1:
             last = self.trials[-1]
@@ -118,7 +128,7 @@ class Campaign:
             return trial
         # on a busy machine there are many such, of which the end of the tune tells in one line
         busy = isinstance(trial.outcome, Measured) and trial.outcome.disturbed
-        (self.events.note if busy else self.note)(f"{doubt}: it is measured once more")
+        (self.events.note if busy else self.note)(f"{doubt}: re-measuring")
         second = self.run(trial.plan, effort, trial.purpose, again=True)
         if not isinstance(trial.outcome, Measured):
             cured = isinstance(second.outcome, Measured)
@@ -134,7 +144,7 @@ class Campaign:
             return why if self.credit >= 1 and not self._crashes_always(trial.outcome) else None
         self.repeats += 1
         if self.repeats == MOST_REPEATS + 1:
-            self.note("the machine stays busy: from here on trials that others disturb are not measured once more")
+            self.note("the machine stays busy: disturbed trials are not repeated any more")
         return why if self.repeats <= MOST_REPEATS else None
 
     def _crashes_always(self, outcome: Outcome) -> bool:
@@ -151,7 +161,7 @@ class Campaign:
         while self._tried() < most_trials:
             left = self.left()
             if self.trials and left is not None and left < self._playoff_seconds():
-                self.note("the time is spent: the search ended before it was done")
+                self.note("the time is spent: the search was cut short")
                 return
             if not self.step(searcher):
                 self.note(searcher.stopped)
@@ -192,7 +202,7 @@ class Campaign:
         return Effort(hopeless_seconds=hopeless)
 
     def playoff(self) -> Decision | None:
-        """Measure the finalists again, whole and interleaved, until one of them has stood it."""
+        """Re-measure the finalists, whole and interleaved, until the winner is stable."""
         for _ in range(4):
             finalists = [
                 plan
@@ -205,15 +215,15 @@ class Campaign:
                 for plan in finalists:
                     left = self.left()
                     if left is not None and left <= 0:
-                        self.note("the time is spent: the playoff ended before it was done")
+                        self.note("the time is spent: the playoff was cut short")
                         return self.decide()
                     if self._finals(plan) <= round_number:
                         self.run(plan, FINAL, "final")
             for plan in finalists:
                 if self._disagree(plan):
-                    self.note(f"two measurements of {plan.words()} disagree: something else ran; measured once more")
+                    self.note(f"two measurements of {plan.words()} differ: other processes were running; re-measuring")
                     self.run(plan, FINAL, "final")
-            if self._stands():
+            if self._is_stable():
                 break
         return self.decide()
 
@@ -234,22 +244,22 @@ class Campaign:
     def _finals(self, plan: Plan) -> int:
         return sum(trial.purpose == "final" and trial.plan == plan for trial in self.trials)
 
-    def _stands(self) -> bool:
-        """Whether the winner has stood the playoff; one that is foremost without it has not.
+    def _is_stable(self) -> bool:
+        """Whether the winner is stable: measured in the playoff, and still first after it.
 
-        Where its peak is near to the ceiling it has to stay below it for some times more.
+        On a CPU, a winner whose peak is close to the ceiling is measured some more times first.
         """
         first = decision.finalists(tuple(self.trials), self.limit_bytes, 1, self.refused)
         before = self.decide()
         if before is None or not first or not self._finals(first[0]):
             return False
         if self.facts.hardware.device == "cpu":
-            self._look_closer(before.plan)
+            self._measure_tight(before.plan)
         after = self.decide()
         return after is not None and after.plan == before.plan
 
-    def _look_closer(self, plan: Plan) -> None:
-        """Measure a plan that is near to the ceiling until it has stayed below it for some times, or broken it."""
+    def _measure_tight(self, plan: Plan) -> None:
+        """Repeat a plan whose peak is close to the ceiling until it was below it often enough, or broke it."""
         peaks = [
             trial.outcome.peak_bytes
             for trial in self.trials
@@ -283,11 +293,11 @@ def doubt(trial: Trial) -> str | None:
     found, which = trial.outcome, f"trial {trial.number}"
     words = None
     if isinstance(found, Measured) and found.paused:
-        words = f"the machine stood still during a step of {which}"
+        words = f"{which} disturbed (the machine was paused during a step)"
     elif isinstance(found, Measured) and found.disturbed:
-        words = f"others took {found.disturbance:.0%} of the processors during {which}"
+        words = f"{which} disturbed (other processes used {found.disturbance:.0%} CPU)"
     elif isinstance(found, OutOfMemory) and found.external_pressure:
-        words = f"{which} ran out of memory that others had taken"
+        words = f"{which} ran out of memory that other processes held"
     elif isinstance(found, Crashed):
         words = f"{which} crashed ({found.reason})"
     elif isinstance(found, Diverged):

@@ -34,7 +34,7 @@ from autofit.commands.tune import tune  # noqa: E402
 from autofit.contract.outcome import TRIAL  # noqa: E402
 from autofit.costmodel.roofline import WORK  # noqa: E402
 from autofit.machine.packages import installed  # noqa: E402
-from autofit.output.document import read  # noqa: E402
+from autofit.output.document import read_document  # noqa: E402
 from autofit.search import recording, risk, sampler, searcher  # noqa: E402
 from autofit.search.events import Silent  # noqa: E402
 from autofit.search.recording import Run  # noqa: E402
@@ -46,6 +46,7 @@ from autofit.system.strict_json import dump_json  # noqa: E402
 from autofit.system.units import MIB  # noqa: E402
 from autofit.training.runner import TRIAL_FILE, trial_folder  # noqa: E402
 from tests.support import synthetic  # noqa: E402
+from tests.support.replay import Recorded  # noqa: E402
 
 KNOBS = ("compile=off",)
 BOUNDS = {
@@ -133,11 +134,12 @@ def go(folder: Path, name: str, trials: int, *, resume: bool = False) -> tuple[f
     sampler.MIN_TRIALS = 10**9
     posterior._EXCLUDE_STDS = 1e9
     runner, events = Kept(land()), Ready()
+    backend = Recorded(None, runner)
     runner.folder = folder
     began = time.process_time()
     tune(
         "demo", output=folder, global_batch=64, seq_len=1024, allow="exact,numeric,method", fix=KNOBS, trials=trials,
-        sampler=name, runner=runner, events=events, resume=resume,
+        sampler=name, backend=backend, events=events, resume=resume,
     )  # fmt: skip
     return events.at - began, events.known
 
@@ -147,7 +149,7 @@ def first(name: str, trials: int, folder: str) -> dict:
     began = time.perf_counter()
     go(Path(folder), name, trials)
     (one,) = ASKS
-    found = read(folder)
+    found = read_document(folder)
     asked = one.seconds[:trials]
     early, late = asked[20:120], asked[-100:]
     resident = np.array(one.resident[:trials]) / MIB

@@ -31,6 +31,7 @@ from autofit import space
 from autofit.search import loop
 from autofit.search.loop import Campaign
 from autofit.search.searcher import open_searcher
+from autofit.search.trial_log import TrialLog
 from autofit.system.fork_server import ForkServer
 from autofit.training.runner import ProcessRunner, finished
 from tests.faults.injection import DEATHS, HANGS, midst
@@ -152,7 +153,7 @@ def soak(root: Path, options: argparse.Namespace) -> dict:
             output = root / name
             output.mkdir()
             rng = random.Random(options.seed) if name == "soak" else None
-            done: list = []
+            done = TrialLog()
             notes: list[str] = []
             runner = Faulty(
                 ProcessRunner(output / "trials", facts, config, server, known=done, note=notes.append),

@@ -3,6 +3,7 @@
 import fcntl
 import itertools
 import json
+import tempfile
 from collections import Counter
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 import autofit
-from autofit.commands import tune as tuning
+from autofit.commands.output_folder import remove_unstarted_output
 from autofit.contract.outcome import Crashed, TimedOut, Unsupported
 from autofit.contract.plan import Plan
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST
@@ -20,7 +21,7 @@ from autofit.output.emit import ARGUMENTS, REPORT, YAML
 from autofit.search import study
 from autofit.search.recording import Landscape
 from autofit.system.errors import InputError, Interrupted, MachineError, NothingFits, Terminated
-from tests.support.replay import Lent, Replay
+from tests.support.replay import Played, Replay
 from tests.support.synthetic import GIB, measured, out_of_memory
 
 FILES = [YAML, ARGUMENTS, REPORT, DOCUMENT_FILE]
@@ -28,12 +29,13 @@ PROMISED = {"fix": ["precision=fp32"], "memory_limit": "1GiB", "global_batch": 1
 
 
 @pytest.fixture
-def tune(server, monkeypatch, tmp_path):
+def tune(server, tmp_path):
     """``tune("demo")`` into one folder, with one server for all."""
-    monkeypatch.setattr(tuning, "ForkServer", lambda *_: Lent(server))
 
     def run(runner, **options):
-        return autofit.tune(**{"model": "demo", "output": tmp_path / "out", "runner": runner, **PROMISED, **options})
+        return autofit.tune(
+            **{"model": "demo", "output": tmp_path / "out", "backend": Played(server, runner), **PROMISED, **options}
+        )
 
     return run
 
@@ -415,7 +417,7 @@ def test_one_value_need_not_be_a_list_and_numbers_may_be_words(tune, out):
 
 
 def test_a_refused_tune_leaves_no_folder_of_its_own(tune, tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning.tempfile, "tempdir", str(tmp_path / "own"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "own"))
     (tmp_path / "own").mkdir()
     for bad in ({"allow": ""}, {"fix": "precision=zzz"}, {"memory_limit": "900TiB"}):
         with pytest.raises(InputError):
@@ -426,7 +428,7 @@ def test_a_refused_tune_leaves_no_folder_of_its_own(tune, tmp_path, monkeypatch)
 def test_what_a_failure_said_is_kept_where_the_folder_is_not(tmp_path):
     for name in ("forkserver.log", "failed-job.log", ".lock"):
         (tmp_path / name).write_text("said")
-    tuning._leave_no_trace(tmp_path, whole=True, but=())
+    remove_unstarted_output(tmp_path, whole=True, but=())
     assert [path.name for path in tmp_path.iterdir()] == ["failed-job.log"]
 
 
@@ -599,7 +601,7 @@ def test_a_repeat_that_was_stopped_is_made_by_resume(tune, out, stop):
     assert [plan for _, plan, _ in stopped_again.asked] == [first.asked[2][1]]
     assert second.asked[0][1:] == first.asked[2][1:], "the repeat comes first"
     assert purposes(first, "search")[:3] + purposes(second, "search")[1:] == purposes(quiet, "search")
-    assert "others took up to 50% of the processors during trial 2: measured once more" in result.document.notes
+    assert "other processes used up to 50% of the CPU during trial 2: measured again" in result.document.notes
     told = [trial.user_attrs["number"] for trial in study_of(out).trials if "number" in trial.user_attrs]
     assert sorted(told) == sorted({0, 1} | {number for number, _, purpose in second.asked if purpose == "search"})
     after = Replay(out)

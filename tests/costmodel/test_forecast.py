@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from autofit import space
-from autofit.commands import tune as tuning
+from autofit.commands.backend import DeviceBackend, predicted_bytes
+from autofit.commands.explanations import no_winner
 from autofit.contract.outcome import Trial
 from autofit.costmodel.forecast import Forecast, PeakPrior
 from autofit.costmodel.roofline import WORK
@@ -245,8 +246,7 @@ def test_nothing_fits_is_said_before_anything_is_run(tmp_path):
     searcher = open_searcher(tmp_path, SPACE, facts, forecast=cast())
     assert searcher.ask() is None
     assert "by its trace" in searcher.stopped
-    tune = tuning._Tune(tmp_path, None, None, None, None)
-    refusal = tune._nothing(facts, SPACE, cast())
+    refusal = no_winner((), {}, facts, SPACE, forecast=cast(), trials_folder=tmp_path)
     assert isinstance(refusal, NothingFits)
     assert "smallest needs about" in refusal.message
     assert "--memory-limit" in refusal.message
@@ -255,23 +255,22 @@ def test_nothing_fits_is_said_before_anything_is_run(tmp_path):
 def test_a_tune_goes_on_without_a_forecast(tmp_path, monkeypatch):
     said = []
 
-    class Events:
-        note = staticmethod(said.append)
-
     def fail(*_, **__):
         raise MachineError("the disk is full")
 
-    monkeypatch.setattr(tuning, "forecast", fail)
+    monkeypatch.setattr("autofit.commands.backend.forecast", fail)
     config = tmp_path / "model"
     config.mkdir()
     (config / "config.json").write_text("{}")
-    tune = tuning._Tune(tmp_path, None, None, Events(), None)
-    assert tune._forecast(SPACE, FACTS, config, None) is None
+    found, _ = DeviceBackend().forecast(
+        SPACE, FACTS, config, server=None, folder=tmp_path, note=said.append, say=said.append
+    )
+    assert found is None
     assert "the disk is full" in said[0]
 
 
 def test_each_trial_knows_what_was_predicted():
-    told = tuning.predicted(SPACE, cast(untraced=[0]))
+    told = predicted_bytes(SPACE, cast(untraced=[0]))
     assert SPACE.plans[0] not in told
     assert told[SPACE.plans[1]] == round(float(cast().device_bytes[1]))
-    assert tuning.predicted(SPACE, None) == {}
+    assert predicted_bytes(SPACE, None) == {}

@@ -368,7 +368,7 @@ for _phase in ("load", "forward", "backward", "optimizer"):
         "`torch.OutOfMemoryError` as the allocator raises it, far below the ceiling",
         midst("import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB.')", _phase),
         OutOfMemory,
-        "ran out of memory that others had taken",
+        "ran out of memory that other processes held",
     )
 in_a_trial(
     "host out of memory: RLIMIT_AS",
@@ -378,7 +378,7 @@ in_a_trial(
         "forward",
     ),
     OutOfMemory,
-    "ran out of memory that others had taken",
+    "ran out of memory that other processes held",
 )
 in_a_trial(
     "loss is not a number",
@@ -427,7 +427,7 @@ def killed_for_memory(arena: Arena) -> None:
     first, second, *_ = arena.of()
     assert isinstance(first, OutOfMemory), first
     assert isinstance(second, Measured), second
-    arena.see(tune, "ran out of memory that others had taken")
+    arena.see(tune, "ran out of memory that other processes held")
 
 
 @fault(
@@ -451,7 +451,7 @@ def foreign_process(arena: Arena) -> None:
     try:
         assert other.stdout.readline() == b"taken\n"
         arena.open()
-        wait_until(lambda: "others had taken" in tune.said() or not tune.running(), PATIENT, "the notice")
+        wait_until(lambda: "other processes held" in tune.said() or not tune.running(), PATIENT, "the notice")
         wait_until(lambda: "another process took memory" in tune.said() or not tune.running(), PATIENT, "the report")
     finally:
         other.kill()
@@ -869,4 +869,4 @@ def sleeps(arena: Arena) -> None:
     first, second, *_ = arena.of()
     assert first.paused
     assert not second.paused
-    arena.see(tune, "the machine stood still during a step")
+    arena.see(tune, "the machine was paused during a step")

@@ -14,6 +14,7 @@ import pytest
 from autofit import space
 from autofit.contract.outcome import Measured
 from autofit.search.loop import Campaign
+from autofit.search.trial_log import TrialLog
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
 from tests.faults.injection import FAULTS, Impossible, Place, survives
@@ -59,7 +60,7 @@ def workshop(server, tmp_path_factory):
 @pytest.mark.parametrize("one", some_slow(IN_TRIALS, lambda one: "out of memory" in one.name, ids=attrgetter("name")))
 def test_a_trial_s_fault_is_an_outcome_and_the_trial_is_repeated(one, workshop, server, tmp_path, row):
     config, facts, plans = workshop
-    told, notes, trials = row(one), [], []
+    told, notes, trials = row(one), [], TrialLog()
     script = config / "fault.py"
     runner = ProcessRunner(tmp_path / "trials", facts, config, server, known=trials, note=notes.append)
 
@@ -81,7 +82,7 @@ def test_a_trial_s_fault_is_an_outcome_and_the_trial_is_repeated(one, workshop, 
     assert isinstance(last.outcome, Measured), last.outcome
     assert last.number == 1
     assert campaign.decide().plan == plan
-    assert notes[0].endswith(": it is measured once more")
+    assert notes[0].endswith(": re-measuring")
     assert psutil.Process(server._process.pid).children(recursive=True) == []
     told["survived"], told["sees"] = "yes", notes[0]
 

@@ -13,6 +13,7 @@ from autofit.commands.model_source import fetch
 from autofit.contract.outcome import Crashed, Measured, OutOfMemory
 from autofit.machine.meters import device_used_bytes
 from autofit.search.loop import Campaign
+from autofit.search.trial_log import TrialLog
 from autofit.space import build
 from autofit.system.fork_server import ForkServer
 from autofit.system.units import MIB
@@ -151,7 +152,7 @@ def test_a_process_that_takes_the_device_in_the_middle_is_noticed_and_trials_are
     limit = int((facts.hardware.total_bytes - used) * 0.9)
     work = dataclasses.replace(facts.workload, limit_bytes=limit)
     facts = dataclasses.replace(facts, workload=work)
-    notes, trials = [], []
+    notes, trials = [], TrialLog()
     runner = ProcessRunner(tmp_path / "trials", facts, config, server, known=trials, note=notes.append)
     campaign = Campaign(facts=facts, space=build(facts), runner=runner, trials=trials, note=notes.append)
     taken = contextlib.ExitStack()

@@ -47,9 +47,9 @@ def tried(outcome, number=0, plan=SPACE.plans[0], purpose="search"):
         (CRASH, "trial 0 crashed (killed by SIGKILL after step 1)"),
         (Diverged(loss="nan", step=1), "the loss of trial 0 was not finite"),
         (TimedOut(limit_seconds=1.0, phase="step 3"), "trial 0 hung (step 3)"),
-        (SQUEEZED, "trial 0 ran out of memory that others had taken"),
-        (STILL, "the machine stood still during a step of trial 0"),
-        (measured((0.1, 0.1), GIB, FACTS, disturbance=0.5), "others took 50% of the processors during trial 0"),
+        (SQUEEZED, "trial 0 ran out of memory that other processes held"),
+        (STILL, "trial 0 disturbed (the machine was paused during a step)"),
+        (measured((0.1, 0.1), GIB, FACTS, disturbance=0.5), "trial 0 disturbed (other processes used 50% CPU)"),
         (out_of_memory(FACTS), None),
         (Unsupported(reason="no such kernel"), None),
         (measured((0.1, 0.1, 0.4), GIB, FACTS), None),
@@ -86,7 +86,7 @@ def test_a_failure_is_looked_at_once_more_and_an_accident_is_forgiven():
     one, runner, notes = held(CRASH)
     assert runner.asked[:2] == [SPACE.plans[0]] * 2
     assert len(runner.asked) == 9
-    assert notes == ["trial 0 crashed (killed by SIGKILL after step 1): it is measured once more"]
+    assert notes == ["trial 0 crashed (killed by SIGKILL after step 1): re-measuring"]
     decision = decide(one.trials[:2], one.limit_bytes)
     assert decision.plan == SPACE.plans[0]
     assert one.credit == CREDIT

@@ -18,6 +18,7 @@ from autofit.search import recording
 from autofit.search.recording import Landscape, Replay, Writer
 from autofit.system.errors import InputError
 from autofit.training.timing import Effort
+from tests.support.replay import Recorded
 from tests.support.synthetic import GIB, cpu_facts, measured
 from tests.support.synthetic import Landscape as Synthetic
 from tests.support.tiny import LANDSCAPES
@@ -251,12 +252,12 @@ def test_a_recording_that_is_gone_on_with_knows_the_plans_of_before(tmp_path, fa
 
 
 @pytest.mark.slow
-def test_a_tune_cannot_tell_the_difference(recorded, tmp_path):
+def test_a_tune_cannot_tell_the_difference(server, recorded, tmp_path):
     found = Landscape.read(recorded)
     peaks = sorted(recording.needed(runs[0].outcome) for runs in found.runs.values())
     limit = peaks[len(peaks) // 2]
     replay = Replay(found, limit)
-    result = autofit.tune("demo", output=tmp_path / "out", runner=replay)
+    result = autofit.tune("demo", output=tmp_path / "out", backend=Recorded(server, replay))
     assert result.document.hardware == found.facts.hardware
     assert result.promise.limit_bytes == limit
     assert found.fits(result.plan, limit)
@@ -285,12 +286,14 @@ def measurable(run):
     return isinstance(run.outcome, Measured)
 
 
-def test_a_tune_finds_the_best_of_a_recorded_landscape(tmp_path):
+def test_a_tune_finds_the_best_of_a_recorded_landscape(server, tmp_path):
     found = Landscape.read(next(path for path in RECORDED if path.name.startswith("llama")))
     here = dataclasses.replace(found.facts, packages=installed())  # what is written is for these
     found = dataclasses.replace(found, facts=here)
     limit = found.facts.workload.limit_bytes
-    result = autofit.tune("demo", output=tmp_path / "out", runner=Replay(found, limit), allow="exact,numeric,method")
+    result = autofit.tune(
+        "demo", output=tmp_path / "out", backend=Recorded(server, Replay(found, limit)), allow="exact,numeric,method"
+    )
     assert found.seconds(result.plan) <= 1.1 * found.seconds(found.best(limit))
     assert len({trial.plan for trial in result.document.trials}) <= 25
     assert any(", and 10.6 MiB for the kernels of bf16, give or take" in note for note in result.document.notes)

@@ -1,13 +1,15 @@
 """A machine that is only played: its facts are this one's, its outcomes those of a synthetic landscape."""
 
+import contextlib
 from pathlib import Path
 
+from autofit.commands.backend import DeviceBackend
 from autofit.commands.request import STARTED, TRIALS
 from autofit.contract.outcome import TRIAL
 from autofit.output.document import REQUEST
 from autofit.system.files import write_atomically
 from autofit.system.strict_json import dump_json
-from autofit.training.runner import TRIAL_FILE, trial_folder
+from autofit.training.runner import TRIAL_FILE, trial_folder, unrated
 from tests.support.synthetic import GIB, Landscape
 
 
@@ -52,6 +54,52 @@ class Replay:
         folder.mkdir(parents=True)
         write_atomically(folder / TRIAL_FILE, dump_json(TRIAL, trial))
         return trial
+
+
+class Played(DeviceBackend):
+    """A backend whose trials a runner plays: facts are this machine's; nothing is locked, timed, traced or trained.
+
+    Args:
+        server: Forks the process that reads the facts, for many tunes.
+        given: The runner.
+    """
+
+    def __init__(self, server, given):
+        self.lent, self.given = server, given
+
+    def server(self, log, device, modules):
+        return Lent(self.lent)
+
+    def lock(self, facts):
+        return contextlib.nullcontext()
+
+    def rates(self, folder, facts, server, note):
+        return facts
+
+    def warnings(self, facts, folder):
+        return ()
+
+    def forecast(self, space, facts, config, *, server, folder, note, say):
+        return None, unrated
+
+    def runner(self, *_, **__):
+        return self.given
+
+    def look(self, *_):
+        return None
+
+
+class Recorded(Played):
+    """A backend that plays a recorded landscape: its facts, its forecast and its trials; needs no device."""
+
+    def device(self, asked, note):
+        return "cpu"
+
+    def facts(self, *_):
+        return self.given.facts
+
+    def forecast(self, space, *_, **__):
+        return self.given.landscape.forecast_of(space), unrated
 
 
 class Lent:

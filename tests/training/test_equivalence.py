@@ -6,12 +6,16 @@ from dataclasses import replace
 import pytest
 
 from autofit.commands import tune
+from autofit.commands.backend import DeviceBackend
+from autofit.commands.explanations import no_winner
 from autofit.commands.request import Request, Search
 from autofit.contract.outcome import Trial
 from autofit.contract.technique import Kind
 from autofit.registry import recipe_of
-from autofit.search.decision import decide
 from autofit.search.events import Silent
+from autofit.search.loop import Campaign
+from autofit.search.trial_log import TrialLog
+from autofit.space import Space
 from autofit.training import equivalence, loss_curve
 from autofit.training.equivalence import BOUNDS, Guard, Guards, how_many, judge, kind_of, references
 from autofit.training.loss_curve import NOT_FINITE, OUT_OF_MEMORY, Curve, without_dropout
@@ -253,30 +257,30 @@ def guarded(tmp_path):
     plans = (BF16, FULL, PLAIN)
 
     def run(verdicts, timeout_seconds=None):
-        one = tune._Tune(tmp_path, Request(model="demo"), Search(timeout_seconds=timeout_seconds), Silent(), None)
-        one.trials = [
+        one = tune._Tune(
+            tmp_path, Request(model="demo"), Search(timeout_seconds=timeout_seconds), Silent(), DeviceBackend()
+        )
+        trials = TrialLog(
             Trial(
                 number=number, plan=plan, outcome=measured([1.0 + number] * 3, MIB, here), wall_seconds=1.0,
                 purpose="final",
             )
             for number, plan in enumerate(plans)
-        ]  # fmt: skip
+        )  # fmt: skip
+        campaign = Campaign(facts=here, space=Space({}, plans, {}), runner=None, trials=trials, left=lambda: 0.0)
         seen = []
 
         def look(plan, *_, **__):
             seen.append(plan)
             return Guard(verdict=verdicts[len(seen) - 1], words="a reason")
 
-        def again():
-            return decide(one.trials, here.workload.limit_bytes, one.refused)
-
-        return one._guarded(again(), look, again), one, seen
+        return one._guarded(campaign.decide(), campaign, look), one, seen, campaign
 
     return run
 
 
 def test_a_winner_that_trains_otherwise_is_refused_and_the_next_one_taken(guarded):
-    decision, one, seen = guarded(["other", "same"])
+    decision, one, seen, _ = guarded(["other", "same"])
     assert decision.plan == FULL
     assert seen == [BF16, FULL]
     assert one.guard.verdict == "same"
@@ -285,22 +289,22 @@ def test_a_winner_that_trains_otherwise_is_refused_and_the_next_one_taken(guarde
 
 
 def test_where_all_are_refused_there_is_no_winner(guarded):
-    decision, one, seen = guarded(["other"] * 3)
+    decision, _, seen, campaign = guarded(["other"] * 3)
     assert decision is None
     assert len(seen) == tune.MOST_GUARDS
-    error = one._nothing(cpu_facts(), None, None)
+    error = no_winner(campaign.trials, campaign.refused, cpu_facts(), None, forecast=None, trials_folder=None)
     assert "trains otherwise" in error.message
     assert "--no-guard" in error.hint
 
 
 def test_no_verdict_refuses_nobody(guarded):
-    decision, one, _ = guarded(["unknown"])
+    decision, one, _, _ = guarded(["unknown"])
     assert decision.plan == BF16
     assert any("not compared" in note for note in one.notes)
 
 
 def test_when_the_time_is_spent_nothing_is_compared(guarded):
-    decision, one, seen = guarded([], timeout_seconds=1e-9)
+    decision, one, seen, _ = guarded([], timeout_seconds=1e-9)
     assert (decision.plan, seen, one.guard) == (BF16, [], None)
     assert any("time is spent" in note for note in one.notes)
 

@@ -1,0 +1,148 @@
+"""Where a tune measures: this machine's device, or whatever stands for it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from autofit.commands.request import Request, read_facts, with_rates
+from autofit.contract.facts import Facts
+from autofit.contract.outcome import Trial
+from autofit.contract.plan import Plan
+from autofit.costmodel.forecast import Forecast, forecast
+from autofit.costmodel.tracing.trace_store import Traces, cache_folder
+from autofit.costmodel.utilisation import Utilisation
+from autofit.machine import gpu_catalogue, other_processes
+from autofit.machine.select import choose_device, hardware_lock, left_unused
+from autofit.space import Space
+from autofit.system.errors import AutofitError
+from autofit.system.fork_server import ForkServer
+from autofit.training.equivalence import Guards, Look
+from autofit.training.runner import ProcessRunner, Rated, Runner, unrated
+
+Note = Callable[[str], None]
+DeviceName = Literal["cuda", "cpu"]
+
+
+class Backend(Protocol):
+    """What a tune asks of the machine that it measures on. Tests hand in their own."""
+
+    def device(self, asked: str, note: Note) -> DeviceName:
+        """The device for ``auto``, ``cuda`` or ``cpu``."""
+
+    def server(self, log: Path, device: DeviceName, modules: tuple[str, ...]) -> ForkServer:
+        """The process that forks the jobs; the tune closes it."""
+
+    def facts(self, folder: Path, request: Request, device: DeviceName, server: ForkServer, note: Note) -> Facts:
+        """The model, the device, the sizes and the ceilings."""
+
+    def lock(self, facts: Facts) -> contextlib.AbstractContextManager[None]:
+        """Held while trials run: two tunes on one device disturb each other."""
+
+    def rates(self, folder: Path, facts: Facts, server: ForkServer, note: Note) -> Facts:
+        """The facts with the device's measured rates."""
+
+    def warnings(self, facts: Facts, folder: Path) -> Sequence[str]:
+        """What would disturb the measurements now, a sentence each."""
+
+    def forecast(
+        self, space: Space, facts: Facts, config: Path, *, server: ForkServer, folder: Path, note: Note, say: Note
+    ) -> tuple[Forecast | None, Rated]:
+        """What traces say of the plans' memory and FLOPs; ``None`` where they can't be made."""
+
+    def runner(
+        self,
+        folder: Path,
+        facts: Facts,
+        config: Path,
+        server: ForkServer,
+        predicted: dict[Plan, int],
+        *,
+        known: Sequence[Trial],
+        note: Note,
+        rated: Rated,
+    ) -> Runner:
+        """Turns plans into outcomes. ``known`` shows the trials so far, and grows."""
+
+    def look(self, folder: Path, facts: Facts, config: Path, server: ForkServer) -> Look | None:
+        """Compares the training of a winner with a baseline; ``None`` where nothing is trained."""
+
+
+class DeviceBackend:
+    """This machine: each trial is a process on its device."""
+
+    def device(self, asked: str, note: Note) -> DeviceName:
+        """The device for ``auto``, ``cuda`` or ``cpu``."""
+        found = choose_device(asked)
+        if found == "cpu" and asked == "auto" and (why := left_unused()):
+            note(f"an Nvidia GPU is here and is not used, the CPU is: {why}")
+        return found
+
+    def server(self, log: Path, device: DeviceName, modules: tuple[str, ...]) -> ForkServer:
+        """The process that forks the jobs."""
+        return ForkServer(log, device, modules)
+
+    def facts(self, folder: Path, request: Request, device: DeviceName, server: ForkServer, note: Note) -> Facts:
+        """The model, the device, the sizes and the ceilings, read by a process of its own."""
+        return read_facts(folder, request, device, server, note)
+
+    def lock(self, facts: Facts) -> contextlib.AbstractContextManager[None]:
+        """The device's lock, for all users of the machine."""
+        return hardware_lock(facts.hardware)
+
+    def rates(self, folder: Path, facts: Facts, server: ForkServer, note: Note) -> Facts:
+        """The facts with the device's measured rates."""
+        return with_rates(folder, facts, server, note)
+
+    def warnings(self, facts: Facts, folder: Path) -> Sequence[str]:
+        """What would disturb the measurements now."""
+        return other_processes.warnings(facts.hardware, folder)
+
+    def forecast(
+        self, space: Space, facts: Facts, config: Path, *, server: ForkServer, folder: Path, note: Note, say: Note
+    ) -> tuple[Forecast | None, Rated]:
+        """What traces say; a tune goes on without them where they fail."""
+        hardware = facts.hardware
+        card = gpu_catalogue.matching(hardware.name, hardware.total_bytes)
+        traces = Traces(facts, config, lambda: server, folder, cache_folder())
+        try:
+            found = forecast(space, traces, facts, card, say=say)
+            rated = Utilisation(space, traces, facts, card).rated
+        except AutofitError as error:
+            note(f"memory is not forecast: {error.message}")
+            return None, unrated
+        for why in sorted(set(traces.failed.values())):
+            note(f"some plans have no forecast: {why}")
+        return None if np.isnan(found.tensor_bytes).all() else found, rated
+
+    def runner(
+        self,
+        folder: Path,
+        facts: Facts,
+        config: Path,
+        server: ForkServer,
+        predicted: dict[Plan, int],
+        *,
+        known: Sequence[Trial],
+        note: Note,
+        rated: Rated,
+    ) -> Runner:
+        """Runs each trial in a process of its own."""
+        return ProcessRunner(folder, facts, config, server, predicted, known=known, note=note, rated=rated)
+
+    def look(self, folder: Path, facts: Facts, config: Path, server: ForkServer) -> Look | None:
+        """Trains the winner and a baseline for a few steps."""
+        return Guards(folder, facts, config, server).look
+
+
+def predicted_bytes(space: Space, forecast: Forecast | None) -> dict[Plan, int]:
+    """Peak bytes of the plans by their traces, where there are any."""
+    if forecast is None:
+        return {}
+    pairs = zip(space.plans, forecast.predicted_bytes.tolist(), strict=True)
+    return {plan: round(peak) for plan, peak in pairs if not math.isnan(peak)}

@@ -1,0 +1,68 @@
+"""The output folder of a tune: what may stand there before it, and what is removed."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from autofit.commands.request import TRIALS
+from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST
+from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML
+from autofit.search.study import JOURNAL_FILE
+from autofit.system.errors import InputError
+from autofit.system.fork_server import FAILED_JOB_LOG
+
+LOCK = ".lock"
+FORKSERVER_LOG = "forkserver.log"
+_WRITTEN = {
+    MODEL_FOLDER, DOCUMENT_FILE, YAML, ARGUMENTS, REPORT, TRIALS, FORKSERVER_LOG, JOURNAL_FILE
+}  # fmt: skip
+BEGUN = {REQUEST, LOCK}
+"""One of these is in every folder that a tune has written to."""
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete the temporary files of a tune that was killed. The caller holds the folder's lock."""
+    for left in (*folder.glob(".ask-*"), folder / ASIDE):
+        shutil.rmtree(left, ignore_errors=True)
+    for left in (*folder.glob(".*.tmp"), *(folder / TRIALS).glob("*/.*.tmp")):
+        with contextlib.suppress(OSError):
+            left.unlink()
+
+
+def names_before(folder: Path) -> frozenset[str]:
+    """The names in a folder before a tune begins there.
+
+    Raises:
+        InputError: Something has a name that the tune would write to, and no tune has written it.
+    """
+    try:
+        there = frozenset(entry.name for entry in folder.iterdir())
+    except (OSError, ValueError):
+        return frozenset()  # not there yet, or no folder: the next who looks says so
+    clash = sorted(there & _WRITTEN)
+    if clash and not BEGUN & there:
+        raise InputError(
+            f"{folder} holds {', '.join(clash)}, which no tune wrote: it would be written over",
+            hint="name a new or an empty folder by --output",
+        )
+    return there
+
+
+def remove_unstarted_output(folder: Path, *, whole: bool, but: Collection[str]) -> None:
+    """Delete what a tune that failed before its first trial has written.
+
+    Args:
+        folder: The output folder.
+        whole: Whether this tune made the folder, so that all of it is deleted; the log of a failed job is kept.
+        but: Names that stood there before.
+    """
+    if whole and not (folder / FAILED_JOB_LOG).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    if MODEL_FOLDER not in but:
+        shutil.rmtree(folder / MODEL_FOLDER, ignore_errors=True)
+    for name in {FORKSERVER_LOG, JOURNAL_FILE, LOCK} - set(but):
+        (folder / name).unlink(missing_ok=True)
