@@ -7,6 +7,14 @@ model and device, which is why it is measured. Source: mosaicml/composer #1632, 
 Choices are the divisors of a process's share of the global batch, so that equal micro-batches make up exactly
 that: any integer that divides it, not only powers of two.
 
+A Trainer evaluates 8 rows at once unless told otherwise, which may be more than it trains on. So
+``per_device_eval_batch_size`` is written too: the micro-batch, or as many of its rows as make no more than 512 MiB of
+logits in float32. Evaluation makes them all, also where the loss is trained a chunk at a time. A trial evaluates one
+such batch inside the ceiling. ``prediction_loss_only`` is not written. Without ``compute_metrics`` a Trainer drops the
+logits of each batch anyway; with it, ``True`` would leave the metrics out without a word (``Trainer.evaluate`` and
+``evaluation_loop``). With ``compute_metrics`` the logits of all rows stay on the device until the end, or for
+``eval_accumulation_steps`` batches: that is not measured.
+
 Not covered: a last, smaller micro-batch; rows of different lengths, which are probed at the longest.
 """
 
@@ -25,6 +33,15 @@ if TYPE_CHECKING:
     from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
+
+
+_EVALUATED_LOGITS_BYTES = 512 * 2**20
+
+
+def evaluated_rows(rows: int, facts: Facts) -> int:
+    """Rows that are evaluated at once: no more than the micro-batch, and no more logits than a small part of a card."""
+    logits_bytes = 4 * facts.workload.seq_len * facts.model.vocab_size
+    return max(1, min(rows, _EVALUATED_LOGITS_BYTES // logits_bytes))
 
 
 class MicroBatch(Technique):
@@ -61,7 +78,13 @@ class MicroBatch(Technique):
         recipe.micro_batch = int(value)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
-        return Emission(training_args={"per_device_train_batch_size": int(value)})
+        rows = int(value)
+        return Emission(
+            training_args={
+                "per_device_train_batch_size": rows,
+                "per_device_eval_batch_size": evaluated_rows(rows, facts),
+            }
+        )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         """Two rows stand for any number above one; one alone is contiguous however it is turned, and copied less."""

@@ -60,7 +60,7 @@ def run_trainer(
         args: The ``TrainingArguments``, with ``max_steps`` large enough for the clock's effort.
         model: The model, wrapped as the plan says.
         optimizer: Where the plan wraps the optimizer; otherwise Trainer makes it.
-        dataset: Rows to train on; random ones where none are given.
+        dataset: Rows to train on; where none are given, random ones, of which a batch is evaluated too.
     """
     from transformers import Trainer, TrainerCallback
 
@@ -79,6 +79,8 @@ def run_trainer(
             if clock.done == clock.effort.warm_up:
                 seen.append(observer.evidence(trainer.optimizer, trainer.accelerator, counted(clock)))
                 observer.close()
+                if dataset is None:
+                    evaluate_once(trainer)
             return control
 
     class Listened(Trainer):
@@ -103,6 +105,21 @@ def run_trainer(
     )
     trainer.train()
     return observer.with_later_state(seen[0], trainer.optimizer, trainer.accelerator, counted(clock))
+
+
+def evaluate_once(trainer: Any) -> None:
+    """Evaluate one batch as a Trainer does, between two steps: its peak belongs to the training's.
+
+    Nothing is compiled for it, since a graph of its own would take longer than the whole measurement.
+    """
+    import torch
+
+    model, rows = trainer.model, trainer.train_dataset
+    batch = trainer.data_collator([rows[index] for index in range(trainer.args.per_device_eval_batch_size)])
+    model.eval()
+    with torch.compiler.set_stance("force_eager"):
+        trainer.prediction_step(model, batch, prediction_loss_only=True)
+    model.train()
 
 
 def run_loop(

@@ -120,6 +120,8 @@ def test_every_tuned_field_is_written_also_the_false_ones(tmp_path):
     assert fields["optim"] == "adamw_torch_fused"
     assert fields["use_cpu"] is True
     assert (fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]) == (8, 1)
+    assert fields["per_device_eval_batch_size"] == 8
+    assert "prediction_loss_only" not in fields, "it would leave out a script's own metrics"
 
 
 def test_full_precision_is_written_as_a_word(tmp_path):
