@@ -131,7 +131,7 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
         "--guard/--no-guard",
         default=True,
         show_default=True,
-        help="Refuse a plan that trains otherwise than a plain one.",
+        help="Refuse a winner whose losses or gradients differ from a float32 baseline's.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print autofit.json to stdout, and nothing else there."),
 )

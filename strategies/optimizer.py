@@ -313,6 +313,7 @@ class Optimizer(Technique):
         return None
 
     def apply(self, value: Value, recipe: Recipe) -> None:
+        recipe.state_bits = _ROWS[str(value)].bits
         if _ROWS[str(value)].modes and recipe.facts.workload.launch_path == "loop":
             recipe.optimizer_wraps.append(_in_training)
 

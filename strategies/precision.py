@@ -57,6 +57,8 @@ _COMPUTES = {
     "bf16_weights": "bfloat16",
     "fp8": "bfloat16",  # what a float8 product gives
 }
+_MANTISSA = {"fp32": 23, "tf32": 10, "bf16": 7, "fp16": 10, "bf16_weights": 7, "fp8": 2}
+"""Bits, without the leading one; of float8 the gradients' (e5m2)."""
 _FLOAT8 = (8, 9)
 
 
@@ -111,6 +113,7 @@ class Precision(Technique):
     def apply(self, value: Value, recipe: Recipe) -> None:
         recipe.mixed_precision = _AUTOCAST.get(str(value), "no")
         recipe.tf32 = value == "tf32"
+        recipe.product_bits = _MANTISSA[str(value)]
         if value == "bf16_weights":
             recipe.weights_dtype = "bfloat16"
         if value == "fp8":

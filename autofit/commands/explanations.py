@@ -82,7 +82,7 @@ def no_winner(
     if refused:
         plan, why = next(iter(refused.items()))
         return MachineError(
-            f"every plan that was measured trains otherwise than a plain one: {plan.words()}: {why}",
+            f"no measured plan trains like the float32 baseline: {plan.words()}: {why}",
             hint="is it a bug of a library? --no-guard writes the fastest plan all the same",
         )
     if not trials and forecast is not None:

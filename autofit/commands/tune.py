@@ -110,7 +110,7 @@ def tune(
         record: File that gets a line of JSON for each trial.
         resume: Go on with what the output folder holds.
         seed: Of the search and of the random tokens.
-        guard: Train the winner a few steps beside a plain plan, and refuse it where it trains otherwise.
+        guard: Reject a winner whose losses or gradients in a few steps differ from a float32 baseline's.
         events: Told of what happens.
         backend: Where to measure; by default this machine's device.
 
@@ -344,31 +344,31 @@ class _Tune:
         return None if given is None else given - (time.monotonic() - self.began)
 
     def _guarded(self, decision: Decision | None, campaign: Campaign, look: Look) -> Decision | None:
-        """The first winner that trains as a plain plan does; what trains otherwise is refused.
+        """The first winner whose training agrees with the float32 baseline's; others are refused.
 
         Args:
             decision: The winner so far.
             campaign: Is told which plans to refuse, and re-measures the rest.
-            look: Trains a plan beside a plain one.
+            look: Compares the training of a plan with the baseline's.
         """
         for _ in range(MOST_GUARDS):
             if decision is None:
                 return None
             left = self._left()
             if left is not None and left <= 0:
-                self._note("the time is spent: the winner's training was not compared with a plain plan's")
+                self._note("the time is spent: the winner's training was not compared with the float32 baseline's")
                 return decision
             plan, spent = decision.plan, time.monotonic() - self.began
-            self.events.note(f"comparing the training of {plan.words()} with a plain plan's")
+            self.events.note(f"comparing the training of {plan.words()} with the float32 baseline's")
             found = look(plan, decision.measured, spent_seconds=spent, left_seconds=left)
             if found.verdict != "other":
                 self.guard = found
                 if found.verdict == "unknown":
-                    self._note(f"the winner's training was not compared with a plain plan's: {found.words}")
+                    self._note(f"the winner's training was not compared with the float32 baseline's: {found.words}")
                 return decision
             campaign.refuse(plan, found.words)
             self._note(f"refused, though it was the fastest: {plan.words()}: {found.words}")
             decision = campaign.playoff()
         if decision is not None:
-            self._note(f"{MOST_GUARDS} plans trained otherwise than a plain one; the winner was not compared any more")
+            self._note(f"{MOST_GUARDS} plans were refused; the winner was not compared any more")
         return decision

@@ -67,6 +67,8 @@ class Recipe:
         optimizer_wraps: Applied in order to the optimizer that the arguments name.
         state: What a technique's own code counts while it runs, by the technique's name; it alone reads it.
         slow_start: What takes long in the first step, in a word, for a trial that is cut off in it.
+        product_bits: Mantissa bits of the operands of matrix products, without the leading one; 23 in float32.
+        state_bits: Bits of a number of the optimizer's state.
     """
 
     plan: Plan
@@ -85,6 +87,8 @@ class Recipe:
     optimizer_wraps: list[OptimizerWrap] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
     slow_start: str = ""
+    product_bits: int = 23
+    state_bits: int = 32
 
     def add(self, emission: Emission) -> None:
         """Join one technique's emission to what is there; two techniques never write one key."""

@@ -58,7 +58,7 @@ def summary(document: Document, *, folder: str | Path) -> Group:
     if payback:
         sections.insert(-2, ("When compiling pays back", _text(payback)))
     if guarded:
-        sections.insert(-2, ("Does it train as a plain plan does?", _text(guarded)))
+        sections.insert(-2, ("Does it train like the float32 baseline?", _text(guarded)))
     if document.notes:
         sections.append(("Notes", _bullets(document.notes)))
     sections.append(("Launch it", _text(launch, overflow="fold")))

@@ -83,7 +83,7 @@ def decide(trials: Sequence[Trial], limit_bytes: int, otherwise: Mapping[Plan, s
     Args:
         trials: All that was tried.
         limit_bytes: The ceiling on the device.
-        otherwise: Plans that are out since they train otherwise than a plain plan, each with how it showed.
+        otherwise: Plans whose losses or gradients differ from the float32 baseline's, each with the difference.
     """
     contenders, refused = _contenders(trials, limit_bytes, otherwise or {})
     if not contenders:
@@ -133,7 +133,7 @@ def _contenders(
         if pooled.peak_bytes > limit_bytes or any(isinstance(one, OutOfMemory) for one in failures):
             refused.append(f"Refused: {plan.words()} fitted once, and broke the ceiling another time.")
         elif plan in otherwise:
-            refused.append(f"Refused: {plan.words()} trains otherwise than a plain plan: {otherwise[plan]}.")
+            refused.append(f"Refused: {plan.words()} does not train like the float32 baseline: {otherwise[plan]}.")
         elif failures:
             refused.append(f"Refused: {plan.words()} ran once, and {failures[-1].kind} another time.")
         else:

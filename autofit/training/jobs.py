@@ -26,6 +26,7 @@ from autofit.training.launch_environment import launch_environment, write_yaml
 from autofit.training.loops import run_recipe
 from autofit.training.loss_curve import CURVE, Curve, record
 from autofit.training.measure import measure
+from autofit.training.rounding import Rounding, rounded
 from autofit.training.timing import Effort
 
 PROGRESS_FILE = "progress"
@@ -49,7 +50,7 @@ class TrialJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveJob:
-    """Train some steps of a plan and write down what it learns."""
+    """Train some steps of a plan, possibly in a rounded arithmetic, and write down what it learns."""
 
     RESULT: ClassVar[str] = "curve.json"
     kind: Literal["curve"] = "curve"
@@ -57,6 +58,7 @@ class CurveJob:
     facts: Facts
     config: str
     steps: int
+    rounding: Rounding | None = None
 
     def run(self, folder: Path) -> None:
         """Leave the curve; every failure that can be caught stands in it in words."""
@@ -88,7 +90,8 @@ def _trained(job: CurveJob, folder: Path) -> Curve:
     """The curve of a plan; whatever is unforeseen is told in words."""
     try:
         recipe = _launched(job.plan, job.facts, folder)
-        return record(recipe, job.steps, meter(job.facts), config=Path(job.config), folder=folder)
+        with rounded(job.rounding) if job.rounding else contextlib.nullcontext():
+            return record(recipe, job.steps, meter(job.facts), config=Path(job.config), folder=folder)
     except Exception as error:  # noqa: BLE001 - the top of the worker
         traceback.print_exc()
         return Curve(failed=error_words(error))

@@ -130,6 +130,7 @@ def run_loop(
     max_grad_norm: float = 1.0,
     *,
     dataset: Dataset[Any] | None = None,
+    shuffle: bool = True,
 ) -> Evidence:
     """Train by a plain Accelerate loop until the clock says enough; the loop of ``examples/train_loop.py``.
 
@@ -140,6 +141,7 @@ def run_loop(
         optimizer: Its optimizer.
         max_grad_norm: Gradients are clipped to this norm, as a Trainer does by default.
         dataset: Rows to train on; random ones where none are given.
+        shuffle: Whether the rows are trained on in random order.
     """
     from torch.utils.data import DataLoader
 
@@ -150,7 +152,7 @@ def run_loop(
     loader = DataLoader(
         dataset or random_rows(clock.recipe, rows),
         batch_size=clock.recipe.micro_batch,
-        shuffle=True,
+        shuffle=shuffle,
         pin_memory=clock.on_cuda,
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -235,7 +237,7 @@ def run_recipe(clock: Listener, *, config: Path, folder: Path, lesson: Lesson | 
     if args is not None:
         return run_trainer(clock, args, model, optimizer, dataset=rows)
     accelerator = recipe.accelerator(gradient_accumulation_steps=clock.accumulation)
-    return run_loop(clock, accelerator, model, optimizer, dataset=rows)
+    return run_loop(clock, accelerator, model, optimizer, dataset=rows, shuffle=lesson is None)
 
 
 def untuned(clock: Listener, folder: Path) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""A short training on rows that can be learned, and what is written down of it: losses and gradients, no times.
+"""A short training on rows that can be learned, and what is recorded of it: losses, gradients and updates, no times.
 
-The weights are random, and the same for every plan; the rows are the same; dropout is off, since its random numbers
-fall differently where the rows are split differently. So two plans that train the same way give the same curve.
-Random tokens would teach nothing: their loss is the logarithm of the vocabulary, whatever the gradients are. Here the
-rows are of a few tokens, handed out again and again, and the loss falls from the first step on.
+The random weights are the same for every plan, and dropout is off, since its random numbers depend on how the rows are
+split. Every optimizer step trains on the same rows in the same order, one global batch, so that a step that float16's
+loss scaling skips changes nothing: it is left out. So two plans that train the same way give the same curve. Random
+tokens would teach nothing: their loss is the logarithm of the vocabulary, whatever the gradients are. The rows here
+consist of a few different tokens, and the loss falls from the first step on.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from autofit.contract.technique import replacing
 from autofit.machine.meters import CeilingBroken, Meter, out_of_memory
 from autofit.training.loops import Lesson, run_recipe
+from autofit.training.sketch import Sketch, minus, sketch
 from autofit.training.timing import Effort, NotFinite
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 _TOKENS = 16
 _RATE, _WIDTH = 1e-3, 512
 """Adam moves every weight by the rate, and a wider layer adds up more of them."""
+_SKIPPED = 8
+"""Optimizer steps that loss scaling may skip; each halves the scale, which begins at 65,536."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +47,20 @@ class Curve:
     Attributes:
         losses: Of each optimizer step.
         norms: Norm of the gradients that the optimizer stepped with, clipped, for each step; 0 where not seen.
-        gradients: Norm of each parameter's gradient in the first step, before it is clipped; none where the loss is
-            scaled or an engine keeps them.
+        raw_norms: Norm of all gradients for each step, unscaled and before they are clipped; 0 where not seen.
+        gradients: Sketch of each parameter's gradient in the first step, unscaled and before it is clipped; none where
+            an engine keeps them.
+        vectors: Parameters of one dimension: their gradients are sums over tokens and no matrix products.
+        updates: Sketch of how far each parameter moved in all steps; none where an engine keeps the weights.
         failed: Why it did not come to its end: ``not finite``, ``out of memory`` or an error in words.
     """
 
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
-    gradients: dict[str, float] = field(default_factory=dict)
+    raw_norms: tuple[float, ...] = ()
+    gradients: dict[str, Sketch] = field(default_factory=dict)
+    vectors: frozenset[str] = frozenset()
+    updates: dict[str, Sketch] = field(default_factory=dict)
     failed: str | None = None
 
 
@@ -65,6 +76,7 @@ class Recorder:
     recipe: Recipe
     effort: Effort
     meter: Meter
+    steps: int
     accumulation: int
     on_cuda: bool
     in_parts: bool = False
@@ -72,19 +84,27 @@ class Recorder:
     done: int = 0
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    gradients: dict[str, float] = field(default_factory=dict)
-    model: Any = None
+    raw_norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Sketch] = field(default_factory=dict)
+    vectors: list[str] = field(default_factory=list)
+    updates: dict[str, Sketch] = field(default_factory=dict)
+    scale: float = 1.0
+    _model: Any = None
+    _before: dict[str, Sketch] = field(default_factory=dict)
     _loss: torch.Tensor | None = None
+    _raw_norm: float = 0.0
+    _skipped: bool = False
     _squares: dict[int, float] = field(default_factory=dict)
 
     def begin(self, model: PreTrainedModel) -> None:
         """The model stands: no dropout, and the same random numbers from here on."""
         import torch
 
-        self.model = model
+        self._model = model
         for module in model.modules():
             if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001 - the parent of all kinds
                 module.p = 0.0
+        self._before = self._weights()
         torch.manual_seed(self.recipe.facts.workload.seed)
 
     def step_begin(self) -> None:
@@ -99,15 +119,23 @@ class Recorder:
         """The loss is there."""
         self.meter.check()
 
+    def scaling(self, scaler: Any) -> None:
+        """A loss is about to be scaled."""
+        self.scale = float(scaler.get_scale())
+
     def backward_end(self, loss: torch.Tensor) -> None:
         """The gradients of a micro-step are there; ``loss`` is its share of the step's."""
         self.meter.check()
         self.accumulated += 1
         self._loss = loss.detach().clone() if self._loss is None else self._loss + loss.detach()
-        if self.done == 0 and self.accumulated == self.accumulation and self.recipe.mixed_precision != "fp16":
-            for name, parameter in self.model.named_parameters():
-                if parameter.grad is not None:
-                    self.gradients[name] = _finite(_norm(parameter.grad))
+        if self.accumulated == self.accumulation:
+            parameters = named_parameters(self._model)
+            gradients = {name: whole(one.grad) for name, one in parameters if one.grad is not None}
+            self._raw_norm = _finite(math.hypot(*map(_norm, gradients.values())) / self.scale)
+            if not self.losses:
+                sketches = {name: sketch(one, name) for name, one in gradients.items()}
+                self.gradients = {name: tuple(x / self.scale for x in one) for name, one in sketches.items()}
+                self.vectors = [name for name, one in gradients.items() if one.ndim < 2]
 
     def stepping(self, optimizer: Any, *_: Any) -> None:
         """An optimizer, or a part of it, is about to step."""
@@ -117,21 +145,51 @@ class Recorder:
                     self._squares[id(parameter)] = _norm(parameter.grad) ** 2
 
     def step_skipped(self) -> None:
-        """Nothing to do."""
+        """The scaled gradients overflowed: the same step comes again."""
+        self._skipped = True
 
     def step_end(self) -> bool:
-        """An optimizer step is done."""
+        """An optimizer step is done; returns whether enough was seen."""
         self.meter.check()
         loss = float(self._loss) if self._loss is not None else math.nan
         self._loss = None
         if not math.isfinite(loss):
             raise NotFinite(loss, self.done)
-        self.losses.append(loss)
-        self.norms.append(_finite(math.sqrt(sum(self._squares.values()))))
+        if not self._skipped:
+            self.losses.append(loss)
+            self.norms.append(_finite(math.sqrt(sum(self._squares.values()))))
+            self.raw_norms.append(self._raw_norm)
+        self._skipped = False
         self.done += 1
         if self.done == self.effort.warm_up:
             self.meter.settle()
-        return self.done >= self.effort.warm_up + self.effort.max_steps
+        if len(self.losses) == self.steps:
+            self.updates = {
+                name: minus(after, self._before[name])
+                for name, after in self._weights().items()
+                if name in self._before
+            }
+        return len(self.losses) == self.steps or self.done >= self.effort.warm_up + self.effort.max_steps
+
+    def _weights(self) -> dict[str, Sketch]:
+        """Sketches of the weights that are trained, where the model holds them as they are stepped."""
+        if self.recipe.emission.accelerate["distributed_type"] == "DEEPSPEED":
+            return {}
+        parameters = named_parameters(self._model)
+        return {name: sketch(whole(one), name) for name, one in parameters if one.requires_grad}
+
+
+def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters under the names that they have where nothing is wrapped."""
+    for name, parameter in model.named_parameters():
+        yield name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), parameter
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be sharded."""
+    gather = getattr(tensor, "full_tensor", None)
+    result: torch.Tensor = tensor.detach() if gather is None else gather().detach()
+    return result
 
 
 def _norm(tensor: torch.Tensor) -> float:
@@ -155,14 +213,19 @@ def record(recipe: Recipe, steps: int, meter: Meter, *, config: Path, folder: Pa
         config: Folder that holds the ``config.json``.
         folder: Where a Trainer may write.
     """
-    effort = Effort(fidelity="whole", warm_up=2, max_steps=steps - 2)
+    most = steps + (_SKIPPED if recipe.mixed_precision == "fp16" else 0)
+    effort = Effort(fidelity="whole", warm_up=2, max_steps=most - 2)
     on_cuda = recipe.facts.hardware.device == "cuda"
-    listener = Recorder(recipe, effort, meter, recipe.accumulation, on_cuda)
+    listener = Recorder(recipe, effort, meter, steps, recipe.accumulation, on_cuda)
     rate = _RATE * min(1.0, _WIDTH / recipe.facts.model.hidden_size)
     lesson = Lesson(
         begin=listener.begin,
-        rows=learnable_rows(recipe, recipe.micro_batch * recipe.accumulation * steps),
-        arguments={"learning_rate": rate, "lr_scheduler_type": "constant"},
+        rows=learnable_rows(recipe, recipe.micro_batch * recipe.accumulation * most),
+        arguments={
+            "learning_rate": rate,
+            "lr_scheduler_type": "constant",
+            "train_sampling_strategy": "sequential",
+        },
     )
     failed = None
     try:
@@ -176,18 +239,34 @@ def record(recipe: Recipe, steps: int, meter: Meter, *, config: Path, folder: Pa
         if out_of_memory(error) is None:
             raise
         failed = OUT_OF_MEMORY
+    if failed is None and len(listener.losses) < steps:
+        failed = "the scaled gradients overflowed in too many steps"
     return Curve(
-        losses=tuple(listener.losses), norms=tuple(listener.norms), gradients=listener.gradients, failed=failed
+        losses=tuple(listener.losses),
+        norms=tuple(listener.norms),
+        raw_norms=tuple(listener.raw_norms),
+        gradients=listener.gradients,
+        vectors=frozenset(listener.vectors),
+        updates=listener.updates,
+        failed=failed,
     )
 
 
 @contextlib.contextmanager
 def _steps_told(listener: Recorder) -> Iterator[None]:
+    from torch.amp import GradScaler
     from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    scale = GradScaler.scale
+
+    def scaled(scaler: Any, *args: Any) -> Any:
+        listener.scaling(scaler)
+        return scale(scaler, *args)
 
     handle = register_optimizer_step_pre_hook(listener.stepping)
     try:
-        yield
+        with replacing([(GradScaler, "scale", scaled)]):
+            yield
     finally:
         handle.remove()
 

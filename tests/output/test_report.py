@@ -547,7 +547,7 @@ class TestGuard:
 
     guard = Guard(
         verdict="same",
-        words="it trains as the plain plan does",
+        words="it trains like the float32 baseline",
         reference=plan(8),
         losses=(4.0, 3.0, 2.5),
         reference_losses=(4.0, 3.01, 2.49),
@@ -558,7 +558,7 @@ class TestGuard:
 
     def test_a_line_in_the_terminal_and_two_curves_on_the_page(self):
         doc = document(guard=self.guard)
-        line = "It trains as the plain plan does. It took 12.0 s."
+        line = "It trains like the float32 baseline. It took 12.0 s."
         assert line in words(terminal(doc))
         page = html(doc, folder="x")
         assert line in " ".join(Page(page).said)
@@ -579,7 +579,7 @@ class TestGuard:
 
     def test_without_a_guard_nothing_is_said(self):
         assert charts.losses(document()) is None
-        assert "plain plan does" not in terminal(document())
+        assert "float32 baseline" not in terminal(document())
 
     def test_an_old_document_has_none(self):
         raw = DOCUMENT.dump_python(document(guard=self.guard), mode="json")

@@ -1,0 +1,83 @@
+"""Does the guard pass every honest plan and refuse every defect? Two tables, and exit code 1 if a verdict is wrong.
+
+``python tests/bench/guard_bench.py --only bert --output FILE``; all cases take half an hour on one core. A row shows
+the quantity that comes nearest to its tolerance, or lies farthest outside. ``ratio`` is the difference in tolerances.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from autofit.system.fork_server import ForkServer
+from tests.support.guard_cases import Bench, Case, defects, honest
+from tests.support.tiny import REPOSITORY, SUPPORT, hear_signals
+
+WANTED = {True: "other", False: "same"}
+
+
+def row(bench: Bench, case: Case) -> dict[str, object]:
+    """What the guard says of a case."""
+    found, comparisons = bench.look(case)
+    worst = max(comparisons, key=lambda one: one.ratio, default=None)
+    return {
+        "plan": case.name,
+        "architecture": case.architecture,
+        "defect": case.defect,
+        "quantity": worst.what if worst else found.words,
+        "difference": worst.difference if worst else None,
+        "tolerance": worst.tolerance if worst else None,
+        "ratio": worst.ratio if worst else None,
+        "verdict": found.verdict,
+        "right": found.verdict == WANTED[bool(case.defect)],
+    }
+
+
+def line(one: dict[str, object]) -> str:
+    """A row in words."""
+    numbers = "".join(
+        f"{'' if one[name] is None else format(one[name], '.2g'):>10}" for name in ("difference", "tolerance", "ratio")
+    )
+    right = "" if one["right"] else "  WRONG"
+    cells = f"{one['architecture']:<10}{one['plan']:<24}{one['defect']:<46}"
+    return f"{cells}{numbers}  {one['verdict']:<8}{str(one['quantity'])[:70]}{right}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose architecture, plan or defect match this")
+    parser.add_argument("--output", type=Path, help="keep the rows as JSON")
+    options = parser.parse_args()
+    hear_signals()
+    os.environ["PYTHONPATH"] = f"{SUPPORT}{os.pathsep}{REPOSITORY}"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory(prefix="guard-") as folder:
+        server = ForkServer(Path(folder) / "log", "cpu", ("faulty",))
+        with contextlib.closing(server):
+            server.start()
+            bench = Bench(folder=Path(folder), server=server)
+            for title, cases in {"HONEST PLANS": honest(), "DEFECTS": defects()}.items():
+                print(f"\n{title}", flush=True)
+                for case in cases:
+                    if re.search(options.only, case.words()):
+                        rows.append(row(bench, case))
+                        print(line(rows[-1]), flush=True)
+    wrong = sum(not one["right"] for one in rows)
+    passed = sum(not one["defect"] for one in rows)
+    print(f"\n{passed} honest plans, {len(rows) - passed} defects, {wrong} wrong verdicts")
+    if options.output:
+        options.output.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
