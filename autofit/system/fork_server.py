@@ -44,7 +44,6 @@ FAILED_JOB_LOG = "failed-job.log"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TICK_SECONDS = 1.0
-_TRACES = "AUTOFIT_TRACES"
 _FIRST = ("torch", "transformers", "transformers.modeling_utils")
 _ALWAYS = ("torch._dynamo", "accelerate.commands.launch")
 # peft and bitsandbytes, which Trainer's module imports, ask for the device at import; a forked child can't use CUDA
@@ -84,10 +83,10 @@ class ForkServer:
             environment["CUDA_VISIBLE_DEVICES"] = ""  # what is loaded for the CPU asks for a device that is there
         if not self.trains:
             environment["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes asks for the compiler when it is imported
-            environment[_TRACES] = "1"
+        arguments = [str(theirs.fileno()), self.device, "train" if self.trains else "trace", *self.modules]
         with writing(self.log), self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "autofit.system.fork_server", str(theirs.fileno()), self.device, *self.modules],
+                [sys.executable, "-m", "autofit.system.fork_server", *arguments],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -359,8 +358,8 @@ class _Server:
         self.say({"pid": self.child})
 
 
-def serve(descriptor: int, device: str, modules: tuple[str, ...]) -> NoReturn:
-    """The server's process: load, then serve."""
+def serve(descriptor: int, device: str, modules: tuple[str, ...], *, trains: bool = True) -> NoReturn:
+    """The server's process: load, then serve; see :class:`ForkServer` for the arguments."""
     began = time.monotonic()
     control = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
@@ -369,7 +368,7 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(os.getppid(), signal.SIGTERM)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if os.environ.get(_TRACES):
+    if not trains:
         _leave_out("datasets", "scipy")
     first = [*_FIRST, *modules]
     if device == "cuda" and find_spec("torchao"):
@@ -426,4 +425,4 @@ def _job(folder: Path, server: int, device: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), sys.argv[2], tuple(sys.argv[3:]))
+    serve(int(sys.argv[1]), sys.argv[2], tuple(sys.argv[4:]), trains=sys.argv[3] == "train")

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import random
 
 import numpy as np
@@ -9,12 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 import torch.utils.checkpoint
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils import _foreach_utils
 
 from autofit.costmodel.roofline import KINDS
-from autofit.costmodel.tracing import cuda_emulation
+from autofit.costmodel.tracing import cuda_emulation, fake_run
 from autofit.costmodel.tracing.cuda_emulation import like_cuda
-from autofit.costmodel.tracing.fake_run import PERIODS, Layers, find_layers, telling_rows
+from autofit.costmodel.tracing.fake_run import prime_micro_batch
+from autofit.costmodel.tracing.layers import PERIODS, Layers, find_layers
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.timeline import CATEGORIES, lengthen
 from autofit.registry import technique, techniques
@@ -162,7 +165,7 @@ def test_a_lengthened_trace_with_an_adapter_is_that_of_the_whole_model(labs, cas
 def test_the_rows_of_a_trace_tell_themselves_from_every_other_size():
     model = torch.nn.Linear(101, 103, device="meta")
     model.register_buffer("table", torch.ones(107 * 109, device="meta"))
-    rows = telling_rows(model, 114)  # 113 is one less
+    rows = prime_micro_batch(model, 114)  # 113 is one less
     assert rows not in {101, 103, 107, 109, 113}
     assert all(rows % divisor for divisor in range(2, rows))
 
@@ -580,3 +583,12 @@ def test_activations_on_the_host(wide):
     before, after = (part.tape.starts[part.tape.segments.index("0:headB")] - 1 for part in (own, host))
     fewer = own.tape.live(rows)[before] - host.tape.live(rows)[after]
     assert 0.5 * outside.max() < fewer <= outside.max()
+
+
+@pytest.mark.parametrize("launch_path", ["trainer", "loop"])
+def test_a_trace_puts_back_the_environment_and_the_state_of_accelerate(tmp_path, launch_path):
+    lab = Lab(tmp_path, "llama", launch_path=launch_path)
+    states = [state._shared_state for state in (AcceleratorState, GradientState, PartialState)]
+    before = dict(os.environ), [dict(state) for state in states]
+    fake_run.micro_steps(PLAIN, lab.facts, config=lab.folder, folder=lab.folder)
+    assert (dict(os.environ), [dict(state) for state in states]) == before

@@ -1,17 +1,16 @@
 """Models small enough to trace in tenths of a second, and the same runs on real tensors to compare with."""
 
 import contextlib
-import os
 import warnings
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from bitsandbytes.optim import GlobalOptimManager
 
 from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.plan import Plan
 from autofit.costmodel import peak
 from autofit.costmodel.tracing import fake_run, trace_job
+from autofit.costmodel.tracing.layers import Marks
 from autofit.machine.packages import installed
 from autofit.registry import technique, techniques
 from tests.support import tiny
@@ -96,7 +95,7 @@ def facts_of(config, *, device="cpu", seq_len=64, launch_path="trainer", global_
 @contextlib.contextmanager
 def like_a_process_of_its_own():
     """A trace is made in a process that is thrown away: put back what it leaves changed in this one."""
-    environment, precision, threads = dict(os.environ), torch.backends.fp32_precision, torch.get_num_threads()
+    precision, threads = torch.backends.fp32_precision, torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for one another crawl where others compute too
     GlobalOptimManager.get_instance().initialize()  # it remembers which parameter, by its place, wants 32 bits
     try:
@@ -105,11 +104,7 @@ def like_a_process_of_its_own():
             yield
     finally:
         torch.set_num_threads(threads)
-        os.environ.clear()
-        os.environ.update(environment)
         torch.backends.fp32_precision = precision
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._shared_state.clear()
 
 
 def traced_plan(plan, part):
@@ -172,7 +167,7 @@ class Lab:
         with like_a_process_of_its_own(), fake_run._prepared(plan, self.facts, self.folder) as recipe:
             model = recipe.model(None, config=self.folder, device="cpu")
             with fake_run._recording(recipe, fake=False) as recorder:
-                marks = fake_run.Marks(recipe, recorder, accumulation=plan["accumulation"], steps=2)
+                marks = Marks(recipe, recorder, accumulation=plan["accumulation"], steps=2)
                 fake_run._run(recipe, model, marks, self.folder, fake=False)
             return recorder.tape()
 

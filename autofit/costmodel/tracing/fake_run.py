@@ -1,9 +1,9 @@
-"""The trace: the recipe of a plan run under fake tensors, without a device and without weights.
+"""Runs the recipe of a plan under fake tensors, without a device and without weights, and records its allocations.
 
 A real ``transformers.Trainer`` (or the plain loop) takes its steps, but its tensors have shapes only. What they would
 hold is written to a :class:`~autofit.costmodel.tracing.timeline.Tape`. Two traces make a plan:
 
-- the **micro-steps** of one accumulation, with three periods of the repeated layers and a telling number of rows;
+- the **micro-steps** of one accumulation, with three periods of the repeated layers and a prime number of rows;
 - the **optimizer's step**, with every parameter of the model and gradients that are given: it does not depend on the
   micro-batch.
 
@@ -17,11 +17,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,52 +31,23 @@ from autofit.contract.emission import Emission
 from autofit.contract.plan import Plan
 from autofit.costmodel.tracing.cuda_emulation import attention_stand_ins, like_cuda
 from autofit.costmodel.tracing.fake_kernels import without_values
+from autofit.costmodel.tracing.layers import Marks, TraceDone, find_layers, period_of, shorten, watch_layers
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.timeline import Tape
 from autofit.registry import recipe_of, techniques
 from autofit.training import loops
 from autofit.training.launch_environment import launch_environment, write_yaml
-from autofit.training.timing import Effort
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
     from autofit.contract.recipe import Recipe
 
-PERIODS = 3
-_LEAST_LAYERS = 4
 _PRIMES = (
     101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157,
     163, 167, 173, 179, 181, 191, 193, 197, 199, 1009,
 )  # fmt: skip
-_SIXTEEN = {"fp16": "bf16"}
+_FP16_AS_BF16 = {"fp16": "bf16"}
 """A CPU has no fp16 autocast in a Trainer; bf16 has the same sizes."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Layers:
-    """The repeated layers of a model.
-
-    Attributes:
-        path: Name of the module list.
-        count: Layers in the whole model.
-        before: Layers at the beginning that are not repeated.
-        period: Layers after which the kinds repeat.
-    """
-
-    path: str
-    count: int
-    before: int
-    period: int
-
-    @property
-    def copies(self) -> int:
-        """Whole periods that a trace may leave out."""
-        return (self.count - self.before) // self.period - PERIODS
-
-    def kept(self) -> list[int]:
-        """Indices of the layers that are traced: the middle periods are left out."""
-        first = self.before + (PERIODS - 1) * self.period
-        return [*range(first), *range(first + self.copies * self.period, self.count)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,129 +80,7 @@ class OptimizerSteps:
     elsewhere_bytes: int
 
 
-class Marks:
-    """Stands where a trial has its clock: tells the recorder where a segment begins."""
-
-    on_cuda = False
-    in_parts = False
-
-    def __init__(
-        self, recipe: Recipe, recorder: Recorder, *, accumulation: int, steps: int, only_micro_steps: bool = False
-    ) -> None:
-        self.only_micro_steps = only_micro_steps
-        self.recipe = recipe
-        self.recorder = recorder
-        self.accumulation = accumulation
-        self.effort = Effort(warm_up=steps, min_steps=0, max_steps=0)
-        self.done = 0
-        self.accumulated = 0
-        self.backward = False
-        self.parameters: list[nn.Parameter] = []
-
-    def mark(self, name: str) -> None:
-        """A segment of the micro-step begins."""
-        self.recorder.mark(f"{self.accumulated}:{name}")
-
-    def step_begin(self) -> None:
-        """An optimizer step begins."""
-        self.accumulated = 0
-
-    def forward_begin(self) -> None:
-        """A micro-step begins."""
-        self.backward = False
-        self.mark("pre")
-
-    def forward_end(self) -> None:
-        """The loss is there."""
-        self.backward = True
-        self.mark("headB")
-
-    def backward_end(self, loss: torch.Tensor) -> None:
-        """The gradients of a micro-step are there."""
-        self.backward = False
-        self.recorder.call((parameter.grad for parameter in self.parameters), "gradients")
-        self.mark("step")
-        self.accumulated += 1
-        if self.only_micro_steps and self.accumulated == self.accumulation:
-            self.recorder.close()
-            raise _Enough
-
-    def step_skipped(self) -> None:
-        """Nothing to do."""
-
-    def step_end(self) -> bool:
-        """An optimizer step is done."""
-        self.done += 1
-        if self.done == self.effort.warm_up:
-            self.recorder.close()
-        return self.done >= self.effort.warm_up
-
-
-class _Enough(Exception):  # noqa: N818 - nothing is wrong
-    """The trace has seen what it came for."""
-
-
-# -- the model ----------------------------------------------------------------------------------------------------
-
-
-def find_layers(model: nn.Module, multiple: int = 1) -> Layers | None:
-    """The longest list of layers, and how its kinds repeat; ``None`` where nothing can be left out.
-
-    Args:
-        model: The whole model.
-        multiple: The period is one of this number, since the plan treats layers otherwise that are no further apart.
-    """
-    found: tuple[str, nn.ModuleList] | None = None
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and (found is None or len(module) > len(found[1])):
-            found = name, module
-    if found is None or len(found[1]) < _LEAST_LAYERS:
-        return None
-    kinds = [_kind(layer, _declared(model, index)) for index, layer in enumerate(found[1])]
-    count = len(kinds)
-    # below an adapter's first layer nothing is trained: it keeps less than those above it
-    frozen = any(not parameter.requires_grad for parameter in model.parameters())
-    for before in range(int(frozen), count):
-        for period in range(multiple, (count - before) // (PERIODS + 1) + 1, multiple):
-            if all(kinds[i] == kinds[i + period] for i in range(before, count - period)):
-                return Layers(path=found[0], count=count, before=before, period=period)
-    return None
-
-
-def _declared(model: nn.Module, index: int) -> object:
-    """What the config says of one layer, such as ``sliding_attention``."""
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    said = []
-    for name in ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type"):
-        values = getattr(config, name, None)
-        if isinstance(values, (list, tuple)) and index < len(values):
-            said.append(values[index])
-    return tuple(said)
-
-
-def _kind(layer: nn.Module, declared: object) -> object:
-    """Equal for layers that do the same: their modules, their own settings, their parameters."""
-    modules = tuple((name, type(module).__qualname__) for name, module in layer.named_modules())
-    parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
-    return modules, parameters, declared
-
-
-def period_of(plan: Plan) -> int:
-    """After how many layers what the plan does to them repeats."""
-    return math.lcm(*(one.period(plan[one.name]) for one in techniques()))
-
-
-def shorten(model: nn.Module, layers: Layers) -> None:
-    """Take the middle layers out."""
-    whole = model.get_submodule(layers.path)
-    assert isinstance(whole, nn.ModuleList)
-    kept = nn.ModuleList([whole[index] for index in layers.kept()])
-    owner, _, name = layers.path.rpartition(".")
-    setattr(model.get_submodule(owner), name, kept)
-
-
-def telling_rows(model: nn.Module, seq_len: int) -> int:
+def prime_micro_batch(model: nn.Module, seq_len: int) -> int:
     """A prime that divides no other size: a tensor whose bytes it divides grows with the rows."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     sizes |= {seq_len - 1, seq_len, seq_len + 1}
@@ -261,53 +109,6 @@ def bytes_of(model: nn.Module) -> tuple[int, ...]:
     return tuple(seen.values())
 
 
-def watch_layers(model: nn.Module, layers: Layers, marks: Marks) -> None:
-    """Mark where each period's forward and backward begins; ``model`` is shortened already."""
-    kept: list[Any] = list(cast("nn.ModuleList", model.get_submodule(layers.path)))
-    begins = {layers.before + period * layers.period: f"F{period}" for period in range(PERIODS)}
-    ends = {layers.before + (period + 1) * layers.period - 1: f"B{period}" for period in range(PERIODS)}
-    past, last = layers.before + PERIODS * layers.period, len(kept) - 1
-    if past <= last:
-        begins[past], ends[last] = "rest", "restB"
-    for index, name in begins.items():
-        kept[index].register_forward_pre_hook(_before_layer(marks, name), with_kwargs=True)
-    for index, name in ends.items():
-        kept[index].register_forward_hook(_after_layer(marks, name, head=index == last))
-
-
-def _before_layer(marks: Marks, name: str) -> Callable[..., None]:
-    """A hook that marks where a layer's forward begins, and below the lowest one where its backward ends."""
-
-    def mark(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if marks.backward:  # recomputed
-            return
-        marks.mark(name)
-        if name == "F0":
-            held = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
-            _mark_gradient(next(held, None), marks, "preB")
-
-    return mark
-
-
-def _after_layer(marks: Marks, name: str, *, head: bool) -> Callable[..., None]:
-    """A hook that marks where a layer's backward begins, and above the highest one the head."""
-
-    def mark(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if marks.backward:
-            return
-        _mark_gradient(output[0] if isinstance(output, (tuple, list)) else output, marks, name)
-        if head:
-            marks.mark("head")
-
-    return mark
-
-
-def _mark_gradient(tensor: Any, marks: Marks, name: str) -> None:
-    """Mark when the gradient of a tensor is there."""
-    if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-        tensor.register_hook(lambda _: marks.mark(name))  # type: ignore[no-untyped-call]
-
-
 # -- the run ------------------------------------------------------------------------------------------------------
 
 
@@ -330,13 +131,13 @@ def micro_steps(
         layers = find_layers(model, period_of(plan)) if fake and not whole else None
         if layers is not None:
             shorten(model, layers)
-        rows = telling_rows(model, facts.workload.seq_len) if fake and recipe.micro_batch > 1 else None
+        rows = prime_micro_batch(model, facts.workload.seq_len) if fake and recipe.micro_batch > 1 else None
         recipe.micro_batch = rows or recipe.micro_batch
         with _recording(recipe, fake=fake, rows=rows) as recorder:
             marks = Marks(recipe, recorder, accumulation=2, steps=1, only_micro_steps=True)
             if layers is not None:
                 watch_layers(model, layers, marks)
-            with contextlib.suppress(_Enough):
+            with contextlib.suppress(TraceDone):
                 _run(recipe, model, marks, folder, fake=fake)
         tape = recorder.tape(since=1)
     copies = layers.copies if layers else 0
@@ -379,25 +180,49 @@ def _given_gradients(model: nn.Module) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _prepared(plan: Plan, facts: Facts, folder: Path) -> Iterator[Recipe]:
-    """The recipe as it can run on a CPU, in the environment of its launch, without pauses for garbage."""
+    """The recipe as it can run on a CPU, in the environment of its launch."""
     recipe = recipe_of(plan, facts)
     recipe.emission = on_cpu(recipe.emission)
-    recipe.mixed_precision = _SIXTEEN.get(recipe.mixed_precision, recipe.mixed_precision)
+    recipe.mixed_precision = _FP16_AS_BF16.get(recipe.mixed_precision, recipe.mixed_precision)
     config_file = folder / "traced.yaml"
     write_yaml(config_file, dict(recipe.emission.accelerate))
-    os.environ.update(launch_environment(config_file))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with _launched(config_file), _without_garbage_collection():
+        yield recipe
+
+
+@contextlib.contextmanager
+def _launched(config_file: Path) -> Iterator[None]:
+    """The environment and Accelerate's state as in a process that its launcher starts; put back afterwards."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._shared_state.clear()
-    collect, gc.collect = gc.collect, lambda *_: 0
+    states: list[dict[str, Any]] = [state._shared_state for state in (AcceleratorState, GradientState, PartialState)]
+    before = [dict(state) for state in states]
+    environment, launched = dict(os.environ), launch_environment(config_file)
+    try:
+        for state in states:
+            state.clear()
+        os.environ.update(launched, CUDA_VISIBLE_DEVICES="")
+        yield
+    finally:
+        for state, held in zip(states, before, strict=True):
+            state.clear()
+            state.update(held)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """No pauses for garbage: a trace makes much of it, and its process ends soon."""
+    collect, enabled = gc.collect, gc.isenabled()
+    gc.collect = lambda *_: 0
     gc.disable()
     try:
-        yield recipe
+        yield
     finally:
         gc.collect = collect
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def on_cpu(emission: Emission) -> Emission:
@@ -406,7 +231,7 @@ def on_cpu(emission: Emission) -> Emission:
     arguments = dict(emission.training_args)
     arguments.update(use_cpu=True, tf32=None, fp16=False, bf16=bool(arguments.get("bf16") or arguments.get("fp16")))
     accelerate = {name: value for name, value in emission.accelerate.items() if name != "gpu_ids"}
-    accelerate.update(use_cpu=True, mixed_precision=_SIXTEEN.get(mixed, mixed))
+    accelerate.update(use_cpu=True, mixed_precision=_FP16_AS_BF16.get(mixed, mixed))
     return Emission(accelerate=accelerate, training_args=arguments, script=emission.script)
 
 
@@ -420,7 +245,7 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
         for one in techniques():
             stack.enter_context(one.stand_in(recipe.plan[one.name], recipe.facts, recorder))
         if fake:
-            stack.enter_context(not_packed())
+            stack.enter_context(without_packing())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(recorder)
         if on_cuda:
@@ -430,7 +255,7 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
 
 
 @contextlib.contextmanager
-def not_packed() -> Iterator[None]:
+def without_packing() -> Iterator[None]:
     """Say what transformers can't see in positions without values: that a row is one sequence.
 
     Otherwise it makes a mask of every pair of tokens, and attention takes another kernel.

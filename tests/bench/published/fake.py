@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autofit.costmodel import allocator
 from autofit.costmodel.tracing import fake_run
+from autofit.costmodel.tracing import layers as layering
 from autofit.costmodel.tracing.cuda_emulation import attention_stand_ins, like_cuda
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.timeline import Tape, UnlikeError, lengthen
@@ -42,9 +43,9 @@ class Peak:
 
 
 class Watch:
-    """Tells a recorder where layers begin and end; what ``trace.watch_layers`` wants."""
+    """Tells a recorder where layers begin and end; what ``layering.watch_layers`` wants."""
 
-    def __init__(self, recorder: Recorder, model: nn.Module, layers: fake_run.Layers | None) -> None:
+    def __init__(self, recorder: Recorder, model: nn.Module, layers: layering.Layers | None) -> None:
         self.recorder = recorder
         self.model, self.layers = model, layers
         self.backward = False
@@ -54,7 +55,7 @@ class Watch:
         """Visit the periods of the repeated layers, each in a segment that is copied like them; then the model."""
         if self.layers is not None:
             kept = list(self.model.get_submodule(self.layers.path))
-            for period in range(fake_run.PERIODS):
+            for period in range(layering.PERIODS):
                 self.recorder.mark(f"{name}:F{period}")
                 first = self.layers.before + period * self.layers.period
                 for layer in kept[first : first + self.layers.period]:
@@ -80,17 +81,17 @@ def run(build: Callable[[], nn.Module], steps: Steps, *, shorten: bool = True) -
     """
     with _no_garbage(), torch.device("meta"):
         model = build()
-    layers = fake_run.find_layers(model) if shorten else None
+    layers = layering.find_layers(model) if shorten else None
     if layers is None:
         return _traced(model, steps, None)
-    fake_run.shorten(model, layers)
+    layering.shorten(model, layers)
     try:
         return lengthen(_traced(model, steps, layers), layers.copies)
     except UnlikeError:
         return run(build, steps, shorten=False)
 
 
-def _traced(model: nn.Module, steps: Steps, layers: fake_run.Layers | None) -> Tape:
+def _traced(model: nn.Module, steps: Steps, layers: layering.Layers | None) -> Tape:
     recorder = Recorder(stand_ins=attention_stand_ins())
     with _no_garbage(), FakeTensorMode(allow_non_fake_inputs=True):
         fake_run.make_fake(model)  # not followed: weights are written down layer by layer
@@ -98,7 +99,7 @@ def _traced(model: nn.Module, steps: Steps, layers: fake_run.Layers | None) -> T
             watch = Watch(recorder, model, layers)
             watch.in_layers("weights", lambda part: recorder.call([*part.parameters(), *part.buffers()], "weights"))
             if layers is not None:
-                fake_run.watch_layers(model, layers, watch)  # type: ignore[arg-type]
+                layering.watch_layers(model, layers, watch)  # type: ignore[arg-type]
             steps(model, watch)
             return recorder.tape()
 

@@ -1,0 +1,219 @@
+"""The repeated layers of a model: which of them a trace may leave out, and where each one begins and ends.
+
+:class:`Marks` stands where a trial has its timer. It tells the recorder where a segment of the step begins; see
+:mod:`autofit.costmodel.tracing.timeline` for the segments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from autofit.contract.plan import Plan
+from autofit.registry import techniques
+from autofit.training.timing import Effort
+
+if TYPE_CHECKING:
+    from autofit.contract.recipe import Recipe
+    from autofit.costmodel.tracing.recorder import Recorder
+
+PERIODS = 3
+_MIN_LAYERS = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """The repeated layers of a model.
+
+    Attributes:
+        path: Name of the module list.
+        count: Layers in the whole model.
+        before: Layers at the beginning that are not repeated.
+        period: Layers after which the kinds repeat.
+    """
+
+    path: str
+    count: int
+    before: int
+    period: int
+
+    @property
+    def copies(self) -> int:
+        """Whole periods that a trace may leave out."""
+        return (self.count - self.before) // self.period - PERIODS
+
+    def kept(self) -> list[int]:
+        """Indices of the layers that are traced: the middle periods are left out."""
+        first = self.before + (PERIODS - 1) * self.period
+        return [*range(first), *range(first + self.copies * self.period, self.count)]
+
+
+def find_layers(model: nn.Module, multiple: int = 1) -> Layers | None:
+    """The longest list of layers, and how its kinds repeat; ``None`` where nothing can be left out.
+
+    Args:
+        model: The whole model.
+        multiple: The period is one of this number, since the plan treats layers otherwise that are no further apart.
+    """
+    found: tuple[str, nn.ModuleList] | None = None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and (found is None or len(module) > len(found[1])):
+            found = name, module
+    if found is None or len(found[1]) < _MIN_LAYERS:
+        return None
+    kinds = [_kind(layer, _declared(model, index)) for index, layer in enumerate(found[1])]
+    count = len(kinds)
+    # below an adapter's first layer nothing is trained: it keeps less than those above it
+    frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    for before in range(int(frozen), count):
+        for period in range(multiple, (count - before) // (PERIODS + 1) + 1, multiple):
+            if all(kinds[i] == kinds[i + period] for i in range(before, count - period)):
+                return Layers(path=found[0], count=count, before=before, period=period)
+    return None
+
+
+def _declared(model: nn.Module, index: int) -> object:
+    """What the config says of one layer, such as ``sliding_attention``."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    said = []
+    for name in ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type"):
+        values = getattr(config, name, None)
+        if isinstance(values, (list, tuple)) and index < len(values):
+            said.append(values[index])
+    return tuple(said)
+
+
+def _kind(layer: nn.Module, declared: object) -> object:
+    """Equal for layers that do the same: their modules, their own settings, their parameters."""
+    modules = tuple((name, type(module).__qualname__) for name, module in layer.named_modules())
+    parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
+    return modules, parameters, declared
+
+
+def period_of(plan: Plan) -> int:
+    """After how many layers what the plan does to them repeats."""
+    return math.lcm(*(one.period(plan[one.name]) for one in techniques()))
+
+
+def shorten(model: nn.Module, layers: Layers) -> None:
+    """Take the middle layers out."""
+    whole = model.get_submodule(layers.path)
+    assert isinstance(whole, nn.ModuleList)
+    kept = nn.ModuleList([whole[index] for index in layers.kept()])
+    owner, _, name = layers.path.rpartition(".")
+    setattr(model.get_submodule(owner), name, kept)
+
+
+class Marks:
+    """Stands where a trial has its clock: tells the recorder where a segment begins."""
+
+    on_cuda = False
+    in_parts = False
+
+    def __init__(
+        self, recipe: Recipe, recorder: Recorder, *, accumulation: int, steps: int, only_micro_steps: bool = False
+    ) -> None:
+        self.only_micro_steps = only_micro_steps
+        self.recipe = recipe
+        self.recorder = recorder
+        self.accumulation = accumulation
+        self.effort = Effort(warm_up=steps, min_steps=0, max_steps=0)
+        self.done = 0
+        self.accumulated = 0
+        self.backward = False
+        self.parameters: list[nn.Parameter] = []
+
+    def mark(self, name: str) -> None:
+        """A segment of the micro-step begins."""
+        self.recorder.mark(f"{self.accumulated}:{name}")
+
+    def step_begin(self) -> None:
+        """An optimizer step begins."""
+        self.accumulated = 0
+
+    def forward_begin(self) -> None:
+        """A micro-step begins."""
+        self.backward = False
+        self.mark("pre")
+
+    def forward_end(self) -> None:
+        """The loss is there."""
+        self.backward = True
+        self.mark("headB")
+
+    def backward_end(self, loss: torch.Tensor) -> None:
+        """The gradients of a micro-step are there."""
+        self.backward = False
+        self.recorder.call((parameter.grad for parameter in self.parameters), "gradients")
+        self.mark("step")
+        self.accumulated += 1
+        if self.only_micro_steps and self.accumulated == self.accumulation:
+            self.recorder.close()
+            raise TraceDone
+
+    def step_skipped(self) -> None:
+        """Nothing to do."""
+
+    def step_end(self) -> bool:
+        """An optimizer step is done."""
+        self.done += 1
+        if self.done == self.effort.warm_up:
+            self.recorder.close()
+        return self.done >= self.effort.warm_up
+
+
+class TraceDone(Exception):  # noqa: N818 - nothing is wrong
+    """The trace has seen what it came for."""
+
+
+def watch_layers(model: nn.Module, layers: Layers, marks: Marks) -> None:
+    """Mark where each period's forward and backward begins; ``model`` is shortened already."""
+    kept: list[Any] = list(cast("nn.ModuleList", model.get_submodule(layers.path)))
+    begins = {layers.before + period * layers.period: f"F{period}" for period in range(PERIODS)}
+    ends = {layers.before + (period + 1) * layers.period - 1: f"B{period}" for period in range(PERIODS)}
+    past, last = layers.before + PERIODS * layers.period, len(kept) - 1
+    if past <= last:
+        begins[past], ends[last] = "rest", "restB"
+    for index, name in begins.items():
+        kept[index].register_forward_pre_hook(_before_layer(marks, name), with_kwargs=True)
+    for index, name in ends.items():
+        kept[index].register_forward_hook(_after_layer(marks, name, head=index == last))
+
+
+def _before_layer(marks: Marks, name: str) -> Callable[..., None]:
+    """A hook that marks where a layer's forward begins, and below the lowest one where its backward ends."""
+
+    def mark(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if marks.backward:  # recomputed
+            return
+        marks.mark(name)
+        if name == "F0":
+            held = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+            _mark_gradient(next(held, None), marks, "preB")
+
+    return mark
+
+
+def _after_layer(marks: Marks, name: str, *, head: bool) -> Callable[..., None]:
+    """A hook that marks where a layer's backward begins, and above the highest one the head."""
+
+    def mark(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if marks.backward:
+            return
+        _mark_gradient(output[0] if isinstance(output, (tuple, list)) else output, marks, name)
+        if head:
+            marks.mark("head")
+
+    return mark
+
+
+def _mark_gradient(tensor: Any, marks: Marks, name: str) -> None:
+    """Mark when the gradient of a tensor is there."""
+    if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        tensor.register_hook(lambda _: marks.mark(name))  # type: ignore[no-untyped-call]
