@@ -31,7 +31,7 @@ def main(folder: Path, result: Path, steps: int) -> None:
 
     _ = Trainer  # imported before the base of memory is read
     utils.logging.set_verbosity(logging.ERROR)
-    setup = load(folder)
+    setup = load(folder, any_hardware=True)  # verify itself says which device it is
     effort = Effort(fidelity="whole", min_steps=steps, max_steps=steps, seconds=600.0, target=0.0)
 
     def run(clock: Clock) -> Evidence:

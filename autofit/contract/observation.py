@@ -29,7 +29,7 @@ class Ran:
         optimizer: The innermost optimizer, under Accelerate's and DeepSpeed's wrappers.
         accelerator: The accelerator that prepared both; ``None`` where there is none.
         recipe: What was to be run; its ``state`` holds what a technique's own code counted.
-        rows: Rows of a micro-batch.
+        rows: Rows of a micro-batch: of the largest one, since an epoch may end with a smaller one.
         accumulation: Micro-batches in an optimizer step; ``None`` where they only stand for more.
         products: Of each repeated layer the first module that multiplies by a matrix; of the model, where it has no
             layers.
@@ -79,20 +79,39 @@ Read = Callable[[Ran], Seen]
 class Hooks:
     """Forward hooks on a model, which cost some microseconds each and are taken off together.
 
+    They are called for the passes of training alone: not in ``model.eval()``, and not without gradients. That is told
+    at the beginning of the model's forward pass, since reentrant checkpointing runs layers without gradients.
+
     A compiler takes hooks into its graph: a hook asks ``torch.compiler.is_compiling()``, looks once while the graph is
     made, by ``torch._dynamo.comptime``, and leaves nothing in it.
     """
 
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
+    def __init__(self, model: nn.Module) -> None:
+        self._training = True
+        self._handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
+
+    def _begin(self, module: nn.Module, _args: Any) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling():
+            self._training = module.training and torch.is_grad_enabled()
+
+    def _for_training(self, hook: Callable[..., None]) -> Callable[..., None]:
+        import torch
+
+        def only(module: nn.Module, given: Any, more: Any) -> None:
+            if module.training if torch.compiler.is_compiling() else self._training:
+                hook(module, given, more)
+
+        return only
 
     def before(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Call ``hook(module, args, kwargs)`` before each forward pass of a module."""
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(self._for_training(hook), with_kwargs=True))
 
     def after(self, module: nn.Module, hook: Callable[..., None]) -> None:
         """Call ``hook(module, args, output)`` after each forward pass of a module."""
-        self._handles.append(module.register_forward_hook(hook))
+        self._handles.append(module.register_forward_hook(self._for_training(hook)))
 
     def close(self) -> None:
         """Take all of them off."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit.machine.packages import installed
+from autofit.machine.same_machine import check_same_machine
 from autofit.output.document import MODEL_FOLDER, read_document
 from autofit.registry import recipe_of, techniques
 from autofit.system.errors import ModelError
@@ -31,11 +33,13 @@ class Setup:
         folder: Where the emitted files are.
         document: The whole ``autofit.json``.
         recipe: The plan, turned into slots by the installed versions.
+        any_hardware: Whether another card than the answer's may be trained on.
     """
 
     folder: Path
     document: Document
     recipe: Recipe
+    any_hardware: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -70,7 +74,10 @@ class Setup:
 
         Raises:
             ModelError: There are no weights to be loaded from there.
+            InputError: This training runs on another number of processes than the answer is for.
+            MachineError: It runs on another kind of device, or on another card.
         """
+        self._check()
         try:
             return self.recipe.model(source, config=self.folder / MODEL_FOLDER)
         except OSError as error:
@@ -95,16 +102,32 @@ class Setup:
         return Watch(self, model)
 
     def accelerator(self, **others: Any) -> Accelerator:
-        """An ``Accelerator`` with the plan's accumulation and precision."""
+        """An ``Accelerator`` with the plan's accumulation and precision.
+
+        Raises:
+            AutofitError: As for :meth:`model`, of the processes and the device.
+        """
+        self._check()
         return self.recipe.accelerator(**others)
 
     def training_arguments(self, **others: Any) -> TrainingArguments:
-        """``TrainingArguments`` with every tuned field, and ``others`` for the rest."""
+        """``TrainingArguments`` with every tuned field, and ``others`` for the rest.
+
+        Raises:
+            AutofitError: As for :meth:`model`, of the processes and the device.
+        """
+        self._check()
         return self.recipe.training_arguments(**others)
+
+    def _check(self) -> None:
+        """Refuse to train where the answer does not hold."""
+        check_same_machine(self.recipe.facts, self.folder, any_hardware=self.any_hardware)
 
 
 class Watch:
     """Watches a training through forward hooks, and tells which knobs it ignored.
+
+    Passes of an evaluation, in ``model.eval()`` or without gradients, are left out.
 
     Args:
         setup: What was to be used.
@@ -112,10 +135,35 @@ class Watch:
     """
 
     def __init__(self, setup: Setup, model: PreTrainedModel) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
         from autofit.training.observer import Observer
 
         self.setup = setup
         self._observer = Observer(model, setup.recipe)
+        self._counted: dict[int, int] = {}
+        self._gaps: dict[int, list[int]] = {}
+        self._on_step = register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Keep how many micro-batches went into an optimizer's step."""
+        now, key = self._observer.micro_steps, id(optimizer)
+        self._gaps.setdefault(key, []).append(now - self._counted.get(key, 0))
+        self._counted[key] = now
+
+    def _accumulation(self, optimizer: torch.optim.Optimizer, steps: int) -> int | None:
+        """Micro-batches in an optimizer step: what most steps had, since an epoch may end with fewer.
+
+        Of an optimizer that is none of PyTorch's it is the mean; ``None`` in a graph, where hooks do not count.
+        """
+        from autofit.training.observer import unwrapped
+
+        if not self._observer.micro_steps:
+            return None
+        gaps = Counter(self._gaps.get(id(unwrapped(optimizer)), ()))
+        if gaps:
+            return max(gaps, key=lambda gap: (gaps[gap], gap))
+        return round(self._observer.micro_steps / steps) if steps else None
 
     def ignored(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator, steps: int) -> list[str]:
         """The knobs that did not take effect, a sentence each; empty where all did.
@@ -126,18 +174,24 @@ class Watch:
             steps: Optimizer steps that were made since the watch began.
         """
         self._observer.close()
-        # a compiled model's hooks do not count
-        accumulation = round(self._observer.micro_steps / steps) if steps and self._observer.micro_steps else None
-        seen = self._observer.evidence(optimizer, accelerator, accumulation)
+        self._on_step.remove()
+        if steps and not self._observer.micro_steps and not self._observer.in_graph:
+            reason = "the watched model ran no forward pass in model.train() and with gradients: was another trained?"
+            return [f"every knob: {reason}"]
+        seen = self._observer.evidence(optimizer, accelerator, self._accumulation(optimizer, steps))
         plan, facts = self.setup.plan, self.setup.recipe.facts
         found = [(one.name, one.in_effect(plan[one.name], seen.of(one.name), facts)) for one in techniques()]
         return [f"{name}={plan[name]}: {reason}" for name, reason in found if reason]
 
 
-def load(folder: str | Path) -> Setup:
+def load(folder: str | Path, *, any_hardware: bool = False) -> Setup:
     """Read an output folder of ``autofit tune``.
 
     Warns where a package differs from the one that the answer was found with.
+
+    Args:
+        folder: What ``--output`` was.
+        any_hardware: Let a training use another card than the answer's; never another number of processes.
 
     Raises:
         InputError: The folder holds no valid ``autofit.json``.
@@ -156,7 +210,7 @@ def load(folder: str | Path) -> Setup:
             stacklevel=2,
         )
     facts = dataclasses.replace(found.facts, packages=now)
-    return Setup(folder=Path(folder), document=found, recipe=recipe_of(found.plan, facts))
+    return Setup(folder=Path(folder), document=found, recipe=recipe_of(found.plan, facts), any_hardware=any_hardware)
 
 
 def _minor(version: str) -> str:

@@ -43,7 +43,7 @@ class Observer:
         self.forwards_in_graph: int | None = None
         self.output: tuple[str | None, nn.Module | None] = (None, None)
         self.stepped = False
-        self.hooks = Hooks()
+        self.hooks = Hooks(model)
         self.hooks.before(model, self._before_model())
         self.products = tuple(_layer_products(model, recipe.facts.model.layer_classes))
         self.calls = [0] * len(self.products)
@@ -54,12 +54,18 @@ class Observer:
     def _before_model(self) -> Any:
         import torch
 
+        def saw(shape: Any) -> None:
+            rows, tokens = shape[0], shape[-1]
+            if isinstance(rows, int) and rows > (self.rows or 0):
+                self.rows = rows
+            if isinstance(tokens, int) and tokens > (self.seq_len or 0):
+                self.seq_len = tokens
+
         def compiled(context: Any) -> None:
             self.in_graph = True
             ids = context.get_local("ids")
             if ids.python_type() is not type(None):
-                shape = ids.as_fake().shape
-                self.rows, self.seq_len = (int(size) if isinstance(size, int) else None for size in shape)
+                saw(ids.as_fake().shape)
             self.padding_mask = context.get_local("mask").python_type() is not type(None)
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -69,7 +75,7 @@ class Observer:
                 torch._dynamo.comptime.comptime(compiled)  # noqa: SLF001 - there is no other door to a graph's making
                 return
             if ids is not None:
-                self.rows, self.seq_len = int(ids.shape[0]), int(ids.shape[-1])
+                saw(ids.shape)
             self.padding_mask = mask is not None
             self.running = module
             self.micro_steps += 1

@@ -114,6 +114,32 @@ def no_words_of_a_bug(done):
     assert "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("launch_path", PATHS)
+def test_two_processes_do_not_train_with_twice_the_rows(tuned, tmp_path, launch_path):
+    folder = copied(tuned(launch_path), tmp_path / "out")
+    script = REPOSITORY / "examples" / f"train_{launch_path}.py"
+    given = folder / "training_args.json" if launch_path == "trainer" else folder
+    two = tmp_path / "two.yaml"
+    two.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\n")
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(two),
+            str(script), str(given),
+        ],
+        cwd=tmp_path,
+        env={**environment(tmp_path), "ACCELERATE_USE_CPU": "true"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "this training runs on 2 processes" in done.stderr
+    assert "an optimizer step would take 8 rows, not 4" in done.stderr
+    assert "trained" not in done.stdout
+
+
 def test_a_folder_named_like_a_package_stands_in_nobodys_way(tmp_path):
     write_config(tmp_path / "tiny", vocab_size=1024)
     for name in ("scipy", "torch", "accelerate"):

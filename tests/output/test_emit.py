@@ -329,7 +329,7 @@ def test_other_versions_are_warned_of_where_they_matter(tmp_path):
 def test_tuned_arguments_are_not_given_twice(tmp_path):
     folder = output_folder(tmp_path / "out")
     written(folder, optimizer="sgd", precision="bf16")
-    setup = autofit.load(folder)
+    setup = autofit.load(folder, any_hardware=True)
     args = setup.training_arguments(output_dir=str(tmp_path / "run"), learning_rate=0.1, report_to="none")
     assert args.learning_rate == 0.1
     assert args.per_device_train_batch_size == 8
@@ -342,7 +342,7 @@ def test_tuned_arguments_are_not_given_twice(tmp_path):
 def test_a_folder_without_weights_is_no_pretrained_model(tmp_path):
     folder = output_folder(tmp_path / "out")
     written(folder)
-    setup = autofit.load(folder)
+    setup = autofit.load(folder, any_hardware=True)
     for source in (folder / MODEL_FOLDER, "./no-such-model"):
         with pytest.raises(ModelError, match="can't be loaded") as caught:
             setup.model(source)
