@@ -12,10 +12,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from autofit.commands.verify import failure
 from autofit.contract.outcome import Measured
-from autofit.output.wording import clean
-from autofit.registry import technique
+from autofit.output.plan_words import outcome_words, plan_words
+from autofit.output.text import clean
 from autofit.system import units
 
 if TYPE_CHECKING:
@@ -23,21 +22,6 @@ if TYPE_CHECKING:
     from autofit.contract.outcome import Trial
     from autofit.contract.plan import Plan
     from autofit.space import Space
-
-
-def short(plan: Plan) -> str:
-    """A plan in few words: the micro-batch, the accumulation, and what is not plain.
-
-    >>> from autofit.contract.plan import Plan
-    >>> short(Plan({"micro_batch": 4, "accumulation": 8, "precision": "bf16", "checkpointing": "off"}))
-    '4 x 8 bf16'
-    """
-    words = [f"{plan['micro_batch']} x {plan['accumulation']}"]
-    for name, value in plan.items():
-        word = technique(name).word(value)
-        if name not in {"micro_batch", "accumulation"} and word is not None:
-            words.append(word)
-    return " ".join(words)
 
 
 def let_go(stream: TextIO | None) -> None:
@@ -105,7 +89,7 @@ class ConsoleEvents:
         self, number: int, plan: Plan, purpose: Literal["search", "final"], seconds_left: float | None
     ) -> None:
         """The trial in hand."""
-        self.now = f"trial {number}{' (playoff)' if purpose == 'final' else ''}: {short(plan)}"
+        self.now = f"trial {number}{' (playoff)' if purpose == 'final' else ''}: {plan_words(plan)}"
         self.began = time.monotonic()
         self.seconds_left = seconds_left
 
@@ -121,9 +105,9 @@ class ConsoleEvents:
             if best is not None and best.number == trial.number:
                 result += "  best so far"
         else:
-            result = failure(outcome)
+            result = outcome_words(outcome)
         purpose = "playoff" if trial.purpose == "final" else "trial  "
-        self._line(f"{purpose} {trial.number:3d}  {short(trial.plan):<34} {result}")
+        self._line(f"{purpose} {trial.number:3d}  {plan_words(trial.plan):<34} {result}")
 
     def close(self) -> None:
         """Take the live panel away."""
@@ -148,7 +132,7 @@ class ConsoleEvents:
             outcome = self.best.outcome
             lines.append(
                 Text(
-                    f"  best: {short(self.best.plan)}, {outcome.samples_per_second:.3g} samples/s, "
+                    f"  best: {plan_words(self.best.plan)}, {outcome.samples_per_second:.3g} samples/s, "
                     f"{units.size(outcome.peak_bytes)}",
                     style="green",
                 )

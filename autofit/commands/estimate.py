@@ -45,7 +45,7 @@ from autofit.machine.gpu_catalogue import Card
 from autofit.machine.packages import installed
 from autofit.machine.select import choose_device
 from autofit.output.document import MODEL_FOLDER
-from autofit.registry import changes, technique, techniques
+from autofit.registry import changes, techniques
 from autofit.search.decision import extras
 from autofit.system import units
 from autofit.system.errors import InputError, MachineError
@@ -427,13 +427,3 @@ def cause(one: Estimated) -> str:
         )
     largest = max(need.by_category, key=lambda name: need.by_category[name])
     return f"{words}; the largest part is {largest} ({units.size(need.by_category[largest])})"
-
-
-def knobs_of(plan: Plan) -> str:
-    """The values that are not plain, but micro-batch and accumulation, in words."""
-    words = [
-        f"{value}" if technique(name).says_itself else f"{name}={value}"
-        for name, value in plan.items()
-        if name not in {"micro_batch", "accumulation"} and technique(name).word(value) is not None
-    ]
-    return " ".join(words)

@@ -6,8 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autofit.commands.estimate import Estimate, Estimated, cause, knobs_of
+from autofit.commands.estimate import Estimate, Estimated, cause
 from autofit.costmodel.tracing.timeline import Category
+from autofit.output.plan_words import chosen_words
 from autofit.system import units
 
 _LETTERS: dict[Category, tuple[str, str]] = {
@@ -45,7 +46,7 @@ def table(found: Estimate) -> RenderableType:
     columns.add_column("where it goes", no_wrap=True)  # last, since it is what may be cut off
     for one in shown:
         cells: list[RenderableType] = [
-            Text(knobs_of(one.plan)),
+            Text(chosen_words(one.plan)),
             f"{one.plan['micro_batch']} x {one.plan['accumulation']}",
             units.size(one.device_bytes),
             Text(one.verdict, style={"fits": "green", "tight": "yellow"}.get(one.verdict, "red")),
@@ -79,7 +80,7 @@ def _recommended(found: Estimate) -> list[Text]:
     if found.recommended is None:
         return []
     plan = found.recommended
-    words = f"recommended: {plan['micro_batch']} x {plan['accumulation']} rows, {knobs_of(plan)}"
+    words = f"recommended: {plan['micro_batch']} x {plan['accumulation']} rows, {chosen_words(plan)}"
     why = "the fastest that fits" if plan == found.plans[0].plan else "plainer than the fastest, and within 3 % of it"
     changes = next(one.changes for one in found.plans if one.plan == plan)
     return [Text(f"{words} ({why})"), *(Text(f"  {said}") for said in changes)]

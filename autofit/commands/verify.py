@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -20,6 +19,7 @@ from autofit.machine.meters import on_device
 from autofit.machine.select import hardware_lock
 from autofit.output.document import MODEL_FOLDER, read_document
 from autofit.output.emit import ARGUMENTS, YAML
+from autofit.output.plan_words import outcome_words
 from autofit.system import strict_json, units
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import helper_environment
@@ -107,26 +107,26 @@ def verify(
         launched.append(found)
         if not found.broken:
             return found
-        crowd = _crowd(outcome) if device == "cpu" else ""
-        say(f"launch {found.launches}: {'; '.join(found.broken)}{crowd}")
+        contention = _contention(outcome) if device == "cpu" else ""
+        say(f"launch {found.launches}: {'; '.join(found.broken)}{contention}")
         if not isinstance(outcome, Measured):
             return found  # only what was slow may be better luck the next time
-        calm += not crowd
+        calm += not contention
     best = max(launched, key=lambda one: one.speed_ratio)
     within = isinstance(best.outcome, Measured) and best.outcome.peak_bytes <= best.promise.limit_bytes
     if within and not calm:
         raise MachineError(
-            f"the promise can't be judged: in each of {len(launched)} launches others took a large part of the "
-            f"processors, and the best of them came to {best.speed_ratio:.0%} of the promised speed",
+            f"the promise can't be judged: in each of {len(launched)} launches other processes used a large part of "
+            f"the CPU, and the best of them came to {best.speed_ratio:.0%} of the promised speed",
             hint="verify again when less else is running here",
         )
     return best
 
 
-def _crowd(outcome: Outcome) -> str:
-    """Who may be at fault where a launch was slow, in words."""
+def _contention(outcome: Outcome) -> str:
+    """What other processes used of the CPU during a slow launch, in words."""
     if isinstance(outcome, Measured) and outcome.disturbed:
-        return f"; others took {outcome.disturbance:.0%} of the processors meanwhile"
+        return f"; other processes used {outcome.disturbance:.0%} CPU meanwhile"
     return ""
 
 
@@ -149,7 +149,7 @@ def judge(
                 f"{promise.samples_per_second:.3g} (tolerance {tolerance:.0%})"
             )
     else:
-        broken.append(failure(outcome))
+        broken.append(outcome_words(outcome))
     return Verification(
         promise=promise,
         outcome=outcome,
@@ -159,20 +159,6 @@ def judge(
         command=command,
         launches=launches,
     )
-
-
-def failure(outcome: Any) -> str:
-    """An outcome that is no measurement, in words."""
-    match outcome.kind:
-        case "out_of_memory":
-            held, limit = units.size(outcome.peak_bytes), units.size(outcome.limit_bytes)
-            return f"out of memory on the {outcome.where} in {outcome.phase}: {held} of {limit}"
-        case "timed_out":
-            return f"no result after {units.duration(outcome.limit_seconds)} ({outcome.phase})"
-        case "diverged":
-            return f"the loss became {outcome.loss} in step {outcome.step}"
-        case _:
-            return str(outcome.reason)
 
 
 def _on_its_device(hardware: Hardware, say: Callable[[str], None]) -> dict[str, str]:

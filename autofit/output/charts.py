@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from autofit.contract.outcome import Measured
 from autofit.output.document import Document
-from autofit.output.wording import Standing, short, standings
+from autofit.output.plan_words import plan_words
+from autofit.output.wording import Standing, standings
 from autofit.system.units import GIB, KIB, MIB, TIB, size
 
 WIDTH, HEIGHT = 720, 400
@@ -98,7 +99,7 @@ def scatter(document: Document) -> Scatter:
             x=across(run.peak_bytes),
             y=up(run.samples_per_second),
             role=roles.get(trial.plan, "other"),
-            label=f"{short(trial.plan)}: {run.samples_per_second:,.4g} samples/s, {size(run.peak_bytes)}",
+            label=f"{plan_words(trial.plan)}: {run.samples_per_second:,.4g} samples/s, {size(run.peak_bytes)}",
         )
         for trial, run in runs
     ]

@@ -20,7 +20,8 @@ from rich.text import Text
 from autofit.contract.outcome import Measured, Trial
 from autofit.output import charts, wording
 from autofit.output.document import Document, Offer
-from autofit.output.wording import clean
+from autofit.output.plan_words import SPLIT, SPLIT_WORDS, outcome_words, plan_words
+from autofit.output.text import clean, number, one_line, parameters, percent, plural
 from autofit.system.units import duration, size
 
 PAGE = "report.html"
@@ -82,18 +83,18 @@ def html(document: Document, *, folder: str | Path) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_finalize
     )
-    environment.filters.update(
-        size=size, duration=duration, percent=wording.percent, number=wording.number, short=wording.short
-    )
+    environment.filters.update(size=size, duration=duration, percent=percent, number=number, plan_words=plan_words)
     template = environment.from_string(files("autofit.output").joinpath(_TEMPLATE).read_text(encoding="utf-8"))
     ranked = wording.standings(document)
     ratio, comparison = wording.against_plain(document)
     return template.render(
         document=document,
         findings=wording,
-        split=list(
-            zip((*wording.SPLIT, "processes"), wording.product(document).split(" = ")[0].split(" x "), strict=True)
-        ),
+        outcome_words=outcome_words,
+        parameters=parameters,
+        plural=plural,
+        split_words=SPLIT_WORDS,
+        split=list(zip((*SPLIT, "processes"), wording.product(document).split(" = ")[0].split(" x "), strict=True)),
         ratio=ratio,
         comparison=comparison,
         scatter=charts.scatter(document),
@@ -116,7 +117,7 @@ def html(document: Document, *, folder: str | Path) -> str:
 def _header(document: Document) -> Text:
     model, hardware, work = document.model, document.hardware, document.workload
     text = _text(model.name, style="bold")
-    text.append(f"\n{wording.parameters(model.parameters)}, {model.layers} layers, {clean(model.architecture)}")
+    text.append(f"\n{parameters(model.parameters)}, {model.layers} layers, {clean(model.architecture)}")
     text.append(f"\n{clean(hardware.name)}, ceiling {size(work.limit_bytes)}")
     text.append(f"\nsequence length {work.seq_len}, global batch {work.global_batch}, {wording.path_words(document)}")
     return text
@@ -124,7 +125,7 @@ def _header(document: Document) -> Text:
 
 def _split(document: Document) -> Text:
     """The promise of the global batch."""
-    return _text(f"{wording.SPLIT_WORDS}: ").append(wording.product(document), style="bold")
+    return _text(f"{SPLIT_WORDS}: ").append(wording.product(document), style="bold")
 
 
 def _plan_table(document: Document) -> Table:
@@ -137,17 +138,17 @@ def _plan_table(document: Document) -> Table:
 def _promise_table(document: Document) -> Table:
     promise = document.promise
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row("speed", f"{wording.speed(document)} samples/s, {wording.number(promise.tokens_per_second)} tokens/s")
+    table.add_row("speed", f"{wording.speed(document)} samples/s, {number(promise.tokens_per_second)} tokens/s")
     table.add_row("step", f"{wording.step(promise)} for a whole optimizer step")
     share = promise.peak_bytes / promise.limit_bytes
     filled = min(_BAR_CELLS, max(1, round(_BAR_CELLS * share)))
     bar = Text("█" * filled, style="green").append("░" * (_BAR_CELLS - filled), style="dim")
-    table.add_row("peak memory", bar.append(f" {wording.percent(share)} of the ceiling", style="none"))
+    table.add_row("peak memory", bar.append(f" {percent(share)} of the ceiling", style="none"))
     table.add_row("", f"{size(promise.peak_bytes)} of {size(promise.limit_bytes)}; {wording.peak_words(document)}")
     for name, count, meaning in wording.memory_parts(document):
         table.add_row("", f"{name} {size(count)}: {meaning}")
     if promise.mfu is not None:
-        table.add_row("utilisation", f"{wording.percent(promise.mfu)} of the device's peak FLOPs (MFU)")
+        table.add_row("utilisation", f"{percent(promise.mfu)} of the device's peak FLOPs (MFU)")
     return table
 
 
@@ -159,17 +160,14 @@ def _trials(document: Document) -> Group:
     for one in ranked[:_SHOWN_PLANS]:
         table.add_row(
             ">" if one.is_winner else "",
-            _text(wording.short(one.plan)),
-            wording.number(one.samples_per_second),
-            f"{size(one.peak_bytes)} ({wording.percent(one.peak_bytes / document.promise.limit_bytes)})",
+            _text(plan_words(one.plan)),
+            number(one.samples_per_second),
+            f"{size(one.peak_bytes)} ({percent(one.peak_bytes / document.promise.limit_bytes)})",
         )
-    why = [
-        f"{wording.short(trial.plan)}: {wording.one_line(wording.why(trial.outcome))}"
-        for trial in failed[:_SHOWN_FAILURES]
-    ]
+    why = [f"{plan_words(trial.plan)}: {one_line(outcome_words(trial.outcome))}" for trial in failed[:_SHOWN_FAILURES]]
     left = max(0, len(ranked) - _SHOWN_PLANS), max(0, len(failed) - _SHOWN_FAILURES)
     words = [
-        f"{wording.plural(count, noun)} more"
+        f"{plural(count, noun)} more"
         for count, noun in zip(left, ("measured plan", "failed trial"), strict=True)
         if count
     ]

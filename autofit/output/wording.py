@@ -5,32 +5,23 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import assert_never
 
 from autofit.contract.outcome import (
-    Crashed,
-    Diverged,
     Measured,
-    Outcome,
-    OutOfMemory,
     Promise,
-    TimedOut,
     Trial,
-    Unsupported,
 )
-from autofit.contract.plan import Plan, Value
+from autofit.contract.plan import Plan
 from autofit.output.document import Document, Offer
+from autofit.output.plan_words import SPLIT, is_plain, plain_values, plan_words
+from autofit.output.text import number, one_line, percent, plural, with_spread
 from autofit.registry import techniques
 from autofit.search.decision import pool
 from autofit.search.tradeoffs import Contribution
 from autofit.system.units import duration, size
 
-SPLIT = ("micro_batch", "accumulation")
-"""The two knobs that make up the global batch; every other one is a technique on top of them."""
-SPLIT_WORDS = "micro-batch x accumulation x processes = global batch"
 _KINDS = {
     "measured": "measured",
     "crashed": "crashed",
@@ -97,45 +88,6 @@ def tally(document: Document) -> str:
     return f"{plural(len(document.trials), 'trial')}: {parts or 'none kept'}"
 
 
-def why(outcome: Outcome) -> str:
-    """What became of a trial, in words; for one that was measured, its peak."""
-    match outcome:
-        case Measured():
-            return f"{size(outcome.peak_bytes)} ({percent(outcome.peak_bytes / outcome.limit_bytes)})"
-        case OutOfMemory():
-            wanted = f", {size(outcome.requested_bytes)} more wanted" if outcome.requested_bytes else ""
-            held = f"{size(outcome.peak_bytes)} held of {size(outcome.limit_bytes)}"
-            return f"out of memory on the {outcome.where} in {outcome.phase}: {held}{wanted}"
-        case TimedOut():
-            return f"timed out in {outcome.phase}, after {duration(outcome.limit_seconds)}"
-        case Diverged():
-            return f"diverged: the loss was {outcome.loss} at step {outcome.step}"
-        case Unsupported():
-            return f"unsupported: {outcome.reason}"
-        case Crashed():
-            return f"crashed: {outcome.reason}"
-        case _:  # pragma: no cover - mypy holds it
-            assert_never(outcome)
-
-
-def plain_values() -> dict[str, Value]:
-    """What each technique does in a script that never heard of it; the split of the batch is left out."""
-    return {one.name: one.baseline for one in techniques() if one.name not in SPLIT}
-
-
-def is_plain(plan: Mapping[str, Value], plain: Mapping[str, Value]) -> bool:
-    """Whether nothing but the split of the batch was chosen."""
-    return all(plain.get(name) == value for name, value in plan.items() if name not in SPLIT)
-
-
-def short(plan: Mapping[str, Value]) -> str:
-    """A plan in few words: the split, and what is not plain: ``8 x 4 precision=bf16``."""
-    plain = plain_values()
-    split = " x ".join(str(plan[name]) for name in SPLIT if name in plan)
-    rest = [f"{name}={value}" for name, value in plan.items() if name not in SPLIT and plain.get(name) != value]
-    return " ".join([split, *(rest or ["plain"])])
-
-
 def product(document: Document) -> str:
     """The promise of the global batch, in numbers: ``8 x 4 x 1 = 32``."""
     work = document.workload
@@ -176,7 +128,7 @@ def against_plain(document: Document) -> tuple[float | None, list[str]]:
 
     def compared(other: Standing) -> str:
         return (
-            f"({short(other.plan)}) makes {number(other.samples_per_second)} samples/s with a peak memory of "
+            f"({plan_words(other.plan)}) makes {number(other.samples_per_second)} samples/s with a peak memory of "
             f"{size(other.peak_bytes)}; the winner makes {times(winner, other)} that with {size(winner.peak_bytes)}"
         )
 
@@ -269,7 +221,7 @@ def ceilings(document: Document) -> list[str]:
     smaller = [point for point in document.front if point.plan != document.plan]
     return [
         f"With {size(point.peak_bytes)} you would get {number(point.samples_per_second)} samples/s "
-        f"({percent(point.samples_per_second / document.promise.samples_per_second)}): {short(point.plan)}."
+        f"({percent(point.samples_per_second / document.promise.samples_per_second)}): {plan_words(point.plan)}."
         for point in smaller
     ]
 
@@ -315,7 +267,7 @@ def payback(document: Document) -> str | None:
     if not others:
         return f"{said}; no plan without compiling was measured, so whether that pays back is not known."
     saved = document.workload.global_batch / others[0].samples_per_second - step_seconds
-    beside = f"the fastest plan without ({short(others[0].plan)})"
+    beside = f"the fastest plan without ({plan_words(others[0].plan)})"
     if saved <= 0:
         return f"{said}; against {beside} that never pays back."
     steps = math.ceil(extra / saved)
@@ -342,40 +294,6 @@ def guarded(document: Document) -> str | None:
     return f"{words[:1].upper()}{words[1:]}. It took {duration(found.seconds)}."
 
 
-def clean(text: str) -> str:
-    """Text that can't steer a terminal or turn a line around: control and direction characters are replaced."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
-def one_line(text: str, limit: int = 160) -> str:
-    """The text's words on one line, cut where it is too long for a table."""
-    joined = " ".join(clean(text).split())
-    return joined if len(joined) <= limit else joined[: limit - 1].rstrip() + "…"
-
-
-def plural(count: int, noun: str) -> str:
-    """``1 trial``, ``2 trials``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def number(value: float) -> str:
-    """Four digits that count.
-
-    >>> number(41.2), number(12345.6)
-    ('41.20', '12,346')
-    """
-    return f"{value:,.{_decimals(value)}f}"
-
-
-def with_spread(value: float, spread: float) -> str:
-    """A value and the half-width of its interval, to the same place.
-
-    >>> with_spread(41.2, 0.314)
-    '41.20 ± 0.31'
-    """
-    return f"{value:,.{_decimals(value)}f} ± {spread:,.{_decimals(value)}f}"
-
-
 def speed(document: Document) -> str:
     """The promised samples/s; its spread is that of the step, in proportion."""
     promise = document.promise
@@ -387,24 +305,3 @@ def step(of: Promise | Measured) -> str:
     """The time of one optimizer step with its spread: ``776.7 ± 5.8 ms``."""
     factor, unit = (1000, "ms") if of.step_seconds < 1 else (1, "s")
     return f"{with_spread(of.step_seconds * factor, of.step_seconds_spread * factor)} {unit}"
-
-
-def percent(share: float) -> str:
-    """A share of one in whole percent; a small one is not rounded to nothing."""
-    return f"{share * 100:.0f} %" if share >= 0.01 or share <= 0 else f"{share * 100:.1g} %"
-
-
-def parameters(count: int) -> str:
-    """A number of parameters for a person.
-
-    >>> parameters(494_032_768)
-    '494.0 million parameters'
-    """
-    for word, unit in (("billion", 10**9), ("million", 10**6), ("thousand", 10**3)):
-        if count >= unit:
-            return f"{count / unit:,.{_decimals(count / unit)}f} {word} parameters"
-    return f"{count} parameters"
-
-
-def _decimals(value: float) -> int:
-    return min(6, max(0, 3 - math.floor(math.log10(abs(value))))) if value else 2

@@ -31,8 +31,9 @@ import torch
 import torch.utils.checkpoint
 from published import bert, fake
 
-from autofit.commands.estimate import estimate, knobs_of
+from autofit.commands.estimate import estimate
 from autofit.costmodel import allocator
+from autofit.output.plan_words import chosen_words
 from autofit.system.units import GIB, MIB
 
 QWEN = {
@@ -208,7 +209,7 @@ def recommended(config):
         found.append({
             "run": f"7B on {gpu or memory}",
             "memory_bytes": answer.memory_bytes,
-            "plan": None if plan is None else f"{plan['micro_batch']} x {plan['accumulation']} {knobs_of(plan)}",
+            "plan": None if plan is None else f"{plan['micro_batch']} x {plan['accumulation']} {chosen_words(plan)}",
             "quantized": plan is not None and plan["quantization"] != "none",
             "device_bytes": first.device_bytes,
             "samples_per_second": None if first.samples_per_second is None else round(first.samples_per_second, 3),

@@ -83,7 +83,7 @@ def test_a_slow_launch_on_a_cpu_is_repeated_and_the_fastest_counts(folder, launc
 def test_a_launch_that_failed_breaks_the_promise_at_once(folder, launches):
     made = launches(Crashed(reason="no such file", log_tail=""))
     found = autofit.verify(folder)
-    assert (found.broken, found.speed_ratio, len(made)) == (("no such file",), 0.0, 1)
+    assert (found.broken, found.speed_ratio, len(made)) == (("crashed: no such file",), 0.0, 1)
 
 
 def test_launches_on_a_busy_machine_are_not_judged(folder, launches):

@@ -23,7 +23,9 @@ from autofit.contract.outcome import (
 from autofit.contract.plan import Plan
 from autofit.output import charts, wording
 from autofit.output.document import DOCUMENT, Document, Offer
+from autofit.output.plan_words import outcome_words
 from autofit.output.report import html, summary
+from autofit.output.text import number, one_line, parameters, percent
 from autofit.registry import changes, techniques
 from autofit.search import decision
 from autofit.search.tradeoffs import Contribution
@@ -279,8 +281,8 @@ class TestEveryDocument:
             assert "micro-batch x accumulation x processes = global batch: " in said
             micro_batch, accumulation = doc.plan["micro_batch"], doc.plan["accumulation"]
             assert f"{micro_batch} x {accumulation} x 1 = 32" in said
-            assert wording.number(doc.promise.samples_per_second) in said
-            assert wording.percent(doc.promise.peak_bytes / doc.promise.limit_bytes) in said
+            assert number(doc.promise.samples_per_second) in said
+            assert percent(doc.promise.peak_bytes / doc.promise.limit_bytes) in said
 
     def test_page_needs_nothing_and_runs_nothing(self, name):
         text = html(document(**DOCUMENTS[name]), folder="autofit-out")
@@ -381,9 +383,9 @@ class TestComparison:
     def test_with_the_fastest_and_the_largest_plain_plan(self):
         ratio, said = wording.against_plain(document())
         assert ratio == pytest.approx(52.0 / 16.9)
-        assert "(4 x 8 plain) makes 16.90 samples/s" in said[0]
+        assert "(4 x 8 fp32) makes 16.90 samples/s" in said[0]
         assert "3.08 times" in said[0]
-        assert "(8 x 4 plain) makes 16.20 samples/s" in said[1]
+        assert "(8 x 4 fp32) makes 16.20 samples/s" in said[1]
 
     def test_a_plain_winner(self):
         ratio, said = wording.against_plain(document(**ON_CPU))
@@ -428,7 +430,7 @@ class TestPage:
         doc = document()
         said = Page(html(doc, folder="out dir")).words
         for trial in doc.trials:
-            assert wording.why(trial.outcome) in said
+            assert outcome_words(trial.outcome) in said
         for offer in doc.offers:
             assert offer.reason in said
         for package, version in VERSIONS.items():
@@ -468,12 +470,12 @@ def test_ticks_are_few_and_round(end):
 
 
 def test_small_words():
-    assert wording.number(0.01234) == "0.01234"
-    assert wording.number(0) == "0.00"
-    assert wording.percent(0.004) == "0.4 %"
-    assert wording.parameters(7_241_732_096) == "7.242 billion parameters"
-    assert wording.parameters(12) == "12 parameters"
-    assert wording.one_line("a\n  b" + "c" * 30, 10) == "a bcccccc…"
+    assert number(0.01234) == "0.01234"
+    assert number(0) == "0.00"
+    assert percent(0.004) == "0.4 %"
+    assert parameters(7_241_732_096) == "7.242 billion parameters"
+    assert parameters(12) == "12 parameters"
+    assert one_line("a\n  b" + "c" * 30, 10) == "a bcccccc…"
     assert wording.shell_lines(["autofit", "verify", "my folder"], width=16) == [
         "autofit verify \\",
         "    'my folder'",

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from autofit.contract.outcome import OUTCOME, TRIAL, Crashed, Diverged, Measured, OutOfMemory, TimedOut, Unsupported
-from autofit.output import wording
+from autofit.output.plan_words import outcome_words
 from autofit.system.errors import InputError, MachineError
 from autofit.system.strict_json import dump_json
 from autofit.training.measure import RECOMPILED
@@ -368,7 +368,7 @@ def test_a_compiler_that_takes_too_long_is_told(try_fault):
         if found.phase == "compiling":
             break
     assert found == TimedOut(limit_seconds=limit_seconds, phase="compiling")
-    assert wording.why(found).startswith("timed out in compiling, after ")
+    assert outcome_words(found).startswith("timed out in compiling, after ")
 
 
 @pytest.mark.slow
