@@ -16,7 +16,10 @@ once a chunk, which shows where a micro-batch is small. All are the same mathema
 PyTorch's own ``linear_cross_entropy`` saves the same, but it is one opaque operator, whose memory a trace can't see; it
 does not follow autocast; and it is of PyTorch 2.13.
 
-Not covered: models that cap or scale their logits; scripts that read the logits while they train, as TRL's metrics do;
+TRL's trainers take the loss themselves, a chunk of the logits at a time, whatever the value here: then
+``watch().ignored()`` says so, and memory and speed differ from the promise.
+
+Not covered: models that cap or scale their logits; scripts that read the logits while they train;
 an adapter on the output layer; traces of Liger's kernels.
 """
 
@@ -102,7 +105,7 @@ class Kernels(Technique):
         """Whether the output layer makes a score of every token of the vocabulary, for every position."""
         import torch
 
-        vocabulary, whole = recipe.facts.model.vocab_size, dict[str, bool]()
+        vocabulary, whole, by_trl = recipe.facts.model.vocab_size, dict[str, bool](), set[bool]()
 
         def compiled(context: Any) -> None:
             whole["logits"] = int(context.get_local("scores").as_fake().shape[-1]) >= vocabulary
@@ -113,9 +116,10 @@ class Kernels(Technique):
             elif scores is not args[0] and scores.shape[-1] >= vocabulary:
                 whole["logits"] = True
 
-        def after_model(_module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        def after_model(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             if not torch.compiler.is_compiling():
                 whole.setdefault("logits", False)
+                by_trl.add(type(output).__module__.startswith("trl."))
 
         def read(ran: Ran) -> Seen:
             chunked = ran.recipe.state.get(self.name)
@@ -123,6 +127,7 @@ class Kernels(Technique):
                 "liger_modules": _liger_modules(ran.model),
                 "chunked_losses": chunked.losses if isinstance(chunked, ChunkedLoss) else 0,
                 "whole_logits": whole.get("logits"),
+                "loss_of_trl": True in by_trl,
             }
 
         hooks.after(model, after_model)
@@ -132,6 +137,8 @@ class Kernels(Technique):
         return read
 
     def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
+        if seen.get("loss_of_trl"):
+            return "TRL's trainer takes the loss itself, a chunk of the logits at a time, which was not measured"
         ligers, losses = seen.get("liger_modules", []), seen.get("chunked_losses", 0)
         loss = [name for name in ligers if name.startswith(_LIGERS_LOSS)]
         wanted = {"liger": len(ligers) > len(loss), "liger_fused_ce": len(ligers) == len(loss) > 0}
