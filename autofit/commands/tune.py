@@ -99,8 +99,8 @@ def tune(
         trials: No more plans than these before the playoff; what is measured once more comes on top.
         timeout: No longer than this: seconds, or words such as ``"10m"``.
         allow: Classes of techniques that may be used: ``exact``, ``numeric``, ``method``.
-        fix: Knobs that are held at a value.
-        among: Knobs that are held to some values.
+        fix: A value for each knob that is held: ``{"precision": "bf16"}``, or ``["precision=bf16"]``.
+        among: The values that a knob is restricted to: ``{"micro_batch": [1, 2]}``, or ``["micro_batch=1,2"]``.
         sampler: ``autofit``, ``tpe``, ``gp``, ``random`` or ``grid``.
         launch_path: ``trainer`` or ``loop``: how the training will be run.
         task: ``causal-lm`` tunes next-token prediction, whatever the config names; by default a config that names a

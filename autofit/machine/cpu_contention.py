@@ -1,4 +1,4 @@
-"""How quiet the machine is: what others take of its CPU time while something is measured."""
+"""CPU contention: the share of CPU time that other processes use while something is measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 
 
 class CpuShare:
-    """Watches from its making on who uses the processors that this process may run on.
+    """Measures, from its construction on, how other processes use the CPUs that this process may run on.
 
     Other processes count, and so do other guests of the host, as far as the kernel sees them (steal time).
     """
@@ -21,7 +21,7 @@ class CpuShare:
         self._own = _own_seconds()
 
     def others(self) -> float:
-        """The share that others took, from 0 to 1 of all these processors."""
+        """The share of these CPUs that other processes used, from 0 to 1."""
         wall = (time.monotonic() - self._began) * len(self._processors)
         busy = _busy_seconds(self._processors) - self._busy
         own = _own_seconds() - self._own

@@ -292,23 +292,23 @@ def meter(facts: Facts) -> Meter:
 def guard_host(limit_bytes: int) -> None:
     """A safety net: let allocations fail far above the ceiling, before the machine itself runs out.
 
-    The ceiling is judged by the meter; data that is mapped but never touched counts here, so this net hangs lower.
+    The ceiling is judged by the meter; data that is mapped but never touched counts here, so this limit is looser.
     """
-    _hang(int(limit_bytes * 1.5) + GIB)
+    _set_data_rlimit(int(limit_bytes * 1.5) + GIB)
 
 
 @contextlib.contextmanager
 def guarded(more_bytes: int) -> Iterator[None]:
     """Let allocations fail inside, once the process holds so many bytes more than now."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    _hang(more_bytes)
+    _set_data_rlimit(more_bytes)
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def _hang(more_bytes: int) -> None:
+def _set_data_rlimit(more_bytes: int) -> None:
     net = status()["VmData"] + more_bytes
     _soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or net < hard:

@@ -1,6 +1,6 @@
-"""What is dear to make and the same in every trial, kept from one to the next.
+"""Disk cache of quantized random weights, per tune.
 
-Nothing depends on it: where a file can't be written or read, what it holds is made anew.
+Quantizing takes seconds and is the same in every trial. Where a file can't be written or read, it is done again.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _LEFT_FREE_BYTES = GIB
 
 
 class Kept:
-    """Tensors by name, each name a file of a folder.
+    """A cache of tensors by name, one file each.
 
     Args:
-        folder: Where they are kept, made when it is needed; ``None`` keeps nothing.
+        folder: Holds the files; made when it is needed. ``None`` caches nothing.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
 
     def tensors(self, name: str, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """What was kept under a name; where there is nothing, what ``make`` makes, which is kept.
+        """The cached tensors of a name; where there are none, those that ``make`` returns, which are then cached.
 
         Args:
             name: Says all that it depends on; the name of a file.
@@ -63,7 +63,7 @@ class Kept:
         self.forget()
 
     def forget(self) -> None:
-        """Delete all that was kept."""
+        """Delete the cache."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 

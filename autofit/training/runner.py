@@ -168,7 +168,7 @@ class ProcessRunner:
             who = words(neighbours(self.facts.hardware))
             self.note(
                 f"another process took memory of {self.facts.hardware.name}: {size(free)} are free, where "
-                f"{size(self.room_bytes)} were for trials; what runs out of memory meanwhile is measured once more"
+                f"{size(self.room_bytes)} were for trials; a trial that runs out of memory meanwhile is repeated"
                 f"{'; also on this device: ' + who if who else ''}"
             )
             self.room_bytes = free
