@@ -11,11 +11,12 @@ from rich.console import Console
 import autofit
 from autofit import cli
 from autofit.commands import estimate
-from autofit.commands.estimate import ESTIMATE, MARGIN, cause
+from autofit.commands.estimate import ESTIMATE
+from autofit.commands.estimate_plans import cause
 from autofit.commands.estimate_table import bar, table
 from autofit.contract.plan import Plan
 from autofit.costmodel import peak
-from autofit.costmodel.forecast import CONTEXT_BYTES, workspace_bytes
+from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, workspace_bytes
 from autofit.costmodel.tracing import trace_store
 from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.registry import techniques

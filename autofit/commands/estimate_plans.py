@@ -1,0 +1,171 @@
+"""The plans of an estimate: the largest micro-batch of each kind that fits, ranked by predicted speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from autofit import space
+from autofit.contract.facts import Facts
+from autofit.contract.plan import Plan
+from autofit.costmodel import allocator, peak
+from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, Forecast, families_of, workspace_bytes
+from autofit.costmodel.peak import Need
+from autofit.costmodel.tracing.timeline import Floats
+from autofit.costmodel.tracing.trace_store import Traces
+from autofit.registry import changes, techniques
+from autofit.search.decision import extras
+from autofit.system import units
+from autofit.system.parallel import on_every_core
+from autofit.system.units import MIB
+
+Verdict = Literal["fits", "tight", "too large"]
+_MANY_KINDS = 50
+_AS_FAST = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimated:
+    """One plan, predicted.
+
+    Attributes:
+        need: Of its tensors, by category.
+        device_bytes: The smallest card on which it runs: allocator, workspaces and context included.
+        verdict: ``fits`` with the margin, ``tight`` without it, or ``too large``.
+        samples_per_second: By roofline, about 30 % off; ``None`` on a card that is not in the catalogue.
+        changes: What the plan changes in the training.
+    """
+
+    plan: Plan
+    need: Need
+    device_bytes: int
+    verdict: Verdict
+    samples_per_second: float | None
+    changes: tuple[str, ...]
+
+
+def estimated_plans(  # noqa: PLR0917 - of the story above
+    plans: space.Space,
+    cast: Forecast,
+    traces: Traces,
+    facts: Facts,
+    most: int | None,
+    say: Callable[[str], None],
+) -> tuple[list[Estimated], int, Plan | None]:
+    """For each family the plan with the largest micro-batch that fits, or the smallest plan.
+
+    The first look is at the tensors alone; for ``most`` of the families the allocator is then replayed.
+
+    Returns:
+        Them, of how many families, and which is recommended.
+    """
+    limit = facts.workload.limit_bytes
+    need = cast.predicted_bytes * (1 + MARGIN)
+    # on a card that is not known the order of speed is all that can be had
+    pace_of = cast.seconds if cast.known_card else cast.work @ cast.nominal
+    candidates = []
+    for members in families_of(plans).values():
+        traced = sorted(
+            (place for place in members if not np.isnan(need[place])),
+            key=lambda place: -int(plans.plans[place]["micro_batch"]),
+        )
+        fitting = [place for place in traced if need[place] <= limit]
+        if traced:
+            candidates.append((not fitting, fitting or [min(traced, key=lambda place: float(need[place]))]))
+
+    def rank(candidate: tuple[bool, list[int]]) -> tuple[float, ...]:
+        beyond, places = candidate
+        first = places[0]
+        pace = float(need[first]) if beyond else float(pace_of[first])
+        return (
+            beyond,
+            np.inf if np.isnan(pace) else pace,
+            -int(plans.plans[first]["micro_batch"]),
+            float(need[first]),
+        )
+
+    ranked = [places for _, places in sorted(candidates, key=rank)]
+    chosen = ranked if most is None else _apart(ranked, plans, need, pace_of)[:most]
+    if len(chosen) > _MANY_KINDS:
+        say(f"replaying {len(chosen)} kinds of plan through the allocator")
+
+    def judge(places: list[int]) -> tuple[Estimated, float]:
+        for place in places:  # from the largest micro-batch down, until it fits
+            one = _estimated(place, plans, cast, traces, facts)
+            if one.verdict == "fits":
+                break
+        return one, float(pace_of[place])
+
+    found = on_every_core(judge, chosen)
+    order = {"fits": 0, "tight": 1, "too large": 2}
+    # a smaller micro-batch than the first look hoped for may be a slower one
+    found.sort(key=lambda one: (order[one[0].verdict], one[1] if one[0].verdict == "fits" else 0.0))
+    fast = [(one.plan, pace) for one, pace in found if one.verdict == "fits"]
+    alike = [plan for plan, pace in fast if not pace > fast[0][1] * (1 + _AS_FAST)]
+    return [one for one, _ in found], len(candidates), min(alike, key=extras, default=None)
+
+
+def _apart(ranked: list[list[int]], plans: space.Space, need: Floats, pace_of: Floats) -> list[list[int]]:
+    """Of the kinds that need and give the same, by three digits, the plainest, in the place of the first."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for places in ranked:
+        key = f"{need[places[0]]:.3g}", f"{pace_of[places[0]]:.3g}"
+        if key not in alike or extras(plans.plans[places[0]]) < extras(plans.plans[alike[key][0]]):
+            alike[key] = places  # a key keeps its place
+    return list(alike.values())
+
+
+def _estimated(place: int, plans: space.Space, cast: Forecast, traces: Traces, facts: Facts) -> Estimated:
+    plan, seconds = plans.plans[place], float(cast.seconds[place])
+    found = traces.need(plan)
+    parts = traces.parts(plan)
+    assert found is not None
+    assert parts is not None
+    # on a CPU it is what processes were seen to hold for such tensors
+    on_cpu = facts.hardware.device == "cpu"
+    device = round(float(cast.device_bytes[place])) if on_cpu else _smallest_card(found, parts, plan, facts)
+    limit = facts.workload.limit_bytes
+    verdict: Verdict = "fits" if device * (1 + MARGIN) <= limit else "tight" if device <= limit else "too large"
+    return Estimated(
+        plan=plan,
+        need=found,
+        device_bytes=device,
+        verdict=verdict,
+        samples_per_second=None if np.isnan(seconds) else 1 / seconds,
+        changes=tuple(changes(plan, facts)),
+    )
+
+
+def _smallest_card(found: Need, parts: tuple[peak.MicroPart, peak.OptimizerPart], plan: Plan, facts: Facts) -> int:
+    """On which a plan runs: its allocations replayed through the allocator, and what lies outside."""
+    rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
+    events, sizes = peak.requests(*parts, rows=rows, accumulation=accumulation)
+    rounded = [round(size) for size in sizes]
+    resolution = max(2 * MIB, found.peak_bytes // 400)
+    if sum(rounded) > allocator.MOST_BYTES:  # no card of this world
+        capacity = found.peak_bytes
+    else:
+        capacity = allocator.smallest_capacity(events, rounded, resolution_bytes=resolution)
+    return capacity + workspace_bytes(facts.hardware.capability) + CONTEXT_BYTES
+
+
+def cause(one: Estimated) -> str:
+    """What makes the peak, in words, and what would help where that is known."""
+    need = one.need
+    logits = need.by_category.get("logits", 0)
+    where = {"load": "while loading", "forward": "in the forward pass", "backward": "in the backward pass"}
+    words = f"{where.get(need.phase, 'in the optimizer step')}, at {need.operator}"
+    if need.segment in {"head", "loss", "headB"} and logits > 0.05 * need.peak_bytes:
+        said = f"{words}: logits and loss take {units.size(logits)}"
+        saves = [(one.name, *one.saves["logits"]) for one in techniques() if "logits" in one.saves]
+        return (
+            f"{said}, most of which "
+            + " or ".join(f"{what} ({name}={value}) would save" for name, value, what in saves)
+            if saves
+            else said
+        )
+    largest = max(need.by_category, key=lambda name: need.by_category[name])
+    return f"{words}; the largest part is {largest} ({units.size(need.by_category[largest])})"

@@ -1,0 +1,91 @@
+"""The facts of a GPU that is not in this machine, and of a model on it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from autofit.commands.request import (
+    Request,
+    read_facts,
+    row_length,
+)
+from autofit.contract.facts import Facts, Hardware, Model, Workload
+from autofit.costmodel.tracing.trace_store import model_of, source_hash
+from autofit.machine import gpu_catalogue
+from autofit.machine.describe import host_memory
+from autofit.machine.gpu_catalogue import Card
+from autofit.machine.packages import installed
+from autofit.system import units
+from autofit.system.errors import InputError, MachineError
+from autofit.system.files import write_atomically
+from autofit.system.fork_server import ForkServer
+from autofit.system.strict_json import dump_json
+
+HOST_BYTES = 1 << 50
+"""Of a host that is not here: offload is not refused for it, what it takes is shown."""
+_EVERY_PRECISION = ("fp32", "bf16", "fp16")
+"""Of a card that is not known, where memory alone is told: TF32 takes what float32 takes."""
+
+
+def asked_card(gpu: str | None, memory: str | int | None) -> tuple[Card | None, int | None]:
+    """The card that was asked for, and its memory; ``None`` for this machine's own."""
+    if gpu is not None and memory is not None:
+        raise InputError("--gpu and --memory both say how large the card is", hint="give one of them")
+    if gpu is not None:
+        card = gpu_catalogue.find(gpu)
+        return card, card.memory_bytes
+    if memory is not None:
+        units.check_unit(str(memory), "--memory")
+        return None, units.parse_size(memory) if isinstance(memory, str) else int(memory)
+    return None, None
+
+
+def described_model(folder: Path, config: Path, request: Request, server: ForkServer, cache: Path | None) -> Model:
+    """The model's facts, kept on disk beside the traces."""
+    adapter = TypeAdapter(Model)
+    ground = [source_hash(), installed(), request.trust_remote_code, request.task, model_of(config)]
+    key = hashlib.sha256(json.dumps(ground).encode()).hexdigest()[:32]
+    path = cache / f"{key}.json" if cache else None
+    if path is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return replace(adapter.validate_json(path.read_bytes()), name=request.model)
+    model = read_facts(folder, request, "cpu", server, lambda _: None).model
+    if path is not None:
+        with contextlib.suppress(MachineError, OSError):  # it is only a cache
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, dump_json(adapter, model))
+    return model
+
+
+def elsewhere(request: Request, model: Model, card: Card | None, memory_bytes: int) -> Facts:
+    """The question on a card that is not here."""
+    host_total, _ = host_memory()
+    host = max(host_total, HOST_BYTES)
+    return Facts(
+        model=model,
+        hardware=Hardware(
+            device="cuda",
+            name=card.name if card else f"a card of {units.size(memory_bytes)}",
+            total_bytes=memory_bytes,
+            free_bytes=memory_bytes,
+            host_total_bytes=host,
+            host_free_bytes=host,
+            precisions=card.precisions() if card else _EVERY_PRECISION,
+            capability=card.capability if card else None,
+        ),
+        workload=Workload(
+            seq_len=row_length(request.seq_len, model),
+            global_batch=request.global_batch,
+            limit_bytes=memory_bytes,
+            host_limit_bytes=host,
+            launch_path=request.launch_path,
+            seed=request.seed,
+        ),
+        packages=installed(),
+    )
