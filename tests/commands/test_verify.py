@@ -113,3 +113,15 @@ def test_bad_arguments_are_refused_before_a_launch(folder, launches, bad, words)
 def test_a_folder_without_an_answer_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"holds no autofit\.json"):
         autofit.verify(tmp_path)
+
+
+def test_a_launch_is_held_to_the_ceiling_and_to_the_speed(promised):
+    promise = promised.promise
+    run = next(trial.outcome for trial in promised.trials if trial.plan == promised.plan)
+    kept = replace(run, samples_per_second=0.91 * promise.samples_per_second, peak_bytes=promise.limit_bytes)
+    assert verify.judge(promise, kept, tolerance=0.1).broken == ()
+    (words,) = verify.judge(promise, replace(kept, peak_bytes=promise.limit_bytes + 1), tolerance=0.1).broken
+    assert "is above the ceiling" in words
+    slow = replace(kept, samples_per_second=0.89 * promise.samples_per_second)
+    (words,) = verify.judge(promise, slow, tolerance=0.1).broken
+    assert "11% below the promised" in words

@@ -131,6 +131,14 @@ def test_what_stepped_is_told_from_what_is_like_it(value, seen, words):
     assert found is None if words is None else words in found
 
 
+def test_another_class_that_stepped_is_no_optimizer_of_the_plan():
+    facts = cuda()
+    for value, choice in said(OPTIMIZER, facts).items():
+        if choice.status != "withheld":
+            found = OPTIMIZER.in_effect(value, {**STEPPED, "class": "somebody.Else"}, facts)
+            assert found.startswith("somebody.Else stepped, not "), value
+
+
 def test_lomo_is_searched_without_accumulation():
     plans = space.build(cuda(), EVERY, {"optimizer": ("lomo",), "precision": ("bf16", "fp16")}).plans
     assert {plan["accumulation"] for plan in plans} == {1}
