@@ -22,7 +22,7 @@ from autofit.machine.packages import installed
 from autofit.output import result
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, document_schema, read_document
 from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML, check_files, emit
-from autofit.output.setup import load
+from autofit.output.setup import Setup, load
 from autofit.search.decision import decide, extras
 from autofit.system.errors import EmissionError, InputError, MachineError, ModelError
 from autofit.system.strict_json import dump_json
@@ -337,6 +337,19 @@ def test_tuned_arguments_are_not_given_twice(tmp_path):
     with pytest.raises(InputError, match="bf16, optim: set by autofit") as caught:
         setup.training_arguments(bf16=False, optim="adamw_torch", learning_rate=0.1)
     assert "--fix" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "train", [Setup.model, Setup.accelerator, lambda setup: setup.training_arguments(output_dir="run")]
+)
+def test_an_answer_is_read_anywhere_and_trained_on_its_own_number_of_processes(tmp_path, monkeypatch, train):
+    folder = output_folder(tmp_path / "out")
+    written(folder)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    setup = autofit.load(folder, any_hardware=True)
+    assert setup.plan
+    with pytest.raises(InputError, match="an optimizer step would take 16 rows, not 8"):
+        train(setup)
 
 
 def test_a_folder_without_weights_is_no_pretrained_model(tmp_path):

@@ -92,7 +92,7 @@ def looped(setup, *, trains=True, gradients=True):
 
 
 def test_a_trainer_that_evaluates_and_ends_on_a_small_batch_has_ignored_nothing(setup, tmp_path):
-    assert trained(setup, tmp_path) == []
+    assert trained(setup, tmp_path, per_device_eval_batch_size=5) == []
 
 
 @pytest.mark.parametrize("gradients", [False, True])
