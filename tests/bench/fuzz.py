@@ -48,7 +48,7 @@ from autofit.machine import gpu_catalogue
 from autofit.output import report, setup
 from autofit.output.document import DOCUMENT
 from autofit.registry import techniques
-from autofit.search import recording
+from autofit.search import recording, replay
 from autofit.search.study import open_study, record
 from autofit.space import Space
 from autofit.system import units
@@ -294,9 +294,9 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
     def read_landscape(lines: bytes) -> None:
         found = recording.Landscape.read(written("land.jsonl", lines))
         found.best(1 << 40)
-        replay = recording.Replay(found)
+        player = replay.Replay(found)
         for number, plan in enumerate(list(found.space.plans)[:3]):
-            replay.run(number, plan, Effort(), purpose="search", limit_seconds=1.0)
+            player.run(number, plan, Effort(), purpose="search", limit_seconds=1.0)
 
     def read_journal(lines: bytes) -> None:
         written("study/journal.log", lines)

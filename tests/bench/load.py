@@ -35,7 +35,7 @@ from autofit.contract.outcome import TRIAL  # noqa: E402
 from autofit.costmodel.roofline import WORK  # noqa: E402
 from autofit.machine.packages import installed  # noqa: E402
 from autofit.output.document import read_document  # noqa: E402
-from autofit.search import recording, risk, sampler, searcher  # noqa: E402
+from autofit.search import recording, replay, risk, sampler, searcher  # noqa: E402
 from autofit.search.events import Silent  # noqa: E402
 from autofit.search.recording import Run  # noqa: E402
 from autofit.search.study import JOURNAL_FILE  # noqa: E402
@@ -81,7 +81,7 @@ def land(seed: int = 0) -> recording.Landscape:
     return recording.Landscape(facts, runs, {"made up": True})
 
 
-class Kept(recording.Replay):
+class Kept(replay.Replay):
     """Plays a land back, and leaves each trial in its folder as a real runner does."""
 
     folder = Path()

@@ -19,7 +19,7 @@ from autofit.search import loop, searcher
 from autofit.search.decision import decide
 from autofit.search.loop import CREDIT, Campaign, doubt
 from autofit.search.recording import Landscape as Recording
-from autofit.search.recording import Replay as Replayed
+from autofit.search.replay import Replay as Replayed
 from autofit.search.risk import min_gain_if_infeasible
 from autofit.search.samplers import make_sampler
 from autofit.search.study import JOURNAL_FILE, record

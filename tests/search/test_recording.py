@@ -15,7 +15,8 @@ from autofit.costmodel.forecast import Forecast, peak_prior
 from autofit.costmodel.roofline import WORK
 from autofit.machine.packages import installed
 from autofit.search import recording
-from autofit.search.recording import Landscape, Replay, Writer
+from autofit.search.recording import Landscape, Writer
+from autofit.search.replay import Replay
 from autofit.system.errors import InputError
 from autofit.training.timing import Effort
 from tests.support.replay import Recorded
