@@ -437,12 +437,27 @@ def test_attentions_backward_pass_has_accumulators(dtype, groups):
         result.sum().backward()
     tape = recorder.tape(since=2)
     held = sorted(tape.sizes[tape.ops == tape.names.index("attention's accumulators")])
-    wanted = [4 * batch * heads * 128]
+    copied = dtype.itemsize * query.numel()  # the gradient of a sum is not contiguous
+    wanted = [4 * batch * heads * 128, copied]
+    if dtype == torch.float32:
+        wanted += [4 * batch * heads * length * width, 4 * batch * heads * length]
     if dtype == torch.bfloat16:
         wanted.append(4 * batch * 128 * heads * 32)
         if groups > 1:
             wanted += [2 * batch * length * heads * width] * 2
     assert held == sorted(wanted)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_gradient_that_is_not_contiguous_is_copied_for_a_norm(contiguous):
+    given = torch.ones(8, 64, requires_grad=True)
+    with Recorder(fake=False, stand_ins=cuda_emulation.attention_stand_ins()) as recorder:
+        recorder.mark("0:F0")
+        result = F.layer_norm(given, (64,))
+        recorder.mark("0:B0")
+        result.backward(torch.ones(8, 64) if contiguous else torch.ones(()).expand(8, 64))
+    names = recorder.tape(since=2).names
+    assert ("a gradient made contiguous" in names) is not contiguous
 
 
 def test_checkpointed_layers_recompute_with_the_same_habits():

@@ -1,8 +1,11 @@
 """Offloading changes where tensors wait, and not what is computed."""
 
+import pytest
 import torch
 
 from autofit.registry import technique
+
+pytestmark = pytest.mark.values
 
 
 def strategies():

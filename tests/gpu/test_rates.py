@@ -13,6 +13,8 @@ from autofit.system.fork_server import ForkServer
 from tests.gpu.card import facts_on_card
 from tests.gpu.models import LLAMA_1B
 
+pytestmark = pytest.mark.speed
+
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):

@@ -86,7 +86,7 @@ def make(folder: Path, torch: str) -> None:
 
 def wanted(torch: str) -> tuple[str, str]:
     """What decides about the packages and about the libraries, as two hashes."""
-    lists = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
+    lists = [name.encode() for name in needs()] + [(ROOT / "constraints.txt").read_bytes()]
     sources = [path.read_bytes() for path in sorted((*NATIVE.glob("*.?pp"), NATIVE.parent / "build.py"))]
     return (
         hashlib.sha256(b"\0".join([torch.encode(), sys.version.encode(), str(ROOT).encode(), *lists])).hexdigest(),
@@ -106,10 +106,14 @@ def install(folder: Path, torch: str) -> None:
     constraints = folder / "constraints.txt"
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     constraints.write_text("\n".join([*(pin for pin in pins if not pin.startswith("torch==")), f"torch=={torch}", ""]))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needs = [*project["dependencies"], *project["optional-dependencies"]["all"], *TEST_TOOLS]
-    pip(folder, "install", "-c", str(constraints), *needs)
+    pip(folder, "install", "-c", str(constraints), *needs())
     pip(folder, "install", "--no-deps", "-e", str(ROOT))
+
+
+def needs() -> list[str]:
+    """What the project requires, and what its tests do."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [*project["dependencies"], *project["optional-dependencies"]["all"], *TEST_TOOLS]
 
 
 def forget_nvidia(site: Path) -> None:
