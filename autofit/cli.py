@@ -180,7 +180,7 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
     """
     from autofit.commands.estimate import ESTIMATE
     from autofit.commands.estimate import estimate as run
-    from autofit.commands.estimate_table import table
+    from autofit.commands.estimates.table import table
     from autofit.system.strict_json import dump_json
 
     with _terminable():

@@ -16,9 +16,9 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from autofit import space
-from autofit.commands.estimate_plans import Estimated, estimated_plans
+from autofit.commands.estimates.other_card import asked_card, described_model, elsewhere
+from autofit.commands.estimates.plans import Estimated, estimated_plans
 from autofit.commands.model_source import fetch, modeling_module, own_code
-from autofit.commands.other_card import asked_card, described_model, elsewhere
 from autofit.commands.request import (
     Request,
     Search,

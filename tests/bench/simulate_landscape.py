@@ -29,8 +29,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autofit import space
+from autofit.commands.estimates.other_card import elsewhere
 from autofit.commands.model_source import fetch, modeling_module
-from autofit.commands.other_card import elsewhere
 from autofit.commands.request import Request, read_facts
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Trial

@@ -12,8 +12,8 @@ import autofit
 from autofit import cli
 from autofit.commands import estimate
 from autofit.commands.estimate import ESTIMATE
-from autofit.commands.estimate_plans import cause
-from autofit.commands.estimate_table import bar, table
+from autofit.commands.estimates.plans import cause
+from autofit.commands.estimates.table import bar, table
 from autofit.contract.plan import Plan
 from autofit.costmodel import peak
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, workspace_bytes

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autofit.commands.estimate import Estimate
-from autofit.commands.estimate_plans import Estimated, cause
+from autofit.commands.estimates.plans import Estimated, cause
 from autofit.costmodel.tracing.timeline import Category
 from autofit.output.plan_words import chosen_words
 from autofit.system import units
