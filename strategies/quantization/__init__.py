@@ -1,0 +1,179 @@
+"""Quantization: the frozen weights that an adapter is trained on, in fewer bits.
+
+- ``nf4``: four bits a weight, in blocks of 64 whose scales are quantized too: about 0.52 bytes a weight. Each product
+  makes a copy of its weight in the dtype that it computes in, and lets go of it. Dettmers et al., "QLoRA"
+  (arXiv 2305.14314).
+- ``int8``: eight bits a weight and one scale a row. On CUDA the products are of 8-bit integers, but for the columns
+  with outliers; on a CPU the weight is copied as above. Dettmers et al., "LLM.int8()" (arXiv 2208.07339).
+- ``int8_torchao``: the same bytes, by torchao's ``Int8WeightOnlyConfig``: only the weight is rounded, and what it is
+  multiplied with is not. Autograd keeps the copies until the backward pass, so that it saves memory under
+  ``checkpointing`` alone. ``int4_torchao`` is known, and withheld: transformers trains no adapter on it.
+
+Saves: 1.5 (nf4) or 1 (int8) of the 2 bytes that a frozen 16-bit weight has, 3.5 or 3 of the 4 of a float32 one. Costs:
+making the copies, in the forward and again in the backward pass; the weights lose digits. Random weights have no
+outliers, trained ones have some: ``int8`` is a little slower on them than it was measured.
+
+Only linear layers are quantized: embeddings, norms and the head are not, and keep the dtype that the precision says.
+That is what scripts for QLoRA get: under ``bf16`` they are float32 (as ``peft.prepare_model_for_kbit_training`` leaves
+them) and products compute in bfloat16, under ``bf16_weights`` they are bfloat16.
+
+One random matrix of each shape is quantized once, kept for the trials after it, and copied to the layers of that shape.
+
+Sources: the papers above; ``bitsandbytes.autograd``; ``transformers.BitsAndBytesConfig``, ``TorchAoConfig``;
+``Int8Tensor`` of torchao 0.18. Not covered: stacked weights of experts, which are no linear layers; DoRA and (IA)3 on
+quantized weights; ``int8`` in a plain loop; GPTQ and AWQ; a trace of ``int8_torchao``, whose tensors fake ones can't
+stand for; the fused 4-bit kernels of bitsandbytes for few tokens, which make no copy: a trace always sees one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+from autofit.contract.emission import Emission
+from autofit.contract.observation import dtype_name
+from autofit.contract.technique import Choice, Kind, Part, Prior, Technique
+
+from .loading import load_arguments, random_model, random_torchao_model
+from .tracing import traced_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from autofit.contract.facts import Facts
+    from autofit.contract.observation import Ran, Seen
+    from autofit.contract.plan import Value
+    from autofit.contract.recipe import Recipe
+    from autofit.contract.trace import TraceRecorder
+
+_SIXTEEN = {"bf16": "bfloat16", "fp16": "float16"}
+_AUTOCAST = {"bf16", "fp16", "fp8"}
+_TORCHAO = {"int8_torchao", "int4_torchao"}
+
+
+class Quantization(Technique):
+    """In how many bits the frozen weights are kept."""
+
+    name = "quantization"
+    baseline = "none"
+    packages = {"bitsandbytes": "0.50", "peft": "0.18", "torchao": ""}
+
+    def choices(self, facts: Facts) -> tuple[Choice, ...]:
+        lacking = self.lacks(facts, "bitsandbytes", "peft")
+
+        def choice(value: str, reason: str, *, offered: bool) -> Choice:
+            if lacking is not None:
+                return Choice(value, Kind.METHOD, "withheld", lacking)
+            return Choice(value, Kind.METHOD, "offered" if offered else "on_request", reason)
+
+        on_cpu = facts.hardware.device == "cpu"
+        int8 = choice(
+            "int8", "one byte a frozen weight, for an adapter: slower than nf4 on most devices", offered=False
+        )
+        if facts.workload.launch_path == "loop" and lacking is None:
+            kept = (
+                "bitsandbytes lets go of its layers' inputs with the loss, which a plain loop keeps for a step too long"
+            )
+            int8 = Choice("int8", Kind.METHOD, "withheld", kept)
+        return (
+            Choice("none", Kind.EXACT, "offered", "weights are kept in the dtype that the precision says"),
+            choice("nf4", "half a byte a frozen weight, for an adapter", offered=not on_cpu),
+            int8,
+            *_of_torchao(facts),
+        )
+
+    def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
+        adapter = str(others["adapter"])
+        if value in _TORCHAO and others["precision"] in _AUTOCAST:
+            return "autocast passes torchao's weights by, and what they are multiplied with stays float32"
+        if value == "none" or "lora" in adapter:
+            return None
+        if adapter == "none":
+            return "quantized weights can't be trained: they need an adapter"
+        return f"{adapter.partition(':')[0]} on quantized weights is not covered"
+
+    def apply(self, value: Value, recipe: Recipe) -> None:
+        if value == "none":
+            return
+        compute = _SIXTEEN.get(recipe.mixed_precision, recipe.weights_dtype)
+        on_cpu = recipe.facts.hardware.device == "cpu"
+        recipe.load_arguments.append(functools.partial(load_arguments, str(value), compute, on_cpu=on_cpu))
+        make = random_torchao_model if value in _TORCHAO else functools.partial(random_model, str(value), compute)
+        recipe.random_model = lambda plain: make(plain, on_cpu=on_cpu, kept=recipe.kept)
+
+    def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
+        return Emission(script=() if value == "none" else (f"load the weights in {value}: model = setup.model(...)",))
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        if part == "optimizer":
+            return self.baseline
+        return None if value in _TORCHAO else value
+
+    def stand_in(self, value: Value, facts: Facts, recorder: TraceRecorder) -> AbstractContextManager[None]:
+        if value == "none" or value in _TORCHAO:
+            return contextlib.nullcontext()
+        return traced_layers(recorder, on_cuda=facts.hardware.device == "cuda")
+
+    def observe(self, ran: Ran) -> Seen:
+        return {"weight": _quantized(ran.products[0]) if ran.products else None}
+
+    def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
+        wanted = {
+            "none": None, "nf4": "nf4 twice", "int8": "int8", "int8_torchao": "Int8Tensor", "int4_torchao": "Int4Tensor"
+        }[str(value)]  # fmt: skip
+        found = seen.get("weight")
+        if found != wanted:
+            return f"a linear layer's weight is quantized to {found or 'nothing'}, not {wanted or 'nothing'}"
+        return None
+
+    def changes(self, value: Value, facts: Facts) -> str | None:
+        experts = " Experts are no linear layers, and stay as they are." if facts.model.has_experts else ""
+        said = {
+            "none": None,
+            "nf4": "The frozen weights of linear layers are rounded to 4 bits (NF4, double quantization).",
+            "int8": "The frozen weights of linear layers are rounded to 8 bits, and so is what they are multiplied "
+            "with (LLM.int8).",
+            "int8_torchao": "The frozen weights of linear layers are rounded to 8 bits, with one scale a row.",
+            "int4_torchao": "The frozen weights of linear layers are rounded to 4 bits, in groups of 128.",
+        }[str(value)]
+        return said + experts if said else None
+
+    def prior(self, value: Value, facts: Facts) -> Prior:
+        """Copies of the weights cost the same whatever the batch, so that large batches hide them."""
+        return {
+            "none": Prior(time=(0.0, 0.01), memory=(0.0, 0.01)),
+            "nf4": Prior(time=(0.15, 0.15), memory=(-0.6, 0.3)),
+            "int8": Prior(time=(0.3, 0.25), memory=(-0.4, 0.3)),
+            "int8_torchao": Prior(time=(0.2, 0.25), memory=(-0.2, 0.4)),
+            "int4_torchao": Prior(time=(0.2, 0.25), memory=(-0.4, 0.4)),
+        }[str(value)]
+
+
+def _quantized(product: nn.Module) -> str | None:
+    """How the weight of a linear layer is quantized; ``twice`` where its scales are, too."""
+    weight: Any = getattr(product, "weight", None)
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        return f"{state.quant_type}{' twice' if state.nested else ''}"
+    if type(weight).__module__.startswith("torchao."):
+        return type(weight).__name__
+    return None if weight is None or weight.dtype.is_floating_point else dtype_name(weight)
+
+
+def _of_torchao(facts: Facts) -> tuple[Choice, ...]:
+    """Torchao's choices."""
+    why = Quantization.lacks(facts, "torchao", "peft")
+    if facts.model.conv1d:
+        why = why or f"the layers of {facts.model.model_type} are Conv1D, which torchao does not quantize"
+    int8 = Choice(
+        "int8_torchao",
+        Kind.METHOD,
+        "withheld" if why else "on_request",
+        why or "one byte a frozen weight, for an adapter; saves memory beside checkpointing alone",
+    )
+    untrained = "transformers trains no adapter on torchao's 4-bit weights (its quantizer is not trainable)"
+    return int8, Choice("int4_torchao", Kind.METHOD, "withheld", untrained)

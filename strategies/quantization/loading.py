@@ -1,0 +1,282 @@
+"""Models whose weights are quantized: what loads pretrained ones, and random ones as loading leaves them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from autofit.contract.recipe import Kept
+
+_BLOCK, _OUTER_BLOCK = 64, 256  # bitsandbytes.nn.Params4bit; bitsandbytes.functional.quantize_4bit
+
+
+def quantization_config(value: str, compute: str) -> Any:
+    """Transformers' config of a value; ``compute`` names the dtype that products compute in."""
+    import transformers
+
+    if value == "int8_torchao":
+        torchao: Any = import_module("torchao.quantization")
+        with_torchao: Any = transformers.TorchAoConfig
+        return with_torchao(torchao.Int8WeightOnlyConfig())
+    config: Any = transformers.BitsAndBytesConfig
+    if value == "int8":
+        return config(load_in_8bit=True)
+    return config(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+
+
+def load_arguments(value: str, compute: str, *, on_cpu: bool) -> dict[str, Any]:
+    """What ``from_pretrained`` is given: it quantizes weights as it loads them, on the device that will train."""
+    place = {"": "cpu" if on_cpu else int(os.environ.get("LOCAL_RANK", "0"))}
+    return {"quantization_config": quantization_config(value, compute), "device_map": place}
+
+
+def random_model(
+    value: str, compute: str, make: Callable[[], PreTrainedModel], *, on_cpu: bool, kept: Kept
+) -> PreTrainedModel:
+    """A model with random weights as ``from_pretrained`` would have loaded it.
+
+    Linear layers are never made in full: each is quantized from one random matrix of its shape, so that no more than
+    one of them is there at a time, and none has to be quantized twice.
+
+    Args:
+        value: How.
+        compute: Names the dtype that products compute in.
+        make: Makes the plain model.
+        on_cpu: Whether the model will train there.
+        kept: Holds the matrices from trial to trial.
+    """
+    import torch
+    from bitsandbytes.nn import modules
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    layers: Any = modules
+    quantizer = AutoHfQuantizer.from_config(quantization_config(value, compute), pre_quantized=False)
+    device = _device(on_cpu=on_cpu)
+    with torch.device(device):
+        with linear_layers_without_weights():
+            model: Any = make()
+        dtype = model.dtype
+        quantizer.preprocess_model(model=model, dtype=dtype, device_map=None)
+        known: dict[tuple[int, int], nn.Parameter] = {}
+        for module in model.modules():
+            if isinstance(module, layers.Linear4bit):
+                _fill_4bit(module, known, dtype, kept)
+            elif isinstance(module, layers.Linear8bitLt):
+                _fill_8bit(module, known, dtype, kept)
+            elif device.type != "meta" and any(one.is_meta for one in module.parameters(recurse=False)):
+                module.to_empty(device=device, recurse=False)
+                model._init_weights(module)  # noqa: SLF001 - as the model itself does
+        model.hf_quantizer = quantizer
+        quantizer.postprocess_model(model)
+    built: PreTrainedModel = model
+    return built
+
+
+def random_torchao_model(make: Callable[[], PreTrainedModel], *, on_cpu: bool, kept: Kept) -> PreTrainedModel:
+    """The same with torchao's weights."""
+    import torch
+    from torch import nn
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    config = quantization_config("int8_torchao", "float32")
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    quantize: Any = import_module("torchao.quantization").quantize_
+    device = _device(on_cpu=on_cpu)
+    with torch.device(device):
+        with linear_layers_without_weights():
+            model: Any = make()
+        quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
+        known: dict[tuple[int, int], Any] = {}
+        for name, module in model.named_modules():
+            if not any(one.is_meta for one in module.parameters(recurse=False)):
+                continue
+            if not isinstance(module, nn.Linear) or not quantizer.param_needs_quantization(model, f"{name}.weight"):
+                module.to_empty(device=device, recurse=False)
+                model._init_weights(module)  # noqa: SLF001 - as the model itself does
+                continue
+            shape = module.out_features, module.in_features
+            if shape not in known:
+                known[shape] = _of_torchao_kept(shape, model.dtype, lambda it: quantize(it, config.quant_type), kept)
+            module.weight = nn.Parameter(known[shape].detach().clone(), requires_grad=False)
+            _fill_bias(module, model.dtype)
+        model.hf_quantizer = quantizer
+        quantizer.postprocess_model(model)
+    built: PreTrainedModel = model
+    return built
+
+
+def _of_torchao_kept(
+    shape: tuple[int, int], dtype: torch.dtype, quantize: Callable[[nn.Module], None], kept: Kept
+) -> torch.Tensor:
+    """A random matrix in torchao's 8 bits, whose tensors are kept."""
+    import torch
+    from torch import nn
+
+    def quantized(matrix: torch.Tensor) -> Any:
+        layer = nn.Linear(1, 1, bias=False, device="meta")
+        layer.weight = nn.Parameter(matrix, requires_grad=False)
+        quantize(layer)
+        return layer.weight.detach()
+
+    def made() -> dict[str, torch.Tensor]:
+        whole = quantized(_random(*shape, dtype))
+        return {name: getattr(whole, name) for name in whole.__tensor_flatten__()[0]}
+
+    held = made() if _nowhere() else kept.tensors(_name("int8_torchao", shape, dtype), made)
+    empty = quantized(torch.empty(shape, dtype=dtype, device="meta"))
+    whole: torch.Tensor = type(empty).__tensor_unflatten__(held, empty.__tensor_flatten__()[1], None, None)
+    return whole
+
+
+def _device(*, on_cpu: bool) -> torch.device:
+    """Where random weights are made: where they will train, since a Trainer does not move them there."""
+    import torch
+
+    device = torch.get_default_device()
+    if device.type == "cpu" and not on_cpu and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device
+
+
+@contextlib.contextmanager
+def linear_layers_without_weights() -> Iterator[None]:
+    """Linear layers that are made in here have shapes only."""
+    from torch import nn
+
+    init = nn.Linear.__init__
+
+    @functools.wraps(init)
+    def on_meta(self: nn.Linear, *args: Any, **kwargs: Any) -> None:
+        if type(self) is nn.Linear and len(args) < 4:  # the fourth is a device
+            kwargs["device"] = "meta"
+        init(self, *args, **kwargs)
+
+    nn.Linear.__init__ = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Linear.__init__ = init  # type: ignore[method-assign]
+
+
+def _random(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """The same numbers in every trial, whatever else is random in it."""
+    import torch
+
+    device = torch.get_default_device()
+    numbers = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
+    return torch.empty(outputs, inputs, dtype=dtype).normal_(std=0.02, generator=numbers)
+
+
+def _name(value: str, shape: tuple[int, int], dtype: torch.dtype) -> str:
+    """What a kept matrix is called: all that it depends on."""
+    return f"{value}-{shape[0]}x{shape[1]}-{str(dtype).removeprefix('torch.')}"
+
+
+def _nowhere() -> bool:
+    """Whether what is made now has no storage."""
+    import torch
+
+    return torch.get_default_device().type == "meta"
+
+
+def _fill_bias(module: nn.Linear, dtype: torch.dtype) -> None:
+    import torch
+    from torch import nn
+
+    if module.bias is not None:
+        module.bias = nn.Parameter(torch.zeros(module.out_features, dtype=dtype), requires_grad=False)
+
+
+def _fill_4bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype, kept: Kept) -> None:
+    """Give a layer random weights in 4 bits; what belongs to them is kept as buffers, so that it is counted."""
+    import torch
+    from bitsandbytes import functional
+    from bitsandbytes.nn import modules
+
+    params: Any = modules.Params4bit
+    state_of: Any = functional.QuantState
+    shape = module.out_features, module.in_features
+    asked = {
+        name: getattr(module.weight, name)
+        for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+    }
+    if shape in known:
+        weight = copy.deepcopy(known[shape])
+    elif _nowhere():
+        blocks = -(-shape[0] * shape[1] // _BLOCK)
+        state = state_of(
+            absmax=torch.empty(blocks, dtype=torch.uint8), shape=torch.Size(shape), code=torch.empty(16),
+            blocksize=_BLOCK, quant_type="nf4", dtype=dtype, offset=torch.empty(()),
+            state2=state_of(absmax=torch.empty(-(-blocks // _OUTER_BLOCK)), code=torch.empty(256),
+                              blocksize=_OUTER_BLOCK, dtype=torch.float32),
+        )  # fmt: skip
+        packed = torch.empty(-(-shape[0] * shape[1] // 2), 1, dtype=torch.uint8)
+        weight = params(packed, requires_grad=False, quant_state=state, bnb_quantized=True, **asked)
+    else:
+
+        def made() -> dict[str, torch.Tensor]:
+            value = _random(*shape, dtype)
+            whole = params(value, requires_grad=False, **asked).to(value.device)
+            return {"weight": whole.data, **whole.quant_state.as_dict(packed=True)}
+
+        held = kept.tensors(_name("nf4", shape, dtype), made)
+        data = held.pop("weight")
+        weight = known[shape] = params.from_prequantized(data, held, device=data.device)
+    weight.module = module
+    module.weight, module.quant_state = weight, weight.quant_state
+    _fill_bias(module, dtype)
+    for name, tensor in _tables(weight.quant_state).items():
+        module.register_buffer(name, tensor, persistent=False)
+
+
+def _tables(state: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a quantization with quantized scales."""
+    inner = state.state2
+    return {
+        "absmax": state.absmax,
+        "code": state.code,
+        "offset": state.offset,
+        "nested_absmax": inner.absmax,
+        "nested_code": inner.code,
+    }
+
+
+def _fill_8bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype, kept: Kept) -> None:
+    """Give a layer random weights in 8 bits."""
+    import torch
+    from bitsandbytes.nn import modules
+
+    params: Any = modules.Int8Params
+    shape = module.out_features, module.in_features
+    device = torch.get_default_device()
+    if _nowhere():
+        data, scales = torch.empty(shape, dtype=torch.int8), torch.empty(shape[0])
+    else:
+        if shape not in known:
+
+            def made() -> dict[str, torch.Tensor]:
+                whole = params(_random(*shape, dtype).cpu(), requires_grad=False).to(device)  # quantized as it moves
+                return {"weight": whole.data, "scales": whole.SCB}
+
+            held = kept.tensors(_name("int8", shape, dtype), made)
+            known[shape] = held["weight"], held["scales"]
+        data, scales = (tensor.clone() for tensor in known[shape])
+    module.weight = params(data, requires_grad=False, CB=data, SCB=scales)
+    _fill_bias(module, dtype)
+    module.register_buffer("scales", scales, persistent=False)
