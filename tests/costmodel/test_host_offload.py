@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autofit import space
-from autofit.commands.tune import predicted
+from autofit.commands.backend import predicted_bytes
 from autofit.costmodel.forecast import forecast
 from autofit.costmodel.tracing.trace_store import Traces, untraceable
 from autofit.machine import gpu_catalogue
@@ -149,7 +149,7 @@ def test_one_measurement_of_an_engine_corrects_its_others(known):
 
 def test_a_rough_forecast_is_no_prediction(known):
     plans, cast = known
-    said = predicted(plans, cast)
+    said = predicted_bytes(plans, cast)
     assert {plan for plan in plans.plans if plan not in said} == {
         plan for plan in plans.plans if plan["offload"] in ENGINES
     }
