@@ -163,7 +163,7 @@ def test_a_shape_is_quantized_once_for_all_trials(tmp_path, value, monkeypatch):
     if value == "int8_torchao":
         pytest.importorskip("torchao", reason="torchao is not installed")
     folder = write_config(tmp_path / "config", CONFIGS["llama"])
-    random = vars(sys.modules[type(technique("quantization")).__module__])
+    random = vars(sys.modules[f"{type(technique('quantization')).__module__}.loading"])
     made = []
 
     def counted(*args, make=random["_random"]):
