@@ -1,4 +1,4 @@
-"""The techniques, one file each, strangers to one another; imported as ``autofit.strategies``.
+"""The techniques, one file or folder each, strangers to one another; imported as ``autofit.strategies``.
 
 ``ALL`` is the list, in the order in which they fill the recipe. A technique may look at the values of those
 before it when it says what it conflicts with.

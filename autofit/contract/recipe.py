@@ -1,7 +1,7 @@
 """The recipe: the named slots that techniques fill, and the objects that are built from them.
 
 One recipe is run three times: traced, tried and trained. A slot is either an argument that a file carries
-(:class:`~autofit.contract.technique.Emission`) or a piece of code that :func:`autofit.load` applies in the user's
+(:class:`~autofit.contract.emission.Emission`) or a piece of code that :func:`autofit.load` applies in the user's
 script.
 This module imports torch and transformers only inside its functions.
 """

@@ -41,7 +41,7 @@ class CeilingBroken(Exception):  # noqa: N818 - it becomes an outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Peaks since the meter was made, in bytes; see :class:`autofit.contract.plan.Measured`.
+    """Peaks since the meter was made, in bytes; see :class:`autofit.contract.outcome.Measured`.
 
     ``settled_bytes`` lay outside of the allocator when warm-up was over: what came later may be somebody else's.
     """

@@ -13,7 +13,7 @@
     └── Terminated             143   SIGTERM or SIGHUP
 
 The number is the exit code of the command line. Expected failures of a *trial* are not errors but
-values: see :mod:`autofit.contract.plan`.
+values: see :mod:`autofit.contract.outcome`.
 """
 
 from __future__ import annotations
