@@ -3,7 +3,7 @@
 import pytest
 
 from autofit.contract.outcome import Measured
-from autofit.output import document
+from autofit.output.document import read_document
 from tests.commands.test_launch import check_trained, command, launched
 from tests.support.tiny import write_config
 
@@ -16,7 +16,7 @@ def test_a_tune_writes_what_accelerate_launch_runs(tmp_path):
     done = command(tmp_path, "autofit", "tune", "tiny", *words)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "out"
-    found = document.read(folder)
+    found = read_document(folder)
     assert all(isinstance(trial.outcome, Measured) for trial in found.trials)
     assert found.plan in {trial.plan for trial in found.trials if trial.purpose == "final"}
     assert found.promise.peak_bytes <= found.promise.limit_bytes

@@ -40,13 +40,13 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from autofit import cli, space
-from autofit.commands import doctor, estimate, model_source, request, tune, verify
+from autofit.commands import backend, doctor, estimate, model_source, request, verify
 from autofit.commands.request import STARTED, Request, Started
 from autofit.contract.outcome import OUTCOME, TRIAL
 from autofit.costmodel.tracing.trace_store import Traces
 from autofit.machine import gpu_catalogue
 from autofit.output import report, setup
-from autofit.output.document import DOCUMENT
+from autofit.output.document import DOCUMENT, read_document
 from autofit.registry import techniques
 from autofit.search import recording, replay
 from autofit.search.study import open_study, record
@@ -262,7 +262,7 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
         path.write_bytes(data)
         return path
 
-    def read_document(data: bytes) -> None:
+    def read_answer(data: bytes) -> None:
         written("out/autofit.json", data)
         found = read_document(folder / "out")
         report.html(found, folder="out")
@@ -341,7 +341,7 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
             6,
         ),
         "config.json": Target(lambda s: s.json(s.random.choice(configs)), read_config, 12),
-        "autofit.json": Target(lambda s: s.json(good_document), read_document, 2),
+        "autofit.json": Target(lambda s: s.json(good_document), read_answer, 2),
         "request.json": Target(lambda s: s.json(good_started), read_started, 6),
         "trial.json": Target(lambda s: s.json(good_trial), read_trial, 10),
         "outcome.json": Target(lambda s: s.json(good_outcome), read_outcome, 10),
@@ -486,7 +486,7 @@ def fuzz(inputs: int, seed: int, only: str | None = None, say: Callable[[str], N
         os.chdir(scratch)
         stack.callback(os.environ.__setitem__, "HOME", home)
         stack.callback(os.chdir, here)
-        for module in (tune, estimate, doctor):
+        for module in (backend, estimate, doctor):
             stack.callback(setattr, module, "ForkServer", module.ForkServer)
             module.ForkServer = Stopped  # type: ignore[attr-defined]
         stack.callback(setattr, verify, "_launch", verify._launch)

@@ -396,8 +396,8 @@ def test_activations_that_wait_on_the_host():
 
     def program(held, _device):
         model, x = held
-        keeper = offload().HostActivations(model)
-        with keeper.hooks():
+        keeper = offload().HostActivations()
+        with keeper.hooks(model):
             loss = model(x).square().mean()
         loss.backward()
 
