@@ -138,6 +138,7 @@ def program(name):
     return module
 
 
+@pytest.mark.slow
 def test_the_fuzzer_finds_nothing():
     said = []
     found = program("fuzz").fuzz(1500, seed=20261121, say=said.append)

@@ -48,7 +48,7 @@ def commands(options, seconds):
     fits = [sys.executable, str(HERE / "fits.py"), "--output", str(out / "fits.jsonl")]
     if options.predictions:
         fits += ["--predictions", str(options.predictions)]
-    pytest = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=15"]
+    pytest = [sys.executable, "-m", "pytest", "-v", "-n", "0", "-p", "no:cacheprovider", "--durations=15"]
     traces = HERE / "test_trace.py"
     minutes = max(0.5, (seconds["tune"] - GRACE) / 60)
     return {

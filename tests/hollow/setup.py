@@ -24,7 +24,7 @@ from pathlib import Path
 from tests.hollow.build import NATIVE, build
 
 ROOT = Path(__file__).parents[2]
-TEST_TOOLS = ("pytest", "hypothesis", "jsonschema", "liger-kernel")
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "jsonschema", "liger-kernel")
 HEADERS = ("nvidia-cuda-runtime", "nvidia-cuda-crt", "nvidia-nvml-dev")
 
 
