@@ -36,6 +36,7 @@ from autofit.commands.request import (
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.costmodel.forecast import Forecast
 from autofit.output.document import MODEL_FOLDER, REQUEST
+from autofit.output.plan_words import plan_words
 from autofit.output.result import Result, compose, write_result
 from autofit.search import recording, tradeoffs
 from autofit.search.events import Events, Silent
@@ -359,7 +360,7 @@ class _Tune:
                 self._note("the time is spent: the winner's training was not compared with the float32 baseline's")
                 return decision
             plan, spent = decision.plan, time.monotonic() - self.began
-            self.events.note(f"comparing the training of {plan.words()} with the float32 baseline's")
+            self.events.note(f"comparing the training of {plan_words(plan)} with the float32 baseline's")
             found = look(plan, decision.measured, spent_seconds=spent, left_seconds=left)
             if found.verdict != "other":
                 self.guard = found

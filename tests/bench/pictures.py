@@ -1,10 +1,11 @@
 """The README's two pictures: a real tune as a terminal shows it, and the contest of the searchers as a chart.
 
-    python tests/bench/pictures.py tune .github/pictures/tune.svg [-- OPTION ...]
+    python tests/bench/pictures.py tune .github/pictures/tune.svg [--printed FILE] [-- OPTION ...]
     python tests/bench/pictures.py contest .github/pictures/contest.svg [--json tests/bench/search_bench.DATE.json]
 
-``tune`` runs ``autofit tune demo`` with these options in a folder of its own and draws what it printed. ``contest``
-draws figures that ``search_bench.py --json`` wrote; it measures nothing.
+``tune`` runs ``autofit tune demo`` with these options in a folder of its own and draws what it printed, as far as the
+promise; or what such a run has printed to a file (stdout and stderr together). ``contest`` draws figures that
+``search_bench.py --json`` wrote; it measures nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ NAMES = {
     "lightning_binary": "Lightning's finder, binary",
     "deepspeed": "DeepSpeed's fast mode",
 }
+AFTER_THE_PROMISE = "What it changes in the training"
 WIDTH, LABEL, BAR, ROW = 860, 240, 300, 30
 
 
@@ -100,11 +102,14 @@ def main() -> None:
     parser.add_argument("what", choices=("tune", "contest"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--json", type=Path, default=max(HERE.glob("search_bench.2*.json")))
+    parser.add_argument("--printed", type=Path, help="what a tune of the demo printed, instead of running one")
     parser.add_argument("options", nargs="*", help="of autofit tune demo, after --")
     given = parser.parse_args()
     if given.what == "tune":
         words = ["autofit tune demo", *given.options]
-        drawn = drawn_terminal(" ".join(words), f"$ {' '.join(words)}\n{run_tune(given.options)}")
+        printed = given.printed.read_text("utf-8") if given.printed else run_tune(given.options)
+        shown = printed.partition(AFTER_THE_PROMISE)[0].rstrip()
+        drawn = drawn_terminal(" ".join(words), f"$ {' '.join(words)}\n{shown}")
     else:
         drawn = drawn_contest(json.loads(given.json.read_text("utf-8"))["searchers"])
     given.file.parent.mkdir(parents=True, exist_ok=True)
