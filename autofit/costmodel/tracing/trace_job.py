@@ -20,6 +20,7 @@ from autofit.costmodel import peak
 from autofit.costmodel.peak import MicroPart, OptimizerPart
 from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing.timeline import UnlikeError, lengthen
+from autofit.system.job import error_words
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
@@ -79,8 +80,7 @@ def _child(job: TraceJob, requests: Iterable[TraceRequest], report: Path) -> Non
                 _trace(job, request)
             except Exception as error:  # noqa: BLE001 - a model's own code can raise anything; it is told
                 traceback.print_exc()
-                words = (str(error).strip() or "no message").splitlines()[0][:300]
-                failed[request.file] = f"its trace failed: {type(error).__name__}: {words}"
+                failed[request.file] = f"its trace failed: {error_words(error)}"
         report.write_text(json.dumps(failed), "utf-8")
         code = 0
     finally:
