@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 import autofit
 from autofit import cli
+from autofit.commands import terminal
 from autofit.commands.verify import VERIFICATION, Verification
 from autofit.contract.outcome import Crashed
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, read_document
@@ -494,7 +495,7 @@ def test_an_error_that_nobody_reads_keeps_its_exit_code(tmp_path):
 def test_nohup_is_obeyed():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with cli._terminable():
+        with terminal.terminable():
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -1,0 +1,87 @@
+"""The options of the commands. What two commands share is written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+Option = Callable[[Any], Any]
+
+
+def with_options(*options: Option) -> Option:
+    """A decorator that adds options to a command, in their order."""
+
+    def add(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
+_SEQ_LEN = click.option("--seq-len", type=int, help="Tokens in a row.  [default: the lesser of 1024 and the model's]")
+_GLOBAL_BATCH = click.option(
+    "--global-batch", type=int, default=32, show_default=True, help="Rows to an optimizer step."
+)
+_ALLOW = click.option(
+    "--allow", default="exact,numeric", show_default=True, help="What may change: exact, numeric, method."
+)
+_FIX = click.option("--fix", multiple=True, metavar="KNOB=VALUE", help="Hold a knob at a value; repeatable.")
+_AMONG = click.option("--among", multiple=True, metavar="KNOB=V1,V2", help="Hold a knob to some values; repeatable.")
+_LAUNCH_PATH = click.option(
+    "--launch-path", default="trainer", show_default=True, help="trainer or loop: how you will train."
+)
+_TASK = click.option("--task", help="causal-lm: next-token prediction, whatever task the config is for.")
+_TRUST = click.option("--trust-remote-code", is_flag=True, help="Let the model's own code run here.")
+
+TUNE_OPTIONS: tuple[Option, ...] = (
+    click.option("--output", default="autofit-out", show_default=True, help="Folder for the files and the trials."),
+    click.option("--device", default="auto", show_default=True, help="auto, cuda or cpu."),
+    _SEQ_LEN,
+    _GLOBAL_BATCH,
+    click.option("--memory-limit", help="Ceiling: 22GiB, or 90% of what is free.  [default: 92%]"),
+    click.option(
+        "--trials",
+        type=int,
+        default=40,
+        show_default=True,
+        help="At most so many plans; repeats and the playoff come on top.",
+    ),
+    click.option("--timeout", help="At most so long: 90s, 10m, 1h."),
+    _ALLOW,
+    _FIX,
+    _AMONG,
+    click.option("--sampler", default="autofit", show_default=True, help="autofit, tpe, gp, random or grid."),
+    _LAUNCH_PATH,
+    _TASK,
+    click.option("--record", help="Append each trial as a line of JSON to this file."),
+    _TRUST,
+    click.option("--storage", help="URL of an Optuna storage, instead of a journal in the folder."),
+    click.option("--resume", is_flag=True, help="Go on with what the folder holds."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of the search and of the random tokens."),
+    click.option(
+        "--guard/--no-guard",
+        default=True,
+        show_default=True,
+        help="Refuse a winner whose losses or gradients differ from a float32 baseline's.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print autofit.json to stdout, and nothing else there."),
+)
+
+ESTIMATE_OPTIONS: tuple[Option, ...] = (
+    click.option("--gpu", help='The card: "RTX 4090", H100, A100-80GB...  [default: this machine\'s device]'),
+    click.option("--memory", help="A card's memory instead: 24GiB."),
+    _SEQ_LEN,
+    _GLOBAL_BATCH,
+    _ALLOW,
+    _FIX,
+    _AMONG,
+    _LAUNCH_PATH,
+    _TASK,
+    _TRUST,
+    click.option("--cache/--no-cache", default=True, show_default=True, help="Keep traces in the user's cache folder."),
+    click.option("--all", "every", is_flag=True, help="Show every kind of plan."),
+    click.option("--json", "as_json", is_flag=True, help="Print the estimate as JSON to stdout."),
+)

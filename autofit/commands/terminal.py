@@ -1,0 +1,99 @@
+"""How a command runs in a shell: errors become a line and an exit code, signals end it, data goes to stdout."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from autofit.system.errors import AutofitError, Interrupted, MachineError, NothingFits, Stopped, Terminated
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Commands(click.Group):
+    """Turns errors into one line, a hint and an exit code."""
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run a command."""
+        _hold_streams()
+        try:
+            found = super().invoke(context)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError as error:
+            _let_go(sys.stdout)
+            if error.errno != errno.EPIPE:  # a reader that has seen enough, such as head, is no failure
+                _complain(f"error: {shown(str(error))}")
+                context.exit(MachineError.exit_code)
+        except (AutofitError, Stopped) as error:
+            _complain(f"{'' if isinstance(error, NothingFits) else 'error: '}{shown(error.message)}")
+            if error.hint:
+                _complain(f"\nhint: {shown(error.hint)}")
+            context.exit(error.exit_code)
+        except KeyboardInterrupt:
+            _complain("interrupted")
+            context.exit(Interrupted.exit_code)
+        else:
+            return found
+
+
+def _complain(words: str) -> None:
+    """A line on stderr, where somebody reads it."""
+    try:
+        click.echo(words, err=True)
+    except OSError:
+        _let_go(sys.stderr)
+
+
+def _let_go(stream: TextIO | None) -> None:
+    from autofit.commands.console import let_go
+
+    let_go(stream)
+
+
+def _hold_streams() -> None:
+    """Open what was closed of the standard streams: a file that gets such a number would be printed into."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+
+
+def shown(words: str) -> str:
+    """One line that steers no terminal: paths and configs are somebody else's words."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in words)
+
+
+def data_console(width: int = 100) -> Console:
+    """A console on stdout that does not cut lines where nobody can see its width."""
+    from rich.console import Console
+
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # noqa: PLE0704 - rich calls it where the error is handled, and would end the process
+
+    seen = sys.stdout is not None and sys.stdout.isatty()
+    return Plain(highlight=False, width=None if seen else width)
+
+
+class terminable:  # noqa: N801 - used like a function
+    """Lets SIGTERM and SIGHUP end a command as Ctrl-C does: a tune writes the best so far, a launch ends with it."""
+
+    def __enter__(self) -> None:
+        def end(number: int, _frame: object) -> None:
+            raise Terminated(f"stopped by {signal.Signals(number).name}")
+
+        numbers = (signal.SIGTERM, signal.SIGHUP)
+        heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup means it
+        self._before = {number: signal.signal(number, end) for number in heard}
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
