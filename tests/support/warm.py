@@ -112,7 +112,7 @@ class Forked:
 def fork_a_server(self):
     """In place of :meth:`autofit.system.fork_server.ForkServer.start`."""
     from autofit.system.files import writing
-    from autofit.system.fork_server import serve
+    from autofit.system.fork_server_process import serve
 
     ours, theirs = socket.socketpair()
     with writing(self.log):
@@ -198,7 +198,7 @@ def main():
 
     import autofit.cli
     import autofit.commands.tune
-    from autofit.system.fork_server import _ALWAYS, _ON_CPU
+    from autofit.system.fork_server_process import _ALWAYS, _ON_CPU
 
     _ = autofit, faulty
     for name in (*_ALWAYS, *_ON_CPU, "transformers.models.llama.modeling_llama", "optuna", "autofit.commands.console"):
