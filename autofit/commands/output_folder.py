@@ -10,7 +10,7 @@ from pathlib import Path
 from autofit.commands.request import TRIALS
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST
 from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML
-from autofit.search.study import JOURNAL_FILE
+from autofit.search.journal import JOURNAL_FILE
 from autofit.system.errors import InputError
 from autofit.system.fork_server import FAILED_JOB_LOG
 

@@ -1,9 +1,8 @@
 """The Optuna study in the output folder: an index of the trials, never their truth.
 
-Each trial's ``outcome.json`` is the truth. The journal is what Optuna's samplers, and ``optuna-dashboard``, read; it
-is cut back to its last whole line on opening (Optuna raises on a torn line as soon as another one follows), is
-guarded by ``flock`` (Optuna's own lock files outlive a killed process and stall the next one for 30 s), and is
-set aside and written anew from the outcomes where it can't be read or tells another story.
+Each trial's ``outcome.json`` is the truth. The study is what Optuna's samplers, and ``optuna-dashboard``, read; its
+journal (:mod:`autofit.search.journal`) is set aside and written anew from the outcomes where it can't be read or
+differs from them.
 
 How an outcome is told: a measured plan is COMPLETE with its samples/s; one that ran out of memory is PRUNED with a
 violated constraint, and so needs no invented value; one that timed out is PRUNED; all else is FAIL. Optuna's TPE
@@ -14,13 +13,9 @@ ranks violated constraints last and PRUNED before them, and ignores FAIL (``_spl
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import json
 import logging
 import math
-import os
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,17 +24,15 @@ from typing import Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.storages.journal._file import BaseJournalFileLock
+from optuna.storages import BaseStorage, RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from autofit.contract.outcome import Measured, Outcome, OutOfMemory, TimedOut, Trial
+from autofit.search import journal
 from autofit.space import Space
 from autofit.system.errors import InputError, MachineError
 
-JOURNAL_FILE = "journal.log"
 STUDY = "autofit"
 CONSTRAINT = "memory"
 """``peak / ceiling - 1``: above zero where a plan did not fit."""
@@ -52,45 +45,6 @@ UNREADABLE = (
     LookupError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError, RecursionError,
     optuna.exceptions.OptunaError,
 )  # fmt: skip
-
-
-class FlockLock(BaseJournalFileLock):
-    """A lock by ``flock(2)`` on a file of its own: it dies with its process, and the file may stay."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._own = threading.Lock()
-        self._descriptor = -1
-
-    def acquire(self) -> bool:
-        """Wait for the lock.
-
-        Raises:
-            OSError: The file can't be made, or the file system has no locks.
-        """
-        self._own.acquire()
-        try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except BaseException:
-                os.close(descriptor)
-                raise
-        except BaseException:
-            self._own.release()
-            raise
-        self._descriptor = descriptor
-        return True
-
-    def release(self) -> None:
-        """Let go of the lock."""
-        os.close(self._descriptor)
-        self._descriptor = -1
-        self._own.release()
-
-
-def _lock(path: Path) -> FlockLock:
-    return FlockLock(path.with_name(path.name + ".lock"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,46 +138,6 @@ def storage_errors(where: object) -> Iterator[None]:
         raise MachineError(f"the study's storage failed: {reason}", hint="see to the --storage database") from error
 
 
-def repair(path: Path) -> str | None:
-    """Cut a journal back to its last whole line; returns what was done, in words.
-
-    Whatever follows the first line that is torn, or is not a JSON object, is cut. Nothing is lost by that: the
-    outcomes are the truth.
-
-    Raises:
-        OSError: The file can't be read or written.
-    """
-    if not path.exists():
-        return None
-    lock = _lock(path)
-    lock.acquire()
-    try:
-        kept = lines = 0
-        with path.open("rb") as file:
-            for line in file:
-                if not _whole(line):
-                    break
-                kept, lines = kept + len(line), lines + 1
-        lost = path.stat().st_size - kept
-        if not lost:
-            return None
-        with path.open("r+b") as file:
-            file.truncate(kept)
-            os.fsync(file.fileno())
-    finally:
-        lock.release()
-    return f"{path.name}: {lost} bytes after line {lines} were no whole record and were cut off"
-
-
-def _whole(line: bytes) -> bool:
-    if not line.endswith(b"\n"):
-        return False
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
 def open_study(
     folder: Path,
     *,
@@ -245,9 +159,9 @@ def open_study(
     """
     # of a plan that was measured once more, the first trial said nothing
     searched = list({trial.plan: trial for trial in trials if trial.purpose == "search"}.values())
-    with storage_errors(folder / JOURNAL_FILE if storage is None else "the study's storage"):
+    with storage_errors(folder / journal.JOURNAL_FILE if storage is None else "the study's storage"):
         if storage is None:
-            study = _from_journal(folder / JOURNAL_FILE, sampler, searched, space, limit_bytes)
+            study = _from_journal(folder / journal.JOURNAL_FILE, sampler, searched, space, limit_bytes)
         else:
             study = _from_database(storage, folder, sampler, searched, space, limit_bytes)
         _complete(study, searched, space, limit_bytes)
@@ -256,9 +170,9 @@ def open_study(
 
 def _from_journal(path: Path, sampler: Any, trials: Sequence[Trial], space: Space, limit_bytes: int) -> optuna.Study:
     path.parent.mkdir(parents=True, exist_ok=True)
-    repair(path)
+    journal.repair(path)
     try:
-        study = _load(JournalStorage(JournalFileBackend(str(path), lock_obj=_lock(path))), STUDY, sampler)
+        study = _load(journal.storage(path), STUDY, sampler)
         usable = _agrees(study, trials, space, limit_bytes)
     except UNREADABLE:
         usable = False
@@ -267,7 +181,7 @@ def _from_journal(path: Path, sampler: Any, trials: Sequence[Trial], space: Spac
         while (aside := path.with_name(f"{path.name}.broken-{number}")).exists():
             number += 1
         path.rename(aside)
-        study = _load(JournalStorage(JournalFileBackend(str(path), lock_obj=_lock(path))), STUDY, sampler)
+        study = _load(journal.storage(path), STUDY, sampler)
     return study
 
 

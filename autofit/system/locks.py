@@ -7,6 +7,7 @@ import fcntl
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,3 +99,38 @@ def device_lock(device: str) -> contextlib.AbstractContextManager[None]:
         f"another tune is measuring on this device ({device})",
         "wait for it to end: two tunes on one device time each other",
     )
+
+
+class WaitingLock:
+    """A lock that is waited for, by processes and by threads: ``flock(2)`` on a file, which may stay."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._own = threading.Lock()
+        self._descriptor = -1
+
+    def acquire(self) -> bool:
+        """Wait for the lock.
+
+        Raises:
+            OSError: The file can't be made, or the file system has no locks.
+        """
+        self._own.acquire()
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        except BaseException:
+            self._own.release()
+            raise
+        self._descriptor = descriptor
+        return True
+
+    def release(self) -> None:
+        """Release the lock."""
+        os.close(self._descriptor)
+        self._descriptor = -1
+        self._own.release()

@@ -37,8 +37,8 @@ from autofit.machine.packages import installed  # noqa: E402
 from autofit.output.document import read_document  # noqa: E402
 from autofit.search import recording, replay, risk, sampler, searcher  # noqa: E402
 from autofit.search.events import Silent  # noqa: E402
+from autofit.search.journal import JOURNAL_FILE  # noqa: E402
 from autofit.search.recording import Run  # noqa: E402
-from autofit.search.study import JOURNAL_FILE  # noqa: E402
 from autofit.search.surrogate import posterior  # noqa: E402
 from autofit.system.files import write_atomically  # noqa: E402
 from autofit.system.statistics import median  # noqa: E402

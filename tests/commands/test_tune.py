@@ -19,6 +19,7 @@ from autofit.contract.plan import Plan
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST
 from autofit.output.emit import ARGUMENTS, REPORT, YAML
 from autofit.search import study
+from autofit.search.journal import JOURNAL_FILE
 from autofit.search.recording import Landscape
 from autofit.system.errors import InputError, Interrupted, MachineError, NothingFits, Terminated
 from tests.support.replay import Played, Replay
@@ -622,7 +623,7 @@ def test_what_a_tune_cost_is_told_over_all_of_its_sessions(tune, out):
 
 def study_of(folder):
     return optuna.load_study(
-        study_name=study.STUDY, storage=JournalStorage(JournalFileBackend(str(folder / study.JOURNAL_FILE)))
+        study_name=study.STUDY, storage=JournalStorage(JournalFileBackend(str(folder / JOURNAL_FILE)))
     )
 
 

@@ -658,9 +658,9 @@ import optuna
 from pathlib import Path
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from autofit.search.study import FlockLock
+from autofit.search.journal import JournalLock
 path = Path({str(path)!r})
-lock = FlockLock(path.with_name(path.name + ".lock"))
+lock = JournalLock(path.with_name(path.name + ".lock"))
 study = optuna.load_study(study_name="autofit", storage=JournalStorage(JournalFileBackend(str(path), lock_obj=lock)))
 for number in range(5):
     trial = study.ask()

@@ -17,12 +17,13 @@ from autofit.contract.outcome import Crashed, Diverged, Evidence, Measured, OutO
 from autofit.machine import describe, meters
 from autofit.search import loop, searcher
 from autofit.search.decision import decide
+from autofit.search.journal import JOURNAL_FILE
 from autofit.search.loop import CREDIT, Campaign, doubt
 from autofit.search.recording import Landscape as Recording
 from autofit.search.replay import Replay as Replayed
 from autofit.search.risk import min_gain_if_infeasible
 from autofit.search.samplers import make_sampler
-from autofit.search.study import JOURNAL_FILE, record
+from autofit.search.study import record
 from autofit.search.surrogate.observation import Observation
 from autofit.system.errors import MachineError
 from autofit.training.runner import ProcessRunner, spilled

@@ -14,9 +14,10 @@ from autofit.contract.outcome import Crashed, OutOfMemory, TimedOut, Trial, Unsu
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.search.decision import decide
+from autofit.search.journal import JOURNAL_FILE
 from autofit.search.sampler import MIN_TRIALS, AutofitSampler
 from autofit.search.searcher import Searcher, open_searcher
-from autofit.search.study import JOURNAL_FILE, REJECTED, distributions, quiet_optuna
+from autofit.search.study import REJECTED, distributions, quiet_optuna
 from autofit.search.surrogate.features import features_of
 from autofit.search.surrogate.gp import FixedFeatures, Kernel, expected_improvement, normal_cdf
 from autofit.search.surrogate.observation import Observation, observations

@@ -15,7 +15,8 @@ from optuna.trial import TrialState
 from autofit import space
 from autofit.contract.outcome import Crashed, TimedOut, Trial
 from autofit.contract.plan import Plan
-from autofit.search.study import JOURNAL_FILE, FlockLock, distributions, open_study, repair, tell_trial
+from autofit.search.journal import JOURNAL_FILE, JournalLock, repair
+from autofit.search.study import distributions, open_study, tell_trial
 from autofit.system.errors import InputError, MachineError
 from tests.support.synthetic import GIB, Landscape, cpu_facts, measured, out_of_memory
 
@@ -203,8 +204,8 @@ def test_optuna_is_quiet_and_its_settings_stay(tmp_path, caplog):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from autofit.search.study import FlockLock
-FlockLock(Path(sys.argv[1])).acquire()
+from autofit.search.journal import JournalLock
+JournalLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 time.sleep(60)
 """
@@ -232,7 +233,7 @@ def test_a_lock_dies_with_its_process(tmp_path):
 def test_a_lock_that_is_left_over_does_not_matter(tmp_path):
     path = tmp_path / "x.lock"
     path.write_text("")
-    lock = FlockLock(path)
+    lock = JournalLock(path)
     for _ in range(2):
         assert lock.acquire()
         lock.release()
@@ -241,8 +242,8 @@ def test_a_lock_that_is_left_over_does_not_matter(tmp_path):
 def test_a_lock_excludes_its_own_threads_and_others(tmp_path):
     path = tmp_path / "counter"
     path.write_text("0")
-    lock = FlockLock(tmp_path / "x.lock")
-    other = FlockLock(tmp_path / "x.lock")
+    lock = JournalLock(tmp_path / "x.lock")
+    other = JournalLock(tmp_path / "x.lock")
 
     def count(mine):
         for _ in range(50):
@@ -259,7 +260,7 @@ def test_a_lock_excludes_its_own_threads_and_others(tmp_path):
 
 
 def test_a_lock_in_a_missing_folder_lets_go(tmp_path):
-    lock = FlockLock(tmp_path / "missing" / "x.lock")
+    lock = JournalLock(tmp_path / "missing" / "x.lock")
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
             lock.acquire()
