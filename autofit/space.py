@@ -126,7 +126,7 @@ def build(
 ) -> Space:
     """Every plan that may be tried.
 
-    A technique's plain value is always allowed. What the user names by ``given`` is allowed whatever its class.
+    A technique's baseline value is always allowed. What the user names by ``given`` is allowed whatever its class.
 
     Raises:
         InputError: Nothing is left, or the global batch can't be split over the processes.

@@ -50,7 +50,7 @@ class Estimate:
         memory_bytes: What a process can have of it.
         plans: For each family of plans its largest micro-batch that fits, or its smallest where none does; the ones
             that fit first, the fastest of them first.
-        recommended: The plainest of those that fit and are as fast as the fastest, by 3 %; ``None`` where none fits. By
+        recommended: The simplest of those that fit and are as fast as the fastest, by 3 %; ``None`` where none fits. By
             roofline, with nominal rates on a card that is not in the catalogue.
         counted: Plans that were judged.
         kinds: Families of plans that can be estimated: those that differ in more than the micro-batch.

@@ -28,7 +28,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One trial; ``role`` is ``winner``, ``plain`` or ``other``."""
+    """One trial; ``role`` is ``winner``, ``baseline`` or ``other``."""
 
     x: float
     y: float
@@ -91,8 +91,8 @@ def scatter(document: Document) -> Scatter:
         for name, step in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
         if x_end >= 2 * step or step == KIB
     )
-    plain = None if ranked[0].is_plain else next((one for one in ranked if one.is_plain), None)
-    marked = [("winner", "winner", ranked[0]), *([("plain", "best plain", plain)] if plain else [])]
+    baseline = None if ranked[0].is_baseline else next((one for one in ranked if one.is_baseline), None)
+    marked = [("winner", "winner", ranked[0]), *([("baseline", "best baseline", baseline)] if baseline else [])]
     roles = {one.plan: role for role, _, one in marked}
     points = [
         Point(
@@ -179,7 +179,7 @@ def ticks(end: float, wanted: int = 5) -> list[float]:
 
 
 def _label(x: float, y: float, role: str, text: str) -> Label:
-    """The winner's words above its point, the plain plan's below; to the right where there is room."""
+    """The winner's words above its point, the baseline plan's below; to the right where there is room."""
     away = 12 if x < RIGHT - _LABEL_WIDTH else -12
     return Label(
         at_x=x,

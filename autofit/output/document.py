@@ -47,7 +47,7 @@ class Document:
         offers: Every choice that was considered, offered or not, with its reason.
         notes: What a reader should know of the measurements.
         front: Measured plans that none beats in both speed and memory, the smallest first, the winner last.
-        contributions: What each value of the winner that is not plain is good for.
+        contributions: What each value of the winner that is not the baseline is good for.
         guard: What a short training of the winner showed; ``None`` where there was none.
         seconds: Wall seconds of the whole tune; ``training_share`` of them went into training steps.
     """

@@ -37,14 +37,14 @@ def outcome_words(outcome: Outcome) -> str:
             assert_never(outcome)
 
 
-def plain_values() -> dict[str, Value]:
-    """What each technique does in a script that never heard of it; the split of the batch is left out."""
+def baseline_values() -> dict[str, Value]:
+    """What each technique does when it is off; the split of the batch is left out."""
     return {one.name: one.baseline for one in techniques() if one.name not in SPLIT}
 
 
-def is_plain(plan: Mapping[str, Value], plain: Mapping[str, Value]) -> bool:
+def is_baseline(plan: Mapping[str, Value], baseline: Mapping[str, Value]) -> bool:
     """Whether nothing but the split of the batch was chosen."""
-    return all(plain.get(name) == value for name, value in plan.items() if name not in SPLIT)
+    return all(baseline.get(name) == value for name, value in plan.items() if name not in SPLIT)
 
 
 def chosen_words(plan: Mapping[str, Value]) -> str:

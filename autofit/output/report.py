@@ -39,14 +39,14 @@ def summary(document: Document, *, folder: str | Path) -> Group:
     """
     launch, verify = ("\n".join(wording.shell_lines(words)) for words in wording.launch_commands(document, folder))
     script = wording.script_lines(document, folder) or ["nothing beyond reading training_args.json"]
-    same = ["nothing: the training is that of a plain plan"]
+    same = ["nothing: the training is that of a baseline plan"]
     sections: list[tuple[str, RenderableType]] = [
         ("The winner", Group(_split(document), _text(""), _plan_table(document))),
         ("The promise", _promise_table(document)),
         ("What it changes in the training", _bullets(document.changes or same)),
         ("What your script must do", _bullets(script)),
         ("Why this plan", Group(_text(document.reason), *_bulleted(wording.contributed(document)))),
-        ("Against plain plans", _bullets(wording.against_plain(document)[1])),
+        ("Against baseline plans", _bullets(wording.against_baseline(document)[1])),
         ("The trials", _trials(document)),
         ("What it cost", _text(wording.cost(document))),
     ]
@@ -86,7 +86,7 @@ def html(document: Document, *, folder: str | Path) -> str:
     environment.filters.update(size=size, duration=duration, percent=percent, number=number, plan_words=plan_words)
     template = environment.from_string(files("autofit.output").joinpath(_TEMPLATE).read_text(encoding="utf-8"))
     ranked = wording.standings(document)
-    ratio, comparison = wording.against_plain(document)
+    ratio, comparison = wording.against_baseline(document)
     return template.render(
         document=document,
         findings=wording,
@@ -105,7 +105,7 @@ def html(document: Document, *, folder: str | Path) -> str:
         payback=wording.payback(document),
         told=wording.findings(document),
         chart=charts,
-        plain_plan=next((one.plan for one in ranked if one.is_plain), None),
+        baseline_plan=next((one.plan for one in ranked if one.is_baseline), None),
         best_first=_best_first(document),
         fastest=max(one.samples_per_second for one in _runs(document)) if _runs(document) else 1.0,
         offers=_by_technique(document.offers),

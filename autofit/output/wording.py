@@ -15,7 +15,7 @@ from autofit.contract.outcome import (
 )
 from autofit.contract.plan import Plan
 from autofit.output.document import Document, Offer
-from autofit.output.plan_words import SPLIT, is_plain, plain_values, plan_words
+from autofit.output.plan_words import SPLIT, baseline_values, is_baseline, plan_words
 from autofit.output.text import number, one_line, percent, plural, with_spread
 from autofit.registry import techniques
 from autofit.search.decision import pool
@@ -47,7 +47,7 @@ class Standing:
     peak_bytes: int
     runs: int
     is_winner: bool
-    is_plain: bool
+    is_baseline: bool
 
 
 def standings(document: Document) -> list[Standing]:
@@ -56,7 +56,7 @@ def standings(document: Document) -> list[Standing]:
     for trial in document.trials:
         if isinstance(trial.outcome, Measured):
             runs.setdefault(trial.plan, []).append(trial.outcome)
-    plain = plain_values()
+    baseline = baseline_values()
     found = []
     for plan, seen in runs.items():
         wins = plan == document.plan
@@ -68,7 +68,7 @@ def standings(document: Document) -> list[Standing]:
                 peak_bytes=shown.peak_bytes,
                 runs=len(seen),
                 is_winner=wins,
-                is_plain=is_plain(plan, plain),
+                is_baseline=is_baseline(plan, baseline),
             )
         )
     return sorted(found, key=lambda one: (not one.is_winner, -one.samples_per_second, one.peak_bytes))
@@ -104,27 +104,27 @@ def chosen(document: Document) -> list[Offer]:
     ]
 
 
-def against_plain(document: Document) -> tuple[float | None, list[str]]:
+def against_baseline(document: Document) -> tuple[float | None, list[str]]:
     """How the winner compares with the plans of a search over the batch size alone.
 
     Returns:
-        The winner's speed as a multiple of the fastest measured plain plan's (``None`` where there is no other
+        The winner's speed as a multiple of the fastest measured baseline plan's (``None`` where there is no other
         than the winner), and what is to be said, a sentence each.
     """
     ranked = standings(document)
-    winner, plain = ranked[0], [one for one in ranked if one.is_plain]
-    values = " ".join(f"{name}={value}" for name, value in plain_values().items())
-    meaning = f"A plain plan is what a search over the batch size alone can find: {values}."
-    if winner.is_plain:
+    winner, alike = ranked[0], [one for one in ranked if one.is_baseline]
+    values = " ".join(f"{name}={value}" for name, value in baseline_values().items())
+    meaning = f"A baseline plan is what a search over the batch size alone can find: {values}."
+    if winner.is_baseline:
         return None, [
-            "The winner is a plain plan itself: nothing but the split of the batch was worth changing.",
+            "The winner is a baseline plan itself: nothing but the split of the batch was worth changing.",
             meaning,
         ]
-    if not plain:
-        failed = sum(is_plain(trial.plan, plain_values()) for trial in document.trials)
+    if not alike:
+        failed = sum(is_baseline(trial.plan, baseline_values()) for trial in document.trials)
         if failed:
-            return None, [f"{plural(failed, 'plain trial')}, and none was measured inside the ceiling.", meaning]
-        return None, ["No plain plan was tried, so there is none to compare with."]
+            return None, [f"{plural(failed, 'baseline trial')}, and none was measured inside the ceiling.", meaning]
+        return None, ["No baseline plan was tried, so there is none to compare with."]
 
     def compared(other: Standing) -> str:
         return (
@@ -132,10 +132,10 @@ def against_plain(document: Document) -> tuple[float | None, list[str]]:
             f"{size(other.peak_bytes)}; the winner makes {times(winner, other)} that with {size(winner.peak_bytes)}"
         )
 
-    fastest, largest = plain[0], max(plain, key=lambda one: int(one.plan["micro_batch"]))
-    said = [f"The fastest plain plan {compared(fastest)}."]
+    fastest, largest = alike[0], max(alike, key=lambda one: int(one.plan["micro_batch"]))
+    said = [f"The fastest baseline plan {compared(fastest)}."]
     if largest.plan != fastest.plan:
-        said.append(f"The plain plan with the largest micro-batch that fits {compared(largest)}.")
+        said.append(f"The baseline plan with the largest micro-batch that fits {compared(largest)}.")
     return winner.samples_per_second / fastest.samples_per_second, [*said, meaning]
 
 

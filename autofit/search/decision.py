@@ -45,16 +45,16 @@ class Decision:
 
 
 def finalists(
-    trials: Sequence[Trial], limit_bytes: int, count: int = 3, otherwise: Mapping[Plan, str] | None = None
+    trials: Sequence[Trial], limit_bytes: int, count: int = 3, differing: Mapping[Plan, str] | None = None
 ) -> list[Plan]:
     """The plans that are worth measuring again, best first: those within 10 % of the best, or within noise and 25 %.
 
     The noise of a trial that was cut off after two steps knows no bounds. Where the best was measured on a calm
     machine, those that others disturbed whenever they were measured can't be compared with it: the best of them are
-    measured again too, in the place of the last of the calm ones. Those that train ``otherwise`` are out; see
+    measured again too, in the place of the last of the calm ones. Those in ``differing`` are out; see
     :func:`decide`.
     """
-    contenders, _ = _contenders(trials, limit_bytes, otherwise or {})
+    contenders, _ = _contenders(trials, limit_bytes, differing or {})
     near = _near(contenders)
     # where the best was disturbed itself, these are near to it too
     slowed = [plan for plan in _near([one for one in contenders if one.measured.disturbed]) if plan not in near]
@@ -73,7 +73,7 @@ def _near(contenders: Sequence[Contender]) -> list[Plan]:
     ]
 
 
-def decide(trials: Sequence[Trial], limit_bytes: int, otherwise: Mapping[Plan, str] | None = None) -> Decision | None:
+def decide(trials: Sequence[Trial], limit_bytes: int, differing: Mapping[Plan, str] | None = None) -> Decision | None:
     """The winner, or ``None`` where nothing that fits was measured.
 
     Of each plan the measurements of the best fidelity count, pooled. A plan that broke the ceiling once is out, and
@@ -83,9 +83,9 @@ def decide(trials: Sequence[Trial], limit_bytes: int, otherwise: Mapping[Plan, s
     Args:
         trials: All that was tried.
         limit_bytes: The ceiling on the device.
-        otherwise: Plans whose losses or gradients differ from the float32 baseline's, each with the difference.
+        differing: Plans whose losses or gradients differ from the float32 baseline's, each with the difference.
     """
-    contenders, refused = _contenders(trials, limit_bytes, otherwise or {})
+    contenders, refused = _contenders(trials, limit_bytes, differing or {})
     if not contenders:
         return None
     final = {trial.plan for trial in trials if trial.purpose == "final" and isinstance(trial.outcome, Measured)}
@@ -95,7 +95,7 @@ def decide(trials: Sequence[Trial], limit_bytes: int, otherwise: Mapping[Plan, s
     tied = [one for one in in_noise if one.measured.step_seconds <= fastest.measured.step_seconds * _SAME_SPEED]
     least = min(one.measured.peak_bytes for one in tied)
     small = [one for one in tied if one.measured.peak_bytes <= least * SAME_MEMORY]
-    winner = min(small, key=lambda one: (extras(one.plan), one.measured.step_seconds))
+    winner = min(small, key=lambda one: (changed_values(one.plan), one.measured.step_seconds))
     return Decision(
         plan=winner.plan,
         measured=winner.measured,
@@ -104,8 +104,8 @@ def decide(trials: Sequence[Trial], limit_bytes: int, otherwise: Mapping[Plan, s
     )
 
 
-def extras(plan: Plan) -> int:
-    """How many values are not plain, micro-batch and accumulation apart: the measure of simplicity."""
+def changed_values(plan: Plan) -> int:
+    """How many values are not the baseline, micro-batch and accumulation apart: the measure of simplicity."""
     counted = [one for one in techniques() if one.name not in {"micro_batch", "accumulation"} and one.name in plan]
     return sum(plan[one.name] != one.baseline for one in counted)
 
@@ -117,7 +117,7 @@ def _tied(one: Measured, other: Measured) -> bool:
 
 
 def _contenders(
-    trials: Iterable[Trial], limit_bytes: int, otherwise: Mapping[Plan, str]
+    trials: Iterable[Trial], limit_bytes: int, differing: Mapping[Plan, str]
 ) -> tuple[list[Contender], list[str]]:
     """The plans that fit, fastest first, and what was refused though it was measured, in words."""
     by_plan: dict[Plan, list[Trial]] = {}
@@ -132,13 +132,13 @@ def _contenders(
         pooled = pool(runs)
         if pooled.peak_bytes > limit_bytes or any(isinstance(one, OutOfMemory) for one in failures):
             refused.append(f"Refused: {plan.words()} fitted once, and broke the ceiling another time.")
-        elif plan in otherwise:
-            refused.append(f"Refused: {plan.words()} does not train like the float32 baseline: {otherwise[plan]}.")
+        elif plan in differing:
+            refused.append(f"Refused: {plan.words()} does not train like the float32 baseline: {differing[plan]}.")
         elif failures:
             refused.append(f"Refused: {plan.words()} ran once, and {failures[-1].kind} another time.")
         else:
             contenders.append(Contender(plan=plan, measured=pooled))
-    contenders.sort(key=lambda one: (one.measured.step_seconds, one.measured.peak_bytes, extras(one.plan)))
+    contenders.sort(key=lambda one: (one.measured.step_seconds, one.measured.peak_bytes, changed_values(one.plan)))
     return contenders, refused
 
 
@@ -218,7 +218,8 @@ def _reason(
         saved = theirs.peak_bytes - mine.peak_bytes
         if mine.peak_bytes * SAME_MEMORY < theirs.peak_bytes:
             return f"{said}, with {size(saved)} less memory ({size(mine.peak_bytes)})."
-        return f"{said}, with about the same memory, and simpler ({extras(winner.plan)} values that are not plain)."
+        count = changed_values(winner.plan)
+        return f"{said}, with about the same memory, and simpler ({count} values that are not the baseline)."
     among = f"{len(eligible)} finalists" if len(eligible) > 1 else "those that fit"
     said = f"The fastest of {among}: {said}"
     after = [one for one in eligible if one is not winner]
@@ -260,7 +261,7 @@ def nearest_change(trials: Sequence[Trial], space: Space, limit_bytes: int, fact
         return f"{free}, or keep less there ({off})." if off else f"{free}."
     if not seen:
         return "No plan that was tried got as far as to show its memory."
-    need, plan, outcome = min(seen, key=lambda one: (one[0], extras(one[1])))
+    need, plan, outcome = min(seen, key=lambda one: (one[0], changed_values(one[1])))
     if isinstance(outcome, Measured):
         words = [f"The tightest plan that was seen needs {size(need)} under a ceiling of {size(limit_bytes)}"]
         change = f"a ceiling of {size(need)}"

@@ -176,13 +176,13 @@ class Campaign:
         return True
 
     def baseline(self, searcher: Searcher, most_trials: int) -> None:
-        """Measure the plain plan that is believed to be the fastest, unless one as fast was: what the winner gained.
+        """Measure the baseline plan that is believed to be the fastest, unless one as fast was: what the winner gained.
 
         Where it does not turn out to be the fastest, or to fit, another one follows.
         """
-        plain = [plan for plan in self.space.plans if not decision.extras(plan)]
+        baselines = [plan for plan in self.space.plans if not decision.changed_values(plan)]
         for _ in range(min(BASELINES, most_trials - self._tried())):
-            plan, left = searcher.fastest_untried(plain), self.left()
+            plan, left = searcher.fastest_untried(baselines), self.left()
             if plan is None or (left is not None and left < self._playoff_seconds() + max(self._walls(), default=0.0)):
                 return
             searcher.tell(self.run(plan, Effort(), "search"))

@@ -283,7 +283,7 @@ class Landscape:
         )
 
     def of(self, plan: Plan) -> tuple[Run, ...]:
-        """The measurements of a plan; knobs that were not known then count where they are plain."""
+        """The measurements of a plan; knobs that were not known then count where they have the baseline."""
         found = self.runs.get(plan)
         if found is None:
             known = next(iter(self.runs))

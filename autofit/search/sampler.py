@@ -260,7 +260,7 @@ class AutofitSampler(optuna.samplers.BaseSampler):
     def _argmax(self, score: Floats, peak: Floats) -> int:
         """The plan with the highest score; ties go to less memory, then to the simpler plan, then to the earlier."""
         tied = np.flatnonzero(score >= score.max() - 1e-9 * abs(score.max()))
-        order = np.lexsort((self.model.features.extras[tied], np.round(peak[tied], 6)))
+        order = np.lexsort((self.model.features.changed_values[tied], np.round(peak[tied], 6)))
         return int(tied[order[0]])
 
 
@@ -268,7 +268,7 @@ def smallest_plan(model: Surrogate, space: Space) -> int:
     """The plan that needs the least memory: by its trace, where every plan has one, else by the techniques' priors."""
     if model.forecast is None or np.isnan(model.forecast.tensor_bytes).any():
         return model.features.index[space.smallest()]
-    return int(np.lexsort((model.features.extras, model.forecast.tensor_bytes))[0])
+    return int(np.lexsort((model.features.changed_values, model.forecast.tensor_bytes))[0])
 
 
 def first_plan(model: Surrogate, allowed: Bools | None = None, limit_bytes: int | None = None) -> int:

@@ -30,7 +30,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """What one value of the winner is good for, against the same plan with the technique's plain value.
+    """What one value of the winner is good for, against the same plan with the technique's baseline value.
 
     Attributes:
         evidence: ``measured``: both were; ``estimated``: the other is what the search believes; ``out_of_memory``: the
@@ -97,7 +97,7 @@ def contributions(
     facts: Facts,
     believe: Callable[[Plan], Expected | None] = lambda _: None,
 ) -> tuple[Contribution, ...]:
-    """What is lost when one value of the winner alone is put back to its plain one, for each that is not plain.
+    """What is lost when one value of the winner alone is put back to the baseline, for each that is not the baseline.
 
     Args:
         decision: The winner, and all that was measured.
@@ -157,9 +157,9 @@ def _estimated(about: Contribution, mine: Measured, expected: Expected, *, may_b
     )
 
 
-def put_back(plan: Plan, name: str, plain: int | str, facts: Facts) -> Plan:
+def put_back(plan: Plan, name: str, baseline: int | str, facts: Facts) -> Plan:
     """The plan with one value put back; the accumulation keeps the global batch."""
-    without = plan.replaced(**{name: plain})
+    without = plan.replaced(**{name: baseline})
     if name != "micro_batch":
         return without
-    return without.replaced(accumulation=facts.workload.global_batch // facts.workload.processes // int(plain))
+    return without.replaced(accumulation=facts.workload.global_batch // facts.workload.processes // int(baseline))

@@ -2,9 +2,9 @@
 
     python tests/bench/launch_matrix.py --json FILE [--only optimizer,adapter] [--models llama] [--again]
 
-For each value that is to be had here, the plain plan with that one value is tried, written and launched for two steps,
-and `verify` says whether it took effect and stayed inside the ceiling (speeds are not judged: this may run on a busy
-machine). A value that can't go with the plain plan gets what it needs. About a quarter of a minute for each.
+For each value that is to be had here, the baseline plan with that one value is tried, written and launched for two
+steps, and `verify` says whether it took effect and stayed inside the ceiling (speeds are not judged: this may run on a
+busy machine). A value that can't go with the baseline plan gets what it needs. About a quarter of a minute for each.
 
 FILE is written after every launch. What it holds already is not launched again, but for what was broken: a run that was
 cut goes on. With `--again` everything is launched anew. `--table` only prints FILE as Markdown.
@@ -29,7 +29,7 @@ from autofit.contract.technique import Kind
 from autofit.machine.packages import installed
 from autofit.machine.select import choose_device
 from autofit.registry import technique, techniques
-from autofit.search.decision import extras
+from autofit.search.decision import changed_values
 from autofit.system.errors import AutofitError
 from autofit.system.files import write_atomically
 from autofit.system.fork_server import ForkServer
@@ -59,7 +59,7 @@ def plan_of(name, value, facts):
     if name in {"micro_batch", "accumulation"}:
         given.pop("accumulation" if name == "micro_batch" else "micro_batch")
     plans = space.build(facts, frozenset(Kind), given).plans
-    return min(plans, key=lambda plan: (extras(plan), plan["accumulation"] != 2))
+    return min(plans, key=lambda plan: (changed_values(plan), plan["accumulation"] != 2))
 
 
 def launch(config, facts, name, value, folder):

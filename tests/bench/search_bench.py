@@ -62,7 +62,7 @@ from autofit.system.units import parse_size, size
 from autofit.training.timing import Effort
 
 FRACTIONS = (1.0, 0.6, 0.35)
-"""Ceilings, as shares of what the plain plan with the whole batch at once needs."""
+"""Ceilings, as shares of what the baseline plan with the whole batch at once needs."""
 CLOSE = 0.02
 MOST = 80
 LOOKS = (8, 12, 20)

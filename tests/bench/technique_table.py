@@ -2,9 +2,9 @@
 
     python tests/bench/technique_table.py [--landscapes FOLDER] [--json]
 
-*Time* and *memory*: the median over all pairs of plans that differ in this value alone, against the plain value; below
-1 is better. *Wins*: the most that the best plan with the value is ahead of the best one without it, at any ceiling of
-10 to 100 % of what the naive plan needs; *alone* where nothing else fits. A win counts from the landscape's noise on.
+*Time* and *memory*: the median over all pairs of plans that differ in this value alone, against the baseline value;
+below 1 is better. *Wins*: the most that the best plan with the value is ahead of the best one without it, at any ceiling
+of 10 to 100 % of what the naive plan needs; *alone* where nothing else fits. A win counts from the landscape's noise on.
 The last line with `--json` is one JSON object.
 """
 
@@ -31,13 +31,13 @@ def peak(land, plan):
 
 
 def naive_bytes(land):
-    """What the plain plan with the whole batch at once needs."""
+    """What the baseline plan with the whole batch at once needs."""
     plain = [plan for plan in land.runs if all(plan[name] == PLAIN[name] for name in plan if name not in SPLIT)]
     return peak(land, max(plain, key=lambda plan: plan["micro_batch"]))
 
 
 def rows_of(land, name):
-    """One row for each value of a landscape that is not plain."""
+    """One row for each value of a landscape that is not the baseline."""
     cost = [(plan, land.seconds(plan), peak(land, plan)) for plan in land.runs]
     known = {plan: (seconds, held) for plan, seconds, held in cost}
     ceilings = [share * naive_bytes(land) for share in SHARES]

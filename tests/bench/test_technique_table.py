@@ -43,7 +43,7 @@ def rows():
 
 
 def statuses(facts):
-    """What is said of each value that is not plain."""
+    """What is said of each value that is not the baseline."""
     return {
         (one.name, choice.value): choice.status
         for one in techniques()

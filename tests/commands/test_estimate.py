@@ -20,7 +20,7 @@ from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, workspace_bytes
 from autofit.costmodel.tracing import trace_store
 from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.registry import techniques
-from autofit.search.decision import extras
+from autofit.search.decision import changed_values
 from autofit.system.errors import InputError
 from autofit.system.units import GIB, MIB
 from tests.support.replay import Lent
@@ -108,12 +108,12 @@ def test_kinds_that_need_and_give_the_same_are_shown_once(ask):
 
 
 @pytest.mark.slow
-def test_what_is_recommended_is_the_plainest_of_the_fast_ones(ask):
+def test_what_is_recommended_is_the_simplest_of_the_fast_ones(ask):
     found = ask(gpu="4090", seq_len=128, global_batch=32)
     best = found.plans[0].samples_per_second
     near = [one.plan for one in found.plans if one.verdict == "fits" and one.samples_per_second > best / 1.03]
     assert found.recommended in near
-    assert extras(found.recommended) == min(map(extras, near))
+    assert changed_values(found.recommended) == min(map(changed_values, near))
 
 
 @pytest.mark.usefixtures("ask")

@@ -78,7 +78,7 @@ def tuned(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def every_knob(tuned, server, tmp_path_factory):
-    """Output folders whose plan, made by hand, has no plain value, by launch path."""
+    """Output folders whose plan, made by hand, has no baseline value, by launch path."""
     known = {}
 
     def find(launch_path):

@@ -23,7 +23,7 @@ from autofit.output import result
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, document_schema, read_document
 from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML, check_files, emit
 from autofit.output.setup import Setup, load
-from autofit.search.decision import decide, extras
+from autofit.search.decision import changed_values, decide
 from autofit.system.errors import EmissionError, InputError, MachineError, ModelError
 from autofit.system.strict_json import dump_json
 from tests.support.synthetic import GIB, Landscape, cpu_facts, cuda_facts
@@ -38,7 +38,7 @@ def a_plan(facts, **wanted):
     """The simplest plan with these values."""
     given_values = {name: (value,) for name, value in wanted.items()}
     plans = space.build(facts, frozenset(Kind), given_values).plans
-    return min(plans, key=lambda plan: (extras(plan), plan["accumulation"]))
+    return min(plans, key=lambda plan: (changed_values(plan), plan["accumulation"]))
 
 
 def a_document(plan, facts):

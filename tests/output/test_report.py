@@ -253,7 +253,7 @@ DOCUMENTS = {
     "cuda": {},
     "cpu": ON_CPU,
     "one trial": {"trials": [(WINNER, measured(51.9, 15.8))]},
-    "one plain trial": {"trials": [(plan(4), measured(16.9, 13.6))], "winner": plan(4)},
+    "one baseline trial": {"trials": [(plan(4), measured(16.9, 13.6))], "winner": plan(4)},
     "zero spread": {"trials": [(WINNER, measured(51.9, 15.8, relative=0.0))]},
     "hostile": {"name": HOSTILE + STEERING, "reason": HOSTILE, "notes": (HOSTILE,), "created": HOSTILE},
     "unknown technique": {
@@ -381,22 +381,22 @@ class TestSummary:
 
 class TestComparison:
     def test_with_the_fastest_and_the_largest_plain_plan(self):
-        ratio, said = wording.against_plain(document())
+        ratio, said = wording.against_baseline(document())
         assert ratio == pytest.approx(52.0 / 16.9)
         assert "(4 x 8 fp32) makes 16.90 samples/s" in said[0]
         assert "3.08 times" in said[0]
         assert "(8 x 4 fp32) makes 16.20 samples/s" in said[1]
 
     def test_a_plain_winner(self):
-        ratio, said = wording.against_plain(document(**ON_CPU))
+        ratio, said = wording.against_baseline(document(**ON_CPU))
         assert ratio is None
-        assert "plain plan itself" in said[0]
+        assert "baseline plan itself" in said[0]
 
     def test_plain_plans_that_failed_and_none_at_all(self):
         only = [(WINNER, measured(51.9, 15.8))]
-        assert "No plain plan was tried" in wording.against_plain(document(only))[1][0]
+        assert "No baseline plan was tried" in wording.against_baseline(document(only))[1][0]
         tried = document([*only, (plan(16), out_of_memory())])
-        assert "1 plain trial, and none was measured" in wording.against_plain(tried)[1][0]
+        assert "1 baseline trial, and none was measured" in wording.against_baseline(tried)[1][0]
 
 
 class TestStandings:
@@ -445,7 +445,7 @@ class TestPage:
         doc = document()
         drawn = charts.scatter(doc)
         assert len(drawn.points) == 16
-        assert {point.role for point in drawn.points} == {"winner", "plain", "other"}
+        assert {point.role for point in drawn.points} == {"winner", "baseline", "other"}
         for point in drawn.points:
             assert charts.LEFT <= point.x <= charts.RIGHT
             assert charts.TOP <= point.y <= charts.BOTTOM

@@ -1,4 +1,4 @@
-"""The plain plan that a winner is compared with: measured where the search did not, and only where it surely fits."""
+"""The baseline plan that a winner is compared with: measured where the search did not, and only where it fits."""
 
 import pytest
 
@@ -12,8 +12,8 @@ from tests.support.synthetic import GIB, Landscape, cpu_facts
 MOST = 40
 
 
-def is_plain(plan):
-    return not decision.extras(plan)
+def is_baseline(plan):
+    return not decision.changed_values(plan)
 
 
 class Played:
@@ -53,13 +53,13 @@ def test_the_winner_has_something_to_be_compared_with(limit_gib, seed):
     campaign.baseline(searcher, MOST)
     extra = campaign.trials[before:]
     assert len(extra) <= BASELINES
-    assert all(is_plain(trial.plan) and trial.purpose == "search" for trial in extra)
+    assert all(is_baseline(trial.plan) and trial.purpose == "search" for trial in extra)
     assert all(effort.hopeless_seconds == 0 for effort in campaign.runner.efforts[before:]), "measured to its end"
     land = campaign.runner.land
-    fitting = [plan for plan in campaign.space.plans if is_plain(plan) and land.fits(plan)]
+    fitting = [plan for plan in campaign.space.plans if is_baseline(plan) and land.fits(plan)]
     tried = [trial.plan for trial in campaign.trials if trial.plan in fitting]
     best = min(map(land.step_seconds, fitting))
-    assert min(map(land.step_seconds, tried)) <= 1.25 * best, "of the plain plans a fast one"
+    assert min(map(land.step_seconds, tried)) <= 1.25 * best, "of the baseline plans a fast one"
     assert len({trial.plan for trial in campaign.trials}) == len(campaign.trials)
 
 
@@ -67,7 +67,7 @@ def test_it_is_measured_once():
     campaign, searcher = searched(16)
     for _ in range(3):
         campaign.baseline(searcher, MOST)
-    plain = [trial for trial in campaign.trials if is_plain(trial.plan)]
+    plain = [trial for trial in campaign.trials if is_baseline(trial.plan)]
     assert plain
     count = len(campaign.trials)
     campaign.baseline(searcher, MOST)
@@ -78,7 +78,7 @@ def test_it_is_measured_once():
 def test_where_no_plain_plan_fits_little_is_spent_on_it(seed):
     campaign, searcher = searched(8, seed)
     land, before = campaign.runner.land, len(campaign.trials)
-    assert not any(land.fits(plan) for plan in campaign.space.plans if is_plain(plan))
+    assert not any(land.fits(plan) for plan in campaign.space.plans if is_baseline(plan))
     decided = decision.decide(campaign.trials, campaign.limit_bytes)
     assert decided is not None
     campaign.baseline(searcher, MOST)
@@ -113,4 +113,4 @@ def test_there_is_none_where_no_plan_is_plain():
 def test_nothing_is_compared_where_nothing_was_measured():
     facts = cpu_facts(limit_bytes=16 * GIB)
     plans = space.build(facts)
-    assert in_memory(facts, plans).fastest_untried([plan for plan in plans.plans if is_plain(plan)]) is None
+    assert in_memory(facts, plans).fastest_untried([plan for plan in plans.plans if is_baseline(plan)]) is None

@@ -61,7 +61,7 @@ def test_what_is_said_of_a_value_that_is_not_listed():
         assert (found.value, found.kind, found.status) == (value, Kind.METHOD, listed[like].status)
         assert found.reason.startswith(listed[like].reason)
         plan = PLAIN.replaced(adapter=value)
-        assert equivalence.kind_of(plan, FACTS) == Kind.METHOD, "its losses are not held to those of the plain plan"
+        assert equivalence.kind_of(plan, FACTS) == Kind.METHOD, "its losses are not held to those of the baseline plan"
     assert equivalence.kind_of(PLAIN, FACTS) == Kind.EXACT
     sampler = make_sampler("autofit", space.build(FACTS, given={"adapter": ("none", "lora:r=8")}), FACTS, 0, None)
     first = sampler.space.plans[sampler._first]

@@ -37,7 +37,7 @@ from autofit.output.document import MODEL_FOLDER
 from autofit.output.emit import ARGUMENTS, YAML, check_files, emit
 from autofit.output.setup import load
 from autofit.registry import changes, extra_seconds, recipe_of, technique, techniques
-from autofit.search.decision import decide, extras
+from autofit.search.decision import changed_values, decide
 from autofit.search.loop import Campaign
 from autofit.system.errors import InputError
 from autofit.system.units import duration
@@ -482,7 +482,7 @@ def run(server, configs, tmp_path_factory):
     def run_once(path, one, value, name="llama"):
         facts = tiny(path, name)
         fitting = space.build(facts, EVERY, {one.name: (value,)}).plans
-        plan = min(fitting, key=lambda plan: (extras(plan), plan["accumulation"]))
+        plan = min(fitting, key=lambda plan: (changed_values(plan), plan["accumulation"]))
         if (name, path, plan) not in known:
             runner = ProcessRunner(folder / "trials", facts, configs[name], server)
             trial = runner.run(len(known), plan, QUICK, purpose="final", limit_seconds=300)

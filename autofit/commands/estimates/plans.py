@@ -17,7 +17,7 @@ from autofit.costmodel.peak import Need
 from autofit.costmodel.tracing.timeline import Floats
 from autofit.costmodel.tracing.trace_store import Traces
 from autofit.registry import changes, techniques
-from autofit.search.decision import extras
+from autofit.search.decision import changed_values
 from autofit.system import units
 from autofit.system.parallel import on_every_core
 from autofit.system.units import MIB
@@ -105,15 +105,15 @@ def estimated_plans(  # noqa: PLR0917 - of the story above
     found.sort(key=lambda one: (order[one[0].verdict], one[1] if one[0].verdict == "fits" else 0.0))
     fast = [(one.plan, pace) for one, pace in found if one.verdict == "fits"]
     alike = [plan for plan, pace in fast if not pace > fast[0][1] * (1 + _AS_FAST)]
-    return [one for one, _ in found], len(candidates), min(alike, key=extras, default=None)
+    return [one for one, _ in found], len(candidates), min(alike, key=changed_values, default=None)
 
 
 def _apart(ranked: list[list[int]], plans: space.Space, need: Floats, pace_of: Floats) -> list[list[int]]:
-    """Of the kinds that need and give the same, by three digits, the plainest, in the place of the first."""
+    """Of the kinds that need and give the same, by three digits, the simplest, in the place of the first."""
     alike: dict[tuple[str, str], list[int]] = {}
     for places in ranked:
         key = f"{need[places[0]]:.3g}", f"{pace_of[places[0]]:.3g}"
-        if key not in alike or extras(plans.plans[places[0]]) < extras(plans.plans[alike[key][0]]):
+        if key not in alike or changed_values(plans.plans[places[0]]) < changed_values(plans.plans[alike[key][0]]):
             alike[key] = places  # a key keeps its place
     return list(alike.values())
 

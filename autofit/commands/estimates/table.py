@@ -82,7 +82,7 @@ def _recommended(found: Estimate) -> list[Text]:
         return []
     plan = found.recommended
     words = f"recommended: {plan['micro_batch']} x {plan['accumulation']} rows, {chosen_words(plan)}"
-    why = "the fastest that fits" if plan == found.plans[0].plan else "plainer than the fastest, and within 3 % of it"
+    why = "the fastest that fits" if plan == found.plans[0].plan else "simpler than the fastest, and within 3 % of it"
     changes = next(one.changes for one in found.plans if one.plan == plan)
     return [Text(f"{words} ({why})"), *(Text(f"  {said}") for said in changes)]
 

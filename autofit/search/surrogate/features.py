@@ -28,7 +28,7 @@ class Features:
         codes: The position of each value in its domain, a column per technique.
         rows: The micro-batch.
         family: A number for all values but micro-batch and accumulation: plans of one family share it.
-        extras: How many values are not the baseline's, micro-batch and accumulation apart.
+        changed_values: How many values are not the baseline's, micro-batch and accumulation apart.
         indicators: For each value that is not a baseline, by technique and value: 1 where a plan has it, else 0.
     """
 
@@ -37,7 +37,7 @@ class Features:
     codes: Ints
     rows: Floats
     family: Ints
-    extras: Ints
+    changed_values: Ints
     indicators: Mapping[tuple[str, Value], Floats]
 
     @property
@@ -59,7 +59,7 @@ def features_of(space: Space) -> Features:
     rows = np.ones(count)
     if MICRO_BATCH in names:
         rows = np.array([float(v) for v in space.domains[MICRO_BATCH]])[codes[:, names.index(MICRO_BATCH)]]
-    extras, family = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    changed_values, family = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     indicators: dict[tuple[str, Value], Floats] = {}
     for column, name in enumerate(names):
         if name in {MICRO_BATCH, ACCUMULATION}:
@@ -69,13 +69,13 @@ def features_of(space: Space) -> Features:
             if value == baselines.get(name, space.domains[name][0]):
                 continue
             indicators[name, value] = (codes[:, column] == code).astype(float)
-            extras += codes[:, column] == code
+            changed_values += codes[:, column] == code
     return Features(
         names=tuple(names),
         index={plan: place for place, plan in enumerate(space.plans)},
         codes=codes,
         rows=rows,
         family=np.unique(family, return_inverse=True)[1].astype(np.int64),
-        extras=extras,
+        changed_values=changed_values,
         indicators=indicators,
     )
