@@ -3,8 +3,9 @@
     python tests/bench/technique_table.py [--landscapes FOLDER] [--json]
 
 *Time* and *memory*: the median over all pairs of plans that differ in this value alone, against the baseline value;
-below 1 is better. *Wins*: the most that the best plan with the value is ahead of the best one without it, at any ceiling
-of 10 to 100 % of what the naive plan needs; *alone* where nothing else fits. A win counts from the landscape's noise on.
+below 1 is better. *Wins*: the most that the best plan with the value is ahead of the best one without it, at any
+ceiling of 10 to 100 % of what the naive plan needs; *alone* where nothing else fits. A win counts from the landscape's
+noise on.
 The last line with `--json` is one JSON object.
 """
 
