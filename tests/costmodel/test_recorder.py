@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autofit.costmodel.operations import HOST, called
 from autofit.costmodel.roofline import KINDS
 from autofit.costmodel.tracing.fake_kernels import without_values
 from autofit.costmodel.tracing.recorder import Recorder
@@ -277,27 +276,6 @@ def test_what_a_telling_number_of_rows_divides_grows_with_the_rows():
     product = KINDS.index("matmul fp32")
     assert tape.work[0, product].tolist() == [2 * 16 * 8 * 16, 512 + 2 * 512 + 1024, 2]
     assert tape.work_per_row[0, product].tolist() == [2 * 16 * 8, 64 + 32, 0]
-
-
-def test_each_distinct_operator_is_told_at_any_number_of_rows():
-    with Recorder(fake=False, rows=101) as recorder:
-        recorder.mark("0:F0")
-        weight, batch = torch.ones(8, 16), torch.ones(101, 16)
-        for _ in range(2):
-            batch @ weight.t()
-        torch._foreach_add_([weight, weight], 1.0)
-        recorder.busies_host(2.5)
-    tape = recorder.tape(since=1)
-    operations = called(tape.operators, tape.calls[0], 3)
-    found = {one.name: one for one in operations}
-    product = found["aten.mm.default"]
-    assert product.calls == 2
-    assert (product.flops, product.moved_bytes) == (2 * 3 * 8 * 16, 4 * (3 * 16 + 8 * 16 + 3 * 8))
-    assert [(one.shape, one.transposed) for one in product.inputs] == [((3, 16), False), ((16, 8), True)]
-    assert [one.shape for one in product.outputs] == [(3, 8)]
-    assert (found["aten._foreach_add_.Scalar"].tensors, found["aten._foreach_add_.Scalar"].calls) == (2, 1)
-    assert found[HOST].calls == 2.5
-    assert sum(one.calls for one in operations) == tape.work[0, :, 2].sum()
 
 
 # -- work ---------------------------------------------------------------------------------------------------------

@@ -49,8 +49,6 @@ class Writer:
             work=np.array(self.work),
             work_per_row=np.array(self.work_per_row),
             kinds=KINDS,
-            operators=(),
-            calls=np.zeros((len(self.segments), 0)),
         )
 
 

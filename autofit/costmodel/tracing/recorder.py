@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from autofit.contract.trace import Ints
-from autofit.costmodel.operations import HOST, Signature, text_of
 from autofit.costmodel.roofline import KINDS, Kind
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape
 
@@ -57,9 +55,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.starts: list[int] = [0]
         self.work: list[list[list[float]]] = [_nothing()]
         self.work_per_row: list[list[list[float]]] = [_nothing()]
-        self.calls: list[dict[int, float]] = [{}]
-        self._distinct: dict[Signature, int] = {}
-        self._work_of: list[list[float]] = []
         self._block: dict[int, int] = {}
         self._made_in: list[int] = []
         self._died_in: dict[int, int] = {}
@@ -152,12 +147,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops, kind = float(counter(*args, **kwargs, out_val=result)), _product(first)
         elif func is torch.ops.aten._grouped_mm.default:  # which PyTorch's own counter does not know
             flops, kind = 2.0 * args[0].numel() * args[1].shape[-1], _product(first)
-        self._add(kind, flops, moved, (str(func), kind, *_signature(args, kwargs, outputs)))
+        self._add(kind, flops, moved)
 
-    def _add(self, kind: Kind, flops: float, moved: Iterable[int], signature: Signature) -> None:
+    def _add(self, kind: Kind, flops: float, moved: Iterable[int]) -> None:
         """One operator's FLOPs, and the bytes of each tensor that it reads or writes."""
-        moved = list(moved)
-        self._call(signature, flops, moved)
         column = KINDS.index(kind)
         fixed, grows = self.work[-1][column], self.work_per_row[-1][column]
         fixed[2] += 1
@@ -175,18 +168,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 grows[1] += size / self.rows
 
-    def _call(self, signature: Signature, flops: float, moved: list[int], calls: float = 1.0) -> None:
-        """Note a call of a distinct operator."""
-        number = self._distinct.get(signature)
-        if number is None:
-            number = self._distinct[signature] = len(self._work_of)
-            rows = self.rows or 0
-            grows = [size / rows if rows and size % rows == 0 else 0.0 for size in (flops, *moved)]
-            fixed = [0.0 if rows and size % rows == 0 else float(size) for size in (flops, *moved)]
-            self._work_of.append([fixed[0], sum(fixed[1:]), grows[0], sum(grows[1:])])
-        here = self.calls[-1]
-        here[number] = here.get(number, 0.0) + calls
-
     # -- what the run tells ---------------------------------------------------------------------------------------
 
     def mark(self, segment: str) -> None:
@@ -195,7 +176,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.starts.append(len(self.events))
         self.work.append(_nothing())
         self.work_per_row.append(_nothing())
-        self.calls.append({})
 
     def call(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
         """Say what some tensors are."""
@@ -232,8 +212,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def passes(self, *sizes: int) -> None:
         """A kernel writes these bytes and reads them again, in memory that it takes for itself."""
         if not self._closed:
-            held = tuple(((size,), "uint8", False) for size in sizes)
-            self._add("other", 0.0, [2 * size for size in sizes], ("kernel.passes", "other", held, held, False, 1))
+            self._add("other", 0.0, [2 * size for size in sizes])
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
@@ -247,14 +226,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def transfer(self, moved_bytes: int) -> None:
         """Bytes go over the bus, to the host or back."""
         if not self._closed:
-            moved = (((moved_bytes,), "uint8", False),)
-            self._add("transfer", 0.0, [moved_bytes], ("bus.transfer", "transfer", moved, (), False, 1))
+            self._add("transfer", 0.0, [moved_bytes])
 
     def busies_host(self, operators: float) -> None:
         """Python keeps the host for as long as it takes to issue so many operators."""
         if not self._closed:
             self.work[-1][KINDS.index("other")][2] += operators
-            self._call((HOST, "other", (), (), False, 1), 0.0, [], operators)
 
     def lies_elsewhere(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made :meth:`elsewhere`."""
@@ -300,19 +277,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work=np.array(self.work[since:]),
             work_per_row=np.array(self.work_per_row[since:]),
             kinds=KINDS,
-            operators=tuple(
-                text_of(signature, self._work_of[number], self.rows) for signature, number in self._distinct.items()
-            ),
-            calls=self._calls_since(since),
         )
-
-    def _calls_since(self, since: int) -> npt.NDArray[np.float64]:
-        """Calls of each distinct operator in each segment."""
-        calls = np.zeros((len(self.calls) - since, len(self._distinct)))
-        for place, found in enumerate(self.calls[since:]):
-            for number, count in found.items():
-                calls[place, number] = count
-        return calls
 
     def _categorized(self) -> list[int]:
         """Categories, with what was not told read off from when a block was made and freed."""
@@ -362,35 +327,6 @@ def _one(tensor: torch.Tensor) -> Any:
     if tensor.dtype == torch.bool:
         return False
     return 1.0 if tensor.dtype.is_floating_point else 1
-
-
-def _signature(args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any]) -> tuple[object, ...]:
-    """Operands, whether it is causal, and how many tensors it takes at most: all that tells one call from another."""
-    inputs, lengths = [], [1]
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            inputs.append(_operand(value))
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-            tensors = [one for one in value if isinstance(one, torch.Tensor)]
-            inputs.append(_operands_together(tensors))
-            lengths.append(len(tensors))
-    made = [one for one in outputs if isinstance(one, torch.Tensor)]
-    returned = (_operands_together(made),) if len(made) > _FEW else tuple(_operand(one) for one in made)
-    causal = bool(kwargs.get("is_causal")) or any(value is True for value in args)
-    return tuple(inputs), returned, causal, max(lengths)
-
-
-_FEW = 8
-
-
-def _operand(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bool]:
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    transposed = len(shape) > 1 and strides[-1] != 1 and strides[-2] == 1 and shape[-1] > 1
-    return shape, str(tensor.dtype).removeprefix("torch."), transposed
-
-
-def _operands_together(tensors: list[torch.Tensor]) -> tuple[tuple[int, ...], str, bool]:
-    return (sum(one.numel() for one in tensors),), str(tensors[0].dtype).removeprefix("torch."), False
 
 
 def _product(tensor: torch.Tensor | None) -> Kind:

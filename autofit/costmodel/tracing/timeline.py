@@ -68,8 +68,6 @@ class Tape:
         work: For each segment: operators by kind, see :attr:`kinds`; columns are FLOPs, bytes moved and calls.
         work_per_row: The same for each row of the micro-batch.
         kinds: What the rows of ``work`` are.
-        operators: Each distinct operator, see :mod:`autofit.costmodel.operations`.
-        calls: How often each segment calls each of them, of shape ``(segments, operators)``.
     """
 
     events: Ints
@@ -83,8 +81,6 @@ class Tape:
     work: Floats
     work_per_row: Floats
     kinds: tuple[str, ...]
-    operators: tuple[str, ...]
-    calls: Floats
 
     def bounds(self, place: int) -> tuple[int, int]:
         """Where the segment at ``place`` begins and ends in ``events``."""
@@ -155,19 +151,14 @@ class Tape:
             "work": self.work,
             "work_per_row": self.work_per_row,
             "kinds": np.array(self.kinds, dtype=np.str_),
-            "operators": np.array(self.operators, dtype=np.str_),
-            "calls": self.calls,
         }
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[np.generic]]) -> Tape:
         """What :meth:`arrays` gave."""
-        words = {
-            name: tuple(str(word) for word in arrays[name]) for name in ("names", "segments", "kinds", "operators")
-        }
+        words = {name: tuple(str(word) for word in arrays[name]) for name in ("names", "segments", "kinds")}
         ints = {name: arrays[name].astype(np.int64) for name in ("events", "categories", "ops", "starts")}
-        numbers = ("sizes", "per_row", "work", "work_per_row", "calls")
-        floats = {name: arrays[name].astype(np.float64) for name in numbers}
+        floats = {name: arrays[name].astype(np.float64) for name in ("sizes", "per_row", "work", "work_per_row")}
         return cls(**words, **ints, **floats)  # type: ignore[arg-type]
 
 
@@ -217,7 +208,6 @@ class _Lengthened:
         self.segments: list[str] = []
         self.work: list[Floats] = []
         self.work_per_row: list[Floats] = []
-        self.calls: list[Floats] = []
 
     def tape(self) -> Tape:
         """The longer tape."""
@@ -250,8 +240,6 @@ class _Lengthened:
             work=np.array(self.work),
             work_per_row=np.array(self.work_per_row),
             kinds=old.kinds,
-            operators=old.operators,
-            calls=np.array(self.calls),
         )
 
     def _segment(self, place: int, copy: int) -> None:
@@ -261,7 +249,6 @@ class _Lengthened:
         self.segments.append(old.segments[place])
         self.work.append(old.work[place])
         self.work_per_row.append(old.work_per_row[place])
-        self.calls.append(old.calls[place])
         for event in old.events[begin:end].tolist():
             if event >= 0:
                 self._allocate(event, copy)
