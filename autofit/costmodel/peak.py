@@ -23,6 +23,7 @@ import numpy as np
 
 from autofit.contract.outcome import Phase
 from autofit.contract.trace import Ints
+from autofit.costmodel.operator_time import Operators
 from autofit.costmodel.roofline import Totals
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Floats, Tape
 
@@ -110,6 +111,10 @@ class MicroPart:
         zero, slope = self.tape.work[mine].sum(axis=0), self.tape.work_per_row[mine].sum(axis=0)
         return _totals(zero[None] + slope[None] * rows[:, None, None])
 
+    def operators(self, rows: float) -> Operators:
+        """The operators of one micro-step that finds gradients, each shape once."""
+        return _operators(self.tape, [at for at, name in enumerate(self.tape.segments) if name.startswith("1:")], rows)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerPart:
@@ -142,6 +147,18 @@ class OptimizerPart:
         """The work of one step."""
         mine = [place for place, name in enumerate(self.tape.segments) if name.endswith(":step")]
         return _totals(self.tape.work[mine[-1]])
+
+    def operators(self) -> Operators:
+        """The operators of one step, each shape once."""
+        mine = [place for place, name in enumerate(self.tape.segments) if name.endswith(":step")]
+        return _operators(self.tape, mine[-1:], 0.0)
+
+
+def _operators(tape: Tape, segments: list[int], rows: float) -> Operators:
+    mine = tape.calls[np.isin(tape.calls[:, 0], segments)]
+    counts = np.bincount(mine[:, 1].astype(np.int64), mine[:, 2], len(tape.operators))
+    called = counts > 0
+    return Operators.from_rows(tape.operators[called] + tape.operators_per_row[called] * rows, counts[called])
 
 
 def need(micro: MicroPart, optimizer: OptimizerPart, *, rows: int, accumulation: int, waiting: bool) -> Need:

@@ -48,6 +48,10 @@ class Card:
             and what the driver keeps make it smaller, and it moves by some 0.5 % with the driver.
         bandwidth_bytes_per_second: Of the device's memory.
         capability: CUDA's compute capability, ``None`` on AMD.
+        sms: Streaming multiprocessors; this and what follows is ``None`` on AMD.
+        l2_bytes: The cache that all of them share.
+        base_hz, boost_hz: Clocks of the datasheet; ``base_hz`` is ``None`` where no source was found.
+        watts: Thermal design power.
         source: Where the figures are from.
     """
 
@@ -63,6 +67,11 @@ class Card:
     fp16: float | None = None
     bf16: float | None = None
     fp8: float | None = None
+    sms: int | None = None
+    l2_bytes: int | None = None
+    base_hz: int | None = None
+    boost_hz: int | None = None
+    watts: int | None = None
     source: str
 
     @property

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autofit.costmodel.operator_time import COLUMNS
 from autofit.costmodel.roofline import KINDS
 from autofit.costmodel.tracing.recorder import _ordered
 from autofit.costmodel.tracing.timeline import CATEGORIES, Tape
@@ -49,6 +50,9 @@ class Writer:
             work=np.array(self.work),
             work_per_row=np.array(self.work_per_row),
             kinds=KINDS,
+            operators=np.zeros((1, len(COLUMNS))),
+            operators_per_row=np.zeros((1, len(COLUMNS))),
+            calls=np.array([[place, 0, 1] for place in range(len(self.segments))], dtype=np.float64),
         )
 
 

@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from autofit.contract.trace import Ints
+from autofit.costmodel.operator_time import Operator
 from autofit.costmodel.roofline import KINDS, Kind
+from autofit.costmodel.tracing.operator_table import OperatorTable, operator_of
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape
 
 _WEIGHTS, _COPIES, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _BATCH, _TEMPORARIES, _ = range(len(CATEGORIES))
@@ -55,6 +57,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.starts: list[int] = [0]
         self.work: list[list[list[float]]] = [_nothing()]
         self.work_per_row: list[list[list[float]]] = [_nothing()]
+        self.operators = OperatorTable(rows)
         self._block: dict[int, int] = {}
         self._made_in: list[int] = []
         self._died_in: dict[int, int] = {}
@@ -148,6 +151,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func is torch.ops.aten._grouped_mm.default:  # which PyTorch's own counter does not know
             flops, kind = 2.0 * args[0].numel() * args[1].shape[-1], _product(first)
         self._add(kind, flops, moved)
+        self._describe(operator_of(func, args, kwargs, outputs, flops))
+
+    def _describe(self, one: Operator, calls: float = 1.0) -> None:
+        self.operators.add(len(self.segments) - 1, one, calls)
 
     def _add(self, kind: Kind, flops: float, moved: Iterable[int]) -> None:
         """One operator's FLOPs, and the bytes of each tensor that it reads or writes."""
@@ -213,6 +220,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A kernel writes these bytes and reads them again, in memory that it takes for itself."""
         if not self._closed:
             self._add("other", 0.0, [2 * size for size in sizes])
+            self._describe(Operator(kind="dequantize", moved_bytes=2.0 * sum(sizes)))
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
@@ -227,11 +235,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes go over the bus, to the host or back."""
         if not self._closed:
             self._add("transfer", 0.0, [moved_bytes])
+            self._describe(Operator(kind="transfer", moved_bytes=float(moved_bytes)))
 
     def busies_host(self, operators: float) -> None:
         """Python keeps the host for as long as it takes to issue so many operators."""
         if not self._closed:
             self.work[-1][KINDS.index("other")][2] += operators
+            self._describe(Operator(kind="nothing"), operators)
 
     def lies_elsewhere(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made :meth:`elsewhere`."""
@@ -265,6 +275,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             grows = sizes % self.rows == 0
             per_row = np.where(grows, sizes / self.rows, 0.0)
             sizes = np.where(grows, 0.0, sizes)
+        operators, operators_per_row, calls = self.operators.arrays(since)
         return Tape(
             events=_ordered(renamed[mine], starts),
             sizes=sizes,
@@ -277,6 +288,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work=np.array(self.work[since:]),
             work_per_row=np.array(self.work_per_row[since:]),
             kinds=KINDS,
+            operators=operators,
+            operators_per_row=operators_per_row,
+            calls=calls,
         )
 
     def _categorized(self) -> list[int]:

@@ -46,6 +46,9 @@ MIDDLE = ("F1", "B1")
 _PERIOD = {"F0": 0, "F1": 1, "F2": 2, "B0": 0, "B1": 1, "B2": 2}
 
 
+_FLOATS = ("sizes", "per_row", "work", "work_per_row", "operators", "operators_per_row", "calls")
+
+
 class UnlikeError(AutofitError):
     """Two tapes that should be alike are not; the caller traces the real size instead."""
 
@@ -68,6 +71,10 @@ class Tape:
         work: For each segment: operators by kind, see :attr:`kinds`; columns are FLOPs, bytes moved and calls.
         work_per_row: The same for each row of the micro-batch.
         kinds: What the rows of ``work`` are.
+        operators: Each operator that differs from the others in kind or shape, of shape ``(operators, columns)``;
+            columns are those of :data:`autofit.costmodel.operator_time.COLUMNS`.
+        operators_per_row: What a row of the micro-batch adds to them.
+        calls: Index of the segment, index of the operator, and how often it is called there; of shape ``(calls, 3)``.
     """
 
     events: Ints
@@ -81,6 +88,9 @@ class Tape:
     work: Floats
     work_per_row: Floats
     kinds: tuple[str, ...]
+    operators: Floats
+    operators_per_row: Floats
+    calls: Floats
 
     def bounds(self, place: int) -> tuple[int, int]:
         """Where the segment at ``place`` begins and ends in ``events``."""
@@ -151,6 +161,9 @@ class Tape:
             "work": self.work,
             "work_per_row": self.work_per_row,
             "kinds": np.array(self.kinds, dtype=np.str_),
+            "operators": self.operators,
+            "operators_per_row": self.operators_per_row,
+            "calls": self.calls,
         }
 
     @classmethod
@@ -158,7 +171,7 @@ class Tape:
         """What :meth:`arrays` gave."""
         words = {name: tuple(str(word) for word in arrays[name]) for name in ("names", "segments", "kinds")}
         ints = {name: arrays[name].astype(np.int64) for name in ("events", "categories", "ops", "starts")}
-        floats = {name: arrays[name].astype(np.float64) for name in ("sizes", "per_row", "work", "work_per_row")}
+        floats = {name: arrays[name].astype(np.float64) for name in _FLOATS}
         return cls(**words, **ints, **floats)  # type: ignore[arg-type]
 
 
@@ -208,6 +221,7 @@ class _Lengthened:
         self.segments: list[str] = []
         self.work: list[Floats] = []
         self.work_per_row: list[Floats] = []
+        self.calls: list[Floats] = []
 
     def tape(self) -> Tape:
         """The longer tape."""
@@ -240,6 +254,9 @@ class _Lengthened:
             work=np.array(self.work),
             work_per_row=np.array(self.work_per_row),
             kinds=old.kinds,
+            operators=old.operators,
+            operators_per_row=old.operators_per_row,
+            calls=np.concatenate(self.calls),
         )
 
     def _segment(self, place: int, copy: int) -> None:
@@ -249,6 +266,9 @@ class _Lengthened:
         self.segments.append(old.segments[place])
         self.work.append(old.work[place])
         self.work_per_row.append(old.work_per_row[place])
+        calls = old.calls[old.calls[:, 0] == place].copy()
+        calls[:, 0] = len(self.segments) - 1
+        self.calls.append(calls)
         for event in old.events[begin:end].tolist():
             if event >= 0:
                 self._allocate(event, copy)

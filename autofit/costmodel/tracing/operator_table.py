@@ -1,0 +1,181 @@
+"""What a recorder writes down of each operator: its kind, shape, arithmetic and bytes, each shape once a segment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from autofit.costmodel.operator_time import COLUMNS, Arithmetic, Layout, Operator, TimedKind, row_of
+from autofit.costmodel.tracing.timeline import Floats
+
+_CODES = 4
+"""Columns that are no sizes."""
+_ARITHMETICS: dict[torch.dtype, Arithmetic] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_KINDS: tuple[tuple[TimedKind, tuple[str, ...]], ...] = (
+    ("nothing", ("empty", "new_empty", "detach", "alias", "_local_scalar_dense", "set_", "resize_", "record_stream")),
+    ("attention", ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")),
+    ("optimizer", ("_foreach_", "_fused_", "optimizer_update")),
+    ("norm", ("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "rms_norm")),
+    ("softmax", ("_softmax", "_log_softmax", "softmax")),
+    ("gather", ("embedding", "index", "gather", "scatter", "take", "put", "nll_loss", "sort", "topk", "nonzero")),
+    ("reduction", (
+        "sum", "mean", "amax", "amin", "max", "min", "var", "std", "norm", "linalg_vector_norm", "argmax", "cumsum",
+        "logsumexp", "any", "all", "prod",
+    )),
+    ("copy", ("_to_copy", "clone", "copy", "cat", "stack", "contiguous", "constant_pad")),
+    ("dequantize", ("dequantize",)),
+)  # fmt: skip
+"""By how an operator's name begins; the first that fits. All else is elementwise."""
+_NOT_FOREACH = ("_fused_rms_norm", "_fused_layer_norm", "_fused_dropout", "_fused_sdp")
+_GATHERS = ("embedding", "index_select", "index", "gather", "take")
+_OVERWRITES = frozenset({"copy_", "_foreach_copy_"})
+_KEPT = frozenset({"grads"})
+"""Written by no kernel, though the schema of the fused optimizers says so: only a gradient scaler's are."""
+_WRITES_ONLY = frozenset({"zero_", "fill_", "normal_", "uniform_", "bernoulli_", "zeros", "ones", "full", "arange"})
+
+
+class OperatorTable:
+    """Operators of a run by segment.
+
+    Args:
+        rows: The micro-batch, if sizes that it divides grow with it.
+    """
+
+    def __init__(self, rows: int | None) -> None:
+        self.rows = rows
+        self._index: dict[tuple[float, ...], int] = {}
+        self._calls: dict[tuple[int, int], float] = {}
+
+    def add(self, segment: int, one: Operator, calls: float = 1.0) -> None:
+        """Write down an operator."""
+        index = self._index.setdefault(row_of(one), len(self._index))
+        self._calls[segment, index] = self._calls.get((segment, index), 0.0) + calls
+
+    def arrays(self, since: int) -> tuple[Floats, Floats, Floats]:
+        """Rows at zero, what a row of the micro-batch adds, and calls as (segment, row, count)."""
+        sizes = np.array(list(self._index), dtype=np.float64).reshape(-1, len(COLUMNS))
+        per_row = np.zeros_like(sizes)
+        if self.rows is not None:
+            grows = (sizes % self.rows == 0) & (sizes > 0)
+            grows[:, :_CODES] = False
+            per_row = np.where(grows, sizes / self.rows, 0.0)
+            sizes = np.where(grows, 0.0, sizes)
+        calls = [(place - since, index, count) for (place, index), count in self._calls.items() if place >= since]
+        return sizes, per_row, np.array(calls, dtype=np.float64).reshape(-1, 3)
+
+
+def operator_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any], flops: float) -> Operator:
+    """What an operator is, from what it was called with and what it made."""
+    name = func._schema.name.rpartition("::")[2]
+    kind = _kind(name, func)
+    tensors = [one for value in args for one in _each(value)] + [
+        one for value in kwargs.values() for one in _each(value)
+    ]
+    made = [one for one in outputs if isinstance(one, torch.Tensor)]
+    first = tensors[0] if tensors else made[0] if made else None
+    floating = next((one for one in (*tensors, *made) if one.dtype.is_floating_point), first)
+    arithmetic: Arithmetic = "fp32" if floating is None else _ARITHMETICS.get(floating.dtype, "fp32")
+    backward = "backward" in name
+    if kind == "nothing" or first is None:
+        return Operator(kind="nothing")
+    moved = _moved(func, args, tensors, made)
+    if kind == "product":
+        batch, m, n, k, layout = _product(name, tensors, made)
+        if batch * m * n * k == 0:
+            return Operator(kind="nothing")
+        return Operator(
+            kind=kind, arithmetic=arithmetic, layout=layout, backward=backward, flops=flops, moved_bytes=moved,
+            batch=batch, m=m, n=n, k=k,
+        )  # fmt: skip
+    if kind == "attention":
+        query, key = (tensors[1], tensors[2]) if backward else (tensors[0], tensors[1])
+        batch, heads, m, width = query.shape
+        return Operator(
+            kind=kind, arithmetic=arithmetic, backward=backward, flops=flops, moved_bytes=moved,
+            batch=batch * heads, m=m, n=key.shape[-2], k=width,
+        )  # fmt: skip
+    n = float(max((one.numel() for one in (made or tensors)), default=0))
+    m = 1.0
+    if kind in {"norm", "softmax", "reduction"}:
+        widest = max(tensors, key=torch.Tensor.numel)
+        n = float(_width(name, args, widest))
+        m = widest.numel() / max(n, 1.0)
+    return Operator(kind=kind, arithmetic=arithmetic, backward=backward, flops=flops, moved_bytes=moved, m=m, n=n)
+
+
+def _kind(name: str, func: Any) -> TimedKind:
+    if func._overloadpacket in flop_registry or name == "_grouped_mm":
+        return "attention" if "attention" in name else "product"
+    for kind, beginnings in _KINDS:
+        if name.startswith(beginnings) and not (kind == "optimizer" and name.startswith(_NOT_FOREACH)):
+            return kind
+    if "rms_norm" in name or "layer_norm" in name:
+        return "norm"
+    return "elementwise"
+
+
+def _each(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [one for one in values if isinstance(one, torch.Tensor)]
+
+
+def _held(tensor: torch.Tensor) -> float:
+    """Bytes of a tensor; of one that is expanded, those behind it."""
+    return float(min(tensor.nbytes, tensor.untyped_storage().nbytes()))
+
+
+def _moved(func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor], made: list[torch.Tensor]) -> float:
+    """Bytes read and written; of a table whose rows are chosen by index, only the rows that are chosen."""
+    name = func._schema.name.rpartition("::")[2]
+    read, written = tensors, made
+    if func._schema.is_mutable:
+        writable = [
+            value
+            for value, argument in zip(args, func._schema.arguments, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name not in _KEPT
+        ]
+        written = [one for value in writable for one in _each(value)]
+    if name in _WRITES_ONLY:
+        read = []
+    elif name in _OVERWRITES:
+        read = tensors[1:]
+    elif name.startswith(_GATHERS) and read:
+        read = sorted(read, key=_held)[:-1] + made
+    return sum(map(_held, read)) + sum(map(_held, written))
+
+
+def _product(
+    name: str, tensors: list[torch.Tensor], made: list[torch.Tensor]
+) -> tuple[float, float, float, float, Layout]:
+    if "convolution" in name:
+        result, weight = (tensors[0], tensors[2]) if "backward" in name else (made[0], tensors[1])
+        inner = weight.numel() / weight.shape[0]
+        return 1.0, result.numel() / result.shape[1], float(result.shape[1]), inner, "nt"
+    pair = [one for one in tensors if one.dim() >= 2][-2:]  # a bias stands before them
+    if len(pair) < 2:
+        return 0.0, 0.0, 0.0, 0.0, "nn"
+    left, right = pair
+    layout: Layout = f"{_side(left)}{_side(right)}"  # type: ignore[assignment]
+    batch = left.shape[0] if left.dim() == 3 else 1
+    if name == "_grouped_mm":
+        experts = right.shape[0] if right.dim() == 3 else 1
+        return float(experts), left.shape[-2] / experts, float(right.shape[-1]), float(left.shape[-1]), layout
+    return float(batch), float(left.shape[-2]), float(right.shape[-1]), float(left.shape[-1]), layout
+
+
+def _side(tensor: torch.Tensor) -> str:
+    return "t" if tensor.stride(-2) == 1 and tensor.stride(-1) != 1 else "n"
+
+
+def _width(name: str, args: tuple[Any, ...], widest: torch.Tensor) -> int:
+    """Elements of a row of what is normalized or summed."""
+    if "layer_norm" in name or "rms_norm" in name:
+        shape = next(
+            (value for value in args if isinstance(value, (list, tuple)) and value and isinstance(value[0], int)), None
+        )
+        if shape is not None:
+            return int(np.prod(shape))
+    return int(widest.shape[-1]) if widest.dim() else 1
