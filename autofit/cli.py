@@ -27,14 +27,14 @@ def tune(model: str, as_json: bool, **options: Any) -> None:
 
     MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo.
     """
-    from autofit.commands.console import ConsoleEvents, Talk
+    from autofit.commands.console import ConsoleEvents, StderrConsole
     from autofit.commands.tune import tune as run
     from autofit.output.document import DOCUMENT
     from autofit.output.report import summary
     from autofit.system.strict_json import dump_json
 
     with terminable():
-        result = run(model, events=ConsoleEvents(Talk(), options["trials"]), **options)
+        result = run(model, events=ConsoleEvents(StderrConsole(), options["trials"]), **options)
     if as_json:
         click.echo(dump_json(DOCUMENT, result.document), nl=False)
     else:
@@ -129,7 +129,7 @@ def doctor(device: str, model: str, as_json: bool) -> None:
     click.echo("packages: " + ", ".join(f"{name} {version}" for name, version in found.packages.items()))
     click.echo("not installed: " + (", ".join(found.missing) or "none"))
     table = Table(box=None, pad_edge=False)
-    for heading in ("knob", "value", "class", "here", "why"):
+    for heading in ("technique", "value", "class", "here", "why"):
         table.add_column(heading, overflow="fold")
     for offer in found.choices:
         here = {"offered": "yes", "on_request": "on request", "withheld": "no"}[offer.status]

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from autofit.space import Space
 
 
-def let_go(stream: TextIO | None) -> None:
-    """Lead a stream that can't be written to nowhere, so that nothing fails when the interpreter flushes it."""
+def redirect_to_null(stream: TextIO | None) -> None:
+    """Point a stream that can't be written at /dev/null, so that nothing fails when the interpreter flushes it."""
     with contextlib.suppress(OSError, ValueError):
         if stream is not None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-class Talk(Console):
+class StderrConsole(Console):
     """A console on stderr that falls silent where nobody reads any more; rich's own would end the process."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Talk(Console):
     def on_broken_pipe(self) -> None:
         """Say nothing from now on, and keep nothing to be said at the end."""
         self.quiet = True
-        let_go(sys.stderr)
+        redirect_to_null(sys.stderr)
 
 
 class ConsoleEvents:

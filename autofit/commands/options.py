@@ -28,7 +28,12 @@ _GLOBAL_BATCH = click.option(
 _ALLOW = click.option(
     "--allow", default="exact,numeric", show_default=True, help="What may change: exact, numeric, method."
 )
-_FIX = click.option("--fix", multiple=True, metavar="KNOB=VALUE", help="Hold a knob at a value; repeatable.")
+_FIX = click.option(
+    "--fix",
+    multiple=True,
+    metavar="KNOB=VALUE",
+    help="Hold a knob (a technique) at a value; repeatable. autofit doctor lists them.",
+)
 _AMONG = click.option("--among", multiple=True, metavar="KNOB=V1,V2", help="Hold a knob to some values; repeatable.")
 _LAUNCH_PATH = click.option(
     "--launch-path", default="trainer", show_default=True, help="trainer or loop: how you will train."

@@ -21,13 +21,13 @@ class Commands(click.Group):
 
     def invoke(self, context: click.Context) -> Any:
         """Run a command."""
-        _hold_streams()
+        _reopen_closed_streams()
         try:
             found = super().invoke(context)
             if sys.stdout is not None:
                 sys.stdout.flush()
         except OSError as error:
-            _let_go(sys.stdout)
+            _redirect_to_null(sys.stdout)
             if error.errno != errno.EPIPE:  # a reader that has seen enough, such as head, is no failure
                 _complain(f"error: {shown(str(error))}")
                 context.exit(MachineError.exit_code)
@@ -48,16 +48,16 @@ def _complain(words: str) -> None:
     try:
         click.echo(words, err=True)
     except OSError:
-        _let_go(sys.stderr)
+        _redirect_to_null(sys.stderr)
 
 
-def _let_go(stream: TextIO | None) -> None:
-    from autofit.commands.console import let_go
+def _redirect_to_null(stream: TextIO | None) -> None:
+    from autofit.commands.console import redirect_to_null
 
-    let_go(stream)
+    redirect_to_null(stream)
 
 
-def _hold_streams() -> None:
+def _reopen_closed_streams() -> None:
     """Open what was closed of the standard streams: a file that gets such a number would be printed into."""
     for number in range(3):
         try:

@@ -48,7 +48,7 @@ from autofit.system.errors import Interrupted, MachineError, Stopped
 from autofit.system.files import usable_folder
 from autofit.system.fork_server import ForkServer
 from autofit.system.locks import held
-from autofit.system.tensor_cache import KEPT, Kept
+from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
 from autofit.training.equivalence import Look
 from autofit.training.runner import Rated, finished
 
@@ -218,7 +218,7 @@ class _Tune:
         if code is not None:
             self._note(code)
         server = self.backend.server(self.folder / FORKSERVER_LOG, device, modeling_module(config))
-        with contextlib.closing(server), Kept(self.trials_folder / KEPT):
+        with contextlib.closing(server), TensorCache(self.trials_folder / CACHE_FOLDER):
             if before is not None:
                 facts = before.facts
             else:

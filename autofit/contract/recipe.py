@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
 from autofit.system.errors import InputError
-from autofit.system.tensor_cache import Kept as Kept  # noqa: PLC0414 - techniques are handed one
+from autofit.system.tensor_cache import TensorCache as TensorCache  # noqa: PLC0414 - techniques are handed one
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class Recipe:
         model_arguments: Further arguments of ``from_config`` and ``from_pretrained``.
         load_arguments: Further arguments of ``from_pretrained``, asked for when a model is loaded.
         random_model: Given what makes the plain model, makes random weights as those arguments would load them.
-        kept: What is dear to make and the same in every trial; nothing is kept where nobody says where.
+        tensor_cache: Holds what takes long to make and is the same in every trial; without a folder it holds nothing.
         model_wraps: Applied in order to the loaded model.
         optimizer_wraps: Applied in order to the optimizer that the arguments name.
         state: What a technique's own code counts while it runs, by the technique's name; it alone reads it.
@@ -82,7 +82,7 @@ class Recipe:
     model_arguments: dict[str, Any] = field(default_factory=dict)
     load_arguments: list[Callable[[], dict[str, Any]]] = field(default_factory=list)
     random_model: Callable[[Callable[[], PreTrainedModel]], PreTrainedModel] | None = None
-    kept: Kept = field(default_factory=Kept)
+    tensor_cache: TensorCache = field(default_factory=TensorCache)
     model_wraps: list[ModelWrap] = field(default_factory=list)
     optimizer_wraps: list[OptimizerWrap] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)

@@ -27,7 +27,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class Mark:
     """One trial; ``role`` is ``winner``, ``baseline`` or ``other``."""
 
     x: float
@@ -62,7 +62,7 @@ class Scatter:
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     x_unit: str
-    points: tuple[Point, ...]
+    points: tuple[Mark, ...]
     labels: tuple[Label, ...]
     front: str
     ceiling_x: float | None
@@ -95,7 +95,7 @@ def scatter(document: Document) -> Scatter:
     marked = [("winner", "winner", ranked[0]), *([("baseline", "best baseline", baseline)] if baseline else [])]
     roles = {one.plan: role for role, _, one in marked}
     points = [
-        Point(
+        Mark(
             x=across(run.peak_bytes),
             y=up(run.samples_per_second),
             role=roles.get(trial.plan, "other"),

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     import torch
 
-KEPT = "kept"
+CACHE_FOLDER = "kept"
 """The folder's name, beside the trials' folders."""
 _SUFFIX = ".safetensors"
 _LEFT_FREE_BYTES = GIB
 """Of the disk: the tune's own records come first."""
 
 
-class Kept:
+class TensorCache:
     """A cache of tensors by name, one file each.
 
     Args:

@@ -21,7 +21,7 @@ from autofit.registry import recipe_of
 from autofit.system.files import write_atomically
 from autofit.system.job import error_words
 from autofit.system.strict_json import dump_json
-from autofit.system.tensor_cache import KEPT, Kept
+from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
 from autofit.training.launch_environment import launch_environment, write_yaml
 from autofit.training.loops import run_recipe
 from autofit.training.loss_curve import CURVE, Curve, record
@@ -99,7 +99,7 @@ def _trained(job: CurveJob, folder: Path) -> Curve:
 
 def _measured(job: TrialJob, folder: Path) -> Outcome:
     recipe = _launched(job.plan, job.facts, folder)
-    recipe.kept = Kept(folder.parent / KEPT)
+    recipe.tensor_cache = TensorCache(folder.parent / CACHE_FOLDER)
     progress = os.open(folder / PROGRESS_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
 
     def tell(words: str) -> None:

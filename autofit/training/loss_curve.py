@@ -70,7 +70,7 @@ OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(slots=True)
-class Recorder:
+class CurveListener:
     """Listens to a training loop and writes the curve."""
 
     recipe: Recipe
@@ -216,7 +216,7 @@ def record(recipe: Recipe, steps: int, meter: Meter, *, config: Path, folder: Pa
     most = steps + (_SKIPPED if recipe.mixed_precision == "fp16" else 0)
     effort = Effort(fidelity="whole", warm_up=2, max_steps=most - 2)
     on_cuda = recipe.facts.hardware.device == "cuda"
-    listener = Recorder(recipe, effort, meter, steps, recipe.accumulation, on_cuda)
+    listener = CurveListener(recipe, effort, meter, steps, recipe.accumulation, on_cuda)
     rate = _RATE * min(1.0, _WIDTH / recipe.facts.model.hidden_size)
     lesson = Lesson(
         begin=listener.begin,
@@ -253,7 +253,7 @@ def record(recipe: Recipe, steps: int, meter: Meter, *, config: Path, folder: Pa
 
 
 @contextlib.contextmanager
-def _steps_told(listener: Recorder) -> Iterator[None]:
+def _steps_told(listener: CurveListener) -> Iterator[None]:
     from torch.amp import GradScaler
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 

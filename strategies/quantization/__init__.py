@@ -103,7 +103,7 @@ class Quantization(Technique):
         on_cpu = recipe.facts.hardware.device == "cpu"
         recipe.load_arguments.append(functools.partial(load_arguments, str(value), compute, on_cpu=on_cpu))
         make = random_torchao_model if value in _TORCHAO else functools.partial(random_model, str(value), compute)
-        recipe.random_model = lambda plain: make(plain, on_cpu=on_cpu, kept=recipe.kept)
+        recipe.random_model = lambda plain: make(plain, on_cpu=on_cpu, cache=recipe.tensor_cache)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         return Emission(script=() if value == "none" else (f"load the weights in {value}: model = setup.model(...)",))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from autofit.contract.recipe import Kept
+    from autofit.contract.recipe import TensorCache
 
 _BLOCK, _OUTER_BLOCK = 64, 256  # bitsandbytes.nn.Params4bit; bitsandbytes.functional.quantize_4bit
 
@@ -47,7 +47,7 @@ def load_arguments(value: str, compute: str, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def random_model(
-    value: str, compute: str, make: Callable[[], PreTrainedModel], *, on_cpu: bool, kept: Kept
+    value: str, compute: str, make: Callable[[], PreTrainedModel], *, on_cpu: bool, cache: TensorCache
 ) -> PreTrainedModel:
     """A model with random weights as ``from_pretrained`` would have loaded it.
 
@@ -59,7 +59,7 @@ def random_model(
         compute: Names the dtype that products compute in.
         make: Makes the plain model.
         on_cpu: Whether the model will train there.
-        kept: Holds the matrices from trial to trial.
+        cache: Holds the matrices from trial to trial.
     """
     import torch
     from bitsandbytes.nn import modules
@@ -76,9 +76,9 @@ def random_model(
         known: dict[tuple[int, int], nn.Parameter] = {}
         for module in model.modules():
             if isinstance(module, layers.Linear4bit):
-                _fill_4bit(module, known, dtype, kept)
+                _fill_4bit(module, known, dtype, cache)
             elif isinstance(module, layers.Linear8bitLt):
-                _fill_8bit(module, known, dtype, kept)
+                _fill_8bit(module, known, dtype, cache)
             elif device.type != "meta" and any(one.is_meta for one in module.parameters(recurse=False)):
                 module.to_empty(device=device, recurse=False)
                 model._init_weights(module)  # noqa: SLF001 - as the model itself does
@@ -88,7 +88,7 @@ def random_model(
     return built
 
 
-def random_torchao_model(make: Callable[[], PreTrainedModel], *, on_cpu: bool, kept: Kept) -> PreTrainedModel:
+def random_torchao_model(make: Callable[[], PreTrainedModel], *, on_cpu: bool, cache: TensorCache) -> PreTrainedModel:
     """The same with torchao's weights."""
     import torch
     from torch import nn
@@ -112,7 +112,7 @@ def random_torchao_model(make: Callable[[], PreTrainedModel], *, on_cpu: bool, k
                 continue
             shape = module.out_features, module.in_features
             if shape not in known:
-                known[shape] = _of_torchao_kept(shape, model.dtype, lambda it: quantize(it, config.quant_type), kept)
+                known[shape] = _of_torchao_cached(shape, model.dtype, lambda it: quantize(it, config.quant_type), cache)
             module.weight = nn.Parameter(known[shape].detach().clone(), requires_grad=False)
             _fill_bias(module, model.dtype)
         model.hf_quantizer = quantizer
@@ -121,10 +121,10 @@ def random_torchao_model(make: Callable[[], PreTrainedModel], *, on_cpu: bool, k
     return built
 
 
-def _of_torchao_kept(
-    shape: tuple[int, int], dtype: torch.dtype, quantize: Callable[[nn.Module], None], kept: Kept
+def _of_torchao_cached(
+    shape: tuple[int, int], dtype: torch.dtype, quantize: Callable[[nn.Module], None], cache: TensorCache
 ) -> torch.Tensor:
-    """A random matrix in torchao's 8 bits, whose tensors are kept."""
+    """A random matrix in torchao's 8 bits, whose tensors are cached."""
     import torch
     from torch import nn
 
@@ -138,7 +138,7 @@ def _of_torchao_kept(
         whole = quantized(_random(*shape, dtype))
         return {name: getattr(whole, name) for name in whole.__tensor_flatten__()[0]}
 
-    held = made() if _nowhere() else kept.tensors(_name("int8_torchao", shape, dtype), made)
+    held = made() if _nowhere() else cache.tensors(_name("int8_torchao", shape, dtype), made)
     empty = quantized(torch.empty(shape, dtype=dtype, device="meta"))
     whole: torch.Tensor = type(empty).__tensor_unflatten__(held, empty.__tensor_flatten__()[1], None, None)
     return whole
@@ -184,7 +184,7 @@ def _random(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _name(value: str, shape: tuple[int, int], dtype: torch.dtype) -> str:
-    """What a kept matrix is called: all that it depends on."""
+    """What a cached matrix is called: all that it depends on."""
     return f"{value}-{shape[0]}x{shape[1]}-{str(dtype).removeprefix('torch.')}"
 
 
@@ -203,7 +203,7 @@ def _fill_bias(module: nn.Linear, dtype: torch.dtype) -> None:
         module.bias = nn.Parameter(torch.zeros(module.out_features, dtype=dtype), requires_grad=False)
 
 
-def _fill_4bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype, kept: Kept) -> None:
+def _fill_4bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype, cache: TensorCache) -> None:
     """Give a layer random weights in 4 bits; what belongs to them is kept as buffers, so that it is counted."""
     import torch
     from bitsandbytes import functional
@@ -235,7 +235,7 @@ def _fill_4bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtyp
             whole = params(value, requires_grad=False, **asked).to(value.device)
             return {"weight": whole.data, **whole.quant_state.as_dict(packed=True)}
 
-        held = kept.tensors(_name("nf4", shape, dtype), made)
+        held = cache.tensors(_name("nf4", shape, dtype), made)
         data = held.pop("weight")
         weight = known[shape] = params.from_prequantized(data, held, device=data.device)
     weight.module = module
@@ -257,7 +257,7 @@ def _tables(state: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _fill_8bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype, kept: Kept) -> None:
+def _fill_8bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype, cache: TensorCache) -> None:
     """Give a layer random weights in 8 bits."""
     import torch
     from bitsandbytes.nn import modules
@@ -274,7 +274,7 @@ def _fill_8bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtyp
                 whole = params(_random(*shape, dtype).cpu(), requires_grad=False).to(device)  # quantized as it moves
                 return {"weight": whole.data, "scales": whole.SCB}
 
-            held = kept.tensors(_name("int8", shape, dtype), made)
+            held = cache.tensors(_name("int8", shape, dtype), made)
             known[shape] = held["weight"], held["scales"]
         data, scales = (tensor.clone() for tensor in known[shape])
     module.weight = params(data, requires_grad=False, CB=data, SCB=scales)

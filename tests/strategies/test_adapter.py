@@ -12,7 +12,7 @@ from autofit.contract.technique import Kind
 from autofit.registry import recipe_of, technique
 from autofit.search.samplers import make_sampler
 from autofit.system.errors import InputError
-from autofit.system.tensor_cache import Kept
+from autofit.system.tensor_cache import TensorCache
 from autofit.training import equivalence
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import write_config
@@ -174,7 +174,7 @@ def test_a_shape_is_quantized_once_for_all_trials(tmp_path, value, monkeypatch):
 
     def parts(kept):
         filled = recipe_of(PLAIN.replaced(adapter="lora:r=4", quantization=value), facts_of("llama"))
-        filled.kept = kept
+        filled.tensor_cache = kept
         torch.manual_seed(0)
         model = filled.model(None, config=folder)
         tensors = {}
@@ -183,13 +183,13 @@ def test_a_shape_is_quantized_once_for_all_trials(tmp_path, value, monkeypatch):
             tensors |= {f"{name}.{part}": getattr(one, part) for part in inner} if inner else {name: one}
         return model, tensors
 
-    first, tensors = parts(Kept(tmp_path / "kept"))
+    first, tensors = parts(TensorCache(tmp_path / "kept"))
     shapes = {one[:2] for one in made}
     assert len(made) == len(shapes) == len(list((tmp_path / "kept").iterdir())) > 0
     made.clear()
-    second, again = parts(Kept(tmp_path / "kept"))
+    second, again = parts(TensorCache(tmp_path / "kept"))
     assert not made
-    third, alone = parts(Kept())
+    third, alone = parts(TensorCache())
     assert {one[:2] for one in made} == shapes
     for other in (again, alone):
         assert tensors.keys() == other.keys()

@@ -49,7 +49,7 @@ _SIXTEEN = (torch.bfloat16, torch.float16)
 _DROPOUTS = (F.dropout, torch.dropout)
 
 
-class CudaHabits(TorchFunctionMode):
+class CudaFunctions(TorchFunctionMode):
     """Calls of PyTorch's functions, as a CUDA device would answer them."""
 
     def __torch_function__(
@@ -140,7 +140,7 @@ def like_cuda() -> Iterator[None]:
     asked = torch.is_autocast_enabled
     vars(torch)["is_autocast_enabled"] = lambda device="cpu": asked(device)
     try:
-        with CudaHabits():
+        with CudaFunctions():
             yield
     finally:
         for module in both:
@@ -154,9 +154,9 @@ def _with_habits(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def with_habits(*args: Any, **kwargs: Any) -> Any:
         active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if any(isinstance(mode, CudaHabits) for mode in active):
+        if any(isinstance(mode, CudaFunctions) for mode in active):
             return forward(*args, **kwargs)
-        with CudaHabits():
+        with CudaFunctions():
             return forward(*args, **kwargs)
 
     return with_habits
