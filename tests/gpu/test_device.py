@@ -11,7 +11,7 @@ from autofit.commands.model_source import fetch, modeling_module
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Measured, OutOfMemory, Unsupported
 from autofit.contract.plan import Plan
-from autofit.machine.meters import device_used_bytes
+from autofit.machine.nvml import device_used_bytes
 from autofit.system.fork_server import ForkServer
 from autofit.system.units import MIB
 from autofit.training.runner import ProcessRunner
