@@ -72,6 +72,7 @@ TUNE_OPTIONS: tuple[Option, ...] = (
         show_default=True,
         help="Refuse a winner whose losses or gradients differ from a float32 baseline's.",
     ),
+    click.option("--verbose", is_flag=True, help="End with all that was found, not with one screen of it."),
     click.option("--json", "as_json", is_flag=True, help="Print autofit.json to stdout, and nothing else there."),
 )
 
