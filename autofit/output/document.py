@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from autofit.contract.facts import Facts, Hardware, Model, Workload
+from autofit.contract.layout import data_parallel
 from autofit.contract.outcome import Measured, Promise, Trial
 from autofit.contract.plan import Plan
 from autofit.search.tradeoffs import Contribution, Point
@@ -126,8 +127,9 @@ def _check_sound(document: Document, path: Path) -> None:
     plans = [document.plan, *(trial.plan for trial in document.trials), *(point.plan for point in document.front)]
     for plan in plans:
         rows, times = plan.get("micro_batch"), plan.get("accumulation")
+        ranks = data_parallel(plan, document.workload)
         whole = isinstance(rows, int) and isinstance(times, int) and rows > 0 and times > 0
-        if not whole or int(rows or 0) * int(times or 0) * document.workload.processes != batch:
+        if not whole or int(rows or 0) * int(times or 0) * ranks != batch:
             raise InputError(
                 f"{path} has a plan that does not make the global batch of {batch}: {plan.words()[:300]}",
                 hint="it was edited by hand?",

@@ -22,6 +22,7 @@ from tests.gpu.models import LLAMA
 QUICK = Effort(min_steps=2, max_steps=3, seconds=1.0)
 PLAIN = Plan(
     {
+        "parallel": "none",
         "micro_batch": 4,
         "accumulation": 2,
         "precision": "bf16",
