@@ -44,6 +44,7 @@ _TRUST = click.option("--trust-remote-code", is_flag=True, help="Let the model's
 TUNE_OPTIONS: tuple[Option, ...] = (
     click.option("--output", default="autofit-out", show_default=True, help="Folder for the files and the trials."),
     click.option("--device", default="auto", show_default=True, help="auto, cuda or cpu."),
+    click.option("--processes", type=int, help="Processes of the training, one on each GPU.  [default: 1]"),
     _SEQ_LEN,
     _GLOBAL_BATCH,
     click.option("--memory-limit", help="Ceiling: 22GiB, or 90% of what is free.  [default: 92%]"),

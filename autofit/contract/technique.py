@@ -243,6 +243,10 @@ class Technique(ABC):
             return type(value) is int and value > 0
         return any(choice.value == value for choice in self.choices(facts))
 
+    def converted(self, plan: Mapping[str, Value]) -> Mapping[str, Value]:
+        """A plan out of a file, which an earlier version may have written, with this technique's value of today."""
+        return plan
+
     def suggest(self, value: Value, facts: Facts) -> str:
         """A hint for a value that the technique does not have."""
         from autofit.system.errors import near

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.layout import data_parallel
 from autofit.contract.outcome import Measured, Promise, Trial
 from autofit.contract.plan import Plan
+from autofit.registry import converted
 from autofit.search.tradeoffs import Contribution, Point
 from autofit.system import strict_json
 from autofit.system.errors import InputError
@@ -113,8 +114,19 @@ def read_document(folder: str | Path) -> Document:
         first = error.errors()[0]
         where = ".".join(str(part)[:80] for part in first["loc"])
         raise InputError(f"{path} is not valid at {where}: {first['msg']}", hint="it was edited by hand?") from None
+    found = _converted(found)
     _check_sound(found, path)
     return found
+
+
+def _converted(document: Document) -> Document:
+    """The document with each plan in the values of today."""
+    return replace(
+        document,
+        plan=converted(document.plan),
+        trials=tuple(replace(trial, plan=converted(trial.plan)) for trial in document.trials),
+        front=tuple(replace(point, plan=converted(point.plan)) for point in document.front),
+    )
 
 
 def _check_sound(document: Document, path: Path) -> None:

@@ -159,7 +159,8 @@ def references(plan: Plan, facts: Facts) -> Iterator[Plan]:
 
 def kind_of(plan: Plan, facts: Facts) -> Kind:
     """The loosest class among the plan's values; baseline values count as exact."""
-    found = {one.choice(plan[one.name], facts).kind for one in techniques() if plan[one.name] != one.baseline_for(facts)}
+    chosen = [one for one in techniques() if plan[one.name] != one.baseline_for(facts)]
+    found = {one.choice(plan[one.name], facts).kind for one in chosen}
     return next((kind for kind in (Kind.METHOD, Kind.NUMERIC) if kind in found), Kind.EXACT)
 
 

@@ -63,6 +63,9 @@ class Parallel(Technique):
         # on a machine without CUDA, too, the launcher starts several processes for this type only
         return Emission(accelerate={"distributed_type": "MULTI_GPU" if value == "ddp" else "NO"})
 
+    def converted(self, plan: Mapping[str, Value]) -> Mapping[str, Value]:
+        return plan if self.name in plan else {self.name: self.baseline, **plan}
+
     def traced_as(self, value: Value, part: Part) -> Value | None:
         return self.baseline
 

@@ -37,7 +37,7 @@ PLAIN = Plan(
     }
 )
 
-KNOBS = tuple(name for name in PLAIN if name not in {"micro_batch", "accumulation"})
+KNOBS = tuple(name for name in PLAIN if name not in {"parallel", "micro_batch", "accumulation"})
 
 
 @pytest.fixture(scope="module")
