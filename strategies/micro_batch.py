@@ -24,7 +24,6 @@ import math
 from typing import TYPE_CHECKING
 
 from autofit.contract.emission import Emission
-from autofit.contract.layout import data_parallel_sizes
 from autofit.contract.technique import Choice, Kind, Part, Prior, Technique, divisors
 
 if TYPE_CHECKING:
@@ -52,11 +51,13 @@ class MicroBatch(Technique):
     baseline = 1
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
-        shares = [facts.workload.global_batch // ranks for ranks in data_parallel_sizes(facts.workload)]
-        found = {rows: share for share in shares for rows in divisors(share)}  # of the largest share last
+        work = facts.workload
+        if work.global_batch % work.processes:
+            return ()
+        share = work.global_batch // work.processes
         return tuple(
             Choice(rows, Kind.EXACT, "offered", f"{share // rows} x {rows} rows make the {share} of a process")
-            for rows, share in sorted(found.items())
+            for rows in divisors(share)
         )
 
     def suggest(self, value: Value, facts: Facts) -> str:

@@ -27,7 +27,10 @@ from autofit.costmodel.operator_time import Operators
 from autofit.costmodel.roofline import Totals
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Floats, Tape
 
-_WEIGHTS, _STATE, _BATCH = (CATEGORIES.index(name) for name in ("weights", "state", "batch"))
+_WEIGHTS, _STATE, _BATCH, _COMMUNICATION = (
+    CATEGORIES.index(name) for name in ("weights", "state", "batch", "communication")
+)
+_ALONE = "alone_"
 _TRACED_MICRO_STEPS = 2
 
 
@@ -62,11 +65,25 @@ class MicroPart:
         tape: Lengthened; segments ``0:...`` and ``1:...``.
         weights: Bytes of each parameter and buffer.
         notes: What was assumed, in words.
+        alone: The same of a micro-step that is the only one of its optimizer step, where that is no first one of
+            several: a sharded one that is followed by another leaves whole gradients on every rank.
+        buckets_bytes: What DDP's reducer holds as long as the weights.
     """
 
     tape: Tape
     weights: Ints
     notes: tuple[str, ...] = ()
+    alone: Tape | None = None
+    buckets_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> float:
+        """Bytes that are there from the first step to the last, without state: weights, and the reducer's buckets."""
+        return float(self.weights.sum()) + self.buckets_bytes
+
+    def tape_of(self, accumulation: int) -> Tape:
+        """The tape whose first micro-step begins an accumulation of so many."""
+        return self.alone if self.alone is not None and accumulation == 1 else self.tape
 
     def peaks(self, rows: Floats, *, adding: bool) -> tuple[Floats, Ints]:
         """Peak bytes beside the weights and the state at each of ``rows``, and the events that make them."""
@@ -77,24 +94,23 @@ class MicroPart:
 
     @functools.cached_property
     def _highest_fresh(self) -> tuple[Floats, Floats, Ints]:
-        return self._highest("0:step")
+        return self._highest(self.tape_of(1), "0:step")
 
     @functools.cached_property
     def _highest_adding(self) -> tuple[Floats, Floats, Ints]:
-        return self._highest("1:step")
+        return self._highest(self.tape, "1:step")
 
-    def _highest(self, stop: str) -> tuple[Floats, Floats, Ints]:
+    def _highest(self, tape: Tape, stop: str) -> tuple[Floats, Floats, Ints]:
         """Of all moments before a segment those that are the peak at some number of rows: lines, and events."""
-        end = int(self.tape.starts[self.tape.segments.index(stop)])
-        zero, slope = (line[:end] for line in self.tape.lines())
+        end = int(tape.starts[tape.segments.index(stop)])
+        zero, slope = (line[:end] for line in tape.lines())
         moments = _hull(zero, slope)
         return zero[moments], slope[moments], moments
 
     def without(self, *names: Category) -> MicroPart:
         """The same where blocks of some categories are not on the device."""
-        gone = np.isin(self.tape.categories, [CATEGORIES.index(name) for name in names])
-        sizes, per_row = (np.where(gone, 0.0, line) for line in (self.tape.sizes, self.tape.per_row))
-        return dataclasses.replace(self, tape=dataclasses.replace(self.tape, sizes=sizes, per_row=per_row))
+        alone = None if self.alone is None else self.alone.without(*names)
+        return dataclasses.replace(self, tape=self.tape.without(*names), alone=alone)
 
     def batch_bytes_per_row(self) -> float:
         """What one row of a batch holds on the device."""
@@ -171,29 +187,29 @@ def need(micro: MicroPart, optimizer: OptimizerPart, *, rows: int, accumulation:
         accumulation: Micro-steps to an optimizer step.
         waiting: Whether the batches of all of them lie on the device from the beginning, as a Trainer has it.
     """
-    weights = float(micro.weights.sum())
+    weights, held, of_micro = float(micro.weights.sum()), micro.held_bytes, micro.tape_of(accumulation)
     state = optimizer.state_bytes
     queue = micro.batch_bytes_per_row() * rows * max(0, accumulation - _TRACED_MICRO_STEPS) if waiting else 0.0
     peaks, moments = micro.peaks(np.array([float(rows)]), adding=accumulation > 1)
-    beside = {_WEIGHTS: weights, _STATE: state, _BATCH: queue}
+    beside = {_WEIGHTS: weights, _STATE: state, _BATCH: queue, _COMMUNICATION: held - weights}
     step = optimizer.tape.live(0)
     at_step = int(step.argmax())
     in_micro = float(peaks[0]) + state + queue
     bare = weights + state + optimizer.gradient_bytes
     if in_micro >= float(step[at_step]) + queue:
-        tape, moment, total = micro.tape, int(moments[0]), weights + in_micro
+        tape, moment, total = of_micro, int(moments[0]), held + in_micro
         zero, slope = tape.by_category(moment)
         parts = zero + slope * rows
     else:
-        tape, moment, total = optimizer.tape, at_step, weights + float(step[at_step]) + queue
+        tape, moment, total = optimizer.tape, at_step, held + float(step[at_step]) + queue
         parts, _ = tape.by_category(moment)
         beside[_STATE] = 0.0
-    for category, held in beside.items():
-        parts[category] += held
+    for category, bytes_beside in beside.items():
+        parts[category] += bytes_beside
     segment = tape.segment_at(moment).rpartition(":")[2]
     return Need(
         peak_bytes=round(total),
-        phase=phase_of(segment) if tape is micro.tape else "optimizer",
+        phase=phase_of(segment) if tape is of_micro else "optimizer",
         segment=segment,
         operator=operator_at(tape, moment),
         by_category={
@@ -208,7 +224,7 @@ def peaks(micro: MicroPart, optimizer: OptimizerPart, rows: Ints, accumulation: 
     """:attr:`Need.peak_bytes` of many plans that share their parts."""
     in_micro = _micro_peaks(micro, rows, accumulation) + optimizer.state_bytes
     queue = _queue(micro, rows, accumulation, waiting=waiting)
-    return float(micro.weights.sum()) + queue + np.maximum(in_micro, optimizer.peak_bytes)
+    return micro.held_bytes + queue + np.maximum(in_micro, optimizer.peak_bytes)
 
 
 def host_offload_peaks(micro: MicroPart, held_bytes: float, rows: Ints, accumulation: Ints, *, waiting: bool) -> Floats:
@@ -238,11 +254,11 @@ def requests(
 
     Two micro-steps stand for any number above one: what more of them ask for, the allocator has in store.
     """
-    sizes: list[float] = micro.weights.tolist()
+    sizes: list[float] = [*micro.weights.tolist(), *([micro.buckets_bytes] if micro.buckets_bytes else [])]
     events = list(range(len(sizes)))
     state = optimizer.tape.categories == _STATE
     stop = "1:step" if accumulation > 1 else "0:step"
-    tape = micro.tape
+    tape = micro.tape_of(accumulation)
     end = int(tape.starts[tape.segments.index(stop)])
     micro_sizes = tape.bytes_at(rows)
     gradient = tape.categories == CATEGORIES.index("gradients")
@@ -329,6 +345,9 @@ def pack(micro: MicroPart | None, optimizer: OptimizerPart | None) -> dict[str, 
     if micro is not None:
         arrays["weights"] = micro.weights
         arrays["notes"] = np.array(micro.notes, dtype=np.str_)
+        arrays["buckets"] = np.array(micro.buckets_bytes)
+        if micro.alone is not None:
+            arrays |= {f"{_ALONE}{name}": array for name, array in micro.alone.arrays().items()}
     else:
         assert optimizer is not None
         arrays["elsewhere"] = np.array(optimizer.elsewhere_bytes)
@@ -340,5 +359,12 @@ def unpack(arrays: Mapping[str, Any]) -> MicroPart | OptimizerPart:
     tape = Tape.from_arrays(arrays)
     if "weights" in arrays:
         notes = tuple(str(note) for note in arrays["notes"])
-        return MicroPart(tape=tape, weights=arrays["weights"].astype(np.int64), notes=notes)
+        alone = {name.removeprefix(_ALONE): arrays[name] for name in arrays if name.startswith(_ALONE)}
+        return MicroPart(
+            tape=tape,
+            weights=arrays["weights"].astype(np.int64),
+            notes=notes,
+            alone=Tape.from_arrays(alone) if alone else None,
+            buckets_bytes=int(arrays["buckets"]),
+        )
     return OptimizerPart(tape=tape, elsewhere_bytes=int(arrays["elsewhere"]))

@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from autofit.contract.layout import data_parallel
 from autofit.contract.outcome import (
     Measured,
     Promise,
@@ -57,7 +56,7 @@ def standings(document: Document) -> list[Standing]:
     for trial in document.trials:
         if isinstance(trial.outcome, Measured):
             runs.setdefault(trial.plan, []).append(trial.outcome)
-    baseline = baseline_values(document.facts)
+    baseline = baseline_values()
     found = []
     for plan, seen in runs.items():
         wins = plan == document.plan
@@ -92,7 +91,7 @@ def tally(document: Document) -> str:
 def product(document: Document) -> str:
     """The promise of the global batch, in numbers: ``8 x 4 x 1 = 32``."""
     work = document.workload
-    factors = [*(str(document.plan[name]) for name in SPLIT), str(data_parallel(document.plan, work))]
+    factors = [*(str(document.plan[name]) for name in SPLIT), str(work.processes)]
     return f"{' x '.join(factors)} = {work.global_batch}"
 
 
@@ -114,7 +113,7 @@ def against_baseline(document: Document) -> tuple[float | None, list[str]]:
     """
     ranked = standings(document)
     winner, alike = ranked[0], [one for one in ranked if one.is_baseline]
-    values = " ".join(f"{name}={value}" for name, value in baseline_values(document.facts).items())
+    values = " ".join(f"{name}={value}" for name, value in baseline_values().items())
     meaning = f"A baseline plan is what a search over the batch size alone can find: {values}."
     if winner.is_baseline:
         return None, [
@@ -122,7 +121,7 @@ def against_baseline(document: Document) -> tuple[float | None, list[str]]:
             meaning,
         ]
     if not alike:
-        failed = sum(is_baseline(trial.plan, baseline_values(document.facts)) for trial in document.trials)
+        failed = sum(is_baseline(trial.plan, baseline_values()) for trial in document.trials)
         if failed:
             return None, [f"{plural(failed, 'baseline trial')}, and none was measured inside the ceiling.", meaning]
         return None, ["No baseline plan was tried, so there is none to compare with."]

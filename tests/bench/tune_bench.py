@@ -53,7 +53,6 @@ def plain(rows: int) -> Plan:
     """The plan of a script that only ever shrinks its batch."""
     return Plan(
         {
-            "parallel": "none",
             "micro_batch": rows,
             "accumulation": BATCH // rows,
             "precision": "fp32",

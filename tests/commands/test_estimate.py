@@ -285,7 +285,7 @@ def test_peaks_of_many_agree_with_each_need(server, tmp_path):
         for r, a in zip(rows, accumulation, strict=True)
     ]
     assert fast == pytest.approx(slow, rel=1e-6)
-    assert len(CATEGORIES) == 9
+    assert len(CATEGORIES) == 10
     assert max(slow) < GIB
 
 

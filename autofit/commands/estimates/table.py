@@ -21,6 +21,7 @@ _LETTERS: dict[Category, tuple[str, str]] = {
     "logits": ("l", "red"),
     "batch": ("b", "white"),
     "temporaries": ("t", "bright_black"),
+    "communication": ("n", "bright_blue"),
 }
 _WIDTH = 20
 

@@ -33,6 +33,8 @@ from autofit.costmodel.tracing.cuda_emulation import attention_stand_ins, like_c
 from autofit.costmodel.tracing.fake_kernels import without_values
 from autofit.costmodel.tracing.layers import Marks, TraceDone, find_layers, period_of, shorten, watch_layers
 from autofit.costmodel.tracing.recorder import Recorder
+from autofit.costmodel.tracing.shard_layout import cut, layout_of, local_bytes, one_process, without_engine
+from autofit.costmodel.tracing.sharded import fake_world, following
 from autofit.costmodel.tracing.timeline import Tape
 from autofit.registry import recipe_of, techniques
 from autofit.training import loops
@@ -59,12 +61,16 @@ class MicroSteps:
         copies: Periods that are missing in it.
         weights: Bytes of each parameter and buffer of the whole model.
         notes: What was assumed, in words.
+        buckets_bytes: Of DDP's reducer, of the whole model.
+        gathers_late: Whether a micro-step that is followed by another leaves whole gradients on every rank.
     """
 
     tape: Tape
     copies: int
     weights: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    buckets_bytes: int = 0
+    gathers_late: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,17 +109,18 @@ def make_fake(model: nn.Module) -> None:
                 held[name] = made[id(tensor)]
 
 
-def bytes_of(model: nn.Module) -> tuple[int, ...]:
-    """Bytes of each storage of parameters and buffers."""
-    seen = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
-    return tuple(seen.values())
-
-
 # -- the run ------------------------------------------------------------------------------------------------------
 
 
 def micro_steps(
-    plan: Plan, facts: Facts, *, config: Path, folder: Path, fake: bool = True, whole: bool = False
+    plan: Plan,
+    facts: Facts,
+    *,
+    config: Path,
+    folder: Path,
+    fake: bool = True,
+    whole: bool = False,
+    accumulation: int = 2,
 ) -> MicroSteps:
     """Trace one accumulation of the plan; two micro-steps stand for any number above one.
 
@@ -124,30 +131,43 @@ def micro_steps(
         folder: Where a Trainer may write.
         fake: ``False`` runs it on real tensors of the CPU, for comparison.
         whole: Keep every layer.
+        accumulation: Micro-steps to trace.
     """
     with _prepared(plan, facts, folder) as recipe:
+        layout = layout_of(recipe)
         model = recipe.model(None, config=config, device="meta" if fake else "cpu")
-        weights = bytes_of(model)
+        weights, buckets_bytes = tuple(local_bytes(model, layout)), layout.buckets_bytes(model)
         layers = find_layers(model, period_of(plan)) if fake and not whole else None
         if layers is not None:
             shorten(model, layers)
         rows = prime_micro_batch(model, facts.workload.seq_len) if fake and recipe.micro_batch > 1 else None
         recipe.micro_batch = rows or recipe.micro_batch
         with _recording(recipe, fake=fake, rows=rows) as recorder:
-            marks = Marks(recipe, recorder, accumulation=2, steps=1, only_micro_steps=True)
+            marks = Marks(recipe, recorder, accumulation=accumulation, steps=1, only_micro_steps=True)
+            marks.sharded = model if layout.shards > 1 else None
             if layers is not None:
                 watch_layers(model, layers, marks)
             with contextlib.suppress(TraceDone):
                 _run(recipe, model, marks, folder, fake=fake)
         tape = recorder.tape(since=1)
-    copies = layers.copies if layers else 0
-    return MicroSteps(tape=tape, copies=copies, weights=weights, notes=tuple(sorted(recorder.notes)))
+    return MicroSteps(
+        tape=tape.without("weights") if layout.shards > 1 else tape,  # they are in `weights`, of every layer
+        copies=layers.copies if layers else 0,
+        weights=weights,
+        notes=tuple(sorted(recorder.notes)),
+        buckets_bytes=buckets_bytes,
+        gathers_late=layout.gathers_late,
+    )
 
 
 def optimizer_steps(plan: Plan, facts: Facts, *, config: Path, folder: Path, fake: bool = True) -> OptimizerSteps:
-    """Trace two optimizer steps of the plan, with every parameter and given gradients."""
-    with _prepared(plan, facts, folder) as recipe:
+    """Trace two optimizer steps of the plan, with every parameter and given gradients.
+
+    Of a sharded plan each parameter is as large as its shard: optimizers treat a shard as they would a parameter.
+    """
+    with _prepared(plan, facts, folder, alone=True) as recipe:
         model = recipe.model(None, config=config, device="meta" if fake else "cpu")
+        cut(model, layout_of(recipe_of(plan, facts)))
         model.forward = _given_gradients(model)
         with _recording(recipe, fake=fake) as recorder:
             marks = Marks(recipe, recorder, accumulation=1, steps=2)
@@ -179,14 +199,20 @@ def _given_gradients(model: nn.Module) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _prepared(plan: Plan, facts: Facts, folder: Path) -> Iterator[Recipe]:
-    """The recipe as it can run on a CPU, in the environment of its launch."""
+def _prepared(plan: Plan, facts: Facts, folder: Path, *, alone: bool = False) -> Iterator[Recipe]:
+    """The recipe as it can run on a CPU, in the environment of its launch; alone, without the others of its world."""
     recipe = recipe_of(plan, facts)
-    recipe.emission = on_cpu(recipe.emission)
+    world = 1 if alone else facts.workload.processes
+    if alone:
+        recipe.facts = one_process(facts)
+        recipe.emission = without_engine(recipe.emission)
+    recipe.emission = on_cpu(recipe.emission, world)
     recipe.mixed_precision = _FP16_AS_BF16.get(recipe.mixed_precision, recipe.mixed_precision)
     config_file = folder / "traced.yaml"
     write_yaml(config_file, dict(recipe.emission.accelerate))
-    with _launched(config_file), _without_garbage_collection():
+    with _launched(config_file), _without_garbage_collection(), contextlib.ExitStack() as stack:
+        if world > 1:
+            stack.enter_context(fake_world(world))
         yield recipe
 
 
@@ -225,13 +251,17 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def on_cpu(emission: Emission) -> Emission:
-    """What a plan writes, for a process on the CPU whose tensors have the same sizes."""
+def on_cpu(emission: Emission, processes: int = 1) -> Emission:
+    """What a plan writes, for a process on the CPU whose tensors have the same sizes.
+
+    In a world of several, Accelerate is left to believe that it is on GPUs: on CPUs it leaves its engines out.
+    """
+    alone = processes == 1
     mixed = emission.accelerate.get("mixed_precision", "no")
     arguments = dict(emission.training_args)
-    arguments.update(use_cpu=True, tf32=None, fp16=False, bf16=bool(arguments.get("bf16") or arguments.get("fp16")))
+    arguments.update(use_cpu=alone, tf32=None, fp16=False, bf16=bool(arguments.get("bf16") or arguments.get("fp16")))
     accelerate = {name: value for name, value in emission.accelerate.items() if name != "gpu_ids"}
-    accelerate.update(use_cpu=True, mixed_precision=_FP16_AS_BF16.get(mixed, mixed))
+    accelerate.update(use_cpu=alone, mixed_precision=_FP16_AS_BF16.get(mixed, mixed))
     return Emission(accelerate=accelerate, training_args=arguments, script=emission.script)
 
 
@@ -247,6 +277,8 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
         if fake:
             stack.enter_context(without_packing())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if recipe.facts.workload.processes > 1:
+            stack.enter_context(following(recorder))
         stack.enter_context(recorder)
         if on_cuda:
             stack.enter_context(placement.use(placement.Traced(recorder)))
@@ -281,7 +313,7 @@ def _run(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool) 
         make_fake(model)
         model.to = lambda *_, **__: model  # it is where it should be, and fake parameters can't be moved
     recorder.call([*model.parameters(), *model.buffers()], "weights")
-    rows = recipe.micro_batch * marks.accumulation * marks.effort.warm_up
+    rows = recipe.micro_batch * marks.accumulation * marks.effort.warm_up * recipe.facts.workload.processes
     on_cpu_itself = recipe.facts.hardware.device == "cpu"
     dataset = None if on_cpu_itself else loops.random_rows(recipe, rows)  # of the host, where there is a device
     recorder.mark("begin")

@@ -128,14 +128,18 @@ class Marks:
         self.accumulated = 0
         self.backward = False
         self.parameters: list[nn.Parameter] = []
+        self.sharded: nn.Module | None = None
 
     def mark(self, name: str) -> None:
         """A segment of the micro-step begins."""
         self.recorder.mark(f"{self.accumulated}:{name}")
 
     def step_begin(self) -> None:
-        """An optimizer step begins."""
+        """An optimizer step begins; by now the model is sharded, if it is."""
         self.accumulated = 0
+        if self.sharded is not None:
+            self.recorder.call(self.sharded.parameters(), "weights")
+            self.parameters = [parameter for parameter in self.sharded.parameters() if parameter.requires_grad]
 
     def forward_begin(self) -> None:
         """A micro-step begins."""

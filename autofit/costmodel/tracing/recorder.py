@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -24,7 +25,9 @@ from autofit.costmodel.roofline import KINDS, Kind
 from autofit.costmodel.tracing.operator_table import OperatorTable, operator_of
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape
 
-_WEIGHTS, _COPIES, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _BATCH, _TEMPORARIES, _ = range(len(CATEGORIES))
+_WEIGHTS, _COPIES, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _BATCH, _TEMPORARIES, _COMMUNICATION, _ = range(
+    len(CATEGORIES)
+)
 _HEAD = frozenset({"head", "loss", "headB"})
 _VALUES = {torch.ops.aten._local_scalar_dense.default}
 
@@ -63,6 +66,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._died_in: dict[int, int] = {}
         self._closed = False
         self._elsewhere = 0
+        self._paused = 0
+        self._label = _TEMPORARIES
+        self._fixed: set[int] = set()  # blocks that don't grow with the rows, whatever divides them
+        self._emptied: dict[int, tuple[str, int]] = {}  # storages of no bytes, which may get theirs back
         self.notes: set[str] = set()
 
     # -- following ------------------------------------------------------------------------------------------------
@@ -77,7 +84,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operator and write down what it made."""
         kwargs = kwargs or {}
-        if self._closed:
+        if DTensor in types:
+            return NotImplemented  # its own dispatch comes down to local tensors
+        if self._closed or self._paused:
             return _one(args[0]) if self.fake and func in _VALUES else func(*args, **kwargs)
         if self.fake and func in _VALUES:
             return _one(args[0])
@@ -101,9 +110,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Write down a tensor that an operator made; returns whether it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._block:
+        if key in self._block or key in self._emptied:
             return False
-        category = _TEMPORARIES
+        category = self._label
         if func is torch.ops.aten._to_copy.default and self._is_weight(args[0]):
             category = _COPIES
         self._write(storage, key, str(func), category)
@@ -114,19 +123,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return block is not None and self.categories[block] == _WEIGHTS
 
     def _write(self, storage: torch.UntypedStorage, key: int, name: str, category: int) -> int:
-        block = len(self.sizes)
-        self._block[key] = block
-        self.sizes.append(storage.nbytes())
-        self.ops.append(self.names.setdefault(name, len(self.names)))
-        self.categories.append(ELSEWHERE if self._elsewhere else category)
-        self._made_in.append(len(self.segments) - 1)
-        self.events.append(block)
+        block = self._begin(key, storage.nbytes(), name, category)
         weakref.finalize(storage, self._free, key)
         return block
 
+    def _begin(self, key: int, size: int, name: str, category: int) -> int:
+        block = self._block[key] = self._new_block(size, name, ELSEWHERE if self._elsewhere else category)
+        return block
+
+    def _new_block(self, size: int, name: str, category: int) -> int:
+        block = len(self.sizes)
+        self.sizes.append(size)
+        self.ops.append(self.names.setdefault(name, len(self.names)))
+        self.categories.append(category)
+        self._made_in.append(len(self.segments) - 1)
+        self.events.append(block)
+        if category == _COMMUNICATION:
+            self._fixed.add(block)
+        return block
+
     def _free(self, key: int) -> None:
-        if self._closed:
-            return
+        """A storage is gone."""
+        if not self._closed and self._emptied.pop(key, None) is None:
+            self._end(key)
+
+    def _end(self, key: int) -> None:
         block = self._block.pop(key)
         self._died_in[block] = len(self.segments) - 1
         self.events.append(~block)
@@ -190,25 +211,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             if tensor is None:
                 continue
-            key = tensor.untyped_storage()._cdata
-            block = self._block.get(key)
+            storage = local_part(tensor).untyped_storage()
+            block = self._block.get(storage._cdata)
             if block is None:
-                block = self._write(tensor.untyped_storage(), key, category, index)
+                block = self._write(storage, storage._cdata, category, index)
             if self.categories[block] != ELSEWHERE:
                 self.categories[block] = index
 
     @contextlib.contextmanager
     def holding(self, *sizes: int, name: str) -> Iterator[None]:
         """Blocks of these bytes live while the context does: what a kernel takes for itself."""
-        blocks = []
-        for size in sizes:
-            block = len(self.sizes)
-            self.sizes.append(size)
-            self.ops.append(self.names.setdefault(name, len(self.names)))
-            self.categories.append(_TEMPORARIES)
-            self._made_in.append(len(self.segments) - 1)
-            self.events.append(block)
-            blocks.append(block)
+        blocks = [self._new_block(size, name, _TEMPORARIES) for size in sizes]
         try:
             yield
         finally:
@@ -248,6 +261,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         block = self._block.get(tensor.untyped_storage()._cdata)
         return block is not None and self.categories[block] == ELSEWHERE
 
+    @contextlib.contextmanager
+    def communicating(self) -> Iterator[None]:
+        """What is made in here are gathered parameters and buffers of collectives, of the same size for any rows."""
+        before, self._label = self._label, _COMMUNICATION
+        try:
+            yield
+        finally:
+            self._label = before
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs in here is not written down: it has no tensors of its own in a real run."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage that is followed has another size: its block ends, and one of the new size begins."""
+        key = storage._cdata
+        if self._closed:
+            return
+        if key in self._block:
+            block = self._block[key]
+            self._emptied[key] = "resize_", self.categories[block]
+            self._end(key)
+        if storage.nbytes() and key in self._emptied:
+            self._begin(key, storage.nbytes(), *self._emptied.pop(key))
+
     def close(self) -> None:
         """Write no more."""
         self._closed = True
@@ -272,7 +315,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = np.array(self.sizes, dtype=np.float64)[kept]
         per_row = np.zeros_like(sizes)
         if self.rows is not None:
-            grows = sizes % self.rows == 0
+            fixed = np.isin(np.flatnonzero(kept), list(self._fixed))
+            grows = (sizes % self.rows == 0) & ~fixed
             per_row = np.where(grows, sizes / self.rows, 0.0)
             sizes = np.where(grows, 0.0, sizes)
         operators, operators_per_row, calls = self.operators.arrays(since)
@@ -330,6 +374,11 @@ def _ordered(events: Ints, starts: Ints) -> Ints:
     run = np.cumsum((events >= 0) | np.isin(np.arange(len(events)), starts))
     key = np.where(events >= 0, -1, ~events)
     return events[np.lexsort((key, run))]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a tensor that is spread over a world, what lies in this process; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _nothing() -> list[list[float]]:

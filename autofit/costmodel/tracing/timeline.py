@@ -18,6 +18,7 @@ No torch in here: tapes are arrays, and travel between processes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -32,13 +33,16 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 Category = Literal[
-    "weights", "copies", "gradients", "state", "activations", "logits", "batch", "temporaries", "elsewhere"
-]
+    "weights", "copies", "gradients", "state", "activations", "logits", "batch", "temporaries", "communication",
+    "elsewhere",
+]  # fmt: skip
 CATEGORIES: tuple[Category, ...] = (
-    "weights", "copies", "gradients", "state", "activations", "logits", "batch", "temporaries", "elsewhere",
+    "weights", "copies", "gradients", "state", "activations", "logits", "batch", "temporaries", "communication",
+    "elsewhere",
 )  # fmt: skip
 """``copies`` are the 16-bit copies of weights that autocast makes; ``logits`` the head's output, its loss and what
-their backward pass needs; ``temporaries`` die in the phase that made them; ``elsewhere`` is not on the device: on the
+their backward pass needs; ``temporaries`` die in the phase that made them; ``communication`` is gathered parameters and
+the buffers of collectives; ``elsewhere`` is not on the device: on the
 host, or in memory that the driver moves."""
 ELSEWHERE = CATEGORIES.index("elsewhere")
 
@@ -91,6 +95,12 @@ class Tape:
     operators: Floats
     operators_per_row: Floats
     calls: Floats
+
+    def without(self, *names: Category) -> Tape:
+        """The same where blocks of some categories have no bytes: they are not on the device, or counted apart."""
+        gone = np.isin(self.categories, [CATEGORIES.index(name) for name in names])
+        sizes, per_row = (np.where(gone, 0.0, line) for line in (self.sizes, self.per_row))
+        return dataclasses.replace(self, sizes=sizes, per_row=per_row)
 
     def bounds(self, place: int) -> tuple[int, int]:
         """Where the segment at ``place`` begins and ends in ``events``."""

@@ -19,7 +19,7 @@ import numpy as np
 from autofit.costmodel import peak
 from autofit.costmodel.peak import MicroPart, OptimizerPart
 from autofit.costmodel.tracing import fake_run
-from autofit.costmodel.tracing.timeline import UnlikeError, lengthen
+from autofit.costmodel.tracing.timeline import Tape, UnlikeError, lengthen
 from autofit.system.job import error_words
 
 if TYPE_CHECKING:
@@ -105,13 +105,27 @@ def _trace(job: TraceJob, request: TraceRequest) -> None:
 
 def micro_part(plan: Plan, facts: Facts, config: Path, folder: Path) -> MicroPart:
     """The micro-steps of the plan, for any number of rows and with every layer."""
-    found = fake_run.micro_steps(plan, facts, config=config, folder=folder)
+    found, tape = _micro_steps(plan, facts, config, folder, accumulation=2)
+    alone = _micro_steps(plan, facts, config, folder, accumulation=1)[1] if found.gathers_late else None
+    return MicroPart(
+        tape=tape,
+        weights=np.array(found.weights, dtype=np.int64),
+        notes=found.notes,
+        alone=alone,
+        buckets_bytes=found.buckets_bytes,
+    )
+
+
+def _micro_steps(
+    plan: Plan, facts: Facts, config: Path, folder: Path, *, accumulation: int
+) -> tuple[fake_run.MicroSteps, Tape]:
+    """What was traced, and the tape of the whole model."""
+    found = fake_run.micro_steps(plan, facts, config=config, folder=folder, accumulation=accumulation)
     try:
-        tape = lengthen(found.tape, found.copies)
+        return found, lengthen(found.tape, found.copies)
     except UnlikeError:
-        found = fake_run.micro_steps(plan, facts, config=config, folder=folder, whole=True)
-        tape = found.tape
-    return MicroPart(tape=tape, weights=np.array(found.weights, dtype=np.int64), notes=found.notes)
+        found = fake_run.micro_steps(plan, facts, config=config, folder=folder, accumulation=accumulation, whole=True)
+        return found, found.tape
 
 
 def optimizer_part(plan: Plan, facts: Facts, config: Path, folder: Path) -> OptimizerPart:

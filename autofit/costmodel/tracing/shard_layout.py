@@ -1,0 +1,118 @@
+"""What of each parameter lies in one rank of a plan's world.
+
+Read off what the plan writes (its Accelerate YAML), as Accelerate reads it, and held against the trace of the real
+sharding: :func:`local_bytes` of the traced model must be what FSDP2 made of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from autofit.contract.emission import Emission
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Facts
+    from autofit.contract.recipe import Recipe
+
+_ENGINE_KEYS = ("fsdp_config", "deepspeed_config", "parallelism_config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a plan spreads a model over its world.
+
+    Attributes:
+        shards: Ranks that share a parameter, by its first dimension.
+        upcast: Whether trainable parameters of fewer bits become float32 (``accelerate/utils/fsdp_utils.py``,
+            ``fsdp2_prepare_model`` of 1.15, under mixed precision).
+        bucketed: Whether DDP's reducer keeps a copy of all gradients in its buckets.
+        gathers_late: Whether gradients stay whole on every rank between the micro-steps of an accumulation.
+    """
+
+    shards: int = 1
+    upcast: bool = False
+    bucketed: bool = False
+    gathers_late: bool = False
+
+    def buckets_bytes(self, model: nn.Module) -> int:
+        """Bytes of the reducer's buckets; a gradient is copied there and back, since it is no view of its bucket.
+
+        Source: ``torch/csrc/distributed/c10d/reducer.cpp`` (``initialize_buckets``); ``gradient_as_bucket_view`` is
+        false unless asked for, and so it is in Accelerate.
+        """
+        trained = (parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        return sum(trained) if self.bucketed else 0
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    """The layout that a plan's files ask for."""
+    world = recipe.facts.workload.processes
+    written = recipe.emission.accelerate
+    engine = written.get("distributed_type", "NO")
+    if world == 1:
+        return Layout()
+    if engine == "FSDP":
+        sizes = written.get("parallelism_config") or {}
+        replicas = int(sizes.get("parallelism_config_dp_replicate_size", 1))
+        config = recipe.emission.training_args.get("accelerator_config") or {}
+        every = bool((config.get("gradient_accumulation_kwargs") or {}).get("sync_each_batch"))
+        return Layout(shards=world // replicas, upcast=recipe.mixed_precision != "no", gathers_late=not every)
+    return Layout(bucketed=engine == "MULTI_GPU")
+
+
+def local_shape(parameter: torch.Tensor, layout: Layout) -> tuple[int, ...]:
+    """Shape of one rank's share: FSDP2 pads every share to that of the first rank.
+
+    Weights in integers are left whole, as Accelerate leaves 4-bit weights whose storage is no float.
+    """
+    shape = tuple(parameter.shape)
+    if layout.shards == 1 or not shape or not (parameter.is_floating_point() or parameter.requires_grad):
+        return shape
+    return -(-shape[0] // layout.shards), *shape[1:]
+
+
+def local_dtype(parameter: torch.Tensor, layout: Layout) -> torch.dtype:
+    """Dtype of one rank's share."""
+    return torch.float32 if layout.upcast and parameter.requires_grad else parameter.dtype
+
+
+def local_bytes(model: nn.Module, layout: Layout) -> list[int]:
+    """Bytes of each parameter and buffer of one rank."""
+    sizes: dict[int, int] = {}
+    for parameter in model.parameters():
+        share = torch.empty(local_shape(parameter, layout), dtype=local_dtype(parameter, layout), device="meta")
+        sizes[id(parameter)] = share.nbytes
+    sizes |= {id(buffer): buffer.nbytes for buffer in model.buffers()}
+    return list(sizes.values())
+
+
+def cut(model: nn.Module, layout: Layout) -> None:
+    """Put one rank's share in the place of each parameter of a model on the meta device; shared ones stay shared."""
+    if layout.shards == 1:
+        return
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                share = torch.empty(local_shape(parameter, layout), dtype=local_dtype(parameter, layout), device="meta")
+                made[id(parameter)] = nn.Parameter(share, parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+
+
+def one_process(facts: Facts) -> Facts:
+    """The same question for one process alone."""
+    return dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, processes=1))
+
+
+def without_engine(emission: Emission) -> Emission:
+    """What a plan writes, without what spreads it over a world."""
+    accelerate: dict[str, Any] = {name: v for name, v in emission.accelerate.items() if name not in _ENGINE_KEYS}
+    accelerate.update(distributed_type="NO", num_processes=1, num_machines=1)
+    return dataclasses.replace(emission, accelerate=accelerate)

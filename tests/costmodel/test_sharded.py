@@ -1,0 +1,126 @@
+"""Traces of sharded plans: one rank of a fake world."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from autofit.contract.emission import Emission
+from autofit.costmodel.tracing import fake_run, trace_job
+from autofit.costmodel.tracing.shard_layout import layout_of, local_bytes
+from autofit.costmodel.tracing.timeline import CATEGORIES, lengthen
+from autofit.registry import recipe_of
+from tests.support.tiny import write_config
+from tests.support.traced import CONFIGS, PLAIN, facts_of, like_a_process_of_its_own
+
+MIXED = PLAIN.replaced(precision="bf16", micro_batch=2)
+FSDP = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_offload_params": False,
+        "fsdp_reshard_after_forward": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_activation_checkpointing": False,
+    },
+}
+DDP = {"distributed_type": "MULTI_GPU"}
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """Traces a plan in a world of some processes, under an engine."""
+    write_config(tmp_path, CONFIGS["llama"])
+
+    class World:
+        folder = tmp_path
+
+        def __init__(self, processes, written):
+            plain = facts_of("llama", device="cuda")
+            workload = dataclasses.replace(plain.workload, processes=processes, global_batch=64 * processes)
+            self.facts = dataclasses.replace(plain, workload=workload)
+            self.written = written
+            monkeypatch.setattr(fake_run, "recipe_of", self.recipe)
+
+        def recipe(self, plan, facts):
+            recipe = recipe_of(plan, facts)
+            accelerate = {**recipe.emission.accelerate, **self.written}
+            recipe.emission = Emission(accelerate=accelerate, training_args=recipe.emission.training_args)
+            return recipe
+
+        def micro_steps(self, plan=MIXED, **options):
+            with like_a_process_of_its_own():
+                return fake_run.micro_steps(plan, self.facts, config=tmp_path, folder=tmp_path, **options)
+
+        def micro_part(self, plan=MIXED):
+            with like_a_process_of_its_own():
+                return trace_job.micro_part(plan, self.facts, tmp_path, tmp_path)
+
+        def optimizer_part(self, plan=MIXED):
+            with like_a_process_of_its_own():
+                return trace_job.optimizer_part(plan, self.facts, tmp_path, tmp_path)
+
+    return World
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_layers_that_are_copied_weigh_what_layers_that_are_traced_weigh(world, accumulation):
+    eight = world(8, FSDP)
+    few, whole = (eight.micro_steps(accumulation=accumulation, whole=whole) for whole in (False, True))
+    assert few.copies > 0
+    assert whole.copies == 0
+    assert lengthen(few.tape, few.copies).live(4).max() == whole.tape.live(4).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 8])
+def test_a_rank_holds_its_share_of_weights_state_and_gradients(world, processes):
+    one = world(processes, FSDP)
+    micro, optimizer = one.micro_part(), one.optimizer_part()
+    share = micro.weights.sum()
+    assert share == pytest.approx(world(1, {}).micro_part().weights.sum() / processes, rel=0.02)
+    assert optimizer.state_bytes == pytest.approx(2 * share, rel=0.01)
+    left = micro.tape_of(1).by_category(len(micro.tape_of(1).events) - 1)[0]
+    assert left[CATEGORIES.index("gradients")] == pytest.approx(share, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_shares_are_those_that_fsdp2_makes(world, monkeypatch):
+    five = world(5, FSDP)  # divides no dimension
+    seen = []
+    step_begin = fake_run.Marks.step_begin
+
+    def listening(marks):
+        step_begin(marks)
+        seen.append(sorted(one._local_tensor.untyped_storage().nbytes() for one in marks.sharded.parameters()))
+
+    monkeypatch.setattr(fake_run.Marks, "step_begin", listening)
+    five.micro_steps(whole=True)
+    with fake_run._prepared(MIXED, five.facts, five.folder) as recipe:
+        model = recipe.model(None, config=five.folder, device="meta")
+        said = local_bytes(model, layout_of(recipe))
+    assert seen[0] == sorted(said[: len(seen[0])])  # parameters come before buffers
+
+
+@pytest.mark.slow
+def test_gradients_wait_whole_between_micro_steps_unless_each_is_synchronised(world):
+    eight = world(8, FSDP)
+    micro = eight.micro_part()
+    rows = np.array([2.0])
+    (alone,), _ = micro.peaks(rows, adding=False)
+    (several,), _ = micro.peaks(rows, adding=True)
+    whole_gradients = world(1, {}).micro_part().weights.sum() / 2  # in 16 bits
+    assert several - alone == pytest.approx(whole_gradients, rel=0.2)
+
+
+@pytest.mark.slow
+def test_ddp_keeps_whole_weights_and_a_copy_of_the_gradients(world):
+    two, one = world(2, DDP).micro_part(), world(1, {}).micro_part()
+    assert two.weights.tolist() == one.weights.tolist()
+    trained = sum(size for size in one.weights)
+    assert two.buckets_bytes == pytest.approx(trained, rel=0.01)
+    assert two.peaks(np.array([4.0]), adding=True)[0] == pytest.approx(one.peaks(np.array([4.0]), adding=True)[0])
