@@ -9,7 +9,7 @@ import click
 
 from autofit._version import __version__
 from autofit.commands.options import ESTIMATE_OPTIONS, TUNE_OPTIONS, with_options
-from autofit.commands.terminal import Commands, data_console, shown, terminable
+from autofit.commands.terminal import Commands, data_console, terminable
 from autofit.system.errors import ModelError, NothingFits, PromiseBroken
 
 
@@ -22,13 +22,14 @@ def main() -> None:
 @main.command(short_help="Find the fastest plan, and write the files that launch it.")
 @click.argument("model")
 @with_options(*TUNE_OPTIONS)
-def tune(model: str, as_json: bool, **options: Any) -> None:
+def tune(model: str, as_json: bool, verbose: bool, **options: Any) -> None:
     """Find the fastest plan for MODEL and write the files that accelerate launch runs.
 
     MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo.
     """
     from autofit.commands.console import ConsoleEvents, StderrConsole
     from autofit.commands.tune import tune as run
+    from autofit.output.brief import brief
     from autofit.output.document import DOCUMENT
     from autofit.output.report import summary
     from autofit.system.strict_json import dump_json
@@ -38,7 +39,8 @@ def tune(model: str, as_json: bool, **options: Any) -> None:
     if as_json:
         click.echo(dump_json(DOCUMENT, result.document), nl=False)
     else:
-        data_console().print(summary(result.document, folder=str(result.folder)))
+        show = summary if verbose else brief
+        data_console().print(show(result.document, folder=str(result.folder)))
 
 
 @main.command(short_help="Predict what plans need on a card; needs no device.")
@@ -104,37 +106,19 @@ def verify(folder: str, steps: int, as_json: bool) -> None:
 @main.command()
 @click.option("--device", default="auto", show_default=True, help="auto, cuda or cpu.")
 @click.option("--model", default="demo", show_default=True, help="The model that the techniques are asked about.")
+@click.option("--all", "every", is_flag=True, help="Show every value of every technique, with its reason.")
 @click.option("--json", "as_json", is_flag=True, help="Print the diagnosis as JSON to stdout.")
-def doctor(device: str, model: str, as_json: bool) -> None:
+def doctor(device: str, model: str, every: bool, as_json: bool) -> None:
     """Tell what this machine can use, and why not the rest."""
-    from rich.table import Table
-    from rich.text import Text
-
     from autofit.commands.doctor import DIAGNOSIS, examine
-    from autofit.system import units
+    from autofit.commands.doctor_table import everything, screen
     from autofit.system.strict_json import dump_json
 
     found = examine(device, model)
     if as_json:
         click.echo(dump_json(DIAGNOSIS, found), nl=False)
-        return
-    hardware = found.hardware
-    click.echo(f"autofit {found.autofit} on {hardware.name} ({hardware.device})")
-    click.echo(f"memory: {units.size(hardware.free_bytes)} free of {units.size(hardware.total_bytes)}")
-    click.echo(f"computes: {', '.join(hardware.precisions)}; {hardware.threads} CPU thread(s) a process")
-    for words in found.warnings:
-        click.echo(shown(words))
-    if found.cuda:
-        click.echo(f"no CUDA device: {found.cuda}")
-    click.echo("packages: " + ", ".join(f"{name} {version}" for name, version in found.packages.items()))
-    click.echo("not installed: " + (", ".join(found.missing) or "none"))
-    table = Table(box=None, pad_edge=False)
-    for heading in ("technique", "value", "class", "here", "why"):
-        table.add_column(heading, overflow="fold")
-    for offer in found.choices:
-        here = {"offered": "yes", "on_request": "on request", "withheld": "no"}[offer.status]
-        table.add_row(*(Text(str(cell)) for cell in (offer.technique, offer.value, offer.kind, here, offer.reason)))
-    data_console().print(table)
+    else:
+        data_console().print(everything(found) if every else screen(found))
 
 
 @main.command(short_help="Show again what a tune found.")

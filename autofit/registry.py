@@ -8,15 +8,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from autofit.contract.plan import Plan
 from autofit.contract.recipe import Recipe, ground
 from autofit.system.errors import InputError, near
 from autofit.system.files import source_root
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import ModuleType
 
     from autofit.contract.facts import Facts
-    from autofit.contract.plan import Plan
+    from autofit.contract.plan import Value
     from autofit.contract.technique import Technique
 
 
@@ -82,6 +84,14 @@ def recipe_of(plan: Plan, facts: Facts) -> Recipe:
         filled.add(one.emit(value, plan, facts))
         one.apply(value, filled)
     return filled
+
+
+def converted(plan: Plan) -> Plan:
+    """A plan out of a file, in the values of today; what is not known stays."""
+    values: Mapping[str, Value] = plan
+    for one in techniques():
+        values = one.converted(values)
+    return plan if values is plan else Plan(values)
 
 
 def check_values(plan: Plan, facts: Facts) -> None:

@@ -13,10 +13,12 @@ from .kernels import Kernels
 from .micro_batch import MicroBatch
 from .offload import Offload
 from .optimizer import Optimizer
+from .parallel import Parallel
 from .precision import Precision
 from .quantization import Quantization
 
 ALL = (
+    Parallel(),
     MicroBatch(),
     Accumulation(),
     Precision(),

@@ -15,9 +15,11 @@ Not covered: rows of different lengths in a plain loop, where a mean of means we
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from autofit.contract.emission import Emission
+from autofit.contract.layout import data_parallel, data_parallel_sizes
 from autofit.contract.technique import Choice, Kind, Part, Technique, divisors
 
 if TYPE_CHECKING:
@@ -36,13 +38,11 @@ class Accumulation(Technique):
     baseline = 1
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
-        work = facts.workload
-        if work.global_batch % work.processes:
-            return ()
-        share = work.global_batch // work.processes
+        shares = [facts.workload.global_batch // ranks for ranks in data_parallel_sizes(facts.workload)]
+        found = {steps: share for share in shares for steps in divisors(share)}  # of the largest share last
         return tuple(
             Choice(steps, Kind.EXACT, "offered", f"{steps} x {share // steps} rows make the {share} of a process")
-            for steps in divisors(share)
+            for steps, share in sorted(found.items())
         )
 
     def suggest(self, value: Value, facts: Facts) -> str:
@@ -51,14 +51,17 @@ class Accumulation(Technique):
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         work = facts.workload
-        rows = int(others["micro_batch"])
-        made = rows * int(value) * work.processes
-        if made != work.global_batch:
-            return (
-                f"micro_batch {rows} x accumulation {value} x {work.processes} process(es) is {made}, "
-                f"not the global batch of {work.global_batch}"
-            )
-        return None
+        rows, ranks = int(others["micro_batch"]), data_parallel(others, work)
+        made = rows * int(value) * ranks
+        if made == work.global_batch:
+            return None
+        words = f"micro_batch {rows} x accumulation {value} x {ranks} process(es) is {made}"
+        step = rows * ranks
+        if work.global_batch % step == 0:
+            return f"{words}, not the global batch of {work.global_batch}"
+        near = dict.fromkeys((work.global_batch // step * step, math.ceil(work.global_batch / step) * step))
+        possible = " or ".join(str(batch) for batch in near if batch)
+        return f"{words}, and no accumulation makes the global batch of {work.global_batch}; {possible} can be made"
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         recipe.accumulation = int(value)

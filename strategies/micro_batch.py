@@ -24,6 +24,7 @@ import math
 from typing import TYPE_CHECKING
 
 from autofit.contract.emission import Emission
+from autofit.contract.layout import data_parallel_sizes
 from autofit.contract.technique import Choice, Kind, Part, Prior, Technique, divisors
 
 if TYPE_CHECKING:
@@ -51,13 +52,11 @@ class MicroBatch(Technique):
     baseline = 1
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
-        work = facts.workload
-        if work.global_batch % work.processes:
-            return ()
-        share = work.global_batch // work.processes
+        shares = [facts.workload.global_batch // ranks for ranks in data_parallel_sizes(facts.workload)]
+        found = {rows: share for share in shares for rows in divisors(share)}  # of the largest share last
         return tuple(
             Choice(rows, Kind.EXACT, "offered", f"{share // rows} x {rows} rows make the {share} of a process")
-            for rows in divisors(share)
+            for rows, share in sorted(found.items())
         )
 
     def suggest(self, value: Value, facts: Facts) -> str:

@@ -164,7 +164,7 @@ class Offload(Technique):
                 ),
             ),
         }
-        return Emission(accelerate={"distributed_type": "NO"}, script=lines.get(str(value), ()))
+        return Emission(script=lines.get(str(value), ()))
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if value in _ENGINES:

@@ -106,7 +106,7 @@ def test_the_options_are_the_keywords_of_the_function():
     keywords = dict(inspect.signature(autofit.tune).parameters)
     for name in ("events", "backend"):  # seams, not choices
         del keywords[name]
-    assert given.keys() - {"as_json"} == keywords.keys()
+    assert given.keys() - {"as_json", "verbose"} == keywords.keys()
     for name, keyword in keywords.items():
         if name not in {"model", "output"}:
             assert given[name] == keyword.default, name
@@ -130,14 +130,14 @@ def test_the_command_line_is_the_one_that_was_designed():
         "tune": [
             "--allow", "--among", "--device", "--fix", "--global-batch", "--guard", "--json", "--launch-path",
             "--memory-limit", "--output", "--record", "--resume", "--sampler", "--seed", "--seq-len",
-            "--storage", "--task", "--timeout", "--trials", "--trust-remote-code",
+            "--storage", "--task", "--timeout", "--trials", "--trust-remote-code", "--verbose",
         ],
         "estimate": [
             "--all", "--allow", "--among", "--cache", "--fix", "--global-batch", "--gpu", "--json", "--launch-path",
             "--memory", "--seq-len", "--task", "--trust-remote-code",
         ],
         "verify": ["--json", "--steps"],
-        "doctor": ["--device", "--json", "--model"],
+        "doctor": ["--all", "--device", "--json", "--model"],
         "report": ["--json"],
         "schema": [],
     }  # fmt: skip
@@ -175,7 +175,7 @@ def test_the_answer_is_on_stdout_and_the_talk_on_stderr(tune, tmp_path):
 
 
 def test_the_report_is_shown_again_and_written_anew(tune, run, tmp_path):
-    first = tune()
+    first = tune("--verbose")
     (tmp_path / "out" / "report.html").unlink()
     again = run("report", tmp_path / "out")
     assert again.exit_code == 0
@@ -450,10 +450,15 @@ def test_the_doctor_tells_what_is_to_be_had(run, monkeypatch, server):
     assert listed["precision", "fp32"]["available"] is True
     assert listed["offload", "optimizer"]["available"] is False
     assert listed["checkpointing", "selective"]["available"] is True  # on request
-    words = run("doctor", "--device", "cpu")
-    assert words.exit_code == 0
+    short, full = run("doctor", "--device", "cpu").stdout, run("doctor", "--device", "cpu", "--all").stdout
+    assert len(short.splitlines()) <= 30
     for wanted in ("memory:", "packages:", "not installed:", "paged_adamw_8bit", "the device's memory is the host's"):
-        assert wanted in words.stdout
+        assert wanted in full
+    for wanted in ("memory:", "packages:", "paged_adamw_8bit", "not here: activations", "* of class method"):
+        assert wanted in short
+    assert "micro_batch" in full
+    assert "micro_batch" not in short
+    assert "checkpointing" in short
 
 
 # --- streams that nobody reads, and signals that nobody wants to hear ------------------------------------------------

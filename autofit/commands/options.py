@@ -44,6 +44,7 @@ _TRUST = click.option("--trust-remote-code", is_flag=True, help="Let the model's
 TUNE_OPTIONS: tuple[Option, ...] = (
     click.option("--output", default="autofit-out", show_default=True, help="Folder for the files and the trials."),
     click.option("--device", default="auto", show_default=True, help="auto, cuda or cpu."),
+    click.option("--processes", type=int, help="Processes of the training, one on each GPU.  [default: 1]"),
     _SEQ_LEN,
     _GLOBAL_BATCH,
     click.option("--memory-limit", help="Ceiling: 22GiB, or 90% of what is free.  [default: 92%]"),
@@ -72,6 +73,7 @@ TUNE_OPTIONS: tuple[Option, ...] = (
         show_default=True,
         help="Refuse a winner whose losses or gradients differ from a float32 baseline's.",
     ),
+    click.option("--verbose", is_flag=True, help="End with all that was found, not with one screen of it."),
     click.option("--json", "as_json", is_flag=True, help="Print autofit.json to stdout, and nothing else there."),
 )
 

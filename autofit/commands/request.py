@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from autofit import space
 from autofit.contract.facts import Device, Facts, Hardware, LaunchPath, Model, Task, Workload
 from autofit.costmodel.jobs import RatesJob
+from autofit.machine.describe import given_threads
 from autofit.machine.jobs import DescribeJob
 from autofit.machine.packages import installed
 from autofit.output.document import MODEL_FOLDER, REQUEST
@@ -27,6 +28,8 @@ from autofit.training.runner import finished
 
 TRIALS = "trials"
 DEFAULT_CEILING = 0.92
+MOST_PROCESSES = 64
+"""Of one machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class Request:
 
     model: str
     device: str = "auto"
+    processes: int | None = None
     seq_len: int | None = None
     global_batch: int = 32
     memory_limit: str | None = None
@@ -106,6 +110,10 @@ def check_request(request: Request, settings: Search) -> None:
         raise InputError(f"--seed {request.seed} is out of range", hint="give a whole number from 0 to 4294967295")
     if settings.timeout_seconds is not None and not 0 < settings.timeout_seconds < math.inf:
         raise InputError(f"--timeout {settings.timeout_seconds:g} is out of range", hint="write it like 90s or 10m")
+    if request.processes is not None and not 1 <= request.processes <= MOST_PROCESSES:
+        raise InputError(
+            f"--processes {request.processes} is out of range", hint=f"give a whole number from 1 to {MOST_PROCESSES}"
+        )
     if request.seq_len is not None and not 2 <= request.seq_len <= 10**8:
         raise InputError(f"--seq-len {request.seq_len} is out of range", hint="a row has two tokens at least")
     if request.memory_limit is not None:
@@ -137,7 +145,16 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
             f"{folder} holds a tune of {then.model!r} already",
             hint="go on with it by --resume, choose another --output, or delete it",
         )
-    for name in ("model", "seq_len", "global_batch", "memory_limit", "launch_path", "trust_remote_code", "seed"):
+    for name in (
+        "model",
+        "processes",
+        "seq_len",
+        "global_batch",
+        "memory_limit",
+        "launch_path",
+        "trust_remote_code",
+        "seed",
+    ):
         if getattr(then, name) != getattr(now, name):
             raise InputError(
                 f"{folder} was begun {_as_given(name, then)}, this is {_as_given(name, now)}",
@@ -195,6 +212,7 @@ def read_facts(
                 f"{request.model!r} could not be built in a minute", hint="are the sizes in its config right?"
             )
         model, hardware = described(answer, request.model, device)
+    hardware = shared_by(hardware, request.processes or 1)
     return Facts(model=model, hardware=hardware, workload=workload(request, model, hardware, say), packages=installed())
 
 
@@ -274,6 +292,30 @@ def remarks(seq_len: int, model: Model) -> list[str]:
     return said
 
 
+def shared_by(hardware: Hardware, processes: int) -> Hardware:
+    """What each of some processes has of the hardware.
+
+    On the CPU they share its memory and, as ``accelerate launch`` deals them out, its threads.
+
+    Raises:
+        InputError: There are fewer GPUs than processes.
+    """
+    if hardware.device == "cuda":
+        if processes > hardware.count:
+            raise InputError(
+                f"--processes {processes}: {hardware.count} GPU{'s' * (hardware.count > 1)} can be seen here, and each "
+                "process needs one of its own",
+                hint=f"--processes {hardware.count} or less; what does CUDA_VISIBLE_DEVICES hide?",
+            )
+        return hardware
+    return replace(
+        hardware,
+        total_bytes=hardware.total_bytes // processes,
+        free_bytes=hardware.free_bytes // processes,
+        threads=given_threads() or max(1, hardware.threads // processes),
+    )
+
+
 def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[str], None]) -> Workload:
     """The sizes and ceilings of the training.
 
@@ -295,8 +337,9 @@ def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[
     return Workload(
         seq_len=seq_len,
         global_batch=request.global_batch,
+        processes=request.processes or 1,
         limit_bytes=limit,
-        host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING),
+        host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING) // (request.processes or 1),
         launch_path=request.launch_path,
         seed=request.seed,
     )

@@ -67,6 +67,7 @@ def tune(
     *,
     output: str | Path | None = None,
     device: str = "auto",
+    processes: int | None = None,
     seq_len: int | None = None,
     global_batch: int = 32,
     memory_limit: str | int | None = None,
@@ -93,6 +94,7 @@ def tune(
         model: Hub id, folder or file with a ``config.json``, or ``demo``.
         output: Folder for the answer and the trials; a temporary one by default.
         device: ``auto``, ``cuda`` or ``cpu``.
+        processes: Of the whole training, one on each GPU; by default one.
         seq_len: Tokens in a row; by default the lesser of 1024 and the model's longest.
         global_batch: Rows to an optimizer step.
         memory_limit: The ceiling: bytes, a size (``"22GiB"``) or a share of what is free (``"90%"``); by default
@@ -126,6 +128,7 @@ def tune(
         {
             "model": str(model),
             "device": device,
+            "processes": processes,
             "seq_len": seq_len,
             "global_batch": global_batch,
             "memory_limit": None if memory_limit is None else str(memory_limit),

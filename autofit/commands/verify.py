@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from autofit.contract.facts import Hardware
 from autofit.contract.outcome import OUTCOME, Measured, Outcome, Promise
-from autofit.machine.meters import on_device
+from autofit.machine.nvml import on_device
 from autofit.machine.select import hardware_lock
 from autofit.output.document import MODEL_FOLDER, read_document
 from autofit.output.emit import ARGUMENTS, YAML

@@ -106,13 +106,20 @@ class Hardware:
 class Workload:
     """What is to be trained and inside of what.
 
-    ``micro_batch x accumulation x processes == global_batch`` holds in every plan.
-    ``limit_bytes`` is the ceiling on the device, ``host_limit_bytes`` the one on the host.
+    ``micro_batch x accumulation x data-parallel ranks == global_batch`` holds in every plan; see
+    :mod:`autofit.contract.layout`.
+
+    Attributes:
+        processes: The world size: processes of the whole training, one on each device.
+        nodes: Machines that they run on, as many on each.
+        limit_bytes: The ceiling on each device; on the CPU of each process.
+        host_limit_bytes: The ceiling on the host, for each process.
     """
 
     seq_len: Annotated[int, Field(ge=2)]
     global_batch: Positive
     processes: Positive = 1
+    nodes: Positive = 1
     limit_bytes: Positive
     host_limit_bytes: Positive
     launch_path: LaunchPath = "trainer"

@@ -32,7 +32,7 @@ OptimizerWrap = Callable[["torch.optim.Optimizer"], "torch.optim.Optimizer"]
 
 
 def ground(facts: Facts) -> Emission:
-    """What every plan writes, whatever the techniques say: one process on the device that was measured."""
+    """What every plan writes, whatever the techniques say: the processes, on the devices that were measured."""
     hardware = facts.hardware
     on_cpu = hardware.device == "cpu"
     accelerate: dict[str, Any] = {
@@ -44,9 +44,11 @@ def ground(facts: Facts) -> Emission:
         "num_processes": facts.workload.processes,
         "use_cpu": on_cpu,
     }
-    if hardware.count > 1 and not on_cpu:
+    if hardware.count > facts.workload.processes and not on_cpu:
         # without it one process sees every device and a Trainer makes it torch.nn.DataParallel
         accelerate["gpu_ids"] = hardware.visible_id
+    if facts.workload.processes > 1:
+        accelerate["main_process_port"] = 0  # a free one, so that two trainings on a machine don't meet
     return Emission(accelerate=accelerate, training_args={"use_cpu": on_cpu})
 
 
@@ -176,7 +178,7 @@ class Recipe:
             "gradient_accumulation_steps": self.accumulation,
             "mixed_precision": self.mixed_precision,
             # told to use the CPU, Accelerate leaves its engines out
-            "cpu": on_cpu and self.emission.accelerate["distributed_type"] == "NO",
+            "cpu": on_cpu and self.emission.accelerate["distributed_type"] in {"NO", "MULTI_GPU"},
         }
         accelerator = Accelerator(**{**given, **others})
         if not on_cpu:

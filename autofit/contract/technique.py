@@ -107,6 +107,10 @@ class Technique(ABC):
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         """Every value the technique knows, offered or not, each with its reason. Simple ones first."""
 
+    def baseline_for(self, facts: Facts) -> Value:
+        """The value that stands for the technique being off: the baseline, unless that can't be had here."""
+        return self.baseline
+
     def choice(self, value: Value, facts: Facts) -> Choice:
         """What is said of a value that it knows, also of one that :meth:`choices` does not list."""
         listed = (one for one in self.choices(facts) if one.value == value)
@@ -165,7 +169,7 @@ class Technique(ABC):
 
     def leanest(self, facts: Facts) -> Value:
         """The value of class ``exact`` that saves the most memory, for a plan that only has to fit."""
-        return self.baseline
+        return self.baseline_for(facts)
 
     def spends_host(self, value: Value) -> bool:
         """Whether the value keeps in the host's memory what lies on the device without it."""
@@ -238,6 +242,10 @@ class Technique(ABC):
         if isinstance(self.baseline, int):
             return type(value) is int and value > 0
         return any(choice.value == value for choice in self.choices(facts))
+
+    def converted(self, plan: Mapping[str, Value]) -> Mapping[str, Value]:
+        """A plan out of a file, which an earlier version may have written, with this technique's value of today."""
+        return plan
 
     def suggest(self, value: Value, facts: Facts) -> str:
         """A hint for a value that the technique does not have."""

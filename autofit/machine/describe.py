@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 
 from autofit.contract.facts import Task
-from autofit.machine.meters import control_groups, device_used_bytes, driver, seen_uuid
+from autofit.machine.meters import control_groups
+from autofit.machine.nvml import device_used_bytes, driver, seen_uuid
 from autofit.system.errors import ModelError
 
 _SCHEDULED = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"}

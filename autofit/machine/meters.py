@@ -17,9 +17,9 @@ import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from autofit.system.errors import MachineError
+from autofit.machine.nvml import device_used_bytes, seen_uuid
 from autofit.system.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -188,78 +188,6 @@ class CudaMeter:
             alloc_retries=int(stats.get("num_alloc_retries", 0)),
             settled_bytes=self._settled_bytes,
         )
-
-
-@contextlib.contextmanager
-def driver() -> Iterator[Any]:
-    """The driver's own library, NVML; makes no context.
-
-    Raises:
-        MachineError: It does not answer, or not to what is asked inside.
-    """
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        try:
-            yield pynvml
-        finally:
-            with contextlib.suppress(pynvml.NVMLError):
-                pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        raise MachineError(f"the Nvidia driver does not answer ({error})", hint="what does nvidia-smi say?") from error
-
-
-@contextlib.contextmanager
-def on_device(uuid: str | None) -> Iterator[tuple[Any, Any]]:
-    """NVML, and its handle of a device: of the first one where nothing is known of it.
-
-    Raises:
-        MachineError: As for :func:`driver`.
-    """
-    with driver() as nvml:
-        yield nvml, nvml.nvmlDeviceGetHandleByUUID(uuid) if uuid else nvml.nvmlDeviceGetHandleByIndex(0)
-
-
-def device_used_bytes(uuid: str | None) -> int:
-    """What ``nvidia-smi`` counts as used on a device, by all processes together; makes no context.
-
-    Raises:
-        MachineError: The driver does not tell; that of a chip which shares the host's memory does not.
-    """
-    with on_device(uuid) as (nvml, handle):
-        return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
-
-
-def seen_uuid() -> str:
-    """The UUID of the first device that this process sees, as the driver calls it; empty where PyTorch tells none.
-
-    Makes no context.
-
-    Raises:
-        MachineError: As for :func:`driver_s_name`.
-    """
-    import torch
-
-    uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", "") or "")
-    return driver_s_name(uuid) if uuid else ""
-
-
-def driver_s_name(uuid: str) -> str:
-    """How the driver calls a device, or a slice of one (MIG), whose UUID CUDA tells without a prefix.
-
-    Raises:
-        MachineError: It knows it by neither.
-    """
-    if uuid.startswith(("GPU-", "MIG-")):
-        return uuid
-    with driver() as nvml:
-        try:
-            nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        except nvml.NVMLError:
-            nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
-            return f"MIG-{uuid}"
-    return f"GPU-{uuid}"
 
 
 def control_groups() -> Iterator[Path]:

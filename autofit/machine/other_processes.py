@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from autofit.machine.meters import on_device
+from autofit.machine.nvml import on_device
 from autofit.system.errors import MachineError
 from autofit.system.units import GIB, size
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from autofit.contract.facts import Facts, Hardware, Model, Workload
+from autofit.contract.layout import data_parallel
 from autofit.contract.outcome import Measured, Promise, Trial
 from autofit.contract.plan import Plan
+from autofit.registry import converted
 from autofit.search.tradeoffs import Contribution, Point
 from autofit.system import strict_json
 from autofit.system.errors import InputError
@@ -112,8 +114,19 @@ def read_document(folder: str | Path) -> Document:
         first = error.errors()[0]
         where = ".".join(str(part)[:80] for part in first["loc"])
         raise InputError(f"{path} is not valid at {where}: {first['msg']}", hint="it was edited by hand?") from None
+    found = _converted(found)
     _check_sound(found, path)
     return found
+
+
+def _converted(document: Document) -> Document:
+    """The document with each plan in the values of today."""
+    return replace(
+        document,
+        plan=converted(document.plan),
+        trials=tuple(replace(trial, plan=converted(trial.plan)) for trial in document.trials),
+        front=tuple(replace(point, plan=converted(point.plan)) for point in document.front),
+    )
 
 
 def _check_sound(document: Document, path: Path) -> None:
@@ -126,8 +139,9 @@ def _check_sound(document: Document, path: Path) -> None:
     plans = [document.plan, *(trial.plan for trial in document.trials), *(point.plan for point in document.front)]
     for plan in plans:
         rows, times = plan.get("micro_batch"), plan.get("accumulation")
+        ranks = data_parallel(plan, document.workload)
         whole = isinstance(rows, int) and isinstance(times, int) and rows > 0 and times > 0
-        if not whole or int(rows or 0) * int(times or 0) * document.workload.processes != batch:
+        if not whole or int(rows or 0) * int(times or 0) * ranks != batch:
             raise InputError(
                 f"{path} has a plan that does not make the global batch of {batch}: {plan.words()[:300]}",
                 hint="it was edited by hand?",

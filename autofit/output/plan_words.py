@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import assert_never
 
+from autofit.contract.facts import Facts
 from autofit.contract.outcome import Crashed, Diverged, Measured, Outcome, OutOfMemory, TimedOut, Unsupported
 from autofit.contract.plan import Value
 from autofit.output.text import percent
@@ -37,9 +38,9 @@ def outcome_words(outcome: Outcome) -> str:
             assert_never(outcome)
 
 
-def baseline_values() -> dict[str, Value]:
+def baseline_values(facts: Facts) -> dict[str, Value]:
     """What each technique does when it is off; the split of the batch is left out."""
-    return {one.name: one.baseline for one in techniques() if one.name not in SPLIT}
+    return {one.name: one.baseline_for(facts) for one in techniques() if one.name not in SPLIT}
 
 
 def is_baseline(plan: Mapping[str, Value], baseline: Mapping[str, Value]) -> bool:

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from autofit.contract.layout import data_parallel
 from autofit.contract.outcome import (
     Measured,
     Promise,
@@ -56,7 +57,7 @@ def standings(document: Document) -> list[Standing]:
     for trial in document.trials:
         if isinstance(trial.outcome, Measured):
             runs.setdefault(trial.plan, []).append(trial.outcome)
-    baseline = baseline_values()
+    baseline = baseline_values(document.facts)
     found = []
     for plan, seen in runs.items():
         wins = plan == document.plan
@@ -91,7 +92,7 @@ def tally(document: Document) -> str:
 def product(document: Document) -> str:
     """The promise of the global batch, in numbers: ``8 x 4 x 1 = 32``."""
     work = document.workload
-    factors = [*(str(document.plan[name]) for name in SPLIT), str(work.processes)]
+    factors = [*(str(document.plan[name]) for name in SPLIT), str(data_parallel(document.plan, work))]
     return f"{' x '.join(factors)} = {work.global_batch}"
 
 
@@ -113,7 +114,7 @@ def against_baseline(document: Document) -> tuple[float | None, list[str]]:
     """
     ranked = standings(document)
     winner, alike = ranked[0], [one for one in ranked if one.is_baseline]
-    values = " ".join(f"{name}={value}" for name, value in baseline_values().items())
+    values = " ".join(f"{name}={value}" for name, value in baseline_values(document.facts).items())
     meaning = f"A baseline plan is what a search over the batch size alone can find: {values}."
     if winner.is_baseline:
         return None, [
@@ -121,7 +122,7 @@ def against_baseline(document: Document) -> tuple[float | None, list[str]]:
             meaning,
         ]
     if not alike:
-        failed = sum(is_baseline(trial.plan, baseline_values()) for trial in document.trials)
+        failed = sum(is_baseline(trial.plan, baseline_values(document.facts)) for trial in document.trials)
         if failed:
             return None, [f"{plural(failed, 'baseline trial')}, and none was measured inside the ceiling.", meaning]
         return None, ["No baseline plan was tried, so there is none to compare with."]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autofit.contract.facts import Facts
+from autofit.contract.layout import data_parallel
 from autofit.contract.outcome import Measured, OutOfMemory, Trial
 from autofit.contract.plan import Plan
 from autofit.registry import techniques
@@ -112,11 +113,12 @@ def contributions(
     mine = decision.measured
     found = []
     for one in techniques():
-        value = decision.plan.get(one.name, one.baseline)
-        if value == one.baseline or one.name == "accumulation":
+        plain = one.baseline_for(facts)
+        value = decision.plan.get(one.name, plain)
+        if value == plain or one.name == "accumulation":
             continue
-        without = put_back(decision.plan, one.name, one.baseline, facts)
-        about = Contribution(technique=one.name, value=value, plain=one.baseline, evidence="none")
+        without = put_back(decision.plan, one.name, plain, facts)
+        about = Contribution(technique=one.name, value=value, plain=plain, evidence="none")
         if without in measured:
             other = measured[without]
             about = replace(
@@ -128,7 +130,7 @@ def contributions(
         elif without in broke:
             about = replace(about, evidence="out_of_memory")
         elif without in known and (expected := believe(without)) is not None:
-            may_be_faster = one.prior(value, facts).time[0] < one.prior(one.baseline, facts).time[0]
+            may_be_faster = one.prior(value, facts).time[0] < one.prior(plain, facts).time[0]
             about = _estimated(about, mine, expected, may_be_faster=may_be_faster)
         found.append(about)
     return tuple(found)
@@ -162,4 +164,5 @@ def put_back(plan: Plan, name: str, baseline: int | str, facts: Facts) -> Plan:
     without = plan.replaced(**{name: baseline})
     if name != "micro_batch":
         return without
-    return without.replaced(accumulation=facts.workload.global_batch // facts.workload.processes // int(baseline))
+    share = facts.workload.global_batch // data_parallel(plan, facts.workload)
+    return without.replaced(accumulation=share // int(baseline))

@@ -149,7 +149,7 @@ def how_many(step_seconds: float, spent_seconds: float) -> int:
 
 def references(plan: Plan, facts: Facts) -> Iterator[Plan]:
     """Baseline plans to compare with: the one with the plan's own split, then the one that needs the least memory."""
-    baseline = Plan({one.name: one.baseline for one in techniques()})
+    baseline = Plan({one.name: one.baseline_for(facts) for one in techniques()})
     rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
     yield baseline.replaced(micro_batch=rows, accumulation=accumulation)
     small = baseline.replaced(micro_batch=1, accumulation=rows * accumulation)
@@ -159,7 +159,8 @@ def references(plan: Plan, facts: Facts) -> Iterator[Plan]:
 
 def kind_of(plan: Plan, facts: Facts) -> Kind:
     """The loosest class among the plan's values; baseline values count as exact."""
-    found = {one.choice(plan[one.name], facts).kind for one in techniques() if plan[one.name] != one.baseline}
+    chosen = [one for one in techniques() if plan[one.name] != one.baseline_for(facts)]
+    found = {one.choice(plan[one.name], facts).kind for one in chosen}
     return next((kind for kind in (Kind.METHOD, Kind.NUMERIC) if kind in found), Kind.EXACT)
 
 

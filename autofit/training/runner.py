@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from autofit.contract.outcome import OUTCOME, TRIAL, Crashed, Measured, Outcome, OutOfMemory, TimedOut, Trial
 from autofit.contract.plan import Plan
 from autofit.machine.describe import host_memory
-from autofit.machine.meters import control_groups, device_used_bytes
+from autofit.machine.meters import control_groups
+from autofit.machine.nvml import device_used_bytes
 from autofit.machine.other_processes import neighbours, words
+from autofit.registry import converted
 from autofit.system import strict_json
 from autofit.system.errors import InputError, MachineError, ServerLost
 from autofit.system.files import write_atomically, writing
@@ -307,7 +309,7 @@ def finished(folder: Path) -> Iterator[Trial]:
         except (OSError, ValueError):
             continue
         if trial.number == int(name):
-            yield trial
+            yield dataclasses.replace(trial, plan=converted(trial.plan))
 
 
 def training_seconds(trial: Trial) -> float:

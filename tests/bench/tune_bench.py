@@ -53,6 +53,7 @@ def plain(rows: int) -> Plan:
     """The plan of a script that only ever shrinks its batch."""
     return Plan(
         {
+            "parallel": "none",
             "micro_batch": rows,
             "accumulation": BATCH // rows,
             "precision": "fp32",

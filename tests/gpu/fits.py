@@ -487,7 +487,7 @@ class Child:
         from autofit.contract.facts import Model
         from autofit.contract.plan import Plan
         from autofit.machine.describe import describe_hardware
-        from autofit.machine.meters import device_used_bytes
+        from autofit.machine.nvml import device_used_bytes
         from autofit.registry import recipe_of
         from autofit.training.launch_environment import launch_environment, write_yaml
 
@@ -671,7 +671,7 @@ class Process:
 
 def settle(patience_seconds=5.0, slack_bytes=64 * MIB, base=[]):  # noqa: B006 - the base is read once
     """Wait until the device's memory has come back."""
-    from autofit.machine.meters import device_used_bytes
+    from autofit.machine.nvml import device_used_bytes
 
     if not base:
         base.append(device_used_bytes(None))

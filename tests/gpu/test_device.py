@@ -11,7 +11,7 @@ from autofit.commands.model_source import fetch, modeling_module
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Measured, OutOfMemory, Unsupported
 from autofit.contract.plan import Plan
-from autofit.machine.meters import device_used_bytes
+from autofit.machine.nvml import device_used_bytes
 from autofit.system.fork_server import ForkServer
 from autofit.system.units import MIB
 from autofit.training.runner import ProcessRunner
@@ -22,6 +22,7 @@ from tests.gpu.models import LLAMA
 QUICK = Effort(min_steps=2, max_steps=3, seconds=1.0)
 PLAIN = Plan(
     {
+        "parallel": "none",
         "micro_batch": 4,
         "accumulation": 2,
         "precision": "bf16",
@@ -36,7 +37,7 @@ PLAIN = Plan(
     }
 )
 
-KNOBS = tuple(name for name in PLAIN if name not in {"micro_batch", "accumulation"})
+KNOBS = tuple(name for name in PLAIN if name not in {"parallel", "micro_batch", "accumulation"})
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 
 from autofit.commands.model_source import fetch
 from autofit.contract.outcome import Crashed, Measured, OutOfMemory
-from autofit.machine.meters import device_used_bytes
+from autofit.machine.nvml import device_used_bytes
 from autofit.search.loop import Campaign
 from autofit.search.trial_log import TrialLog
 from autofit.space import build

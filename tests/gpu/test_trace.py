@@ -451,6 +451,7 @@ MODELS = {
 }
 PLAIN = Plan(
     {
+        "parallel": "none",
         "micro_batch": 8,
         "accumulation": 1,
         "precision": "bf16",

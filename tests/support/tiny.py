@@ -41,6 +41,7 @@ LLAMA = CONFIGS["llama"]
 
 PLAIN = Plan(
     {
+        "parallel": "none",
         "micro_batch": 1,
         "accumulation": 4,
         "precision": "fp32",

@@ -1,0 +1,81 @@
+"""How the processes of a training share the work: the layout that a value of the technique ``parallel`` names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autofit.contract.plan import Value
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Workload
+
+PARALLEL = "parallel"
+_PURE = re.compile(r"none|ddp|fsdp|fsdp:noreshard|zero[123]")
+_HYBRID = re.compile(r"hsdp:([1-9]\d{0,5})x([1-9]\d{0,5})")
+_MODEL = re.compile(r"(tp|cp)([1-9]\d{0,5})xfsdp([1-9]\d{0,5})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Processes along each dimension; their product is the world size.
+
+    Attributes:
+        replicate: Groups of processes that each hold the whole model between them.
+        shard: Processes over which weights, gradients or optimizer state are split.
+        tensor: Processes that share the products of one micro-batch.
+        context: Processes that share the tokens of one micro-batch.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.replicate * self.shard * self.tensor * self.context
+
+    @property
+    def data_parallel(self) -> int:
+        """Processes, or groups of them, that each train on rows of their own."""
+        return self.replicate * self.shard
+
+
+def layout_of(parallel: Value, processes: int) -> Layout | None:
+    """The layout that a value of ``parallel`` names; ``None`` where it is none, or is not for so many processes.
+
+    >>> layout_of("hsdp:2x4", 8)
+    Layout(replicate=2, shard=4, tensor=1, context=1)
+    >>> layout_of("tp2xfsdp4", 8).data_parallel
+    4
+    >>> layout_of("hsdp:2x4", 4)
+    """
+    name = str(parallel)
+    found = None
+    if _PURE.fullmatch(name):
+        sharded = name.startswith(("fsdp", "zero"))
+        found = Layout(shard=processes) if sharded else Layout(replicate=processes)
+    elif match := _HYBRID.fullmatch(name):
+        found = Layout(replicate=int(match[1]), shard=int(match[2]))
+    elif match := _MODEL.fullmatch(name):
+        ranks, shard = int(match[2]), int(match[3])
+        found = Layout(shard=shard, tensor=ranks) if match[1] == "tp" else Layout(shard=shard, context=ranks)
+    return found if found is not None and found.world == processes else None
+
+
+def data_parallel(plan: Mapping[str, Value], work: Workload) -> int:
+    """Data-parallel ranks of a plan: micro-batch x accumulation x these = global batch.
+
+    A plan without a layout for this world counts as one of which each process has rows of its own.
+    """
+    found = layout_of(plan.get(PARALLEL, "none"), work.processes)
+    return work.processes if found is None else found.data_parallel
+
+
+def data_parallel_sizes(work: Workload) -> list[int]:
+    """Data-parallel ranks that some layout of the processes makes and that divide the global batch, the most first."""
+    return [work.processes] if work.global_batch % work.processes == 0 else []

@@ -1,0 +1,72 @@
+"""A document on one screen: the winner, the promise, what it changes, and the lines that launch it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autofit.output import wording
+from autofit.output.document import Document
+from autofit.output.emit import REPORT
+from autofit.output.plan_words import SPLIT_WORDS, chosen_words
+from autofit.output.text import clean, number, one_line, percent, plural
+from autofit.system.units import duration, size
+
+SCREEN_LINES = 24
+_MOST_SENTENCES = 4
+
+
+def brief(document: Document, *, folder: str | Path) -> Group:
+    """What a person needs at the end of a tune, for one screen of 80 columns; the report has the rest.
+
+    Args:
+        document: What the tune found.
+        folder: Where its files are, as the user calls it; it goes into the commands.
+    """
+    work = document.workload
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("Winner", _text(chosen_words(document.plan) or "the baseline plan"))
+    table.add_row("", _text(f"{SPLIT_WORDS}: {wording.product(document)}"))
+    for title, sentences in (("Promise", _promise(document)), ("Changes", _changes(document))):
+        for place, sentence in enumerate(sentences):
+            table.add_row("" if place else title, _text(sentence))
+    where = f"{clean(document.hardware.name)}, rows of {work.seq_len} tokens, {wording.path_words(document)}"
+    parts: list[RenderableType] = [_text(f"{document.model.name} on {where}"), Text(), table, Text()]
+    script = wording.script_lines(document, folder)
+    if script:
+        parts += [Text("Your script", style="bold"), *(_text(f"  - {one_line(line, 150)}") for line in script), Text()]
+    launch, verify = (wording.shell_lines(words) for words in wording.launch_commands(document, folder))
+    parts += [Text("Launch", style="bold"), *(_text(f"  {line}") for line in (*launch, *verify))]
+    parts.append(_text(f"  All of it: {Path(folder) / REPORT}, or autofit report {folder}"))
+    took = f"{plural(len(document.trials), 'trial')} in {duration(document.seconds)}"
+    notes = f"; {plural(len(document.notes), 'note')} in the report" if document.notes else ""
+    return Group(*parts, _text(f"  {took}{notes}", style="dim"))
+
+
+def _promise(document: Document) -> list[str]:
+    """The promised speed and memory, and the speed beside a search over the batch size alone."""
+    promise = document.promise
+    ratio, _ = wording.against_baseline(document)
+    share = percent(promise.peak_bytes / promise.limit_bytes)
+    beside = "" if ratio is None else f"; {ratio:.2f} times the fastest baseline plan"
+    return [
+        f"{wording.speed(document)} samples/s, {number(promise.tokens_per_second)} tokens/s{beside}",
+        f"peak memory {size(promise.peak_bytes)}, {share} of the ceiling of {size(promise.limit_bytes)}",
+    ]
+
+
+def _changes(document: Document) -> list[str]:
+    """What the winner changes in the training; of many sentences the first."""
+    said = list(document.changes) or ["nothing: the training is that of a baseline plan"]
+    if len(said) <= _MOST_SENTENCES:
+        return said
+    return [*said[: _MOST_SENTENCES - 1], f"and {len(said) - _MOST_SENTENCES + 1} more: see the report"]
+
+
+def _text(words: str, **how: str) -> Text:
+    return Text(clean(words), overflow="fold", **how)  # type: ignore[arg-type]

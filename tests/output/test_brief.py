@@ -1,0 +1,49 @@
+"""A tune ends in one screen; what people paste is whole."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from autofit.output.brief import SCREEN_LINES, brief
+from autofit.output.text import number
+from tests.output.test_report import DOCUMENTS, document, words
+
+
+def screen(doc, folder="autofit-out", width=80):
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(brief(doc, folder=folder))
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("name", sorted(set(DOCUMENTS) - {"long words", "hostile"}))
+def test_one_screen_says_what_won_what_is_promised_and_how_to_launch_it(name):
+    doc = document(**DOCUMENTS[name])
+    text = screen(doc)
+    assert len(text.splitlines()) <= SCREEN_LINES
+    assert max(map(len, text.splitlines())) <= 80
+    said = words(text)
+    split = f"{doc.plan['micro_batch']} x {doc.plan['accumulation']} x 1 = 32"
+    for wanted in (split, number(doc.promise.samples_per_second), "accelerate launch --config_file autofit-out/"):
+        assert wanted in said
+    for change in doc.changes:
+        assert change in said
+
+
+@pytest.mark.parametrize("name", ["long words", "hostile"])
+def test_words_from_elsewhere_steer_nothing(name):
+    text = screen(document(**DOCUMENTS[name]))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+def test_many_changes_are_counted():
+    doc = document(changes=tuple(f"change {place}" for place in range(9)), notes=("one", "two"))
+    said = words(screen(doc))
+    assert "change 2 and 6 more: see the report" in said
+    assert "2 notes in the report" in said
+
+
+def test_the_speed_is_compared_with_the_fastest_baseline_plan():
+    assert "3.08 times the fastest baseline plan" in words(screen(document()))
