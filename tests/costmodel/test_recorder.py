@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autofit.costmodel.operator_time import TIMED_KINDS, Operators
 from autofit.costmodel.roofline import KINDS
 from autofit.costmodel.tracing.fake_kernels import without_values
 from autofit.costmodel.tracing.recorder import Recorder
@@ -351,3 +352,15 @@ def test_grouped_products_do_what_the_products_of_their_experts_do(dtype):
     kind = KINDS.index("matmul bf16" if dtype == torch.bfloat16 else "matmul fp32")
     assert work[kind, 0] == 3 * 2 * rows * wide * narrow
     assert work[kind, 2] == 3
+
+
+def test_what_an_operator_moves_grows_with_the_rows_tensor_by_tensor():
+    with Recorder(fake=False, rows=101) as recorder:
+        recorder.mark("0:F0")
+        weight, batch = torch.ones(16, 8), torch.ones(101, 16)
+        batch @ weight
+    tape = recorder.tape(since=1)
+    at_three = Operators.from_rows(tape.operators + 3 * tape.operators_per_row)
+    product = at_three.kind == TIMED_KINDS.index("product")
+    assert at_three.moved_bytes[product].tolist() == [4 * (3 * 16 + 16 * 8 + 3 * 8)]
+    assert at_three.m[product].tolist() == [3]

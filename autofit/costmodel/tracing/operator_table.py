@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from autofit.costmodel.tracing.timeline import Floats
 
 _CODES = 4
 """Columns that are no sizes."""
+_MOVED = COLUMNS.index("moved_bytes")
 _ARITHMETICS: dict[torch.dtype, Arithmetic] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _KINDS: tuple[tuple[TimedKind, tuple[str, ...]], ...] = (
     ("nothing", ("empty", "new_empty", "detach", "alias", "_local_scalar_dense", "set_", "resize_", "record_stream")),
@@ -49,26 +52,46 @@ class OperatorTable:
         self._index: dict[tuple[float, ...], int] = {}
         self._calls: dict[tuple[int, int], float] = {}
 
-    def add(self, segment: int, one: Operator, calls: float = 1.0) -> None:
-        """Write down an operator."""
-        index = self._index.setdefault(row_of(one), len(self._index))
+    def add(self, segment: int, one: Operator, moved: Sequence[float], calls: float = 1.0) -> None:
+        """Write down an operator, and the bytes of each tensor that make up its ``moved_bytes``."""
+        fixed = float(sum(size for size in moved if not self.rows or size % self.rows))
+        index = self._index.setdefault((*row_of(one), fixed), len(self._index))
         self._calls[segment, index] = self._calls.get((segment, index), 0.0) + calls
 
     def arrays(self, since: int) -> tuple[Floats, Floats, Floats]:
         """Rows at zero, what a row of the micro-batch adds, and calls as (segment, row, count)."""
-        sizes = np.array(list(self._index), dtype=np.float64).reshape(-1, len(COLUMNS))
+        found = np.array(list(self._index), dtype=np.float64).reshape(-1, len(COLUMNS) + 1)
+        sizes, fixed = found[:, :-1], found[:, -1]
         per_row = np.zeros_like(sizes)
         if self.rows is not None:
             grows = (sizes % self.rows == 0) & (sizes > 0)
             grows[:, :_CODES] = False
             per_row = np.where(grows, sizes / self.rows, 0.0)
+            # a sum of what grows and what does not, such as of activations and weights
+            per_row[:, _MOVED] = (sizes[:, _MOVED] - fixed) / self.rows
             sizes = np.where(grows, 0.0, sizes)
+            sizes[:, _MOVED] = fixed
         calls = [(place - since, index, count) for (place, index), count in self._calls.items() if place >= since]
         return sizes, per_row, np.array(calls, dtype=np.float64).reshape(-1, 3)
 
 
-def operator_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any], flops: float) -> Operator:
-    """What an operator is, from what it was called with and what it made."""
+def operator_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any], flops: float
+) -> tuple[Operator, list[float]]:
+    """What an operator is, from what it was called with and what it made; and the bytes of each tensor it moves."""
+    moved = _moved_by(func, args, kwargs, outputs)
+    one = _operator_of(func, args, kwargs, outputs, flops)
+    return (one, []) if one.kind == "nothing" else (replace(one, moved_bytes=sum(moved)), moved)
+
+
+def _moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any]) -> list[float]:
+    tensors = [one for value in (*args, *kwargs.values()) for one in _each(value)]
+    return _moved(func, args, tensors, [one for one in outputs if isinstance(one, torch.Tensor)])
+
+
+def _operator_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any], flops: float
+) -> Operator:
     name = func._schema.name.rpartition("::")[2]
     kind = _kind(name, func)
     tensors = [one for value in args for one in _each(value)] + [
@@ -81,20 +104,19 @@ def operator_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output
     backward = "backward" in name
     if kind == "nothing" or first is None:
         return Operator(kind="nothing")
-    moved = _moved(func, args, tensors, made)
     if kind == "product":
         batch, m, n, k, layout = _product(name, tensors, made)
         if batch * m * n * k == 0:
             return Operator(kind="nothing")
         return Operator(
-            kind=kind, arithmetic=arithmetic, layout=layout, backward=backward, flops=flops, moved_bytes=moved,
+            kind=kind, arithmetic=arithmetic, layout=layout, backward=backward, flops=flops,
             batch=batch, m=m, n=n, k=k,
         )  # fmt: skip
     if kind == "attention":
         query, key = (tensors[1], tensors[2]) if backward else (tensors[0], tensors[1])
         batch, heads, m, width = query.shape
         return Operator(
-            kind=kind, arithmetic=arithmetic, backward=backward, flops=flops, moved_bytes=moved,
+            kind=kind, arithmetic=arithmetic, backward=backward, flops=flops,
             batch=batch * heads, m=m, n=key.shape[-2], k=width,
         )  # fmt: skip
     n = float(max((one.numel() for one in (made or tensors)), default=0))
@@ -103,7 +125,7 @@ def operator_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output
         widest = max(tensors, key=torch.Tensor.numel)
         n = float(_width(name, args, widest))
         m = widest.numel() / max(n, 1.0)
-    return Operator(kind=kind, arithmetic=arithmetic, backward=backward, flops=flops, moved_bytes=moved, m=m, n=n)
+    return Operator(kind=kind, arithmetic=arithmetic, backward=backward, flops=flops, m=m, n=n)
 
 
 def _kind(name: str, func: Any) -> TimedKind:
@@ -127,8 +149,8 @@ def _held(tensor: torch.Tensor) -> float:
     return float(min(tensor.nbytes, tensor.untyped_storage().nbytes()))
 
 
-def _moved(func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor], made: list[torch.Tensor]) -> float:
-    """Bytes read and written; of a table whose rows are chosen by index, only the rows that are chosen."""
+def _moved(func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor], made: list[torch.Tensor]) -> list[float]:
+    """Bytes of each tensor read or written; of a table whose rows are chosen by index, those rows alone."""
     name = func._schema.name.rpartition("::")[2]
     read, written = tensors, made
     if func._schema.is_mutable:
@@ -144,7 +166,7 @@ def _moved(func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor], made: 
         read = tensors[1:]
     elif name.startswith(_GATHERS) and read:
         read = sorted(read, key=_held)[:-1] + made
-    return sum(map(_held, read)) + sum(map(_held, written))
+    return [_held(one) for one in (*read, *written)]
 
 
 def _product(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -172,10 +172,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func is torch.ops.aten._grouped_mm.default:  # which PyTorch's own counter does not know
             flops, kind = 2.0 * args[0].numel() * args[1].shape[-1], _product(first)
         self._add(kind, flops, moved)
-        self._describe(operator_of(func, args, kwargs, outputs, flops))
+        self._describe(*operator_of(func, args, kwargs, outputs, flops))
 
-    def _describe(self, one: Operator, calls: float = 1.0) -> None:
-        self.operators.add(len(self.segments) - 1, one, calls)
+    def _describe(self, one: Operator, moved: Sequence[float], calls: float = 1.0) -> None:
+        self.operators.add(len(self.segments) - 1, one, moved, calls)
 
     def _add(self, kind: Kind, flops: float, moved: Iterable[int]) -> None:
         """One operator's FLOPs, and the bytes of each tensor that it reads or writes."""
@@ -233,7 +233,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A kernel writes these bytes and reads them again, in memory that it takes for itself."""
         if not self._closed:
             self._add("other", 0.0, [2 * size for size in sizes])
-            self._describe(Operator(kind="dequantize", moved_bytes=2.0 * sum(sizes)))
+            moved = [2.0 * size for size in sizes]
+            self._describe(Operator(kind="dequantize", moved_bytes=sum(moved)), moved)
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
@@ -248,13 +249,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes go over the bus, to the host or back."""
         if not self._closed:
             self._add("transfer", 0.0, [moved_bytes])
-            self._describe(Operator(kind="transfer", moved_bytes=float(moved_bytes)))
+            self._describe(Operator(kind="transfer", moved_bytes=float(moved_bytes)), [moved_bytes])
 
     def busies_host(self, operators: float) -> None:
         """Python keeps the host for as long as it takes to issue so many operators."""
         if not self._closed:
             self.work[-1][KINDS.index("other")][2] += operators
-            self._describe(Operator(kind="nothing"), operators)
+            self._describe(Operator(kind="nothing"), [], operators)
 
     def lies_elsewhere(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made :meth:`elsewhere`."""

@@ -1,0 +1,79 @@
+"""The seconds of a traced step on a card: by the laws of ``costmodel/operator_time.py``, and by two plain rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autofit.costmodel import operator_time, roofline
+from autofit.costmodel.operator_time import Operators
+from autofit.costmodel.roofline import KINDS, Totals
+
+from .rows import Step
+from .tracing import Traced
+
+FLAT_SHARE = 0.4
+_PARTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Of a whole step, and the standard deviation of the logarithm of measured over predicted."""
+
+    seconds: float
+    log_std: float = 0.0
+
+
+def by_laws(step: Step, trace: Traced, fit: dict[str, Any] | None = None) -> Seconds:
+    """Each operator's seconds; the host issues them meanwhile."""
+    assert step.card is not None
+    rows = trace.operators + step.rows * trace.operators_per_row
+    times = [step.accumulation] * (_PARTS - 1) + [1]
+    operators = Operators.from_rows(rows, np.array(times) @ trace.calls)
+    operators = operators.computed_in(tf32=step.tf32 and step.card.tf32 is not None, fp16=step.fp16)
+    found = operator_time.seconds(operators, step.card, fit)
+    device = float(operators.calls @ found.seconds)
+    host = float(operators.calls.sum()) * roofline.HOST_SECONDS_PER_OPERATOR
+    return Seconds(seconds=max(device, host), log_std=float(np.average(found.log_std, weights=operators.calls)))
+
+
+def by_roofline(step: Step, trace: Traced) -> Seconds:
+    """That of autofit before there were laws."""
+    assert step.card is not None
+    parts = [_as_computed(trace.totals(part, step.rows), step) for part in range(_PARTS)]
+    micro = Totals(
+        flops=parts[0].flops + parts[1].flops,
+        moved_bytes=parts[0].moved_bytes + parts[1].moved_bytes,
+        operators=parts[0].operators + parts[1].operators,
+    )
+    seconds = roofline.step_seconds(
+        step.card, micro_step=micro, optimizer_step=parts[2], accumulation=step.accumulation
+    )
+    return Seconds(seconds=float(seconds))
+
+
+def by_flat_share(step: Step, trace: Traced) -> Seconds:
+    """FLOPs over a flat share of the peak of the step's precision."""
+    assert step.card is not None
+    program = step.program
+    assert program is not None
+    flops = sum(
+        times * trace.totals(part, step.rows).flops.sum()
+        for part, times in enumerate([step.accumulation, step.accumulation, 1])
+    )
+    precision = ("tf32" if step.tf32 else "fp32") if program.precision == "fp32" else "fp16" if step.fp16 else "bf16"
+    return Seconds(seconds=float(flops / (FLAT_SHARE * step.card.rate(precision))))
+
+
+def _as_computed(totals: Totals, step: Step) -> Totals:
+    flops, moved = totals.flops.copy(), totals.moved_bytes.copy()
+    moves = [("matmul fp32", "matmul tf32")] if step.tf32 else []
+    moves += [("matmul bf16", "matmul fp16")] if step.fp16 else []
+    for before, after in moves:
+        source, target = KINDS.index(before), KINDS.index(after)  # type: ignore[arg-type]
+        for column in (flops, moved):
+            column[target] += column[source]
+            column[source] = 0
+    return Totals(flops=flops, moved_bytes=moved, operators=totals.operators)

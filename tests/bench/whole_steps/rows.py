@@ -1,0 +1,312 @@
+"""Files of published measurements -> whole steps: a program, a card, a configuration and seconds, or why there is none.
+
+Files are known by their names and columns, wherever they lie; rows of other cards and models in the same form are read
+in the same way. Nothing is known of any single row.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from autofit.machine.gpu_catalogue import Card
+
+from .cards import card_of
+from .programs import BERT, CAUSAL, Program
+
+SQUAD_LENGTH = 384
+"""``max_seq_length`` of ``run_squad.sh`` in NVIDIA's DeepLearningExamples, which Lambda runs too."""
+_LOW_PRECISION_NORM_FROM = 3
+_METRICS_UNTIL = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One measured step, or a row that has none.
+
+    Attributes:
+        source: Whose table it is.
+        model, card_name: In the row's words.
+        setting: What configurations of one model on one card have in common (the software).
+        configuration: What they differ in.
+        card: In the catalogue; ``None`` where the row is not expressed.
+        program: ``None`` where the row is not expressed.
+        rows: The micro-batch.
+        accumulation: Micro-steps to an optimizer step.
+        tokens: Tokens (or pictures) of a whole step on one card.
+        seconds: Measured, of a whole step.
+        tf32: Whether float32 products are made in TF32 where the card can.
+        fp16: Whether 16 bits are fp16.
+        world: Ranks.
+        reason: Why it is not expressed.
+    """
+
+    source: str
+    model: str
+    card_name: str
+    setting: str = ""
+    configuration: str = ""
+    card: Card | None = None
+    program: Program | None = None
+    rows: int = 0
+    accumulation: int = 1
+    tokens: float = 0.0
+    seconds: float = 0.0
+    tf32: bool = False
+    fp16: bool = False
+    world: int = 1
+    reason: str = ""
+
+
+def read(folder: Path) -> list[Step]:
+    """Every row of every known file in a folder, expressed or not."""
+    return [step for name, reader in _READERS.items() for step in reader(_raw(folder / name))]
+
+
+def _raw(path: Path) -> Iterator[dict[str, str]]:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            yield {name: (value or "").strip() for name, value in row.items() if name is not None}
+
+
+# -- NeuSight -------------------------------------------------------------------------------------------------------
+
+
+def neusight(raw: Iterator[dict[str, str]]) -> Iterator[Step]:
+    """Forward and backward pass in fp32 without an optimizer, the loss outside of the clock."""
+    for row in raw:
+        if row["mode"] != "train":
+            continue
+        common = {"source": "neusight", "model": row["model"], "card_name": row["gpu"], "setting": "fp32"}
+        card = card_of(row["gpu"])
+        if re.search(r"\bAMD\b|Instinct|MI\d{3}", row["gpu"]):
+            yield Step(**common, reason="an AMD card: its kernels are others")
+        elif card is None:
+            yield Step(**common, reason=f"no card {row['gpu']!r} in the catalogue")
+        elif row["variant"]:
+            yield Step(**common, reason="on several cards: collectives are part of it")
+        elif (program := _neusight_program(row)) is None:
+            yield Step(**common, reason=f"no shape of {row['model']!r} in the bench's table")
+        else:
+            rows, length = int(row["batch"]), int(row["seq_len"])
+            yield Step(
+                **common,
+                configuration=f"rows={rows} length={length}",
+                card=card,
+                program=program,
+                rows=rows,
+                tokens=float(rows * length),
+                seconds=float(row["e2e_latency"]) / 1000,
+            )
+
+
+def _neusight_program(row: dict[str, str]) -> Program | None:
+    name, length = row["model"], int(row["seq_len"])
+    if name.startswith("bert_") and name.removeprefix("bert_") in BERT:
+        shape = BERT[name.removeprefix("bert_")]
+        return Program(family="bert", shape=shape, seq_len=length, precision="fp32", task="pretraining")
+    if name in CAUSAL:
+        return Program(family="causal", shape=CAUSAL[name], seq_len=length, precision="fp32")
+    return None
+
+
+# -- llm-foundry ------------------------------------------------------------------------------------------------------
+
+
+def llmfoundry(raw: Iterator[dict[str, str]]) -> Iterator[Step]:
+    """One rank of FSDP on one node; gathers and scatters taken as overlapped."""
+    for row in raw:
+        ranks = int(row["gpus"])
+        common = {
+            "source": "llm-foundry",
+            "model": row["model"],
+            "card_name": row["gpu_type"],
+            "setting": f"generation {row['generation']}",
+        }
+        card = card_of(row["gpu_type"])
+        if ranks > 8:
+            yield Step(**common, reason="over several nodes: collectives between them are part of it")
+        elif card is None:
+            yield Step(**common, reason=f"no card {row['gpu_type']!r} in the catalogue")
+        elif "bf16" not in row["precision"]:
+            yield Step(**common, reason=f"precision {row['precision']!r} is not expressed")
+        elif row["act_cpu_offload"].lower() == "true":
+            yield Step(**common, reason="activations offloaded to the host")
+        else:
+            rows, times, length = int(row["micro_batch"]), int(row["grad_accum"]), int(row["seq_len_T"])
+            whole = int(row["global_batch"])
+            yield Step(
+                **common,
+                configuration=f"rows={rows} accumulation={times} length={length} "
+                f"checkpointing={row['activation_ckpt'].lower()}",
+                card=card,
+                program=_llmfoundry_program(row, length, ranks),
+                rows=rows,
+                accumulation=times,
+                tokens=float(whole * length) / ranks,
+                seconds=whole * length / float(row["tokens_per_s"]),
+                world=ranks,
+            )
+
+
+def _llmfoundry_program(row: dict[str, str], length: int, ranks: int) -> Program:
+    hidden, layers, vocab = int(row["d_model"]), int(row["n_layers"]), int(row["vocab"])
+    ratio = int(float(row["mlp_ratio"]))
+    without_bias = vocab * hidden + length * hidden + layers * ((4 + 2 * ratio) * hidden**2 + 2 * hidden) + hidden
+    bias = int(float(row["params"]) > without_bias + hidden)
+    shape = (("hidden", hidden), ("heads", int(row["n_heads"])), ("layers", layers), ("vocab", vocab),
+             ("ratio", ratio), ("bias", bias))  # fmt: skip
+    generation = int(row["generation"])
+    return Program(
+        family="gpt",
+        shape=shape,
+        seq_len=length,
+        precision="half",
+        optimizer="sharded_adamw",
+        checkpointing=row["activation_ckpt"].lower() == "true",
+        low_precision_norm=generation >= _LOW_PRECISION_NORM_FROM,
+        metrics=generation <= _METRICS_UNTIL,
+        world=ranks,
+    )
+
+
+# -- Lambda -----------------------------------------------------------------------------------------------------------
+
+_NO_PROGRAM = {
+    "ssd": "SSD is not in transformers",
+    "gnmt": "GNMT is not in transformers",
+    "ncf": "NCF is not in transformers",
+    "tacotron2": "Tacotron 2 is not in transformers",
+    "waveglow": "WaveGlow is not in transformers",
+    "transformerxlbase": "Transformer-XL left transformers before version 5",
+    "transformerxllarge": "Transformer-XL left transformers before version 5",
+}
+
+
+def lambda_labs(raw: Iterator[dict[str, str]]) -> Iterator[Step]:
+    """DeepLearningExamples' PyTorch programs, run by Lambda."""
+    for row in raw:
+        name, task = row["gpu"], row["task"]
+        common = {"source": "lambda", "model": task, "card_name": name, "setting": row["set"].split()[0]}
+        if row["gpus"] != "1":
+            yield Step(**common, reason="on several cards: collectives are part of it")
+            continue
+        card = card_of(name)
+        batch = int(float(row["batch"] or 0))
+        fp16 = row["precision"] == "fp16"
+        program = _lambda_program(task, fp16=fp16)
+        if program is None:
+            yield Step(**common, reason=_NO_PROGRAM.get(task, f"no program of {task!r}"))
+        elif card is None:
+            yield Step(**common, reason=f"no card {name!r} in the catalogue")
+        elif not batch:
+            yield Step(**common, reason="no batch is said")
+        elif not float(row["throughput"] or 0):
+            yield Step(**common, reason="no throughput: the run failed")
+        else:
+            yield Step(
+                **common,
+                configuration=f"rows={batch} precision={row['precision']}",
+                card=card,
+                program=program,
+                rows=batch,
+                tokens=float(batch),
+                seconds=batch / float(row["throughput"]),
+                tf32=True,
+                fp16=fp16,
+            )
+
+
+def _lambda_program(task: str, *, fp16: bool) -> Program | None:
+    size = re.fullmatch(r"bert_(base|large)_squad", task)
+    if size:
+        return Program(
+            family="bert",
+            shape=BERT[size[1]],
+            seq_len=SQUAD_LENGTH,
+            precision="pure half" if fp16 else "fp32",
+            optimizer="fused_adam",
+            task="squad",
+        )
+    return None
+
+
+# -- NVIDIA -----------------------------------------------------------------------------------------------------------
+
+
+def nvidia(raw: Iterator[dict[str, str]]) -> Iterator[Step]:
+    """DeepLearningExamples' own tables."""
+    for row in raw:
+        task = row["task"].rpartition("/")[2]
+        words = f"{row['hardware']} {row['section']}"
+        common = {"source": "nvidia", "model": task, "card_name": _named_card(words)}
+        if row["framework"] != "PyTorch":
+            yield Step(**common, reason=f"{row['framework']}'s program and kernels")
+        elif task != "BERT":
+            yield Step(**common, reason=f"no program of {task} here: not in transformers, or a convolutional network")
+        elif row["gpus"] != "1":
+            yield Step(**common, reason="on several cards, or their number is not said")
+        else:
+            yield _nvidia_bert(row, common)
+
+
+def _nvidia_bert(row: dict[str, str], common: dict[str, str]) -> Step:
+    card = card_of(common["card_name"])
+    if card is None:
+        return Step(**common, reason=f"no card in {row['hardware']!r}")
+    fp16 = row["precision"] == "mixed"
+    batches = [int(one) for one in re.findall(r"\d+", row["batch_per_gpu"])]
+    times = [int(one) for one in re.findall(r"\d+", row["accumulation"])] or [1]
+    if not batches or not float(row["throughput"] or 0):
+        return Step(**common, reason="no batch or no throughput is said")
+    batch, accumulation = batches[-1 if fp16 else 0], times[-1 if fp16 else 0]
+    squad = "squad" in f"{row['variant']} {row['section']} {row['hardware']}".lower() and not row["seq_len"]
+    length = SQUAD_LENGTH if squad else int(row["seq_len"] or 0)
+    if not length:
+        return Step(**common, reason="no sequence length is said")
+    # the pre-training batches are those of an optimizer step, SQuAD's those of a micro-step
+    rows = batch if squad else max(1, batch // accumulation)
+    program = Program(
+        family="bert",
+        shape=BERT["large"],
+        seq_len=length,
+        precision=("pure half" if squad else "amp") if fp16 else "fp32",
+        optimizer="fused_adam" if squad else "lamb",
+        task="squad" if squad else "pretraining",
+    )
+    whole = rows * (1 if squad else accumulation)
+    return Step(
+        **common,
+        setting="squad" if squad else "pre-training",
+        configuration=f"rows={rows} length={length} precision={row['precision']}",
+        card=card,
+        program=program,
+        rows=rows,
+        accumulation=1 if squad else accumulation,
+        tokens=float(whole * length),
+        seconds=whole / float(row["throughput"]),
+        tf32=row["precision"] == "tf32",
+        fp16=fp16,
+    )
+
+
+def _named_card(words: str) -> str:
+    """The card in words such as ``NVIDIA DGX-1 (8x V100 32GB)``, or the words."""
+    named = re.search(r"(V100|A100|H100|T4)[^|>)]*?(\d\d)\s*GB?\b", words)
+    if not named:
+        short = re.search(r"\b(T4)\b", words)
+        return short[1] if short else words.strip(" |")
+    return f"{named[1]} {'SXM2' if named[1] == 'V100' else 'SXM'} {named[2]}GB"
+
+
+_READERS: dict[str, Callable[[Iterator[dict[str, str]]], Iterator[Step]]] = {
+    "neusight_e2e.csv": neusight,
+    "llmfoundry_rows.csv": llmfoundry,
+    "lambda_throughput.csv": lambda_labs,
+    "nvidia_deeplearningexamples.csv": nvidia,
+}
