@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from autofit import space
 from autofit.commands.estimates.other_card import asked_card, described_model, elsewhere
 from autofit.commands.estimates.plans import Estimated, estimated_plans
+from autofit.commands.estimates.world import World, asked_world
 from autofit.commands.model_source import fetch, modeling_module, own_code
 from autofit.commands.request import (
     Request,
@@ -56,6 +57,7 @@ class Estimate:
         kinds: Families of plans that can be estimated: those that differ in more than the micro-batch.
         untraced: Why some values have no estimate.
         notes: What was assumed.
+        processes: Cards that train together, in ``nodes`` machines; ``memory_bytes`` and plans' needs are of each.
     """
 
     model: str
@@ -72,6 +74,8 @@ class Estimate:
     untraced: tuple[str, ...]
     notes: tuple[str, ...]
     seconds: float
+    processes: int = 1
+    nodes: int = 1
 
 
 ESTIMATE: TypeAdapter[Estimate] = TypeAdapter(Estimate)
@@ -82,6 +86,8 @@ def estimate(
     *,
     gpu: str | None = None,
     memory: str | int | None = None,
+    gpus: int | None = None,
+    nodes: int | None = None,
     seq_len: int | None = None,
     global_batch: int = 32,
     allow: str | Sequence[str] = "exact,numeric",
@@ -104,6 +110,8 @@ def estimate(
         gpu: A GPU's name, such as ``"RTX 4090"``; see :mod:`autofit.machine.gpu_catalogue`.
         memory: The memory of the GPU instead of its name: bytes, or a size such as ``"24GiB"``. Without either it is
             this machine's device.
+        gpus: Cards of that kind that train together in one machine; by default one.
+        nodes: Machines that have as many cards each; by default one.
         seq_len: Tokens in a row; by default the lesser of 1024 and the model's longest.
         global_batch: Rows to an optimizer step.
         allow: Classes of techniques that may be used: ``exact``, ``numeric``, ``method``.
@@ -148,6 +156,7 @@ def estimate(
     )
     check_request(request, settings)
     card, given = asked_card(gpu, memory)
+    world = asked_world(gpus, nodes, elsewhere=given is not None)
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
         folder = Path(scratch)
         config = fetch(str(model), folder / MODEL_FOLDER, trust_remote_code=trust_remote_code)
@@ -160,7 +169,7 @@ def estimate(
             kept = cache_folder() if cache else None
             if given is not None:
                 described = described_model(folder, config, request, server, kept)
-                facts = elsewhere(request, described, card, given)
+                facts = world.of(elsewhere(request, described, card, given))
             else:
                 facts = read_facts(folder, request, here, server, lambda _: None)  # the notes say it
                 card = gpu_catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
@@ -183,14 +192,18 @@ def estimate(
             counted=len(plans.plans),
             kinds=kinds,
             untraced=tuple(untraced),
-            notes=_notes(facts, card, traces, plans),
+            processes=world.processes,
+            nodes=world.nodes,
+            notes=_notes(facts, card, traces, plans, world),
             seconds=time.monotonic() - began,
         )
 
 
-def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space) -> tuple[str, ...]:
+def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space, world: World) -> tuple[str, ...]:
     """What was assumed."""
     said = remarks(facts.workload.seq_len, facts.model)
+    if world.processes > 1:
+        said += [world.words(), "NCCL's buffers are included; the time of collectives is not in samples/s"]
     if facts.hardware.device == "cuda":
         workspace = units.size(workspace_bytes(facts.hardware.capability))
         said.append(f"{units.size(CONTEXT_BYTES)} for the CUDA context and {workspace} for cuBLAS are included")

@@ -80,6 +80,8 @@ TUNE_OPTIONS: tuple[Option, ...] = (
 ESTIMATE_OPTIONS: tuple[Option, ...] = (
     click.option("--gpu", help='The card: "RTX 4090", H100, A100-80GB...  [default: this machine\'s device]'),
     click.option("--memory", help="A card's memory instead: 24GiB."),
+    click.option("--gpus", type=int, help="Cards of that kind that train together in a machine.  [default: 1]"),
+    click.option("--nodes", type=int, help="Machines with as many cards each.  [default: 1]"),
     _SEQ_LEN,
     _GLOBAL_BATCH,
     _ALLOW,

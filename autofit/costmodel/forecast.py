@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from packaging.version import Version
 
+from autofit.contract.layout import data_parallel
 from autofit.contract.plan import Plan
 from autofit.costmodel import peak, roofline
+from autofit.costmodel.collectives import nccl_bytes
 from autofit.costmodel.roofline import KINDS, WORK, Totals
 from autofit.costmodel.tracing.timeline import Bools, Floats
 from autofit.costmodel.tracing.trace_store import MANY, untraceable
@@ -204,6 +206,8 @@ def forecast(
     work, approximate = np.full((count, len(WORK)), np.nan), np.zeros(count, dtype=bool)
     activations = np.zeros(count)
     waiting = facts.workload.launch_path == "trainer"
+    on_cuda = facts.hardware.device == "cuda"
+    nccl = np.array([float(nccl_bytes(plan, facts.workload)) for plan in space.plans]) * on_cuda
     for family, members in families.items():
         parts = traces.parts(family)
         nearest = parts or traces.parts(nearest_traceable[family])
@@ -223,7 +227,9 @@ def forecast(
                 micro, host_offload.held_bytes, rows, accumulation, waiting=waiting
             )
             approximate[members] = True
-        work[members] = amounts / (rows * accumulation)[:, None]
+        ranks = data_parallel(family, facts.workload)
+        samples = rows * accumulation * ranks
+        work[members] = amounts / samples[:, None]
         if parts is None:
             continue
         tensors[members] = peak.peaks(micro, optimizer, rows, accumulation, waiting=waiting)
@@ -231,7 +237,7 @@ def forecast(
             step = roofline.step_seconds(
                 card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
             )
-            seconds[members] = step / (rows * accumulation)
+            seconds[members] = step / samples
     return Forecast(
         tensor_bytes=tensors,
         seconds=seconds,
@@ -241,7 +247,7 @@ def forecast(
         timed=bool(facts.rates),
         approximate=approximate,
         peak_prior=prior,
-        kernel_overhead_bytes=kernel_overhead_bytes(facts, work),
+        kernel_overhead_bytes=kernel_overhead_bytes(facts, work) + nccl,
         activation_bytes=activations,
     )
 

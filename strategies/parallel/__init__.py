@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autofit.contract.emission import Emission
-from autofit.contract.technique import Choice, Kind, Part, Prior, Technique
+from autofit.contract.technique import Choice, Kind, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,9 +65,6 @@ class Parallel(Technique):
 
     def converted(self, plan: Mapping[str, Value]) -> Mapping[str, Value]:
         return plan if self.name in plan else {self.name: self.baseline, **plan}
-
-    def traced_as(self, value: Value, part: Part) -> Value | None:
-        return self.baseline
 
     def observe(self, ran: Ran) -> Seen:
         return {"engine": ran.engine, "processes": getattr(ran.accelerator, "num_processes", 1)}

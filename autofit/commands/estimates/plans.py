@@ -12,6 +12,7 @@ from autofit import space
 from autofit.contract.facts import Facts
 from autofit.contract.plan import Plan
 from autofit.costmodel import allocator, peak
+from autofit.costmodel.collectives import nccl_bytes
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, Forecast, families_of, workspace_bytes
 from autofit.costmodel.peak import Need
 from autofit.costmodel.tracing.timeline import Floats
@@ -149,7 +150,7 @@ def _smallest_card(found: Need, parts: tuple[peak.MicroPart, peak.OptimizerPart]
         capacity = found.peak_bytes
     else:
         capacity = allocator.smallest_capacity(events, rounded, resolution_bytes=resolution)
-    return capacity + workspace_bytes(facts.hardware.capability) + CONTEXT_BYTES
+    return capacity + workspace_bytes(facts.hardware.capability) + CONTEXT_BYTES + nccl_bytes(plan, facts.workload)
 
 
 def cause(one: Estimated) -> str:

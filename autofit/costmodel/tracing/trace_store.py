@@ -192,6 +192,7 @@ def ground_of(facts: Facts, config: Path) -> list[object]:
         model_of(config),
         facts.hardware.device,
         work.seq_len,
+        work.processes,
         work.launch_path,
         facts.model.trust_remote_code,
     ]

@@ -1,0 +1,66 @@
+"""The world of an estimate: how many cards of one kind train together, in how many machines."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from autofit.contract.facts import Facts
+from autofit.system.errors import InputError
+
+MOST_CARDS = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Cards of one kind.
+
+    Attributes:
+        gpus: Of each machine.
+        nodes: Machines.
+    """
+
+    gpus: int = 1
+    nodes: int = 1
+
+    @property
+    def processes(self) -> int:
+        """One for each card."""
+        return self.gpus * self.nodes
+
+    def of(self, facts: Facts) -> Facts:
+        """The question for a rank of this world."""
+        workload = dataclasses.replace(facts.workload, processes=self.processes, nodes=self.nodes)
+        hardware = dataclasses.replace(facts.hardware, count=self.gpus)
+        return dataclasses.replace(facts, workload=workload, hardware=hardware)
+
+    def words(self) -> str:
+        """What the estimate says of it; empty for one card."""
+        if self.processes == 1:
+            return ""
+        machines = f", {self.gpus} in each of {self.nodes} machines" if self.nodes > 1 else ""
+        return f"{self.processes} cards{machines}: what a card needs is shown, and what all of them do in a second"
+
+
+def asked_world(gpus: int | None, nodes: int | None, *, elsewhere: bool) -> World:
+    """The world that was asked for.
+
+    Args:
+        gpus: Cards of a machine; ``None`` for one.
+        nodes: Machines; ``None`` for one.
+        elsewhere: Whether the card was named, and need not be here.
+
+    Raises:
+        InputError: A number is out of range, or several cards of a kind that nobody named.
+    """
+    for name, number in (("--gpus", gpus), ("--nodes", nodes)):
+        if number is not None and not 1 <= number <= MOST_CARDS:
+            raise InputError(f"{name} {number} is out of range", hint=f"give a whole number from 1 to {MOST_CARDS}")
+    world = World(gpus=gpus or 1, nodes=nodes or 1)
+    if world.processes > MOST_CARDS:
+        raise InputError(f"--gpus {gpus} --nodes {nodes} are {world.processes} cards", hint=f"at most {MOST_CARDS}")
+    if world.processes > 1 and not elsewhere:
+        raise InputError(
+            "--gpus and --nodes need the kind of card", hint='name it, like --gpu "RTX 3090" or --memory 24GiB'
+        )
+    return world

@@ -1,0 +1,40 @@
+"""The world of an estimate: --gpus and --nodes."""
+
+import pytest
+
+from autofit.commands.estimates.world import asked_world
+from autofit.contract.plan import Plan
+from autofit.costmodel.collectives import nccl_bytes
+from autofit.system.errors import InputError
+from tests.support.traced import facts_of
+
+
+def test_each_card_of_each_machine_is_a_process():
+    facts = asked_world(8, 4, elsewhere=True).of(facts_of("llama", device="cuda"))
+    assert (facts.workload.processes, facts.workload.nodes, facts.hardware.count) == (32, 4, 8)
+    assert "32 cards, 8 in each of 4 machines" in asked_world(8, 4, elsewhere=True).words()
+    assert asked_world(None, None, elsewhere=False).words() == ""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "elsewhere", "said"),
+    [
+        (0, None, True, "--gpus 0 is out of range"),
+        (8, -1, True, "--nodes -1 is out of range"),
+        (65536, 2, True, "131072 cards"),
+        (8, None, False, "need the kind of card"),
+    ],
+)
+def test_what_is_no_world_is_refused(gpus, nodes, elsewhere, said):
+    with pytest.raises(InputError, match=said):
+        asked_world(gpus, nodes, elsewhere=elsewhere)
+
+
+def test_each_group_of_a_rank_has_a_communicator():
+    def held(parallel, processes):
+        world = asked_world(processes, 1, elsewhere=True).of(facts_of("llama", device="cuda"))
+        return nccl_bytes(Plan({"parallel": parallel}), world.workload)
+
+    assert held("none", 1) == 0
+    assert held("ddp", 2) < held("ddp", 8) == held("fsdp", 8)
+    assert held("hsdp:2x4", 8) > 2 * held("fsdp", 8) - held("ddp", 8) + held("ddp", 2)
