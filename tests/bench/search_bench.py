@@ -55,8 +55,11 @@ from autofit.search.samplers import make_sampler
 from autofit.search.searcher import Searcher
 from autofit.search.study import quiet_optuna
 from autofit.search.surrogate import posterior
+from autofit.search.surrogate.gp import FixedFeatures
 from autofit.search.surrogate.posterior import Surrogate
+from autofit.search.surrogate.time_model import TimeModel
 from autofit.space import Space
+from autofit.system.errors import InputError
 from autofit.system.statistics import median
 from autofit.system.units import parse_size, size
 from autofit.training.timing import Effort
@@ -269,13 +272,14 @@ SEARCHERS: dict[str, Callable[[Cell, int], Iterator[Step]]] = {
 
 ABLATIONS = (
     "traces", "work", "rates", "brought", "heap", "time priors", "families", "ceilings", "scouts", "dares", "near",
-    "doubt", "hopeless",
+    "doubt", "scatter", "hopeless", "effects", "gaussian process",
 )  # fmt: skip
-"""What is taken away: all that the traces say, or their work alone; what was timed before, and what kernels
-were seen to take; what malloc's heap keeps of activations; what a technique expects of time; that plans of one
-family are alike beyond their values; that breaking a ceiling tells a bound; trying fewer rows
-first; trying what may not fit in the end; changing little at a time; looking once
-more before the end; cutting off hopeless trials."""
+"""What is taken away: all that the traces say, or their work alone; what was timed before, and what kernels were seen
+to take; what malloc's heap keeps of activations; what a technique expects of time; that plans of a family are alike
+beyond their values; that breaking a ceiling tells a bound; trying fewer rows first; trying what may not fit in the end;
+changing little at a time; looking once more before the end; that times which scatter more than expected widen the
+doubt; cutting off hopeless trials; what a value is found to cost beyond its trace; that, and what a family is: the cost
+model itself is left, the rates of the work, the offset and slope of the peaks, corrected by each trial."""
 
 
 def ablated(facts: Facts, space: Space, cast: Forecast | None, ablation: str) -> tuple[Space, Forecast | None]:
@@ -302,6 +306,17 @@ def forgetful(model: Surrogate, ablation: str) -> Surrogate:
     """The models without what an ablation takes away."""
     if ablation == "families":
         return replace(model, time=replace(model.time, family_std=0.0, curve_std=0.0))
+    if (
+        ablation in {"effects", "gaussian process"}
+        and isinstance(model.time, TimeModel)
+        and model.peak_residual is not None
+    ):
+        columns = model.time.effects.columns[:, :1]  # the machine's overall speed
+        heap = None if model.peak_residual.fixed is None else FixedFeatures.of(model.peak_residual.fixed.columns[:, :1])
+        own = {} if ablation == "effects" else {"family_std": 0.0, "curve_std": 0.0}
+        peaks = replace(model.peak_residual, fixed=heap, **own)
+        time = replace(model.time, effects=FixedFeatures.of(columns), **own)
+        return replace(model, time=time, peak_residual=peaks)
     return model
 
 
@@ -312,6 +327,7 @@ def without(ablation: str) -> contextlib.AbstractContextManager[None]:
         "dares": (sampling, "min_gain_if_infeasible", lambda *_: math.inf),
         "near": (AutofitSampler, "_few_changes", lambda *given: given[1]),
         "doubt": (sampling, "_STD_FACTOR", 1.0),
+        "scatter": (posterior, "_PRIOR_RESIDUALS", math.inf),
         "ceilings": (posterior, "truncated_normal_update", lambda *given: (given[0], 1e6 * given[1])),
     }
     return replacing([changes[ablation]] if ablation in changes else [])
@@ -418,7 +434,15 @@ def main() -> None:
     )
     parser.add_argument("--markdown", action="store_true", help="Print the table of the README.")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--playback",
+        type=Path,
+        help="A CSV file of a sweep of parallel training (playback.py), in the place of landscapes.",
+    )
     options = parser.parse_args()
+    if options.playback:
+        play_back(options)
+        return
     ceilings = tuple(parse_size(part) for part in options.ceilings.split(",")) if options.ceilings else ()
     _CELLS.extend(cells(options.landscapes, tuple(float(part) for part in options.fractions.split(",")), ceilings))
     if not _CELLS:
@@ -453,6 +477,20 @@ def main() -> None:
         )
     if options.json:
         print(json.dumps({"searchers": overall}))
+
+
+def play_back(options: argparse.Namespace) -> None:
+    """Play a published sweep; the sums are the last line, as JSON, and are written to a file where one is given."""
+    from playback import MOST, playback
+
+    searchers = [name for name in options.only.split(",") if name in MOST]
+    try:
+        found = playback(options.playback, seeds=options.seeds, searchers=searchers, jobs=options.jobs)
+    except InputError as error:
+        sys.exit(f"error: {error}\n  hint: {error.hint}")
+    if options.json and options.json != "-":
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
 
 
 Sums = dict[str, dict[str, dict[str, Any]]]

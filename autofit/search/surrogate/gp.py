@@ -124,7 +124,13 @@ class LogSum(Protocol):
 
 
 def predict(
-    kernel: Kernel, prior_mean: Floats, *, observed: Ints, values: Floats, noise: Floats
+    kernel: Kernel,
+    prior_mean: Floats,
+    *,
+    observed: Ints,
+    values: Floats,
+    noise: Floats,
+    prior_residuals: float = math.inf,
 ) -> tuple[Floats, Floats]:
     """Posterior mean and standard deviation of every plan.
 
@@ -134,6 +140,8 @@ def predict(
         observed: Indices of the observed plans; one may occur more than once.
         values: The observations.
         noise: Standard deviation of each observation.
+        prior_residuals: Where it is finite, observations that scatter more than the prior says widen every standard
+            deviation: the scatter is estimated as if so many residuals of the expected size had been seen before.
     """
     if len(observed) == 0:
         return prior_mean, np.sqrt(kernel.prior_variance())
@@ -143,10 +151,14 @@ def predict(
     whitened = np.linalg.inv(lower) @ cross
     residual = np.linalg.solve(lower, values - prior_mean[observed])
     variance = kernel.prior_variance() - np.einsum("ij,ij->j", whitened, whitened)
+    if math.isfinite(prior_residuals):
+        variance *= max(1.0, (prior_residuals + float(residual @ residual)) / (prior_residuals + len(observed)))
     return prior_mean + whitened.T @ residual, np.sqrt(np.maximum(variance, 1e-10))
 
 
-def predict_log_sum(model: LogSum, *, observed: Ints, values: Floats, noise: Floats) -> tuple[Floats, Floats]:
+def predict_log_sum(
+    model: LogSum, *, observed: Ints, values: Floats, noise: Floats, prior_residuals: float = math.inf
+) -> tuple[Floats, Floats]:
     """Posterior mean and standard deviation of the logarithm of every plan's sum: of its bytes, or of its seconds.
 
     The sum is linearized around the posterior of the latents (damped Gauss-Newton), and is then a linear regression.
@@ -156,6 +168,7 @@ def predict_log_sum(model: LogSum, *, observed: Ints, values: Floats, noise: Flo
         observed: Indices of the observed plans.
         values: The logarithms of the observations.
         noise: Standard deviation of each of them.
+        prior_residuals: See :func:`predict`.
     """
     own, every = model.subset(observed), np.arange(len(observed))
     latents = np.zeros(model.latents)
@@ -165,7 +178,7 @@ def predict_log_sum(model: LogSum, *, observed: Ints, values: Floats, noise: Flo
         found = kernel.feature_weights(np.asarray(np.linalg.solve(covariance, values - offset), dtype=np.float64))
         latents = found if iteration == 0 else 0.5 * (latents + found)
     offset, kernel = model.linearize(latents)
-    return predict(kernel, offset, observed=observed, values=values, noise=noise)
+    return predict(kernel, offset, observed=observed, values=values, noise=noise, prior_residuals=prior_residuals)
 
 
 def normal_cdf(z: Floats) -> Floats:

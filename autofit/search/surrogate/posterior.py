@@ -34,6 +34,8 @@ from autofit.space import Space
 _RUN_NOISE = 0.4
 """Between two measurements of one plan's peak, in its own standard deviations."""
 _EXCLUDE_STDS = 3.0
+_PRIOR_RESIDUALS = 2.0
+"""Of the times, see :func:`~autofit.search.surrogate.gp.predict`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,9 @@ def _time(model: Surrogate, observed: Sequence[Observation]) -> tuple[Floats, Fl
     seconds = np.array(values + [max(values, default=0.0) + math.log(2)] * len(late))
     noise = np.array([one.noise for one in measured] + [0.5] * len(late))
     if isinstance(model.time, TimeModel):
-        return predict_log_sum(model.time, observed=plans, values=seconds, noise=noise)
+        return predict_log_sum(
+            model.time, observed=plans, values=seconds, noise=noise, prior_residuals=_PRIOR_RESIDUALS
+        )
     return predict(model.time, model.time_mean, observed=plans, values=seconds, noise=noise)
 
 
