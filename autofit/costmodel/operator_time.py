@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import numpy as np
+import numpy.typing as npt
 
+from autofit.costmodel import kernel_laws
+from autofit.costmodel.kernel_laws import Coefficients, Figures, Products
 from autofit.system.errors import InputError
 
 if TYPE_CHECKING:
@@ -106,6 +109,10 @@ class Operators:
     def __len__(self) -> int:
         return len(self.kind)
 
+    def at(self, places: Ints) -> Operators:
+        """Some of them."""
+        return Operators(**{field.name: getattr(self, field.name)[places] for field in fields(self)})
+
     def computed_in(self, *, tf32: bool = False, fp16: bool = False) -> Operators:
         """The same where float32 products are made in TF32, or what was traced in bfloat16 is made in float16."""
         codes = self.arithmetic.copy()
@@ -157,43 +164,125 @@ def coefficients() -> dict[str, Any]:
     return found
 
 
-def seconds(operators: Operators, card: Card, fit: dict[str, Any] | None = None) -> Prediction:
-    """What each operator takes on a card.
+def seconds(operators: Operators, card: Card, found: Mapping[str, Any] | None = None) -> Prediction:
+    """What each operator takes on a card, never less than :func:`bound_seconds`.
 
     Args:
         operators: Of shape ``(operators,)``.
         card: With its SMs and clocks.
-        fit: Coefficients; those that ship by default.
+        found: What a fit found; what ships by default.
 
     Raises:
         InputError: The catalogue lacks a figure of the card that the laws need.
     """
-    _check(card)
-    fit = coefficients() if fit is None else fit
-    share = np.array([float(fit["share"][kind]) for kind in TIMED_KINDS])[operators.kind]
-    spread = np.array([float(fit["log_std"][kind]) for kind in TIMED_KINDS])[operators.kind]
-    bound = bound_seconds(operators, card)
-    return Prediction(seconds=bound / share, log_std=spread)
+    found = coefficients() if found is None else found
+    device = device_seconds(operators, figures_of(operators, card), found["fit"])
+    spread = found["log_std"]["seen" if card.name in found["cards"] else "unseen"]
+    group = groups_of(operators)
+    return Prediction(
+        seconds=np.maximum(device, bound_seconds(operators, card)),
+        log_std=np.array([spread.get(name, spread["other"]) for name in group.tolist()], dtype=np.float64),
+    )
+
+
+def groups_of(operators: Operators) -> npt.NDArray[np.str_]:
+    """The group of each operator that has an error of its own: its kind, and of a product whether it is batched."""
+    names = np.array(TIMED_KINDS)[operators.kind]
+    product = operators.kind == TIMED_KINDS.index("product")
+    return np.where(product, np.where(operators.batch > 1, "bmm", "linear"), names)
+
+
+def device_seconds(
+    operators: Operators, figures: Figures, fit: Mapping[str, Coefficients], *, pause: float = 0.0
+) -> Numbers:
+    """What each operator takes by the laws, on a card whose figures stand beside each.
+
+    Args:
+        operators: Of shape ``(operators,)``.
+        figures: Of the same shape.
+        fit: Coefficients of each law.
+        pause: Seconds that the device is idle after each operator, which let it run faster at its power cap.
+    """
+    found = np.zeros(len(operators))
+    memory = fit["memory"]
+    size = np.where(np.isin(operators.arithmetic, _HALVES), 2.0, 4.0)
+    for kind in np.unique(operators.kind).tolist():
+        name = TIMED_KINDS[kind]
+        places = np.flatnonzero(operators.kind == kind)
+        own, card = operators.at(places), figures.at(places)
+        if name == "product":
+            shapes = Products(batch=own.batch, m=own.m, n=own.n, k=own.k, size=size[places])
+            found[places] = kernel_laws.product_seconds(card, fit["product"], memory, shapes, pause=pause)
+        elif name in {"norm", "softmax"}:
+            found[places] = kernel_laws.streaming_seconds(
+                card, fit[name], memory, moved_bytes=own.moved_bytes, m=own.m, n=own.n
+            )
+        elif name == "attention":
+            found[places] = kernel_laws.attention_seconds(
+                card, fit["attention"], memory, flops=own.flops, moved_bytes=own.moved_bytes, batch=own.batch, m=own.m,
+                width=own.k, backward=own.backward.astype(np.float64),
+            )  # fmt: skip
+        elif name == "transfer":
+            found[places] = own.moved_bytes / (BUS_BYTES_PER_SECOND * np.exp(fit["passes"][name]))
+        elif name != "nothing":
+            passes = np.exp(fit["passes"].get(name, 0.0))
+            found[places] = passes * kernel_laws.memory_seconds(card, memory, own.moved_bytes)
+    return found
 
 
 def bound_seconds(operators: Operators, card: Card) -> Numbers:
     """The roofline: no operator is faster than its arithmetic at the peak rate and its bytes at the bandwidth."""
     peaks = np.array([card.rate(name) for name in ARITHMETICS])
-    flops = np.where(operators.kind == TIMED_KINDS.index("nothing"), 0.0, operators.flops)
-    moved = np.where(operators.kind == TIMED_KINDS.index("nothing"), 0.0, operators.moved_bytes)
+    works = operators.kind != TIMED_KINDS.index("nothing")
     bus = operators.kind == TIMED_KINDS.index("transfer")
     bandwidth = np.where(bus, BUS_BYTES_PER_SECOND, card.bandwidth_bytes_per_second)
-    return np.asarray(np.maximum(flops / peaks[operators.arithmetic], moved / bandwidth))
+    # a causal kernel leaves out half of the square that its FLOPs are counted over
+    flops = operators.flops * np.where(operators.kind == TIMED_KINDS.index("attention"), 0.5, 1.0)
+    bound = np.maximum(flops / peaks[operators.arithmetic], operators.moved_bytes / bandwidth)
+    return np.asarray(works * bound)
 
 
-def _check(card: Card) -> None:
-    lacking = [name for name in ("sms", "l2_bytes", "boost_hz", "watts") if getattr(card, name) is None]
+def figures_of(operators: Operators, card: Card) -> Figures:
+    """The card's figures beside each operator.
+
+    Raises:
+        InputError: The catalogue lacks one.
+    """
+    lacking = [name for name in ("capability", "sms", "l2_bytes", "boost_hz", "watts") if getattr(card, name) is None]
     if lacking:
         raise InputError(
             f"seconds on {card.name} can't be predicted: the catalogue has no {', '.join(lacking)} for it",
             hint="add them to autofit/machine/cards.json, or ask about another card",
         )
+    assert card.capability is not None
+    assert card.sms is not None
+    assert card.l2_bytes is not None
+    assert card.boost_hz is not None
+    assert card.watts is not None
+    peaks = np.array([card.rate(name) for name in ARITHMETICS])
+    tensor = np.array([float(name != "fp32" and bool(card.peak(name))) for name in ARITHMETICS])
+    each = np.ones(len(operators))
+    return Figures(
+        sms=card.sms * each,
+        peak=peaks[operators.arithmetic],
+        bandwidth=card.bandwidth_bytes_per_second * each,
+        stacked=float(card.capability[1] == 0 and card.capability[0] < 12) * each,
+        l2=card.l2_bytes * each,
+        hz=card.boost_hz * each,
+        watts=card.watts * each,
+        generation=min(card.capability[0], 8) * each,
+        efficiency=_EFFICIENCY[card.capability] * each,
+        tensor=tensor[operators.arithmetic],
+    )
 
 
-BUS_BYTES_PER_SECOND = 3.1e10
-"""PCIe 4.0 x16; the share below is of this."""
+_HALVES = (ARITHMETICS.index("bf16"), ARITHMETICS.index("fp16"))
+BUS_BYTES_PER_SECOND = 3.15e10
+"""PCIe 4.0 x16, raw."""
+_EFFICIENCY: dict[tuple[int, int], float] = {
+    (6, 0): 1.0, (6, 1): 1.0, (7, 0): 1.0, (7, 5): 1.0, (8, 0): 2.6, (8, 6): 1.8, (8, 9): 3.6, (9, 0): 3.6,
+    (10, 0): 3.8, (12, 0): 3.8,
+}  # fmt: skip
+"""FLOP of a joule next to TSMC's 16 and 12 nm, by compute capability: from what the foundries say of power at the same
+speed. TSMC: 7 nm 60 to 65 % less than 16 nm, 5 nm (4N) 30 % less than 7 nm. Samsung: 10 nm 40 % less than 14 nm, 8 nm
+another 10 % less. Not fitted."""

@@ -172,7 +172,8 @@ class OptimizerPart:
 
 def _operators(tape: Tape, segments: list[int], rows: float) -> Operators:
     mine = tape.calls[np.isin(tape.calls[:, 0], segments)]
-    counts = np.bincount(mine[:, 1].astype(np.int64), mine[:, 2], len(tape.operators))
+    counts = np.zeros(len(tape.operators))
+    np.add.at(counts, mine[:, 1].astype(np.int64), mine[:, 2])
     called = counts > 0
     return Operators.from_rows(tape.operators[called] + tape.operators_per_row[called] * rows, counts[called])
 

@@ -1,0 +1,194 @@
+"""The laws behind :mod:`~autofit.costmodel.operator_time`: seconds of a kernel from its shape and the card's figures.
+
+Each law is a sum of smooth, monotone terms; ``README.md`` beside this file derives them and shows how well they do.
+Coefficients are natural logarithms, so that all of them are positive and a fit needs no bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from autofit.costmodel.roofline import Numbers
+
+Coefficients = Mapping[str, float]
+
+_ROW = 1024.0
+"""Elements of a row from which PyTorch's softmax takes a block instead of a warp (aten, PersistentSoftmax.cuh)."""
+_QUERIES = 128.0
+"""Rows of the query in a tile of FlashAttention-2."""
+_IDLE_WATTS = 20.0
+"""What a card draws whatever its SMs do. A constant: five cards do not tell it from the FLOP of a joule."""
+_SHARP = 4.0
+"""Exponent of the smooth maximum of two times: 19 % above the larger where they are equal."""
+_TILES: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = {
+    (6, False): ((64, 64), (32, 128), (128, 32)),
+    (6, True): ((128, 64),),
+    (7, False): ((128, 128), (128, 64), (32, 128), (128, 32), (64, 32), (32, 32)),
+    (7, True): ((128, 64), (64, 64), (32, 128), (128, 32)),
+    (8, False): ((128, 128), (128, 64), (32, 128), (128, 32), (64, 32), (32, 32)),
+    (8, True): ((128, 128),),
+}
+"""Tiles (columns, rows) of cuBLAS' float32 kernels, by generation and whether the product is batched: the names of the
+kernels in NeuSight's rows (CUDA 12.1). The fastest tile by the law is taken."""
+_TENSOR_TILES = ((128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+"""Of kernels on tensor cores (CUTLASS' default configurations)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Figures:
+    """What the laws need of a card, one value for each operator: operators of several cards may stand side by side.
+
+    Attributes:
+        sms: Streaming multiprocessors.
+        peak: FLOP/s of the arithmetic of each operator.
+        bandwidth: Bytes per second of the device's memory.
+        stacked: 1 where it is HBM, 0 where it is GDDR.
+        l2: Bytes.
+        hz: Boost clock.
+        watts: Thermal design power.
+        generation: Major compute capability, 6 to 8; later ones count as 8.
+        efficiency: How many FLOP a joule allows, next to 16 nm.
+        tensor: 1 where the arithmetic is done on tensor cores, else 0.
+    """
+
+    sms: Numbers
+    peak: Numbers
+    bandwidth: Numbers
+    stacked: Numbers
+    l2: Numbers
+    hz: Numbers
+    watts: Numbers
+    generation: Numbers
+    efficiency: Numbers
+    tensor: Numbers
+
+    def at(self, places: Any) -> Figures:
+        """Those of some operators."""
+        return Figures(**{field.name: getattr(self, field.name)[places] for field in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Products:
+    """``batch`` times ``(m, k) x (k, n)``, whose elements have ``size`` bytes; one value for each operator."""
+
+    batch: Numbers
+    m: Numbers
+    n: Numbers
+    k: Numbers
+    size: Numbers
+
+    def at(self, places: Any) -> Products:
+        """Some of them."""
+        return Products(**{field.name: getattr(self, field.name)[places] for field in fields(self)})
+
+
+def larger(*times: Numbers, sharp: float = _SHARP) -> Numbers:
+    """A smooth maximum."""
+    top = np.maximum.reduce(times)
+    safe = np.where(top > 0, top, 1.0)
+    return np.asarray(top * sum((one / safe) ** sharp for one in times) ** (1 / sharp))
+
+
+def memory_seconds(figures: Figures, fit: Coefficients, moved_bytes: Numbers) -> Numbers:
+    """Of bytes that are read and written in order by many threads.
+
+    HBM and GDDR (whose ECC lies in the same memory) reach different shares. On Pascal an SM has too few bytes in flight
+    to keep HBM busy.
+    """
+    share = np.where(figures.stacked > 0, np.exp(fit["hbm"]), np.exp(fit["gddr"]))
+    memory = moved_bytes / (figures.bandwidth * share)
+    flying = moved_bytes * np.exp(fit["clocks_per_byte_6"]) / (figures.sms * figures.hz)
+    return np.where(figures.generation == 6, larger(memory, flying), memory)
+
+
+def product_seconds(
+    figures: Figures, fit: Coefficients, memory: Coefficients, products: Products, *, pause: float = 0.0
+) -> Numbers:
+    """Of matrix products.
+
+    The output is cut into tiles. Each SM makes its share of them one after the other; a tile takes its FLOPs and a
+    start-up, at the SM's rate, which the tile's reuse of what it loads and the card's power cap. Beside that run the
+    bytes from memory: each operand once, and again for each tile where the L2 cache doesn't keep it. A card that is at
+    its limit of power cools down in a ``pause`` in seconds after each product.
+    """
+    batched = products.batch > 1
+    found = np.empty(len(batched))
+    for tensor, generation, group in sorted(set(zip(figures.tensor, figures.generation, batched, strict=True))):
+        places = np.flatnonzero((figures.tensor == tensor) & (figures.generation == generation) & (batched == group))
+        tiles = _TENSOR_TILES if tensor else _TILES[int(generation), bool(group)]
+        own, shapes = figures.at(places), products.at(places)
+        found[places] = np.minimum.reduce(
+            [_tile_seconds(own, fit, memory, shapes, tile=tile, pause=pause) for tile in tiles]
+        )
+    return found
+
+
+def _tile_seconds(
+    figures: Figures,
+    fit: Coefficients,
+    memory: Coefficients,
+    products: Products,
+    *,
+    tile: tuple[int, int],
+    pause: float,
+) -> Numbers:
+    batch, m, n, k, size = products.batch, products.m, products.n, products.k, products.size
+    columns, rows = tile
+    generation = int(figures.generation[0])
+    kind = "tensor" if figures.tensor[0] else "simt"
+    tiles = batch * np.ceil(n / columns) * np.ceil(m / rows)
+    waves = tiles / figures.sms
+    whole = 1 / (1 + np.exp(-fit["whole"]))
+    waves = (1 - whole) * waves + whole * np.ceil(waves)
+    reuse = columns * rows / (columns + rows)
+    share = np.exp(fit[f"{kind}_share"]) * reuse / (reuse + np.exp(fit[f"{kind}_reuse"]))
+    share = share / (1 + share**8) ** (1 / 8)
+    work = waves * 2.0 * columns * rows * (k + np.exp(fit[f"{kind}_start"])) * figures.sms
+    free = work / (figures.peak * share)
+    spare = np.maximum(figures.watts - _IDLE_WATTS, 0.1 * figures.watts)
+    powered = work / (spare * figures.efficiency * np.exp(fit[f"{kind}_flop_per_joule"]) * 1e9 * share)
+    arithmetic = larger(free, powered * free / (free + pause), sharp=12.0)
+    once = size * batch * (m * k + k * n + m * n)
+    if generation == 6:  # the bias is copied to the output, which the product then adds to
+        once = once + np.where(batch > 1, 0.0, 2.0) * size * m * n
+    compulsory = memory_seconds(figures, memory, once) * np.exp(fit["passes"])
+    if kind == "tensor":  # whose order of tiles keeps in L2 what the next ones need
+        return larger(arithmetic, compulsory)
+    operand = size * n * k
+    spill = operand / (operand + np.exp(fit["kept"]) * figures.l2)
+    again = size * tiles * (columns + rows) * k * spill
+    if generation == 6:
+        again = again * (1 + size * k / np.exp(fit["row_bytes_6"]))
+    stream = again / (figures.bandwidth * np.exp(fit[f"again_{generation}"]))
+    return larger(arithmetic, compulsory, stream)
+
+
+def streaming_seconds(
+    figures: Figures, fit: Coefficients, memory: Coefficients, *, moved_bytes: Numbers, m: Numbers, n: Numbers
+) -> Numbers:
+    """Of ``m`` rows of ``n`` elements each: their bytes, some more than once, or the clocks that an SM needs for them.
+
+    A row that a warp can't hold (some thousand elements) is read again.
+    """
+    passes = np.exp(fit["passes"]) + np.exp(fit["again"]) * n / (n + _ROW)
+    clocks = m * np.exp(fit["row"]) + m * n * np.exp(fit["element"])
+    return larger(memory_seconds(figures, memory, moved_bytes) * passes, clocks / (figures.sms * figures.hz))
+
+
+def attention_seconds(
+    figures: Figures, fit: Coefficients, memory: Coefficients, *, flops: Numbers, moved_bytes: Numbers, batch: Numbers,
+    m: Numbers, width: Numbers, backward: Numbers,
+) -> Numbers:  # fmt: skip
+    """Of a fused kernel that keeps no scores: the FLOPs over the whole square, at the share that its tiles reach.
+
+    A block of :data:`_QUERIES` rows of one head is one tile; fewer tiles than SMs leave SMs idle.
+    """
+    share = np.exp(np.where(backward > 0, fit["backward"], fit["forward"])) * width / (width + np.exp(fit["width"]))
+    tiles = batch * np.ceil(m / _QUERIES)
+    busy = tiles / (tiles + figures.sms * np.exp(fit["idle"]))
+    arithmetic = flops / (figures.peak * np.minimum(share, 1.0) * busy)
+    return larger(arithmetic, memory_seconds(figures, memory, moved_bytes))

@@ -1,0 +1,182 @@
+"""Fits the coefficients of the laws of operators' seconds to measured kernels.
+
+    python tests/bench/fit_time_model.py --rows tests/data/operator_times
+
+writes autofit/costmodel/time_coefficients.json.
+
+The fit is a robust Gauss-Newton on the logarithm of seconds (pseudo-Huber, so that a tenth off counts in full and a
+factor of two hardly more), from fixed starting values that a weak prior holds where the rows say nothing. No random
+numbers: the rows are thinned by their order. The same rows give the same file to the digit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from autofit.costmodel import operator_time
+from tests.bench.time_rows import Rows, read_kernels, write_kernels
+
+TARGET = Path(__file__).resolve().parents[2] / "autofit" / "costmodel" / "time_coefficients.json"
+MOST = 600
+"""Rows of each operator on each card that are fitted to."""
+_SCALE = 0.12
+"""Residuals up to this count as squares, larger ones by their size."""
+_PRIOR = 0.05
+"""Weight of a coefficient's start, in residuals for a factor of e."""
+_ROUND = 4
+START: dict[str, dict[str, float]] = {
+    "memory": {"hbm": 0.85, "gddr": 0.78, "clocks_per_byte_6": 0.05},
+    "elementwise": {},
+    "norm": {"passes": 1.2, "again": 0.2, "row": 2.0, "element": 0.9},
+    "softmax": {"passes": 1.0, "again": 0.3, "row": 0.4, "element": 0.9},
+    "product": {
+        "whole": 3.0, "simt_share": 1.1, "simt_reuse": 11.0, "simt_flop_per_joule": 75.0, "simt_start": 9.0,
+        "kept": 1.5, "passes": 1.3, "again_6": 0.5, "again_7": 1.5, "again_8": 1.5, "row_bytes_6": 1.8e5,
+        "tensor_share": 1.0, "tensor_reuse": 12.0, "tensor_flop_per_joule": 540.0, "tensor_start": 96.0,
+    },
+    "attention": {"forward": 0.75, "backward": 0.6, "width": 16.0, "idle": 0.3},
+    "passes": {
+        "reduction": 1.1, "gather": 1.5, "copy": 1.2, "optimizer": 1.1, "dequantize": 1.3, "transfer": 0.8,
+        "elementwise": 1.0,
+    },
+    "isolated": {
+        "linear": 5.5e-5, "bmm": 3.5e-5, "norm": 4.4e-5, "softmax": 3.3e-5, "elementwise": 8e-6, "pause": 1.5e-4,
+    },
+}  # fmt: skip
+"""Starting values, as they read; ``isolated`` is what a kernel between two events takes beside the kernel itself."""
+_STAGES: tuple[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], ...] = (
+    (("elementwise",), (("memory", ""), ("isolated", "elementwise"))),
+    (("norm",), (("norm", ""), ("isolated", "norm"))),
+    (("softmax",), (("softmax", ""), ("isolated", "softmax"))),
+    (("linear", "bmm"), (("product", ""), ("isolated", "linear"), ("isolated", "bmm"), ("isolated", "pause"))),
+)
+"""Groups of rows, and the coefficients that are fitted to them; what an earlier stage found is kept."""
+
+Fit = dict[str, dict[str, float]]
+
+
+def fitted(rows: Rows, most: int = MOST) -> Fit:
+    """Coefficients, as logarithms, from measured kernels."""
+    fit: Fit = {part: {name: float(np.log(value)) for name, value in its.items()} for part, its in START.items()}
+    for groups, wanted in _STAGES:
+        mine = rows.where(np.isin(rows.group, groups)).thinned(most)
+        if not len(mine):
+            continue
+        names = [(part, name) for part, only in wanted for name in fit[part] if not only or name == only]
+        start = np.array([fit[part][name] for part, name in names])
+        measured = np.log(mine.seconds)
+
+        def residuals(values, names=names, mine=mine, measured=measured):
+            trial = {part: dict(its) for part, its in fit.items()}
+            for (part, name), value in zip(names, values, strict=True):
+                trial[part][name] = float(value)
+            return np.log(predicted(mine, trial)) - measured
+
+        for (part, name), value in zip(names, _minimized(residuals, start), strict=True):
+            fit[part][name] = round(float(value), _ROUND)
+    return {part: {name: round(value, _ROUND) for name, value in its.items()} for part, its in fit.items()}
+
+
+def found(rows: Rows) -> dict[str, Any]:
+    """All that ships: coefficients, and the errors on cards that the fit has seen and on those that it has not."""
+    fit = fitted(rows)
+    seen = np.log(rows.seconds / predicted(rows, fit))
+    unseen = np.full(len(rows), np.nan)
+    for _, fit_rows, held in folds(rows, len(set(rows.card))):
+        unseen[held] = np.log(rows.seconds[held] / predicted(rows.where(held), fitted(rows.where(fit_rows))))
+    return {
+        "about": "Made by tests/bench/fit_time_model.py; natural logarithms. See README.md in this folder.",
+        "cards": sorted(set(rows.card)),
+        "rows": len(rows),
+        "fit": fit,
+        "log_std": {name: _spreads(rows, errors) for name, errors in (("seen", seen), ("unseen", unseen))},
+    }
+
+
+def folds(rows: Rows, count: int) -> Iterator[tuple[list[str], Any, Any]]:
+    """Cards that are held out, rows to fit to and rows to predict; each card is held out once."""
+    cards = sorted(set(rows.card))
+    for fold in range(min(count, len(cards))):
+        out = cards[fold::count]
+        held = np.isin(rows.card, out)
+        yield out, np.flatnonzero(~held), np.flatnonzero(held)
+
+
+_EIGHTY = 1.2816
+"""Standard deviations that hold 80 % of a normal distribution."""
+_UNMEASURED = 0.4
+"""Of kinds that no row is of: as far as published figures of one kernel are apart."""
+
+
+def _spreads(rows: Rows, errors: Any) -> dict[str, float]:
+    """The standard deviation whose 80 % interval holds 80 % of the rows of each group."""
+    each = {group: errors[rows.group == group] for group in sorted(set(rows.group.tolist()))}
+    return {name: round(float(np.quantile(np.abs(one), 0.8)) / _EIGHTY, 3) for name, one in each.items()} | {
+        "other": _UNMEASURED
+    }
+
+
+def predicted(rows: Rows, fit: Fit):
+    """Seconds of each row between two events around it."""
+    alone = {name: float(np.exp(value)) for name, value in fit["isolated"].items()}
+    device = operator_time.device_seconds(rows.operators, rows.figures, fit, pause=alone["pause"])
+    return np.maximum(device, rows.bound) + np.array([alone[group] for group in rows.group.tolist()])
+
+
+def _minimized(residuals: Callable, start, steps: int = 20):
+    """Where the pseudo-Huber loss of some residuals is least: Levenberg's steps, derivatives by differences."""
+    x, damping = start.copy(), 1e-2
+
+    def loss(r, x):
+        return float(
+            np.sum(2 * _SCALE**2 * (np.sqrt(1 + (r / _SCALE) ** 2) - 1)) + np.sum(_PRIOR**2 * (x - start) ** 2)
+        )
+
+    r = residuals(x)
+    least = loss(r, x)
+    for _ in range(steps):
+        slope = np.stack([(residuals(x + step) - r) / 1e-4 for step in 1e-4 * np.eye(len(x))], axis=1)
+        weight = 1 / np.sqrt(1 + (r / _SCALE) ** 2)
+        square = (slope * weight[:, None]).T @ slope + _PRIOR**2 * np.eye(len(x))
+        gradient = (slope * weight[:, None]).T @ r + _PRIOR**2 * (x - start)
+        for _ in range(6):
+            move = np.clip(-np.linalg.solve(square + damping * np.diag(np.diag(square)), gradient), -0.7, 0.7)
+            there = residuals(x + move)
+            found = loss(there, x + move)
+            if found < least:
+                break
+            damping *= 5
+        else:
+            break
+        gain, x, r, least = least - found, x + move, there, found
+        damping = max(damping / 5, 1e-6)
+        if gain < 1e-5 * least:
+            break
+    return x
+
+
+def main() -> None:
+    """Fit, and write the coefficients."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=Path, required=True, help="folder of neusight_ops.csv.gz")
+    parser.add_argument("--target", type=Path, default=TARGET)
+    parser.add_argument("--keep", type=Path, help="write the rows that it was fitted to into this folder")
+    args = parser.parse_args()
+    rows, _ = read_kernels(args.rows)
+    rows = rows.thinned(MOST)
+    args.target.write_text(json.dumps(found(rows), indent=1) + "\n", "utf-8")
+    if args.keep:
+        write_kernels(rows, args.rows, args.keep)
+
+
+if __name__ == "__main__":
+    main()
