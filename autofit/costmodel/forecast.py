@@ -26,7 +26,7 @@ from autofit.costmodel import peak, roofline
 from autofit.costmodel.collectives import nccl_bytes
 from autofit.costmodel.roofline import KINDS, WORK, Totals
 from autofit.costmodel.tracing.timeline import Bools, Floats
-from autofit.costmodel.tracing.trace_store import MANY, untraceable
+from autofit.costmodel.tracing.trace_store import MANY, evaluated_rows, untraceable
 from autofit.registry import recipe_of, technique
 from autofit.system.units import MIB
 
@@ -208,6 +208,8 @@ def forecast(
     waiting = facts.workload.launch_path == "trainer"
     on_cuda = facts.hardware.device == "cuda"
     nccl = np.array([float(nccl_bytes(plan, facts.workload)) for plan in space.plans]) * on_cuda
+    plans = {int(plan["micro_batch"]): plan for plan in space.plans}
+    evaluated = {rows: evaluated_rows(plan, facts) for rows, plan in plans.items()}
     for family, members in families.items():
         parts = traces.parts(family)
         nearest = parts or traces.parts(nearest_traceable[family])
@@ -232,7 +234,8 @@ def forecast(
         work[members] = amounts / samples[:, None]
         if parts is None:
             continue
-        tensors[members] = peak.peaks(micro, optimizer, rows, accumulation, waiting=waiting)
+        together = np.array([evaluated[int(one)] for one in rows])
+        tensors[members] = peak.peaks(micro, optimizer, rows, accumulation, waiting=waiting, evaluated_rows=together)
         if card is not None:
             step = roofline.step_seconds(
                 card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation

@@ -8,7 +8,8 @@ A plan's run is put together from its parts (``m`` rows, ``a`` micro-steps to an
     micro-steps  ▟█▙▟█▙ step  ▟█▙▟█▙▟█▙ step
 
 so its peak is the largest of: load; a micro-step without gradients, or, where ``a`` is above one, one that finds them
-there, both beside the state; the optimizer's step.
+there, both beside the state; the optimizer's step; a Trainer's evaluation step beside the state, which makes all logits
+where the training makes a part of them at a time.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _WEIGHTS, _STATE, _BATCH, _COMMUNICATION = (
 )
 _ALONE = "alone_"
 _TRACED_MICRO_STEPS = 2
+_EVALUATION = "evaluation_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ class MicroPart:
 
     Attributes:
         tape: Lengthened; segments ``0:...`` and ``1:...``.
+        evaluation: The tape of one evaluation step; ``None`` where none belongs to the training.
         weights: Bytes of each parameter and buffer.
         notes: What was assumed, in words.
         alone: The same of a micro-step that is the only one of its optimizer step, where that is no first one of
@@ -71,6 +74,7 @@ class MicroPart:
     """
 
     tape: Tape
+    evaluation: Tape | None = None
     weights: Ints
     notes: tuple[str, ...] = ()
     alone: Tape | None = None
@@ -87,10 +91,7 @@ class MicroPart:
 
     def peaks(self, rows: Floats, *, adding: bool) -> tuple[Floats, Ints]:
         """Peak bytes beside the weights and the state at each of ``rows``, and the events that make them."""
-        zero, slope, moments = self._highest_adding if adding else self._highest_fresh
-        at = zero[None, :] + slope[None, :] * rows[:, None]
-        best = at.argmax(axis=1)
-        return at[np.arange(len(rows)), best], moments[best]
+        return _at(rows, *(self._highest_adding if adding else self._highest_fresh))
 
     @functools.cached_property
     def _highest_fresh(self) -> tuple[Floats, Floats, Ints]:
@@ -99,6 +100,19 @@ class MicroPart:
     @functools.cached_property
     def _highest_adding(self) -> tuple[Floats, Floats, Ints]:
         return self._highest(self.tape, "1:step")
+
+    def evaluation_peaks(self, rows: Floats) -> tuple[Floats, Ints]:
+        """Peak bytes of evaluating so many ``rows``, beside the weights and the state, and the events; 0 if none is."""
+        if self.evaluation is None:
+            return np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
+        return _at(rows, *self._highest_evaluating)
+
+    @functools.cached_property
+    def _highest_evaluating(self) -> tuple[Floats, Floats, Ints]:
+        assert self.evaluation is not None
+        zero, slope = self.evaluation.lines()
+        moments = _hull(zero, slope)
+        return zero[moments], slope[moments], moments
 
     def _highest(self, tape: Tape, stop: str) -> tuple[Floats, Floats, Ints]:
         """Of all moments before a segment those that are the peak at some number of rows: lines, and events."""
@@ -178,7 +192,9 @@ def _operators(tape: Tape, segments: list[int], rows: float) -> Operators:
     return Operators.from_rows(tape.operators[called] + tape.operators_per_row[called] * rows, counts[called])
 
 
-def need(micro: MicroPart, optimizer: OptimizerPart, *, rows: int, accumulation: int, waiting: bool) -> Need:
+def need(
+    micro: MicroPart, optimizer: OptimizerPart, *, rows: int, accumulation: int, waiting: bool, evaluated_rows: int = 0
+) -> Need:
     """What one plan needs.
 
     Args:
@@ -187,6 +203,7 @@ def need(micro: MicroPart, optimizer: OptimizerPart, *, rows: int, accumulation:
         rows: The micro-batch.
         accumulation: Micro-steps to an optimizer step.
         waiting: Whether the batches of all of them lie on the device from the beginning, as a Trainer has it.
+        evaluated_rows: Of an evaluation step.
     """
     weights, held, of_micro = float(micro.weights.sum()), micro.held_bytes, micro.tape_of(accumulation)
     state = optimizer.state_bytes
@@ -197,7 +214,14 @@ def need(micro: MicroPart, optimizer: OptimizerPart, *, rows: int, accumulation:
     at_step = int(step.argmax())
     in_micro = float(peaks[0]) + state + queue
     bare = weights + state + optimizer.gradient_bytes
-    if in_micro >= float(step[at_step]) + queue:
+    evaluated, events = micro.evaluation_peaks(np.array([float(evaluated_rows)]))
+    done = _done_batches(micro, rows, accumulation) if waiting else 0.0
+    in_evaluation = float(evaluated[0]) + state + done
+    if micro.evaluation is not None and in_evaluation > max(in_micro, float(step[at_step]) + queue):
+        tape, moment, total = micro.evaluation, int(events[0]), held + in_evaluation
+        zero, slope = tape.by_category(moment)
+        parts, beside[_BATCH] = zero + slope * evaluated_rows, done
+    elif in_micro >= float(step[at_step]) + queue:
         tape, moment, total = of_micro, int(moments[0]), held + in_micro
         zero, slope = tape.by_category(moment)
         parts = zero + slope * rows
@@ -207,10 +231,10 @@ def need(micro: MicroPart, optimizer: OptimizerPart, *, rows: int, accumulation:
         beside[_STATE] = 0.0
     for category, bytes_beside in beside.items():
         parts[category] += bytes_beside
-    segment = tape.segment_at(moment).rpartition(":")[2]
+    segment = "evaluation" if tape is micro.evaluation else tape.segment_at(moment).rpartition(":")[2]
     return Need(
         peak_bytes=round(total),
-        phase=phase_of(segment) if tape is of_micro else "optimizer",
+        phase="optimizer" if tape is optimizer.tape else phase_of(segment),
         segment=segment,
         operator=operator_at(tape, moment),
         by_category={
@@ -221,11 +245,23 @@ def need(micro: MicroPart, optimizer: OptimizerPart, *, rows: int, accumulation:
     )
 
 
-def peaks(micro: MicroPart, optimizer: OptimizerPart, rows: Ints, accumulation: Ints, *, waiting: bool) -> Floats:
+def peaks(
+    micro: MicroPart,
+    optimizer: OptimizerPart,
+    rows: Ints,
+    accumulation: Ints,
+    *,
+    waiting: bool,
+    evaluated_rows: Ints | None = None,
+) -> Floats:
     """:attr:`Need.peak_bytes` of many plans that share their parts."""
     in_micro = _micro_peaks(micro, rows, accumulation) + optimizer.state_bytes
-    queue = _queue(micro, rows, accumulation, waiting=waiting)
-    return micro.held_bytes + queue + np.maximum(in_micro, optimizer.peak_bytes)
+    trained = _queue(micro, rows, accumulation, waiting=waiting) + np.maximum(in_micro, optimizer.peak_bytes)
+    if micro.evaluation is not None and evaluated_rows is not None:
+        evaluated, _ = micro.evaluation_peaks(evaluated_rows.astype(np.float64))
+        done = _done_batches(micro, rows, accumulation) * waiting
+        trained = np.maximum(trained, evaluated + optimizer.state_bytes + done)
+    return micro.held_bytes + trained
 
 
 def host_offload_peaks(micro: MicroPart, held_bytes: float, rows: Ints, accumulation: Ints, *, waiting: bool) -> Floats:
@@ -239,6 +275,11 @@ def _micro_peaks(micro: MicroPart, rows: Ints, accumulation: Ints) -> Floats:
     fresh, _ = micro.peaks(wide, adding=False)
     adding, _ = micro.peaks(wide, adding=True)
     return np.where(accumulation > 1, adding, fresh)
+
+
+def _done_batches(micro: MicroPart, rows: Any, accumulation: Any) -> Any:
+    """Bytes of the batches of the optimizer step before an evaluation, which a Trainer holds until the next one."""
+    return rows * accumulation * micro.batch_bytes_per_row()
 
 
 def _queue(micro: MicroPart, rows: Ints, accumulation: Ints, *, waiting: bool) -> Floats:
@@ -304,7 +345,7 @@ def _balanced(events: list[int]) -> list[int]:
 
 def phase_of(segment: str) -> Phase:
     """The phase of a step that a segment of a micro-step belongs to."""
-    if segment in {"head", "pre", "rest", "begin"} or segment.startswith("F"):
+    if segment in {"head", "pre", "rest", "begin", "evaluation"} or segment.startswith("F"):
         return "forward"
     return "optimizer" if segment == "step" else "backward"
 
@@ -318,6 +359,13 @@ def operator_at(tape: Tape, moment: int) -> str:
 
 def _totals(work: Floats) -> Totals:
     return Totals(flops=work[..., 0], moved_bytes=work[..., 1], operators=np.asarray(work[..., 2].sum(axis=-1)))
+
+
+def _at(rows: Floats, zero: Floats, slope: Floats, moments: Ints) -> tuple[Floats, Ints]:
+    """The highest of some lines at each of ``rows``, and the event that it stands for."""
+    at = zero[None, :] + slope[None, :] * rows[:, None]
+    best = at.argmax(axis=1)
+    return at[np.arange(len(rows)), best], moments[best]
 
 
 def _hull(zero: Floats, slope: Floats) -> Ints:
@@ -349,10 +397,17 @@ def pack(micro: MicroPart | None, optimizer: OptimizerPart | None) -> dict[str, 
         arrays["buckets"] = np.array(micro.buckets_bytes)
         if micro.alone is not None:
             arrays |= {f"{_ALONE}{name}": array for name, array in micro.alone.arrays().items()}
+        if micro.evaluation is not None:
+            arrays |= {f"{_EVALUATION}{name}": array for name, array in micro.evaluation.arrays().items()}
     else:
         assert optimizer is not None
         arrays["elsewhere"] = np.array(optimizer.elsewhere_bytes)
     return arrays
+
+
+def _tape_in(arrays: Mapping[str, Any], prefix: str) -> Tape | None:
+    mine = {name.removeprefix(prefix): arrays[name] for name in arrays if name.startswith(prefix)}
+    return Tape.from_arrays(mine) if mine else None
 
 
 def unpack(arrays: Mapping[str, Any]) -> MicroPart | OptimizerPart:
@@ -360,12 +415,13 @@ def unpack(arrays: Mapping[str, Any]) -> MicroPart | OptimizerPart:
     tape = Tape.from_arrays(arrays)
     if "weights" in arrays:
         notes = tuple(str(note) for note in arrays["notes"])
-        alone = {name.removeprefix(_ALONE): arrays[name] for name in arrays if name.startswith(_ALONE)}
+        alone, evaluation = (_tape_in(arrays, prefix) for prefix in (_ALONE, _EVALUATION))
         return MicroPart(
             tape=tape,
+            evaluation=evaluation,
             weights=arrays["weights"].astype(np.int64),
             notes=notes,
-            alone=Tape.from_arrays(alone) if alone else None,
+            alone=alone,
             buckets_bytes=int(arrays["buckets"]),
         )
     return OptimizerPart(tape=tape, elsewhere_bytes=int(arrays["elsewhere"]))

@@ -51,7 +51,13 @@ def random_rows(recipe: Recipe, rows: int) -> Dataset[dict[str, torch.Tensor]]:
 
 
 def run_trainer(
-    clock: Listener, args: Any, model: Any, optimizer: Any = None, *, dataset: Dataset[Any] | None = None
+    clock: Listener,
+    args: Any,
+    model: Any,
+    optimizer: Any = None,
+    *,
+    dataset: Dataset[Any] | None = None,
+    begin: Callable[[Any], None] = lambda _: None,
 ) -> Evidence:
     """Train by a ``transformers.Trainer`` until the clock says enough.
 
@@ -61,6 +67,7 @@ def run_trainer(
         model: The model, wrapped as the plan says.
         optimizer: Where the plan wraps the optimizer; otherwise Trainer makes it.
         dataset: Rows to train on; where none are given, random ones, of which a batch is evaluated too.
+        begin: Given the trainer before it trains.
     """
     from transformers import Trainer, TrainerCallback
 
@@ -103,6 +110,7 @@ def run_trainer(
         callbacks=[Told()],
         optimizers=(optimizer, None),
     )
+    begin(trainer)
     trainer.train()
     return observer.with_later_state(seen[0], trainer.optimizer, trainer.accelerator, counted(clock))
 

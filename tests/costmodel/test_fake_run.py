@@ -134,6 +134,8 @@ def like_the_whole(lab, plan, rows=5):
     np.testing.assert_allclose(long[made], short[made], rtol=1e-6)
     for name in ("work", "work_per_row"):
         np.testing.assert_allclose(getattr(tape, name).sum(axis=0), getattr(whole.tape, name).sum(axis=0))
+    evaluated = lengthen(traced.evaluation, traced.copies).live(rows).max()
+    assert evaluated == pytest.approx(whole.evaluation.live(rows).max(), rel=1e-6)
 
 
 @pytest.mark.parametrize("case", some_slow(LENGTHENED, lambda case: case in LENGTHENED_BY_DEFAULT, ids="-".join))
@@ -168,6 +170,32 @@ def test_the_rows_of_a_trace_tell_themselves_from_every_other_size():
     rows = prime_micro_batch(model, 114)  # 113 is one less
     assert rows not in {101, 103, 107, 109, 113}
     assert all(rows % divisor for divisor in range(2, rows))
+
+
+# -- evaluation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", some_slow(["chunked_ce", "none"], lambda kernels: kernels == "chunked_ce"))
+def test_an_evaluation_step_needs_what_it_needs_on_real_tensors(labs, kernels):
+    lab = labs("llama")
+    plan = PLAIN.replaced(micro_batch=3, precision="bf16", checkpointing="full", kernels=kernels)
+    traced = lab.micro_steps(plan)
+    tape = lengthen(traced.evaluation, traced.copies)
+    real = lab.micro_steps(plan, fake=False).evaluation
+    assert tape.live(3).max() == pytest.approx(real.live(0).max(), rel=1e-3)
+
+
+def test_logits_that_training_never_makes_are_the_peak_of_the_evaluation(tmp_path):
+    lab = Lab(tmp_path, CONFIGS["llama"] | {"vocab_size": 20_000})
+    plan = PLAIN.replaced(micro_batch=4, checkpointing="full", kernels="chunked_ce")
+    found = lab.need(plan)
+    assert (found.phase, found.segment) == ("forward", "evaluation")
+    assert found.by_category["logits"] >= 2 * 4 * lab.facts.workload.seq_len * 20_000 * 4
+    assert "gradients" not in found.by_category
+
+
+def test_a_loop_evaluates_by_itself(labs):
+    assert labs("llama", launch_path="loop").micro_steps(PLAIN).evaluation is None
 
 
 # -- real tensors -------------------------------------------------------------------------------------------------
@@ -279,7 +307,7 @@ def test_a_trace_needs_what_real_tensors_need(labs, number):
 
 def test_without_logits_their_memory_is_gone(tmp_path):
     """As much as a sixteenth of them is there at a time, and no copy of any."""
-    lab = Lab(tmp_path, {**CONFIGS["llama"], "vocab_size": 4000}, device="cuda", seq_len=128)
+    lab = Lab(tmp_path, {**CONFIGS["llama"], "vocab_size": 4000}, device="cuda", seq_len=128, launch_path="loop")
     for precision in ("fp32", "bf16", "bf16_weights"):
         plan = PLAIN.replaced(micro_batch=8, precision=precision)
         whole, chunked = lab.need(plan), lab.need(plan.replaced(kernels="chunked_ce"))

@@ -107,10 +107,35 @@ def test_the_peak_may_be_anywhere():
     assert found.by_category["temporaries"] == 10**6
 
 
+@settings(deadline=None)
+@given(models(), st.integers(1, 16), st.integers(1, 5), st.integers(1, 8), SIZES, st.integers(0, 1 << 20))
+def test_an_evaluation_step_may_be_the_peak(model, rows, accumulation, evaluated, zero, slope):
+    micro, optimizer = parts_of(model)
+    writer = Writer()
+    writer.mark("evaluation")
+    writer.mark("2:headB")
+    writer.drop(writer.new(zero, slope))
+    micro = dataclasses.replace(micro, evaluation=writer.tape())
+    asked = {"waiting": True, "evaluated_rows": evaluated}
+    found = need(micro, optimizer, rows=rows, accumulation=accumulation, **asked)
+    beside = int(micro.weights.sum()) * (1 + model["state"])
+    batches = rows * accumulation * model["micro"].batch[1]
+    in_evaluation = beside + batches + zero + slope * evaluated
+    trained = written_out(model, rows, accumulation, waiting=True)
+    assert found.peak_bytes == max(trained, in_evaluation)
+    assert (found.segment == "evaluation") == (in_evaluation > trained)
+    assert sum(found.by_category.values()) == pytest.approx(found.peak_bytes, abs=len(CATEGORIES))
+    many = [np.array([one]) for one in (rows, accumulation, evaluated)]
+    alike = peaks(micro, optimizer, *many[:2], waiting=True, evaluated_rows=many[2])
+    assert alike[0] == pytest.approx(found.peak_bytes, abs=1)
+    kept = unpack(pack(micro, None))
+    np.testing.assert_array_equal(kept.evaluation.live(evaluated), micro.evaluation.live(evaluated))
+
+
 @pytest.mark.parametrize(
     ("segments", "phase"),
     [
-        (("begin", "pre", "F0", "F1", "F2", "rest", "head"), "forward"),
+        (("begin", "pre", "F0", "F1", "F2", "rest", "head", "evaluation"), "forward"),
         (("loss", "headB", "restB", "B2", "B1", "B0", "preB"), "backward"),
         (("step",), "optimizer"),
     ],

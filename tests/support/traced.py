@@ -11,6 +11,7 @@ from autofit.contract.plan import Plan
 from autofit.costmodel import peak
 from autofit.costmodel.tracing import fake_run, trace_job
 from autofit.costmodel.tracing.layers import Marks
+from autofit.costmodel.tracing.trace_store import evaluated_rows
 from autofit.machine.packages import installed
 from autofit.registry import technique, techniques
 from tests.support import tiny
@@ -160,6 +161,7 @@ class Lab:
             rows=plan["micro_batch"],
             accumulation=plan["accumulation"],
             waiting=self.facts.workload.launch_path == "trainer",
+            evaluated_rows=evaluated_rows(plan, self.facts),
         )
 
     def real(self, plan):

@@ -58,6 +58,8 @@ class MicroSteps:
 
     Attributes:
         tape: Segments are named ``0:F1`` for the first micro-step, ``1:F1`` for one that adds to gradients.
+        evaluation: One evaluation step with as many rows; ``None`` on the ``loop`` path, where the script evaluates,
+            and over several processes.
         copies: Periods that are missing in it.
         weights: Bytes of each parameter and buffer of the whole model.
         notes: What was assumed, in words.
@@ -66,6 +68,7 @@ class MicroSteps:
     """
 
     tape: Tape
+    evaluation: Tape | None
     copies: int
     weights: tuple[int, ...]
     notes: tuple[str, ...] = ()
@@ -147,11 +150,12 @@ def micro_steps(
             marks.sharded = model if layout.shards > 1 else None
             if layers is not None:
                 watch_layers(model, layers, marks)
-            with contextlib.suppress(TraceDone):
-                _run(recipe, model, marks, folder, fake=fake)
-        tape = recorder.tape(since=1)
+            _run(recipe, model, marks, folder, fake=fake)
+        tape = recorder.tape(since=1, until=marks.past)
+        evaluation = recorder.tape(since=marks.past) if marks.past and _evaluates(recipe) else None
     return MicroSteps(
         tape=tape.without("weights") if layout.shards > 1 else tape,  # they are in `weights`, of every layer
+        evaluation=evaluation,
         copies=layers.copies if layers else 0,
         weights=weights,
         notes=tuple(sorted(recorder.notes)),
@@ -322,15 +326,26 @@ def _run(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool) 
     marks.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if recipe.facts.workload.launch_path == "trainer":
         args = recipe.training_arguments(**loops.untuned(marks, folder))
-        args.per_device_train_batch_size = recipe.micro_batch
+        args.per_device_train_batch_size = args.per_device_eval_batch_size = recipe.micro_batch
         args.gradient_accumulation_steps = marks.accumulation
         args.train_sampling_strategy = "sequential"  # to shuffle rows without values is dear
         optimizer = recipe.optimizer(model, output_dir=str(folder)) if recipe.optimizer_wraps else None
-        loops.run_trainer(marks, args, model, optimizer, dataset=dataset)
+        trainers: list[Any] = []
+        with contextlib.suppress(TraceDone):
+            loops.run_trainer(marks, args, model, optimizer, dataset=dataset, begin=trainers.append)
+        if marks.past is not None and _evaluates(recipe):
+            loops.evaluate_once(trainers[0])
     else:
         accelerator = recipe.accelerator(gradient_accumulation_steps=marks.accumulation)
         optimizer = recipe.optimizer(model, output_dir=str(folder))
-        loops.run_loop(marks, accelerator, model, optimizer, dataset=dataset)
+        with contextlib.suppress(TraceDone):
+            loops.run_loop(marks, accelerator, model, optimizer, dataset=dataset)
+
+
+def _evaluates(recipe: Recipe) -> bool:
+    """Whether an evaluation step is traced: a Trainer's, in one process."""
+    work = recipe.facts.workload
+    return work.launch_path == "trainer" and work.processes == 1
 
 
 def _call_batch(recorder: Recorder) -> Callable[..., None]:

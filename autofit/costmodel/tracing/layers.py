@@ -127,6 +127,8 @@ class Marks:
         self.done = 0
         self.accumulated = 0
         self.backward = False
+        self.past: int | None = None
+        """Index of the segment that comes after the micro-steps."""
         self.parameters: list[nn.Parameter] = []
         self.sharded: nn.Module | None = None
 
@@ -158,7 +160,8 @@ class Marks:
         self.mark("step")
         self.accumulated += 1
         if self.only_micro_steps and self.accumulated == self.accumulation:
-            self.recorder.close()
+            self.past = len(self.recorder.segments)
+            self.recorder.mark("evaluation")
             raise TraceDone
 
     def step_skipped(self) -> None:

@@ -58,8 +58,8 @@ class OperatorTable:
         index = self._index.setdefault((*row_of(one), fixed), len(self._index))
         self._calls[segment, index] = self._calls.get((segment, index), 0.0) + calls
 
-    def arrays(self, since: int) -> tuple[Floats, Floats, Floats]:
-        """Rows at zero, what a row of the micro-batch adds, and calls as (segment, row, count)."""
+    def arrays(self, since: int, past: int) -> tuple[Floats, Floats, Floats]:
+        """Rows at zero, what a row of the micro-batch adds, and calls as (segment, row, count) from ``since`` on."""
         found = np.array(list(self._index), dtype=np.float64).reshape(-1, len(COLUMNS) + 1)
         sizes, fixed = found[:, :-1], found[:, -1]
         per_row = np.zeros_like(sizes)
@@ -71,7 +71,7 @@ class OperatorTable:
             per_row[:, _MOVED] = (sizes[:, _MOVED] - fixed) / self.rows
             sizes = np.where(grows, 0.0, sizes)
             sizes[:, _MOVED] = fixed
-        calls = [(place - since, index, count) for (place, index), count in self._calls.items() if place >= since]
+        calls = [(place - since, index, n) for (place, index), n in self._calls.items() if since <= place < past]
         return sizes, per_row, np.array(calls, dtype=np.float64).reshape(-1, 3)
 
 

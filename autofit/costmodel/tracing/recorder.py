@@ -296,22 +296,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Write no more."""
         self._closed = True
 
-    def tape(self, *, since: int = 0) -> Tape:
-        """What was written, from the segment at index ``since`` on; call after the run.
+    def tape(self, *, since: int = 0, until: int | None = None) -> Tape:
+        """What was written in the segments with indices from ``since`` to below ``until``; call after the run.
 
         Blocks that lived before are left out, and so is what happens to them.
         """
         self.close()
-        begin = self.starts[since]
+        past = len(self.segments) if until is None else until
+        begin, end = self.starts[since], [*self.starts, len(self.events)][past]
         events = np.array(self.events, dtype=np.int64)
         made = np.array(self._made_in, dtype=np.int64)
-        kept = made >= since
+        kept = (made >= since) & (made < past)
         number = np.cumsum(kept) - 1
         blocks = np.where(events >= 0, events, ~events)
-        mine = kept[blocks] & (np.arange(len(events)) >= begin)
+        place = np.arange(len(events))
+        mine = kept[blocks] & (place >= begin) & (place < end)
         renamed = np.where(events >= 0, number[blocks], ~number[blocks])
         before = np.concatenate([[0], np.cumsum(mine)])
-        starts = before[np.array(self.starts[since:])]
+        starts = before[np.array(self.starts[since:past])]
         categories = np.array(self._categorized(), dtype=np.int64)
         sizes = np.array(self.sizes, dtype=np.float64)[kept]
         per_row = np.zeros_like(sizes)
@@ -320,7 +322,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             grows = (sizes % self.rows == 0) & ~fixed
             per_row = np.where(grows, sizes / self.rows, 0.0)
             sizes = np.where(grows, 0.0, sizes)
-        operators, operators_per_row, calls = self.operators.arrays(since)
+        operators, operators_per_row, calls = self.operators.arrays(since, past)
         return Tape(
             events=_ordered(renamed[mine], starts),
             sizes=sizes,
@@ -328,10 +330,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             categories=categories[kept],
             ops=np.array(self.ops, dtype=np.int64)[kept],
             names=tuple(self.names),
-            segments=tuple(self.segments[since:]),
+            segments=tuple(self.segments[since:past]),
             starts=starts,
-            work=np.array(self.work[since:]),
-            work_per_row=np.array(self.work_per_row[since:]),
+            work=np.array(self.work[since:past]),
+            work_per_row=np.array(self.work_per_row[since:past]),
             kinds=KINDS,
             operators=operators,
             operators_per_row=operators_per_row,

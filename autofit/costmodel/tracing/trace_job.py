@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -109,6 +110,7 @@ def micro_part(plan: Plan, facts: Facts, config: Path, folder: Path) -> MicroPar
     alone = _micro_steps(plan, facts, config, folder, accumulation=1)[1] if found.gathers_late else None
     return MicroPart(
         tape=tape,
+        evaluation=found.evaluation,
         weights=np.array(found.weights, dtype=np.int64),
         notes=found.notes,
         alone=alone,
@@ -119,13 +121,15 @@ def micro_part(plan: Plan, facts: Facts, config: Path, folder: Path) -> MicroPar
 def _micro_steps(
     plan: Plan, facts: Facts, config: Path, folder: Path, *, accumulation: int
 ) -> tuple[fake_run.MicroSteps, Tape]:
-    """What was traced, and the tape of the whole model."""
+    """What was traced, its evaluation and the tape of the whole model."""
     found = fake_run.micro_steps(plan, facts, config=config, folder=folder, accumulation=accumulation)
     try:
-        return found, lengthen(found.tape, found.copies)
+        tape, evaluation = lengthen(found.tape, found.copies), found.evaluation
+        found = dataclasses.replace(found, evaluation=evaluation and lengthen(evaluation, found.copies))
     except UnlikeError:
         found = fake_run.micro_steps(plan, facts, config=config, folder=folder, accumulation=accumulation, whole=True)
-        return found, found.tape
+        tape = found.tape
+    return found, tape
 
 
 def optimizer_part(plan: Plan, facts: Facts, config: Path, folder: Path) -> OptimizerPart:

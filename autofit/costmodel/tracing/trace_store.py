@@ -25,7 +25,7 @@ from autofit.contract.technique import Part
 from autofit.costmodel import peak
 from autofit.costmodel.jobs import TraceJob, TraceRequest
 from autofit.costmodel.peak import MicroPart, Need, OptimizerPart
-from autofit.registry import source_folders, technique
+from autofit.registry import recipe_of, source_folders, technique
 from autofit.system.files import writing
 
 if TYPE_CHECKING:
@@ -172,7 +172,13 @@ class Traces:
         if found is None:
             return None
         rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
-        return peak.need(*found, rows=rows, accumulation=accumulation, waiting=self._waiting)
+        evaluated = evaluated_rows(plan, self.facts)
+        return peak.need(*found, rows=rows, accumulation=accumulation, waiting=self._waiting, evaluated_rows=evaluated)
+
+
+def evaluated_rows(plan: Plan, facts: Facts) -> int:
+    """Rows of an evaluation step of the plan, as it is written."""
+    return int(recipe_of(plan, facts).emission.training_args["per_device_eval_batch_size"])
 
 
 def untraceable(plan: Plan) -> list[str]:
