@@ -111,7 +111,7 @@ def folds(rows: Rows, count: int) -> Iterator[tuple[list[str], Any, Any]]:
         yield out, np.flatnonzero(~held), np.flatnonzero(held)
 
 
-_EIGHTY = 1.2816
+EIGHTY = 1.2816
 """Standard deviations that hold 80 % of a normal distribution."""
 _UNMEASURED = 0.4
 """Of kinds that no row is of: as far as published figures of one kernel are apart."""
@@ -120,7 +120,7 @@ _UNMEASURED = 0.4
 def _spreads(rows: Rows, errors: Any) -> dict[str, float]:
     """The standard deviation whose 80 % interval holds 80 % of the rows of each group."""
     each = {group: errors[rows.group == group] for group in sorted(set(rows.group.tolist()))}
-    return {name: round(float(np.quantile(np.abs(one), 0.8)) / _EIGHTY, 3) for name, one in each.items()} | {
+    return {name: round(float(np.quantile(np.abs(one), 0.8)) / EIGHTY, 3) for name, one in each.items()} | {
         "other": _UNMEASURED
     }
 

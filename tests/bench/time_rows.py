@@ -27,7 +27,8 @@ class Rows:
     """Measured kernels; arrays of shape ``(rows,)``.
 
     Attributes:
-        line: Number of the line in the file.
+        source: Which collection.
+        line: Number of the line in its file.
         op: As the file says.
         group: Whose error counts together.
         card: Name in the catalogue.
@@ -37,6 +38,7 @@ class Rows:
         seconds: Measured.
     """
 
+    source: Any
     line: Any
     op: Any
     group: Any
@@ -52,7 +54,9 @@ class Rows:
     def where(self, places: Any) -> Rows:
         """Some of them, by place or by a mask."""
         places = np.flatnonzero(places) if np.asarray(places).dtype == np.bool_ else places
-        own = {name: getattr(self, name)[places] for name in ("line", "op", "group", "card", "bound", "seconds")}
+        own = {
+            name: getattr(self, name)[places] for name in ("source", "line", "op", "group", "card", "bound", "seconds")
+        }
         return Rows(**own, operators=self.operators.at(places), figures=self.figures.at(places))
 
     def thinned(self, most: int) -> Rows:
@@ -141,6 +145,7 @@ def _rows(card: Card, its: list[tuple[int, dict[str, str], Operator]]) -> Rows:
     op = np.array([line["op"] for _, line, _ in its])
     batched = np.where(op == "bmm", "bmm", groups_of(operators))
     return Rows(
+        source=np.full(len(its), "neusight", dtype="<U12"),
         line=np.array([number for number, _, _ in its], dtype=np.int64),
         op=op,
         group=batched,
