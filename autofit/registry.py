@@ -80,6 +80,8 @@ def recipe_of(plan: Plan, facts: Facts) -> Recipe:
     check_values(plan, facts)
     filled = Recipe(plan=plan, facts=facts, emission=ground(facts))
     for one in known:
+        if by_script(one, facts):
+            continue
         value = plan[one.name]
         filled.add(one.emit(value, plan, facts))
         one.apply(value, filled)
@@ -92,6 +94,12 @@ def converted(plan: Plan) -> Plan:
     for one in techniques():
         values = one.converted(values)
     return plan if values is plan else Plan(values)
+
+
+def by_script(one: Technique, facts: Facts) -> bool:
+    """Whether the user's script does itself what the technique would do."""
+    held = one.held(facts)
+    return held is not None and held.by_script
 
 
 def check_values(plan: Plan, facts: Facts) -> None:
@@ -114,4 +122,6 @@ def changes(plan: Plan, facts: Facts) -> list[str]:
 
 def extra_seconds(plan: Plan, facts: Facts) -> float:
     """What a trial of the plan is expected to cost beyond its steps."""
-    return sum(technique(name).prior(value, facts).extra_seconds for name, value in plan.items())
+    script = facts.workload.script
+    before = script.seconds if script else 0.0
+    return before + sum(technique(name).prior(value, facts).extra_seconds for name, value in plan.items())

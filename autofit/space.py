@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autofit.contract.plan import Plan, Value
-from autofit.contract.technique import Choice, Kind, Prior
+from autofit.contract.technique import Choice, Held, Kind, Prior
 from autofit.registry import technique, techniques
 from autofit.system.errors import InputError
 
@@ -142,6 +142,10 @@ def build(
         )
     domains: dict[str, tuple[Value, ...]] = {}
     for one in techniques():
+        held = one.held(facts)
+        if held is not None and (one.name not in given or held.firm or held.by_script):
+            domains[one.name] = _held_values(one.name, held, given)
+            continue
         if one.name in given:
             domains[one.name] = given[one.name]
             continue
@@ -173,6 +177,26 @@ def build(
         plans=tuple(Plan(plan) for plan in plans),
         priors={one.name: {value: one.prior(value, facts) for value in domains[one.name]} for one in techniques()},
     )
+
+
+def _held_values(name: str, held: Held, given: Mapping[str, tuple[Value, ...]]) -> tuple[Value, ...]:
+    """The value that a script holds a technique at.
+
+    Raises:
+        InputError: The user asks for another one.
+    """
+    if any(value != held.value for value in given.get(name, ())):
+        asked = ", ".join(str(value) for value in given[name])
+        raise InputError(
+            f"{name}={asked} can't be had with this script: {held.reason}",
+            hint=f"leave {name} out, or change the script",
+        )
+    return (held.value,)
+
+
+def held_by_script(facts: Facts) -> list[tuple[str, Held]]:
+    """The techniques that the user's script holds at a value of its own, by name."""
+    return [(one.name, held) for one in techniques() if (held := one.held(facts)) is not None]
 
 
 def offers(facts: Facts) -> list[tuple[str, Choice]]:

@@ -16,10 +16,10 @@ from autofit.costmodel.jobs import RatesJob, TraceJob
 from autofit.machine.jobs import DescribeJob
 from autofit.output.jobs import CheckJob
 from autofit.system.job import JOB, Job
-from autofit.training.jobs import CurveJob, TrialJob
+from autofit.training.jobs import CurveJob, DescribeScriptJob, TrialJob
 
 Kinds = Annotated[
-    TrialJob | CurveJob | DescribeJob | RatesJob | CheckJob | TraceJob,
+    TrialJob | CurveJob | DescribeJob | DescribeScriptJob | RatesJob | CheckJob | TraceJob,
     Field(discriminator="kind"),
 ]
 JOBS: TypeAdapter[Job] = TypeAdapter(Kinds)

@@ -30,7 +30,7 @@ import re
 from typing import TYPE_CHECKING, Any, cast
 
 from autofit.contract.emission import Emission
-from autofit.contract.technique import Choice, InputError, Kind, Part, Prior, Technique
+from autofit.contract.technique import Choice, Held, InputError, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,6 +100,16 @@ class Adapter(Technique):
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value != "none":
             recipe.model_wraps.append(functools.partial(adapt, _wanted(value)))
+
+    def held(self, facts: Facts) -> Held | None:
+        script = facts.workload.script
+        if script is None:
+            return None
+        if script.adapter:
+            return Held(self.baseline, f"the script's own adapter is trained: {script.adapter}", by_script=True)
+        return Held(
+            self.baseline, "put an adapter on in the script, by peft: it knows which heads stay trained", firm=True
+        )
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         return Emission(script=() if value == "none" else ("train an adapter: model = setup.model(...)",))

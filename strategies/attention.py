@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
-from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique
+from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Status, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -127,6 +127,13 @@ class Attention(Technique):
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value != self.baseline:
             recipe.model_arguments["attn_implementation"] = str(value)
+
+    def held(self, facts: Facts) -> Held | None:
+        script = facts.workload.script
+        asked = None if script is None else script.loads.get("attn_implementation")
+        if asked is None:
+            return None
+        return Held(self.baseline, f"the script loads its model with {asked}", by_script=True)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         if value == self.baseline:

@@ -32,7 +32,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
-from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique
+from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Status, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,6 +96,12 @@ class Compile(Technique):
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value != self.baseline:
             recipe.slow_start = "compiling"
+
+    def held(self, facts: Facts) -> Held | None:
+        script = facts.workload.script
+        if script is not None and script.compiled:
+            return Held(self.baseline, "the script compiles its model itself", by_script=True)
+        return None
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         """The YAML says it all; a Trainer's arguments can't say regions, and say the rest once more."""

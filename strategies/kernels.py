@@ -30,7 +30,7 @@ import types
 from typing import TYPE_CHECKING, Any, cast
 
 from autofit.contract.emission import Emission
-from autofit.contract.technique import Choice, Kind, Part, Prior, Technique
+from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,6 +81,14 @@ class Kernels(Technique):
             Choice("liger_fused_ce", Kind.EXACT, "withheld" if why else "on_request", why or "Liger's loss alone"),
             Choice("liger", Kind.EXACT, "withheld" if why else "offered", why or "all of Liger's Triton kernels"),
         )
+
+    def held(self, facts: Facts) -> Held | None:
+        script = facts.workload.script
+        if script is None:
+            return None
+        if script.own.get("use_liger_kernel"):
+            return Held(self.baseline, "the script asks for Liger's kernels itself", by_script=True)
+        return Held(self.baseline, "the script's own loss is trained", firm=True)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         said = ("take the loss a chunk of the logits at a time: model = setup.model(...)",)

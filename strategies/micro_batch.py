@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from autofit.contract.emission import Emission
 from autofit.contract.layout import data_parallel_sizes
-from autofit.contract.technique import Choice, Kind, Part, Prior, Technique, divisors
+from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Technique, divisors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,14 +76,18 @@ class MicroBatch(Technique):
     def apply(self, value: Value, recipe: Recipe) -> None:
         recipe.micro_batch = int(value)
 
+    def held(self, facts: Facts) -> Held | None:
+        script = facts.workload.script
+        if script is None or script.depends_on_rows is None:
+            return None
+        return Held(script.micro_batch, f"{script.depends_on_rows}, so another micro-batch is another training")
+
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         rows = int(value)
-        return Emission(
-            training_args={
-                "per_device_train_batch_size": rows,
-                "per_device_eval_batch_size": evaluated_rows(rows, facts),
-            }
-        )
+        arguments = {"per_device_train_batch_size": rows}
+        if facts.workload.script is None:  # what a script evaluates at once is its own
+            arguments["per_device_eval_batch_size"] = evaluated_rows(rows, facts)
+        return Emission(training_args=arguments)
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         """Two rows stand for any number above one; one alone is contiguous however it is turned, and copied less."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
 from autofit.contract.placement import current
-from autofit.contract.technique import Choice, HostOffload, Kind, Part, Prior, Technique
+from autofit.contract.technique import Choice, Held, HostOffload, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -122,6 +122,14 @@ class Offload(Technique):
             recipe.model_wraps.append(functools.partial(offload_activations, keeper=keeper))
         elif value == "optimizer":
             recipe.optimizer_wraps.append(keep_state_on_host)
+
+    def held(self, facts: Facts) -> Held | None:
+        script = facts.workload.script
+        return (
+            None
+            if script is None
+            else Held(self.baseline, "what waits on the host is not tried with scripts yet", firm=True)
+        )
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         if value == "fsdp2":

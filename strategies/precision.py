@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
 from autofit.contract.observation import dtype_name
-from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique
+from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Status, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -118,6 +118,12 @@ class Precision(Technique):
             recipe.weights_dtype = "bfloat16"
         if value == "fp8":
             recipe.model_wraps.append(multiply_in_float8)
+
+    def held(self, facts: Facts) -> Held | None:
+        script = facts.workload.script
+        if script is None or script.weights_dtype == "float32":
+            return None
+        return Held("bf16_weights", f"the script loads its model in {script.weights_dtype}")
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         mixed = _AUTOCAST.get(str(value), "no")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from packaging.version import Version
 from pydantic import Field, TypeAdapter
@@ -37,7 +37,7 @@ class Model:
     """
 
     name: str
-    task: Task = "causal-lm"
+    task: Task | Literal["script"] = "causal-lm"
     architecture: str
     model_type: str
     parameters: int
@@ -103,6 +103,57 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """The user's own training script, run unmodified: what it was asked to do, and what it does by itself.
+
+    Attributes:
+        path: Of the script, absolute.
+        arguments: What stands behind it on its command line.
+        sha256: Of the script's text when it was tuned.
+        call: Which of its calls of ``train()`` is tuned, from 1.
+        trainer: The class of its Trainer.
+        micro_batch, accumulation: The script's own.
+        own: Its other arguments that techniques decide on, as JSON values: fields of ``TrainingArguments``.
+        loads: What it says itself where it loads its model, as texts: ``attn_implementation``, ``dtype``.
+        weights_dtype: Of its model's largest weight.
+        adapter: The adapter that it puts on its model, in words.
+        own_optimizer: Whether it hands its Trainer an optimizer, or makes it in a method of its own.
+        compiled: Whether it compiles its model itself.
+        depends_on_rows: Why its loss depends on the rows of a micro-batch, so that accumulation is not exact.
+        batch: Shapes of a micro-batch of its longest rows, by the names of the model's arguments.
+        rows: In its data set; ``None`` where it has no length.
+        longest, mean_length: Numbers in a row of a sample of the data set, all columns together.
+        seconds: From its start until its training begins.
+    """
+
+    path: str
+    arguments: tuple[str, ...] = ()
+    sha256: str
+    call: Positive = 1
+    trainer: str
+    micro_batch: Positive
+    accumulation: Positive
+    own: Mapping[str, Any] = field(default_factory=dict)
+    loads: Mapping[str, str] = field(default_factory=dict)
+    weights_dtype: str = "float32"
+    adapter: str | None = None
+    own_optimizer: bool = False
+    compiled: bool = False
+    depends_on_rows: str | None = None
+    batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: int | None = None
+    longest: int = 0
+    mean_length: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the longest row; ``None`` where its model reads none."""
+        shape = self.batch.get("input_ids", ())
+        return shape[-1] if len(shape) > 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What is to be trained and inside of what.
 
@@ -114,6 +165,7 @@ class Workload:
         nodes: Machines that they run on, as many on each.
         limit_bytes: The ceiling on each device; on the CPU of each process.
         host_limit_bytes: The ceiling on the host, for each process.
+        script: The user's own training script; ``None`` where a model is tuned by its config.
     """
 
     seq_len: Annotated[int, Field(ge=2)]
@@ -124,6 +176,7 @@ class Workload:
     host_limit_bytes: Positive
     launch_path: LaunchPath = "trainer"
     seed: int = 0
+    script: Script | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

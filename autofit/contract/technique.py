@@ -41,6 +41,20 @@ class Kind(enum.StrEnum):
     """Another training method."""
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The value that a user's script holds a technique at, and why.
+
+    ``firm`` says that no other value can be had, also where the user names one; ``by_script`` that the script does it
+    itself: then nothing is applied, written or checked for it.
+    """
+
+    value: Value
+    reason: str
+    firm: bool = False
+    by_script: bool = False
+
+
 Status = Literal["offered", "on_request", "withheld"]
 Part = Literal["micro_steps", "optimizer"]
 """What a trace looks at: forward and backward passes, or the optimizer's step."""
@@ -157,6 +171,10 @@ class Technique(ABC):
         A trace leaves out whole periods only.
         """
         return 1
+
+    def held(self, facts: Facts) -> Held | None:
+        """The value that the user's script holds it at; ``None`` where a plan decides, or no script is tuned."""
+        return None
 
     @classmethod
     def lacks(cls, facts: Facts, *packages: str) -> str | None:

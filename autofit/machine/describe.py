@@ -46,8 +46,25 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool, task: Ta
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM
         model = auto.from_config(settings, trust_remote_code=trust_remote_code)
+    return {
+        **describe_built(name, settings, model),
+        "trust_remote_code": trust_remote_code,
+        "plain_head": _has_plain_head(model),
+    }
+
+
+def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
+    """Sizes and abilities of a model of transformers, read off the model as it stands.
+
+    Args:
+        name: What the user calls it.
+        settings: Its config.
+        model: With storage or without.
+
+    Returns:
+        Fields of :class:`autofit.contract.facts.Model`.
+    """
     text = settings.get_text_config()
-    embeddings = model.get_input_embeddings()
     classes = {type(module).__name__ for module in model.modules()}
     longest = max(0, int(getattr(text, "max_position_embeddings", None) or 0))  # XLNet says -1 for no end
     return {
@@ -57,16 +74,14 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool, task: Ta
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": int(getattr(text, "num_hidden_layers", 0) or 0),
         "hidden_size": int(getattr(text, "hidden_size", 0) or 0),
-        "vocab_size": int(embeddings.weight.shape[0]),
+        "vocab_size": _vocabulary(model),
         "max_positions": longest or None,
         "supports_checkpointing": bool(model.supports_gradient_checkpointing),
         "layer_classes": tuple(sorted(set(getattr(model, "_no_split_modules", None) or ()) & classes)),
         "has_experts": any("expert" in part.lower() for part in classes),
-        "trust_remote_code": trust_remote_code,
         "attention": str(text._attn_implementation),  # noqa: SLF001 - there is no other
         "attentions": _attentions(model),
         "attention_dropout": any(getattr(text, name, 0) for name in ("attention_dropout", "attn_pdrop")),
-        "plain_head": _has_plain_head(model),
         "liger": settings.model_type in _ligers_types(),
         "position_rows": _position_rows(model, longest),
         "named": tuple(settings.architectures or ()),
@@ -119,6 +134,23 @@ def _products(model: Any) -> list[tuple[int, int, int]]:
     return [(*shape, count) for shape, count in sorted(counted.items())]
 
 
+def _input_embeddings(model: Any) -> Any:
+    """The table of the vocabulary; ``None`` where the model reads no tokens."""
+    import torch
+
+    try:
+        found = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return found if isinstance(found, torch.nn.Embedding) else None
+
+
+def _vocabulary(model: Any) -> int:
+    """Rows of that table; 1 where the model reads no tokens."""
+    table = _input_embeddings(model)
+    return 1 if table is None else int(table.weight.shape[0])
+
+
 def _position_rows(model: Any, longest: int) -> int | None:
     """How many tokens a row may have by the model's learned table of positions, where it has one.
 
@@ -134,7 +166,7 @@ def _position_rows(model: Any, longest: int) -> int | None:
         if isinstance(module, torch.nn.Embedding)
         and module.num_embeddings >= longest > 0
         and ("position" in name or name.endswith("wpe"))
-        and module is not model.get_input_embeddings()
+        and module is not _input_embeddings(model)
     ]
     return min(found, default=None)
 

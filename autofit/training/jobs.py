@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import OUTCOME, Crashed, Outcome, OutOfMemory, Unsupported
 from autofit.contract.plan import Plan
 from autofit.contract.recipe import Recipe
-from autofit.machine.describe import given_threads
+from autofit.machine.describe import describe_built, given_threads
 from autofit.machine.meters import CeilingBroken, guard_host, meter, warm_up_threads
 from autofit.registry import recipe_of
+from autofit.system.errors import InputError
 from autofit.system.files import write_atomically
 from autofit.system.job import error_words
 from autofit.system.strict_json import dump_json
@@ -27,6 +29,8 @@ from autofit.training.loops import run_recipe
 from autofit.training.loss_curve import CURVE, Curve, record
 from autofit.training.measure import measure
 from autofit.training.rounding import Rounding, rounded
+from autofit.training.scripts.entry import describe, keep_quiet, measure_steps, rows_words
+from autofit.training.scripts.leave import Refused
 from autofit.training.timing import Effort
 
 PROGRESS_FILE = "progress"
@@ -46,6 +50,21 @@ class TrialJob:
     def run(self, folder: Path) -> None:
         """Leave the plan's outcome; every failure that can be caught is one."""
         write_atomically(folder / self.RESULT, dump_json(OUTCOME, _tried(self, folder)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribeScriptJob:
+    """Run a user's script up to its training, on the CPU, and write down what it would train."""
+
+    RESULT: ClassVar[str] = "script.json"
+    kind: Literal["describe_script"] = "describe_script"
+    path: str
+    arguments: tuple[str, ...]
+    call: int
+
+    def run(self, folder: Path) -> None:
+        """Leave ``script``, ``model`` and ``config``, or an ``error`` with its ``hint``."""
+        write_atomically(folder / self.RESULT, json.dumps(_described(self, folder), allow_nan=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +96,8 @@ def _tried(job: TrialJob, folder: Path) -> Outcome:
             limit_bytes=work.limit_bytes if broken.where == "device" else work.host_limit_bytes,
             peak_bytes=broken.peak_bytes,
         )
+    except Refused as refused:
+        return Unsupported(reason=refused.message)
     except ImportError as error:
         traceback.print_exc()
         return Unsupported(reason=f"a package is missing or broken: {error}")
@@ -84,6 +105,19 @@ def _tried(job: TrialJob, folder: Path) -> Outcome:
         traceback.print_exc()
         reason = error_words(error)
         return Crashed(reason=reason, log_tail=traceback.format_exc()[-4000:])
+
+
+def _described(job: DescribeScriptJob, folder: Path) -> dict[str, Any]:
+    """What a script would train, as JSON values, or why it can't be tuned."""
+    keep_quiet()
+    try:
+        found = describe(job.path, job.arguments, call=job.call, folder=folder)
+    except (InputError, Refused) as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        return {"error": error.message, "hint": error.hint}
+    model = found.pop("model")
+    return {**found, "model": describe_built(Path(job.path).name, model.config, model)}
 
 
 def _trained(job: CurveJob, folder: Path) -> Curve:
@@ -108,12 +142,20 @@ def _measured(job: TrialJob, folder: Path) -> Outcome:
 
     tell("load")
     counter = meter(job.facts)
+    script = job.facts.workload.script
+    if script is None:
+        return measure(
+            recipe, job.effort, counter, lambda clock: run_recipe(clock, config=Path(job.config), folder=folder), tell
+        )
+    keep_quiet()
+    environment = dict(os.environ)
     return measure(
         recipe,
         job.effort,
         counter,
-        lambda clock: run_recipe(clock, config=Path(job.config), folder=folder),
+        lambda clock: measure_steps(clock, script, folder=folder, environment=environment),
         tell,
+        rows_words=rows_words(script),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from autofit.contract.outcome import Diverged, Evidence, Measured, Outcome, OutOfMemory, Unsupported
 from autofit.contract.recipe import Recipe
 from autofit.machine.meters import CeilingBroken, Meter, out_of_memory
-from autofit.registry import techniques
+from autofit.registry import by_script, techniques
 from autofit.system.statistics import median, spread
 from autofit.training.observer import compiled_graphs
 from autofit.training.timing import PARTS, Clock, Effort, NotFinite
@@ -23,6 +23,8 @@ def measure(
     meter: Meter,
     run: Callable[[Clock], Evidence],
     progress: Callable[[str], None] = lambda _: None,
+    *,
+    rows_words: str = ROWS,
 ) -> Outcome:
     """Run training steps and turn what happens into an outcome.
 
@@ -33,6 +35,7 @@ def measure(
         run: Builds everything, trains until the clock says enough, and returns what was seen; see
             :mod:`autofit.training.loops`.
         progress: Told of each step, for whoever waits.
+        rows_words: What the rows are that are trained on.
 
     Raises:
         Exception: Whatever is none of the expected failures.
@@ -89,6 +92,8 @@ def measure(
             training_seconds=clock.training_seconds,
         )
     for one in techniques():
+        if by_script(one, facts):
+            continue
         ignored = one.in_effect(recipe.plan[one.name], evidence.of(one.name), facts)
         if ignored is not None:
             return Unsupported(reason=f"{one.name}={recipe.plan[one.name]} did not take effect: {ignored}")
@@ -98,7 +103,7 @@ def measure(
         step_seconds=seconds,
         step_seconds_spread=spread(clock.steps),
         samples_per_second=rows / seconds,
-        tokens_per_second=rows * facts.workload.seq_len / seconds,
+        tokens_per_second=rows * (clock.tokens_a_row or facts.workload.seq_len) / seconds,
         peak_bytes=reading.peak_bytes,
         allocated_bytes=reading.allocated_bytes,
         reserved_bytes=reading.reserved_bytes,
@@ -113,5 +118,5 @@ def measure(
         alloc_retries=reading.alloc_retries,
         disturbance=disturbance,
         evidence=evidence,
-        notes=(ROWS, *([RECOMPILED.format(evidence.recompiles)] if evidence.recompiles else [])),
+        notes=(rows_words, *([RECOMPILED.format(evidence.recompiles)] if evidence.recompiles else [])),
     )

@@ -164,7 +164,9 @@ def _layer_products(model: nn.Module, layer_classes: tuple[str, ...]) -> list[nn
     known = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     named = [module for module in modules if type(module).__name__ in layer_classes]
     products = (_first_product(layer) for layer in known or named or [model])
-    return list({id(product): product for product in products if product is not None}.values())
+    found = list({id(product): product for product in products if product is not None}.values())
+    head = None if found else _first_product(model)  # layers of convolutions alone
+    return found if head is None else [head]
 
 
 def _first_product(layer: nn.Module) -> nn.Module | None:

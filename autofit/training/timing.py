@@ -106,6 +106,8 @@ class Clock:
     done: int = 0
     accumulated: int = 0
     cpu: CpuShare = field(default_factory=CpuShare)
+    tokens_a_row: float | None = None
+    """Tokens of a row without its padding, where rows differ; ``None`` where all are as long as the workload says."""
     _started: float = 0.0
     _micro: list[float] = field(default_factory=list)
     _mark: float = 0.0

@@ -52,7 +52,7 @@ from typing import TYPE_CHECKING
 
 from autofit.contract.emission import Emission
 from autofit.contract.observation import dtype_name
-from autofit.contract.technique import Choice, Part, Prior, Technique, replacing
+from autofit.contract.technique import Choice, Held, Part, Prior, Technique, replacing
 
 from .rows import MOMENTUM, ROWS, Row
 from .tracing import replacements
@@ -68,6 +68,10 @@ if TYPE_CHECKING:
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
     from autofit.contract.trace import TraceRecorder
+
+
+_OF_TRAINER = {"adamw_torch", "adamw_torch_fused"}
+"""What a Trainer steps with where nobody asks for another: a script has not chosen it."""
 
 
 class Optimizer(Technique):
@@ -101,6 +105,20 @@ class Optimizer(Technique):
         recipe.state_bits = ROWS[str(value)].bits
         if ROWS[str(value)].modes and recipe.facts.workload.launch_path == "loop":
             recipe.optimizer_wraps.append(_in_training)
+
+    def held(self, facts: Facts) -> Held | None:
+        script = facts.workload.script
+        if script is None:
+            return None
+        if script.own_optimizer:
+            return Held(self.baseline, "the script makes its own optimizer", by_script=True)
+        asked, arguments = script.own.get("optim"), script.own.get("optim_args")
+        if asked in _OF_TRAINER:
+            return None
+        for value, row in ROWS.items():
+            if (row.optim, row.args) == (asked, arguments) and _why_not(row, facts) is None:
+                return Held(value, f"the script asks for {asked}")
+        return Held(self.baseline, f"the script asks for {asked} ({arguments})", by_script=True)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         row = ROWS[str(value)]

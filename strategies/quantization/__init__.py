@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
 from autofit.contract.observation import dtype_name
-from autofit.contract.technique import Choice, Kind, Part, Prior, Technique
+from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Technique
 
 from .loading import load_arguments, random_model, random_torchao_model
 from .tracing import traced_layers
@@ -104,6 +104,14 @@ class Quantization(Technique):
         recipe.load_arguments.append(functools.partial(load_arguments, str(value), compute, on_cpu=on_cpu))
         make = random_torchao_model if value in _TORCHAO else functools.partial(random_model, str(value), compute)
         recipe.random_model = lambda plain: make(plain, on_cpu=on_cpu, cache=recipe.tensor_cache)
+
+    def held(self, facts: Facts) -> Held | None:
+        script = facts.workload.script
+        return (
+            None
+            if script is None
+            else Held(self.baseline, "weights are quantized by the script, or not at all", firm=True)
+        )
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         return Emission(script=() if value == "none" else (f"load the weights in {value}: model = setup.model(...)",))

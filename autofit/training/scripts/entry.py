@@ -1,0 +1,376 @@
+"""What happens where a script begins to train: it is described, measured for some steps, or trains with the plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autofit.contract.outcome import Evidence
+from autofit.contract.recipe import Recipe
+from autofit.training.loops import counted
+from autofit.training.observer import Observer
+from autofit.training.scripts.leave import Left, Refused, run, run_until_left
+from autofit.training.scripts.patches import Patches
+from autofit.training.scripts.rows import Sample, sample, take_in_order
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Script
+    from autofit.training.timing import Clock
+
+_OUTPUT = "output"
+_QUIET = {
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "auto_find_batch_size": False,
+    "skip_memory_metrics": True,
+    "resume_from_checkpoint": None,
+}
+
+
+class Enough(Left):
+    """The script has shown what was wanted of it."""
+
+    def __init__(self, found: Any) -> None:
+        super().__init__()
+        self.found = found
+
+
+def keep_quiet() -> None:
+    """Tell libraries that report to services that nothing is to be reported."""
+    os.environ.update(
+        {
+            "WANDB_MODE": "disabled",
+            "WANDB_DISABLED": "true",
+            "COMET_MODE": "DISABLED",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+    )
+
+
+def _construct(folder: Path) -> dict[str, Any]:
+    """Fields that keep a script's side effects out: it writes into the folder, and tells nobody."""
+    return {
+        "output_dir": str(folder / _OUTPUT),
+        "report_to": "none",
+        "push_to_hub": False,
+        "disable_tqdm": True,
+    }
+
+
+def _quiet() -> dict[str, Any]:
+    """Attributes that leave out what is beside the training steps, in the types that ``TrainingArguments`` keep."""
+    from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+    kinds = {"save_strategy": SaveStrategy, "eval_strategy": IntervalStrategy, "logging_strategy": IntervalStrategy}
+    return {name: kinds[name](value) if name in kinds else value for name, value in _QUIET.items()}
+
+
+def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path) -> dict[str, Any]:
+    """Run a script up to its training, on the CPU and with random weights, and tell what it would train.
+
+    Returns:
+        ``script``: the fields of :class:`autofit.contract.facts.Script` but path, arguments, text and call;
+        ``model``: the model itself; ``config``: its config as JSON values.
+
+    Raises:
+        InputError: It ends before it trains.
+        Refused: It does something that can't be tuned.
+    """
+    began = time.monotonic()
+
+    def entry(trainer: Any, _train: Callable[[], Any]) -> Any:
+        raise Enough(_described(patches, trainer, time.monotonic() - began))
+
+    patches = Patches(
+        train=entry,
+        call=call,
+        construct={**_construct(folder), "use_cpu": True, "tf32": None},
+        tuned={"bf16": False, "fp16": False, "torch_compile": False},
+        quiet=_quiet(),
+    )
+    patches.install()
+    try:
+        run_until_left(path, arguments)
+    except Enough as enough:
+        found: dict[str, Any] = enough.found
+        return found
+    raise AssertionError("a script was left without a reason")
+
+
+def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]:
+    """What a Trainer is about to train."""
+    import torch
+
+    model = trainer.model
+    inner = _inner(model)
+    if not hasattr(getattr(inner, "config", None), "to_dict"):
+        raise Refused(
+            f"the script trains a {type(inner).__name__}, which is no model of transformers",
+            "models with a config of transformers can be tuned",
+        )
+    own, given = patches.arguments, patches.given
+    first = max(inner.parameters(), key=lambda one: one.numel())
+    rows = sample(trainer)
+    names = ("optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile",
+             "use_liger_kernel", "per_device_eval_batch_size", "dataloader_num_workers")  # fmt: skip
+    script = {
+        "trainer": type(trainer).__name__,
+        "micro_batch": int(own["per_device_train_batch_size"]),
+        "accumulation": int(own["gradient_accumulation_steps"]),
+        "own": json.loads(json.dumps({name: own.get(name) for name in names}, default=str)),
+        "loads": {name: value for name, value in patches.said.items() if name == "attn_implementation"},
+        "weights_dtype": str(first.dtype).removeprefix("torch."),
+        "adapter": _adapter(model),
+        "own_optimizer": _makes_its_optimizer(trainer, given),
+        "compiled": hasattr(model, "_orig_mod"),
+        "depends_on_rows": _depends_on_rows(inner),
+        "batch": _batch(trainer, rows),
+        "rows": rows.rows,
+        "longest": max(rows.sizes.values(), default=0),
+        "mean_length": sum(rows.sizes.values()) / max(1, len(rows.sizes)),
+        "seconds": seconds,
+    }
+    if first.dtype not in {torch.float32, torch.bfloat16}:
+        raise Refused(
+            f"the script trains weights in {script['weights_dtype']}, which lose almost every update",
+            "load the model in float32 or bfloat16, and ask for --fp16 instead",
+        )
+    return {"script": script, "model": inner, "config": json.loads(inner.config.to_json_string(use_diff=False))}
+
+
+def _inner(model: Any) -> Any:
+    """The model of transformers inside of a compiled one, or below an adapter."""
+    model = getattr(model, "_orig_mod", model)
+    base = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
+
+
+def _adapter(model: Any) -> str | None:
+    """The adapter on a model, in words."""
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return None
+    one = next(iter(configs.values()))
+    rank = getattr(one, "r", None)
+    kind = str(getattr(one.peft_type, "value", one.peft_type))
+    return f"{kind} r={rank}" if isinstance(rank, int) else kind
+
+
+def _makes_its_optimizer(trainer: Any, given: Mapping[str, Any]) -> bool:
+    """Whether the optimizer is no matter of the arguments."""
+    from transformers import Trainer
+
+    handed = any(part is not None for part in given.get("optimizers") or ())
+    inherited = type(trainer).create_optimizer is Trainer.create_optimizer
+    return handed or given.get("optimizer_cls_and_kwargs") is not None or not inherited
+
+
+def _depends_on_rows(model: Any) -> str | None:
+    """Why the loss of a row depends on the others of its micro-batch, in words; ``None`` where it does not."""
+    import torch
+
+    norms = (torch.nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the base of all of them
+    if any(isinstance(module, norms) and module.track_running_stats for module in model.modules()):
+        return "its BatchNorm layers take the mean and variance of each micro-batch"
+    if hasattr(model, "logit_scale"):
+        return "its contrastive loss compares the rows of a micro-batch with each other"
+    return None
+
+
+def _batch(trainer: Any, rows: Sample) -> dict[str, tuple[int, ...]]:
+    """Shapes of a micro-batch of the longest rows, as the script's own collator makes it."""
+    import torch
+
+    take_in_order(trainer, rows, longest=trainer.args.per_device_train_batch_size, then=0)
+    batch = next(iter(trainer.get_train_dataloader()))
+    if not isinstance(batch, Mapping):
+        return {}
+    return {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def measure_steps(clock: Clock, script: Script, *, folder: Path, environment: Mapping[str, str]) -> Evidence:
+    """Run a script with the clock's recipe up to its training, and train until the clock says enough.
+
+    Args:
+        clock: Listens.
+        script: What is run.
+        folder: Where the script may write.
+        environment: Variables that the launch has set, to stand where the script's own arguments change them.
+
+    Raises:
+        Refused: The script does something that can't be tuned.
+        InputError: It ends before it trains.
+    """
+    recipe, effort = clock.recipe, clock.effort
+
+    def entry(trainer: Any, train: Callable[[], Any]) -> Any:
+        raise Enough(_measured(clock, trainer, train))
+
+    steps = effort.warm_up + effort.max_steps
+    tuned = {**recipe.emission.training_args, "gradient_accumulation_steps": clock.accumulation, "max_steps": steps}
+    patches = Patches(
+        train=entry,
+        call=script.call,
+        construct=_construct(folder),
+        tuned=tuned,
+        quiet=_quiet(),
+        environment=environment,
+        loads=_loads(recipe),
+    )
+    patches.install()
+    try:
+        run_until_left(script.path, script.arguments)
+    except Enough as enough:
+        evidence: Evidence = enough.found
+        return evidence
+    raise AssertionError("a script was left without a reason")
+
+
+def train_with(
+    recipe: Recipe,
+    path: str,
+    arguments: tuple[str, ...],
+    *,
+    environment: Mapping[str, str],
+    around: Callable[[Any, Callable[[], Any]], Any],
+) -> None:
+    """Run a script as it is, with the recipe's plan put in: real weights, every step, all that it does besides."""
+
+    def entry(trainer: Any, train: Callable[[], Any]) -> Any:
+        wrap(trainer, recipe)
+        return around(trainer, train)
+
+    Patches(
+        train=entry,
+        tuned=recipe.emission.training_args,
+        environment=environment,
+        loads=_loads(recipe),
+        random_weights=False,
+    ).install()
+    run(path, arguments)
+
+
+def _loads(recipe: Recipe) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What a recipe says where a model is loaded, over what the script says."""
+
+    def changed(given: dict[str, Any]) -> dict[str, Any]:
+        import torch
+
+        return {**given, **recipe.model_arguments, "dtype": getattr(torch, recipe.weights_dtype)}
+
+    return changed
+
+
+def wrap(trainer: Any, recipe: Recipe) -> None:
+    """Put around a Trainer's model and optimizer what no argument carries."""
+    if recipe.model_wraps or recipe.optimizer_wraps:
+        trainer.model_init = None  # it has made the model, and would make another one
+    for one in recipe.model_wraps:
+        trainer.model = trainer.model_wrapped = one(trainer.model)
+    if recipe.optimizer_wraps:
+        optimizer = trainer.create_optimizer()
+        for one in recipe.optimizer_wraps:
+            optimizer = one(optimizer)
+        trainer.optimizer = optimizer
+
+
+def _measured(clock: Clock, trainer: Any, train: Callable[[], Any]) -> Evidence:
+    """Train until the clock says enough."""
+    from transformers import EarlyStoppingCallback, TrainerCallback
+
+    recipe, effort = clock.recipe, clock.effort
+    trainer.model_init = None
+    wrap(trainer, recipe)
+    observer = Observer(trainer.model, recipe)
+    seen: list[Evidence] = []
+    tokens = _Tokens(clock)
+    a_step = recipe.micro_batch * clock.accumulation
+    take_in_order(trainer, sample(trainer), longest=effort.warm_up * a_step, then=effort.max_steps * a_step)
+    compute_loss, training_step = trainer.compute_loss, trainer.training_step
+
+    def timed_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens.count(inputs)
+        clock.forward_begin()
+        loss = compute_loss(model, inputs, *args, **kwargs)
+        clock.forward_end()
+        return loss
+
+    def timed_step(*args: Any, **kwargs: Any) -> Any:
+        loss = training_step(*args, **kwargs)
+        clock.backward_end(loss)
+        return loss
+
+    class Told(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            clock.step_begin()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            if trainer.accelerator.optimizer_step_was_skipped:
+                clock.step_skipped()
+            if clock.step_end():
+                control.should_training_stop = True
+            if clock.done == effort.warm_up:
+                observer.rows = _rows_of(trainer)
+                seen.append(observer.evidence(trainer.optimizer, trainer.accelerator, counted(clock)))
+                observer.close()
+            return control
+
+    trainer.pop_callback(EarlyStoppingCallback)
+    trainer.add_callback(Told())
+    trainer.compute_loss, trainer.training_step = timed_loss, timed_step
+    train()
+    if not seen:
+        raise Refused(
+            f"its data set ends after {clock.done} optimizer steps, and {effort.warm_up} are needed before any is timed",
+            "give the script more rows",
+        )
+    clock.tokens_a_row = tokens.a_row(recipe.micro_batch)
+    return observer.with_later_state(seen[0], trainer.optimizer, trainer.accelerator, counted(clock))
+
+
+def _rows_of(trainer: Any) -> int | None:
+    """Rows that the loader puts into a micro-batch."""
+    loader = trainer.callback_handler.train_dataloader
+    inside = getattr(loader, "batch_sampler", None)
+    rows = getattr(inside, "batch_size", None) or getattr(loader, "batch_size", None)
+    return int(rows) if rows else None
+
+
+class _Tokens:
+    """Counts the tokens of the timed micro-steps that are no padding; on the device, so that nothing waits for it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.micro_steps = 0
+        self.total: Any = 0
+
+    def count(self, inputs: Any) -> None:
+        """A micro-batch."""
+        if self.clock.done < self.clock.effort.warm_up or not isinstance(inputs, Mapping):
+            return
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if ids is None or not hasattr(ids, "numel"):
+            return
+        padded = mask is not None and getattr(mask, "shape", None) == ids.shape
+        self.total = self.total + (mask.sum() if padded else ids.numel())
+        self.micro_steps += 1
+
+    def a_row(self, micro_batch: int) -> float | None:
+        """Tokens of a row, the mean over the timed ones; ``None`` where there are none."""
+        return float(self.total) / (self.micro_steps * micro_batch) if self.micro_steps else None
+
+
+def rows_words(script: Script) -> str:
+    """What a script's measurement trained on, in words."""
+    return (
+        "the script's own rows: the longest of a sample while warming up, its own order while timed"
+        if script.rows
+        else "the script's own rows, in their order"
+    )

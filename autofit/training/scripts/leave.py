@@ -1,0 +1,78 @@
+"""How a script is run, and how it is left."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from autofit.system.errors import InputError
+from autofit.system.job import error_words
+
+
+class Left(BaseException):
+    """Raised inside a script to leave it: no ``except Exception`` of the script's stops it."""
+
+
+class Refused(Left):
+    """What the script does can't be tuned.
+
+    Args:
+        message: What it does, in one line.
+        hint: What to do.
+    """
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+def run(path: str, arguments: Sequence[str]) -> None:
+    """Run a script as ``python path arguments`` would."""
+    sys.argv = [path, *arguments]
+    folder = str(Path(path).parent)
+    if sys.path[0] != folder:
+        sys.path.insert(0, folder)
+    runpy.run_path(path, run_name="__main__")
+
+
+def run_until_left(path: str, arguments: Sequence[str]) -> None:
+    """Run a script until something inside it leaves it.
+
+    Raises:
+        Left: It was left, as it should be.
+        InputError: It ended before, by itself or by an error.
+    """
+    name = Path(path).name
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        run(path, arguments)
+    except Left:
+        if os.environ.get("CUDA_VISIBLE_DEVICES") != visible:
+            raise Refused(
+                f"{name} sets CUDA_VISIBLE_DEVICES itself",
+                "take that line out and set it where you call autofit, which tunes on the first device that it sees",
+            ) from None
+        raise
+    except SystemExit as end:
+        raise InputError(
+            f"{name} ended before it trained (exit {end.code!r})",
+            hint="does it run with these arguments by itself? They stand behind --: autofit tune train.py -- ARGS",
+        ) from end
+    except EOFError as error:
+        raise InputError(
+            f"{name} reads from stdin before it trains", hint="give what it asks for as an argument or in a file"
+        ) from error
+    except Exception as error:
+        raise InputError(
+            f"{name} failed before it trained: {error_words(error)}",
+            hint="does it run with these arguments by itself? Its traceback is in the log",
+        ) from error
+    raise InputError(
+        f"{name} ended without training: it never called train() of a transformers Trainer",
+        hint="does it need an argument for that, such as --do_train? Training in processes that the script starts "
+        "itself, and loops without a Trainer, can't be tuned",
+    )

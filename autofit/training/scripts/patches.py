@@ -1,0 +1,199 @@
+"""What is put into transformers before a script runs, so that the script trains with a plan and no line of it changes.
+
+Four places: where a model is loaded or built, where the arguments are made, where a Trainer is made (before its
+Accelerator), and ``Trainer.train``. The process is the script's alone: nothing is taken back.
+Read with transformers 5.23: ``PreTrainedModel.from_pretrained`` and ``_from_config``, ``TrainingArguments.__post_init__``,
+``Trainer.__init__``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autofit.contract.recipe import quick_random_weights
+from autofit.training.scripts.leave import Refused
+
+_DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+_OF_WEIGHTS = (
+    "state_dict", "tqdm_class", "device_map", "max_memory", "offload_folder", "offload_buffers", "variant",
+    "adapter_kwargs", "adapter_name", "generation_config", "gguf_file", "use_safetensors", "weights_only",
+    "ignore_mismatched_sizes", "low_cpu_mem_usage", "key_mapping", "trust_remote_code", "code_revision",
+    "_commit_hash", "_from_auto", "_from_pipeline", "use_kernels", "kernel_config", "fusion_config", "allow_all_kernels",
+    "mirror", "_fast_init", "from_tf", "from_flax", "offload_state_dict", "disable_mmap",
+)  # fmt: skip
+"""Arguments of ``from_pretrained`` that are for reading weights, of which none are read."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Patches:
+    """What a script is run with.
+
+    Attributes:
+        train: Called in the place of ``Trainer.train``, with the Trainer and what ``train`` would have done.
+        construct: Fields of ``TrainingArguments`` that are set while they are made: where the script may write.
+        tuned: Fields that are set before the Trainer takes them, as if the script had given them.
+        quiet: Attributes that are set after these, unchecked: what a measurement has no use for.
+        environment: Variables that are set again then, since arguments that the script gave may have changed them.
+        loads: Given what the script says where it loads a model; returns what is said instead.
+        random_weights: Whether models get random weights, and no file of weights is read or fetched.
+        arguments: The script's own fields of ``TrainingArguments``, as they were before the tuned ones.
+        given: What its Trainer was made with, by name.
+        said: What the script itself said where it loaded its model.
+    """
+
+    train: Callable[[Any, Callable[[], Any]], Any]
+    construct: Mapping[str, Any] = field(default_factory=dict)
+    tuned: Mapping[str, Any] = field(default_factory=dict)
+    quiet: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    loads: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    random_weights: bool = True
+    call: int = 1
+    arguments: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
+    _calls: int = 0
+
+    def install(self) -> None:
+        """Put them in."""
+        self._into_models()
+        self._into_arguments()
+        self._into_trainer()
+
+    def _loading(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What is said where a model is loaded, in place of what the script says."""
+        if given.get("quantization_config") is not None:
+            raise Refused(
+                "the script loads its model with quantized weights (quantization_config)",
+                "tune by the model's name with --fix quantization=nf4 --fix adapter=lora:r=16",
+            )
+        said = {name: given[name] for name in ("attn_implementation", "dtype", "torch_dtype") if given.get(name)}
+        said["dtype"] = said.pop("torch_dtype", said.get("dtype"))
+        self.said |= {name: str(value).removeprefix("torch.") for name, value in said.items() if value is not None}
+        changed = self.loads(dict(given))
+        if "dtype" in changed:
+            changed.pop("torch_dtype", None)
+        return changed
+
+    def _into_models(self) -> None:
+        from transformers import PreTrainedModel
+
+        owner: Any = PreTrainedModel
+        load, build = owner.from_pretrained.__func__, owner._from_config.__func__  # noqa: SLF001 - there is no other
+
+        def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+            kwargs = self._loading(kwargs)
+            if self.random_weights:
+                return _random(cls, name, kwargs, functools.partial(build, cls))
+            return load(cls, name, *args, **kwargs)
+
+        def from_config(cls: Any, config: Any, **kwargs: Any) -> Any:
+            with quick_random_weights():
+                return build(cls, config, **self._loading(kwargs))
+
+        owner.from_pretrained = classmethod(functools.wraps(load)(from_pretrained))
+        owner._from_config = classmethod(functools.wraps(build)(from_config))  # noqa: SLF001 - as above
+
+    def _into_arguments(self) -> None:
+        from transformers import TrainingArguments
+
+        owner: Any = TrainingArguments
+        finish = owner.__post_init__
+
+        @functools.wraps(finish)
+        def post_init(arguments: Any) -> None:
+            for name, value in self.construct.items():
+                setattr(arguments, name, value)
+            finish(arguments)
+
+        owner.__post_init__ = post_init
+
+    def _into_trainer(self) -> None:
+        from transformers import Trainer
+
+        owner: Any = Trainer
+        original = owner.train
+
+        def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            self._rewrite(cls, args, kwargs)
+            return object.__new__(cls)
+
+        @functools.wraps(original)
+        def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            from transformers.trainer_utils import TrainOutput
+
+            self._calls += 1
+            if self._calls < self.call:
+                return TrainOutput(0, 0.0, {})
+            if self._calls > self.call:
+                return original(trainer, *args, **kwargs)
+            return self.train(trainer, functools.partial(original, trainer, *args, **kwargs))
+
+        owner.__new__ = staticmethod(new)
+        owner.train = train
+
+    def _rewrite(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Change the arguments that a Trainer is about to take, in place: the script may look at them again."""
+        try:
+            given = inspect.signature(cls.__init__).bind_partial(None, *args, **kwargs).arguments
+        except TypeError:
+            return  # the Trainer itself will say what is wrong
+        given = {**given, **given.get("kwargs", {})}
+        arguments = given.get("args")
+        if arguments is None:
+            raise Refused(
+                "the script makes its Trainer without arguments", "give it args=TrainingArguments(output_dir=...)"
+            )
+        if getattr(arguments, "deepspeed", None) or getattr(arguments, "fsdp", None):
+            raise Refused(
+                "the script asks for DeepSpeed or FSDP by its arguments", "leave that out: one process is tuned"
+            )
+        if not self.arguments:
+            names = [one.name for one in dataclasses.fields(arguments)]
+            self.arguments.update({name: getattr(arguments, name) for name in names})
+            self.given.update(given)
+        os.environ.update(self.environment)
+        made = dataclasses.replace(arguments, **self.tuned)
+        vars(arguments).clear()
+        vars(arguments).update(vars(made))
+        for name, value in self.quiet.items():
+            setattr(arguments, name, value)
+
+
+def _random(cls: Any, name: Any, given: dict[str, Any], build: Callable[..., Any]) -> Any:
+    """A model of the class, as ``from_pretrained`` would load it, with random weights; only its config is read."""
+    import torch
+    from transformers import PreTrainedConfig
+
+    config, with_info = given.pop("config", None), given.pop("output_loading_info", False)
+    dtype = given.pop("dtype", None) or given.pop("torch_dtype", None) or "auto"
+    attention = given.pop("attn_implementation", None)
+    download = {key: given.pop(key) for key in _DOWNLOAD if key in given}
+    for key in _OF_WEIGHTS:
+        given.pop(key, None)
+    if isinstance(config, PreTrainedConfig):
+        config = copy.deepcopy(config)
+    else:
+        source = name if config is None else config
+        config, given = cls.config_class.from_pretrained(source, return_unused_kwargs=True, **download, **given)
+    if getattr(config, "quantization_config", None) is not None:
+        raise Refused(
+            "the script loads a model whose weights are quantized", "tune by the model's name with --fix quantization"
+        )
+    config.name_or_path = str(name)
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.float32
+    given["dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if attention is not None:
+        given["attn_implementation"] = attention
+    with quick_random_weights():
+        model = build(config, **given)
+    model.eval()
+    return (model, {}) if with_info else model

@@ -1,0 +1,107 @@
+"""The rows that a script trains on: how long they are, and in which order a measurement takes them.
+
+Whether a plan fits is judged on the longest rows, so those of a sample come first, in the steps that are dropped as
+warm-up. What is timed are rows in the script's own order, which is the batch to be expected.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SAMPLED_ROWS = 1000
+SAMPLING_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Some rows of a data set, evenly spread over it.
+
+    Attributes:
+        rows: In the whole data set; ``None`` where it has no length, and then nothing is sampled.
+        sizes: Numbers in a row, all columns together, by its place in the data set.
+    """
+
+    rows: int | None
+    sizes: Mapping[int, int]
+
+    def longest(self) -> list[int]:
+        """Places of the rows, the longest first."""
+        return sorted(self.sizes, key=lambda place: -self.sizes[place])
+
+
+def sample(trainer: Any) -> Sample:
+    """Look at some rows of a Trainer's data set, for two seconds at most."""
+    dataset = trainer.train_dataset
+    try:
+        rows = len(dataset)
+    except TypeError:
+        return Sample(rows=None, sizes={})
+    if not hasattr(dataset, "__getitem__") or not rows:
+        return Sample(rows=rows or None, sizes={})
+    trainer._set_signature_columns_if_needed()  # noqa: SLF001 - which columns reach the model
+    columns = set(trainer._signature_columns or ())  # noqa: SLF001 - as above
+    sizes: dict[int, int] = {}
+    until = time.monotonic() + SAMPLING_SECONDS
+    stride = max(1, rows // SAMPLED_ROWS)
+    for place in range(0, rows, stride):
+        row = dataset[place]
+        if isinstance(row, Mapping):
+            kept = [value for name, value in row.items() if name in columns] or list(row.values())
+        else:
+            kept = [row]
+        sizes[place] = sum(_numbers(value) for value in kept)
+        if time.monotonic() > until:
+            break
+    return Sample(rows=rows, sizes=sizes)
+
+
+def _numbers(value: Any) -> int:
+    """How many numbers a value holds."""
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return math.prod(shape)
+    if isinstance(value, Mapping):
+        return sum(_numbers(part) for part in value.values())
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return len(value) if value and isinstance(value[0], int | float) else sum(_numbers(part) for part in value)
+    return int(isinstance(value, int | float))
+
+
+def take_in_order(trainer: Any, seen: Sample, *, longest: int, then: int) -> None:
+    """Have a Trainer train on its longest rows first, then on others in the order of its own sampler.
+
+    Rows come again where there are too few. A data set without a length keeps its order.
+
+    Args:
+        trainer: About to train.
+        seen: Some rows of its data set.
+        longest: How many of the longest rows come first.
+        then: How many rows follow.
+    """
+    from torch.utils.data import BatchSampler, Sampler
+
+    own = trainer._get_train_sampler  # noqa: SLF001 - a Trainer has no other place for it
+
+    class Order(Sampler[int]):
+        def __init__(self, places: list[int]) -> None:
+            self.places = places
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(self.places)
+
+        def __len__(self) -> int:
+            return len(self.places)
+
+    def ordered(dataset: Any = None) -> Any:
+        usual = own(dataset)
+        if usual is None or isinstance(usual, BatchSampler) or not seen.sizes:
+            return usual
+        first = itertools.islice(itertools.cycle(seen.longest()), longest)
+        return Order([*first, *itertools.islice(itertools.cycle([int(place) for place in usual]), then)])
+
+    trainer._get_train_sampler = ordered  # noqa: SLF001 - as above
