@@ -22,10 +22,11 @@ def main() -> None:
 @main.command(short_help="Find the fastest plan, and write the files that launch it.")
 @click.argument("model")
 @with_options(*TUNE_OPTIONS)
-def tune(model: str, as_json: bool, verbose: bool, **options: Any) -> None:
+def tune(model: str, as_json: bool, verbose: bool, arguments: tuple[str, ...], **options: Any) -> None:
     """Find the fastest plan for MODEL and write the files that accelerate launch runs.
 
-    MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo.
+    MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo; or the path of
+    your own training script, whose arguments stand behind --: autofit tune train.py --trials 20 -- --epochs 3
     """
     from autofit.commands.console import ConsoleEvents, StderrConsole
     from autofit.commands.tune import tune as run
@@ -34,8 +35,10 @@ def tune(model: str, as_json: bool, verbose: bool, **options: Any) -> None:
     from autofit.output.report import summary
     from autofit.system.strict_json import dump_json
 
+    if arguments and not model.endswith(".py"):
+        raise click.UsageError(f"Got unexpected extra arguments ({' '.join(arguments)}): {model} is no script")
     with terminable():
-        result = run(model, events=ConsoleEvents(StderrConsole(), options["trials"]), **options)
+        result = run(model, arguments=arguments, events=ConsoleEvents(StderrConsole(), options["trials"]), **options)
     if as_json:
         click.echo(dump_json(DOCUMENT, result.document), nl=False)
     else:
@@ -68,6 +71,21 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
         raise ModelError(f"nothing can be estimated: {why}", hint="`autofit tune` measures what can't be traced")
     if not any(one.verdict != "too large" for one in found.plans):
         raise NothingFits("no plan fits", hint="a shorter --seq-len, --allow exact,numeric,method, or a larger card")
+
+
+@main.command(short_help="Launch your own script with the plan put in.")
+@click.argument("folder", metavar="DIR")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
+@click.pass_context
+def run(context: click.Context, folder: str, script: str, arguments: tuple[str, ...]) -> None:
+    """Launch SCRIPT, unmodified, with the plan in DIR; its exit code is the script's."""
+    from autofit.commands.run import run as launch
+
+    with terminable():
+        status = launch(folder, script, arguments, say=lambda words: click.echo(words, err=True))
+    if status:
+        context.exit(status)
 
 
 @main.command(short_help="Launch the files, and hold them to the promise.")

@@ -13,13 +13,13 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from autofit.costmodel.jobs import RatesJob, TraceJob
-from autofit.machine.jobs import DescribeJob
+from autofit.machine.jobs import DescribeJob, HardwareJob
 from autofit.output.jobs import CheckJob
 from autofit.system.job import JOB, Job
 from autofit.training.jobs import CurveJob, DescribeScriptJob, TrialJob
 
 Kinds = Annotated[
-    TrialJob | CurveJob | DescribeJob | DescribeScriptJob | RatesJob | CheckJob | TraceJob,
+    TrialJob | CurveJob | DescribeJob | HardwareJob | DescribeScriptJob | RatesJob | CheckJob | TraceJob,
     Field(discriminator="kind"),
 ]
 JOBS: TypeAdapter[Job] = TypeAdapter(Kinds)

@@ -88,7 +88,7 @@ class Kernels(Technique):
             return None
         if script.own.get("use_liger_kernel"):
             return Held(self.baseline, "the script asks for Liger's kernels itself", by_script=True)
-        return Held(self.baseline, "the script's own loss is trained", firm=True)
+        return Held(self.baseline, "the script's own loss is trained", by_script=True)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         said = ("take the loss a chunk of the logits at a time: model = setup.model(...)",)

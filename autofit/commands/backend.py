@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from autofit.commands.request import Request, read_facts, with_rates
+from autofit.commands.script_request import script_facts
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Trial
 from autofit.contract.plan import Plan
@@ -89,6 +90,8 @@ class DeviceBackend:
 
     def facts(self, folder: Path, request: Request, device: DeviceName, server: ForkServer, note: Note) -> Facts:
         """The model, the device, the sizes and the ceilings, read by a process of its own."""
+        if request.is_script:
+            return script_facts(folder, request, device, server, note)
         return read_facts(folder, request, device, server, note)
 
     def lock(self, facts: Facts) -> contextlib.AbstractContextManager[None]:
@@ -107,6 +110,9 @@ class DeviceBackend:
         self, space: Space, facts: Facts, config: Path, *, server: ForkServer, folder: Path, note: Note, say: Note
     ) -> tuple[Forecast | None, Rated]:
         """What traces say; a tune goes on without them where they fail."""
+        if facts.workload.script is not None:
+            note("memory and speed are not forecast: a script is not traced yet, so that the search learns from trials")
+            return None, unrated
         hardware = facts.hardware
         card = gpu_catalogue.matching(hardware.name, hardware.total_bytes)
         traces = Traces(facts, config, lambda: server, folder, cache_folder())
@@ -137,6 +143,8 @@ class DeviceBackend:
 
     def look(self, folder: Path, facts: Facts, config: Path, server: ForkServer) -> Look | None:
         """Trains the winner and a baseline for a few steps."""
+        if facts.workload.script is not None:
+            return None
         return Guards(folder, facts, config, server).look
 
 

@@ -42,11 +42,13 @@ _TASK = click.option("--task", help="causal-lm: next-token prediction, whatever 
 _TRUST = click.option("--trust-remote-code", is_flag=True, help="Let the model's own code run here.")
 
 TUNE_OPTIONS: tuple[Option, ...] = (
+    click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]"),
+    click.option("--call", type=int, default=1, show_default=True, help="Which call of a script's train() is tuned."),
     click.option("--output", default="autofit-out", show_default=True, help="Folder for the files and the trials."),
     click.option("--device", default="auto", show_default=True, help="auto, cuda or cpu."),
     click.option("--processes", type=int, help="Processes of the training, one on each GPU.  [default: 1]"),
     _SEQ_LEN,
-    _GLOBAL_BATCH,
+    click.option("--global-batch", type=int, help="Rows to an optimizer step.  [default: 32, or the script's]"),
     click.option("--memory-limit", help="Ceiling: 22GiB, or 90% of what is free.  [default: 92%]"),
     click.option(
         "--trials",

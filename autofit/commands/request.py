@@ -30,6 +30,7 @@ TRIALS = "trials"
 DEFAULT_CEILING = 0.92
 MOST_PROCESSES = 64
 """Of one machine."""
+DEFAULT_GLOBAL_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +41,24 @@ class Request:
     device: str = "auto"
     processes: int | None = None
     seq_len: int | None = None
-    global_batch: int = 32
+    global_batch: int | None = 32
     memory_limit: str | None = None
     launch_path: LaunchPath = "trainer"
     trust_remote_code: bool = False
     seed: int = 0
     task: Task | None = None
+    arguments: tuple[str, ...] = ()
+    call: int = 1
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the user's own script is tuned."""
+        return is_script(self.model)
+
+
+def is_script(model: str) -> bool:
+    """Whether what stands for a model is a Python file."""
+    return model.endswith(".py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +116,9 @@ def as_knobs(given: object) -> object:
 def check_request(request: Request, settings: Search) -> None:
     """Refuse what needs no machine to be refused."""
     check_environment()
+    check_script(request)
     for name, number in (("--global-batch", request.global_batch), ("--trials", settings.trials)):
-        if not 1 <= number <= 10**7:
+        if number is not None and not 1 <= number <= 10**7:
             raise InputError(f"{name} {number} is out of range", hint="give a whole number from 1 on")
     if not 0 <= request.seed < 2**32:
         raise InputError(f"--seed {request.seed} is out of range", hint="give a whole number from 0 to 4294967295")
@@ -123,6 +137,36 @@ def check_request(request: Request, settings: Search) -> None:
     if settings.record is not None and not settings.record.absolute().parent.is_dir():
         raise InputError(f"--record {str(settings.record)!r}: no folder to write into", hint="make it first")
     space.parse_allowed(settings.allowed)
+
+
+def check_script(request: Request) -> None:
+    """Refuse what a script can't be tuned with, or a model that is none.
+
+    Raises:
+        InputError: There is such a thing.
+    """
+    if not request.is_script:
+        if request.arguments or request.call != 1:
+            what = f"-- {' '.join(request.arguments)}" if request.arguments else f"--call {request.call}"
+            raise InputError(
+                f"{what[:200]}: {request.model!r} is no script, and takes none",
+                hint="a script is a .py file: autofit tune train.py -- ARGS",
+            )
+        return
+    if not Path(request.model).is_file():
+        raise InputError(f"no script {request.model!r}", hint="is its path right?")
+    if request.call < 1:
+        raise InputError(f"--call {request.call} is out of range", hint="the first call of train() is 1")
+    refused = {
+        "--seq-len": request.seq_len is not None and "the length of its rows is the script's",
+        "--processes": (request.processes or 1) > 1 and "a script is tuned on one process yet",
+        "--task": request.task is not None and "what it trains for is the script's",
+        "--launch-path": request.launch_path != "trainer" and "scripts with a transformers Trainer are tuned",
+        "--trust-remote-code": request.trust_remote_code and "whether a model's code runs is the script's",
+    }
+    for option, why in refused.items():
+        if why:
+            raise InputError(f"{option}: {why}", hint="leave it out")
 
 
 def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[str], None]) -> Started | None:
@@ -154,6 +198,8 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
         "launch_path",
         "trust_remote_code",
         "seed",
+        "arguments",
+        "call",
     ):
         if getattr(then, name) != getattr(now, name):
             raise InputError(
@@ -325,6 +371,23 @@ def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[
     seq_len = row_length(request.seq_len, model)
     for words in remarks(seq_len, model):
         say(words)
+    return Workload(
+        seq_len=seq_len,
+        global_batch=request.global_batch or DEFAULT_GLOBAL_BATCH,
+        processes=request.processes or 1,
+        limit_bytes=ceiling(request, hardware, say),
+        host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING) // (request.processes or 1),
+        launch_path=request.launch_path,
+        seed=request.seed,
+    )
+
+
+def ceiling(request: Request, hardware: Hardware, say: Callable[[str], None]) -> int:
+    """Bytes that a plan may hold on the device.
+
+    Raises:
+        InputError: The ceiling is more than the device has.
+    """
     limit = units.parse_limit(request.memory_limit or f"{DEFAULT_CEILING * 100:g}%", hardware.free_bytes)
     if limit > hardware.total_bytes:
         raise InputError(
@@ -334,12 +397,4 @@ def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[
         )
     if limit > hardware.free_bytes:
         say(f"the ceiling of {units.size(limit)} is above the {units.size(hardware.free_bytes)} that are free now")
-    return Workload(
-        seq_len=seq_len,
-        global_batch=request.global_batch,
-        processes=request.processes or 1,
-        limit_bytes=limit,
-        host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING) // (request.processes or 1),
-        launch_path=request.launch_path,
-        seed=request.seed,
-    )
+    return limit

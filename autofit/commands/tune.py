@@ -23,16 +23,19 @@ from autofit.commands.output_folder import (
     remove_unstarted_output,
 )
 from autofit.commands.request import (
+    DEFAULT_GLOBAL_BATCH,
     TRIALS,
     Request,
     Search,
     as_classes,
     as_knobs,
     check_request,
+    is_script,
     keep_request,
     started_before,
     validated,
 )
+from autofit.commands.script_request import script_notes
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.costmodel.forecast import Forecast
 from autofit.output.document import MODEL_FOLDER, REQUEST
@@ -69,7 +72,7 @@ def tune(
     device: str = "auto",
     processes: int | None = None,
     seq_len: int | None = None,
-    global_batch: int = 32,
+    global_batch: int | None = None,
     memory_limit: str | int | None = None,
     trials: int = 40,
     timeout: str | float | None = None,
@@ -85,18 +88,20 @@ def tune(
     resume: bool = False,
     seed: int = 0,
     guard: bool = True,
+    arguments: Sequence[str] = (),
+    call: int = 1,
     events: Events | None = None,
     backend: Backend | None = None,
 ) -> Result:
     """Find the fastest training configuration that fits.
 
     Args:
-        model: Hub id, folder or file with a ``config.json``, or ``demo``.
+        model: Hub id, folder or file with a ``config.json``, or ``demo``; or the path of a training script.
         output: Folder for the answer and the trials; a temporary one by default.
         device: ``auto``, ``cuda`` or ``cpu``.
         processes: Of the whole training, one on each GPU; by default one.
         seq_len: Tokens in a row; by default the lesser of 1024 and the model's longest.
-        global_batch: Rows to an optimizer step.
+        global_batch: Rows to an optimizer step; by default 32, or what the script takes.
         memory_limit: The ceiling: bytes, a size (``"22GiB"``) or a share of what is free (``"90%"``); by default
             92 % of what is free.
         trials: No more plans than these before the playoff; what is measured once more comes on top.
@@ -114,6 +119,8 @@ def tune(
         resume: Go on with what the output folder holds.
         seed: Of the search and of the random tokens.
         guard: Reject a winner whose losses or gradients in a few steps differ from a float32 baseline's.
+        arguments: What stands behind the script on its command line.
+        call: Which of the script's calls of ``train()`` is tuned.
         events: Told of what happens.
         backend: Where to measure; by default this machine's device.
 
@@ -123,6 +130,7 @@ def tune(
         MachineError: The machine stands in the way, or no plan got as far as to be measured.
         Interrupted: Ctrl-C; the best so far is written, if there is one.
     """
+    default_batch = None if is_script(str(model)) else DEFAULT_GLOBAL_BATCH
     request = validated(
         Request,
         {
@@ -130,12 +138,14 @@ def tune(
             "device": device,
             "processes": processes,
             "seq_len": seq_len,
-            "global_batch": global_batch,
+            "global_batch": default_batch if global_batch is None else global_batch,
             "memory_limit": None if memory_limit is None else str(memory_limit),
             "launch_path": launch_path,
             "trust_remote_code": trust_remote_code,
             "seed": seed,
             "task": task,
+            "arguments": tuple(arguments),
+            "call": call,
         },
     )
     settings = validated(
@@ -215,12 +225,15 @@ class _Tune:
         before = started_before(self.folder, self.request, resume=resume, say=self._note)
         device = self.backend.device(before.facts.hardware.device if before else self.request.device, self._note)
         config = self.folder / MODEL_FOLDER
-        if before is None:
-            fetch(self.request.model, config, trust_remote_code=self.request.trust_remote_code)
-        code = own_code(config, trusted=self.request.trust_remote_code)
-        if code is not None:
-            self._note(code)
-        server = self.backend.server(self.folder / FORKSERVER_LOG, device, modeling_module(config))
+        modules: tuple[str, ...] = ()
+        if not self.request.is_script:
+            if before is None:
+                fetch(self.request.model, config, trust_remote_code=self.request.trust_remote_code)
+            code = own_code(config, trusted=self.request.trust_remote_code)
+            if code is not None:
+                self._note(code)
+            modules = modeling_module(config)
+        server = self.backend.server(self.folder / FORKSERVER_LOG, device, modules)
         with contextlib.closing(server), TensorCache(self.trials_folder / CACHE_FOLDER):
             if before is not None:
                 facts = before.facts
@@ -231,8 +244,10 @@ class _Tune:
                 space.parse_allowed(self.settings.allowed),
                 space.parse_knobs(self.settings.fix, self.settings.among, facts),
             )
+            for words in script_notes(facts):
+                self._note(words)
             with self.backend.lock(facts):
-                if before is None:
+                if before is None and facts.workload.script is None:
                     facts = self.backend.rates(self.folder, facts, server, self._note)
                 return self._tune(facts, plans, config, server)
 

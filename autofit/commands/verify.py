@@ -102,7 +102,7 @@ def verify(
     calm = 0
     while calm < CALM_LAUNCHES[device] and len(launched) < MOST_LAUNCHES:
         with hardware_lock(document.hardware):
-            command, outcome = _launch(folder, steps, _on_its_device(document.hardware, say))
+            command, outcome = _launch(folder, steps, on_its_device(document.hardware, say))
         found = judge(document.promise, outcome, tolerance=tolerance, command=command, launches=len(launched) + 1)
         launched.append(found)
         if not found.broken:
@@ -161,7 +161,7 @@ def judge(
     )
 
 
-def _on_its_device(hardware: Hardware, say: Callable[[str], None]) -> dict[str, str]:
+def on_its_device(hardware: Hardware, say: Callable[[str], None]) -> dict[str, str]:
     """The environment that shows a launch the device that was tuned on, and no other."""
     if hardware.device != "cuda" or not hardware.uuid:
         return {}
@@ -206,7 +206,7 @@ def _launch(
         except subprocess.TimeoutExpired:
             return command, TimedOut(limit_seconds=limit_seconds, phase="launch")
         finally:
-            _end_group(process)
+            end_group(process)
         try:
             return command, strict_json.read(OUTCOME, result.read_bytes())
         except (OSError, ValueError):
@@ -215,7 +215,8 @@ def _launch(
             return command, Crashed(reason=f"the launch ended with status {status}: {last}", log_tail=tail)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what a launch has left behind."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -26,7 +27,8 @@ def main(folder: Path, result: Path, steps: int) -> None:
     from autofit.system.files import write_atomically
     from autofit.system.strict_json import dump_json
     from autofit.training.loops import run_loop, run_trainer, untuned
-    from autofit.training.measure import measure
+    from autofit.training.measure import ROWS, measure
+    from autofit.training.scripts.entry import keep_quiet, measure_steps, rows_words
     from autofit.training.timing import Clock, Effort
 
     _ = Trainer  # imported before the base of memory is read
@@ -34,7 +36,13 @@ def main(folder: Path, result: Path, steps: int) -> None:
     setup = load(folder, any_hardware=True)  # verify itself says which device it is
     effort = Effort(fidelity="whole", min_steps=steps, max_steps=steps, seconds=600.0, target=0.0)
 
+    script = setup.document.workload.script
+    environment = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+
     def run(clock: Clock) -> Evidence:
+        if script is not None:
+            keep_quiet()
+            return measure_steps(clock, script, folder=result.parent, environment=environment)
         with tempfile.TemporaryDirectory(dir=result.parent) as scratch:  # goes with it where this is killed
             if setup.promise.launch_path == "loop":
                 accelerator = setup.accelerator()
@@ -48,8 +56,12 @@ def main(folder: Path, result: Path, steps: int) -> None:
             return run_trainer(clock, args, model, wrapped)
 
     warm_up_threads()
-    outcome = measure(setup.recipe, effort, meter(setup.document.facts), run)
+    words = rows_words(script) if script else ROWS
+    outcome = measure(setup.recipe, effort, meter(setup.document.facts), run, rows_words=words)
     write_atomically(result, dump_json(OUTCOME, outcome))
+    if script is not None:
+        sys.stdout.flush()
+        os._exit(0)  # the script was left in its middle: what it has begun is not ended in order
 
 
 if __name__ == "__main__":

@@ -21,6 +21,19 @@ DESCRIBING_BYTES = 4 * GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareJob:
+    """Read the facts of the device alone."""
+
+    RESULT: ClassVar[str] = "hardware.json"
+    kind: Literal["hardware"] = "hardware"
+    device: Literal["cuda", "cpu"]
+
+    def run(self, folder: Path) -> None:
+        """Leave ``hardware``; or ``device``, which says why it can't be used."""
+        write_atomically(folder / self.RESULT, json.dumps(_hardware(self.device), indent=1, allow_nan=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DescribeJob:
     """Read the facts of a model's config and of the device."""
 
@@ -55,8 +68,13 @@ def _described(job: DescribeJob) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - libraries raise anything on a bad config; the words reach the user
         traceback.print_exc()
         return {"error": error_words(error)}
+    return {"model": model, **_hardware(job.device)}
+
+
+def _hardware(device: str) -> dict[str, Any]:
+    """The device's facts, or why it can't be used."""
     try:
-        return {"model": model, "hardware": describe_hardware(job.device)}
+        return {"hardware": describe_hardware(device)}
     except Exception as error:  # noqa: BLE001 - a driver, too
         traceback.print_exc()
         return {"device": error_words(error)}

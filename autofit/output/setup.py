@@ -77,7 +77,13 @@ class Setup:
             InputError: This training runs on another number of processes than the answer is for.
             MachineError: It runs on another kind of device, or on another card.
         """
-        self._check()
+        self.check()
+        script = self.document.workload.script
+        if script is not None:
+            raise ModelError(
+                f"the answer in {self.folder} was tuned with a script, which builds its own model",
+                hint=f"autofit run {self.folder} {Path(script.path).name} -- ARGS trains with it",
+            )
         try:
             return self.recipe.model(source, config=self.folder / MODEL_FOLDER)
         except OSError as error:
@@ -107,7 +113,7 @@ class Setup:
         Raises:
             AutofitError: As for :meth:`model`, of the processes and the device.
         """
-        self._check()
+        self.check()
         return self.recipe.accelerator(**others)
 
     def training_arguments(self, **others: Any) -> TrainingArguments:
@@ -116,11 +122,15 @@ class Setup:
         Raises:
             AutofitError: As for :meth:`model`, of the processes and the device.
         """
-        self._check()
+        self.check()
         return self.recipe.training_arguments(**others)
 
-    def _check(self) -> None:
-        """Refuse to train where the answer does not hold."""
+    def check(self) -> None:
+        """Refuse to train where the answer does not hold.
+
+        Raises:
+            AutofitError: As for :meth:`model`, of the processes and the device.
+        """
         check_same_machine(self.recipe.facts, self.folder, any_hardware=self.any_hardware)
 
 

@@ -172,6 +172,8 @@ def path_words(document: Document) -> str:
 def script_lines(document: Document, folder: str | Path) -> list[str]:
     """What the script must do, and how it comes by ``setup``, a sentence each; empty where arguments carry all."""
     loops = document.promise.launch_path == "loop"
+    if document.workload.script is not None:
+        return ["nothing: `autofit run` puts the plan into it"]
     if not document.script and not loops:
         return []
     said = any("autofit.load(" in sentence for sentence in document.script)
@@ -183,6 +185,10 @@ def launch_commands(document: Document, folder: str | Path) -> list[list[str]]:
     """The commands that train by the emitted files and that check the promise, word by word and unquoted."""
     at = Path(folder)
     shown = f"./{at}" if str(at).startswith("-") else str(at)  # it is no option
+    script = document.workload.script
+    if script is not None:
+        behind = ["--", *script.arguments] if script.arguments else []
+        return [["autofit", "run", shown, script.path, *behind], ["autofit", "verify", shown]]
     launch = ["accelerate", "launch", "--config_file", f"{shown}/accelerate.yaml", "your_script.py"]
     if document.promise.launch_path == "trainer":
         launch.append(f"{shown}/training_args.json")

@@ -148,7 +148,7 @@ def _measured(job: TrialJob, folder: Path) -> Outcome:
             recipe, job.effort, counter, lambda clock: run_recipe(clock, config=Path(job.config), folder=folder), tell
         )
     keep_quiet()
-    environment = dict(os.environ)
+    environment = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
     return measure(
         recipe,
         job.effort,

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from autofit.commands.request import (
+    DEFAULT_GLOBAL_BATCH,
     Request,
     read_facts,
     row_length,
@@ -81,7 +82,7 @@ def elsewhere(request: Request, model: Model, card: Card | None, memory_bytes: i
         ),
         workload=Workload(
             seq_len=row_length(request.seq_len, model),
-            global_batch=request.global_batch,
+            global_batch=request.global_batch or DEFAULT_GLOBAL_BATCH,
             limit_bytes=memory_bytes,
             host_limit_bytes=host,
             launch_path=request.launch_path,

@@ -115,7 +115,8 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
             f"the script trains a {type(inner).__name__}, which is no model of transformers",
             "models with a config of transformers can be tuned",
         )
-    own, given = patches.arguments, patches.given
+    made = patches.made[id(trainer)]
+    own, given = made.arguments, made.given
     first = max(inner.parameters(), key=lambda one: one.numel())
     rows = sample(trainer)
     names = ("optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile",
@@ -238,6 +239,7 @@ def train_with(
     path: str,
     arguments: tuple[str, ...],
     *,
+    call: int,
     environment: Mapping[str, str],
     around: Callable[[Any, Callable[[], Any]], Any],
 ) -> None:
@@ -249,6 +251,8 @@ def train_with(
 
     Patches(
         train=entry,
+        call=call,
+        skips_earlier=False,
         tuned=recipe.emission.training_args,
         environment=environment,
         loads=_loads(recipe),
@@ -272,12 +276,12 @@ def wrap(trainer: Any, recipe: Recipe) -> None:
     """Put around a Trainer's model and optimizer what no argument carries."""
     if recipe.model_wraps or recipe.optimizer_wraps:
         trainer.model_init = None  # it has made the model, and would make another one
-    for one in recipe.model_wraps:
-        trainer.model = trainer.model_wrapped = one(trainer.model)
+    for around_model in recipe.model_wraps:
+        trainer.model = trainer.model_wrapped = around_model(trainer.model)
     if recipe.optimizer_wraps:
         optimizer = trainer.create_optimizer()
-        for one in recipe.optimizer_wraps:
-            optimizer = one(optimizer)
+        for around_optimizer in recipe.optimizer_wraps:
+            optimizer = around_optimizer(optimizer)
         trainer.optimizer = optimizer
 
 
@@ -328,7 +332,7 @@ def _measured(clock: Clock, trainer: Any, train: Callable[[], Any]) -> Evidence:
     train()
     if not seen:
         raise Refused(
-            f"its data set ends after {clock.done} optimizer steps, and {effort.warm_up} are needed before any is timed",
+            f"its data set ends after {clock.done} optimizer steps, and the first {effort.warm_up} are not timed",
             "give the script more rows",
         )
     clock.tokens_a_row = tokens.a_row(recipe.micro_batch)
@@ -358,8 +362,10 @@ class _Tokens:
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         if ids is None or not hasattr(ids, "numel"):
             return
-        padded = mask is not None and getattr(mask, "shape", None) == ids.shape
-        self.total = self.total + (mask.sum() if padded else ids.numel())
+        if mask is not None and getattr(mask, "shape", None) == ids.shape:
+            self.total = self.total + mask.sum()
+        else:
+            self.total = self.total + ids.numel()
         self.micro_steps += 1
 
     def a_row(self, micro_batch: int) -> float | None:

@@ -2,8 +2,8 @@
 
 Four places: where a model is loaded or built, where the arguments are made, where a Trainer is made (before its
 Accelerator), and ``Trainer.train``. The process is the script's alone: nothing is taken back.
-Read with transformers 5.23: ``PreTrainedModel.from_pretrained`` and ``_from_config``, ``TrainingArguments.__post_init__``,
-``Trainer.__init__``.
+Read in transformers 5.23: ``PreTrainedModel.from_pretrained`` and ``_from_config``,
+``TrainingArguments.__post_init__``, ``Trainer.__init__``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,23 @@ _OF_WEIGHTS = (
     "state_dict", "tqdm_class", "device_map", "max_memory", "offload_folder", "offload_buffers", "variant",
     "adapter_kwargs", "adapter_name", "generation_config", "gguf_file", "use_safetensors", "weights_only",
     "ignore_mismatched_sizes", "low_cpu_mem_usage", "key_mapping", "trust_remote_code", "code_revision",
-    "_commit_hash", "_from_auto", "_from_pipeline", "use_kernels", "kernel_config", "fusion_config", "allow_all_kernels",
-    "mirror", "_fast_init", "from_tf", "from_flax", "offload_state_dict", "disable_mmap",
+    "_commit_hash", "_from_auto", "_from_pipeline", "use_kernels", "kernel_config", "fusion_config",
+    "allow_all_kernels", "mirror", "_fast_init", "from_tf", "from_flax", "offload_state_dict", "disable_mmap",
 )  # fmt: skip
 """Arguments of ``from_pretrained`` that are for reading weights, of which none are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What a script has made a Trainer with.
+
+    Attributes:
+        arguments: Fields of its ``TrainingArguments``, as they were before the tuned ones.
+        given: What it was given, by name.
+    """
+
+    arguments: Mapping[str, Any]
+    given: Mapping[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,9 +55,10 @@ class Patches:
         quiet: Attributes that are set after these, unchecked: what a measurement has no use for.
         environment: Variables that are set again then, since arguments that the script gave may have changed them.
         loads: Given what the script says where it loads a model; returns what is said instead.
+        call: Which call of ``train`` is meant.
+        skips_earlier: Whether the calls before it are left out.
         random_weights: Whether models get random weights, and no file of weights is read or fetched.
-        arguments: The script's own fields of ``TrainingArguments``, as they were before the tuned ones.
-        given: What its Trainer was made with, by name.
+        made: What each Trainer was made with, by its ``id``.
         said: What the script itself said where it loaded its model.
     """
 
@@ -56,9 +70,10 @@ class Patches:
     loads: Callable[[dict[str, Any]], dict[str, Any]] = dict
     random_weights: bool = True
     call: int = 1
-    arguments: dict[str, Any] = field(default_factory=dict)
-    given: dict[str, Any] = field(default_factory=dict)
+    skips_earlier: bool = True
+    made: dict[int, Made] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
+    _own: dict[int, dict[str, Any]] = field(default_factory=dict)
     _calls: int = 0
 
     def install(self) -> None:
@@ -99,7 +114,8 @@ class Patches:
                 return build(cls, config, **self._loading(kwargs))
 
         owner.from_pretrained = classmethod(functools.wraps(load)(from_pretrained))
-        owner._from_config = classmethod(functools.wraps(build)(from_config))  # noqa: SLF001 - as above
+        built: Any = functools.wraps(build)(from_config)
+        owner._from_config = classmethod(built)  # noqa: SLF001 - as above
 
     def _into_arguments(self) -> None:
         from transformers import TrainingArguments
@@ -122,27 +138,28 @@ class Patches:
         original = owner.train
 
         def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            self._rewrite(cls, args, kwargs)
-            return object.__new__(cls)
+            trainer = object.__new__(cls)
+            self._rewrite(trainer, args, kwargs)
+            return trainer
 
         @functools.wraps(original)
         def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
             from transformers.trainer_utils import TrainOutput
 
             self._calls += 1
-            if self._calls < self.call:
+            if self._calls < self.call and self.skips_earlier:
                 return TrainOutput(0, 0.0, {})
-            if self._calls > self.call:
+            if self._calls != self.call:
                 return original(trainer, *args, **kwargs)
             return self.train(trainer, functools.partial(original, trainer, *args, **kwargs))
 
         owner.__new__ = staticmethod(new)
         owner.train = train
 
-    def _rewrite(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _rewrite(self, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Change the arguments that a Trainer is about to take, in place: the script may look at them again."""
         try:
-            given = inspect.signature(cls.__init__).bind_partial(None, *args, **kwargs).arguments
+            given = inspect.signature(type(trainer).__init__).bind_partial(trainer, *args, **kwargs).arguments
         except TypeError:
             return  # the Trainer itself will say what is wrong
         given = {**given, **given.get("kwargs", {})}
@@ -155,10 +172,9 @@ class Patches:
             raise Refused(
                 "the script asks for DeepSpeed or FSDP by its arguments", "leave that out: one process is tuned"
             )
-        if not self.arguments:
-            names = [one.name for one in dataclasses.fields(arguments)]
-            self.arguments.update({name: getattr(arguments, name) for name in names})
-            self.given.update(given)
+        names = [one.name for one in dataclasses.fields(arguments)]
+        own = {name: getattr(arguments, name) for name in names}
+        self.made[id(trainer)] = Made(arguments=self._own.setdefault(id(arguments), own), given=given)
         os.environ.update(self.environment)
         made = dataclasses.replace(arguments, **self.tuned)
         vars(arguments).clear()

@@ -1,0 +1,83 @@
+"""``autofit run DIR SCRIPT -- ARGS``: the user's script, launched unmodified with the plan of an output folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from autofit.commands.verify import end_group, on_its_device
+from autofit.output.document import Document, read_document
+from autofit.output.emit import YAML
+from autofit.system.errors import InputError, MachineError
+from autofit.system.files import helper_environment
+from autofit.training.launch_environment import check_environment
+
+
+def run(
+    folder: str | Path,
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    say: Callable[[str], None] = lambda _: None,
+) -> int:
+    """Launch a training script by ``accelerate launch``, with the plan put in and nothing measured.
+
+    Args:
+        folder: Output folder of ``autofit tune``.
+        script: The training script; none of its lines is changed.
+        arguments: What stands behind it on its command line.
+        say: Called with a line of text where this is not the training that was tuned.
+
+    Returns:
+        The launch's exit status; a signal's number above 128 where one ended it.
+
+    Raises:
+        InputError: There is no such folder or script, or the plan can't be put into a script.
+        MachineError: The launch can't be started.
+    """
+    check_environment()
+    folder, script = Path(folder), Path(script)
+    document = read_document(folder)
+    if not (folder / YAML).is_file():
+        raise InputError(f"{folder} holds no {YAML}", hint="give the whole folder that `autofit tune` wrote")
+    if not script.is_file():
+        raise InputError(f"no script {str(script)!r}", hint="is its path right?")
+    if document.promise.launch_path != "trainer":
+        raise InputError(
+            f"{folder} is for a plain loop, into which no plan can be put",
+            hint="use autofit.load in the script, or tune with --launch-path trainer",
+        )
+    for words in differences(document, script, arguments):
+        say(words)
+    launched = Path(__file__).with_name("run_script.py")
+    command = (
+        sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
+        "--config_file", str(folder / YAML), str(launched), str(folder), str(script.absolute()), *arguments,
+    )  # fmt: skip
+    environment = helper_environment({**os.environ, **on_its_device(document.hardware, say)})
+    try:
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+    except OSError as error:
+        raise MachineError(f"accelerate launch can't be started: {error}") from error
+    try:
+        status = process.wait()
+    finally:
+        end_group(process)
+    return status if status >= 0 else 128 - status
+
+
+def differences(document: Document, script: Path, arguments: Sequence[str]) -> list[str]:
+    """How a training differs from the one that was tuned, a sentence each."""
+    tuned = document.workload.script
+    if tuned is None:
+        return [f"the plan was found for {document.model.name} on random rows, not for {script.name}"]
+    said = []
+    if hashlib.sha256(script.read_bytes()).hexdigest() != tuned.sha256:
+        said.append(f"{script.name} is not the text that was tuned ({Path(tuned.path).name}): its speed may be another")
+    if tuple(arguments) != tuned.arguments:
+        said.append("the script was tuned with other arguments: its speed and memory may be others")
+    return said

@@ -1,0 +1,43 @@
+"""The script that ``autofit run`` launches: it puts a plan into the user's script and runs that, whole.
+
+``accelerate launch --config_file DIR/accelerate.yaml run_script.py DIR SCRIPT ARGS``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
+    """Run a script with the plan of an output folder; at its end, tell which knobs took no effect."""
+    import transformers
+
+    from autofit.output.setup import load
+    from autofit.training.scripts.entry import train_with
+
+    _ = transformers.Trainer  # what it imports, before the script is timed or anything is patched
+    setup = load(folder)
+    setup.check()
+    environment = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+
+    def around(trainer: Any, train: Callable[[], Any]) -> Any:
+        watch = setup.watch(trainer.model)
+        before = trainer.state.global_step
+        result = train()
+        steps = trainer.state.global_step - before
+        for words in watch.ignored(trainer.optimizer, trainer.accelerator, steps):
+            print(f"autofit: took no effect: {words}", file=sys.stderr)  # noqa: T201 - beside what the script prints
+        return result
+
+    call = setup.document.workload.script.call if setup.document.workload.script else 1
+    train_with(setup.recipe, script, arguments, call=call, environment=environment, around=around)
+
+
+if __name__ == "__main__":
+    # the folder of a script comes first in the search path; this one's modules must not stand for others
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+    main(sys.argv[1], sys.argv[2], tuple(sys.argv[3:]))

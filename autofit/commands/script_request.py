@@ -1,0 +1,124 @@
+"""A user's own script as the question: what it would train, asked of the script itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from autofit import space
+from autofit.commands.request import DEFAULT_CEILING, Request, ceiling
+from autofit.contract.facts import Facts, Hardware, Model, Script, Workload
+from autofit.machine.jobs import HardwareJob
+from autofit.machine.packages import installed
+from autofit.output.document import MODEL_FOLDER
+from autofit.system.errors import InputError, MachineError
+from autofit.system.files import write_atomically, writing
+from autofit.system.fork_server import FAILED_JOB_LOG, ForkServer
+from autofit.system.units import duration
+from autofit.training.jobs import DescribeScriptJob
+
+LONGEST_SECONDS = 3600.0
+"""How long a script may prepare its data before it trains."""
+
+
+def script_facts(
+    folder: Path, request: Request, device: Literal["cuda", "cpu"], server: ForkServer, say: Callable[[str], None]
+) -> Facts:
+    """Run the script up to its training in a process of its own, and read the device.
+
+    Raises:
+        InputError: The script ends before it trains, or does what can't be tuned.
+        MachineError: The device is there and can't be used.
+    """
+    path = Path(request.model).absolute()
+    say(f"running {path.name} up to its training")
+    with server.ask(folder, HardwareJob(device=device)) as answer:
+        if answer is None or "hardware" not in answer:
+            why = "it does not answer" if answer is None else answer["device"]
+            raise MachineError(f"--device {device}: it is there and can't be used: {why}")
+        hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
+    job = DescribeScriptJob(path=str(path), arguments=request.arguments, call=request.call)
+    try:
+        with server.ask(folder, job, kill_after_seconds=LONGEST_SECONDS) as answer:
+            found = _checked(answer, path)
+    except MachineError as error:
+        raise InputError(
+            f"{path.name} ended its process before it trained: {error.message}",
+            hint=f"does it run with these arguments by itself? Its log is {folder / FAILED_JOB_LOG}",
+        ) from error
+    model = TypeAdapter(Model).validate_python({**found["model"], "name": request.model, "task": "script"})
+    script = TypeAdapter(Script).validate_python(
+        {
+            **found["script"],
+            "path": str(path),
+            "arguments": request.arguments,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "call": request.call,
+        }
+    )
+    with writing(folder / MODEL_FOLDER):
+        (folder / MODEL_FOLDER).mkdir(exist_ok=True)
+    write_atomically(folder / MODEL_FOLDER / "config.json", json.dumps(found["config"], indent=1))
+    return Facts(
+        model=model, hardware=hardware, workload=_workload(request, script, hardware, say), packages=installed()
+    )
+
+
+def _checked(answer: Mapping[str, Any] | None, path: Path) -> Mapping[str, Any]:
+    if answer is None:
+        raise InputError(
+            f"{path.name} did not begin to train in {duration(LONGEST_SECONDS)}",
+            hint="prepare its data once and let the script read what was prepared, or give it fewer rows",
+        )
+    if "error" in answer:
+        raise InputError(answer["error"], hint=answer["hint"])
+    return answer
+
+
+def _workload(request: Request, script: Script, hardware: Hardware, say: Callable[[str], None]) -> Workload:
+    """The sizes and ceilings of the script's training."""
+    own = script.micro_batch * script.accumulation
+    if request.global_batch is not None and script.depends_on_rows and request.global_batch % script.micro_batch:
+        raise InputError(
+            f"--global-batch {request.global_batch} can't be made of the script's micro-batches of "
+            f"{script.micro_batch} rows, which it is held at: {script.depends_on_rows}",
+            hint=f"give a multiple of {script.micro_batch}",
+        )
+    return Workload(
+        seq_len=max(2, script.tokens or 2),
+        global_batch=request.global_batch or own,
+        limit_bytes=ceiling(request, hardware, say),
+        host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING),
+        seed=request.seed,
+        script=script,
+    )
+
+
+def script_notes(facts: Facts) -> list[str]:
+    """What a reader should know of the script, a sentence each; nothing where no script is tuned."""
+    script = facts.workload.script
+    if script is None:
+        return []
+    own, asked = script.micro_batch * script.accumulation, facts.workload.global_batch
+    batch = f"the script's own batch is {script.micro_batch} x {script.accumulation} = {own} rows"
+    said = [
+        f"{batch}; the plans take {asked}, as asked for" if asked != own else f"{batch}, and so is every plan's",
+        f"the script takes {duration(script.seconds)} until it trains, in each trial",
+    ]
+    said += [
+        f"{name}={held.value}: {held.reason}" if not held.by_script else f"{name} is left alone: {held.reason}"
+        for name, held in space.held_by_script(facts)
+    ]
+    if script.rows is None:
+        said.append("the data set tells no number of rows: fit is judged on the rows that come first")
+    elif script.longest and script.mean_length < 0.9 * script.longest:
+        said.append(
+            f"rows differ: the mean is {script.mean_length / script.longest:.0%} of the longest of a sample; fit is "
+            "judged on the longest, speed measured on the script's own order"
+        )
+    return said

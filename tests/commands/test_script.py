@@ -1,0 +1,128 @@
+"""A user's own script: tuned as it stands, run with the plan, verified; and every way in which that can't be done."""
+
+import json
+
+import pytest
+
+from autofit.output.document import read_document
+from autofit.training.jobs import DescribeScriptJob
+from tests.support.scripted import SCRIPTS, autofit, tiny_bert
+
+CLASSIFY = SCRIPTS / "classify.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("scripts")
+    tiny_bert(made / "tiny")
+    return made
+
+
+@pytest.fixture
+def described(server, tmp_path):
+    """``described(text, *arguments)``: what a script of that text would train, or why it can't be tuned."""
+
+    def describe(script, *arguments, call=1):
+        if not hasattr(script, "read_text"):
+            path = tmp_path / "train.py"
+            path.write_text(script)
+            script = path
+        job = DescribeScriptJob(path=str(script), arguments=tuple(map(str, arguments)), call=call)
+        with server.ask(tmp_path, job) as answer:
+            return answer
+
+    return describe
+
+
+def test_a_script_is_described_by_what_it_would_train(described, folder, tmp_path):
+    found = described(CLASSIFY, "--model", folder / "tiny", "--output", tmp_path / "mine")
+    script, model = found["script"], found["model"]
+    assert (script["micro_batch"], script["accumulation"], script["trainer"]) == (4, 2, "Trainer")
+    assert model["architecture"] == "BertForSequenceClassification"
+    assert script["batch"]["labels"] == [4]
+    assert script["batch"]["input_ids"] == [4, 32]  # the longest rows
+    assert script["rows"] == 64
+    assert script["mean_length"] < script["longest"] == 33
+    assert script["own"]["optim"].endswith("adamw_torch_fused") or "ADAMW" in script["own"]["optim"].upper()
+    assert not (tmp_path / "mine").exists()
+    assert found["config"]["num_labels" if "num_labels" in found["config"] else "id2label"]
+
+
+HEAD = "from transformers import Trainer, TrainingArguments, BertConfig, BertForSequenceClassification as Model\n"
+BAD = {
+    "": "ended without training",
+    "import sys; sys.exit(3)": "ended before it trained (exit 3)",
+    "import argparse; argparse.ArgumentParser().parse_args()": "ended before it trained (exit 2)",
+    "1 / 0": "failed before it trained: ZeroDivisionError",
+    "input('how many? ')": "reads from stdin",
+    "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '1'": "sets CUDA_VISIBLE_DEVICES itself",
+    "arguments = None": "makes its Trainer without arguments",
+    "model.half()": "trains weights in float16",
+    "arguments.fsdp = 'full_shard'": "asks for DeepSpeed or FSDP",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_script_that_cant_be_tuned_is_told_in_one_line(described, line):
+    text = HEAD + "model, arguments = Model(BertConfig(num_hidden_layers=1, hidden_size=24)), TrainingArguments('x')\n"
+    trains = any(word in line for word in ("CUDA", "arguments", "half")) and "argparse" not in line
+    end = "\nTrainer(model, arguments, train_dataset=[{'input_ids': [1, 2], 'labels': 0}]).train()" if trains else ""
+    found = described((text if trains else "") + line + end, "--unknown")
+    assert BAD[line] in found["error"], found
+    assert found["hint"]
+    assert "\n" not in found["error"]
+
+
+def test_what_the_script_does_itself_is_seen(described, folder):
+    lines = (
+        HEAD + "import torch\n"
+        f"model = Model.from_pretrained({str(folder / 'tiny')!r}, attn_implementation='eager', dtype=torch.bfloat16)\n"
+        "rows = [{'input_ids': [1, 2, 3], 'labels': 0}] * 4\n"
+        "arguments = TrainingArguments('x', per_device_train_batch_size=2)\n"
+        "first = Trainer(model, arguments, train_dataset=rows)\n"
+        "first.train()\n"
+        "own = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "Trainer(model, arguments, train_dataset=rows, optimizers=(own, None)).train()\n"
+    )
+    first, second = described(lines)["script"], described(lines, call=2)["script"]
+    assert first["loads"] == {"attn_implementation": "eager"}
+    assert first["weights_dtype"] == "bfloat16"
+    assert (first["own_optimizer"], second["own_optimizer"]) == (False, True)
+    assert first["micro_batch"] == 2
+
+
+def test_options_that_are_the_scripts_own_are_refused(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    for words in (["--seq-len", 9], ["--task", "causal-lm"], ["--launch-path", "loop"], ["--trust-remote-code"]):
+        done = autofit(tmp_path, "tune", "train.py", *words)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"error: {words[0]}: ")
+    assert "no script" in autofit(tmp_path, "tune", "nowhere.py").stderr
+    assert autofit(tmp_path, "tune", "demo", "--call", 2).returncode == 2
+    assert autofit(tmp_path, "run", tmp_path, "train.py").returncode == 2
+
+
+@pytest.mark.slow
+def test_a_script_is_tuned_run_and_verified(folder):
+    arguments = ("--", "--model", "tiny", "--output", "mine")
+    held = ("--fix=micro_batch=8", "--among=checkpointing=off,full", "--fix=attention=default", "--fix=precision=fp32")
+    done = autofit(folder, "tune", CLASSIFY, "--output", "out", "--device", "cpu", "--trials", 2, *held, *arguments)
+    assert done.returncode == 0, done.stderr
+    found = read_document(folder / "out")
+    script = found.workload.script
+    assert (script.micro_batch, script.accumulation) == (4, 2)
+    assert found.workload.global_batch == 8
+    assert found.plan["micro_batch"] == 8
+    assert found.promise.tokens_per_second < 33 * found.promise.samples_per_second
+    assert "autofit run out" in done.stdout
+    assert not (folder / "mine").exists()
+    assert "per_device_eval_batch_size" not in json.loads((folder / "out" / "training_args.json").read_text())
+    verified = autofit(folder, "verify", "out", "--json")
+    assert verified.returncode in {0, 4}, verified.stderr
+    launched = json.loads(verified.stdout)
+    assert launched["outcome"]["kind"] == "measured"
+    ran = autofit(folder, "run", "out", CLASSIFY, *arguments)
+    assert ran.returncode == 0, ran.stderr
+    assert "micro-batch 8 1" in ran.stdout
+    assert "took no effect" not in ran.stderr
+    assert (folder / "mine" / "config.json").exists()
