@@ -10,7 +10,7 @@ import click
 from autofit._version import __version__
 from autofit.commands.options import ESTIMATE_OPTIONS, TUNE_OPTIONS, with_options
 from autofit.commands.terminal import Commands, data_console, terminable
-from autofit.system.errors import ModelError, NothingFits, PromiseBroken
+from autofit.system.errors import PromiseBroken
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -54,23 +54,20 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
 
     MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo.
     """
-    from autofit.commands.estimate import ESTIMATE
+    from autofit.commands.estimate import ESTIMATE, check_fits
     from autofit.commands.estimate import estimate as run
+    from autofit.commands.estimates.screen import screen
     from autofit.commands.estimates.table import table
     from autofit.system.strict_json import dump_json
 
     with terminable():
         most = None if every else 12
-        found = run(model, most=most, say=lambda words: click.echo(words, err=True), **options)
+        found = run(model, most=most, ways=not every, say=lambda words: click.echo(words, err=True), **options)
     if as_json:
         click.echo(dump_json(ESTIMATE, found), nl=False)
     else:
-        data_console(120).print(table(found))
-    if not found.plans:
-        why = "; ".join(found.untraced) or "no plan could be traced"
-        raise ModelError(f"nothing can be estimated: {why}", hint="`autofit tune` measures what can't be traced")
-    if not any(one.verdict != "too large" for one in found.plans):
-        raise NothingFits("no plan fits", hint="a shorter --seq-len, --allow exact,numeric,method, or a larger card")
+        data_console(120).print(table(found) if every else screen(found))
+    check_fits(found)
 
 
 @main.command(short_help="Launch your own script with the plan put in.")

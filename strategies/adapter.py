@@ -54,6 +54,7 @@ class Adapter(Technique):
     name = "adapter"
     baseline = "none"
     packages = {"peft": "0.18"}
+    ways = {"full": "none", "LoRA": f"lora:r={_RANK}"}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         said = {

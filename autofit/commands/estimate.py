@@ -16,8 +16,10 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from autofit import space
-from autofit.commands.estimates.other_card import asked_card, described_model, elsewhere
+from autofit.commands.estimates.other_card import asked_card, counted_cards, described_model, elsewhere
 from autofit.commands.estimates.plans import Estimated, estimated_plans
+from autofit.commands.estimates.ways import Way, fixed_bytes, outside_bytes
+from autofit.commands.estimates.ways import ways as every_way
 from autofit.commands.estimates.world import World, asked_world
 from autofit.commands.model_source import fetch, modeling_module, own_code
 from autofit.commands.request import (
@@ -38,7 +40,9 @@ from autofit.machine import gpu_catalogue
 from autofit.machine.gpu_catalogue import Card
 from autofit.machine.select import choose_device
 from autofit.output.document import MODEL_FOLDER
+from autofit.registry import techniques
 from autofit.system import units
+from autofit.system.errors import ModelError, NothingFits
 from autofit.system.fork_server import ForkServer
 
 
@@ -58,6 +62,8 @@ class Estimate:
         untraced: Why some values have no estimate.
         notes: What was assumed.
         processes: Cards that train together, in ``nodes`` machines; ``memory_bytes`` and plans' needs are of each.
+        ways: Each way of training (full, LoRA, QLoRA), where they were asked for.
+        telling: The knobs that tell the ways apart.
     """
 
     model: str
@@ -76,6 +82,8 @@ class Estimate:
     seconds: float
     processes: int = 1
     nodes: int = 1
+    ways: tuple[Way, ...] = ()
+    telling: tuple[str, ...] = ()
 
 
 ESTIMATE: TypeAdapter[Estimate] = TypeAdapter(Estimate)
@@ -98,6 +106,7 @@ def estimate(
     trust_remote_code: bool = False,
     cache: bool = True,
     most: int | None = 12,
+    ways: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Estimate:
     """Predict the memory and the speed of training plans on a GPU, without a device and without weights.
@@ -107,7 +116,8 @@ def estimate(
 
     Args:
         model: Hub id, folder or file with a ``config.json``, or ``demo``.
-        gpu: A GPU's name, such as ``"RTX 4090"``; see :mod:`autofit.machine.gpu_catalogue`.
+        gpu: A GPU's name, such as ``"RTX 4090"``, or several of one kind, ``"2x RTX 4090"``; see
+            :mod:`autofit.machine.gpu_catalogue`.
         memory: The memory of the GPU instead of its name: bytes, or a size such as ``"24GiB"``. Without either it is
             this machine's device.
         gpus: Cards of that kind that train together in one machine; by default one.
@@ -124,6 +134,7 @@ def estimate(
         cache: Whether traces are read from the user's cache folder, and written there.
         most: How many kinds of plan to return, the fastest first, and of those with the same memory and speed the
             simplest; ``None`` for all.
+        ways: Whether to estimate each way of training too (full, LoRA, QLoRA), whatever ``allow`` says of its class.
         say: Called with a line of text for each stage.
 
     Returns:
@@ -155,6 +166,7 @@ def estimate(
         },
     )
     check_request(request, settings)
+    gpu, gpus = counted_cards(gpu, gpus)
     card, given = asked_card(gpu, memory)
     world = asked_world(gpus, nodes, elsewhere=given is not None)
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
@@ -177,6 +189,8 @@ def estimate(
             plans = space.build(facts, space.parse_allowed(settings.allowed), knobs)
             traces = Traces(facts, config, lambda: server, folder, kept)
             cast = forecast(plans, traces, facts, card, say)
+            allowed = space.parse_allowed(settings.allowed)
+            by_way = every_way(facts, knobs, allowed, traces, card, say) if ways else ()
         rows, kinds, recommended = estimated_plans(plans, cast, traces, facts, most, say)
         untraced = sorted({why for plan in families_of(plans) if (why := traces.untraced(plan))})
         return Estimate(
@@ -196,6 +210,8 @@ def estimate(
             nodes=world.nodes,
             notes=_notes(facts, card, traces, plans, world),
             seconds=time.monotonic() - began,
+            ways=by_way,
+            telling=tuple(one.name for one in techniques() if one.ways),
         )
 
 
@@ -215,3 +231,23 @@ def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space, 
             said.append(f"the memory of {card.name} is the nominal one; its driver keeps some of it")
     micro = {note for plan in families_of(plans) if (parts := traces.parts(plan)) for note in parts[0].notes}
     return (*said, *sorted(micro))
+
+
+def check_fits(found: Estimate) -> None:
+    """Hold an estimate to have found a plan that fits.
+
+    Raises:
+        ModelError: Nothing could be traced.
+        NothingFits: No plan fits the card; the hint says what would help, as far as that is known.
+    """
+    seen = [*found.plans, *(one for way in found.ways for one in (way.fastest, way.smallest) if one is not None)]
+    if not seen:
+        why = "; ".join(found.untraced) or "no plan could be traced"
+        raise ModelError(f"nothing can be estimated: {why}", hint="`autofit tune` measures what can't be traced")
+    if any(one.verdict != "too large" for one in seen):
+        return
+    smallest = min(seen, key=lambda one: one.device_bytes)
+    larger = f"a card with {units.size(smallest.device_bytes * (1 + found.margin))}"
+    if fixed_bytes(smallest) + outside_bytes(smallest) > found.memory_bytes:
+        raise NothingFits("no plan fits", hint=f"{larger}, or --allow exact,numeric,method")
+    raise NothingFits("no plan fits", hint=f"a shorter --seq-len, {larger}, or --allow exact,numeric,method")

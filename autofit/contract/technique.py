@@ -117,6 +117,9 @@ class Technique(ABC):
     says_itself: ClassVar[bool] = False
     """Whether a value tells people by itself what it is of; tables then show the baseline too."""
 
+    ways: ClassVar[Mapping[str, Value]] = {}
+    """The values that people call a way of training, by its name: LoRA. An estimate shows each way apart."""
+
     @abstractmethod
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         """Every value the technique knows, offered or not, each with its reason. Simple ones first."""

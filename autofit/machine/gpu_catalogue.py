@@ -124,6 +124,19 @@ def find(name: str) -> Card:
     raise InputError(f"{name[:80]!r} is no card that is known here", hint=_hint(tokens))
 
 
+def count_and_name(text: str) -> tuple[int, str]:
+    """How many cards, and of which name: ``2x 4090``, ``8xH100``, ``H100 x8``.
+
+    >>> count_and_name("2x 4090"), count_and_name("H100 x8"), count_and_name("RTX 4090")
+    ((2, '4090'), (8, 'H100'), (1, 'RTX 4090'))
+    """
+    before = re.fullmatch(r"\s*([0-9]{1,5})\s*[x×*]\s*(\S.*)", text, re.IGNORECASE)
+    if before:
+        return int(before[1]), before[2]
+    after = re.fullmatch(r"(.*[0-9a-z])\s+[x×*]\s?([0-9]{1,3})\s*", text, re.IGNORECASE)
+    return (int(after[2]), after[1]) if after else (1, text)
+
+
 def matching(driver_name: str, total_bytes: int) -> Card | None:
     """The card that a real device is, from the name and the total that its driver reports.
 

@@ -61,6 +61,7 @@ class Quantization(Technique):
     name = "quantization"
     baseline = "none"
     packages = {"bitsandbytes": "0.50", "peft": "0.18", "torchao": ""}
+    ways = {"QLoRA": "nf4"}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         lacking = self.lacks(facts, "bitsandbytes", "peft")

@@ -1,5 +1,6 @@
 """What plans need on a card that is not here, from the config to the table."""
 
+import dataclasses
 import io
 import json
 
@@ -11,9 +12,12 @@ from rich.console import Console
 import autofit
 from autofit import cli
 from autofit.commands import estimate
-from autofit.commands.estimate import ESTIMATE
+from autofit.commands.estimate import ESTIMATE, check_fits
+from autofit.commands.estimates.other_card import counted_cards
 from autofit.commands.estimates.plans import cause
+from autofit.commands.estimates.screen import screen
 from autofit.commands.estimates.table import bar, table
+from autofit.commands.estimates.ways import _held_by_way
 from autofit.contract.plan import Plan
 from autofit.costmodel import peak
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, workspace_bytes
@@ -21,11 +25,13 @@ from autofit.costmodel.tracing import trace_store
 from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.registry import techniques
 from autofit.search.decision import changed_values
-from autofit.system.errors import InputError
+from autofit.system.errors import InputError, NothingFits
 from autofit.system.units import GIB, MIB
 from tests.support.replay import Lent
+from tests.support.synthetic import cpu_facts
 from tests.support.tiny import REPOSITORY
 
+HELD = ("precision=fp32", "optimizer=adamw", "offload=none", "kernels=none", "attention=default", "compile=off")
 SMALL = {"seq_len": 32, "global_batch": 8}
 
 
@@ -197,7 +203,7 @@ def run(server, monkeypatch, *words):
 
 def test_the_command_prints_a_table_or_json(server, monkeypatch):
     small = ["demo", "--seq-len", "32", "--global-batch", "8"]
-    shown = run(server, monkeypatch, *small, "--gpu", "T4")
+    shown = run(server, monkeypatch, *small, "--gpu", "T4", "--all")
     assert shown.exit_code == 0
     assert "T4" in shown.stdout
     assert "where it goes" in shown.stdout
@@ -209,9 +215,12 @@ def test_the_command_prints_a_table_or_json(server, monkeypatch):
 
 
 def test_nothing_fits_ends_with_three(server, monkeypatch):
-    ended = run(server, monkeypatch, "demo", "--seq-len", "32", "--global-batch", "8", "--memory", "100MiB")
+    held = [word for text in HELD for word in ("--fix", text)]
+    small = ["demo", "--seq-len", "32", "--global-batch", "8", "--memory", "100MiB"]
+    ended = run(server, monkeypatch, *small, *held)
     assert ended.exit_code == 3
-    assert "nothing fits; the smallest needs" in ended.stdout
+    assert "nothing fits in 100 MiB" in ended.stdout
+    assert "--seq-len" not in ended.stderr
     assert "no plan fits" in ended.stderr
     assert "Traceback" not in ended.output
 
@@ -315,3 +324,71 @@ def test_seven_billion_parameters_fit_8_gib_quantized_and_80_gib_as_they_are(ask
     assert "recommended: " in text
     assert "rounded to 4 bits" in text
     assert ask(str(config), memory="3GiB", **asked).recommended is None
+
+
+# --- ways of training -------------------------------------------------------------------------------------------------
+
+
+def shown(found):
+    console = Console(width=100, file=io.StringIO(), color_system=None)
+    console.print(screen(found))
+    return console.file.getvalue()
+
+
+@pytest.mark.slow
+def test_each_way_of_training_shows_its_fastest_and_its_smallest(ask):
+    found = ask(gpu="4090", fix=HELD, ways=True, most=1, seq_len=128)
+    assert [way.name for way in found.ways] == ["full", "LoRA", "QLoRA"]
+    full, lora, qlora = found.ways
+    assert (full.fastest.plan["adapter"], full.fastest.plan["quantization"]) == ("none", "none")
+    assert (lora.fastest.plan["adapter"], lora.fastest.plan["quantization"]) == ("lora:r=16", "none")
+    assert (qlora.fastest.plan["adapter"], qlora.fastest.plan["quantization"]) == ("lora:r=16", "nf4")
+    for way in found.ways:
+        assert way.fastest.verdict == "fits"
+        assert way.smallest.device_bytes <= way.fastest.device_bytes
+        assert way.smallest.samples_per_second <= way.fastest.samples_per_second * 1.03
+    text = shown(found)
+    assert "--per_device_train_batch_size" in text
+    assert "autofit tune demo --fix adapter=none --fix quantization=none" in text
+    assert len(text.splitlines()) <= 24
+
+
+@pytest.mark.slow
+def test_a_way_that_can_not_fit_says_what_stops_it_and_no_shorter_sequence_is_hinted(ask):
+    found = ask(memory="560MiB", fix=HELD, ways=True, most=1)
+    assert [way.fastest for way in found.ways] == [None] * 3
+    assert "weights and gradients alone are " in found.ways[0].stops
+    assert "nothing fits in 560 MiB" in shown(found)
+    with pytest.raises(NothingFits) as error:
+        check_fits(found)
+    assert "a card with " in error.value.hint
+
+
+@pytest.mark.slow
+def test_who_holds_an_adapter_has_one_way(ask):
+    found = ask(gpu="4090", fix=(*HELD, "adapter=lora:r=8"), ways=True, most=1)
+    (way,) = found.ways
+    assert way.name == "as asked"
+    assert way.fastest.plan["adapter"].startswith("lora:r=8")
+    assert "train an adapter" in shown(found)
+
+
+def test_a_number_of_cards_may_stand_with_the_name():
+    assert counted_cards("2x 4090", None) == ("4090", 2)
+    assert counted_cards("8xH100", 8) == ("H100", 8)
+    assert counted_cards("RTX 4090", 4) == ("RTX 4090", 4)
+    assert counted_cards(None, None) == (None, None)
+    with pytest.raises(InputError, match="says 4 cards and --gpus says 2"):
+        counted_cards("4 x A100-80GB", 2)
+
+
+def test_a_way_holds_what_tells_it_apart_and_leaves_the_rest():
+    facts = cpu_facts()
+    held = _held_by_way(facts, {"precision": ("fp32",)})
+    assert list(held) == ["full", "LoRA", "QLoRA"]
+    assert held["full"] == {"precision": ("fp32",), "adapter": ("none",), "quantization": ("none",)}
+    assert held["LoRA"]["quantization"] == ("none",)
+    assert held["QLoRA"] == {"precision": ("fp32",), "adapter": ("none", "lora:r=16"), "quantization": ("nf4",)}
+    assert _held_by_way(facts, {"adapter": ("none",)}) == {"as asked": {"adapter": ("none",)}}
+    without = _held_by_way(dataclasses.replace(facts, packages={}), {})
+    assert "peft is not installed" in without["LoRA"]

@@ -34,6 +34,20 @@ _EVERY_PRECISION = ("fp32", "bf16", "fp16")
 """Of a card that is not known, where memory alone is told: TF32 takes what float32 takes."""
 
 
+def counted_cards(gpu: str | None, gpus: int | None) -> tuple[str | None, int | None]:
+    """The name and the number of cards, where the name says the number: ``2x 4090``.
+
+    Raises:
+        InputError: Both say a number, and not the same.
+    """
+    count, name = gpu_catalogue.count_and_name(gpu) if gpu is not None else (1, None)
+    if count == 1:
+        return name, gpus
+    if gpus not in {None, count}:
+        raise InputError(f"--gpu {gpu!r} says {count} cards and --gpus says {gpus}", hint="give one of them")
+    return name, count
+
+
 def asked_card(gpu: str | None, memory: str | int | None) -> tuple[Card | None, int | None]:
     """The card that was asked for, and its memory; ``None`` for this machine's own."""
     if gpu is not None and memory is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, Forecast, families
 from autofit.costmodel.peak import Need
 from autofit.costmodel.tracing.timeline import Floats
 from autofit.costmodel.tracing.trace_store import Traces
-from autofit.registry import changes, techniques
+from autofit.registry import changes, recipe_of, techniques
 from autofit.search.decision import changed_values
 from autofit.system import units
 from autofit.system.parallel import on_every_core
@@ -38,6 +38,8 @@ class Estimated:
         verdict: ``fits`` with the margin, ``tight`` without it, or ``too large``.
         samples_per_second: By roofline, about 30 % off; ``None`` on a card that is not in the catalogue.
         changes: What the plan changes in the training.
+        training_args: Fields of ``TrainingArguments`` that carry it.
+        script: What no argument can carry, and a script must do, a sentence each.
     """
 
     plan: Plan
@@ -46,6 +48,8 @@ class Estimated:
     verdict: Verdict
     samples_per_second: float | None
     changes: tuple[str, ...]
+    training_args: Mapping[str, Any]
+    script: tuple[str, ...]
 
 
 def estimated_plans(  # noqa: PLR0917 - of the story above
@@ -95,7 +99,7 @@ def estimated_plans(  # noqa: PLR0917 - of the story above
 
     def judge(places: list[int]) -> tuple[Estimated, float]:
         for place in places:  # from the largest micro-batch down, until it fits
-            one = _estimated(place, plans, cast, traces, facts)
+            one = estimated_plan(place, plans, cast, traces, facts)
             if one.verdict == "fits":
                 break
         return one, float(pace_of[place])
@@ -119,8 +123,18 @@ def _apart(ranked: list[list[int]], plans: space.Space, need: Floats, pace_of: F
     return list(alike.values())
 
 
-def _estimated(place: int, plans: space.Space, cast: Forecast, traces: Traces, facts: Facts) -> Estimated:
+def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Traces, facts: Facts) -> Estimated:
+    """One plan of a space, its allocations replayed through the allocator.
+
+    Args:
+        place: Its index in the space.
+        plans: The space.
+        cast: The forecast of the space.
+        traces: Hold the traces of its parts.
+        facts: Model, card and sizes.
+    """
     plan, seconds = plans.plans[place], float(cast.seconds[place])
+    emission = recipe_of(plan, facts).emission
     found = traces.need(plan)
     parts = traces.parts(plan)
     assert found is not None
@@ -137,6 +151,8 @@ def _estimated(place: int, plans: space.Space, cast: Forecast, traces: Traces, f
         verdict=verdict,
         samples_per_second=None if np.isnan(seconds) else 1 / seconds,
         changes=tuple(changes(plan, facts)),
+        training_args=dict(emission.training_args),
+        script=emission.script,
     )
 
 

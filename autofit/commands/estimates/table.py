@@ -29,11 +29,6 @@ _WIDTH = 20
 def table(found: Estimate) -> RenderableType:
     """The estimate as a table with what makes the peak below it."""
     shown = found.plans
-    head = (
-        f"{found.model}: {_count(found.parameters)} parameters, rows of {found.seq_len} tokens, global batch "
-        f"{found.global_batch}\n{found.card}: {units.size(found.memory_bytes)}; a plan fits if it leaves "
-        f"{found.margin:.0%} free"
-    )
     columns = Table(box=None, pad_edge=False)
     columns.add_column("plan", overflow="fold", min_width=30)
     columns.add_column("rows x acc.", justify="right", no_wrap=True)
@@ -56,11 +51,11 @@ def table(found: Estimate) -> RenderableType:
         if host:
             cells.insert(3, units.size(one.need.elsewhere_bytes) if one.need.elsewhere_bytes else "")
         if fast:
-            cells.append(f"~{float(f'{one.samples_per_second:.3g}'):,g}" if one.samples_per_second else "")
+            cells.append(f"~{amount(one.samples_per_second)}" if one.samples_per_second else "")
         cells.append(bar(one, found.memory_bytes))
         columns.add_row(*cells)
     legend = Text("  ").join(Text(f"{letter} {name}", style=style) for name, (letter, style) in _LETTERS.items())
-    parts: list[RenderableType] = [Text(head)]
+    parts: list[RenderableType] = [Text(heading(found))]
     if shown:
         parts += [Text(), columns, Text(), legend]
     hidden = found.kinds - len(shown)
@@ -75,6 +70,20 @@ def table(found: Estimate) -> RenderableType:
     parts += [Text(note) for note in found.notes]
     parts.append(Text(f"{found.counted} plans in {units.duration(found.seconds)}"))
     return Group(*parts)
+
+
+def heading(found: Estimate) -> str:
+    """The question, in two lines."""
+    return (
+        f"{found.model}: {_count(found.parameters)} parameters, rows of {found.seq_len} tokens, global batch "
+        f"{found.global_batch}\n{found.card}: {units.size(found.memory_bytes)}; a plan fits if it leaves "
+        f"{found.margin:.0%} free"
+    )
+
+
+def amount(value: float) -> str:
+    """Three digits that count, as an estimate has no more."""
+    return f"{float(f'{value:.3g}'):,g}"
 
 
 def _recommended(found: Estimate) -> list[Text]:

@@ -1,0 +1,87 @@
+"""An estimate on one screen: each way of training in two lines, and the arguments of the first that fits."""
+
+from __future__ import annotations
+
+import shlex
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autofit.commands.estimate import Estimate
+from autofit.commands.estimates.plans import Estimated
+from autofit.commands.estimates.table import amount, heading
+from autofit.commands.estimates.ways import AS_ASKED, Way
+from autofit.output.flags import flags
+from autofit.output.plan_words import chosen_words
+from autofit.output.text import clean, one_line
+from autofit.output.wording import shell_lines
+from autofit.system import units
+
+_WIDTH = 100
+_MOST_NOTES = 2
+
+
+def screen(found: Estimate) -> Group:
+    """For each way of training the fastest that fits, the smallest and what stops the rest; then what to paste."""
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    for style in ("bold", "", "", "", ""):
+        rows.add_column(style=style, overflow="fold")
+    for column in (3, 4):
+        rows.columns[column].justify = "right"
+        rows.columns[column].no_wrap = True
+    for way in found.ways:
+        _add(rows, way)
+    parts: list[RenderableType] = [Text(clean(heading(found))), Text(), rows, Text()]
+    best = first_fitting(found)
+    if best is not None and best.fastest is not None:
+        parts += _to_paste(best, best.fastest, found)
+    else:
+        parts.append(Text(f"nothing fits in {units.size(found.memory_bytes)}"))
+    parts += [Text(one_line(note, _WIDTH), style="dim") for note in found.notes[-_MOST_NOTES:]]
+    parts.append(Text(f"every kind of plan: --all; {units.duration(found.seconds)}", style="dim"))
+    return Group(*parts)
+
+
+def first_fitting(found: Estimate) -> Way | None:
+    """The first way that fits: they are listed by how much of the model they train."""
+    return next((way for way in found.ways if way.fastest is not None), None)
+
+
+def _add(rows: Table, way: Way) -> None:
+    """The lines of one way."""
+    name = "" if way.name == AS_ASKED else way.name
+    if way.fastest is not None:
+        rows.add_row(name, "fastest", *_cells(way.fastest))
+        name = ""
+    if way.smallest is not None and way.fastest is not None and way.smallest.plan != way.fastest.plan:
+        rows.add_row(name, "smallest", *_cells(way.smallest))
+    if way.fastest is None:
+        rows.add_row(name, "no", Text(clean(way.stops)), "", "")
+    else:
+        rows.add_row("", "", Text(clean(way.stops), style="dim"), "", "")
+
+
+def _cells(one: Estimated) -> tuple[RenderableType, str, str]:
+    split = f"{one.plan['micro_batch']} x {one.plan['accumulation']}"
+    waiting = f" (and {units.size(one.need.elsewhere_bytes)} on the host)" if one.need.elsewhere_bytes else ""
+    return (
+        Text(f"{split} {chosen_words(one.plan)}{waiting}"),
+        units.size(one.device_bytes),
+        f"~{amount(one.samples_per_second)} samples/s" if one.samples_per_second else "",
+    )
+
+
+def _to_paste(way: Way, one: Estimated, found: Estimate) -> list[RenderableType]:
+    """The arguments of a plan, what they can't carry, and how to measure it."""
+    named = "what was asked" if way.name == AS_ASKED else way.name
+    lines = shell_lines(flags(one.training_args, short=True), width=_WIDTH - 2)
+    measure = [f"{name}={value}" for name, value in one.plan.items() if name in found.telling]
+    held = [word for text in measure for word in ("--fix", text)]
+    return [
+        Text(f"To paste, {named} at its fastest:", style="bold"),
+        *(Text(f"  {clean(line)}") for line in lines),
+        *(Text(f"  and in the script: {clean(said)}") for said in one.script),
+        Text(f"Measure it on the card: {shlex.join(['autofit', 'tune', found.model, *held])}"),
+        Text(),
+    ]

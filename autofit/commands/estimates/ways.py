@@ -1,0 +1,154 @@
+"""The ways of training a model on a card (full, LoRA, QLoRA): of each the fastest plan that fits, and the smallest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autofit import space
+from autofit.commands.estimates.plans import Estimated, estimated_plan
+from autofit.contract.facts import Facts
+from autofit.contract.plan import Value
+from autofit.contract.technique import Kind
+from autofit.costmodel.forecast import MARGIN, forecast
+from autofit.costmodel.tracing.timeline import Category
+from autofit.costmodel.tracing.trace_store import Traces
+from autofit.machine.gpu_catalogue import Card
+from autofit.registry import techniques
+from autofit.search.decision import changed_values
+from autofit.system import units
+from autofit.system.errors import InputError
+
+Knobs = Mapping[str, tuple[Value, ...]]
+AS_ASKED = "as asked"
+_AS_FAST = 0.03
+_MOST_REPLAYS = 8
+_FIXED: tuple[Category, ...] = ("weights", "gradients")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way of training, predicted.
+
+    Attributes:
+        name: Such as ``full`` or ``LoRA``; ``as asked`` where the user holds the knobs that tell ways apart.
+        fastest: The fastest plan that fits, or the simplest that is as fast by 3 %; ``None`` where none fits.
+        smallest: The plan that needs the least memory; ``None`` where none can be estimated.
+        stops: What keeps its other plans, or all of them, from fitting, in words.
+    """
+
+    name: str
+    fastest: Estimated | None
+    smallest: Estimated | None
+    stops: str
+
+
+def ways(  # noqa: PLR0917 - what an estimate has found out
+    facts: Facts, given: Knobs, allowed: frozenset[Kind], traces: Traces, card: Card | None, say: Callable[[str], None]
+) -> tuple[Way, ...]:
+    """Every way of training, in the order of the techniques that tell them apart.
+
+    Args:
+        facts: Model, card and sizes.
+        given: The values of the knobs that the user holds.
+        allowed: Classes of the other values.
+        traces: Are made where they are missing.
+        card: The catalogue's, where it is known.
+        say: Called with a line of text for each stage.
+    """
+    found = []
+    for name, held in _held_by_way(facts, given).items():
+        if isinstance(held, str):
+            found.append(Way(name=name, fastest=None, smallest=None, stops=held))
+            continue
+        try:
+            plans = space.build(facts, allowed, held)
+        except InputError as error:  # of what the user holds and this way needs, one excludes the other
+            found.append(Way(name=name, fastest=None, smallest=None, stops=error.message))
+            continue
+        found.append(_way(name, plans, facts, traces, card, say))
+    return tuple(found)
+
+
+def _held_by_way(facts: Facts, given: Knobs) -> dict[str, Knobs | str]:
+    """The knobs of each way, or why it can't be had."""
+    telling = [one for one in techniques() if one.ways]
+    if any(one.name in given for one in telling):
+        return {AS_ASKED: given}
+    found: dict[str, Knobs | str] = {}
+    for place, one in enumerate(telling):
+        for name, value in one.ways.items():
+            choice = one.choice(value, facts)
+            if choice.status == "withheld":
+                found[name] = choice.reason
+                continue
+            before = {other.name: tuple(other.ways.values()) for other in telling[:place]}
+            after = {other.name: (other.baseline,) for other in telling[place + 1 :]}
+            found[name] = {**given, **before, one.name: (value,), **after}
+    return found
+
+
+def _way(  # noqa: PLR0917 - as above
+    name: str, plans: space.Space, facts: Facts, traces: Traces, card: Card | None, say: Callable[[str], None]
+) -> Way:
+    cast = forecast(plans, traces, facts, card, say)
+    limit = facts.workload.limit_bytes
+    need = cast.predicted_bytes * (1 + MARGIN)
+    pace = cast.seconds if cast.known_card else cast.work @ cast.nominal
+    traced = np.flatnonzero(~np.isnan(need))
+    if not len(traced):
+        why = "; ".join(sorted({said for plan in plans.plans if (said := traces.untraced(plan))}))
+        return Way(name=name, fastest=None, smallest=None, stops=f"no estimate: {why}")
+
+    def judged(place: int) -> Estimated:
+        return estimated_plan(place, plans, cast, traces, facts)
+
+    def rank(place: int) -> tuple[float, ...]:
+        return changed_values(plans.plans[place]), float(pace[place]), float(need[place])
+
+    smallest = judged(int(traced[np.argmin(need[traced])]))
+    fitting = sorted((int(place) for place in traced if need[place] <= limit), key=lambda place: float(pace[place]))
+    fastest = None
+    for _ in range(_MOST_REPLAYS):  # the allocator's replay may say that what seemed to fit does not
+        if not fitting:
+            break
+        alike = [place for place in fitting if not pace[place] > pace[fitting[0]] * (1 + _AS_FAST)]
+        best = min(alike, key=rank)
+        one = judged(best)
+        if one.verdict == "fits":
+            fastest = one
+            break
+        fitting.remove(best)
+    if fastest is None and smallest.verdict == "fits":
+        fastest = smallest
+    count = int((need[traced] <= limit).sum())
+    if fastest is None:
+        stops = what_stops(smallest, limit)
+    elif count == len(traced):
+        stops = f"all of its {count} plans fit"
+    else:
+        stops = f"{count} of its {len(traced)} plans fit; the largest needs {units.size(float(need[traced].max()))}"
+    return Way(name=name, fastest=fastest, smallest=smallest, stops=stops)
+
+
+def what_stops(smallest: Estimated, limit_bytes: int) -> str:
+    """Why not even the smallest plan fits, in words."""
+    needs = f"its smallest plan needs {units.size(smallest.device_bytes)}"
+    alone = fixed_bytes(smallest)
+    if alone + outside_bytes(smallest) > limit_bytes:
+        return f"{needs}: weights and gradients alone are {units.size(alone)}"
+    parts = smallest.need.by_category
+    largest = max(parts, key=lambda one: parts[one])
+    return f"{needs}, of which {largest} take {units.size(parts[largest])}"
+
+
+def fixed_bytes(one: Estimated) -> int:
+    """Bytes of weights and gradients, which neither a shorter sequence nor a smaller micro-batch makes smaller."""
+    return sum(one.need.by_category.get(name, 0) for name in _FIXED)
+
+
+def outside_bytes(one: Estimated) -> int:
+    """Bytes that a process takes beside its tensors: context, workspaces, the allocator's rounding."""
+    return one.device_bytes - one.need.peak_bytes
