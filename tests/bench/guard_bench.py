@@ -33,7 +33,7 @@ def row(bench: Bench, case: Case) -> dict[str, object]:
         "plan": case.name,
         "architecture": case.architecture,
         "defect": case.defect,
-        "quantity": worst.what if worst else found.words,
+        "quantity": worst.what if worst and (worst.ratio > 1) == (found.verdict == "other") else found.words,
         "difference": worst.difference if worst else None,
         "tolerance": worst.tolerance if worst else None,
         "ratio": worst.ratio if worst else None,

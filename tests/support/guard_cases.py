@@ -211,7 +211,9 @@ LACKING = {
     "bloom": {"attention": "default"},
 }
 """What an architecture's plans do without: it caps its logits, or has one attention of its own."""
-_ROUTERS = "spoil(lambda m: [p.register_hook(lambda g: g * 0) for n, p in m.named_parameters() if 'gate' in n])"
+_ROUTERS = (
+    "spoil(lambda m: [p.register_hook(lambda g: g * 0) for n, p in m.named_parameters() if n.endswith('gate.weight')])"
+)
 _UNTIED = "spoil(lambda m: setattr(m.lm_head, 'weight', torch.nn.Parameter(m.lm_head.weight.detach().clone())))"
 
 
@@ -250,7 +252,11 @@ def defects():
         ("mixtral", "the routers do not learn", _ROUTERS),
         ("gpt2", "head and embedding come apart", _UNTIED),
     ):
-        yield Case(name="exact", architecture=architecture, plan=EXACT, script=_TOOLS + script, defect=defect)
+        for name, one in {"exact": EXACT, "bf16": BF16}.items():
+            if name == "exact" or defect not in EXACT_DEFECTS:
+                lacking = LACKING.get(architecture, {})
+                shared = {"name": name, "plan": one.replaced(**lacking), "script": _TOOLS + script, "defect": defect}
+                yield Case(architecture=architecture, **shared)
     for defect, script in FP16_DEFECTS.items():
         yield Case(name="fp16", architecture="llama", plan=FP16, script=script, defect=defect, launch_path="loop")
 
