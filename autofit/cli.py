@@ -60,6 +60,10 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
     from autofit.commands.estimates.table import table
     from autofit.system.strict_json import dump_json
 
+    if _asks_about_cards(options):
+        _estimate_cards(model, as_json=as_json, **options)
+        return
+    options = {name: value for name, value in options.items() if name not in {"tokens", "price"}}
     with terminable():
         most = None if every else 12
         found = run(model, most=most, ways=not every, say=lambda words: click.echo(words, err=True), **options)
@@ -83,6 +87,24 @@ def run(context: click.Context, folder: str, script: str, arguments: tuple[str, 
         status = launch(folder, script, arguments, say=lambda words: click.echo(words, err=True))
     if status:
         context.exit(status)
+
+
+def _asks_about_cards(options: dict[str, Any]) -> bool:
+    return "," in (options["gpu"] or "") or options["tokens"] is not None or bool(options["price"])
+
+
+def _estimate_cards(model: str, *, as_json: bool, **options: Any) -> None:
+    """The best plan on each of some cards, with hours and costs."""
+    from autofit.commands.estimates.cards import CARDS_ESTIMATE, cards_table, check_any_fits, estimate_cards
+    from autofit.system.strict_json import dump_json
+
+    with terminable():
+        found = estimate_cards(model, say=lambda words: click.echo(words, err=True), **options)
+    if as_json:
+        click.echo(dump_json(CARDS_ESTIMATE, found), nl=False)
+    else:
+        data_console(140).print(cards_table(found))
+    check_any_fits(found)
 
 
 @main.command(short_help="Launch the files, and hold them to the promise.")

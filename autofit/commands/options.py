@@ -80,7 +80,16 @@ TUNE_OPTIONS: tuple[Option, ...] = (
 )
 
 ESTIMATE_OPTIONS: tuple[Option, ...] = (
-    click.option("--gpu", help='The card: "RTX 4090", H100, A100-80GB...  [default: this machine\'s device]'),
+    click.option(
+        "--gpu", help='The card: "RTX 4090", H100...; several with commas.  [default: this machine\'s device]'
+    ),
+    click.option("--tokens", help="Tell the hours that a training of so many tokens takes: 1e9."),
+    click.option(
+        "--price",
+        multiple=True,
+        metavar="[CARD=]PRICE/h",
+        help="Tell what they cost: 2.5/h, or H100=2.5/h; repeatable.",
+    ),
     click.option("--memory", help="A card's memory instead: 24GiB."),
     click.option("--gpus", type=int, help="Cards of that kind that train together in a machine.  [default: 1]"),
     click.option("--nodes", type=int, help="Machines with as many cards each.  [default: 1]"),

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 from packaging.version import Version
@@ -25,6 +25,7 @@ from autofit.contract.plan import Plan
 from autofit.costmodel import peak, roofline
 from autofit.costmodel.collectives import nccl_bytes
 from autofit.costmodel.roofline import KINDS, WORK, Totals
+from autofit.costmodel.step_time import StepClock
 from autofit.costmodel.tracing.timeline import Bools, Floats
 from autofit.costmodel.tracing.trace_store import MANY, evaluated_rows, untraceable
 from autofit.registry import recipe_of, technique
@@ -124,6 +125,8 @@ class Forecast:
         peak_prior: Of the device peak given tensor bytes.
         kernel_overhead_bytes: What the kernels of a plan take on top of that, where it was measured before the trials.
         activation_bytes: What its micro-batch would keep for the backward pass without checkpointing.
+        seconds_log_std: Standard deviation of the natural logarithm of measured over predicted seconds, of a whole
+            step; 0 where there is no prediction.
     """
 
     tensor_bytes: Floats
@@ -136,6 +139,7 @@ class Forecast:
     peak_prior: PeakPrior
     kernel_overhead_bytes: Floats
     activation_bytes: Floats
+    seconds_log_std: float = 0.0
 
     @functools.cached_property
     def residual_std_bytes(self) -> Floats:
@@ -206,6 +210,7 @@ def forecast(
     work, approximate = np.full((count, len(WORK)), np.nan), np.zeros(count, dtype=bool)
     activations = np.zeros(count)
     waiting = facts.workload.launch_path == "trainer"
+    clock = StepClock(card) if card is not None else None
     on_cuda = facts.hardware.device == "cuda"
     nccl = np.array([float(nccl_bytes(plan, facts.workload)) for plan in space.plans]) * on_cuda
     plans = {int(plan["micro_batch"]): plan for plan in space.plans}
@@ -237,9 +242,13 @@ def forecast(
         together = np.array([evaluated[int(one)] for one in rows])
         tensors[members] = peak.peaks(micro, optimizer, rows, accumulation, waiting=waiting, evaluated_rows=together)
         if card is not None:
-            step = roofline.step_seconds(
-                card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
-            )
+            if clock is not None and clock.by_laws:
+                computed = arithmetic_of(family, facts)
+                step = clock.step_seconds(micro, optimizer, rows, accumulation, **computed)
+            else:
+                step = roofline.step_seconds(
+                    card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
+                )
             seconds[members] = step / samples
     return Forecast(
         tensor_bytes=tensors,
@@ -252,6 +261,7 @@ def forecast(
         peak_prior=prior,
         kernel_overhead_bytes=kernel_overhead_bytes(facts, work) + nccl,
         activation_bytes=activations,
+        seconds_log_std=0.0 if clock is None else clock.log_std,
     )
 
 
@@ -295,12 +305,25 @@ def families_of(space: Space, *, one_row_apart: bool = False) -> dict[Plan, list
     return families
 
 
-def as_computed(totals: Totals, family: Plan, facts: Facts) -> Totals:
-    """The work in the arithmetic of the plan: fp16 was traced as bf16, and TF32 as float32."""
+class Arithmetic(TypedDict):
+    """What a plan computes in otherwise than it was traced."""
+
+    tf32: bool
+    fp16: bool
+
+
+def arithmetic_of(family: Plan, facts: Facts) -> Arithmetic:
+    """The arithmetic of the plan: fp16 was traced as bf16, and TF32 as float32."""
     built = recipe_of(family, facts)
+    return {"tf32": built.tf32, "fp16": built.mixed_precision == "fp16"}
+
+
+def as_computed(totals: Totals, family: Plan, facts: Facts) -> Totals:
+    """The work in the arithmetic of the plan."""
+    computed = arithmetic_of(family, facts)
     flops, moved = totals.flops.copy(), totals.moved_bytes.copy()
-    moves = [("matmul fp32", "matmul tf32")] if built.tf32 else []
-    moves += [("matmul bf16", "matmul fp16")] if built.mixed_precision == "fp16" else []
+    moves = [("matmul fp32", "matmul tf32")] if computed["tf32"] else []
+    moves += [("matmul bf16", "matmul fp16")] if computed["fp16"] else []
     for before, after in moves:
         source, target = (KINDS.index(kind) for kind in (before, after))
         for column in (flops, moved):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autofit.contract.facts import Facts
     from autofit.contract.plan import Plan
     from autofit.contract.recipe import Recipe
+    from autofit.costmodel.peak import MicroPart
     from autofit.costmodel.tracing.trace_store import Traces
     from autofit.machine.gpu_catalogue import Card, Precision
     from autofit.space import Space
@@ -72,20 +73,39 @@ class Utilisation:
         if card is None or own is None or unrepeated is None:
             return outcome
         built = recipe_of(plan, self.facts)
-        rows, times = np.array([float(built.micro_batch)]), built.accumulation
-        executed = times * _flops(as_computed(own[0].work(rows), plan, self.facts)) + _flops(own[1].work())
+        executed = _step_flops(own[0], plan, self.facts) + _flops(own[1].work())
         least_seconds = _least_seconds(card, executed)
         if outcome.step_seconds * HEADROOM < least_seconds:
             return Crashed(
                 reason=f"its steps were timed at {outcome.step_seconds:.3g} s, where the peak rates of {card.name} "
                 f"allow no less than {least_seconds:.3g} s: a bug of the measurement, not a fast plan"
             )
-        peak = card.peak(compute_precision(built))
-        if not peak:
+        peak, flops = card.peak(compute_precision(built)), model_flops(self.traces, plan, self.facts)
+        if not peak or flops is None:
             return outcome
-        flops = times * _flops(as_computed(unrepeated[0].work(rows), plan, self.facts))
-        flops[_ATTENTION] *= _UNREPEATED
-        return dataclasses.replace(outcome, mfu=float(flops.sum()) / (peak * outcome.step_seconds))
+        return dataclasses.replace(outcome, mfu=flops / (peak * outcome.step_seconds))
+
+
+def model_flops(traces: Traces, plan: Plan, facts: Facts) -> float | None:
+    """Model FLOPs of a whole optimizer step; ``None`` where the plan without recomputation was not traced."""
+    unrepeated = traces.parts(without_checkpointing(plan))
+    if unrepeated is None:
+        return None
+    flops = _step_flops(unrepeated[0], plan, facts)
+    flops[_ATTENTION] *= _UNREPEATED
+    return float(flops.sum())
+
+
+def peak_flops(card: Card, plan: Plan, facts: Facts) -> float | None:
+    """FLOP/s of the card in the arithmetic of most of the plan's products; ``None`` where that is not known."""
+    return card.peak(compute_precision(recipe_of(plan, facts)))
+
+
+def _step_flops(micro: MicroPart, plan: Plan, facts: Facts) -> Numbers:
+    """FLOPs of the micro-steps of an optimizer step, by kind."""
+    built = recipe_of(plan, facts)
+    rows = np.array([float(built.micro_batch)])
+    return built.accumulation * _flops(as_computed(micro.work(rows), plan, facts))
 
 
 def compute_precision(recipe: Recipe) -> Precision:

@@ -261,35 +261,29 @@ def _nvidia_bert(row: dict[str, str], common: dict[str, str]) -> Step:
         return Step(**common, reason=f"no card in {row['hardware']!r}")
     fp16 = row["precision"] == "mixed"
     batches = [int(one) for one in re.findall(r"\d+", row["batch_per_gpu"])]
-    times = [int(one) for one in re.findall(r"\d+", row["accumulation"])] or [1]
     if not batches or not float(row["throughput"] or 0):
         return Step(**common, reason="no batch or no throughput is said")
-    batch, accumulation = batches[-1 if fp16 else 0], times[-1 if fp16 else 0]
+    batch = batches[-1 if fp16 else 0]
     squad = "squad" in f"{row['variant']} {row['section']} {row['hardware']}".lower() and not row["seq_len"]
-    length = SQUAD_LENGTH if squad else int(row["seq_len"] or 0)
-    if not length:
-        return Step(**common, reason="no sequence length is said")
-    # the pre-training batches are those of an optimizer step, SQuAD's those of a micro-step
-    rows = batch if squad else max(1, batch // accumulation)
+    if not squad:
+        return Step(**common, reason="its loader (LDDL) batches rows by length: most are shorter than what is said")
     program = Program(
         family="bert",
         shape=BERT["large"],
-        seq_len=length,
-        precision=("pure half" if squad else "amp") if fp16 else "fp32",
-        optimizer="fused_adam" if squad else "lamb",
-        task="squad" if squad else "pretraining",
+        seq_len=SQUAD_LENGTH,
+        precision="pure half" if fp16 else "fp32",
+        optimizer="fused_adam",
+        task="squad",
     )
-    whole = rows * (1 if squad else accumulation)
     return Step(
         **common,
-        setting="squad" if squad else "pre-training",
-        configuration=f"rows={rows} length={length} precision={row['precision']}",
+        setting="squad",
+        configuration=f"rows={batch} precision={row['precision']}",
         card=card,
         program=program,
-        rows=rows,
-        accumulation=1 if squad else accumulation,
-        tokens=float(whole * length),
-        seconds=whole / float(row["throughput"]),
+        rows=batch,
+        tokens=float(batch * SQUAD_LENGTH),
+        seconds=batch / float(row["throughput"]),
         tf32=row["precision"] == "tf32",
         fp16=fp16,
     )

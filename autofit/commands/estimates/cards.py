@@ -1,0 +1,443 @@
+"""The best plan on each of several cards, what a training of so many tokens takes there, and what it costs.
+
+One trace, many clocks: what a step computes and holds does not depend on the card, so that it is traced once; how long
+it takes and whether it fits is worked out card by card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autofit import space
+from autofit.commands import estimate as one_card
+from autofit.commands.estimates.other_card import described_model, elsewhere
+from autofit.commands.estimates.plans import Estimated, Verdict, estimated_plans
+from autofit.commands.model_source import fetch, modeling_module, own_code
+from autofit.commands.request import Request, Search, as_classes, as_knobs, check_request, remarks, validated
+from autofit.contract.facts import Facts, LaunchPath, Model, Task
+from autofit.contract.plan import Plan
+from autofit.costmodel.forecast import Forecast, forecast, without_checkpointing
+from autofit.costmodel.step_time import EIGHTY
+from autofit.costmodel.tracing.trace_store import Traces, cache_folder
+from autofit.costmodel.utilisation import model_flops, peak_flops
+from autofit.machine import gpu_catalogue
+from autofit.machine.gpu_catalogue import Card
+from autofit.output.document import MODEL_FOLDER
+from autofit.output.plan_words import chosen_words
+from autofit.system import units
+from autofit.system.errors import InputError, ModelError, NothingFits
+
+TOKENS = 1e9
+"""That hours and costs are told of where none are asked for."""
+_PRICE = re.compile(r"\$?(\d+(?:\.\d+)?|\.\d+)(?:\s*/\s*h(?:our)?)?", re.ASCII)
+_MOST_CARDS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnCard:
+    """The best plan on one card.
+
+    Attributes:
+        card: The catalogue's name.
+        memory_bytes: What a process can have of it.
+        verdict: Of the plan: ``fits``, ``tight`` (without the margin) or ``too large``; ``None`` where nothing could be
+            traced.
+        plan: The fastest that fits, else the one that needs the least.
+        device_bytes: What it needs.
+        samples_per_second, tokens_per_second: Predicted, where it fits.
+        low, high: The factors on both that four trainings of five lie within.
+        mfu: Model FLOPs over the card's peak in the plan's precision.
+        hours: For the tokens asked about.
+        price: Of an hour, where it was given.
+        cost: Of those hours.
+    """
+
+    card: str
+    memory_bytes: int
+    verdict: Verdict | None = None
+    plan: Plan | None = None
+    device_bytes: int | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    low: float | None = None
+    high: float | None = None
+    mfu: float | None = None
+    hours: float | None = None
+    price: float | None = None
+    cost: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardsEstimate:
+    """The answer of ``autofit estimate --gpu CARD,CARD...``.
+
+    Attributes:
+        tokens: That hours and cost are of.
+        cards: In the order in which they were asked for.
+        fastest, cheapest: Names of cards; ``None`` where nothing fits, or no price was given.
+        notes: What was assumed.
+    """
+
+    model: str
+    parameters: int
+    seq_len: int
+    global_batch: int
+    tokens: float
+    cards: tuple[OnCard, ...]
+    fastest: str | None
+    cheapest: str | None
+    notes: tuple[str, ...]
+    seconds: float
+
+
+CARDS_ESTIMATE: TypeAdapter[CardsEstimate] = TypeAdapter(CardsEstimate)
+
+
+def estimate_cards(
+    model: str,
+    *,
+    gpu: str | None,
+    price: Sequence[str] = (),
+    tokens: str | float | None = None,
+    memory: str | int | None = None,
+    gpus: int | None = None,
+    nodes: int | None = None,
+    seq_len: int | None = None,
+    global_batch: int = 32,
+    allow: str | Sequence[str] = "exact,numeric",
+    fix: space.Knobs = (),
+    among: space.Knobs = (),
+    launch_path: LaunchPath = "trainer",
+    task: Task | None = None,
+    trust_remote_code: bool = False,
+    cache: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> CardsEstimate:
+    """Predict the best plan on each of several cards, and what a training takes and costs there.
+
+    Args:
+        model: Hub id, folder or file with a ``config.json``, or ``demo``.
+        gpu: Names of cards with commas between them.
+        price: Of an hour: ``2.5/h`` for every card, ``H100=2.5/h`` for one of them.
+        tokens: Of the training; 1e9 by default.
+        memory: Not taken: how fast a card is can't be told from its memory.
+        gpus: Not taken but for 1: hours are those of one card.
+        nodes: Likewise.
+        seq_len: Tokens in a row; by default the lesser of 1024 and the model's longest.
+        global_batch: Rows to an optimizer step.
+        allow: Classes of techniques that may be used.
+        fix: A value for each knob that is held.
+        among: The values that a knob is restricted to.
+        launch_path: ``trainer`` or ``loop``.
+        task: ``causal-lm`` estimates next-token prediction, whatever the config names.
+        trust_remote_code: Whether the model's own code may run.
+        cache: Whether traces are read from the user's cache folder, and written there.
+        say: Called with a line of text for each stage.
+
+    Raises:
+        InputError: A card is unknown or named twice, a price is for a card that is not asked about, or is no price, the
+            tokens are no number above zero, or another argument can't be used.
+        ModelError: The model can't be read, or is no causal language model.
+        MachineError: A helper process can't be started.
+    """
+    began = time.monotonic()
+    if memory is not None or not gpu:
+        raise InputError("hours and costs are those of a card with a name", hint="name it: --gpu H100,A100-80GB")
+    if (gpus or 1) != 1 or (nodes or 1) != 1:
+        raise InputError(
+            "hours and costs are those of one card: --gpus and --nodes are not taken with --tokens, --price or cards "
+            "with commas",
+            hint="leave them out; the time of a card that trains with others is not predicted",
+        )
+    asked = asked_cards(gpu)
+    prices, wanted = asked_prices(price, asked), asked_tokens(tokens)
+    request = validated(
+        Request,
+        {
+            "model": str(model),
+            "seq_len": seq_len,
+            "global_batch": global_batch,
+            "launch_path": launch_path,
+            "task": task,
+            "trust_remote_code": trust_remote_code,
+        },
+    )
+    settings = validated(Search, {"allowed": as_classes(allow), "fix": as_knobs(fix), "among": as_knobs(among)})
+    check_request(request, settings)
+    with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
+        folder = Path(scratch)
+        config = fetch(str(model), folder / MODEL_FOLDER, trust_remote_code=trust_remote_code)
+        code = own_code(config, trusted=trust_remote_code)
+        if code is not None:
+            say(code)
+        server = one_card.ForkServer(folder / "forkserver.log", "cpu", modeling_module(config), trains=False)
+        with contextlib.closing(server):
+            kept = cache_folder() if cache else None
+            described = described_model(folder, config, request, server, kept)
+            facts = {card: elsewhere(request, described, card, card.memory_bytes) for card in asked}
+            traces = Traces(facts[asked[0]], config, lambda: server, folder, kept)
+            rows = [
+                _on_card(card, facts[card], settings, traces, wanted=wanted, price=prices.get(card.name), say=say)
+                for card in asked
+            ]
+    fitting = [row for row in rows if row.hours is not None]
+    priced = [row for row in fitting if row.cost is not None]
+    length = facts[asked[0]].workload.seq_len
+    return CardsEstimate(
+        model=str(model),
+        parameters=described.parameters,
+        seq_len=length,
+        global_batch=global_batch,
+        tokens=wanted,
+        cards=tuple(rows),
+        fastest=min(fitting, key=lambda row: row.hours or math.inf).card if fitting else None,
+        cheapest=min(priced, key=lambda row: row.cost or math.inf).card if priced else None,
+        notes=_notes(length, described, rows, prices),
+        seconds=time.monotonic() - began,
+    )
+
+
+def check_any_fits(found: CardsEstimate) -> None:
+    """Leave with a word where there is no plan.
+
+    Raises:
+        ModelError: Nothing could be traced.
+        NothingFits: No plan fits on any of the cards.
+    """
+    if not any(row.plan for row in found.cards):
+        raise ModelError("nothing can be estimated", hint="`autofit tune` measures what can't be traced")
+    if found.fastest is None:
+        raise NothingFits("no plan fits", hint="a shorter --seq-len, --allow exact,numeric,method, or larger cards")
+
+
+# -- what was asked ---------------------------------------------------------------------------------------------------
+
+
+def asked_cards(gpu: str) -> tuple[Card, ...]:
+    """The cards of a list of names.
+
+    Raises:
+        InputError: One has no name, is unknown, or stands there twice.
+    """
+    names = [name.strip() for name in gpu.split(",")]
+    if not all(names):
+        raise InputError(f"--gpu {gpu!r} has a comma without a card", hint="write it like H100,A100-80GB,4090")
+    if len(names) > _MOST_CARDS:
+        raise InputError(f"--gpu names {len(names)} cards", hint=f"ask about no more than {_MOST_CARDS}")
+    found: dict[Card, str] = {}
+    for name in names:
+        card = gpu_catalogue.find(name)
+        if card in found:
+            raise InputError(f"--gpu names {card.name} twice: {found[card]!r} and {name!r}", hint="leave one out")
+        found[card] = name
+    return tuple(found)
+
+
+def asked_prices(given: Sequence[str], cards: Sequence[Card]) -> dict[str, float]:
+    """The price of an hour of each card, by its name in the catalogue.
+
+    Raises:
+        InputError: One is no price, is for a card that is not asked about, or is given twice.
+    """
+    general: float | None = None
+    found: dict[str, float] = {}
+    for text in given:
+        name, equals, amount = text.rpartition("=")
+        price = _price_of(amount, text)
+        if not equals:
+            if general is not None:
+                raise InputError("--price is given twice for every card", hint="write CARD=PRICE/h for one of them")
+            general = price
+            continue
+        card = gpu_catalogue.find(name.strip())
+        if card not in cards:
+            known = ", ".join(one.name for one in cards)
+            raise InputError(
+                f"--price {text!r} is for {card.name}, which --gpu does not name", hint=f"it names {known}"
+            )
+        if card.name in found:
+            raise InputError(f"--price is given twice for {card.name}", hint="leave one out")
+        found[card.name] = price
+    return found if general is None else {card.name: found.get(card.name, general) for card in cards}
+
+
+def _price_of(amount: str, text: str) -> float:
+    match = _PRICE.fullmatch(amount.strip())
+    if match is None or not math.isfinite(float(match[1])):
+        raise InputError(f"--price {text!r} is no price of an hour", hint="write it like 2.5/h, or H100=2.5/h")
+    return float(match[1])
+
+
+def asked_tokens(given: str | float | None) -> float:
+    """The tokens of the training.
+
+    Raises:
+        InputError: They are no number above zero.
+    """
+    if given is None:
+        return TOKENS
+    try:
+        tokens = float(given)
+    except (TypeError, ValueError):
+        tokens = math.nan
+    if not (tokens > 0 and math.isfinite(tokens)):
+        raise InputError(f"--tokens {given!r} is no number of tokens above zero", hint="write it like 1e9 or 500000000")
+    return tokens
+
+
+# -- what is predicted -----------------------------------------------------------------------------------------------
+
+
+def _on_card(
+    card: Card,
+    facts: Facts,
+    settings: Search,
+    traces: Traces,
+    *,
+    wanted: float,
+    price: float | None,
+    say: Callable[[str], None],
+) -> OnCard:
+    knobs = space.parse_knobs(settings.fix, settings.among, facts)
+    plans = space.build(facts, space.parse_allowed(settings.allowed), knobs)
+    cast = forecast(plans, traces, facts, card, say)
+    found, _, _ = estimated_plans(plans, cast, traces, facts, 1, say)
+    if not found:
+        return OnCard(card=card.name, memory_bytes=card.memory_bytes, price=price)
+    best = found[0]
+    if best.verdict == "too large" or best.samples_per_second is None:
+        return OnCard(
+            card=card.name,
+            memory_bytes=card.memory_bytes,
+            verdict=best.verdict,
+            plan=best.plan,
+            device_bytes=best.device_bytes,
+            price=price,
+        )
+    return _timed(card, facts, best, cast, traces, wanted=wanted, price=price)
+
+
+def _timed(
+    card: Card, facts: Facts, best: Estimated, cast: Forecast, traces: Traces, *, wanted: float, price: float | None
+) -> OnCard:
+    assert best.samples_per_second is not None
+    pace = best.samples_per_second
+    tokens = pace * facts.workload.seq_len
+    hours = wanted / tokens / 3600
+    traces.prepare([without_checkpointing(best.plan)])
+    step_flops, peak = model_flops(traces, best.plan, facts), peak_flops(card, best.plan, facts)
+    mfu = None if not step_flops or not peak else step_flops * pace / facts.workload.global_batch / peak
+    spread = math.exp(EIGHTY * cast.seconds_log_std) if cast.seconds_log_std else None
+    return OnCard(
+        card=card.name,
+        memory_bytes=card.memory_bytes,
+        verdict=best.verdict,
+        plan=best.plan,
+        device_bytes=best.device_bytes,
+        samples_per_second=pace,
+        tokens_per_second=tokens,
+        low=None if spread is None else 1 / spread,
+        high=spread,
+        mfu=mfu,
+        hours=hours,
+        price=price,
+        cost=None if price is None else hours * price,
+    )
+
+
+def _notes(length: int, model: Model, rows: Sequence[OnCard], prices: Mapping[str, float]) -> tuple[str, ...]:
+    said = remarks(length, model)
+    if any(row.high for row in rows):
+        low, high = min(row.low or 1.0 for row in rows), max(row.high or 1.0 for row in rows)
+        said.append(
+            f"speed is predicted, not measured: four trainings of five lie within {low:.2f} to {high:.2f} times as "
+            "fast as told"
+        )
+    if prices and (without := [row.card for row in rows if row.price is None]):
+        said.append(f"no price was given for {', '.join(without)}")
+    return tuple(said)
+
+
+# -- for a person -----------------------------------------------------------------------------------------------------
+
+
+def cards_table(found: CardsEstimate) -> RenderableType:
+    """The cards as a table, what they do in words below it."""
+    head = (
+        f"{found.model}: {count(found.parameters)} parameters, rows of {found.seq_len} tokens, global batch "
+        f"{found.global_batch}; hours for {count(found.tokens)} tokens"
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("card", no_wrap=True)
+    table.add_column("plan", overflow="fold", min_width=24)
+    for name in ("rows x acc.", "needs", "samples/s", "tokens/s", "MFU", "hours"):
+        table.add_column(name, justify="right", no_wrap=True)
+    priced = any(row.cost is not None for row in found.cards)
+    if priced:
+        table.add_column("cost", justify="right", no_wrap=True)
+    for row in found.cards:
+        table.add_row(*_cells(row, priced=priced))
+    parts: list[RenderableType] = [Text(head), Text(), table, Text()]
+    if found.fastest is not None:
+        words = f"fastest: {found.fastest}"
+        parts.append(Text(words if found.cheapest is None else f"{words}; cheapest: {found.cheapest}"))
+    parts += [Text(note) for note in found.notes]
+    parts.append(Text(f"{len(found.cards)} cards in {units.duration(found.seconds)}"))
+    return Group(*parts)
+
+
+def _cells(row: OnCard, *, priced: bool) -> list[RenderableType]:
+    if row.plan is None or row.device_bytes is None:
+        return [row.card, Text("no plan can be traced")]
+    size = f"{row.plan['micro_batch']} x {row.plan['accumulation']}"
+    needs = f"{units.size(row.device_bytes)} of {units.size(row.memory_bytes)}"
+    if row.hours is None:
+        why = "no plan fits; the smallest: " if row.verdict == "too large" else "speed is not known: "
+        return [row.card, Text(why + chosen_words(row.plan), style="red"), size, needs]
+    cells: list[RenderableType] = [
+        row.card,
+        Text(chosen_words(row.plan)),
+        size,
+        needs,
+        f"~{_three(row.samples_per_second)}",
+        f"~{_three(row.tokens_per_second)}",
+        _mfu(row),
+        f"~{_three(row.hours)}",
+    ]
+    if priced:
+        cells.append("" if row.cost is None else f"~{_three(row.cost)}")
+    return cells
+
+
+def _mfu(row: OnCard) -> str:
+    if row.mfu is None:
+        return ""
+    if row.low is None or row.high is None:
+        return f"~{row.mfu:.0%}"
+    return f"{row.mfu:.0%} ({row.mfu * row.low:.0%} to {min(row.mfu * row.high, 1.0):.0%})"
+
+
+def _three(value: float | None) -> str:
+    """Three digits."""
+    assert value is not None
+    return f"{float(f'{value:.3g}'):,g}"
+
+
+def count(number: float) -> str:
+    """A number of parameters or tokens in few digits, such as ``8.03B``."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:g}"

@@ -1,0 +1,112 @@
+"""The seconds of a whole optimizer step on a card that is not here, from the operators that its traces recorded.
+
+The device works off what the host issues, one operator after the other, so that a step takes as long as the slower of
+the two::
+
+    device  ▕██ product ██▏█ norm █▏███ attention ███▏...      sum of each operator's seconds by the laws
+    host    ▕op▏op▏op▏op▏op▏op▏...                             sum of what each costs Python, autograd and the launch
+
+The laws are those of :mod:`autofit.costmodel.operator_time`. A card whose figures they need is not all in the catalogue
+(AMD's) gets the plain roofline.
+
+Not covered: data loading, communication between devices, what the allocator costs where memory is short.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autofit.costmodel import operator_time, roofline
+from autofit.system.errors import InputError
+
+if TYPE_CHECKING:
+    from autofit.contract.trace import Ints
+    from autofit.costmodel.operator_time import Operators
+    from autofit.costmodel.peak import MicroPart, OptimizerPart
+    from autofit.costmodel.roofline import Numbers
+    from autofit.machine.gpu_catalogue import Card
+
+LOG_STD = 0.15
+"""Standard deviation of the natural logarithm of measured over predicted seconds of a whole step."""
+ROOFLINE_LOG_STD = 0.35
+"""The same of the plain roofline."""
+EIGHTY = 1.2816
+"""Standard deviations either side that hold four fifths of a normal distribution."""
+
+
+class StepClock:
+    """Predicts steps on one card; what several plans share is worked out once.
+
+    Args:
+        card: In the catalogue.
+    """
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self._device_and_host: dict[tuple[int, int, bool, bool], tuple[float, float]] = {}
+        self._parts: list[object] = []
+        try:
+            operator_time.seconds(operator_time.Operators.of([]), card)
+        except InputError:
+            self.by_laws = False
+        else:
+            self.by_laws = True
+
+    @property
+    def log_std(self) -> float:
+        """Standard deviation of the natural logarithm of measured over predicted."""
+        return LOG_STD if self.by_laws else ROOFLINE_LOG_STD
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The factors on predicted speed that four trainings of five lie within."""
+        spread = math.exp(EIGHTY * self.log_std)
+        return 1 / spread, spread
+
+    def step_seconds(
+        self,
+        micro: MicroPart,
+        optimizer: OptimizerPart,
+        rows: Ints,
+        accumulation: Ints,
+        *,
+        tf32: bool = False,
+        fp16: bool = False,
+    ) -> Numbers:
+        """Seconds of an optimizer step of each plan, of shape ``(plans,)``.
+
+        Args:
+            micro: The micro-steps that the plans share.
+            optimizer: Likewise.
+            rows: The micro-batch of each plan.
+            accumulation: Micro-steps to an optimizer step, of each plan.
+            tf32: Whether float32 products are made in TF32.
+            fp16: Whether what was traced in bfloat16 is made in float16.
+        """
+        step = self._of(optimizer, 0, tf32=tf32, fp16=fp16)
+        micros = np.array([self._of(micro, int(one), tf32=tf32, fp16=fp16) for one in rows]).reshape(-1, 2)
+        both = micros * np.asarray(accumulation, dtype=np.float64)[:, None] + np.array(step)
+        return np.asarray(both.max(axis=1))
+
+    def _of(self, part: MicroPart | OptimizerPart, rows: int, *, tf32: bool, fp16: bool) -> tuple[float, float]:
+        """Device and host seconds of one micro-step, or with no rows of the optimizer's step."""
+        key = (id(part), rows, tf32, fp16)
+        if key not in self._device_and_host:
+            self._parts.append(part)  # so that its id stays its own
+            operators = part.operators(rows) if rows else part.operators()  # type: ignore[call-arg,union-attr]
+            computed = operators.computed_in(tf32=tf32, fp16=fp16)
+            self._device_and_host[key] = (device_seconds(computed, self.card), host_seconds(computed))
+        return self._device_and_host[key]
+
+
+def device_seconds(operators: Operators, card: Card) -> float:
+    """Of all calls, on a device that always has the next operator in its queue."""
+    return float(operators.calls @ operator_time.seconds(operators, card).seconds)
+
+
+def host_seconds(operators: Operators) -> float:
+    """Of all calls, until the last one is issued."""
+    return float(operators.calls.sum()) * roofline.HOST_SECONDS_PER_OPERATOR

@@ -1,0 +1,139 @@
+"""The table over several cards: what is asked, what is told, and what is refused."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from autofit import cli
+from autofit.commands import estimate
+from autofit.commands.estimates.cards import (
+    CARDS_ESTIMATE,
+    asked_cards,
+    asked_prices,
+    asked_tokens,
+    cards_table,
+    estimate_cards,
+)
+from autofit.commands.terminal import data_console
+from autofit.machine import gpu_catalogue
+from autofit.system.errors import InputError
+from tests.support.replay import Lent
+
+BOTH = ("H100", "4090")
+
+
+def test_cards_are_found_by_the_names_people_use():
+    assert [card.name for card in asked_cards("H100, A100-80GB,4090 ,L40S")] == [
+        "H100 SXM 80 GB", "A100 SXM 80 GB", "RTX 4090", "L40S",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [
+        ("H100,,4090", "a comma without a card"),
+        ("H100,", "a comma without a card"),
+        ("H100,H9000", "'H9000' is no card"),
+        ("H100,H100", "names H100 SXM 80 GB twice"),
+        ("RTX 4090,4090", "names RTX 4090 twice"),
+        (",".join(["H100"] * 65), "names 65 cards"),
+    ],
+)
+def test_a_list_of_cards_that_is_none_is_refused(gpu, words):
+    with pytest.raises(InputError, match=words):
+        asked_cards(gpu)
+
+
+def test_a_price_is_for_every_card_or_for_one():
+    cards = asked_cards(",".join(BOTH))
+    assert asked_prices(["2.5/h"], cards) == {"H100 SXM 80 GB": 2.5, "RTX 4090": 2.5}
+    assert asked_prices(["H100=$3/hour"], cards) == {"H100 SXM 80 GB": 3.0}
+    assert asked_prices(["2.5/h", "4090=0.4/h"], cards) == {"H100 SXM 80 GB": 2.5, "RTX 4090": 0.4}
+    assert asked_prices([], cards) == {}
+
+
+@pytest.mark.parametrize(
+    ("prices", "words"),
+    [
+        (["cheap"], "no price of an hour"),
+        (["-1/h"], "no price of an hour"),
+        (["H100="], "no price of an hour"),
+        (["A100-80GB=1/h"], "which --gpu does not name"),
+        (["H9000=1/h"], "'H9000' is no card"),
+        (["1/h", "2/h"], "twice for every card"),
+        (["H100=1/h", "h100=2/h"], "twice for H100 SXM 80 GB"),
+    ],
+)
+def test_a_price_that_is_none_is_refused(prices, words):
+    with pytest.raises(InputError, match=words):
+        asked_prices(prices, asked_cards(",".join(BOTH)))
+
+
+def test_tokens_are_a_number_above_zero():
+    assert asked_tokens(None) == 1e9
+    assert asked_tokens("2.5e8") == 2.5e8
+    for given in ("0", "-1", "nan", "inf", "many", ""):
+        with pytest.raises(InputError, match="no number of tokens above zero"):
+            asked_tokens(given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpu", "H100,H100"], "twice"),
+        (["--gpu", "H100", "--tokens", "0"], "above zero"),
+        (["--gpu", "H100", "--price", "4090=1/h"], "does not name"),
+        (["--tokens", "1e9"], "a card with a name"),
+        (["--memory", "24GiB", "--tokens", "1e9"], "a card with a name"),
+        (["--gpu", "H100,4090", "--gpus", "8"], "those of one card"),
+    ],
+)
+def test_the_command_refuses_with_exit_code_2(arguments, words):
+    found = CliRunner().invoke(cli.main, ["estimate", "demo", *arguments])
+    assert found.exit_code == 2
+    assert words in found.stderr
+
+
+@pytest.fixture
+def told(server, monkeypatch):
+    """The demo on two cards, told once."""
+    monkeypatch.setattr(estimate, "ForkServer", lambda *_, **__: Lent(server))
+    return estimate_cards(
+        "demo",
+        gpu="H100,4090",
+        price=["4090=0.5/h"],
+        tokens=1e9,
+        seq_len=32,
+        global_batch=8,
+        fix={"precision": "bf16", "optimizer": "adamw"},
+    )
+
+
+def test_each_card_has_its_best_plan_hours_and_cost(told):
+    first, second = told.cards
+    assert (first.card, second.card) == ("H100 SXM 80 GB", "RTX 4090")
+    for one in told.cards:
+        assert one.verdict == "fits"
+        assert one.tokens_per_second == pytest.approx(one.samples_per_second * 32)
+        assert one.hours == pytest.approx(1e9 / one.tokens_per_second / 3600)
+        assert 0 < one.low < 1 < one.high
+        assert 0 < one.mfu < 1
+        card = gpu_catalogue.find(one.card)
+        flops = one.mfu * card.bf16
+        assert one.samples_per_second * 32 * 6 * 7.3e6 == pytest.approx(flops, rel=0.5)
+    assert first.samples_per_second >= second.samples_per_second
+    assert (first.price, first.cost) == (None, None)
+    assert second.cost == pytest.approx(second.hours * 0.5)
+    assert told.cheapest == "RTX 4090"
+    shown = _shown(told)
+    assert "no price was given for H100 SXM 80 GB" in shown
+    assert "cheapest: RTX 4090" in shown
+    assert json.loads(CARDS_ESTIMATE.dump_json(told))["cards"][1]["cost"] == second.cost
+
+
+def _shown(found):
+    console = data_console(140)
+    with console.capture() as captured:
+        console.print(cards_table(found))
+    return captured.get()

@@ -1,0 +1,59 @@
+"""Whole steps from the operators of their parts: the slower of device and host, and which card has laws."""
+
+import numpy as np
+import pytest
+
+from autofit.costmodel import step_time
+from autofit.costmodel.operator_time import Operator, Operators
+from autofit.costmodel.step_time import StepClock, device_seconds, host_seconds
+from autofit.machine.gpu_catalogue import find
+
+
+class Part:
+    """A part of one product a row."""
+
+    def __init__(self, size):
+        self.size = size
+        self.asked = []
+
+    def operators(self, rows=1):
+        self.asked.append(rows)
+        one = Operator(
+            kind="product", arithmetic="bf16", flops=2.0 * rows * self.size**3, moved_bytes=6.0 * rows * self.size**2,
+            m=rows * self.size, n=self.size, k=self.size,
+        )  # fmt: skip
+        return Operators.of([one])
+
+
+@pytest.mark.parametrize(("size", "bound"), [(8192, "device"), (16, "host")])
+def test_a_step_takes_as_long_as_the_slower_of_device_and_host(size, bound):
+    card, micro, step = find("H100"), Part(size), Part(size)
+    found = StepClock(card).step_seconds(micro, step, np.array([1, 2]), np.array([3, 1]))
+    of = {"device": lambda one: device_seconds(one, card), "host": host_seconds}[bound]
+    expected = [3 * of(micro.operators(1)) + of(step.operators()), of(micro.operators(2)) + of(step.operators())]
+    assert found == pytest.approx(expected)
+
+
+def test_what_plans_share_is_worked_out_once():
+    micro, step = Part(64), Part(64)
+    clock = StepClock(find("H100"))
+    clock.step_seconds(micro, step, np.array([1, 2, 1]), np.array([4, 2, 1]))
+    clock.step_seconds(micro, step, np.array([2]), np.array([8]))
+    assert sorted(micro.asked) == [1, 2]
+    assert len(step.asked) == 1
+
+
+def test_fp16_and_tf32_are_computed_in():
+    card, part = find("T4"), Part(8192)
+    clock = StepClock(card)
+    rows, times = np.array([1]), np.array([1])
+    assert clock.step_seconds(part, Part(1), rows, times, fp16=True) < clock.step_seconds(part, Part(1), rows, times)
+
+
+def test_a_card_without_the_figures_of_the_laws_has_the_roofline_and_its_spread():
+    clock = StepClock(find("MI300X"))
+    assert not clock.by_laws
+    assert clock.log_std == step_time.ROOFLINE_LOG_STD
+    low, high = clock.range
+    assert low * high == pytest.approx(1)
+    assert high > StepClock(find("H100")).range[1] > 1
