@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,19 +12,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from pydantic import TypeAdapter
 
 from autofit.contract.facts import Hardware
 from autofit.contract.outcome import OUTCOME, Measured, Outcome, Promise
 from autofit.machine.nvml import on_device
 from autofit.machine.select import hardware_lock
-from autofit.output.document import MODEL_FOLDER, read_document
+from autofit.output.document import MODEL_FOLDER, Document, read_document
 from autofit.output.emit import ARGUMENTS, YAML
 from autofit.output.plan_words import outcome_words
 from autofit.system import strict_json, units
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import helper_environment
 from autofit.system.redact import redacted
+from autofit.training.joined import outcome_of_ranks
 from autofit.training.launch_environment import check_environment
 
 TOLERANCE = {"cuda": 0.10, "cpu": 0.30}
@@ -33,6 +36,9 @@ once more; one during which others took a large part of the processors says noth
 CALM_LAUNCHES = {"cuda": 1, "cpu": 2}
 MOST_LAUNCHES = 4
 MOST_STEPS = 1000
+_LONGEST_SECONDS = 3600.0
+_LOADING_SECONDS, _PATIENCE = 300.0, 100.0
+"""A launch of several ranks, one of which may hang, has so long to load, and so many times as long for its steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +108,7 @@ def verify(
     calm = 0
     while calm < CALM_LAUNCHES[device] and len(launched) < MOST_LAUNCHES:
         with hardware_lock(document.hardware):
-            command, outcome = _launch(folder, steps, on_its_device(document.hardware, say))
+            command, outcome = _launch(folder, steps, document, on_its_device(document.hardware, say))
         found = judge(document.promise, outcome, tolerance=tolerance, command=command, launches=len(launched) + 1)
         launched.append(found)
         if not found.broken:
@@ -173,12 +179,13 @@ def on_its_device(hardware: Hardware, say: Callable[[str], None]) -> dict[str, s
         return {}
 
 
-def _launch(
-    folder: Path, steps: int, shown: Mapping[str, str], limit_seconds: float = 3600.0
-) -> tuple[tuple[str, ...], Outcome]:
-    """One ``accelerate launch``, with some more environment; its whole group is ended with it."""
+def _launch(folder: Path, steps: int, document: Document, shown: Mapping[str, str]) -> tuple[tuple[str, ...], Outcome]:
+    """One ``accelerate launch``, with some more environment; all that it has started ends with it."""
     from autofit.contract.outcome import Crashed, TimedOut
 
+    processes = document.workload.processes
+    patience = _PATIENCE * steps * document.promise.step_seconds
+    limit_seconds = _LONGEST_SECONDS if processes == 1 else min(_LONGEST_SECONDS, _LOADING_SECONDS + patience)
     script = Path(__file__).with_name("verify_script.py")
     with tempfile.TemporaryDirectory(prefix="autofit-verify-") as scratch:
         result = Path(scratch) / "outcome.json"
@@ -208,6 +215,8 @@ def _launch(
         finally:
             end_group(process)
         try:
+            if processes > 1:
+                return command, outcome_of_ranks(Path(scratch), processes)
             return command, strict_json.read(OUTCOME, result.read_bytes())
         except (OSError, ValueError):
             tail = redacted(log.read_text("utf-8", "replace").strip()[-4000:])
@@ -216,7 +225,11 @@ def _launch(
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what a launch has left behind."""
+    """Kill a launch: its group, and its ranks, which are in sessions of their own."""
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                one.kill()
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -20,17 +21,21 @@ def main(folder: Path, result: Path, steps: int) -> None:
     """Train some optimizer steps and write their outcome to ``result``."""
     from transformers import HfArgumentParser, Trainer, TrainingArguments, utils
 
-    from autofit.contract.outcome import OUTCOME, Evidence
+    from autofit.contract.outcome import OUTCOME, Evidence, Measured
     from autofit.machine.meters import meter, warm_up_threads
     from autofit.output.emit import ARGUMENTS
     from autofit.output.setup import load
     from autofit.system.files import write_atomically
+    from autofit.system.fork_server_process import die_with_parent
     from autofit.system.strict_json import dump_json
     from autofit.training.loops import run_loop, run_trainer, untuned
     from autofit.training.measure import ROWS, measure
+    from autofit.training.ranks import result_file
     from autofit.training.scripts.entry import keep_quiet, measure_steps, rows_words
     from autofit.training.timing import Clock, Effort
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the launcher starts each rank in a session of its own
+        die_with_parent(os.getppid(), signal.SIGKILL)
     _ = Trainer  # imported before the base of memory is read
     utils.logging.set_verbosity(logging.ERROR)
     setup = load(folder, any_hardware=True)  # verify itself says which device it is
@@ -58,7 +63,12 @@ def main(folder: Path, result: Path, steps: int) -> None:
     warm_up_threads()
     words = rows_words(script) if script else ROWS
     outcome = measure(setup.recipe, effort, meter(setup.document.facts), run, rows_words=words)
-    write_atomically(result, dump_json(OUTCOME, outcome))
+    if setup.document.workload.processes == 1:
+        write_atomically(result, dump_json(OUTCOME, outcome))
+    else:
+        write_atomically(result_file(result.parent, int(os.environ["RANK"])), dump_json(OUTCOME, outcome))
+        if not isinstance(outcome, Measured):
+            os._exit(1)  # the launcher ends the others, which may wait for this one
     if script is not None:
         sys.stdout.flush()
         os._exit(0)  # the script was left in its middle: what it has begun is not ended in order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
@@ -12,19 +13,23 @@ class CpuShare:
     """Measures, from its construction on, how other processes use the CPUs that this process may run on.
 
     Other processes count, and so do other guests of the host, as far as the kernel sees them (steal time).
+
+    Args:
+        siblings: Whether the other processes of this one's parent belong to the same training.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, siblings: bool = False) -> None:
+        self._siblings = siblings
         self._processors = sorted(os.sched_getaffinity(0))
         self._began = time.monotonic()
         self._busy = _busy_seconds(self._processors)
-        self._own = _own_seconds()
+        self._own = _own_seconds(siblings=siblings)
 
     def others(self) -> float:
         """The share of these CPUs that other processes used, from 0 to 1."""
         wall = (time.monotonic() - self._began) * len(self._processors)
         busy = _busy_seconds(self._processors) - self._busy
-        own = _own_seconds() - self._own
+        own = _own_seconds(siblings=self._siblings) - self._own
         return min(1.0, max(0.0, (busy - own) / wall)) if wall > 0 else 0.0
 
 
@@ -41,6 +46,13 @@ def _busy_seconds(processors: list[int]) -> float:
     return busy
 
 
-def _own_seconds() -> float:
+def _own_seconds(*, siblings: bool) -> float:
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    own = times.user + times.system + times.children_user + times.children_system
+    if siblings:
+        for one in psutil.Process(os.getppid()).children(recursive=True):
+            if one.pid != os.getpid():
+                with contextlib.suppress(psutil.Error):
+                    used = one.cpu_times()
+                    own += used.user + used.system
+    return own

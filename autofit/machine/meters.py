@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from autofit.machine.nvml import device_used_bytes, seen_uuid
+from autofit.machine.nvml import device_used_bytes, local_rank, seen_uuid
 from autofit.system.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class CudaMeter:
 
         self.uuid = seen_uuid() or uuid  # a launch may see another card than was tuned on
         self.before_bytes = device_used_bytes(self.uuid)
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(local_rank())
         self.device = torch.cuda.current_device()
         warm = torch.ones(64, 64, device="cuda")
         _ = (warm @ warm).sum().item()
@@ -207,6 +207,19 @@ def control_groups() -> Iterator[Path]:
                 yield folder
             if folder == root:
                 break
+
+
+def memory_kills() -> int:
+    """How many processes the kernel has killed for memory so far: of this control group, or of the machine."""
+    kills = 0
+    groups = [folder / name for folder in control_groups() for name in ("memory.events", "memory.oom_control")]
+    for counts in (*groups, Path("/proc/vmstat")):
+        with contextlib.suppress(OSError):
+            for line in counts.read_text("ascii").splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    kills += int(count)
+    return kills
 
 
 def meter(facts: Facts) -> Meter:

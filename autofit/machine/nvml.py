@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,8 +51,14 @@ def device_used_bytes(uuid: str | None) -> int:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
 
 
+def local_rank() -> int:
+    """Which process of this machine's this is, and so which of the devices that it sees is its own."""
+    given = os.environ.get("LOCAL_RANK", "")
+    return int(given) if given.isascii() and given.isdigit() else 0
+
+
 def seen_uuid() -> str:
-    """The UUID of the first device that this process sees, as the driver calls it; empty where PyTorch tells none.
+    """The UUID of this process's own device, as the driver calls it; empty where PyTorch tells none.
 
     Makes no context.
 
@@ -60,7 +67,7 @@ def seen_uuid() -> str:
     """
     import torch
 
-    uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", "") or "")
+    uuid = str(getattr(torch.cuda.get_device_properties(local_rank()), "uuid", "") or "")
     return uuid_in_driver(uuid) if uuid else ""
 
 

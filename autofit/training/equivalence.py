@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from autofit.contract.layout import PARALLEL, data_parallel
 from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
-from autofit.registry import extra_seconds, recipe_of, techniques
+from autofit.registry import extra_seconds, recipe_of, technique, techniques
 from autofit.system.errors import MachineError
 from autofit.training.jobs import CurveJob
 from autofit.training.loss_curve import CURVE, NOT_FINITE, Curve
@@ -133,7 +134,8 @@ class Guards:
 
     def _train(self, plan: Plan, steps: int, limit_seconds: float, rounding: Rounding | None) -> Curve:
         config = str(self.config.resolve())
-        job = CurveJob(plan=plan, facts=self.facts, config=config, steps=steps, rounding=rounding)
+        facts = facts_of(plan, self.facts)
+        job = CurveJob(plan=plan, facts=facts, config=config, steps=steps, rounding=rounding)
         try:
             with self.server.ask(self.folder, job, kill_after_seconds=limit_seconds) as answer:
                 return Curve(failed="it took too long") if answer is None else CURVE.validate_python(answer)
@@ -147,13 +149,27 @@ def how_many(step_seconds: float, spent_seconds: float) -> int:
     return max(LEAST_STEPS, min(MOST_STEPS, int(affordable)))
 
 
+def facts_of(plan: Plan, facts: Facts) -> Facts:
+    """What a plan is trained with: one of a single process in a world of one, whatever the facts' world is."""
+    work, hardware = facts.workload, facts.hardware
+    if work.processes == 1 or plan[PARALLEL] != technique(PARALLEL).baseline:
+        return facts
+    shared = work.processes if hardware.device == "cpu" else 1  # they share the host's memory
+    alone = dataclasses.replace(work, processes=1, nodes=1, limit_bytes=work.limit_bytes * shared)
+    return dataclasses.replace(facts, workload=alone)
+
+
 def references(plan: Plan, facts: Facts) -> Iterator[Plan]:
-    """Baseline plans to compare with: the one with the plan's own split, then the one that needs the least memory."""
-    baseline = Plan({one.name: one.baseline_for(facts) for one in techniques()})
-    rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
+    """Baseline plans to compare with: the one with the plan's own split, then the one that needs the least memory.
+
+    Both are of one process: what several make of a step is held against what one makes of the same rows.
+    """
+    baseline = Plan({one.name: one.baseline for one in techniques()})
+    rows = int(plan["micro_batch"])
+    accumulation = int(plan["accumulation"]) * data_parallel(plan, facts.workload)
     yield baseline.replaced(micro_batch=rows, accumulation=accumulation)
     small = baseline.replaced(micro_batch=1, accumulation=rows * accumulation)
-    lean = {one.name: one.leanest(facts) for one in techniques()}
+    lean = {one.name: one.leanest(facts_of(baseline, facts)) for one in techniques()}
     yield small.replaced(**{name: value for name, value in lean.items() if name not in {"micro_batch", "accumulation"}})
 
 

@@ -1,4 +1,7 @@
-"""The jobs that train, each in a process of its own: a trial measures a plan, a curve records what it learns."""
+"""The jobs that train, each in a process of its own: a trial measures a plan, a curve records what it learns.
+
+A training of several processes is one job, too: its process forks the ranks (:mod:`autofit.training.ranks`).
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,34 @@ import json
 import logging
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from autofit.contract.facts import Facts
-from autofit.contract.outcome import OUTCOME, Crashed, Outcome, OutOfMemory, Unsupported
+from autofit.contract.outcome import OUTCOME, Crashed, Measured, Outcome, OutOfMemory, Unsupported
 from autofit.contract.plan import Plan
 from autofit.contract.recipe import Recipe
 from autofit.machine.describe import describe_built, given_threads
-from autofit.machine.meters import CeilingBroken, guard_host, meter, warm_up_threads
+from autofit.machine.meters import CeilingBroken, guard_host, memory_kills, meter, warm_up_threads
 from autofit.registry import recipe_of
+from autofit.system import strict_json
 from autofit.system.errors import InputError
 from autofit.system.files import write_atomically
 from autofit.system.job import error_words
 from autofit.system.strict_json import dump_json
 from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
+from autofit.training.joined import failure_words, joined, unwritten
 from autofit.training.launch_environment import launch_environment, write_yaml
 from autofit.training.loops import run_recipe
 from autofit.training.loss_curve import CURVE, Curve, record
 from autofit.training.measure import measure
+from autofit.training.ranks import PROGRESS_FILE, own_rank, rank_folder, result_file, run_ranks
 from autofit.training.rounding import Rounding, rounded
 from autofit.training.scripts.entry import describe, keep_quiet, measure_steps, rows_words
 from autofit.training.scripts.leave import Refused
 from autofit.training.timing import Effort
-
-PROGRESS_FILE = "progress"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,16 @@ class TrialJob:
 
     def run(self, folder: Path) -> None:
         """Leave the plan's outcome; every failure that can be caught is one."""
-        write_atomically(folder / self.RESULT, dump_json(OUTCOME, _tried(self, folder)))
+
+        def train(rank: int) -> None:
+            found = _tried(self, rank_folder(folder, rank), folder.parent, rank)
+            write_atomically(result_file(folder, rank), dump_json(OUTCOME, found))
+
+        if _is_rank(train):
+            return
+        alone = self.facts.workload.processes == 1
+        outcome = _tried(self, folder, folder.parent) if alone else _tried_by_ranks(self.facts, folder, train)
+        write_atomically(folder / self.RESULT, dump_json(OUTCOME, outcome))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +94,71 @@ class CurveJob:
 
     def run(self, folder: Path) -> None:
         """Leave the curve; every failure that can be caught stands in it in words."""
-        write_atomically(folder / self.RESULT, dump_json(CURVE, _trained(self, folder)))
+
+        def train(rank: int) -> None:
+            found = _trained(self, rank_folder(folder, rank), rank)
+            write_atomically(result_file(folder, rank), dump_json(CURVE, found))
+
+        if _is_rank(train):
+            return
+        alone = self.facts.workload.processes == 1
+        curve = _trained(self, folder) if alone else _trained_by_ranks(self.facts, folder, train)
+        write_atomically(folder / self.RESULT, dump_json(CURVE, curve))
 
 
-def _tried(job: TrialJob, folder: Path) -> Outcome:
-    """The outcome of a plan; whatever is unforeseen is a crash with its traceback, never swallowed."""
+def _is_rank(train: Callable[[int], None]) -> bool:
+    """Whether this process is one of a job's ranks; then its part is done."""
+    rank = own_rank()
+    if rank is not None:
+        train(rank)
+    return rank is not None
+
+
+def _tried_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None]) -> Outcome:
+    """The one outcome of a plan that several ranks train: the first failure, or the worst rank's figures."""
+
+    def outcome(rank: int) -> Outcome:
+        found: Outcome = strict_json.read(OUTCOME, result_file(folder, rank).read_bytes())
+        return found
+
+    def failed(rank: int) -> bool:
+        return not isinstance(outcome(rank), Measured)
+
+    count, kills_before = facts.workload.processes, memory_kills()
+    failure = run_ranks(folder, count, train, failed, on_cuda=facts.hardware.device == "cuda")
+    if failure is None:
+        return joined([found for rank in range(count) if isinstance(found := outcome(rank), Measured)])
+    if failure.wrote:
+        return outcome(failure.rank)
+    return unwritten(failure, folder, facts, host_ran_out=memory_kills() > kills_before)
+
+
+def _trained_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None]) -> Curve:
+    """The one curve of a plan that several ranks train: each has the same, or has failed."""
+
+    def curve(rank: int) -> Curve:
+        return strict_json.read(CURVE, result_file(folder, rank).read_bytes())
+
+    def failed(rank: int) -> bool:
+        return curve(rank).failed is not None
+
+    failure = run_ranks(folder, facts.workload.processes, train, failed, on_cuda=facts.hardware.device == "cuda")
+    if failure is None:
+        return curve(0)
+    return curve(failure.rank) if failure.wrote else Curve(failed=failure_words(failure, folder))
+
+
+def _tried(job: TrialJob, folder: Path, trials: Path, rank: int | None = None) -> Outcome:
+    """The outcome of a plan; whatever is unforeseen is a crash with its traceback, never swallowed.
+
+    Args:
+        job: What to measure.
+        folder: Where this process may write.
+        trials: Where trials keep what is the same in all of them.
+        rank: Of this process, where there are several.
+    """
     try:
-        return _measured(job, folder)
+        return _measured(job, folder, trials, rank)
     except CeilingBroken as broken:
         work = job.facts.workload
         return OutOfMemory(
@@ -120,26 +191,23 @@ def _described(job: DescribeScriptJob, folder: Path) -> dict[str, Any]:
     return {**found, "model": describe_built(Path(job.path).name, model.config, model)}
 
 
-def _trained(job: CurveJob, folder: Path) -> Curve:
+def _trained(job: CurveJob, folder: Path, rank: int | None = None) -> Curve:
     """The curve of a plan; whatever is unforeseen is told in words."""
     try:
-        recipe = _launched(job.plan, job.facts, folder)
+        recipe = _launched(job.plan, job.facts, folder, rank)
         with rounded(job.rounding) if job.rounding else contextlib.nullcontext():
-            return record(recipe, job.steps, meter(job.facts), config=Path(job.config), folder=folder)
+            return record(
+                recipe, job.steps, meter(job.facts), config=Path(job.config), folder=folder, beat=_teller(folder)
+            )
     except Exception as error:  # noqa: BLE001 - the top of the worker
         traceback.print_exc()
         return Curve(failed=error_words(error))
 
 
-def _measured(job: TrialJob, folder: Path) -> Outcome:
-    recipe = _launched(job.plan, job.facts, folder)
-    recipe.tensor_cache = TensorCache(folder.parent / CACHE_FOLDER)
-    progress = os.open(folder / PROGRESS_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
-
-    def tell(words: str) -> None:
-        with contextlib.suppress(OSError):  # in place: a process that is killed here leaves no empty file
-            os.pwrite(progress, words.ljust(32).encode(), 0)
-
+def _measured(job: TrialJob, folder: Path, trials: Path, rank: int | None) -> Outcome:
+    recipe = _launched(job.plan, job.facts, folder, rank)
+    recipe.tensor_cache = TensorCache(trials / CACHE_FOLDER)
+    tell = _teller(folder)
     tell("load")
     counter = meter(job.facts)
     script = job.facts.workload.script
@@ -159,12 +227,23 @@ def _measured(job: TrialJob, folder: Path) -> Outcome:
     )
 
 
-def _launched(plan: Plan, facts: Facts, folder: Path) -> Recipe:
+def _teller(folder: Path) -> Callable[[str], None]:
+    """Writes down what the process does just now, for whoever waits for it."""
+    progress = os.open(folder / PROGRESS_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
+
+    def tell(words: str) -> None:
+        with contextlib.suppress(OSError):  # in place: a process that is killed here leaves no empty file
+            os.pwrite(progress, words.ljust(32).encode(), 0)
+
+    return tell
+
+
+def _launched(plan: Plan, facts: Facts, folder: Path, rank: int | None) -> Recipe:
     """Become the process that ``accelerate launch`` starts for a plan, and return its recipe."""
     recipe = recipe_of(plan, facts)
     config_file = folder / "accelerate.yaml"
     write_yaml(config_file, dict(recipe.emission.accelerate))
-    _take_environment(launch_environment(config_file), facts)
+    _take_environment(launch_environment(config_file, rank), facts)
     import torch
     from transformers import Trainer, utils
 

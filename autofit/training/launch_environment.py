@@ -6,13 +6,13 @@ A trial is not launched, it is forked; it gets the same environment this way, in
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from autofit.system.errors import InputError
+from autofit.training.ranks import free_port, rank_environment
 
 
 def check_environment() -> None:
@@ -36,10 +36,14 @@ def write_yaml(path: Path, settings: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(settings, sort_keys=True), encoding="utf-8")
 
 
-def launch_environment(config_file: Path) -> dict[str, str]:
-    """The environment of a process that ``accelerate launch --config_file`` starts, one process on this machine.
+def launch_environment(config_file: Path, rank: int | None = None) -> dict[str, str]:
+    """The environment of a process that ``accelerate launch --config_file`` starts on this machine.
 
     Reads Accelerate's own launcher (1.14 and 1.15 tried).
+
+    Args:
+        config_file: The YAML.
+        rank: Of this process, whose environment tells already what torchrun would; ``None`` for the only process.
 
     Raises:
         InputError: Accelerate refuses the file.
@@ -60,24 +64,9 @@ def launch_environment(config_file: Path) -> dict[str, str]:
         fields = list(defaults.deepspeed_config) + (["mixed_precision"] if mixed else [])
         args.deepspeed_fields_from_accelerate_config = ",".join(fields)
         _, environment = prepare_deepspeed_cmd_env(args)
-    elif args.use_fsdp and not args.cpu:
+    elif (args.use_fsdp or args.multi_gpu) and not args.cpu:
         environment = prepare_multi_gpu_env(args)
     else:
         _, environment = prepare_simple_launcher_cmd_env(args)
         return dict(environment)
-    return {"OMP_NUM_THREADS": "1", **environment, **_one_rank()}
-
-
-def _one_rank() -> dict[str, str]:
-    """What torchrun sets for the only rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    return {"OMP_NUM_THREADS": "1", **environment, **(rank_environment(0, 1, free_port()) if rank is None else {})}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autofit.contract.layout import data_parallel
 from autofit.contract.outcome import Evidence
 from autofit.training.observer import Observer
 from autofit.training.timing import Listener
@@ -102,7 +103,8 @@ def run_trainer(
             clock.backward_end(loss)
             return loss
 
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.max_steps
+    ranks = data_parallel(clock.recipe.plan, clock.recipe.facts.workload)
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks * args.max_steps
     trainer = Listened(
         model=model,
         args=args,
@@ -156,7 +158,8 @@ def run_loop(
     observer = Observer(model, clock.recipe)
     evidence = None
     steps = clock.effort.warm_up + clock.effort.max_steps
-    rows = clock.recipe.micro_batch * clock.accumulation * steps
+    ranks = data_parallel(clock.recipe.plan, clock.recipe.facts.workload)
+    rows = clock.recipe.micro_batch * clock.accumulation * ranks * steps
     loader = DataLoader(
         dataset or random_rows(clock.recipe, rows),
         batch_size=clock.recipe.micro_batch,
@@ -227,7 +230,7 @@ def run_recipe(clock: Listener, *, config: Path, folder: Path, lesson: Lesson | 
 
     recipe = clock.recipe
     torch.manual_seed(recipe.facts.workload.seed)
-    sharded = recipe.emission.accelerate["distributed_type"] != "NO"
+    sharded = recipe.emission.accelerate["distributed_type"] not in {"NO", "MULTI_GPU"}
     # a device's random numbers are others than the host's
     device = "cuda" if clock.on_cuda and not sharded and lesson is None else "cpu"
     trainer = recipe.facts.workload.launch_path == "trainer"

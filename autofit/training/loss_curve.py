@@ -13,7 +13,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from autofit.machine.meters import CeilingBroken, Meter, out_of_memory
 from autofit.training.loops import Lesson, run_recipe
 from autofit.training.sketch import Sketch, minus, sketch
 from autofit.training.timing import Effort, NotFinite
+from autofit.training.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +80,8 @@ class CurveListener:
     steps: int
     accumulation: int
     on_cuda: bool
+    world: World = field(default_factory=World)
+    beat: Callable[[str], None] = lambda _: None
     in_parts: bool = False
     accumulated: int = 0
     done: int = 0
@@ -126,6 +129,7 @@ class CurveListener:
     def backward_end(self, loss: torch.Tensor) -> None:
         """The gradients of a micro-step are there; ``loss`` is its share of the step's."""
         self.meter.check()
+        self.beat(f"micro-step {self.accumulated} of step {self.done}")
         self.accumulated += 1
         self._loss = loss.detach().clone() if self._loss is None else self._loss + loss.detach()
         if self.accumulated == self.accumulation:
@@ -142,7 +146,7 @@ class CurveListener:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._squares[id(parameter)] = _norm(parameter.grad) ** 2
+                    self._squares[id(parameter)] = _norm(whole(parameter.grad)) ** 2
 
     def step_skipped(self) -> None:
         """The scaled gradients overflowed: the same step comes again."""
@@ -151,7 +155,7 @@ class CurveListener:
     def step_end(self) -> bool:
         """An optimizer step is done; returns whether enough was seen."""
         self.meter.check()
-        loss = float(self._loss) if self._loss is not None else math.nan
+        loss = self.world.mean(float(self._loss)) if self._loss is not None else math.nan
         self._loss = None
         if not math.isfinite(loss):
             raise NotFinite(loss, self.done)
@@ -203,7 +207,15 @@ def _finite(number: float) -> float:
     return number if math.isfinite(number) else 0.0
 
 
-def record(recipe: Recipe, steps: int, meter: Meter, *, config: Path, folder: Path) -> Curve:
+def record(
+    recipe: Recipe,
+    steps: int,
+    meter: Meter,
+    *,
+    config: Path,
+    folder: Path,
+    beat: Callable[[str], None] = lambda _: None,
+) -> Curve:
     """Train some optimizer steps and write the curve down.
 
     Args:
@@ -212,15 +224,17 @@ def record(recipe: Recipe, steps: int, meter: Meter, *, config: Path, folder: Pa
         meter: Holds the ceiling.
         config: Folder that holds the ``config.json``.
         folder: Where a Trainer may write.
+        beat: Told of each micro-step, for whoever waits.
     """
     most = steps + (_SKIPPED if recipe.mixed_precision == "fp16" else 0)
     effort = Effort(fidelity="whole", warm_up=2, max_steps=most - 2)
     on_cuda = recipe.facts.hardware.device == "cuda"
-    listener = CurveListener(recipe, effort, meter, steps, recipe.accumulation, on_cuda)
+    world = World(size=recipe.facts.workload.processes)
+    listener = CurveListener(recipe, effort, meter, steps, recipe.accumulation, on_cuda, world, beat)
     rate = _RATE * min(1.0, _WIDTH / recipe.facts.model.hidden_size)
     lesson = Lesson(
         begin=listener.begin,
-        rows=learnable_rows(recipe, recipe.micro_batch * recipe.accumulation * most),
+        rows=learnable_rows(recipe, recipe.facts.workload.global_batch * most),
         arguments={
             "learning_rate": rate,
             "lr_scheduler_type": "constant",

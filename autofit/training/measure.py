@@ -12,6 +12,7 @@ from autofit.registry import by_script, techniques
 from autofit.system.statistics import median, spread
 from autofit.training.observer import compiled_graphs
 from autofit.training.timing import PARTS, Clock, Effort, NotFinite
+from autofit.training.world import World
 
 ROWS = "random tokens, every row at full length, no padding mask"
 RECOMPILED = "compiled again while the steps were timed (graphs made: {}): the plan is slower than it could be"
@@ -48,6 +49,7 @@ def measure(
         meter=meter,
         accumulation=PARTS if shortened else recipe.accumulation,
         on_cuda=facts.hardware.device == "cuda",
+        world=World(size=facts.workload.processes),
         progress=progress,
     )
     limit = facts.workload.limit_bytes

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from autofit.contract.outcome import OUTCOME, TRIAL, Crashed, Measured, Outcome, OutOfMemory, TimedOut, Trial
 from autofit.contract.plan import Plan
 from autofit.machine.describe import host_memory
-from autofit.machine.meters import control_groups
+from autofit.machine.meters import memory_kills
 from autofit.machine.nvml import device_used_bytes
 from autofit.machine.other_processes import neighbours, words
 from autofit.registry import converted
@@ -29,17 +29,17 @@ from autofit.system.errors import InputError, MachineError, ServerLost
 from autofit.system.files import write_atomically, writing
 from autofit.system.fork_server import ForkServer
 from autofit.system.job import JOB, job_text
-from autofit.system.redact import redacted
 from autofit.system.strict_json import dump_json
 from autofit.system.units import MIB, size
-from autofit.training.jobs import PROGRESS_FILE, TrialJob
+from autofit.training.jobs import TrialJob
+from autofit.training.joined import killed_for_memory, log_tail
+from autofit.training.ranks import PROGRESS_FILE, phase_of
 from autofit.training.timing import Effort
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
 
 TRIAL_FILE = "trial.json"
-_LOG_TAIL_BYTES = 4000
 _SLACK_BYTES = 64 * MIB
 _CLOSE = 0.9
 """Of the ceiling: a plan that ran out of memory below that did not break it."""
@@ -203,38 +203,19 @@ class ProcessRunner:
             return outcome
         phase = "start"
         with contextlib.suppress(OSError):
-            phase = (folder / PROGRESS_FILE).read_text("utf-8").strip() or phase
+            phase = phase_of(folder) or (folder / PROGRESS_FILE).read_text("utf-8").strip() or phase
         if status is None:
             return TimedOut(limit_seconds=limit_seconds, phase=phase)
         tail = log_tail(folder)
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
             if number == signal.SIGKILL and host_ran_out:
-                work, on_cpu = self.facts.workload, self.facts.hardware.device == "cpu"
-                return OutOfMemory(
-                    where="device" if on_cpu else "host",
-                    phase="load",
-                    limit_bytes=work.limit_bytes if on_cpu else work.host_limit_bytes,
-                    peak_bytes=max(work.limit_bytes, work.host_limit_bytes) if on_cpu else work.host_limit_bytes,
-                )
+                return killed_for_memory(self.facts)
             if lost:
                 return Crashed(reason=lost, log_tail=tail)
             name = signal.Signals(number).name
             return Crashed(reason=f"killed by {name} after {phase}", log_tail=tail)
         return Crashed(reason=f"ended with status {os.WEXITSTATUS(status)} after {phase}", log_tail=tail)
-
-
-def memory_kills() -> int:
-    """How many processes the kernel has killed for memory so far: of this control group, or of the machine."""
-    kills = 0
-    groups = [folder / name for folder in control_groups() for name in ("memory.events", "memory.oom_control")]
-    for counts in (*groups, Path("/proc/vmstat")):
-        with contextlib.suppress(OSError):
-            for line in counts.read_text("ascii").splitlines():
-                name, _, count = line.partition(" ")
-                if name == "oom_kill":
-                    kills += int(count)
-    return kills
 
 
 def spilled(plan: Plan, outcome: Measured, known: Sequence[Trial], facts: Facts) -> str | None:
@@ -275,17 +256,6 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 def trial_folder(folder: Path, number: int) -> Path:
     """The folder of a trial inside ``trials/``."""
     return folder / f"{number:05d}"
-
-
-def log_tail(folder: Path) -> str:
-    """The end of what the trial printed on stderr."""
-    try:
-        with (folder / "stderr.log").open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
-            return redacted(file.read().decode("utf-8", "replace").strip())
-    except OSError:
-        return ""
 
 
 def finished(folder: Path) -> Iterator[Trial]:

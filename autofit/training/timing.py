@@ -23,6 +23,7 @@ from autofit.contract.outcome import Phase
 from autofit.machine.cpu_contention import CpuShare
 from autofit.machine.meters import Meter
 from autofit.system.statistics import median, spread
+from autofit.training.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +98,7 @@ class Clock:
     accumulation: int
     """Micro-steps that are run for an optimizer step: the plan's, or fewer for ``parts``."""
     on_cuda: bool
+    world: World = field(default_factory=World)
     progress: Callable[[str], None] = lambda _: None
     phase: Phase = "load"
     steps: list[float] = field(default_factory=list)
@@ -143,6 +145,7 @@ class Clock:
         """The loss is there."""
         self.meter.check()
         self.phase = "backward"
+        self._beat()
 
     def backward_end(self, loss: torch.Tensor) -> None:
         """The gradients of a micro-step are there; ``loss`` is its share of the step's."""
@@ -156,6 +159,12 @@ class Clock:
         else:
             self._micro.append(0.0)
         self.phase = "optimizer"
+        self._beat()
+
+    def _beat(self) -> None:
+        """Where others wait for this rank, they are told that it goes on."""
+        if self.world.size > 1:
+            self.progress(f"step {self.done}, before {self.phase}")
 
     def step_skipped(self) -> None:
         """A step without its optimizer is no step: it is not timed."""
@@ -175,17 +184,20 @@ class Clock:
         if self.done == self.effort.warm_up:
             self.meter.settle()
             self.warm_up_seconds = self.training_seconds
-            self.cpu = CpuShare()
+            self.cpu = CpuShare(siblings=self.world.size > 1)
         if self.done > self.effort.warm_up and not self._skipped:
             self.steps.append(self._whole(now))
         self._skipped = False
         self.progress(f"step {self.done}")
-        return self._enough()
+        return self.world.agrees(self._enough())
 
     def _whole(self, now: float) -> float:
         if not self.in_parts:
             return now - self._started
         first, *later = self._micro
+        if self.world.size > 1:  # gradients are exchanged in the last one
+            *later, last = later
+            return first + (self.recipe.accumulation - 2) * sum(later) / len(later) + last + (now - self._mark)
         return first + (self.recipe.accumulation - 1) * sum(later) / len(later) + (now - self._mark)
 
     def _enough(self) -> bool:

@@ -1,0 +1,262 @@
+"""The ranks of a job: forked by its process, watched together, ended together.
+
+Where a training is one of several processes, the job's own process trains nothing. It forks the ranks and waits::
+
+    job's process --fork--> rank 0, rank 1, ...   rank-K/       its logs, and what it does just now (progress)
+                                                  rank-K.json   its result, renamed into place before it ends
+
+The first rank that fails ends the others: a rank that has run out of memory writes its result and exits before it
+reaches another collective, in which the rest would wait for it. A rank that stands still keeps the others waiting, too:
+it is found where no rank has told anything for a while, and on the CPU none uses the processor.
+
+Ranks die with the job's process, and are in its group: whoever kills that group ends them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from autofit.system.fork_server_process import device_is_spoilt, die_with_parent
+
+RANK = "AUTOFIT_RANK"
+"""Set in the process of a rank, to its number."""
+PROGRESS_FILE = "progress"
+_TICK_SECONDS = 0.2
+_STILL_SECONDS = 5.0
+_GAPS = 5.0
+"""Times as long as the longest silence so far, which a rank on a GPU may be silent for."""
+_SETTLED = 6
+"""Times that ranks have told something before their silence says anything: loading takes as long as it takes."""
+_IDLE = 0.02
+"""Of a processor, that ranks which wait for one another use."""
+
+
+def own_rank() -> int | None:
+    """Which rank of a job this process is; ``None`` where it is none."""
+    given = os.environ.get(RANK)
+    return None if given is None else int(given)
+
+
+def result_file(folder: Path, rank: int) -> Path:
+    """Where a rank leaves its result."""
+    return folder / f"rank-{rank}.json"
+
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Where a rank's logs lie, and what it writes."""
+    return folder / f"rank-{rank}"
+
+
+def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank on one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens to now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def phase_of(folder: Path) -> str:
+    """What the rank does that has told something the longest ago; empty where nothing was told."""
+    told: list[tuple[int, str]] = []
+    for path in folder.glob(f"rank-*/{PROGRESS_FILE}"):
+        with contextlib.suppress(OSError):
+            told.append((path.stat().st_mtime_ns, f"{path.read_text('utf-8').strip()} (rank {path.parent.name[5:]})"))
+    return min(told, default=(0, ""))[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The rank that ended a job before its time.
+
+    Attributes:
+        status: Its exit status as ``os.waitpid`` gives it; ``None`` where it stood still and was killed.
+        wrote: Whether it left a result.
+        still_seconds: How long nobody had told anything.
+    """
+
+    rank: int
+    status: int | None
+    wrote: bool
+    still_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Beats:
+    """When ranks told something last: whether they stand still.
+
+    Its time is that in which this process lived: where the machine was stopped for an hour, the hour does not count.
+    """
+
+    files: tuple[Path, ...]
+    on_cuda: bool
+    silent_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    longest_seconds: float = 0.0
+    _newest: int = 0
+    _told: int = 0
+    _used: float = 0.0
+    _then: float = field(default_factory=time.monotonic)
+
+    def still(self, pids: Mapping[int, int]) -> bool:
+        """Whether no rank goes on any more, as far as can be seen."""
+        now = time.monotonic()
+        lived, self._then = min(now - self._then, 5 * _TICK_SECONDS), now
+        newest = max((_told_at(path) for path in self.files), default=0)
+        if newest != self._newest:
+            self._told += 1
+            self._newest = newest
+            if self._told > _SETTLED:
+                self.longest_seconds = max(self.longest_seconds, self.silent_seconds)
+            self.silent_seconds = 0.0
+        self.silent_seconds += lived
+        used = sum(map(_cpu_seconds, pids))
+        busy, self._used = used - self._used, used
+        self.idle_seconds = self.idle_seconds + lived if busy < _IDLE * lived else 0.0
+        if self.on_cuda:  # waiting for a GPU keeps a CPU busy
+            return self._told > _SETTLED and self.silent_seconds > max(_STILL_SECONDS, _GAPS * self.longest_seconds)
+        return min(self.idle_seconds, self.silent_seconds) > _STILL_SECONDS
+
+
+def _told_at(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime_ns
+    return 0
+
+
+def _cpu_seconds(pid: int) -> float:
+    with contextlib.suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return 0.0
+
+
+def run_ranks(
+    folder: Path, count: int, work: Callable[[int], None], failed: Callable[[int], bool], *, on_cuda: bool
+) -> Failure | None:
+    """Fork the ranks of a job, and wait until all have ended or one has failed.
+
+    Args:
+        folder: Of the job.
+        count: Ranks.
+        work: Done in each rank's process, with its number; leaves :func:`result_file`.
+        failed: Whether the result of a rank is a failure that ends the others.
+        on_cuda: Whether ranks wait for GPUs.
+
+    Returns:
+        The rank that failed first; ``None`` where none has.
+    """
+    port, pids = free_port(), {}
+    try:
+        for rank in range(count):
+            rank_folder(folder, rank).mkdir(exist_ok=True)
+            parent, pid = os.getpid(), os.fork()
+            if pid == 0:
+                _become(folder, rank, count, parent=parent, port=port, work=work)
+            pids[pid] = rank
+        beats = _Beats(tuple(rank_folder(folder, rank) / PROGRESS_FILE for rank in range(count)), on_cuda)
+        while pids:
+            _wait(pids)
+            found = _ended(folder, pids, failed)
+            if found is not None:
+                return found
+            if pids and beats.still(pids):
+                last = {rank: _told_at(rank_folder(folder, rank) / PROGRESS_FILE) for rank in pids.values()}
+                silent = min(last, key=lambda rank: last[rank])
+                return Failure(rank=silent, status=None, wrote=False, still_seconds=beats.silent_seconds)
+        return None
+    finally:
+        _kill(pids)
+
+
+def _become(folder: Path, rank: int, count: int, *, parent: int, port: int, work: Callable[[int], None]) -> NoReturn:
+    """The process of a rank; never returns."""
+    code = 1
+    try:
+        die_with_parent(parent, signal.SIGKILL)
+        for stream, name in ((1, "stdout.log"), (2, "stderr.log")):
+            handle = os.open(rank_folder(folder, rank) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(handle, stream)
+            os.close(handle)
+        os.environ.update({RANK: str(rank), **rank_environment(rank, count, port)})
+        if device_is_spoilt():
+            os.execv(sys.executable, [sys.executable, "-m", "autofit.worker", str(folder)])  # noqa: S606 - a list
+        work(rank)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the top of the child; it must not return into the job
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)  # without a word to the process group: others may have ended
+
+
+def _wait(pids: Mapping[int, int]) -> None:
+    """Wait a little, or until a rank ends."""
+    handles = []
+    with contextlib.suppress(ProcessLookupError):
+        handles = [os.pidfd_open(pid) for pid in pids]
+    try:
+        select.select(handles, [], [], _TICK_SECONDS)
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def _ended(folder: Path, pids: dict[int, int], failed: Callable[[int], bool]) -> Failure | None:
+    """Take away the ranks that have ended; the first one among them that failed.
+
+    One that was killed comes before those whose connection to it broke; of the others the one that wrote first.
+    """
+    found: list[tuple[tuple[int, int], Failure]] = []
+    for pid, rank in list(pids.items()):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            continue
+        del pids[pid]
+        path = result_file(folder, rank)
+        wrote = path.exists()
+        if not wrote or failed(rank):
+            when = path.stat().st_mtime_ns if wrote else 0
+            found.append(((int(wrote), when), Failure(rank=rank, status=status, wrote=wrote)))
+    return min(found, key=lambda one: one[0])[1] if found else None
+
+
+def _kill(pids: dict[int, int]) -> None:
+    """End the ranks that are left and all that they have started."""
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            for one in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    pids.clear()

@@ -1,0 +1,135 @@
+"""The ranks of a job: forked, watched, and ended together; here they sleep, write and die instead of training."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from autofit.training import ranks
+from autofit.training.ranks import PROGRESS_FILE, free_port, phase_of, rank_folder, result_file, run_ranks
+from tests.support.tiny import gone
+
+
+def say(folder, rank, words):
+    (rank_folder(folder, rank) / PROGRESS_FILE).write_text(words)
+
+
+def run(folder, work, count=3, *, on_cuda=False):
+    """Run ranks that leave their pid beside their work; also how long it took and whether all are gone."""
+
+    def told(rank):
+        (folder / f"pid-{rank}").write_text(str(os.getpid()))
+        work(rank)
+
+    def failed(rank):
+        return "bad" in result_file(folder, rank).read_text()
+
+    began = time.monotonic()
+    found = run_ranks(folder, count, told, failed, on_cuda=on_cuda)
+    seconds = time.monotonic() - began
+    assert gone(*(int(path.read_text()) for path in folder.glob("pid-*")), seconds=1)
+    return found, seconds
+
+
+def test_each_rank_is_told_its_place_and_ends_by_itself(tmp_path):
+    def work(rank):
+        world = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        result_file(tmp_path, rank).write_text(repr(sorted(world.items())))
+        os.write(1, f"said {rank}".encode())
+
+    assert run(tmp_path, work)[0] is None
+    told = [dict(eval(result_file(tmp_path, rank).read_text())) for rank in range(3)]
+    assert [one["RANK"] for one in told] == ["0", "1", "2"]
+    assert {one["WORLD_SIZE"] for one in told} == {"3"}
+    assert len({one["MASTER_PORT"] for one in told}) == 1
+    assert (rank_folder(tmp_path, 2) / "stdout.log").read_text() == "said 2"
+    assert ranks.RANK not in os.environ
+
+
+@pytest.mark.parametrize("how", ["writes a failure", "is killed", "raises"])
+def test_one_rank_that_fails_ends_the_others(tmp_path, how):
+    def work(rank):
+        if rank != 1:
+            time.sleep(60)
+        if how == "writes a failure":
+            result_file(tmp_path, rank).write_text("bad")
+        elif how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            raise RuntimeError("no such thing")
+
+    found, seconds = run(tmp_path, work)
+    assert seconds < 5
+    assert (found.rank, found.wrote) == (1, how == "writes a failure")
+    if how == "is killed":
+        assert os.WTERMSIG(found.status) == signal.SIGKILL
+    if how == "raises":
+        assert os.WEXITSTATUS(found.status) == 1
+
+
+def test_the_rank_that_was_killed_is_told_and_not_the_one_whose_connection_broke(tmp_path):
+    def work(rank):
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:  # until the other is gone, as a collective does
+            time.sleep(0.01)
+            if (tmp_path / "pid-2").exists():
+                time.sleep(0.05)
+                result_file(tmp_path, rank).write_text("bad")
+                return
+
+    found, _ = run(tmp_path, work)
+    assert (found.rank, found.wrote) == (2, False)
+
+
+def test_of_two_failures_the_first_one_counts(tmp_path):
+    def work(rank):
+        result_file(tmp_path, rank).write_text("bad")
+        os.utime(result_file(tmp_path, rank), (100 - rank, 100 - rank))
+
+    assert ranks._ended(tmp_path, {}, lambda _: True) is None
+    found, _ = run(tmp_path, work)
+    assert found.wrote
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_a_rank_that_stands_still_is_found(tmp_path, monkeypatch, on_cuda):
+    monkeypatch.setattr(ranks, "_STILL_SECONDS", 0.6)
+    monkeypatch.setattr(ranks, "_SETTLED", 2)
+
+    def work(rank):
+        for step in range(12):
+            say(tmp_path, rank, f"step {step}")
+            time.sleep(0.05)
+            if rank == 0 and step == 8:
+                break
+        if on_cuda and rank:  # as one that waits for a GPU
+            while True:
+                pass
+        time.sleep(20)
+
+    found, seconds = run(tmp_path, work, count=2, on_cuda=on_cuda)
+    assert seconds < 10
+    assert (found.rank, found.status, found.wrote) == (0, None, False)
+    assert phase_of(tmp_path) == "step 8 (rank 0)"
+
+
+def test_ranks_that_compute_and_say_nothing_are_let_be(tmp_path, monkeypatch):
+    """A long step says nothing for a while, and uses the processor."""
+    monkeypatch.setattr(ranks, "_STILL_SECONDS", 0.3)
+
+    def work(rank):
+        began = time.process_time()
+        while time.process_time() - began < 1.0:
+            pass
+        result_file(tmp_path, rank).write_text("good")
+
+    assert run(tmp_path, work, count=2)[0] is None
+
+
+def test_a_free_port_is_free():
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", free_port()))
