@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from autofit._version import __version__
-from autofit.commands.options import ESTIMATE_OPTIONS, TUNE_OPTIONS, with_options
+from autofit.commands.options import DOCTOR_OPTIONS, ESTIMATE_OPTIONS, TUNE_OPTIONS, with_options
 from autofit.commands.terminal import Commands, data_console, terminable
 from autofit.system.errors import PromiseBroken
 
@@ -141,17 +141,14 @@ def verify(folder: str, steps: int, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--device", default="auto", show_default=True, help="auto, cuda or cpu.")
-@click.option("--model", default="demo", show_default=True, help="The model that the techniques are asked about.")
-@click.option("--all", "every", is_flag=True, help="Show every value of every technique, with its reason.")
-@click.option("--json", "as_json", is_flag=True, help="Print the diagnosis as JSON to stdout.")
-def doctor(device: str, model: str, every: bool, as_json: bool) -> None:
+@with_options(*DOCTOR_OPTIONS)
+def doctor(device: str, model: str, task: str | None, every: bool, as_json: bool) -> None:
     """Tell what this machine can use, and why not the rest."""
     from autofit.commands.doctor import DIAGNOSIS, examine
     from autofit.commands.doctor_table import everything, screen
     from autofit.system.strict_json import dump_json
 
-    found = examine(device, model)
+    found = examine(device, model, task)
     if as_json:
         click.echo(dump_json(DIAGNOSIS, found), nl=False)
     else:

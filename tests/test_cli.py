@@ -27,7 +27,7 @@ from autofit.system import errors
 from autofit.system.strict_json import dump_json
 from tests.support.replay import Lent, Played, Replay
 from tests.support.synthetic import GIB
-from tests.support.tiny import REPOSITORY
+from tests.support.tiny import REPOSITORY, write_config
 
 OPTIONS = ["--device", "cpu", "--memory-limit", "1GiB", "--seq-len", "32", "--global-batch", "16"]
 TUNE = ["tune", "demo", "--fix", "precision=fp32", *OPTIONS]
@@ -138,7 +138,7 @@ def test_the_command_line_is_the_one_that_was_designed():
         ],
         "run": [],
         "verify": ["--json", "--steps"],
-        "doctor": ["--all", "--device", "--json", "--model"],
+        "doctor": ["--all", "--device", "--json", "--model", "--task"],
         "report": ["--json"],
         "schema": [],
     }  # fmt: skip
@@ -245,6 +245,7 @@ USAGE = [
     (["report", "no-folder"], "holds no autofit.json"),
     (["report", "torn"], "can't be read"),
     (["doctor", "--device", "tpu"], "'tpu' is not known"),
+    (["doctor", "--task", "poetry"], "task"),
     (["doctor", "--model", "no/such/model/here", "--device", "cpu"], "no file or folder"),
 ]
 
@@ -419,6 +420,16 @@ def test_a_verification_is_told_by_its_exit_code(tune, run, monkeypatch, tmp_pat
         assert "half as fast" in one_line(done.stderr)[0]
 
 
+def test_a_folder_named_like_a_package_is_not_imported(tmp_path):
+    for name in ("click", "optuna", "pydantic"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('a folder of the user')")
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-m", "autofit", "report", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert one_line(done.stderr)[0] == "error: out holds no autofit.json"
+
+
 @pytest.mark.parametrize("module", ["autofit", "autofit.cli"])
 def test_the_program_itself(tmp_path, module):
     """The real thing, as a shell starts it."""
@@ -431,6 +442,15 @@ def test_the_program_itself(tmp_path, module):
     )
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"autofit, version {autofit.__version__}\n"
+
+
+def test_the_doctor_takes_the_hint_that_it_gives(run, monkeypatch, server, tmp_path):
+    monkeypatch.setattr("autofit.commands.doctor.ForkServer", lambda *_: Lent(server))
+    config = write_config(tmp_path, {"model_type": "bert", "architectures": ["BertForSequenceClassification"]})
+    refused = run("doctor", "--device", "cpu", "--model", str(config))
+    assert refused.exit_code == 2
+    assert "--task causal-lm" in refused.stderr
+    assert run("doctor", "--device", "cpu", "--model", str(config), "--task", "causal-lm").exit_code == 0
 
 
 def test_the_doctor_tells_what_is_to_be_had(run, monkeypatch, server):

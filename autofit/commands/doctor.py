@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from autofit import space
 from autofit._version import __version__
 from autofit.commands.model_source import DEMO, fetch
-from autofit.commands.request import described
-from autofit.contract.facts import Device, Facts, Hardware, Model, Workload
+from autofit.commands.request import Request, described, validated
+from autofit.contract.facts import Device, Facts, Hardware, Model, Task, Workload
 from autofit.machine import other_processes
 from autofit.machine.jobs import DescribeJob
 from autofit.machine.other_processes import Neighbour
@@ -52,34 +52,36 @@ class Diagnosis:
 DIAGNOSIS: TypeAdapter[Diagnosis] = TypeAdapter(Diagnosis)
 
 
-def _described(model: str, device: Device) -> tuple[Model, Hardware]:
+def _described(model: str, device: Device, task: Task | None) -> tuple[Model, Hardware]:
     """What a process of its own tells of the model and of the device."""
     with tempfile.TemporaryDirectory(prefix="autofit-doctor-") as scratch:
         folder = Path(scratch)
         config = fetch(model, folder / "model")
         with contextlib.closing(ForkServer(folder / "log", device)) as server:
-            job = DescribeJob(name=model, config=str(config), device=device, trust_remote_code=False)
+            job = DescribeJob(name=model, config=str(config), device=device, trust_remote_code=False, task=task)
             with server.ask(folder, job) as answer:
                 if answer is None:
                     raise MachineError(f"the device {device} could not be described in a minute")
                 return described(answer, model, device)
 
 
-def examine(device: str = "auto", model: str = DEMO) -> Diagnosis:
+def examine(device: str = "auto", model: str = DEMO, task: str | None = None) -> Diagnosis:
     """Look at the machine, and ask every technique what it would offer a model on it.
 
     Raises:
+        InputError: The task is not known.
         MachineError: The wanted device is not there, or can't be used.
         ModelError: The model can't be read.
     """
+    wanted = validated(Request, {"model": model, "task": task}).task
     cuda = missing_cuda()
     try:
-        known, hardware = _described(model, choose_device(device))
+        known, hardware = _described(model, choose_device(device), wanted)
     except MachineError as error:
         if device != "auto" or cuda is not None:
             raise
         cuda = error.message
-        known, hardware = _described(model, "cpu")
+        known, hardware = _described(model, "cpu", wanted)
     versions = installed()
     facts = Facts(
         model=known,

@@ -105,3 +105,11 @@ ESTIMATE_OPTIONS: tuple[Option, ...] = (
     click.option("--all", "every", is_flag=True, help="Show every kind of plan."),
     click.option("--json", "as_json", is_flag=True, help="Print the estimate as JSON to stdout."),
 )
+
+DOCTOR_OPTIONS: tuple[Option, ...] = (
+    click.option("--device", default="auto", show_default=True, help="auto, cuda or cpu."),
+    click.option("--model", default="demo", show_default=True, help="The model that the techniques are asked about."),
+    _TASK,
+    click.option("--all", "every", is_flag=True, help="Show every value of every technique, with its reason."),
+    click.option("--json", "as_json", is_flag=True, help="Print the diagnosis as JSON to stdout."),
+)

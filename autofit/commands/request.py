@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -189,18 +190,7 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
             f"{folder} holds a tune of {then.model!r} already",
             hint="go on with it by --resume, choose another --output, or delete it",
         )
-    for name in (
-        "model",
-        "processes",
-        "seq_len",
-        "global_batch",
-        "memory_limit",
-        "launch_path",
-        "trust_remote_code",
-        "seed",
-        "arguments",
-        "call",
-    ):
+    for name in [one.name for one in dataclasses.fields(Request) if one.name != "device"]:
         if getattr(then, name) != getattr(now, name):
             raise InputError(
                 f"{folder} was begun {_as_given(name, then)}, this is {_as_given(name, now)}",

@@ -164,6 +164,7 @@ def test_a_trial_that_was_cut_off_is_run_again(tune, out):
         ({"launch_path": "loop"}, "--launch-path"),
         ({"trust_remote_code": True}, "begun without --trust-remote-code, this is with --trust-remote-code"),
         ({"seed": 7}, "begun with --seed 0, this is with --seed 7"),
+        ({"task": "causal-lm"}, "begun without --task, this is with --task causal-lm"),
     ],
 )
 def test_another_question_is_not_a_resumed_one(tune, out, change, word):
