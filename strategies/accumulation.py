@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from autofit.contract.emission import Emission
 from autofit.contract.layout import data_parallel, data_parallel_sizes
-from autofit.contract.technique import Choice, Kind, Part, Technique, divisors
+from autofit.contract.technique import Choice, Held, Kind, Part, Technique, divisors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,6 +65,12 @@ class Accumulation(Technique):
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         recipe.accumulation = int(value)
+
+    def held(self, facts: Facts) -> Held | None:
+        script = facts.workload.script
+        if script is None or script.own_split is None:
+            return None
+        return Held(script.accumulation, script.own_split, firm=True)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         return Emission(training_args={"gradient_accumulation_steps": int(value)})

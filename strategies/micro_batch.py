@@ -78,6 +78,8 @@ class MicroBatch(Technique):
 
     def held(self, facts: Facts) -> Held | None:
         script = facts.workload.script
+        if script is not None and script.own_split is not None:
+            return Held(script.micro_batch, script.own_split, firm=True)
         if script is None or script.depends_on_rows is None:
             return None
         return Held(script.micro_batch, f"{script.depends_on_rows}, so another micro-batch is another training")

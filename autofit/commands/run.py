@@ -46,7 +46,7 @@ def run(
         raise InputError(f"{folder} holds no {YAML}", hint="give the whole folder that `autofit tune` wrote")
     if not script.is_file():
         raise InputError(f"no script {str(script)!r}", hint="is its path right?")
-    if document.promise.launch_path != "trainer":
+    if document.promise.launch_path != "trainer" and document.workload.script is None:
         raise InputError(
             f"{folder} is for a plain loop, into which no plan can be put",
             hint="use autofit.load in the script, or tune with --launch-path trainer",

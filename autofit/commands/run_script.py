@@ -33,8 +33,7 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
             print(f"autofit: took no effect: {words}", file=sys.stderr)  # noqa: T201 - beside what the script prints
         return result
 
-    call = setup.document.workload.script.call if setup.document.workload.script else 1
-    train_with(setup.recipe, script, arguments, call=call, environment=environment, around=around)
+    train_with(setup.recipe, script, arguments, environment=environment, around=around)
 
 
 if __name__ == "__main__":

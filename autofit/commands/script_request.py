@@ -83,6 +83,11 @@ def _checked(answer: Mapping[str, Any] | None, path: Path) -> Mapping[str, Any]:
 def _workload(request: Request, script: Script, hardware: Hardware, say: Callable[[str], None]) -> Workload:
     """The sizes and ceilings of the script's training."""
     own = script.micro_batch * script.accumulation
+    if request.global_batch not in {None, own} and script.own_split is not None:
+        raise InputError(
+            f"--global-batch {request.global_batch}: the script's {own} rows can't be changed: {script.own_split}",
+            hint="leave it out, or train in `with accelerator.accumulate(model):`",
+        )
     if request.global_batch is not None and script.depends_on_rows and request.global_batch % script.micro_batch:
         raise InputError(
             f"--global-batch {request.global_batch} can't be made of the script's micro-batches of "
@@ -94,6 +99,7 @@ def _workload(request: Request, script: Script, hardware: Hardware, say: Callabl
         global_batch=request.global_batch or own,
         limit_bytes=ceiling(request, hardware, say),
         host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING),
+        launch_path="loop" if not script.trainer else "trainer",
         seed=request.seed,
         script=script,
     )

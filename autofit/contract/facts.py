@@ -111,7 +111,7 @@ class Script:
         arguments: What stands behind it on its command line.
         sha256: Of the script's text when it was tuned.
         call: Which of its calls of ``train()`` is tuned, from 1.
-        trainer: The class of its Trainer.
+        trainer: The class of its Trainer; empty where it trains in a plain loop with Accelerate.
         micro_batch, accumulation: The script's own.
         own: Its other arguments that techniques decide on, as JSON values: fields of ``TrainingArguments``.
         loads: What it says itself where it loads its model, as texts: ``attn_implementation``, ``dtype``.
@@ -119,6 +119,8 @@ class Script:
         adapter: The adapter that it puts on its model, in words.
         own_optimizer: Whether it hands its Trainer an optimizer, or makes it in a method of its own.
         compiled: Whether it compiles its model itself.
+        own_split: Why the split of its batch is its own; ``None`` where another can be put in.
+        loader: Which of the loaders that it has prepared it trains on, from 0; in a plain loop.
         depends_on_rows: Why its loss depends on the rows of a micro-batch, so that accumulation is not exact.
         batch: Shapes of a micro-batch of its longest rows, by the names of the model's arguments.
         rows: In its data set; ``None`` where it has no length.
@@ -139,6 +141,8 @@ class Script:
     adapter: str | None = None
     own_optimizer: bool = False
     compiled: bool = False
+    own_split: str | None = None
+    loader: int = 0
     depends_on_rows: str | None = None
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rows: int | None = None

@@ -6,6 +6,7 @@ A training of several processes is one job, too: its process forks the ranks (:m
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -216,10 +217,13 @@ def _measured(job: TrialJob, folder: Path, trials: Path, rank: int | None) -> Ou
             recipe, job.effort, counter, lambda clock: run_recipe(clock, config=Path(job.config), folder=folder), tell
         )
     keep_quiet()
+    effort = job.effort
+    if script.own_split is not None:  # fewer micro-steps can't stand for its own
+        effort = dataclasses.replace(effort, fidelity="whole")
     environment = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
     return measure(
         recipe,
-        job.effort,
+        effort,
         counter,
         lambda clock: measure_steps(clock, script, folder=folder, environment=environment),
         tell,

@@ -9,6 +9,7 @@ from autofit.training.jobs import DescribeScriptJob
 from tests.support.scripted import SCRIPTS, autofit, tiny_bert
 
 CLASSIFY = SCRIPTS / "classify.py"
+LOOP = SCRIPTS / "loop.py"
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,16 @@ def test_what_the_script_does_itself_is_seen(described, folder):
     assert first["micro_batch"] == 2
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_plain_loop_is_described(described, folder, by_hand):
+    script = described(LOOP, "--model", folder / "tiny", *["--by-hand"] * by_hand)["script"]
+    assert (script["micro_batch"], script["accumulation"], script["trainer"]) == (4, 2, "")
+    assert ("accelerator.accumulate" in (script["own_split"] or "")) == by_hand
+    assert script["own_optimizer"]
+    assert script["batch"]["input_ids"] == [4, 32]
+    assert script["rows"] == 64
+
+
 def test_options_that_are_the_scripts_own_are_refused(tmp_path):
     (tmp_path / "train.py").write_text("")
     for words in (["--seq-len", 9], ["--task", "causal-lm"], ["--launch-path", "loop"], ["--trust-remote-code"]):
@@ -126,3 +137,19 @@ def test_a_script_is_tuned_run_and_verified(folder):
     assert "micro-batch 8 1" in ran.stdout
     assert "took no effect" not in ran.stderr
     assert (folder / "mine" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_a_plain_loop_is_tuned_run_and_verified(folder):
+    held = ("--fix=micro_batch=8", "--fix=checkpointing=off", "--fix=attention=default", "--fix=precision=fp32")
+    words = ("--output", "looped", "--device", "cpu", "--trials", 1, *held, "--", "--model", "tiny")
+    done = autofit(folder, "tune", LOOP, *words)
+    assert done.returncode == 0, done.stderr
+    found = read_document(folder / "looped")
+    assert found.promise.launch_path == "loop"
+    assert found.workload.global_batch == 8
+    ran = autofit(folder, "run", "looped", LOOP, "--", "--model", "tiny")
+    assert ran.returncode == 0, ran.stderr
+    assert "micro-steps 8 steps 8" in ran.stdout
+    launched = json.loads(autofit(folder, "verify", "looped", "--json").stdout)
+    assert launched["outcome"]["kind"] == "measured"

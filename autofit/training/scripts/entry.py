@@ -13,9 +13,11 @@ from autofit.contract.outcome import Evidence
 from autofit.contract.recipe import Recipe
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
-from autofit.training.scripts.leave import Left, Refused, run, run_until_left
-from autofit.training.scripts.patches import Patches
-from autofit.training.scripts.rows import Sample, sample, take_in_order
+from autofit.training.scripts.leave import Enough, Refused, run, run_until_left
+from autofit.training.scripts.loop_entry import describing, measure_loop, train_loop_with
+from autofit.training.scripts.patches import Patches, loads_of
+from autofit.training.scripts.rows import Sample, Tokens, sample, take_in_order
+from autofit.training.scripts.traits import shapes, traits
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Script
@@ -32,14 +34,6 @@ _QUIET = {
     "skip_memory_metrics": True,
     "resume_from_checkpoint": None,
 }
-
-
-class Enough(Left):
-    """The script has shown what was wanted of it."""
-
-    def __init__(self, found: Any) -> None:
-        super().__init__()
-        self.found = found
 
 
 def keep_quiet() -> None:
@@ -96,6 +90,7 @@ def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path) 
         quiet=_quiet(),
     )
     patches.install()
+    describing(patches, lambda: time.monotonic() - began).install()
     try:
         run_until_left(path, arguments)
     except Enough as enough:
@@ -106,62 +101,20 @@ def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path) 
 
 def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]:
     """What a Trainer is about to train."""
-    import torch
-
-    model = trainer.model
-    inner = _inner(model)
-    if not hasattr(getattr(inner, "config", None), "to_dict"):
-        raise Refused(
-            f"the script trains a {type(inner).__name__}, which is no model of transformers",
-            "models with a config of transformers can be tuned",
-        )
     made = patches.made[id(trainer)]
-    own, given = made.arguments, made.given
-    first = max(inner.parameters(), key=lambda one: one.numel())
     rows = sample(trainer)
+    found = traits(patches, trainer.model, rows, seconds)
     names = ("optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile",
              "use_liger_kernel", "per_device_eval_batch_size", "dataloader_num_workers")  # fmt: skip
-    script = {
+    found["script"] |= {
         "trainer": type(trainer).__name__,
-        "micro_batch": int(own["per_device_train_batch_size"]),
-        "accumulation": int(own["gradient_accumulation_steps"]),
-        "own": json.loads(json.dumps({name: own.get(name) for name in names}, default=str)),
-        "loads": {name: value for name, value in patches.said.items() if name == "attn_implementation"},
-        "weights_dtype": str(first.dtype).removeprefix("torch."),
-        "adapter": _adapter(model),
-        "own_optimizer": _makes_its_optimizer(trainer, given),
-        "compiled": hasattr(model, "_orig_mod"),
-        "depends_on_rows": _depends_on_rows(inner),
+        "micro_batch": int(made.arguments["per_device_train_batch_size"]),
+        "accumulation": int(made.arguments["gradient_accumulation_steps"]),
+        "own": json.loads(json.dumps({name: made.arguments.get(name) for name in names}, default=str)),
+        "own_optimizer": _makes_its_optimizer(trainer, made.given),
         "batch": _batch(trainer, rows),
-        "rows": rows.rows,
-        "longest": max(rows.sizes.values(), default=0),
-        "mean_length": sum(rows.sizes.values()) / max(1, len(rows.sizes)),
-        "seconds": seconds,
     }
-    if first.dtype not in {torch.float32, torch.bfloat16}:
-        raise Refused(
-            f"the script trains weights in {script['weights_dtype']}, which lose almost every update",
-            "load the model in float32 or bfloat16, and ask for --fp16 instead",
-        )
-    return {"script": script, "model": inner, "config": json.loads(inner.config.to_json_string(use_diff=False))}
-
-
-def _inner(model: Any) -> Any:
-    """The model of transformers inside of a compiled one, or below an adapter."""
-    model = getattr(model, "_orig_mod", model)
-    base = getattr(model, "get_base_model", None)
-    return base() if callable(base) else model
-
-
-def _adapter(model: Any) -> str | None:
-    """The adapter on a model, in words."""
-    configs = getattr(model, "peft_config", None)
-    if not configs:
-        return None
-    one = next(iter(configs.values()))
-    rank = getattr(one, "r", None)
-    kind = str(getattr(one.peft_type, "value", one.peft_type))
-    return f"{kind} r={rank}" if isinstance(rank, int) else kind
+    return found
 
 
 def _makes_its_optimizer(trainer: Any, given: Mapping[str, Any]) -> bool:
@@ -173,27 +126,10 @@ def _makes_its_optimizer(trainer: Any, given: Mapping[str, Any]) -> bool:
     return handed or given.get("optimizer_cls_and_kwargs") is not None or not inherited
 
 
-def _depends_on_rows(model: Any) -> str | None:
-    """Why the loss of a row depends on the others of its micro-batch, in words; ``None`` where it does not."""
-    import torch
-
-    norms = (torch.nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the base of all of them
-    if any(isinstance(module, norms) and module.track_running_stats for module in model.modules()):
-        return "its BatchNorm layers take the mean and variance of each micro-batch"
-    if hasattr(model, "logit_scale"):
-        return "its contrastive loss compares the rows of a micro-batch with each other"
-    return None
-
-
 def _batch(trainer: Any, rows: Sample) -> dict[str, tuple[int, ...]]:
     """Shapes of a micro-batch of the longest rows, as the script's own collator makes it."""
-    import torch
-
     take_in_order(trainer, rows, longest=trainer.args.per_device_train_batch_size, then=0)
-    batch = next(iter(trainer.get_train_dataloader()))
-    if not isinstance(batch, Mapping):
-        return {}
-    return {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    return shapes(next(iter(trainer.get_train_dataloader())))
 
 
 def measure_steps(clock: Clock, script: Script, *, folder: Path, environment: Mapping[str, str]) -> Evidence:
@@ -210,6 +146,8 @@ def measure_steps(clock: Clock, script: Script, *, folder: Path, environment: Ma
         InputError: It ends before it trains.
     """
     recipe, effort = clock.recipe, clock.effort
+    if not script.trainer:
+        return measure_loop(clock, script, construct=_construct(folder), environment=environment)
 
     def entry(trainer: Any, train: Callable[[], Any]) -> Any:
         raise Enough(_measured(clock, trainer, train))
@@ -223,7 +161,7 @@ def measure_steps(clock: Clock, script: Script, *, folder: Path, environment: Ma
         tuned=tuned,
         quiet=_quiet(),
         environment=environment,
-        loads=_loads(recipe),
+        loads=loads_of(recipe),
     )
     patches.install()
     try:
@@ -239,11 +177,14 @@ def train_with(
     path: str,
     arguments: tuple[str, ...],
     *,
-    call: int,
     environment: Mapping[str, str],
     around: Callable[[Any, Callable[[], Any]], Any],
 ) -> None:
     """Run a script as it is, with the recipe's plan put in: real weights, every step, all that it does besides."""
+    tuned = recipe.facts.workload.script
+    if tuned is not None and not tuned.trainer:
+        train_loop_with(recipe, tuned, path, arguments)
+        return
 
     def entry(trainer: Any, train: Callable[[], Any]) -> Any:
         wrap(trainer, recipe)
@@ -251,25 +192,14 @@ def train_with(
 
     Patches(
         train=entry,
-        call=call,
+        call=tuned.call if tuned else 1,
         skips_earlier=False,
         tuned=recipe.emission.training_args,
         environment=environment,
-        loads=_loads(recipe),
+        loads=loads_of(recipe),
         random_weights=False,
     ).install()
     run(path, arguments)
-
-
-def _loads(recipe: Recipe) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What a recipe says where a model is loaded, over what the script says."""
-
-    def changed(given: dict[str, Any]) -> dict[str, Any]:
-        import torch
-
-        return {**given, **recipe.model_arguments, "dtype": getattr(torch, recipe.weights_dtype)}
-
-    return changed
 
 
 def wrap(trainer: Any, recipe: Recipe) -> None:
@@ -294,7 +224,7 @@ def _measured(clock: Clock, trainer: Any, train: Callable[[], Any]) -> Evidence:
     wrap(trainer, recipe)
     observer = Observer(trainer.model, recipe)
     seen: list[Evidence] = []
-    tokens = _Tokens(clock)
+    tokens = Tokens(clock)
     a_step = recipe.micro_batch * clock.accumulation
     take_in_order(trainer, sample(trainer), longest=effort.warm_up * a_step, then=effort.max_steps * a_step)
     compute_loss, training_step = trainer.compute_loss, trainer.training_step
@@ -345,32 +275,6 @@ def _rows_of(trainer: Any) -> int | None:
     inside = getattr(loader, "batch_sampler", None)
     rows = getattr(inside, "batch_size", None) or getattr(loader, "batch_size", None)
     return int(rows) if rows else None
-
-
-class _Tokens:
-    """Counts the tokens of the timed micro-steps that are no padding; on the device, so that nothing waits for it."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.micro_steps = 0
-        self.total: Any = 0
-
-    def count(self, inputs: Any) -> None:
-        """A micro-batch."""
-        if self.clock.done < self.clock.effort.warm_up or not isinstance(inputs, Mapping):
-            return
-        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-        if ids is None or not hasattr(ids, "numel"):
-            return
-        if mask is not None and getattr(mask, "shape", None) == ids.shape:
-            self.total = self.total + mask.sum()
-        else:
-            self.total = self.total + ids.numel()
-        self.micro_steps += 1
-
-    def a_row(self, micro_batch: int) -> float | None:
-        """Tokens of a row, the mean over the timed ones; ``None`` where there are none."""
-        return float(self.total) / (self.micro_steps * micro_batch) if self.micro_steps else None
 
 
 def rows_words(script: Script) -> str:

@@ -7,6 +7,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from autofit.system.errors import InputError
 from autofit.system.job import error_words
@@ -28,6 +29,14 @@ class Refused(Left):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+
+class Enough(Left):
+    """The script has shown what was wanted of it."""
+
+    def __init__(self, found: Any) -> None:
+        super().__init__()
+        self.found = found
 
 
 def run(path: str, arguments: Sequence[str]) -> None:
@@ -72,7 +81,8 @@ def run_until_left(path: str, arguments: Sequence[str]) -> None:
             hint="does it run with these arguments by itself? Its traceback is in the log",
         ) from error
     raise InputError(
-        f"{name} ended without training: it never called train() of a transformers Trainer",
+        f"{name} ended without training: it called neither train() of a transformers Trainer nor backward() of an "
+        "Accelerator",
         hint="does it need an argument for that, such as --do_train? Training in processes that the script starts "
-        "itself, and loops without a Trainer, can't be tuned",
+        "itself, and loops without Accelerate, can't be tuned",
     )

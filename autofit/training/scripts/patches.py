@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autofit.contract.recipe import quick_random_weights
+from autofit.contract.recipe import Recipe, quick_random_weights
 from autofit.training.scripts.leave import Refused
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
@@ -57,6 +57,7 @@ class Patches:
         loads: Given what the script says where it loads a model; returns what is said instead.
         call: Which call of ``train`` is meant.
         skips_earlier: Whether the calls before it are left out.
+        rewrites: Whether the arguments of a Trainer are changed.
         random_weights: Whether models get random weights, and no file of weights is read or fetched.
         made: What each Trainer was made with, by its ``id``.
         said: What the script itself said where it loaded its model.
@@ -71,6 +72,7 @@ class Patches:
     random_weights: bool = True
     call: int = 1
     skips_earlier: bool = True
+    rewrites: bool = True
     made: dict[int, Made] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
     _own: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -139,7 +141,8 @@ class Patches:
 
         def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
             trainer = object.__new__(cls)
-            self._rewrite(trainer, args, kwargs)
+            if self.rewrites:
+                self._rewrite(trainer, args, kwargs)
             return trainer
 
         @functools.wraps(original)
@@ -213,3 +216,14 @@ def _random(cls: Any, name: Any, given: dict[str, Any], build: Callable[..., Any
         model = build(config, **given)
     model.eval()
     return (model, {}) if with_info else model
+
+
+def loads_of(recipe: Recipe) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What a recipe says where a model is loaded, over what the script says."""
+
+    def changed(given: dict[str, Any]) -> dict[str, Any]:
+        import torch
+
+        return {**given, **recipe.model_arguments, "dtype": getattr(torch, recipe.weights_dtype)}
+
+    return changed

@@ -9,9 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autofit.training.timing import Clock
 
 SAMPLED_ROWS = 1000
 SAMPLING_SECONDS = 2.0
@@ -36,15 +39,23 @@ class Sample:
 
 def sample(trainer: Any) -> Sample:
     """Look at some rows of a Trainer's data set, for two seconds at most."""
-    dataset = trainer.train_dataset
+    trainer._set_signature_columns_if_needed()  # noqa: SLF001 - which columns reach the model
+    return sample_of(trainer.train_dataset, set(trainer._signature_columns or ()))  # noqa: SLF001 - as above
+
+
+def sample_of(dataset: Any, columns: set[str]) -> Sample:
+    """Look at some rows of a data set, for two seconds at most.
+
+    Args:
+        dataset: Of any kind; one without a length is not looked at.
+        columns: Those that reach the model; a row that has none of them counts whole.
+    """
     try:
         rows = len(dataset)
     except TypeError:
         return Sample(rows=None, sizes={})
     if not hasattr(dataset, "__getitem__") or not rows:
         return Sample(rows=rows or None, sizes={})
-    trainer._set_signature_columns_if_needed()  # noqa: SLF001 - which columns reach the model
-    columns = set(trainer._signature_columns or ())  # noqa: SLF001 - as above
     sizes: dict[int, int] = {}
     until = time.monotonic() + SAMPLING_SECONDS
     stride = max(1, rows // SAMPLED_ROWS)
@@ -83,25 +94,57 @@ def take_in_order(trainer: Any, seen: Sample, *, longest: int, then: int) -> Non
         longest: How many of the longest rows come first.
         then: How many rows follow.
     """
-    from torch.utils.data import BatchSampler, Sampler
+    from torch.utils.data import BatchSampler
 
     own = trainer._get_train_sampler  # noqa: SLF001 - a Trainer has no other place for it
-
-    class Order(Sampler[int]):
-        def __init__(self, places: list[int]) -> None:
-            self.places = places
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(self.places)
-
-        def __len__(self) -> int:
-            return len(self.places)
 
     def ordered(dataset: Any = None) -> Any:
         usual = own(dataset)
         if usual is None or isinstance(usual, BatchSampler) or not seen.sizes:
             return usual
-        first = itertools.islice(itertools.cycle(seen.longest()), longest)
-        return Order([*first, *itertools.islice(itertools.cycle([int(place) for place in usual]), then)])
+        return order(usual, seen, longest=longest, then=then)
 
     trainer._get_train_sampler = ordered  # noqa: SLF001 - as above
+
+
+def order(usual: Iterable[int], seen: Sample, *, longest: int, then: int) -> Any:
+    """A sampler of the longest rows, and then of rows in the order of the usual one; they come again as needed."""
+    from torch.utils.data import Sampler
+
+    first = itertools.islice(itertools.cycle(seen.longest()), longest)
+    places = [*first, *itertools.islice(itertools.cycle([int(place) for place in usual]), then)]
+
+    class Order(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(places)
+
+        def __len__(self) -> int:
+            return len(places)
+
+    return Order()
+
+
+class Tokens:
+    """Counts the tokens of the timed micro-steps that are no padding; on the device, so that nothing waits for it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.micro_steps = 0
+        self.total: Any = 0
+
+    def count(self, inputs: Any) -> None:
+        """A micro-batch."""
+        if self.clock.done < self.clock.effort.warm_up or not isinstance(inputs, Mapping):
+            return
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if ids is None or not hasattr(ids, "numel"):
+            return
+        if mask is not None and getattr(mask, "shape", None) == ids.shape:
+            self.total = self.total + mask.sum()
+        else:
+            self.total = self.total + ids.numel()
+        self.micro_steps += 1
+
+    def a_row(self, micro_batch: int) -> float | None:
+        """Tokens of a row, the mean over the timed ones; ``None`` where there are none."""
+        return float(self.total) / (self.micro_steps * micro_batch) if self.micro_steps else None

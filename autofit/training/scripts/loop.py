@@ -1,0 +1,198 @@
+"""What is put into Accelerate before a script runs, so that its plain loop trains with a plan.
+
+Five places: where the Accelerator is made, ``prepare``, the training loader's iteration, ``backward`` and the
+optimizer's step. Which loader is trained on is seen when the script is described: the one that gave the batch of the
+first ``backward``.
+The micro-batch is another one where the script trains in ``with accelerator.accumulate(model):``; elsewhere how often
+it steps is its own. The loader keeps its length, so that what the script computes from it stays.
+Read with accelerate 1.15: ``Accelerator.backward`` and ``_do_sync``, ``AcceleratedOptimizer.step``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from autofit.training.scripts.leave import Refused
+
+if TYPE_CHECKING:
+    from autofit.contract.recipe import Recipe
+
+_KEPT = (
+    "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context",
+    "generator", "prefetch_factor", "persistent_workers",
+)  # fmt: skip
+_SILENT = ("init_trackers", "log", "save_state", "save_model", "end_training")
+
+
+@dataclass(slots=True, kw_only=True)
+class LoopPatches:
+    """What a plain loop is run with; each may be left out.
+
+    Attributes:
+        construct: Given the arguments of the Accelerator by name; returns those that it is made with.
+        loader: Given a loader that is prepared and its number; returns the one in its place.
+        model: Given the model before it is prepared; returns the one in its place.
+        micro_step_begins: Given the number of a loader that has just given a batch, and the batch.
+        micro_step_ends: Given the number of a loader that is asked for the next one.
+        before_backward, after_backward: Given the Accelerator and the loss.
+        after_step: Given the optimizer that has stepped, or has left a step out while gradients accumulate.
+        quiet: Whether trackers and saving are left out.
+        foreign: Whether an Accelerator is none of the script's own.
+        accumulates: Whether the script has used ``accelerator.accumulate``.
+    """
+
+    construct: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    loader: Callable[[Any, int], Any] = lambda loader, _: loader
+    model: Callable[[Any], Any] = lambda model: model
+    micro_step_begins: Callable[[int, Any], None] = lambda *_: None
+    micro_step_ends: Callable[[int], None] = lambda _: None
+    before_backward: Callable[[Any, Any], None] = lambda *_: None
+    after_backward: Callable[[Any, Any], None] = lambda *_: None
+    after_step: Callable[[Any], None] = lambda _: None
+    quiet: bool = True
+    foreign: Callable[[], bool] = lambda: False
+    accumulates: bool = False
+    _loaders: int = 0
+    _models: int = 0
+
+    def install(self) -> None:
+        """Put them in."""
+        self._into_accelerator()
+        self._into_optimizer()
+
+    def _into_accelerator(self) -> None:
+        import accelerate
+
+        owner: Any = accelerate.Accelerator
+        make, prepare, backward, accumulate = owner.__init__, owner.prepare, owner.backward, owner.accumulate
+        names = inspect.signature(make)
+
+        @functools.wraps(make)
+        def init(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+            if self.foreign():
+                make(accelerator, *args, **kwargs)
+                return
+            given = dict(names.bind(accelerator, *args, **kwargs).arguments)
+            given.pop("self")
+            make(accelerator, **self.construct(given))
+
+        @functools.wraps(prepare)
+        def prepared(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.foreign():
+                return prepare(accelerator, *args, **kwargs)
+            return self._prepared(functools.partial(prepare, accelerator, **kwargs), args)
+
+        @functools.wraps(backward)
+        def told_backward(accelerator: Any, loss: Any, **kwargs: Any) -> None:
+            self.before_backward(accelerator, loss)
+            backward(accelerator, loss, **kwargs)
+            self.after_backward(accelerator, loss)
+
+        @functools.wraps(accumulate)
+        def told_accumulate(accelerator: Any, *models: Any) -> Any:
+            self.accumulates = True
+            return accumulate(accelerator, *models)
+
+        owner.__init__, owner.prepare, owner.backward, owner.accumulate = init, prepared, told_backward, told_accumulate
+        for name in _SILENT if self.quiet else ():
+            setattr(owner, name, lambda *_, **__: None)
+
+    def _into_optimizer(self) -> None:
+        from accelerate.optimizer import AcceleratedOptimizer
+
+        owner: Any = AcceleratedOptimizer
+        step = owner.step
+
+        @functools.wraps(step)
+        def told(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            step(optimizer, *args, **kwargs)
+            self.after_step(optimizer)
+
+        owner.step = told
+
+    def _prepared(self, prepare: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """What ``prepare`` gives for a script's objects, some of them changed."""
+        from torch import nn
+        from torch.utils.data import DataLoader
+
+        numbers: dict[int, tuple[int, Any]] = {}
+        changed = []
+        for place, one in enumerate(args):
+            if isinstance(one, DataLoader):
+                numbers[place] = self._loaders, one
+                changed.append(self.loader(one, self._loaders))
+                self._loaders += 1
+            elif isinstance(one, nn.Module):
+                self._models += 1
+                if self._models > 1:
+                    raise Refused("the script prepares several models", "one model is tuned at a time")
+                changed.append(self.model(one))
+            else:
+                changed.append(one)
+        result = prepare(*changed)
+        for place, (number, own) in numbers.items():
+            self._listen(result[place] if len(args) > 1 else result, number, own)
+        return result
+
+    def _listen(self, loader: Any, number: int, own: Any) -> None:
+        """Hear of each micro-step that a prepared loader begins; it keeps the length of the script's own."""
+        kind = type(loader)
+
+        def iterate(_: Any) -> Iterator[Any]:
+            for batch in kind.__iter__(loader):
+                self.micro_step_begins(number, batch)
+                yield batch
+                self.micro_step_ends(number)
+
+        members: dict[str, Any] = {"__iter__": iterate}
+        if hasattr(own.dataset, "__len__"):
+            length = len(own)
+            members["__len__"] = lambda _: length
+        made = type(kind.__name__, (kind,), members)
+        vars(object)["__class__"].__set__(loader, made)  # Accelerate's own says that it is PyTorch's loader
+
+
+def rebuilt(loader: Any, *, rows: int, sampler: Any = None) -> Any:
+    """A loader like another one, with other micro-batches, or with rows in another order."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    if loader.batch_size is None:
+        return loader
+    kept = {name: getattr(loader, name) for name in _KEPT}
+    if not isinstance(loader.dataset, IterableDataset):
+        kept["sampler"] = loader.sampler if sampler is None else sampler
+    return DataLoader(loader.dataset, batch_size=rows, **kept)
+
+
+def constructed(given: Mapping[str, Any], recipe: Recipe, *, accumulation: int | None) -> dict[str, Any]:
+    """Arguments of the script's Accelerator with those of the plan in their place.
+
+    Args:
+        given: What the script says.
+        recipe: Of the plan.
+        accumulation: Micro-batches to a step; ``None`` leaves what the script says.
+    """
+    changed = {**given, "mixed_precision": recipe.mixed_precision}
+    if recipe.facts.hardware.device == "cpu":
+        changed["cpu"] = True
+    if accumulation is not None:
+        changed.pop("gradient_accumulation_plugin", None)
+        changed["gradient_accumulation_steps"] = accumulation
+    return changed
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a loop has shown of itself until it is known how it steps."""
+
+    loaders: dict[int, Any] = field(default_factory=dict)
+    model: Any = None
+    number: int | None = None
+    batch: Any = None
+    backwards: int = 0
+    between: int = 0
+    steps: int = 0

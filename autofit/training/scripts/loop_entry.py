@@ -1,0 +1,232 @@
+"""What happens where a script's plain loop trains: it is described, measured for some steps, or has the plan put in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autofit.contract.recipe import Recipe
+from autofit.training.loops import counted
+from autofit.training.observer import Observer
+from autofit.training.scripts.leave import Enough, Refused, run, run_until_left
+from autofit.training.scripts.loop import LoopPatches, Seen, constructed, rebuilt
+from autofit.training.scripts.patches import Patches, loads_of
+from autofit.training.scripts.rows import Sample, Tokens, order, sample_of
+from autofit.training.scripts.traits import shapes, traits
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Script
+    from autofit.contract.outcome import Evidence
+    from autofit.training.timing import Clock
+
+_MANUAL = "it does not train in `with accelerator.accumulate(model):`, so how often it steps is its own"
+_LOADER = "its loader makes its micro-batches itself"
+
+
+def describing(patches: Patches, seconds: Callable[[], float]) -> LoopPatches:
+    """What tells of a loop, and leaves the script once it is known how it steps."""
+    seen = Seen()
+
+    def keep_loader(loader: Any, number: int) -> Any:
+        seen.loaders[number] = loader
+        return loader
+
+    def keep_model(model: Any) -> Any:
+        seen.model = model
+        return model
+
+    def begins(number: int, batch: Any) -> None:
+        seen.number, seen.batch = number, batch
+
+    def before_backward(accelerator: Any, _loss: Any) -> None:
+        if loop.accumulates:
+            raise Enough(_described(patches, seen, accelerator.gradient_accumulation_steps, None, seconds()))
+        seen.between += 1
+
+    def after_step(_optimizer: Any) -> None:
+        seen.steps += 1
+        if seen.steps > 1:
+            raise Enough(_described(patches, seen, seen.between, _MANUAL, seconds()))
+        seen.between = 0
+
+    loop = LoopPatches(
+        construct=lambda given: {**given, "cpu": True, "mixed_precision": "no"},
+        loader=keep_loader,
+        model=keep_model,
+        micro_step_begins=begins,
+        before_backward=before_backward,
+        after_step=after_step,
+        foreign=lambda: bool(patches.made),
+    )
+    return loop
+
+
+def _described(
+    patches: Patches, seen: Seen, accumulation: int, own_split: str | None, seconds: float
+) -> dict[str, Any]:
+    if seen.number is None or seen.model is None:
+        raise Refused(
+            "the script trains on a loader or a model that it has not given to accelerator.prepare",
+            "give both to it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
+        )
+    loader = seen.loaders[seen.number]
+    rows = sample_of(loader.dataset, set())
+    found = traits(patches, seen.model, rows, seconds)
+    sized = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
+    batch = shapes(seen.batch)
+    first = next(iter(batch.values()), (1,))
+    found["script"] |= {
+        "trainer": "",
+        "micro_batch": int(sized or first[0]),
+        "accumulation": max(1, accumulation),
+        "own_optimizer": True,
+        "own_split": _LOADER if loader.batch_size is None else own_split,
+        "loader": seen.number,
+        "batch": batch if loader.batch_size is None else _longest(loader, rows) or batch,
+    }
+    return found
+
+
+def _longest(loader: Any, rows: Sample) -> dict[str, tuple[int, ...]]:
+    """Shapes of a micro-batch of the longest rows, as the script's own collator makes it."""
+    if not rows.sizes or loader.collate_fn is None:
+        return {}
+    places = rows.longest()[: loader.batch_size]
+    return shapes(loader.collate_fn([loader.dataset[place] for place in places]))
+
+
+@dataclass(slots=True)
+class _Measured:
+    """A loop while it is measured."""
+
+    clock: Clock
+    script: Script
+    tokens: Tokens
+    observer: Any = None
+    accelerator: Any = None
+    optimizer: Any = None
+    seen: list[Evidence] = field(default_factory=list)
+    fresh: bool = True
+    synced: bool = False
+
+    def loader(self, own: Any, number: int) -> Any:
+        """The plan's loader: the longest rows first, then the order of the script's own sampler."""
+        if number != self.script.loader or own.batch_size is None:
+            return own
+        recipe, effort = self.clock.recipe, self.clock.effort
+        rows, a_step = sample_of(own.dataset, set()), recipe.micro_batch * self.clock.accumulation
+        ordered = None
+        if rows.sizes:
+            longest, then = effort.warm_up * a_step, effort.max_steps * a_step
+            ordered = order(own.sampler, rows, longest=longest, then=then)
+        return rebuilt(own, rows=recipe.micro_batch, sampler=ordered)
+
+    def model(self, own: Any) -> Any:
+        """The plan's model, watched."""
+        own = _wrapped(own, self.clock.recipe)
+        self.observer = Observer(own, self.clock.recipe)
+        return own
+
+    def begins(self, number: int, batch: Any) -> None:
+        """A micro-step begins."""
+        if number != self.script.loader:
+            return
+        self.tokens.count(batch)
+        if self.fresh:
+            self.clock.step_begin()
+            self.fresh = False
+        self.clock.forward_begin()
+
+    def before_backward(self, accelerator: Any, _loss: Any) -> None:
+        """The loss is there."""
+        self.accelerator = accelerator
+        self.clock.forward_end()
+
+    def after_backward(self, accelerator: Any, loss: Any) -> None:
+        """The gradients are there."""
+        self.clock.backward_end(loss.detach() / accelerator.gradient_accumulation_steps)
+
+    def after_step(self, optimizer: Any) -> None:
+        """The optimizer has stepped, unless gradients accumulate."""
+        if self.accelerator.sync_gradients:
+            self.optimizer, self.synced = optimizer, True
+
+    def ends(self, number: int) -> None:
+        """The next batch is asked for: an optimizer step is over where the optimizer has stepped."""
+        if number != self.script.loader or not self.synced:
+            return
+        self.fresh, self.synced = True, False
+        clock = self.clock
+        if self.accelerator.optimizer_step_was_skipped:
+            clock.step_skipped()
+        enough = clock.step_end()
+        if clock.done == clock.effort.warm_up:
+            self.observer.rows = clock.recipe.micro_batch
+            self.seen.append(self.observer.evidence(self.optimizer, self.accelerator, counted(clock)))
+            self.observer.close()
+        if enough:
+            clock.tokens_a_row = self.tokens.a_row(clock.recipe.micro_batch)
+            later = self.observer.with_later_state
+            raise Enough(later(self.seen[0], self.optimizer, self.accelerator, counted(clock)))
+
+
+def measure_loop(
+    clock: Clock, script: Script, *, construct: Mapping[str, Any], environment: Mapping[str, str]
+) -> Evidence:
+    """Run a script with the clock's recipe, and leave its loop once the clock says enough; see ``measure_steps``."""
+    recipe = clock.recipe
+    measured = _Measured(clock, script, Tokens(clock))
+
+    def refuse(*_: Any) -> Any:
+        raise Refused("the script calls train() of a Trainer, where it trained in a loop before", "tune it again")
+
+    Patches(train=refuse, construct=construct, environment=environment, loads=loads_of(recipe)).install()
+    LoopPatches(
+        construct=lambda given: constructed(given, recipe, accumulation=_accumulation(script, clock.accumulation)),
+        loader=measured.loader,
+        model=measured.model,
+        micro_step_begins=measured.begins,
+        micro_step_ends=measured.ends,
+        before_backward=measured.before_backward,
+        after_backward=measured.after_backward,
+        after_step=measured.after_step,
+    ).install()
+    try:
+        run_until_left(script.path, script.arguments)
+    except Enough as enough:
+        evidence: Evidence = enough.found
+        return evidence
+    raise AssertionError("a script was left without a reason")
+
+
+def _wrapped(model: Any, recipe: Recipe) -> Any:
+    """A model with what no argument carries around it."""
+    for around in recipe.model_wraps:
+        model = around(model)
+    return model
+
+
+def _accumulation(script: Script, wanted: int) -> int | None:
+    """What the Accelerator is told; nothing where the script counts its micro-steps itself."""
+    return wanted if script.own_split is None else None
+
+
+def train_loop_with(recipe: Recipe, script: Script, path: str, arguments: tuple[str, ...]) -> None:
+    """Run a script with a plain loop as it is, with the recipe's plan put in."""
+
+    def loader(own: Any, number: int) -> Any:
+        return own if number != script.loader else rebuilt(own, rows=recipe.micro_batch)
+
+    def plain(_trainer: Any, train: Callable[[], Any]) -> Any:
+        return train()
+
+    Patches(train=plain, loads=loads_of(recipe), random_weights=False, rewrites=False).install()
+    LoopPatches(
+        construct=lambda given: constructed(given, recipe, accumulation=_accumulation(script, recipe.accumulation)),
+        loader=loader,
+        model=lambda own: _wrapped(own, recipe),
+        quiet=False,
+    ).install()
+    run(str(Path(path).absolute()), arguments)

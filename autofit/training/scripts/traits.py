@@ -1,0 +1,89 @@
+"""What is told of a script's model, whatever trains it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from autofit.training.scripts.leave import Refused
+from autofit.training.scripts.patches import Patches
+from autofit.training.scripts.rows import Sample
+
+
+def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[str, Any]:
+    """What a script trains, but for how its loop or its Trainer does.
+
+    Returns:
+        ``script``: fields of :class:`autofit.contract.facts.Script`; ``model``: the model itself; ``config``: its
+        config as JSON values.
+
+    Raises:
+        Refused: The model is none of transformers, or its weights can't be trained as they are.
+    """
+    import torch
+
+    inner = _inner(model)
+    if not hasattr(getattr(inner, "config", None), "to_json_string"):
+        raise Refused(
+            f"the script trains a {type(inner).__name__}, which is no model of transformers",
+            "models with a config of transformers can be tuned",
+        )
+    first = max(inner.parameters(), key=lambda one: one.numel())
+    dtype = str(first.dtype).removeprefix("torch.")
+    if first.dtype not in {torch.float32, torch.bfloat16}:
+        raise Refused(
+            f"the script trains weights in {dtype}, which lose almost every update",
+            "load the model in float32 or bfloat16, and ask for --fp16 instead",
+        )
+    script = {
+        "loads": {name: value for name, value in patches.said.items() if name == "attn_implementation"},
+        "weights_dtype": dtype,
+        "adapter": _adapter(model),
+        "compiled": hasattr(model, "_orig_mod"),
+        "depends_on_rows": _depends_on_rows(inner),
+        "rows": rows.rows,
+        "longest": max(rows.sizes.values(), default=0),
+        "mean_length": sum(rows.sizes.values()) / max(1, len(rows.sizes)),
+        "seconds": seconds,
+    }
+    return {"script": script, "model": inner, "config": json.loads(inner.config.to_json_string(use_diff=False))}
+
+
+def shapes(batch: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of a micro-batch's tensors, by their names."""
+    import torch
+
+    if not isinstance(batch, Mapping):
+        return {}
+    return {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def _inner(model: Any) -> Any:
+    """The model of transformers inside of a compiled one, or below an adapter."""
+    model = getattr(model, "_orig_mod", model)
+    base = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
+
+
+def _adapter(model: Any) -> str | None:
+    """The adapter on a model, in words."""
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return None
+    one = next(iter(configs.values()))
+    rank = getattr(one, "r", None)
+    kind = str(getattr(one.peft_type, "value", one.peft_type))
+    return f"{kind} r={rank}" if isinstance(rank, int) else kind
+
+
+def _depends_on_rows(model: Any) -> str | None:
+    """Why the loss of a row depends on the others of its micro-batch, in words; ``None`` where it does not."""
+    import torch
+
+    norms = (torch.nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the base of all of them
+    if any(isinstance(module, norms) and module.track_running_stats for module in model.modules()):
+        return "its BatchNorm layers take the mean and variance of each micro-batch"
+    if hasattr(model, "logit_scale"):
+        return "its contrastive loss compares the rows of a micro-batch with each other"
+    return None
