@@ -26,6 +26,7 @@ an adapter on the output layer; traces of Liger's kernels.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from typing import TYPE_CHECKING, Any, cast
 
@@ -178,8 +179,8 @@ def _apply_liger(model: PreTrainedModel, settings: Mapping[str, bool]) -> PreTra
 
 
 def _liger_modules(model: nn.Module) -> list[str]:
-    """Modules of Liger that hold the forward functions of this model's modules."""
-    named = {getattr(module.forward, "__module__", None) or "" for module in model.modules()}
+    """Modules of Liger that hold the forward functions of this model's modules, also where autocast wraps them."""
+    named = {getattr(inspect.unwrap(module.forward), "__module__", None) or "" for module in model.modules()}
     return sorted(name for name in named if name.startswith("liger_kernel"))
 
 

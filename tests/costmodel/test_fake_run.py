@@ -11,15 +11,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 import torch.utils.checkpoint
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _foreach_utils
 
 from autofit.costmodel.roofline import KINDS
-from autofit.costmodel.tracing import cuda_emulation, fake_run
+from autofit.costmodel.tracing import cuda_kernels, fake_run
 from autofit.costmodel.tracing.cuda_emulation import like_cuda
 from autofit.costmodel.tracing.fake_run import prime_micro_batch
 from autofit.costmodel.tracing.layers import PERIODS, Layers, find_layers
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.timeline import CATEGORIES, lengthen
+from autofit.costmodel.tracing.trace_store import kernels_of
 from autofit.registry import technique, techniques
 from tests.support.cases import some_slow
 from tests.support.traced import CONFIGS, PLAIN, Lab, every_choice, facts_of, traced_plan
@@ -458,7 +460,7 @@ def test_attentions_backward_pass_has_accumulators(dtype, groups):
     batch, heads, length, width = 2, 4, 100, 24
     query = torch.ones(batch, heads, length, width, dtype=dtype, requires_grad=True)
     key = torch.ones(batch, heads // groups, length, width, dtype=dtype, requires_grad=True)
-    with Recorder(fake=False, stand_ins=cuda_emulation.attention_stand_ins()) as recorder:
+    with Recorder(fake=False, stand_ins=cuda_kernels.kernel_stand_ins()) as recorder:
         recorder.mark("0:F0")
         result = F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
         recorder.mark("0:B0")
@@ -466,20 +468,84 @@ def test_attentions_backward_pass_has_accumulators(dtype, groups):
     tape = recorder.tape(since=2)
     held = sorted(tape.sizes[tape.ops == tape.names.index("attention's accumulators")])
     copied = dtype.itemsize * query.numel()  # the gradient of a sum is not contiguous
-    wanted = [4 * batch * heads * 128, copied]
-    if dtype == torch.float32:
-        wanted += [4 * batch * heads * length * width, 4 * batch * heads * length]
-    if dtype == torch.bfloat16:
-        wanted.append(4 * batch * 128 * heads * 32)
+    if dtype == torch.float32:  # two blocks of 64 rows, one of 64 columns, and 16 bytes to count them
+        wanted = [copied, 4 * batch * heads * length, batch * heads * 2 * (4 * 64 * 64 + 16)]
+    else:
+        wanted = [copied, 4 * batch * heads * 128, 4 * batch * 128 * heads * 32]
         if groups > 1:
             wanted += [2 * batch * length * heads * width] * 2
     assert held == sorted(wanted)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "key_heads", "value_width", "masked", "capability", "kernel"),
+    [
+        (torch.bfloat16, 4, 16, False, (8, 0), "FlashAttention"),
+        (torch.bfloat16, 2, 16, False, (8, 0), "FlashAttention"),
+        (torch.bfloat16, 4, 16, True, (8, 0), "FlashAttention"),  # that of the CPU, of the same sizes
+        (torch.bfloat16, 2, 16, True, (8, 0), None),
+        (torch.bfloat16, 4, 8, False, (8, 0), "EfficientAttention"),
+        (torch.bfloat16, 2, 16, False, (7, 5), None),
+        (torch.float32, 4, 16, False, (8, 0), "FlashAttention"),
+        (torch.float32, 2, 16, False, (8, 0), None),
+    ],
+)
+def test_attention_takes_the_kernel_that_cuda_chooses(dtype, key_heads, value_width, masked, capability, kernel):
+    query = torch.ones(2, 4, 8, 16, dtype=dtype, requires_grad=True)
+    key, value = (torch.ones(2, key_heads, 8, width, dtype=dtype) for width in (16, value_width))
+    mask = torch.ones(8, 8, dtype=torch.bool) if masked else None
+    with FakeTensorMode(allow_non_fake_inputs=True), like_cuda(capability):
+        out = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=key_heads != 4)
+    assert out.shape == (2, 4, 8, value_width)
+    ran = out.grad_fn.name().removeprefix("ScaledDotProduct")
+    assert ran.startswith(kernel) if kernel else "Attention" not in ran, ran
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "sums"),
+    [
+        ((1024, 1024), [0], 1024 * 16 * 128),  # 8 MiB were taken for as much in float32
+        ((8, 512, 768), [0, 1], 768 * 64 * 128),
+        ((1024, 1024), [1], 0),
+        ((1024, 1024), None, 0),
+        ((100, 1024), [0], 0),
+        ((4096, 1), [0], 0),
+    ],
+)
+def test_a_sum_over_rows_splits_them_over_blocks(shape, dims, sums):
+    assert cuda_kernels.partial_sums(torch.ones(shape), dims) == sums
+
+
+def test_partial_sums_grow_with_the_rows_of_a_trace():
+    """Up to as many blocks as run at once, which a trace of many rows may exceed."""
+    few, many = torch.ones(8, 512, 768), torch.ones(101, 512, 768)
+    assert cuda_kernels.partial_sums(many, [0, 1], rows=101) * 8 == cuda_kernels.partial_sums(few, [0, 1]) * 101
+    assert cuda_kernels.partial_sums(many, [0, 1]) < 0.5 * cuda_kernels.partial_sums(many, [0, 1], rows=101)
+
+
+def test_partial_sums_and_products_live_while_their_kernel_runs():
+    given = torch.ones(1024, 1024)
+    with Recorder(fake=False, stand_ins=cuda_kernels.kernel_stand_ins()) as recorder:
+        given.sum(0)
+        torch.ops.aten._softmax_backward_data(given, given, -1, torch.float32)
+    tape = recorder.tape()
+    held = {name: int(tape.sizes[tape.ops == place].max()) for place, name in enumerate(tape.names)}
+    assert held["partial sums"] == 8 * MIB
+    assert held["gradient times softmax"] == 4 * MIB
+
+
+@pytest.mark.parametrize(
+    ("capability", "same_as"),
+    [(None, (8, 0)), ((7, 5), (7, 5)), ((8, 9), (8, 6)), ((9, 0), (8, 0)), ((12, 0), (8, 6)), ((7, 0), (7, 5))],
+)
+def test_cards_whose_kernels_take_the_same_share_their_traces(capability, same_as):
+    assert kernels_of(capability) == same_as
+
+
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_a_gradient_that_is_not_contiguous_is_copied_for_a_norm(contiguous):
     given = torch.ones(8, 64, requires_grad=True)
-    with Recorder(fake=False, stand_ins=cuda_emulation.attention_stand_ins()) as recorder:
+    with Recorder(fake=False, stand_ins=cuda_kernels.kernel_stand_ins()) as recorder:
         recorder.mark("0:F0")
         result = F.layer_norm(given, (64,))
         recorder.mark("0:B0")

@@ -21,23 +21,16 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autofit.commands.model_source import fetch, modeling_module
 from autofit.contract import placement
 from autofit.contract.outcome import Measured
-from autofit.contract.plan import Plan
-from autofit.costmodel import allocator, peak
-from autofit.costmodel.forecast import workspace_bytes
-from autofit.costmodel.tracing.cuda_emulation import attention_stand_ins, like_cuda
+from autofit.costmodel.tracing.cuda_emulation import like_cuda
+from autofit.costmodel.tracing.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.fake_kernels import without_values
 from autofit.costmodel.tracing.recorder import Recorder
-from autofit.costmodel.tracing.trace_store import Traces
 from autofit.registry import technique
-from autofit.system.fork_server import ForkServer
-from autofit.system.units import GIB, KIB, MIB
-from autofit.training.runner import ProcessRunner
-from autofit.training.timing import Effort
-from tests.gpu.card import facts_on_card
+from autofit.system.units import KIB, MIB
 from tests.gpu.models import LLAMA
+from tests.gpu.trials import PLAIN, Bench, Compared
 
 NEAR = 0.03
 SLACK_BYTES = 64 * KIB  # seeds, scalars, and what is rounded up to 512 bytes
@@ -73,7 +66,7 @@ def measured(make, program):
 
 def predicted(make, program, *around):
     """The same of fake tensors; ``around`` are contexts to run in, made with the recorder."""
-    recorder = Recorder(stand_ins={**without_values(), **attention_stand_ins()})
+    recorder = Recorder(stand_ins={**without_values(), **kernel_stand_ins()})
     with contextlib.ExitStack() as stack:
         for context in around:
             stack.enter_context(context(recorder))
@@ -196,7 +189,26 @@ def test_attention(dtype, backend, key_heads, dropout, width):
     name = f"attention {short(dtype)} {backend} heads {HEADS}/{key_heads} dropout {dropout} width {width}"
     make, program = attention(dtype, width, key_heads=key_heads, dropout=dropout, backend=BACKENDS[backend])
     kernel = run_attention(name, make, program, may_lack=backend != "default")
-    assert "ScaledDotProduct" in kernel, f"no fused kernel ran, but {kernel}"
+    grouped_in_float32 = dtype == torch.float32 and key_heads != HEADS  # which no fused kernel does
+    assert ("ScaledDotProduct" in kernel) is not grouped_in_float32, kernel
+
+
+def test_attention_whose_values_are_of_another_width():
+    """As DeepSeek's has it: FlashAttention does not do that, and the memory-efficient kernel does."""
+
+    def make(device):
+        widths = (96, 96, 64)
+        return [
+            torch.randn(ROWS, HEADS, LENGTH, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+            for width in widths
+        ]
+
+    def program(held, _device):
+        out = F.scaled_dot_product_attention(*held, is_causal=True)
+        out.relu().sum().backward()
+        return out.grad_fn.name()
+
+    assert "Efficient" in check("attention whose values are of another width", make, program)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=short)
@@ -272,6 +284,29 @@ def test_an_operator_under_autocast(name):
     check(f"autocast {name}", *under_autocast(forward, *shapes))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=short)
+@pytest.mark.parametrize("shape", [(4096, 768), (1024, 1024), (8192, 3072), (300, 512), (4096, 50), (4096, 12, 64)])
+def test_a_sum_over_rows_takes_partial_sums(dtype, shape):
+    def make(device):
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def program(held, _device):
+        held.sum(0)
+        held.mean(0)
+
+    check(f"sum over rows {short(dtype)} {shape}", make, program)
+
+
+def test_a_softmax_backward_takes_a_product():
+    def make(device):
+        return torch.randn(4096, 1024, device=device, requires_grad=True)
+
+    def program(held, _device):
+        F.softmax(held, -1).relu().sum().backward()
+
+    check("softmax backward", make, program)
+
+
 def test_autocast_copies_a_weight_once_and_keeps_the_copy():
     def make(device):
         torch.manual_seed(0)
@@ -297,7 +332,7 @@ def test_grouped_products_of_experts():
 
     def program(held, _device):
         x, weight, offsets = held
-        torch._grouped_mm(x, weight, offs=offsets).sum().backward()
+        torch._grouped_mm(x, weight, offs=offsets).relu().sum().backward()  # it takes no gradient of stride 0
 
     check("grouped products", make, program)
 
@@ -449,22 +484,6 @@ MODELS = {
         "max_position_embeddings": 1024,
     },
 }
-PLAIN = Plan(
-    {
-        "parallel": "none",
-        "micro_batch": 8,
-        "accumulation": 1,
-        "precision": "bf16",
-        "attention": "default",
-        "kernels": "none",
-        "checkpointing": "off",
-        "adapter": "none",
-        "quantization": "none",
-        "optimizer": "adamw",
-        "offload": "none",
-        "compile": "off",
-    }
-)
 PLANS = [
     ("llama", {}),
     ("llama", {"precision": "fp32"}),
@@ -498,27 +517,6 @@ PLANS = [
 ]
 
 
-class Bench:
-    """One model on this device: its trials and its traces."""
-
-    def __init__(self, folder, config):
-        self.folder = folder
-        source = folder / "source.json"
-        source.write_text(json.dumps(config))
-        self.config = fetch(str(source), folder / "model")
-        modules = modeling_module(self.config)
-        self.device = ForkServer(folder / "device.log", "cuda", modules)
-        self.tracer = ForkServer(folder / "tracer.log", "cpu", modules)
-        self.number = 0
-
-    def facts(self, global_batch):
-        return facts_on_card(self.device, self.config, most_bytes=24 * GIB, global_batch=global_batch)
-
-    def close(self):
-        self.device.close()
-        self.tracer.close()
-
-
 @pytest.fixture(scope="module")
 def benches(tmp_path_factory):
     made = {}
@@ -540,38 +538,13 @@ def test_a_trial_allocates_what_its_trace_says(benches, model, values):
     bench, plan = benches(model), PLAIN.replaced(**values)
     if "8bit" in str(plan["optimizer"]):
         pytest.importorskip("bitsandbytes")
-    facts = bench.facts(int(plan["micro_batch"]) * int(plan["accumulation"]))
+    facts = bench.facts_for(plan)
     if facts.hardware.capability is None or facts.hardware.capability < (8, 0):
         pytest.skip("no fused attention in 16 bits")
-    bench.number += 1
-    runner = ProcessRunner(bench.folder / "trials", facts, bench.config, bench.device)
-    effort = Effort(fidelity="whole", min_steps=2, max_steps=2, seconds=1.0)
-    outcome = runner.run(bench.number, plan, effort, purpose="search", limit_seconds=200).outcome
+    outcome = bench.trial(plan)
     assert isinstance(outcome, Measured), outcome
-    elsewhere = dataclasses.replace(facts.hardware, host_total_bytes=1 << 50, host_free_bytes=1 << 50)
-    traces = Traces(
-        dataclasses.replace(facts, hardware=elsewhere), bench.config, lambda: bench.tracer, bench.folder
-    )  # fmt: skip
-    traces.prepare([plan])
-    need = traces.need(plan)
-    assert need is not None, traces.untraced(plan)
-    workspaces = workspace_bytes(facts.hardware.capability)
-    told = need.peak_bytes + workspaces
-    events, sizes = peak.requests(
-        *traces.parts(plan), rows=int(plan["micro_batch"]), accumulation=int(plan["accumulation"])
-    )
-    replayed = allocator.replay(events, [round(size) for size in sizes])
-    real = outcome.allocated_bytes
-    note(
-        f"trial {model} {plan.words()}",
-        measured=real,
-        predicted=told,
-        error=round(told / real - 1, 4),
-        replayed=replayed.peak_allocated_bytes + workspaces,
-        reserved=outcome.reserved_bytes,
-        reserved_predicted=replayed.peak_reserved_bytes + workspaces,
-        outside=outcome.outside_bytes,
-        at=[need.phase, need.segment, need.operator],
-        by_category=dict(need.by_category),
-    )
-    assert told == pytest.approx(real, rel=NEAR), f"predicted {told}, measured {real} ({told / real - 1:+.1%})"
+    found = bench.compare(plan, outcome)
+    assert isinstance(found, Compared), found
+    note(f"trial {model} {plan.words()}", **dataclasses.asdict(found), error=round(found.allocated_error, 4))
+    told, real = found.traced_allocated, found.allocated
+    assert told == pytest.approx(real, rel=NEAR), f"predicted {told}, measured {real} ({found.allocated_error:+.1%})"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = [
@@ -154,3 +155,15 @@ def test_an_index_out_of_range_fails_as_a_kernel_does():
     code = "import torch; torch.zeros(4, device='cuda')[torch.tensor([7], device='cuda')].sum().item()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "device-side assert triggered" in done.stderr
+
+
+def test_what_is_computed_from_hollow_numbers_is_finite():
+    sums = torch.randn(512, 4096, device="cuda").sum(1)
+    assert (sums.log() - 1).sum().isfinite().item()
+    assert (1 / sums).sum().isfinite().item()
+
+
+def test_cudnns_attention_is_refused_as_on_a_card_without_it():
+    query = torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.bfloat16)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from accelerate.utils import convert_outputs_to_fp32
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from autofit.machine import describe
@@ -240,6 +241,8 @@ def test_ligers_functions_are_seen_in_a_model():
     patched.forward = types.MethodType(of("liger_kernel.transformers.model.llama"), patched)
     assert kernels._liger_modules(patched) == ["liger_kernel.transformers.model.llama"]
     patched.model.norm.forward = types.MethodType(of("liger_kernel.transformers.rms_norm"), patched.model.norm)
+    assert len(kernels._liger_modules(patched)) == 2
+    patched.forward = convert_outputs_to_fp32(patched.forward)  # as Accelerate does where it autocasts
     assert len(kernels._liger_modules(patched)) == 2
 
 

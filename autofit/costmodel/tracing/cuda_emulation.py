@@ -3,15 +3,14 @@
 ============================  =====================================================================================
 autocast                      CUDA computes more operators in float32 than the CPU does: its own list is followed
 dropout                       one fused kernel that keeps a mask of a byte an element
-attention                     fused also with dropout; the backward pass has float32 accumulators
+attention                     fused also with dropout; the scores are made where no fused kernel takes the call
 autocast, asked for           without a device, PyTorch answers for CUDA
 for-each kernels              the default of optimizers and of gradient clipping
 ============================  =====================================================================================
 
 Sources: ``torch/docs/source/amp.md`` and ``aten/src/ATen/autocast_mode.h`` (lists); ``aten/src/ATen/native/
-Dropout.cpp``; ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`` (``mha_bwd``) and
-``attention_backward.cu``. Each has a test on a device that compares it with the real one.
-Not modelled: cuDNN's attention, which PyTorch may prefer on Hopper.
+Dropout.cpp``. Each has a test on a device that compares it with the real one. What kernels take for themselves:
+:mod:`autofit.costmodel.tracing.cuda_kernels`.
 """
 
 from __future__ import annotations
@@ -19,20 +18,21 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import optimizer as optimizers
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_map_only
 from transformers import modeling_utils
 
-if TYPE_CHECKING:
-    from autofit.costmodel.tracing.recorder import Recorder
+from autofit.costmodel.tracing.cuda_kernels import SIXTEEN as _SIXTEEN
+from autofit.costmodel.tracing.cuda_kernels import fused_attention
 
 _FLOAT32 = frozenset({
     "cross_entropy", "cross_entropy_loss",
@@ -45,12 +45,20 @@ _FLOAT32 = frozenset({
 })  # fmt: skip
 _TO_FLOAT32 = frozenset({"sum", "prod", "cumsum", "cumprod"})
 """Given sixteen bits, their result is float32, and no copy of their input is kept."""
-_SIXTEEN = (torch.bfloat16, torch.float16)
+_AMPERE = (8, 0)
 _DROPOUTS = (F.dropout, torch.dropout)
 
 
 class CudaFunctions(TorchFunctionMode):
-    """Calls of PyTorch's functions, as a CUDA device would answer them."""
+    """Calls of PyTorch's functions, as a CUDA device would answer them.
+
+    Args:
+        capability: Of :func:`~autofit.costmodel.tracing.trace_store.kernels_of`.
+    """
+
+    def __init__(self, capability: tuple[int, int] = _AMPERE) -> None:
+        super().__init__()
+        self.capability = capability
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -61,11 +69,7 @@ class CudaFunctions(TorchFunctionMode):
         if func in _DROPOUTS:
             return _dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            # the fused kernels keep a seed, no mask
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                kwargs["dropout_p"] = 0.0
+            return _attention(self.capability, *args, **kwargs)
         if func is F.cross_entropy and torch.is_autocast_enabled("cpu") and _plain_cross_entropy(*args, **kwargs):
             with torch.autocast("cpu", enabled=False):
                 return _cross_entropy(*args, **kwargs)
@@ -106,6 +110,31 @@ def _cross_entropy(
     return F.nll_loss(logarithms.float(), target, ignore_index=ignore_index, reduction=reduction)
 
 
+def _attention(  # noqa: PLR0917 - PyTorch's own order
+    capability: tuple[int, int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """By the kernel that CUDA chooses; the fused ones keep a seed where dropout has a mask."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    fused = fused_attention(query, key, value, attn_mask, dtype=dtype, capability=capability)
+    if fused is None:
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if value.shape[-1] != query.shape[-1]:  # which the CPU's fused kernel does not do
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+        mask = torch.zeros_like(attn_mask, dtype=dtype) if attn_mask is not None else None
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        result: torch.Tensor = efficient(query, key, value, mask, True, 0.0, is_causal, scale=options.get("scale"))[0]
+        return result
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, **options)
+
+
 def _dropout(
     input: torch.Tensor,  # noqa: A002 - PyTorch's own name
     p: float = 0.5,
@@ -121,8 +150,8 @@ def _dropout(
 
 
 @contextlib.contextmanager
-def like_cuda() -> Iterator[None]:
-    """Behave like a CUDA device, as far as the sizes of tensors go."""
+def like_cuda(capability: tuple[int, int] = _AMPERE) -> Iterator[None]:
+    """Behave like a CUDA device of this compute capability, as far as the sizes of tensors go."""
     supported, checkpoint = _foreach_utils._get_foreach_kernels_supported_devices, torch.utils.checkpoint.checkpoint
     types = optimizers._foreach_supported_types
     both = (_foreach_utils, optimizers)
@@ -133,14 +162,14 @@ def like_cuda() -> Iterator[None]:
     @functools.wraps(checkpoint)
     def checkpoint_with_habits(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # autograd recomputes from where function modes are off
-        return checkpoint(_with_habits(function), *args, **kwargs)
+        return checkpoint(_with_habits(function, capability), *args, **kwargs)
 
     torch.utils.checkpoint.checkpoint = checkpoint_with_habits
     vars(modeling_utils)["checkpoint"] = checkpoint_with_habits
     asked = torch.is_autocast_enabled
     vars(torch)["is_autocast_enabled"] = lambda device="cpu": asked(device)
     try:
-        with CudaFunctions():
+        with CudaFunctions(capability):
             yield
     finally:
         for module in both:
@@ -150,68 +179,13 @@ def like_cuda() -> Iterator[None]:
         torch.utils.checkpoint.checkpoint = vars(modeling_utils)["checkpoint"] = checkpoint
 
 
-def _with_habits(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_habits(forward: Callable[..., Any], capability: tuple[int, int]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def with_habits(*args: Any, **kwargs: Any) -> Any:
         active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if any(isinstance(mode, CudaFunctions) for mode in active):
             return forward(*args, **kwargs)
-        with CudaFunctions():
+        with CudaFunctions(capability):
             return forward(*args, **kwargs)
 
     return with_habits
-
-
-def attention_stand_ins() -> dict[Any, Any]:
-    """What CUDA's fused attention holds beyond the CPU's, which keeps the same for the backward pass."""
-    ops = torch.ops.aten
-    return {
-        ops._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
-        ops.native_layer_norm_backward.default: _dense_gradient,
-        ops._softmax_backward_data.default: _dense_gradient,
-        ops._log_softmax_backward_data.default: _dense_gradient,
-    }
-
-
-def _copied_bytes(gradient: torch.Tensor) -> int:
-    """What a kernel takes that reads a dense gradient: a copy of one that is not, such as that of a sum."""
-    return 0 if gradient.is_contiguous() else gradient.numel() * gradient.element_size()
-
-
-def _dense_gradient(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A backward kernel whose results live beside the copy of the gradient that it makes."""
-    copied = _copied_bytes(args[0])
-    if not copied:
-        return func(*args, **kwargs)
-    with recorder.holding(copied, name="a gradient made contiguous"):
-        results = func(*args, **kwargs)
-        for result in results if isinstance(results, tuple) else (results,):
-            if result is not None:
-                recorder.follow(result, func, args)
-    return results
-
-
-def _attention_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The backward pass with its accumulators, which live as long as it runs.
-
-    16 bits: FlashAttention-2 adds up the query's gradient in float32, padded to blocks of 128 rows and 32 columns,
-    keeps one float32 a row, and with grouped queries makes key's and value's gradients for every head first. 32
-    bits: the memory-efficient kernel keeps one float32 a row, made of a product as large as the query.
-    """
-    query, key = args[1], args[2]
-    batch, heads, rows, width = query.shape
-    padded = -(-rows // 128) * 128
-    held = [4 * batch * heads * padded]
-    if query.dtype not in _SIXTEEN:  # the product of gradient and result, to be added up a row
-        held += [4 * batch * heads * rows * width, 4 * batch * heads * rows]
-    if args[0].stride(-1) != 1:
-        held.append(_copied_bytes(args[0]))
-    if query.dtype in _SIXTEEN:
-        held.append(4 * batch * padded * heads * (-(-width // 32) * 32))
-    if key.shape[1] != heads:
-        held += [key.element_size() * batch * key.shape[2] * heads * width] * 2
-    with recorder.holding(*held, name="attention's accumulators"):
-        gradients = func(*args, **kwargs)
-        for gradient in gradients:
-            recorder.follow(gradient, func, args)  # they live beside the accumulators
-    return gradients

@@ -29,13 +29,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autofit.contract import placement
 from autofit.contract.emission import Emission
 from autofit.contract.plan import Plan
-from autofit.costmodel.tracing.cuda_emulation import attention_stand_ins, like_cuda
+from autofit.costmodel.tracing.cuda_emulation import like_cuda
+from autofit.costmodel.tracing.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.fake_kernels import without_values
 from autofit.costmodel.tracing.layers import Marks, TraceDone, find_layers, period_of, shorten, watch_layers
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.shard_layout import cut, layout_of, local_bytes, one_process, without_engine
 from autofit.costmodel.tracing.sharded import fake_world, following
 from autofit.costmodel.tracing.timeline import Tape
+from autofit.costmodel.tracing.trace_store import kernels_of
 from autofit.registry import recipe_of, techniques
 from autofit.training import loops
 from autofit.training.launch_environment import launch_environment, write_yaml
@@ -272,8 +274,8 @@ def on_cpu(emission: Emission, processes: int = 1) -> Emission:
 @contextlib.contextmanager
 def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterator[Recorder]:
     """A recorder, and around it what stands in for the device and for the techniques' own kernels."""
-    on_cuda = recipe.facts.hardware.device == "cuda"
-    stand_ins = {**(without_values() if fake else {}), **(attention_stand_ins() if on_cuda else {})}
+    on_cuda, capability = recipe.facts.hardware.device == "cuda", kernels_of(recipe.facts.hardware.capability)
+    stand_ins = {**(without_values() if fake else {}), **(kernel_stand_ins(capability) if on_cuda else {})}
     recorder = Recorder(stand_ins=stand_ins, fake=fake, rows=rows)
     with contextlib.ExitStack() as stack:
         for one in techniques():
@@ -286,7 +288,7 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
         stack.enter_context(recorder)
         if on_cuda:
             stack.enter_context(placement.use(placement.Traced(recorder)))
-            stack.enter_context(like_cuda())
+            stack.enter_context(like_cuda(capability))
         yield recorder
 
 

@@ -197,11 +197,22 @@ def ground_of(facts: Facts, config: Path) -> list[object]:
         versions,
         model_of(config),
         facts.hardware.device,
+        kernels_of(facts.hardware.capability) if facts.hardware.device == "cuda" else None,
         work.seq_len,
         work.processes,
         work.launch_path,
         facts.model.trust_remote_code,
     ]
+
+
+def kernels_of(capability: tuple[int, int] | None) -> tuple[int, int]:
+    """The capability that stands for all whose kernels take the same memory; an A100's where it is not told.
+
+    Below 8.0 there is no FlashAttention; some have less shared memory, and the kernels smaller tiles.
+    """
+    if capability is None or capability in {(8, 0), (8, 7)} or (9, 0) <= capability < (12, 0):
+        return (8, 0)
+    return (7, 5) if capability < (8, 0) else (8, 6)
 
 
 def model_of(config: Path) -> list[object]:

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autofit.costmodel import allocator
 from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing import layers as layering
-from autofit.costmodel.tracing.cuda_emulation import attention_stand_ins, like_cuda
+from autofit.costmodel.tracing.cuda_emulation import like_cuda
+from autofit.costmodel.tracing.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.timeline import Tape, UnlikeError, lengthen
 
@@ -92,7 +93,7 @@ def run(build: Callable[[], nn.Module], steps: Steps, *, shorten: bool = True) -
 
 
 def _traced(model: nn.Module, steps: Steps, layers: layering.Layers | None) -> Tape:
-    recorder = Recorder(stand_ins=attention_stand_ins())
+    recorder = Recorder(stand_ins=kernel_stand_ins())
     with _no_garbage(), FakeTensorMode(allow_non_fake_inputs=True):
         fake_run.make_fake(model)  # not followed: weights are written down layer by layer
         with recorder, like_cuda():

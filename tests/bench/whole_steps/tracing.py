@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autofit.costmodel.roofline import Numbers, Totals
 from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing import layers as layering
-from autofit.costmodel.tracing.cuda_emulation import attention_stand_ins, like_cuda
+from autofit.costmodel.tracing.cuda_emulation import like_cuda
+from autofit.costmodel.tracing.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.timeline import MIDDLE, Tape
 
@@ -102,7 +103,7 @@ def _trace(program: Program) -> Traced:
 
 def _run(program: Program, model: nn.Module, layers: layering.Layers | None, rows: int | None) -> Tape:
     """The tape of one micro-step, or with no rows of the optimizer's step."""
-    recorder = Recorder(stand_ins=attention_stand_ins(), rows=rows)
+    recorder = Recorder(stand_ins=kernel_stand_ins(), rows=rows)
     with _no_garbage(), FakeTensorMode(allow_non_fake_inputs=True):
         fake_run.make_fake(model)
         with recorder, like_cuda():

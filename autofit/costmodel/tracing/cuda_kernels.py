@@ -1,0 +1,222 @@
+"""What CUDA's kernels hold while they run, beside their results: stand-ins for operators of a trace.
+
+=================================  ================================================================================
+attention, backward                float32 accumulators, see :func:`_flash_bytes` and :func:`_efficient_bytes`
+norms and softmax, backward        a copy of a gradient that is not contiguous, such as that of a sum
+softmax                            backward its gradient times its result; where it looks for empty rows, a mask
+sums over rows                     each block's partial sums, which another block adds up
+=================================  ================================================================================
+
+Sources: ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`` (``mha_bwd``), ``attention_backward.cu``
+and ``mem_eff_attention/kernel_backward.h``; ``aten/src/ATen/native/cuda/Reduce.cuh`` (``setReduceConfig``). Each has
+a test on a device that compares it with the real one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from autofit.costmodel.tracing.recorder import Recorder
+
+SIXTEEN = (torch.bfloat16, torch.float16)
+_AMPERE, _LESS_SHARED_MEMORY = (8, 0), (8, 6)
+_WARP, _MOST_THREADS, _VECTOR = 32, 512, 4
+_FEWEST_VALUES, _MOST_VALUES = 16, 256
+_RESIDENT_THREADS = 132 * 2048
+"""Of an H100; a card with fewer splits a long sum over fewer blocks."""
+
+
+def kernel_stand_ins(capability: tuple[int, int] = _AMPERE) -> dict[Any, Any]:
+    """What kernels hold beyond the CPU's, which keeps the same for the backward pass.
+
+    Args:
+        capability: Of :func:`~autofit.costmodel.tracing.trace_store.kernels_of`.
+    """
+    ops = torch.ops.aten
+    attention = _AttentionBackward(capability)
+    return {
+        ops._scaled_dot_product_flash_attention_for_cpu_backward.default: attention,
+        ops._scaled_dot_product_efficient_attention_backward.default: attention,
+        ops.native_layer_norm_backward.default: _dense_gradient,
+        ops._softmax_backward_data.default: _softmax_backward,
+        ops._safe_softmax.default: _safe_softmax,
+        ops._log_softmax_backward_data.default: _dense_gradient,
+        ops.sum.dim_IntList: _reduction,
+        ops.mean.dim: _reduction,
+        ops.amax.default: _reduction,
+    }
+
+
+def fused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+    *, dtype: torch.dtype, capability: tuple[int, int],
+) -> str | None:  # fmt: skip
+    """The fused kernel that CUDA takes, ``flash`` or ``efficient``; ``None`` where it multiplies out the scores.
+
+    Args:
+        query: ``(batch, heads, rows, width)``, as ``key`` and ``value``.
+        key: May have fewer heads; the memory-efficient kernel does not know that.
+        value: May be of another width; FlashAttention does not know that.
+        mask: FlashAttention takes none.
+        dtype: In which it computes, which autocast may have changed.
+        capability: FlashAttention needs 8.0.
+
+    Source: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``. cuDNN's attention, which PyTorch may prefer on
+    Hopper, is not modelled.
+    """
+    width = query.shape[-1]
+    if query.dim() != 4 or key.shape[-1] != width:
+        return None
+    sixteen = dtype in SIXTEEN
+    if sixteen and capability >= _AMPERE and mask is None and value.shape[-1] == width <= 256:
+        return "flash"
+    aligned = 8 if sixteen else 4 if capability >= _AMPERE else 1
+    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
+    if same_heads and width % aligned == value.shape[-1] % aligned == 0:
+        return "efficient"
+    return None
+
+
+class _AttentionBackward:
+    """The backward pass with its accumulators, which live as long as it runs, beside the gradients."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.capability = capability
+
+    def __call__(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        gradient, query, key, value = args[:4]
+        flash = "flash" in str(func) and query.dtype in SIXTEEN and self.capability >= _AMPERE
+        held = _flash_bytes(query, key) if flash else _efficient_bytes(query, value, self.capability)
+        if gradient.stride(-1) != 1:
+            held.append(_copied_bytes(gradient))
+        with recorder.holding(*held, name="attention's accumulators"):
+            gradients = func(*args, **kwargs)
+            for made in gradients:
+                if made is not None:
+                    recorder.follow(made, func, args)
+        return gradients
+
+
+def _flash_bytes(query: torch.Tensor, key: torch.Tensor) -> list[int]:
+    """What FlashAttention-2 takes for itself.
+
+    It adds up the query's gradient in float32, padded to blocks of 128 rows and 32 columns, keeps one float32 a row,
+    and with grouped queries makes key's and value's gradients for every head first.
+    """
+    batch, heads, rows, width = query.shape
+    padded = -(-rows // 128) * 128
+    held = [4 * batch * heads * padded, 4 * batch * padded * heads * (-(-width // 32) * 32)]
+    if key.shape[1] != heads:
+        held += [key.element_size() * batch * key.shape[2] * heads * width] * 2
+    return held
+
+
+def _efficient_bytes(query: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> list[int]:
+    """The memory-efficient kernel keeps one float32 a row, and a tile of the query's gradient for every block of rows.
+
+    In float32 that row's number is the sum of a product, as large as the query, which is gone when the tiles come.
+    """
+    batch, heads, rows, width = query.shape
+    sixteen = query.dtype in SIXTEEN
+    wide, ampere = width > 64, capability >= _AMPERE
+    tall = sixteen or (wide and capability != _LESS_SHARED_MEMORY)
+    block = 128 if ampere and tall else 64
+    columns = 128 if ampere and sixteen and wide else 64
+    tile = 4 * (block * columns + 4)
+    tiles = batch * heads * -(-rows // block) * -(-width // columns) * tile
+    product = 0 if sixteen else 4 * batch * heads * rows * value.shape[-1]
+    return [4 * batch * heads * rows, max(tiles, product)]
+
+
+def _copied_bytes(gradient: torch.Tensor) -> int:
+    """What a kernel takes that reads a dense gradient: a copy of one that is not, such as that of a sum."""
+    return 0 if gradient.is_contiguous() else gradient.numel() * gradient.element_size()
+
+
+def _dense_gradient(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A backward kernel whose results live beside the copy of the gradient that it makes."""
+    copied = _copied_bytes(args[0])
+    if not copied:
+        return func(*args, **kwargs)
+    with recorder.holding(copied, name="a gradient made contiguous"):
+        results = func(*args, **kwargs)
+        for result in results if isinstance(results, tuple) else (results,):
+            if result is not None:
+                recorder.follow(result, func, args)
+    return results
+
+
+def _softmax_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The backward pass, whose result lives beside the product of the gradient and what the forward pass gave."""
+    with recorder.holding(args[1].numel() * args[1].element_size(), name="gradient times softmax"):
+        result = func(*args, **kwargs)
+        recorder.follow(result, func, args)
+    return result
+
+
+def _safe_softmax(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A softmax that looks for rows without a score, by a mask of a byte each."""
+    result = func(*args, **kwargs)
+    recorder.follow(result, func, args)
+    with recorder.holding(result.numel(), name="a mask of empty rows"):
+        return result
+
+
+def _reduction(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sum over rows, with the partial sums of its blocks."""
+    result = func(*args, **kwargs)
+    sums = partial_sums(args[0], args[1] if len(args) > 1 else (), rows=recorder.rows)
+    if sums:
+        half = "amax" in str(func) and args[0].dtype in SIXTEEN
+        recorder.follow(result, func, args)
+        with recorder.holding(sums * (2 if half else 4), name="partial sums"):
+            pass
+    return result
+
+
+def partial_sums(given: torch.Tensor, dims: Any, *, rows: int | None = None) -> int:
+    """How many partial sums a reduction keeps in the device's memory; 0 where each block ends its own.
+
+    Each of 32 threads beside another adds up four columns, ``height`` threads above one another share the rows; from
+    256 rows a thread on, the rows are split over blocks, each of which writes down a number a thread and column.
+
+    Args:
+        given: What is added up.
+        dims: The dimensions that go; none for all.
+        rows: The micro-batch of a trace that stands for any: then the sums grow with it, as they do until there are
+            as many blocks as the device runs at once.
+    """
+    gone = {dim % given.dim() for dim in (dims or range(given.dim()))} if given.dim() else set()
+    sizes = [(given.stride(d), d in gone, given.shape[d]) for d in range(given.dim()) if given.shape[d] > 1]
+    if not sizes or min(sizes)[1] or not any(reduced for _, reduced, _ in sizes):
+        return 0  # along the fastest dimension the threads of a warp add up among themselves
+    outputs = inputs = 1
+    for _, reduced, size in sizes:
+        outputs, inputs = (outputs, inputs * size) if reduced else (outputs * size, inputs)
+    fastest, _, columns = min(sizes)
+    even = all(stride % _VECTOR == 0 for stride, *_ in sizes if stride != fastest)
+    vector = _VECTOR if fastest == 1 and columns % _VECTOR == 0 and even else 1
+    threads = _MOST_THREADS // vector
+    wide, tall = _power_below(outputs // vector), _power_below(inputs)
+    width = min(wide, _WARP)
+    height = min(tall, threads // width)
+    width = min(wide, threads // height)
+    if rows and inputs % rows == 0:
+        return rows * (outputs * (inputs // rows) * width * vector // (height * _FEWEST_VALUES))
+    if rows and outputs % rows == 0:
+        return 0
+    shared = inputs >= min(height * 16, _MOST_VALUES)
+    a_thread = -(-inputs // height) if shared else inputs
+    blocks = -(-(outputs // vector) // (width if shared else width * height))
+    most_blocks = _RESIDENT_THREADS // (width * height)
+    if not shared or a_thread < _MOST_VALUES or blocks > most_blocks:
+        return 0
+    split = max(min(-(-most_blocks // blocks), -(-a_thread // _FEWEST_VALUES)), -(-a_thread // _MOST_VALUES))
+    return outputs * split * width * vector if split > 1 else 0
+
+
+def _power_below(count: int) -> int:
+    return 1 << max(count, 1).bit_length() - 1

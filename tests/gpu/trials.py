@@ -1,0 +1,133 @@
+"""One plan, twice: a trial on the device and its trace; what each says of the caching allocator."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from autofit.commands.model_source import fetch, modeling_module
+from autofit.contract.outcome import Measured
+from autofit.contract.plan import Plan
+from autofit.costmodel import allocator, peak
+from autofit.costmodel.forecast import workspace_bytes
+from autofit.costmodel.tracing.trace_store import Traces
+from autofit.system.fork_server import ForkServer
+from autofit.system.units import GIB
+from autofit.training.runner import ProcessRunner
+from autofit.training.timing import Effort
+from tests.gpu.card import facts_on_card
+
+PLAIN = Plan(
+    {
+        "parallel": "none",
+        "micro_batch": 8,
+        "accumulation": 1,
+        "precision": "bf16",
+        "attention": "default",
+        "kernels": "none",
+        "checkpointing": "off",
+        "adapter": "none",
+        "quantization": "none",
+        "optimizer": "adamw",
+        "offload": "none",
+        "compile": "off",
+    }
+)
+TWO_STEPS = Effort(fidelity="whole", min_steps=2, max_steps=2, seconds=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Bytes of one plan; errors are relative, and positive where the trace says more.
+
+    Attributes:
+        allocated: The device's ``max_memory_allocated``.
+        traced_allocated: The same, replayed from the trace: a block may be up to 1 MiB larger than its tensor.
+        traced_tensors: What the trace's tensors ask for at its peak.
+        reserved: The device's ``max_memory_reserved``.
+        traced_reserved: The same, replayed from the trace.
+        outside: On the device outside of the allocator.
+        at: Phase, segment and operator of the traced peak.
+        by_category: What the traced peak is made of.
+    """
+
+    allocated: int
+    traced_allocated: int
+    traced_tensors: int
+    reserved: int
+    traced_reserved: int
+    outside: int
+    at: tuple[str, str, str]
+    by_category: dict[str, int]
+
+    @property
+    def allocated_error(self) -> float:
+        return self.traced_allocated / self.allocated - 1
+
+    @property
+    def reserved_error(self) -> float:
+        return self.traced_reserved / self.reserved - 1
+
+
+class Bench:
+    """One model on this device: its trials and its traces."""
+
+    def __init__(self, folder, config, *, most_bytes=24 * GIB):
+        self.folder, self.most_bytes = folder, most_bytes
+        source = folder / "source.json"
+        source.write_text(json.dumps(config))
+        self.config = fetch(str(source), folder / "model")
+        modules = modeling_module(self.config)
+        self.device = ForkServer(folder / "device.log", "cuda", modules)
+        self.tracer = ForkServer(folder / "tracer.log", "cpu", modules)
+        self.number = 0
+        self._facts = {}
+
+    def facts(self, global_batch):
+        if global_batch not in self._facts:
+            facts = facts_on_card(self.device, self.config, most_bytes=self.most_bytes, global_batch=global_batch)
+            self._facts[global_batch] = facts
+        return self._facts[global_batch]
+
+    def facts_for(self, plan):
+        return self.facts(int(plan["micro_batch"]) * int(plan["accumulation"]))
+
+    def trial(self, plan, *, limit_seconds=200):
+        """The outcome of a trial of two optimizer steps."""
+        self.number += 1
+        runner = ProcessRunner(self.folder / "trials", self.facts_for(plan), self.config, self.device)
+        return runner.run(self.number, plan, TWO_STEPS, purpose="search", limit_seconds=limit_seconds).outcome
+
+    def traced(self, plan):
+        """What the trace says a plan needs, and its parts; the reason where it can't be traced."""
+        facts = self.facts_for(plan)
+        elsewhere = dataclasses.replace(facts.hardware, host_total_bytes=1 << 50, host_free_bytes=1 << 50)
+        facts = dataclasses.replace(facts, hardware=elsewhere)
+        traces = Traces(facts, self.config, lambda: self.tracer, self.folder)
+        traces.prepare([plan])
+        need, parts = traces.need(plan), traces.parts(plan)
+        return (need, parts) if need and parts else traces.untraced(plan) or "no trace"
+
+    def compare(self, plan, outcome):
+        """A measured outcome beside its trace; the reason, in words, where there is no trace."""
+        assert isinstance(outcome, Measured), outcome
+        traced = self.traced(plan)
+        if isinstance(traced, str):
+            return traced
+        need, parts = traced
+        workspaces = workspace_bytes(self.facts_for(plan).hardware.capability)
+        events, sizes = peak.requests(*parts, rows=int(plan["micro_batch"]), accumulation=int(plan["accumulation"]))
+        replayed = allocator.replay(events, [round(size) for size in sizes])
+        return Compared(
+            allocated=outcome.allocated_bytes,
+            traced_allocated=replayed.peak_allocated_bytes + workspaces,
+            traced_tensors=need.peak_bytes + workspaces,
+            reserved=outcome.reserved_bytes,
+            traced_reserved=replayed.peak_reserved_bytes + workspaces,
+            outside=outcome.outside_bytes,
+            at=(need.phase, need.segment, need.operator),
+            by_category=dict(need.by_category),
+        )
+
+    def close(self):
+        self.device.close()
+        self.tracer.close()
