@@ -176,6 +176,22 @@ def report(folder: str, as_json: bool) -> None:
         data_console().print(summary(document, folder=folder))
 
 
+@main.command(short_help="Print an answer as another project's settings.")
+@click.argument("folder", metavar="DIR")
+@click.option("--to", "target", required=True, help="python, cli, sft, axolotl or llamafactory.")
+def export(folder: str, target: str) -> None:
+    """Print the plan in DIR as what people paste elsewhere, with what it can't carry as comments.
+
+    python: TrainingArguments(...). cli: flags of a script. sft: TRL's SFTConfig(...). axolotl, llamafactory: a YAML.
+    """
+    from autofit.output.document import read_document
+    from autofit.output.export import comments
+    from autofit.output.export import export as run
+
+    found = run(read_document(folder), target, folder=folder)
+    click.echo("\n".join(part for part in (comments(found, target), found.text) if part), nl=False)
+
+
 @main.command(hidden=True)
 def schema() -> None:
     """Print the JSON schema of autofit.json."""

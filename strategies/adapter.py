@@ -113,7 +113,9 @@ class Adapter(Technique):
         )
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
-        return Emission(script=() if value == "none" else ("train an adapter: model = setup.model(...)",))
+        if value == "none":
+            return Emission()
+        return Emission(script=("train an adapter: model = setup.model(...)",), elsewhere=_elsewhere(_wanted(value)))
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if value == "none":
@@ -198,6 +200,35 @@ class Wanted:
             return self.method
         scaling = self.alpha / (math.sqrt(self.rank) if self.method == "rslora" else self.rank)
         return f"{'dora' if self.method == 'dora' else 'lora'} r={self.rank} scaling={scaling:.4g}"
+
+
+def _elsewhere(wanted: Wanted) -> dict[str, dict[str, Any]]:
+    """The adapter in the words of other projects; (IA)3 has none there."""
+    if not wanted.rank:
+        return {}
+    flags = {"rslora": "use_rslora", "dora": "use_dora"}
+    peft = {
+        "r": wanted.rank,
+        "lora_alpha": wanted.alpha,
+        "lora_dropout": wanted.dropout,
+        "target_modules": list(wanted.targets) or "all-linear",
+        **({flags[wanted.method]: True} if wanted.method in flags else {}),
+    }
+    where = {"lora_target_modules": list(wanted.targets)} if wanted.targets else {"lora_target_linear": True}
+    common = {"lora_alpha": wanted.alpha, "lora_dropout": wanted.dropout}
+    axolotl = {"rslora": {"peft_use_rslora": True}, "dora": {"peft_use_dora": True}}.get(wanted.method, {})
+    factory = {flags[wanted.method]: True} if wanted.method in flags else {}
+    return {
+        "sft": {"peft_config": peft},
+        "axolotl": {"adapter": "lora", "lora_r": wanted.rank, **common, **where, **axolotl},
+        "llamafactory": {
+            "finetuning_type": "lora",
+            "lora_rank": wanted.rank,
+            **common,
+            "lora_target": ",".join(wanted.targets) or "all",
+            **factory,
+        },
+    }
 
 
 def _active(model: nn.Module) -> tuple[str | None, list[str]]:

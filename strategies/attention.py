@@ -68,6 +68,10 @@ _OPAQUE = ("CompiledFunction", "CheckpointFunction")
 _TITLE = "Which attention ran"
 
 
+_LLAMA_FACTORY = {"eager": "disabled", "sdpa": "sdpa", "flash_attention_2": "fa2", "flash_attention_3": "fa3"}
+"""What LLaMA-Factory calls the values."""
+
+
 class Attention(Technique):
     """Which implementation computes attention."""
 
@@ -138,7 +142,13 @@ class Attention(Technique):
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         if value == self.baseline:
             return Emission()
-        return Emission(script=(f"load the model with {value}: model = setup.model(...)",))
+        elsewhere: dict[str, dict[str, Any]] = {
+            "sft": {"model_init_kwargs": {"attn_implementation": str(value)}},
+            "axolotl": {"attn_implementation": str(value)},
+        }
+        if value in _LLAMA_FACTORY:
+            elsewhere["llamafactory"] = {"flash_attn": _LLAMA_FACTORY[str(value)]}
+        return Emission(script=(f"load the model with {value}: model = setup.model(...)",), elsewhere=elsewhere)
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if part == "optimizer":

@@ -60,6 +60,12 @@ _COMPUTES = {
 _MANTISSA = {"fp32": 23, "tf32": 10, "bf16": 7, "fp16": 10, "bf16_weights": 7, "fp8": 2}
 """Bits, without the leading one; of float8 the gradients' (e5m2)."""
 _FLOAT8 = (8, 9)
+_PURE: dict[str, dict[str, Any]] = {
+    "sft": {"model_init_kwargs": {"dtype": "bfloat16"}},
+    "axolotl": {"bfloat16": True},
+    "llamafactory": {"pure_bf16": True},
+}
+"""How other projects are told of bfloat16 weights."""
 
 
 class Precision(Technique):
@@ -135,6 +141,7 @@ class Precision(Technique):
             accelerate={"mixed_precision": mixed},
             training_args={"bf16": mixed == "bf16", "fp16": mixed == "fp16", "tf32": value == "tf32"},
             script=lines.get(str(value), ()),
+            elsewhere=_PURE if value == "bf16_weights" else {},
         )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:

@@ -8,19 +8,19 @@ from typing import Any
 
 
 def flags(arguments: Mapping[str, Any], *, short: bool = False) -> list[str]:
-    """``--name value`` words, unquoted; arguments without a value are left out, since ``None`` can't be written.
+    """``--name=value`` words, unquoted; arguments without a value are left out, since ``None`` can't be written.
 
     Args:
         arguments: Fields of ``TrainingArguments``.
         short: Leave out what is false or empty, too: that is what a plain script has anyway.
 
     >>> flags({"bf16": True, "tf32": False, "optim": "adamw_torch", "optim_args": None})
-    ['--bf16', 'true', '--tf32', 'false', '--optim', 'adamw_torch']
+    ['--bf16=true', '--tf32=false', '--optim=adamw_torch']
     """
     words = []
     for name, value in arguments.items():
         if value is None or (short and not value):
             continue
         text = json.dumps(value) if isinstance(value, bool | dict | list) else str(value)
-        words += [f"--{name}", text]
+        words.append(f"--{name}={text}")
     return words

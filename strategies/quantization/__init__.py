@@ -52,6 +52,17 @@ if TYPE_CHECKING:
 
 _SIXTEEN = {"bf16": "bfloat16", "fp16": "float16"}
 _AUTOCAST = {"bf16", "fp16", "fp8"}
+_ELSEWHERE: dict[str, dict[str, dict[str, Any]]] = {
+    "nf4": {
+        "axolotl": {"adapter": "qlora", "load_in_4bit": True},
+        "llamafactory": {"quantization_method": "bnb", "quantization_bit": 4, "double_quantization": True},
+    },
+    "int8": {
+        "axolotl": {"load_in_8bit": True},
+        "llamafactory": {"quantization_method": "bnb", "quantization_bit": 8},
+    },
+}
+"""Settings of other projects, by value and project."""
 _TORCHAO = {"int8_torchao", "int4_torchao"}
 
 
@@ -115,7 +126,10 @@ class Quantization(Technique):
         )
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
-        return Emission(script=() if value == "none" else (f"load the weights in {value}: model = setup.model(...)",))
+        if value == "none":
+            return Emission()
+        said = f"load the weights in {value}: model = setup.model(...)"
+        return Emission(script=(said,), elsewhere=_ELSEWHERE.get(str(value), {}))
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if part == "optimizer":

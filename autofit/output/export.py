@@ -1,0 +1,226 @@
+"""A plan as other projects' own settings, for people to paste; what a project can't carry is said, never dropped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autofit.contract.emission import Emission
+from autofit.output.flags import flags
+from autofit.output.wording import shell_lines
+from autofit.registry import recipe_of, techniques
+from autofit.system.errors import InputError, near
+
+if TYPE_CHECKING:
+    from autofit.output.document import Document
+
+_BY_YAML_ONLY = {"distributed_type", "fsdp_config", "deepspeed_config", "parallelism_config", "fp8_config"}
+_REGIONS = "dynamo_use_regional_compilation"
+_AXOLOTL = {
+    "per_device_train_batch_size": "micro_batch_size",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "optim": "optimizer",
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
+"""Axolotl's names of fields of ``TrainingArguments``; the rest it calls the same."""
+_LIGER = ("use_liger_kernel", "liger_kernel_config")
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A plan in the words of another project.
+
+    Attributes:
+        text: What to paste.
+        settings: The same as values, by their names there.
+        lacking: What it can't carry, a sentence each.
+    """
+
+    text: str
+    settings: Mapping[str, Any]
+    lacking: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Carried:
+    """What the techniques write, and what of it a target can't say.
+
+    Attributes:
+        arguments: Fields of ``TrainingArguments``.
+        extra: The target's own settings in the place of what no argument can carry.
+    """
+
+    document: Document
+    folder: str
+    arguments: dict[str, Any]
+    extra: dict[str, Any] = field(default_factory=dict)
+    lacking: list[str] = field(default_factory=list)
+
+
+def export(document: Document, target: str, *, folder: str | Path) -> Exported:
+    """The plan of an answer as another project's settings.
+
+    Args:
+        document: The answer.
+        target: One of :data:`TARGETS`.
+        folder: Where the answer is, as the user calls it; it goes into the words.
+
+    Raises:
+        InputError: There is no such target.
+    """
+    if target not in TARGETS:
+        raise InputError(f"--to {target!r} is not known", hint=near(target, list(TARGETS)))
+    return TARGETS[target](_carried(document, target, str(folder)))
+
+
+def _carried(document: Document, target: str, folder: str) -> _Carried:
+    """What each technique of the plan writes for a target."""
+    plan, facts = document.plan, document.facts
+    found = _Carried(document=document, folder=folder, arguments=dict(recipe_of(plan, facts).emission.training_args))
+    emissions = {one.name: one.emit(plan[one.name], plan, facts) for one in techniques()}
+    by_load = target == "sft" and any(one.script and target not in one.elsewhere for one in emissions.values())
+    for name, emission in emissions.items():
+        told = None if by_load else emission.elsewhere.get(target)  # a model by autofit.load has all of it
+        if told is not None:
+            for key, value in told.items():
+                both = isinstance(value, Mapping) and isinstance(found.extra.get(key), Mapping)
+                found.extra[key] = {**found.extra[key], **value} if both else value
+            continue
+        said = list(emission.script)
+        if _needs_yaml(emission) and target != "cli":
+            said.append(f"launch by `accelerate launch --config_file {folder}/accelerate.yaml`")
+        if emission.script and target in {"axolotl", "llamafactory"}:
+            said[: len(emission.script)] = ["there is no setting for it"]
+        found.lacking += [f"{name}={plan[name]}: {words}" for words in said]
+    if found.lacking and any("setup.model" in words for words in found.lacking):
+        found.lacking.insert(0, f"where a line says setup: setup = autofit.load({folder!r})")
+    return found
+
+
+def _needs_yaml(emission: Emission) -> bool:
+    """Whether only an Accelerate YAML carries the choice."""
+    keys = {name for name, value in emission.accelerate.items() if value != "NO"}
+    regions = emission.accelerate.get("dynamo_config", {}).get(_REGIONS, False)
+    return regions or bool(_BY_YAML_ONLY & keys)
+
+
+def _python(carried: _Carried) -> Exported:
+    """``TrainingArguments(...)``."""
+    settings = {"output_dir": "run", **carried.arguments}
+    return Exported(
+        text=f"from transformers import TrainingArguments\n\nargs = {_call('TrainingArguments', settings)}\n",
+        settings=settings,
+        lacking=tuple(carried.lacking),
+    )
+
+
+def _cli(carried: _Carried) -> Exported:
+    """Words for a script that reads its arguments by ``HfArgumentParser``."""
+    words = ["accelerate", "launch", "--config_file", f"{carried.folder}/accelerate.yaml", "your_script.py"]
+    lines = shell_lines([*words, *flags(carried.arguments)])
+    return Exported(text="\n".join(lines) + "\n", settings=carried.arguments, lacking=tuple(carried.lacking))
+
+
+def _sft(carried: _Carried) -> Exported:
+    """``SFTConfig(...)``, and the adapter that ``SFTTrainer`` is given."""
+    extra = dict(carried.extra)
+    adapter = extra.pop("peft_config", None)
+    settings = {"output_dir": "run", "max_length": carried.document.workload.seq_len, **carried.arguments, **extra}
+    lines = ["from trl import SFTConfig", "", f"args = {_call('SFTConfig', settings)}"]
+    if adapter is not None:
+        lines.insert(0, "from peft import LoraConfig")
+        lines += ["", f"peft_config = {_call('LoraConfig', adapter)}  # SFTTrainer(..., peft_config=peft_config)"]
+    return Exported(text="\n".join(lines) + "\n", settings=settings, lacking=tuple(carried.lacking))
+
+
+def _axolotl(carried: _Carried) -> Exported:
+    """Axolotl's YAML."""
+    arguments, lacking = dict(carried.arguments), list(carried.lacking)
+    if arguments.pop("use_cpu", False):
+        lacking.append("the answer is for a CPU, and Axolotl trains on GPUs")
+    if any(arguments.pop(name, None) for name in _LIGER):
+        lacking.append("Liger kernels: add its plugin, axolotl.integrations.liger.LigerPlugin")
+    kwargs = arguments.get("activation_checkpointing_kwargs") or arguments.get("gradient_checkpointing_kwargs") or {}
+    if "every_n_layers" in kwargs:
+        lacking.append("checkpointing of every n-th layer: Axolotl checkpoints all or none")
+    if not arguments.get("torch_compile"):
+        for name in ("torch_compile_backend", "torch_compile_mode"):
+            arguments.pop(name, None)
+    tuned = {_AXOLOTL.get(name, name): value for name, value in arguments.items() if value is not None}
+    settings = {
+        "base_model": carried.document.model.name,
+        "sequence_len": carried.document.workload.seq_len,
+        "sample_packing": False,
+        **tuned,
+        **carried.extra,
+        "datasets": [{"path": "YOUR_DATA", "type": "completion"}],
+        "output_dir": "run",
+        "num_epochs": 1,
+        "learning_rate": 2e-5,
+    }
+    lacking.append("datasets, num_epochs and learning_rate are yours to set")
+    return Exported(text=_yaml(settings), settings=settings, lacking=tuple(lacking))
+
+
+def _llamafactory(carried: _Carried) -> Exported:
+    """LLaMA-Factory's YAML, whose training arguments are those of transformers."""
+    arguments, lacking = dict(carried.arguments), list(carried.lacking)
+    liger = [arguments.pop(name, None) for name in _LIGER]
+    checkpointed = any(arguments.pop(name, False) for name in _CHECKPOINTING)
+    kwargs = [arguments.pop(f"{name}_kwargs", None) or {} for name in _CHECKPOINTING]
+    if any("every_n_layers" in one for one in kwargs):
+        lacking.append("checkpointing of every n-th layer: LLaMA-Factory checkpoints all or none")
+    if liger[1]:
+        lacking.append("the choice of Liger's kernels: LLaMA-Factory takes all of them")
+    settings = {
+        "model_name_or_path": carried.document.model.name,
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "full",
+        "template": "default",
+        "cutoff_len": carried.document.workload.seq_len,
+        **{name: value for name, value in arguments.items() if value is not None},
+        "disable_gradient_checkpointing": not checkpointed,
+        "use_reentrant_gc": False,
+        "enable_liger_kernel": bool(liger[0]),
+        **carried.extra,
+        "dataset": "YOUR_DATA",
+        "output_dir": "run",
+        "num_train_epochs": 1,
+        "learning_rate": 2e-5,
+    }
+    lacking.append("dataset, template, num_train_epochs and learning_rate are yours to set")
+    return Exported(text=_yaml(settings), settings=settings, lacking=tuple(lacking))
+
+
+TARGETS: Mapping[str, Callable[[_Carried], Exported]] = {
+    "python": _python,
+    "cli": _cli,
+    "sft": _sft,
+    "axolotl": _axolotl,
+    "llamafactory": _llamafactory,
+}
+"""What a plan can be exported to."""
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> str:
+    """A call of Python, an argument a line."""
+    return "\n".join([f"{name}(", *(f"    {key}={value!r}," for key, value in arguments.items()), ")"])
+
+
+def _yaml(settings: Mapping[str, Any]) -> str:
+    from yaml import safe_dump
+
+    return str(safe_dump(json.loads(json.dumps(dict(settings))), sort_keys=False))
+
+
+def comments(exported: Exported, target: str) -> str:
+    """What the target can't carry, as comments to stand above the text; empty where it carries all."""
+    if not exported.lacking:
+        return ""
+    return "\n".join((f"# {target} does not carry:", *(f"#   {' '.join(words.split())}" for words in exported.lacking)))

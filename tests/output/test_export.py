@@ -1,0 +1,74 @@
+"""What is exported is taken by the library that reads it, and what is not carried is said."""
+
+import ast
+import shlex
+
+import pytest
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from autofit.output.export import TARGETS, comments, export
+from autofit.registry import recipe_of
+from autofit.system.errors import InputError
+from tests.output.test_report import document, measured, plan
+
+PLANS = {
+    "full": plan(4, precision="bf16", checkpointing="full"),
+    "every_2": plan(2, precision="tf32", checkpointing="every_2"),
+    "8bit": plan(8, precision="bf16", optimizer="adamw_8bit", kernels="chunked_ce"),
+    "lora": plan(8, precision="bf16_weights", adapter="lora:r=8:alpha=8:targets=q_proj+v_proj"),
+    "qlora": plan(8, precision="bf16", adapter="lora:r=16", quantization="nf4", checkpointing="full"),
+    "offload": plan(1, precision="bf16", offload="fsdp2", attention="sdpa"),
+}
+
+
+def answer(name):
+    return document(trials=[(PLANS[name], measured(51.9, 15.8))], winner=PLANS[name])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_python_and_flags_come_back_as_the_emitted_arguments(name):
+    doc = answer(name)
+    wanted = dict(recipe_of(doc.plan, doc.facts).emission.training_args)
+    call = ast.parse(export(doc, "python", folder="out").text).body[-1].value
+    assert {word.arg: ast.literal_eval(word.value) for word in call.keywords} == {"output_dir": "run", **wanted}
+    words = shlex.split(export(doc, "cli", folder="out").text.replace("\\\n", ""))
+    assert words[:5] == ["accelerate", "launch", "--config_file", "out/accelerate.yaml", "your_script.py"]
+    held = [word for word in words[5:] if not word.startswith(("--bf16", "--tf32", "--use_cpu"))]
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir=run", "--use_cpu=true", *held]
+    )
+    assert args.per_device_train_batch_size == doc.plan["micro_batch"]
+    assert args.gradient_accumulation_steps == doc.plan["accumulation"]
+    assert getattr(args.optim, "value", args.optim) == wanted["optim"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", PLANS)
+def test_every_value_is_carried_or_said_not_to_be(name, target):
+    doc = answer(name)
+    found = export(doc, target, folder="out")
+    for technique, wanted in (("kernels", "chunked_ce"), ("offload", "fsdp2")):
+        if doc.plan[technique] == wanted and (technique, target) != ("offload", "cli"):
+            assert f"{technique}={wanted}" in comments(found, target)
+    assert "setup.model" not in comments(found, target) or target in {"python", "cli", "sft"}
+    if target in {"axolotl", "llamafactory"}:
+        assert yaml.safe_load(found.text) == found.settings
+
+
+def test_an_adapter_is_given_in_each_projects_own_words():
+    sft = export(answer("lora"), "sft", folder="out")
+    assert "'target_modules': " not in sft.text
+    assert "target_modules=['q_proj', 'v_proj']" in sft.text
+    assert sft.settings["model_init_kwargs"] == {"dtype": "bfloat16"}
+    axolotl = export(answer("qlora"), "axolotl", folder="out").settings
+    assert (axolotl["adapter"], axolotl["load_in_4bit"], axolotl["lora_target_linear"]) == ("qlora", True, True)
+    factory = export(answer("qlora"), "llamafactory", folder="out").settings
+    assert (factory["finetuning_type"], factory["quantization_bit"], factory["lora_target"]) == ("lora", 4, "all")
+    assert factory["disable_gradient_checkpointing"] is False
+
+
+def test_an_unknown_target_is_refused():
+    with pytest.raises(InputError, match="'axolotls' is not known") as error:
+        export(answer("full"), "axolotls", folder="out")
+    assert "axolotl" in error.value.hint
