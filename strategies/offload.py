@@ -105,6 +105,8 @@ class Offload(Technique):
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         optimizer, precision = others["optimizer"], others["precision"]
+        if value in _ENGINES and not str(others["parallel"]).startswith(("none", "ddp")):
+            return f"{value} shards by itself, and so does {others['parallel']}"
         if value == "activations" and others["checkpointing"] != "off":
             return "what checkpointing leaves is little; checkpointing=full_offload moves that"
         if value == "optimizer" and optimizer not in _PLAIN_STATE:

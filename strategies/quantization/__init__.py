@@ -113,8 +113,12 @@ class Quantization(Technique):
             return
         compute = _SIXTEEN.get(recipe.mixed_precision, recipe.weights_dtype)
         on_cpu = recipe.facts.hardware.device == "cpu"
-        recipe.load_arguments.append(functools.partial(load_arguments, str(value), compute, on_cpu=on_cpu))
-        make = random_torchao_model if value in _TORCHAO else functools.partial(random_model, str(value), compute)
+        # Accelerate shards 4-bit weights where their storage is a float (fsdp_utils.py: Params4bit)
+        storage = compute if str(recipe.plan["parallel"]).startswith(("fsdp", "hsdp")) else "uint8"
+        given = functools.partial(load_arguments, str(value), compute, on_cpu=on_cpu, storage=storage)
+        recipe.load_arguments.append(given)
+        quantized = functools.partial(random_model, str(value), compute, storage=storage)
+        make = random_torchao_model if value in _TORCHAO else quantized
         recipe.random_model = lambda plain: make(plain, on_cpu=on_cpu, cache=recipe.tensor_cache)
 
     def held(self, facts: Facts) -> Held | None:

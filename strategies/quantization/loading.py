@@ -21,8 +21,14 @@ if TYPE_CHECKING:
 _BLOCK, _OUTER_BLOCK = 64, 256  # bitsandbytes.nn.Params4bit; bitsandbytes.functional.quantize_4bit
 
 
-def quantization_config(value: str, compute: str) -> Any:
-    """Transformers' config of a value; ``compute`` names the dtype that products compute in."""
+def quantization_config(value: str, compute: str, storage: str = "uint8") -> Any:
+    """Transformers' config of a value.
+
+    Args:
+        value: How weights are quantized.
+        compute: Names the dtype that products compute in.
+        storage: Names the dtype that packed 4-bit weights are kept in; FSDP2 shards floats only.
+    """
     import transformers
 
     if value == "int8_torchao":
@@ -37,17 +43,24 @@ def quantization_config(value: str, compute: str) -> Any:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
+        bnb_4bit_quant_storage=storage,
     )
 
 
-def load_arguments(value: str, compute: str, *, on_cpu: bool) -> dict[str, Any]:
+def load_arguments(value: str, compute: str, *, on_cpu: bool, storage: str = "uint8") -> dict[str, Any]:
     """What ``from_pretrained`` is given: it quantizes weights as it loads them, on the device that will train."""
     place = {"": "cpu" if on_cpu else int(os.environ.get("LOCAL_RANK", "0"))}
-    return {"quantization_config": quantization_config(value, compute), "device_map": place}
+    return {"quantization_config": quantization_config(value, compute, storage), "device_map": place}
 
 
 def random_model(
-    value: str, compute: str, make: Callable[[], PreTrainedModel], *, on_cpu: bool, cache: TensorCache
+    value: str,
+    compute: str,
+    make: Callable[[], PreTrainedModel],
+    *,
+    on_cpu: bool,
+    cache: TensorCache,
+    storage: str = "uint8",
 ) -> PreTrainedModel:
     """A model with random weights as ``from_pretrained`` would have loaded it.
 
@@ -60,13 +73,14 @@ def random_model(
         make: Makes the plain model.
         on_cpu: Whether the model will train there.
         cache: Holds the matrices from trial to trial.
+        storage: Names the dtype that packed 4-bit weights are kept in.
     """
     import torch
     from bitsandbytes.nn import modules
     from transformers.quantizers.auto import AutoHfQuantizer
 
     layers: Any = modules
-    quantizer = AutoHfQuantizer.from_config(quantization_config(value, compute), pre_quantized=False)
+    quantizer = AutoHfQuantizer.from_config(quantization_config(value, compute, storage), pre_quantized=False)
     device = _device(on_cpu=on_cpu)
     with torch.device(device):
         with linear_layers_without_weights():
@@ -226,7 +240,8 @@ def _fill_4bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtyp
             state2=state_of(absmax=torch.empty(-(-blocks // _OUTER_BLOCK)), code=torch.empty(256),
                               blocksize=_OUTER_BLOCK, dtype=torch.float32),
         )  # fmt: skip
-        packed = torch.empty(-(-shape[0] * shape[1] // 2), 1, dtype=torch.uint8)
+        storage = asked["quant_storage"]
+        packed = torch.empty(-(-shape[0] * shape[1] // (2 * storage.itemsize)), 1, dtype=storage)
         weight = params(packed, requires_grad=False, quant_state=state, bnb_quantized=True, **asked)
     else:
 
@@ -235,7 +250,8 @@ def _fill_4bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtyp
             whole = params(value, requires_grad=False, **asked).to(value.device)
             return {"weight": whole.data, **whole.quant_state.as_dict(packed=True)}
 
-        held = cache.tensors(_name("nf4", shape, dtype), made)
+        kind = "nf4" if asked["quant_storage"] == torch.uint8 else "nf4-stored-wide"
+        held = cache.tensors(_name(kind, shape, dtype), made)
         data = held.pop("weight")
         weight = known[shape] = params.from_prequantized(data, held, device=data.device)
     weight.module = module
