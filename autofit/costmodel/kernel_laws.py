@@ -18,6 +18,8 @@ Coefficients = Mapping[str, float]
 
 _ROW = 1024.0
 """Elements of a row from which PyTorch's softmax takes a block instead of a warp (aten, PersistentSoftmax.cuh)."""
+_WIDE_ROW = 16384.0
+"""Elements of a row that no longer fit into a block's shared memory, in float32."""
 _QUERIES = 128.0
 """Rows of the query in a tile of FlashAttention-2."""
 _IDLE_WATTS = 20.0
@@ -172,9 +174,9 @@ def streaming_seconds(
 ) -> Numbers:
     """Of ``m`` rows of ``n`` elements each: their bytes, some more than once, or the clocks that an SM needs for them.
 
-    A row that a warp can't hold (some thousand elements) is read again.
+    A row that a warp can't hold (some thousand elements) is read again, and once more where a block can't either.
     """
-    passes = np.exp(fit["passes"]) + np.exp(fit["again"]) * n / (n + _ROW)
+    passes = np.exp(fit["passes"]) + np.exp(fit["again"]) * n / (n + _ROW) + np.exp(fit["wide"]) * n / (n + _WIDE_ROW)
     clocks = m * np.exp(fit["row"]) + m * n * np.exp(fit["element"])
     return larger(memory_seconds(figures, memory, moved_bytes) * passes, clocks / (figures.sms * figures.hz))
 

@@ -227,7 +227,8 @@ def device_seconds(
         elif name != "nothing":
             passes = np.exp(fit["passes"].get(name, 0.0))
             found[places] = passes * kernel_laws.memory_seconds(card, memory, own.moved_bytes)
-    return found
+    launched = ~np.isin(operators.kind, _UNLAUNCHED)
+    return found + launched * np.exp(fit["memory"]["start"])
 
 
 def bound_seconds(operators: Operators, card: Card) -> Numbers:
@@ -276,6 +277,7 @@ def figures_of(operators: Operators, card: Card) -> Figures:
     )
 
 
+_UNLAUNCHED = (TIMED_KINDS.index("nothing"), TIMED_KINDS.index("transfer"))
 _HALVES = (ARITHMETICS.index("bf16"), ARITHMETICS.index("fp16"))
 BUS_BYTES_PER_SECOND = 3.15e10
 """PCIe 4.0 x16, raw."""

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 from autofit.costmodel import operator_time, roofline  # noqa: E402 - the checkout is found first
+from autofit.costmodel.kernel_laws import Figures  # noqa: E402
+from autofit.machine.gpu_catalogue import Card  # noqa: E402
 from autofit.system.errors import InputError  # noqa: E402
 from tests.bench import fit_time_model, time_pictures  # noqa: E402
-from tests.bench.time_rows import Rows, read_kernels  # noqa: E402
+from tests.bench.time_liger import read_liger  # noqa: E402
+from tests.bench.time_rows import Rows, card_or_none, read_kernels  # noqa: E402
 
 
 def predictions(rows: Rows, count: int | None) -> tuple[Any, Any]:
@@ -61,8 +65,12 @@ def _predicted(rows: Rows, found: dict[str, Any]) -> tuple[Any, Any]:
 
 def plain_roofline(rows: Rows) -> Any:
     """Seconds by fixed shares of the datasheet's rates."""
-    arithmetic = rows.operators.flops / (rows.figures.peak * roofline.MATMUL_SHARE)
-    return np.maximum(arithmetic, rows.operators.moved_bytes / (rows.figures.bandwidth * roofline.BANDWIDTH_SHARE))
+    return _roofline(rows.operators, rows.figures)
+
+
+def _roofline(operators: operator_time.Operators, figures: Figures) -> Any:
+    arithmetic = operators.flops / (figures.peak * roofline.MATMUL_SHARE)
+    return np.maximum(arithmetic, operators.moved_bytes / (figures.bandwidth * roofline.BANDWIDTH_SHARE))
 
 
 def summary(predicted: Any, measured: Any, spread: Any = None) -> dict[str, float]:
@@ -80,43 +88,98 @@ def summary(predicted: Any, measured: Any, spread: Any = None) -> dict[str, floa
     return said
 
 
-def kernels(rows: Rows, *, folds: int | None, versus: bool) -> tuple[dict[str, Any], Any, Any]:
-    """What is said of kernels; predicted seconds and their spread beside it."""
-    predicted, spread = predictions(rows, folds)
-    said: dict[str, Any] = summary(predicted, rows.seconds, spread)
-    for name, keys in (("by_operator", rows.op), ("by_card", rows.card), ("by_source", rows.source)):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Compared:
+    """Predictions beside measurements; arrays of shape ``(rows,)``, seconds."""
+
+    source: Any
+    line: Any
+    card: Any
+    op: Any
+    group: Any
+    predicted: Any
+    measured: Any
+    spread: Any
+    roofline: Any
+
+    def and_also(self, other: Compared) -> Compared:
+        """Both."""
+        return Compared(
+            **{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in Compared.__slots__}
+        )
+
+
+def compared(rows: Rows, count: int | None) -> Compared:
+    """Single kernels."""
+    predicted, spread = predictions(rows, count)
+    return Compared(
+        source=rows.source, line=rows.line, card=rows.card, op=rows.op, group=rows.group, predicted=predicted,
+        measured=rows.seconds, spread=spread, roofline=plain_roofline(rows),
+    )  # fmt: skip
+
+
+def compared_sums(folder: Path) -> tuple[Compared | None, Counter[str]]:
+    """Rows of several kernels each, with what ships: none of these rows was fitted to."""
+    lines, unexpressed = read_liger(folder)
+    found = []
+    cards: dict[str, Card | None] = {}
+    for number, line, work in lines:
+        device = line["gpu_name"]
+        card = cards.setdefault(device, card_or_none(device))
+        if card is None:
+            unexpressed[f"{device}: not in the catalogue, or a figure of it is missing"] += 1
+            continue
+        operators = operator_time.Operators.of(work)
+        one = operator_time.seconds(operators, card)
+        figures = operator_time.figures_of(operators, card)
+        total = one.seconds.sum()
+        spread = float((one.seconds * one.log_std).sum() / total)  # the errors of like kernels are alike
+        side = "torch" if line["kernel_provider"] in {"torch", "huggingface"} else "liger"
+        op = f"{line['kernel_name']} {side} {line['kernel_operation_mode']}"
+        plain = _roofline(operators, figures).sum()
+        found.append(("liger", number, card.name, op, "liger", total, float(line["y_value_50"]) / 1e3, spread, plain))
+    if not found:
+        return None, unexpressed
+    columns = (np.array(column) for column in zip(*found, strict=True))
+    return Compared(**dict(zip(Compared.__slots__, columns, strict=True))), unexpressed
+
+
+def kernels(these: Compared, *, versus: bool) -> dict[str, Any]:
+    """What is said of kernels."""
+    said: dict[str, Any] = summary(these.predicted, these.measured, these.spread)
+    for name, keys in (("by_operator", these.op), ("by_card", these.card), ("by_source", these.source)):
         said[name] = {
-            key: summary(predicted[keys == key], rows.seconds[keys == key], spread[keys == key])
+            key: summary(these.predicted[keys == key], these.measured[keys == key], these.spread[keys == key])
             for key in sorted(set(keys.tolist()))
         }
     if versus:
-        said["plain_roofline"] = summary(plain_roofline(rows), rows.seconds)
-    return said, predicted, spread
+        said["plain_roofline"] = summary(these.roofline, these.measured)
+    return said
 
 
-def table(rows: Rows, predicted: Any, say: Any) -> None:
+def table(these: Compared, say: Any) -> None:
     """One line for each source, card and operator."""
-    say(f"{'source':<12} {'card':<22} {'operator':<26} {'rows':>7} {'predicted':>10} {'measured':>10} "
+    say(f"{'source':<10} {'card':<20} {'operator':<40} {'rows':>6} {'predicted':>10} {'measured':>10} "
         f"{'error':>7} {'median':>7} {'p90':>7}")  # fmt: skip
-    keys = sorted(set(zip(rows.source.tolist(), rows.card.tolist(), rows.op.tolist(), strict=True)))
+    keys = sorted(set(zip(these.source.tolist(), these.card.tolist(), these.op.tolist(), strict=True)))
     for source, card, op in keys:
-        at = (rows.source == source) & (rows.card == card) & (rows.op == op)
-        own = summary(predicted[at], rows.seconds[at])
-        say(f"{source:<12} {card:<22} {op:<26} {own['rows']:>7} {1e3 * np.median(predicted[at]):>8.3g}ms "
-            f"{1e3 * np.median(rows.seconds[at]):>8.3g}ms {own['median_error']:>+7.1%} "
+        at = (these.source == source) & (these.card == card) & (these.op == op)
+        own = summary(these.predicted[at], these.measured[at])
+        say(f"{source:<10} {card:<20} {op:<40} {own['rows']:>6} {1e3 * np.median(these.predicted[at]):>8.3g}ms "
+            f"{1e3 * np.median(these.measured[at]):>8.3g}ms {own['median_error']:>+7.1%} "
             f"{own['median_absolute_error']:>7.1%} {own['p90_absolute_error']:>7.1%}")  # fmt: skip
 
 
-def write_each(path: Path, rows: Rows, predicted: Any, spread: Any) -> None:
+def write_each(path: Path, these: Compared) -> None:
     """Every row, as CSV: what was predicted, what was measured."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["source", "line", "card", "operator", "predicted_s", "measured_s", "error", "log_std"])
-        for at in range(len(rows)):
-            error = predicted[at] / rows.seconds[at] - 1
+        for at in range(len(these.line)):
+            predicted, measured = these.predicted[at], these.measured[at]
             writer.writerow([
-                rows.source[at], int(rows.line[at]), rows.card[at], rows.op[at], f"{predicted[at]:.6g}",
-                f"{rows.seconds[at]:.6g}", f"{error:.4f}", spread[at],
+                these.source[at], int(these.line[at]), these.card[at], these.op[at], f"{predicted:.6g}",
+                f"{measured:.6g}", f"{predicted / measured - 1:.4f}", f"{these.spread[at]:.4f}",
             ])  # fmt: skip
 
 
@@ -139,14 +202,17 @@ def main() -> int:
         except InputError as error:
             say(f"kernels: {error}")
         else:
-            said["kernels"], predicted, spread = kernels(rows, folds=args.folds, versus=args.vs)
+            these = compared(rows, args.folds)
+            sums, others = compared_sums(args.rows)
+            these = these if sums is None else these.and_also(sums)
+            said["kernels"] = kernels(these, versus=args.vs)
             said["interval_coverage"] = said["kernels"]["interval_coverage"]
-            said["unexpressed"] = dict(unexpressed)
-            table(rows, predicted, say)
+            said["unexpressed"] = dict(unexpressed + others)
+            table(these, say)
             if args.each:
-                write_each(args.each, rows, predicted, spread)
+                write_each(args.each, these)
             if args.pictures:
-                time_pictures.draw(args.pictures, rows, predicted)
+                time_pictures.draw(args.pictures, these)
     if args.only != "kernels" and importlib.util.find_spec("tests.bench.time_bench_steps"):
         _steps(args, said, say)
     for reason, count in Counter(said["unexpressed"]).most_common():

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench.time_rows import Rows
-
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999933", "#888888")  # Paul Tol's bright
 _SIZE, _LEFT, _RIGHT, _TOP, _BOTTOM = 300, 56, 150, 26, 44
 _MOST = 150
@@ -19,12 +17,17 @@ _STYLE = (
 )
 
 
-def draw(folder: Path, rows: Rows, predicted: Any) -> None:
-    """One file ``time-GROUP.svg`` for each group of operators, of at most some hundred points a card."""
+def draw(folder: Path, these: Any) -> None:
+    """One file ``time-GROUP.svg`` for each group of operators, of at most some hundred points a card.
+
+    Args:
+        folder: Where they are written.
+        these: Arrays ``group``, ``card``, ``measured`` and ``predicted``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for group in sorted(set(rows.group.tolist())):
-        at = np.flatnonzero(rows.group == group)
-        text = _picture(group, rows.card[at], rows.seconds[at], predicted[at])
+    for group in sorted(set(these.group.tolist())):
+        at = np.flatnonzero(these.group == group)
+        text = _picture(group, these.card[at], these.measured[at], these.predicted[at])
         (folder / f"time-{group}.svg").write_text(text, "utf-8")
 
 

@@ -140,6 +140,12 @@ def _card(device: str) -> Card | str:
     return card
 
 
+def card_or_none(device: str) -> Card | None:
+    """The card of a device, with all figures that the laws need."""
+    card = _card(device)
+    return None if isinstance(card, str) else card
+
+
 def _rows(card: Card, its: list[tuple[int, dict[str, str], Operator]]) -> Rows:
     operators = Operators.of([one for _, _, one in its])
     op = np.array([line["op"] for _, line, _ in its])
