@@ -22,8 +22,10 @@ _WIDE_ROW = 16384.0
 """Elements of a row that no longer fit into a block's shared memory, in float32."""
 _QUERIES = 128.0
 """Rows of the query in a tile of FlashAttention-2."""
-_IDLE_WATTS = 20.0
-"""What a card draws whatever its SMs do. A constant: five cards do not tell it from the FLOP of a joule."""
+_IDLE_WATTS = 10.0
+_JOULES_PER_BYTE = 60e-12
+"""What a card draws beside its SMs: always, and for its memory at full bandwidth (7.5 pJ a bit). Constants, not fitted:
+five cards do not tell them from the FLOP of a joule. Of a T4 29 of 70 W, of an L4 28 of 72 W."""
 _SHARP = 4.0
 """Exponent of the smooth maximum of two times: 19 % above the larger where they are equal."""
 _TILES: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = {
@@ -151,7 +153,8 @@ def _tile_seconds(
     share = share / (1 + share**8) ** (1 / 8)
     work = waves * 2.0 * columns * rows * (k + np.exp(fit[f"{kind}_start"])) * figures.sms
     free = work / (figures.peak * share)
-    spare = np.maximum(figures.watts - _IDLE_WATTS, 0.1 * figures.watts)
+    beside = _IDLE_WATTS + _JOULES_PER_BYTE * figures.bandwidth
+    spare = np.maximum(figures.watts - beside, 0.25 * figures.watts)
     powered = work / (spare * figures.efficiency * np.exp(fit[f"{kind}_flop_per_joule"]) * 1e9 * share)
     arithmetic = larger(free, powered * free / (free + pause), sharp=12.0)
     once = size * batch * (m * k + k * n + m * n)

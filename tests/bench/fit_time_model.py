@@ -54,16 +54,16 @@ START: dict[str, dict[str, float]] = {
 }  # fmt: skip
 """Starting values, as they read; ``isolated`` is what a kernel between two events takes beside the kernel itself."""
 _STAGES: tuple[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], ...] = (
-    (("elementwise",), (("memory", ""), ("isolated", "elementwise"))),
-    (("norm",), (("norm", ""), ("isolated", "norm"))),
-    (("softmax",), (("softmax", ""), ("isolated", "softmax"))),
-    (("linear", "bmm"), (("product", ""), ("isolated", "linear"), ("isolated", "bmm"), ("isolated", "pause"))),
+    (("elementwise",), (("memory", ""),)),
+    (("norm",), (("norm", ""),)),
+    (("softmax",), (("softmax", ""),)),
+    (("linear", "bmm"), (("product", ""), ("isolated", "pause"))),
 )
 """Groups of rows, and the coefficients that are fitted to them; what an earlier stage found is kept."""
 
 FIXED = frozenset({("memory", "start"), ("norm", "wide"), ("softmax", "wide")})
-"""Of what these rows don't tell: a kernel's start is not told apart from the host's part (Liger's shortest kernels take
-2 to 6 µs), and no row is wider than 4,096 elements (Liger's rows of PyTorch's cross entropy, 32,000 to 131,072 wide)."""
+"""What these rows don't tell: a kernel's start is not told apart from the host's part (Liger's shortest kernels take 2
+to 6 µs), and no row is wider than 4,096 elements (Liger's rows of PyTorch's cross entropy, 32,000 to 131,072 wide)."""
 
 Fit = dict[str, dict[str, float]]
 
@@ -81,17 +81,28 @@ def fitted(rows: Rows, most: int = MOST) -> Fit:
             for name in fit[part]
             if (not only or name == only) and (part, name) not in FIXED
         ]
-        start = np.array([fit[part][name] for part, name in names])
+        # the host of each card is its own: it is fitted for each, so that it does not pass for the device
+        keys = np.char.add(np.char.add(mine.group, "|"), mine.card)
+        hosts, host_of = np.unique(keys, return_inverse=True)
+        begin = [fit["isolated"][key.partition("|")[0]] for key in hosts.tolist()]
+        start = np.array([*(fit[part][name] for part, name in names), *begin])
         measured = np.log(mine.seconds)
 
-        def residuals(values, names=names, mine=mine, measured=measured):
+        def residuals(values, names=names, mine=mine, measured=measured, host_of=host_of):
             trial = {part: dict(its) for part, its in fit.items()}
-            for (part, name), value in zip(names, values, strict=True):
+            for (part, name), value in zip(names, values, strict=False):
                 trial[part][name] = float(value)
-            return np.log(predicted(mine, trial)) - measured
+            return np.log(predicted(mine, trial, host=np.exp(values[len(names) :])[host_of])) - measured
 
-        for (part, name), value in zip(names, _minimized(residuals, start), strict=True):
+        values = _minimized(residuals, start)
+        for (part, name), value in zip(names, values, strict=False):
             fit[part][name] = round(float(value), _ROUND)
+        for group in groups:
+            its = sorted(
+                v for key, v in zip(hosts.tolist(), values[len(names) :], strict=True) if key.startswith(f"{group}|")
+            )
+            if its:  # the lower median: what a slow host adds is not the card's
+                fit["isolated"][group] = round(float(its[(len(its) - 1) // 2]), _ROUND)
     return {part: {name: round(value, _ROUND) for name, value in its.items()} for part, its in fit.items()}
 
 
@@ -134,11 +145,13 @@ def _spreads(rows: Rows, errors: Any) -> dict[str, float]:
     }
 
 
-def predicted(rows: Rows, fit: Fit):
-    """Seconds of each row between two events around it."""
+def predicted(rows: Rows, fit: Fit, host: Any = None):
+    """Seconds of each row between two events around it, with its host's part where that is known."""
     alone = {name: float(np.exp(value)) for name, value in fit["isolated"].items()}
     device = operator_time.device_seconds(rows.operators, rows.figures, fit, pause=alone["pause"])
-    return np.maximum(device, rows.bound) + np.array([alone[group] for group in rows.group.tolist()])
+    if host is None:
+        host = np.array([alone[group] for group in rows.group.tolist()])
+    return np.maximum(device, rows.bound) + host
 
 
 def _minimized(residuals: Callable, start, steps: int = 20):
