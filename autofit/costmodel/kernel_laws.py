@@ -23,9 +23,10 @@ _WIDE_ROW = 16384.0
 _QUERIES = 128.0
 """Rows of the query in a tile of FlashAttention-2."""
 _IDLE_WATTS = 10.0
-_JOULES_PER_BYTE = 60e-12
-"""What a card draws beside its SMs: always, and for its memory at full bandwidth (7.5 pJ a bit). Constants, not fitted:
-five cards do not tell them from the FLOP of a joule. Of a T4 29 of 70 W, of an L4 28 of 72 W."""
+_JOULES_PER_BYTE = {"gddr": 60e-12, "hbm": 30e-12}
+"""What a card draws beside its SMs: always, and for its memory at full bandwidth (HBM2 3.9 pJ a bit, O'Connor et al.,
+MICRO'17; GDDR twice that). Constants, not fitted: five cards do not tell them from the FLOP of a joule. Of a T4 29 of
+its 70 W, of an L4 28 of 72 W, of an A100 PCIe 57 of 250 W."""
 _SHARP = 4.0
 """Exponent of the smooth maximum of two times: 19 % above the larger where they are equal."""
 _TILES: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = {
@@ -153,7 +154,8 @@ def _tile_seconds(
     share = share / (1 + share**8) ** (1 / 8)
     work = waves * 2.0 * columns * rows * (k + np.exp(fit[f"{kind}_start"])) * figures.sms
     free = work / (figures.peak * share)
-    beside = _IDLE_WATTS + _JOULES_PER_BYTE * figures.bandwidth
+    joules = np.where(figures.stacked > 0, _JOULES_PER_BYTE["hbm"], _JOULES_PER_BYTE["gddr"])
+    beside = _IDLE_WATTS + joules * figures.bandwidth
     spare = np.maximum(figures.watts - beside, 0.25 * figures.watts)
     powered = work / (spare * figures.efficiency * np.exp(fit[f"{kind}_flop_per_joule"]) * 1e9 * share)
     arithmetic = larger(free, powered * free / (free + pause), sharp=12.0)
@@ -173,15 +175,18 @@ def _tile_seconds(
 
 
 def streaming_seconds(
-    figures: Figures, fit: Coefficients, memory: Coefficients, *, moved_bytes: Numbers, m: Numbers, n: Numbers
-) -> Numbers:
+    figures: Figures, fit: Coefficients, memory: Coefficients, *, moved_bytes: Numbers, m: Numbers, n: Numbers,
+    backward: Numbers,
+) -> Numbers:  # fmt: skip
     """Of ``m`` rows of ``n`` elements each: their bytes, some more than once, or the clocks that an SM needs for them.
 
-    A row that a warp can't hold (some thousand elements) is read again, and once more where a block can't either.
+    A row that a warp can't hold (some thousand elements) is read again; in the forward pass, which needs its maximum
+    and its sum first, once more where a block can't either.
     """
-    passes = np.exp(fit["passes"]) + np.exp(fit["again"]) * n / (n + _ROW) + np.exp(fit["wide"]) * n / (n + _WIDE_ROW)
+    again = np.exp(fit["again"]) * n / (n + _ROW) + (1 - backward) * np.exp(fit["wide"]) * n / (n + _WIDE_ROW)
     clocks = m * np.exp(fit["row"]) + m * n * np.exp(fit["element"])
-    return larger(memory_seconds(figures, memory, moved_bytes) * passes, clocks / (figures.sms * figures.hz))
+    bytes_seconds = memory_seconds(figures, memory, moved_bytes) * (np.exp(fit["passes"]) + again)
+    return larger(bytes_seconds, clocks / (figures.sms * figures.hz))
 
 
 def attention_seconds(
@@ -190,10 +195,10 @@ def attention_seconds(
 ) -> Numbers:  # fmt: skip
     """Of a fused kernel that keeps no scores: the FLOPs over the whole square, at the share that its tiles reach.
 
-    A block of :data:`_QUERIES` rows of one head is one tile; fewer tiles than SMs leave SMs idle.
+    A block of :data:`_QUERIES` rows of one head is one tile; few of them leave SMs idle.
     """
     share = np.exp(np.where(backward > 0, fit["backward"], fit["forward"])) * width / (width + np.exp(fit["width"]))
-    tiles = batch * np.ceil(m / _QUERIES)
-    busy = tiles / (tiles + figures.sms * np.exp(fit["idle"]))
+    waves = batch * m / _QUERIES / figures.sms
+    busy = waves / (waves + np.exp(fit["idle"]))
     arithmetic = flops / (figures.peak * np.minimum(share, 1.0) * busy)
     return larger(arithmetic, memory_seconds(figures, memory, moved_bytes))

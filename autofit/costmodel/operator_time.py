@@ -215,8 +215,9 @@ def device_seconds(
             found[places] = kernel_laws.product_seconds(card, fit["product"], memory, shapes, pause=pause)
         elif name in {"norm", "softmax"}:
             found[places] = kernel_laws.streaming_seconds(
-                card, fit[name], memory, moved_bytes=own.moved_bytes, m=own.m, n=own.n
-            )
+                card, fit[name], memory, moved_bytes=own.moved_bytes, m=own.m, n=own.n,
+                backward=own.backward.astype(np.float64),
+            )  # fmt: skip
         elif name == "attention":
             found[places] = kernel_laws.attention_seconds(
                 card, fit["attention"], memory, flops=own.flops, moved_bytes=own.moved_bytes, batch=own.batch, m=own.m,
@@ -283,8 +284,9 @@ BUS_BYTES_PER_SECOND = 3.15e10
 """PCIe 4.0 x16, raw."""
 _EFFICIENCY: dict[tuple[int, int], float] = {
     (6, 0): 1.0, (6, 1): 1.0, (7, 0): 1.0, (7, 5): 1.0, (8, 0): 2.6, (8, 6): 1.8, (8, 9): 3.6, (9, 0): 3.6,
-    (10, 0): 3.8, (12, 0): 3.8,
+    (10, 0): 6.0, (12, 0): 3.8,
 }  # fmt: skip
 """FLOP of a joule next to TSMC's 16 and 12 nm, by compute capability: from what the foundries say of power at the same
 speed. TSMC: 7 nm 60 to 65 % less than 16 nm, 5 nm (4N) 30 % less than 7 nm. Samsung: 10 nm 40 % less than 14 nm, 8 nm
-another 10 % less. Not fitted."""
+another 10 % less. Not fitted, but that a B200 has more: its best products on tensor cores (1,750 TFLOP/s,
+stas00/ml-engineering) need it."""

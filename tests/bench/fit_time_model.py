@@ -41,7 +41,7 @@ START: dict[str, dict[str, float]] = {
     "product": {
         "whole": 3.0, "simt_share": 1.1, "simt_reuse": 11.0, "simt_flop_per_joule": 75.0, "simt_start": 9.0,
         "kept": 1.5, "passes": 1.3, "again_6": 0.5, "again_7": 1.5, "again_8": 1.5, "row_bytes_6": 1.8e5,
-        "tensor_share": 1.0, "tensor_reuse": 12.0, "tensor_flop_per_joule": 540.0, "tensor_start": 96.0,
+        "tensor_share": 1.0, "tensor_reuse": 12.0, "tensor_flop_per_joule": 450.0, "tensor_start": 96.0,
     },
     "attention": {"forward": 0.75, "backward": 0.6, "width": 16.0, "idle": 0.3},
     "passes": {

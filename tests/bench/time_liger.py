@@ -116,7 +116,7 @@ def _cross_entropy(side: str, given: dict[str, object]) -> tuple[Work, Work]:
 
 def _loss(side: str, rows: float, width: float, arithmetic: Arithmetic, size: float) -> tuple[Work, Work]:
     if side == "liger":  # reads twice and writes the gradient in the logits' place
-        return [_rows("softmax", rows, width, size, 3, arithmetic, back=False)], []
+        return [_pass(rows * width, size, 3, arithmetic)], []
     forward = [_rows("softmax", rows, width, size, 2, arithmetic, back=False)]
     return forward, [
         _pass(rows * width, size, 1, arithmetic),
