@@ -1,6 +1,6 @@
 """Published peak-memory measurements against predictions, without a device.
 
-    python tests/bench/estimate_bench.py --rows FILE.csv [--json] [--vs] [--tier A] [--only TEXT]
+    python tests/bench/estimate_bench.py --rows FILE.csv|FOLDER [--json] [--vs] [--tier A] [--only TEXT]
 
 Each row is read into the program that was measured, the program is run under fake tensors, and the counter that was
 read is worked out from its allocations. Rows whose counter does not depend on what is not recorded are *scored*, on
@@ -30,12 +30,13 @@ def answer(rows):
     import torch
     from published import compare
     from published.predict import Prediction, predict
+    from published.world_rows import WorldRow
 
     torch.set_num_threads(1)
     found = []
     for row in rows:
         try:
-            found.append((predict(row), compare.estimates_of(row)))
+            found.append((predict(row), {} if isinstance(row, WorldRow) else compare.estimates_of(row)))
         except Exception as reason:  # noqa: BLE001 - one row that breaks is shown, and the others are still of use
             words = f"broke: {type(reason).__name__}: {reason}"[:200]
             found.append((Prediction(kind="none", reason=words, group="BROKEN"), {}))
@@ -139,7 +140,7 @@ def verdict(row, prediction):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=Path, required=True, help="table of measurements")
+    parser.add_argument("--rows", type=Path, required=True, help="table of measurements, or a folder of them")
     parser.add_argument(
         "--json",
         action="store_true",

@@ -10,9 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from published import bert, fake, litgpt, litgpt_rows, predict
+from published import bert, fake, litgpt, litgpt_rows, predict, rows
 from published.litgpt_configs import config_of
 from published.rows import Row
+from published.world_rows import WorldRow
 
 from autofit.system.units import MIB
 
@@ -87,3 +88,42 @@ def test_state_in_8_bits_and_smaller_micro_batches_save_what_was_published(batch
         batch=batch, rows=512, accumulation=accumulation, mixed=False, checkpointing=False, optimizer=optimizer
     )
     assert bert.predict(run) == pytest.approx(measured * MIB, rel=0.01)
+
+
+SWEPT = {
+    "model": "llama-1.34B", "layers": "16", "hidden": "2048", "heads": "32", "kv_heads": "32", "intermediate": "8192",
+    "vocab": "131072", "tied": "True", "seq_len": "4096", "gpus": "64", "micro_batch": "1", "grad_accum": "4",
+    "dp": "64", "pp": "1", "tp": "1", "zero_stage": "1", "memory_gib": "23.76", "status": "measured",
+    "source": "github vinjn/nanotron-ultrascale-playbook@924e4d0b88 assets/data/benchmarks/banner.html",
+}  # fmt: skip
+
+
+def test_a_rank_of_a_published_world_is_predicted():
+    row = WorldRow(told=SWEPT)
+    prediction = predict.predict(row)
+    assert prediction.kind == "scored", prediction.reason
+    assert prediction.predicted_bytes == pytest.approx(row.measured_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"tp": "8"}, "two modes"),
+        ({"pp": "2"}, "of one stage"),
+        ({"status": "failed"}, "it failed"),
+        ({"memory_gib": ""}, "speed alone"),
+        ({"layers": "?"}, "not stated: layers"),
+        ({"source": "a blog", "parallelism": "FSDP"}, "no model of this program"),
+    ],
+)
+def test_a_row_of_a_world_that_is_not_expressed_says_why(told, why):
+    assert why in predict.predict(WorldRow(told={**SWEPT, **told})).reason
+
+
+def test_a_table_is_read_by_its_columns(tmp_path):
+    (tmp_path / "worlds.csv").write_text("model,gpus,memory_gib,micro_batch\nm,8,1.5,2\n", "utf-8")
+    (tmp_path / "speeds.csv").write_text("model,speed\nm,8\n", "utf-8")
+    (row,) = rows.read(tmp_path)
+    assert (row.gpu, row.batch, row.measured_bytes) == ("8x ", "2x", 1.5 * 1024**3)
+    with pytest.raises(ValueError, match="its columns are not those"):
+        rows.read(tmp_path / "speeds.csv")

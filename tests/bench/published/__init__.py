@@ -10,6 +10,8 @@
 ``litgpt_fsdp``           what a rank holds where they shard
 ``litgpt_rows``           a row of LitGPT's tables -> a run of a script
 ``bert``                  Hugging Face's page on a single GPU: bert-large with ``Trainer``
+``world_rows``            a row of runs on several cards -> a run of the program that its columns describe
+``nanotron``              nanotron's Llama on one rank of a data- and tensor-parallel world
 ``baselines``             the closed formulas that others use
 ``compare``               what they are told of a row
 ``predict``               a row -> a prediction, or why there is none

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from . import bert, litgpt, litgpt_rows
+from . import bert, litgpt, litgpt_rows, nanotron, world_rows
 from .rows import Row
+from .world_rows import WorldRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +29,22 @@ class Prediction:
     group: str = ""
 
 
-def predict(row: Row) -> Prediction:
+def predict(row: Row | WorldRow) -> Prediction:
     """The first reader that knows the row answers for it."""
+    if isinstance(row, WorldRow):
+        return _world(row)
     for knows, answer in _READERS:
         if knows(row):
             return answer(row)
     return Prediction(kind="none", reason=_why_not(row), group=_source(row))
+
+
+def _world(row: WorldRow) -> Prediction:
+    group = "nanotron's sweeps" if row.is_nanotron else row.get("source").replace("github ", "").partition("@")[0]
+    run = world_rows.run_of(row)
+    if isinstance(run, str):
+        return Prediction(kind="none", reason=run, group=group)
+    return Prediction(kind="scored", predicted_bytes=nanotron.reserved_bytes(run), group=group)
 
 
 def _litgpt(row: Row) -> Prediction:

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from .world_rows import WorldRow
+
 Metric = Literal["allocated", "reserved", "nvml", "unknown"]
 GIB = 1024**3
+ONE_CARD, SEVERAL_CARDS = ("measured_gb", "unit_note"), ("gpus", "memory_gib")
+"""Columns that tell the two forms of a table apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +100,30 @@ class Row:
         return int(found[1]) if found else 1
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a file."""
+def form_of(path: Path) -> type[Row | WorldRow] | None:
+    """Which form of row a table has, by its first line."""
     with path.open(encoding="utf-8", newline="") as file:
+        columns = set(next(csv.reader(file), []))
+    if columns.issuperset(ONE_CARD):
+        return Row
+    return WorldRow if columns.issuperset(SEVERAL_CARDS) else None
+
+
+def read(path: Path) -> list[Row | WorldRow]:
+    """The rows of a file, or of every table in a folder that has one of the two forms; read by their columns.
+
+    Raises:
+        ValueError: A file's columns are those of neither form.
+    """
+    if path.is_dir():
+        tables = sorted(path.glob("*.csv"))
+        return [row for table in tables if form_of(table) is not None for row in read(table)]
+    form = form_of(path)
+    if form is None:
+        wanted = " or ".join(", ".join(names) for names in (ONE_CARD, SEVERAL_CARDS))
+        raise ValueError(f"{path}: its columns are not those of a table of measured memory ({wanted})")
+    with path.open(encoding="utf-8", newline="") as file:
+        if form is WorldRow:
+            return [WorldRow(told=raw) for raw in csv.DictReader(file)]
         names = Row.__dataclass_fields__
         return [Row(**{name: (raw.get(name) or "").strip() for name in names}) for raw in csv.DictReader(file)]
