@@ -185,9 +185,14 @@ def peak_prior(hardware: Hardware) -> PeakPrior:
 
 def workspace_bytes(capability: tuple[int, int] | None) -> int:
     """Bytes of cuBLAS' workspaces inside PyTorch's allocator; where they are not cached, of one product's."""
+    return sum(workspaces(capability))
+
+
+def workspaces(capability: tuple[int, int] | None) -> tuple[int, ...]:
+    """The same, one by one: of the thread that calls the model, and of autograd's."""
     each = _WORKSPACE_BYTES_HOPPER if capability and capability >= (9, 0) else _WORKSPACE_BYTES
     kept = Version(version("torch")) < _UNKEPT or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
-    return (_THREADS if kept else 1) * each
+    return (each,) * (_THREADS if kept else 1)
 
 
 def forecast(

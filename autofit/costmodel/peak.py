@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -290,14 +290,34 @@ def _queue(micro: MicroPart, rows: Ints, accumulation: Ints, *, waiting: bool) -
 
 
 def requests(
-    micro: MicroPart, optimizer: OptimizerPart, *, rows: int, accumulation: int, steps: int = 2
+    micro: MicroPart,
+    optimizer: OptimizerPart,
+    *,
+    rows: int,
+    accumulation: int,
+    steps: int = 2,
+    evaluated_rows: int = 0,
+    workspaces: Sequence[int] = (),
 ) -> tuple[list[int], list[float]]:
-    """A whole run as allocations and frees for :mod:`autofit.costmodel.allocator`: load, then some optimizer steps.
+    """A whole run as allocations and frees for :mod:`autofit.costmodel.allocator`.
 
-    Two micro-steps stand for any number above one: what more of them ask for, the allocator has in store.
+    Load, some optimizer steps, an evaluation step. Two micro-steps stand for any number above one: what more of them
+    ask for, the allocator has in store.
+
+    Args:
+        micro: Its micro-steps.
+        optimizer: Its optimizer.
+        rows: The micro-batch.
+        accumulation: Micro-steps to an optimizer step.
+        steps: How many of them.
+        evaluated_rows: Of the evaluation step; without any it is left out.
+        workspaces: Bytes that cuBLAS keeps, from the first forward pass and from the first backward pass on.
     """
     sizes: list[float] = [*micro.weights.tolist(), *([micro.buckets_bytes] if micro.buckets_bytes else [])]
+    sizes += workspaces[:1]
     events = list(range(len(sizes)))
+    later = range(len(sizes), len(sizes) + len(workspaces[1:]))
+    sizes += workspaces[1:]
     state = optimizer.tape.categories == _STATE
     stop = "1:step" if accumulation > 1 else "0:step"
     tape = micro.tape_of(accumulation)
@@ -308,12 +328,14 @@ def requests(
     given = step_tape.categories == CATEGORIES.index("gradients")
     elsewhere = step_tape.categories == ELSEWHERE
     places = [place for place, name in enumerate(step_tape.segments) if name.endswith(":step")]
+    backward = int(tape.starts[tape.segments.index("0:headB")]) if later else 0
     for turn in range(steps):
         base = len(sizes)
         sizes += micro_sizes.tolist()
-        mine = tape.events[:end]
-        mine = mine[tape.categories[np.where(mine >= 0, mine, ~mine)] != ELSEWHERE]
-        events += np.where(mine >= 0, mine + base, mine - base).tolist()
+        if later and turn == 0:
+            events += [*_moved(tape, base, 0, backward), *later, *_moved(tape, base, backward, end)]
+        else:
+            events += _moved(tape, base, 0, end)
         alive = np.flatnonzero(tape.alive(end - 1))
         begin, past = step_tape.bounds(places[min(turn, len(places) - 1)])
         offset = len(sizes)
@@ -325,7 +347,19 @@ def requests(
             events.append(event + offset if event >= 0 else event - offset)
         events += [~int(block + base) for block in alive if not gradient[block]]
         events += [~int(block + base) for block in alive if gradient[block]]
+    if micro.evaluation is not None and evaluated_rows:
+        base = len(sizes)
+        sizes += micro.evaluation.bytes_at(evaluated_rows).tolist()
+        events += _moved(micro.evaluation, base, 0, len(micro.evaluation.events))
     return _balanced(events), sizes
+
+
+def _moved(tape: Tape, base: int, begin: int, end: int) -> list[int]:
+    """The events of a tape from ``begin`` to ``end``, of blocks on the device, numbered from ``base`` on."""
+    mine = tape.events[begin:end]
+    mine = mine[tape.categories[np.where(mine >= 0, mine, ~mine)] != ELSEWHERE]
+    moved: list[int] = np.where(mine >= 0, mine + base, mine - base).tolist()
+    return moved
 
 
 def _balanced(events: list[int]) -> list[int]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from autofit.costmodel.allocator import replay
 from autofit.costmodel.peak import MicroPart, OptimizerPart, _hull, need, pack, peaks, phase_of, requests, unpack
 from autofit.costmodel.tracing.timeline import CATEGORIES
+from autofit.system.units import MIB
 from tests.support.layered import Layered, Writer
 from tests.support.traced import CONFIGS, PLAIN, Lab
 
@@ -244,3 +245,20 @@ def test_an_allocator_holds_what_the_plan_needs(tmp_path, config, precision):
         check_balance(events)
         rounded = replay(events, np.array(sizes)).rounded_bytes
         assert rounded == pytest.approx(lab.need(plan).peak_bytes, rel=0.01)
+
+
+def test_an_allocator_also_holds_an_evaluation_step_and_the_workspaces(tmp_path):
+    """The chunked loss makes no logits while it trains, and all of them while it evaluates."""
+    lab = Lab(tmp_path / "config", {**BROAD, "vocab_size": 20000}, device="cuda", seq_len=128)
+    plan = PLAIN.replaced(kernels="chunked_ce", optimizer="sgd", checkpointing="full", micro_batch=16)
+    parts = lab.micro(plan), lab.optimizer(plan)
+    found = need(*parts, rows=16, accumulation=1, waiting=False, evaluated_rows=16)
+    assert found.segment == "evaluation"
+    without, with_all = (
+        replay(*requests(*parts, rows=16, accumulation=1, **more))
+        for more in ({}, {"evaluated_rows": 16, "workspaces": (4 * MIB, 4 * MIB)})
+    )
+    assert without.rounded_bytes < 0.9 * found.peak_bytes
+    assert with_all.rounded_bytes == pytest.approx(found.peak_bytes + 8 * MIB, rel=0.01)
+    events, _ = requests(*parts, rows=16, accumulation=1, evaluated_rows=16, workspaces=(4 * MIB, 4 * MIB))
+    check_balance(events)

@@ -8,8 +8,8 @@ from autofit.commands.model_source import fetch, modeling_module
 from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
 from autofit.costmodel import allocator, peak
-from autofit.costmodel.forecast import workspace_bytes
-from autofit.costmodel.tracing.trace_store import Traces
+from autofit.costmodel.forecast import workspaces
+from autofit.costmodel.tracing.trace_store import Traces, evaluated_rows
 from autofit.system.fork_server import ForkServer
 from autofit.system.units import GIB
 from autofit.training.runner import ProcessRunner
@@ -114,15 +114,21 @@ class Bench:
         if isinstance(traced, str):
             return traced
         need, parts = traced
-        workspaces = workspace_bytes(self.facts_for(plan).hardware.capability)
-        events, sizes = peak.requests(*parts, rows=int(plan["micro_batch"]), accumulation=int(plan["accumulation"]))
+        facts = self.facts_for(plan)
+        events, sizes = peak.requests(
+            *parts,
+            rows=int(plan["micro_batch"]),
+            accumulation=int(plan["accumulation"]),
+            evaluated_rows=evaluated_rows(plan, facts),
+            workspaces=workspaces(facts.hardware.capability),
+        )
         replayed = allocator.replay(events, [round(size) for size in sizes])
         return Compared(
             allocated=outcome.allocated_bytes,
-            traced_allocated=replayed.peak_allocated_bytes + workspaces,
-            traced_tensors=need.peak_bytes + workspaces,
+            traced_allocated=replayed.peak_allocated_bytes,
+            traced_tensors=need.peak_bytes + sum(workspaces(facts.hardware.capability)),
             reserved=outcome.reserved_bytes,
-            traced_reserved=replayed.peak_reserved_bytes + workspaces,
+            traced_reserved=replayed.peak_reserved_bytes,
             outside=outcome.outside_bytes,
             at=(need.phase, need.segment, need.operator),
             by_category=dict(need.by_category),

@@ -13,10 +13,10 @@ from autofit.contract.facts import Facts
 from autofit.contract.plan import Plan
 from autofit.costmodel import allocator, peak
 from autofit.costmodel.collectives import nccl_bytes
-from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, Forecast, families_of, workspace_bytes
+from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, Forecast, families_of, workspace_bytes, workspaces
 from autofit.costmodel.peak import Need
 from autofit.costmodel.tracing.timeline import Floats
-from autofit.costmodel.tracing.trace_store import Traces
+from autofit.costmodel.tracing.trace_store import Traces, evaluated_rows
 from autofit.registry import changes, recipe_of, techniques
 from autofit.search.decision import changed_values
 from autofit.system import units
@@ -159,14 +159,20 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
 def _smallest_card(found: Need, parts: tuple[peak.MicroPart, peak.OptimizerPart], plan: Plan, facts: Facts) -> int:
     """On which a plan runs: its allocations replayed through the allocator, and what lies outside."""
     rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
-    events, sizes = peak.requests(*parts, rows=rows, accumulation=accumulation)
+    events, sizes = peak.requests(
+        *parts,
+        rows=rows,
+        accumulation=accumulation,
+        evaluated_rows=evaluated_rows(plan, facts),
+        workspaces=workspaces(facts.hardware.capability),
+    )
     rounded = [round(size) for size in sizes]
     resolution = max(2 * MIB, found.peak_bytes // 400)
     if sum(rounded) > allocator.MOST_BYTES:  # no card of this world
-        capacity = found.peak_bytes
+        capacity = found.peak_bytes + workspace_bytes(facts.hardware.capability)
     else:
         capacity = allocator.smallest_capacity(events, rounded, resolution_bytes=resolution)
-    return capacity + workspace_bytes(facts.hardware.capability) + CONTEXT_BYTES + nccl_bytes(plan, facts.workload)
+    return capacity + CONTEXT_BYTES + nccl_bytes(plan, facts.workload)
 
 
 def cause(one: Estimated) -> str:
