@@ -129,12 +129,12 @@ def test_the_command_line_is_the_one_that_was_designed():
     assert found == {
         "tune": [
             "--allow", "--among", "--call", "--device", "--fix", "--global-batch", "--guard", "--json",
-            "--launch-path", "--memory-limit", "--output", "--record", "--resume", "--sampler", "--seed", "--seq-len",
-            "--storage", "--task", "--timeout", "--trials", "--trust-remote-code", "--verbose",
+            "--launch-path", "--memory-limit", "--output", "--processes", "--record", "--resume", "--sampler", "--seed",
+            "--seq-len", "--storage", "--task", "--timeout", "--trials", "--trust-remote-code", "--verbose",
         ],
         "estimate": [
-            "--all", "--allow", "--among", "--cache", "--fix", "--global-batch", "--gpu", "--json", "--launch-path",
-            "--memory", "--seq-len", "--task", "--trust-remote-code",
+            "--all", "--allow", "--among", "--cache", "--fix", "--global-batch", "--gpu", "--gpus", "--json",
+            "--launch-path", "--memory", "--nodes", "--price", "--seq-len", "--task", "--tokens", "--trust-remote-code",
         ],
         "run": [],
         "verify": ["--json", "--steps"],

@@ -149,10 +149,10 @@ def losses(document: Document) -> Losses | None:
         points = [f"{across(step)} {up(loss)}" for step, loss in enumerate(curve, start=1)]
         return f"M{'L'.join(points)}" if points else ""
 
-    marks = [low + (high - low) * part / 4 for part in range(5)]
+    marks = between(low, high)
     return Losses(
         x_ticks=tuple(Tick(across(step), str(step)) for step in range(1, last + 1)),
-        y_ticks=tuple(Tick(up(mark), f"{mark:.4g}") for mark in marks),
+        y_ticks=tuple(Tick(up(mark), f"{mark:g}") for mark in marks),
         winner=path(guard.losses),
         reference=path(guard.reference_losses),
     )
@@ -176,6 +176,17 @@ def ticks(end: float, wanted: int = 5) -> list[float]:
     power = 10.0 ** math.floor(math.log10(end / wanted))
     gap = next(factor * power for factor in (1, 2, 5, 10) if end / (factor * power) <= wanted)
     return [float(f"{gap * index:.6g}") for index in range(math.floor(end / gap + 1e-9) + 1)]
+
+
+def between(low: float, high: float, wanted: int = 7) -> list[float]:
+    """Round numbers from ``low`` to ``high``, about as many as wanted.
+
+    >>> between(9.365, 9.499)
+    [9.38, 9.4, 9.42, 9.44, 9.46, 9.48]
+    """
+    gap = ticks(high - low, wanted)[1]
+    first = math.ceil(low / gap - 1e-9)
+    return [float(f"{gap * index:.9g}") for index in range(first, math.floor(high / gap + 1e-9) + 1)]
 
 
 def _label(x: float, y: float, role: str, text: str) -> Label:

@@ -20,6 +20,7 @@ from rich.text import Text
 from autofit.contract.outcome import Measured, Trial
 from autofit.output import charts, wording
 from autofit.output.document import Document, Offer
+from autofit.output.export import comments, export
 from autofit.output.plan_words import SPLIT, SPLIT_WORDS, outcome_words, plan_words
 from autofit.output.text import clean, number, one_line, parameters, percent, plural
 from autofit.system.units import duration, size
@@ -27,6 +28,8 @@ from autofit.system.units import duration, size
 PAGE = "report.html"
 _TEMPLATE = "report.html.j2"
 _BAR_CELLS = 30
+_COLUMN = 44
+"""Letters of a command in a column of the page."""
 _SHOWN_PLANS, _SHOWN_FAILURES = 10, 5
 
 
@@ -110,8 +113,17 @@ def html(document: Document, *, folder: str | Path) -> str:
         fastest=max(one.samples_per_second for one in _runs(document)) if _runs(document) else 1.0,
         offers=_by_technique(document.offers),
         script=wording.script_lines(document, folder),
-        commands=["\n".join(wording.shell_lines(words)) for words in wording.launch_commands(document, folder)],
+        python=_python(document, folder),
+        commands=[
+            "\n".join(wording.shell_lines(words, _COLUMN)) for words in wording.launch_commands(document, folder)
+        ],
     )
+
+
+def _python(document: Document, folder: str | Path) -> str:
+    """The plan as Python, below what its arguments can't carry."""
+    found = export(document, "python", folder=folder)
+    return "\n".join(part for part in (comments(found, "python"), found.text.rstrip()) if part)
 
 
 def _header(document: Document) -> Text:

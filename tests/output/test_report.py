@@ -211,7 +211,7 @@ def words(text):
 class Page(HTMLParser):
     """The tags, the attributes and the words of a page; open tags must be closed in order."""
 
-    void = frozenset({"meta", "link", "br"})
+    void = frozenset({"meta", "link", "br", "wbr"})
 
     def __init__(self, text):
         super().__init__()

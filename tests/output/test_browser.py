@@ -1,0 +1,93 @@
+"""The report in a real browser: nothing overflows at phone or desk width, light or dark. Needs Chromium."""
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autofit.output.report import html
+from autofit.training.equivalence import Guard
+from tests.output.test_report import DOCUMENTS, document, plan
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium"),
+]
+PICTURES = os.environ.get("AUTOFIT_PICTURES")
+WIDTHS = {"phone": 390, "desk": 1200}
+GUARD = Guard(
+    verdict="same", words="losses agree", losses=(9.49, 9.46, 9.42, 9.38), reference_losses=(9.49, 9.46, 9.42, 9.37),
+    reference=plan(8), seconds=12.0,
+)  # fmt: skip
+ADAPTER = plan(8, precision="bf16", adapter="lora:r=8:alpha=16:dropout=0.05:targets=q_proj+v_proj")
+MEASURE = """
+<script>
+const found = words => [...document.querySelectorAll(words)].filter(one => !one.closest("details:not([open]), .wide"));
+const lines = one => {
+  const range = document.createRange();
+  range.selectNodeContents(one);
+  return range.getClientRects().length;
+};
+const edge = document.documentElement.clientWidth;
+const wide = found("main *").filter(one => !one.closest("pre, svg") && one.getBoundingClientRect().right > edge + 1);
+const cut = found("td, th").filter(one => one.scrollWidth > one.clientWidth + 1);
+const broken = found("table.stack td:first-child").filter(one => /^[a-z_]+$/.test(one.textContent) && lines(one) > 1);
+const said = all => all.map(one => one.tagName + " " + one.textContent.trim().slice(0, 40)).join("; ");
+const text = `MEASURED ${innerWidth} wide=[${said(wide)}] cut=[${said(cut)}] broken=[${said(broken)}] page=`
+  + (document.documentElement.scrollWidth - edge);
+parent.postMessage(text, "*");
+</script>
+"""
+
+
+FRAME = """<!doctype html><style>body {{ margin: 0 }} iframe {{ border: 0; display: block }}</style>
+<script>onmessage = event => {{ document.title = event.data; }};</script>
+<iframe src="{page}" width="{width}" height="4000"></iframe>"""
+
+
+def browse(page, width, *words):
+    """What Chromium prints; the page is in a frame, since a window of it is never as narrow as a phone's."""
+    frame = page.with_name("frame.html")
+    frame.write_text(FRAME.format(page=page.name, width=width), encoding="utf-8")
+    words = (*words, "--virtual-time-budget=3000")
+    how = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},4000"]
+    return subprocess.run(
+        [BROWSER, *how, *words, frame.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    ).stdout  # fmt: skip
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["cuda", "cpu", "long words", "an adapter"])
+def test_nothing_overflows_and_no_label_is_broken(tmp_path, name, width):
+    from tests.output.test_report import measured
+
+    changes = DOCUMENTS.get(name, {"winner": ADAPTER, "trials": [(ADAPTER, measured(51.9, 15.8))]})
+    text = html(document(guard=GUARD, **changes), folder="autofit-out")
+    page = tmp_path / "report.html"
+    allowed = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    page.write_text(allowed.replace("</body>", MEASURE + "</body>"), encoding="utf-8")
+    found = re.search(r"<title>(MEASURED [^<]*)</title>", browse(page, WIDTHS[width], "--dump-dom"))
+    assert found
+    assert found[1] == f"MEASURED {WIDTHS[width]} wide=[] cut=[] broken=[] page=0"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_picture_is_taken(tmp_path, width, scheme):
+    page = tmp_path / "report.html"
+    doc = document(guard=replace(GUARD))
+    text = html(doc, folder="autofit-out")
+    if scheme == "dark":  # headless Chromium has no switch for it that holds in every version
+        text = text.replace("@media (prefers-color-scheme: dark)", "@media all")
+    page.write_text(text, encoding="utf-8")
+    folder = Path(PICTURES) if PICTURES else tmp_path
+    picture = folder / f"report-{width}-{scheme}.png"
+    browse(page, WIDTHS[width], f"--screenshot={picture}")
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert picture.stat().st_size > 20_000
