@@ -17,7 +17,7 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
     import transformers
 
     from autofit.output.setup import load
-    from autofit.training.scripts.entry import train_with
+    from autofit.training.scripts.entry import rows_of, train_with
 
     _ = transformers.Trainer  # what it imports, before the script is timed or anything is patched
     setup = load(folder)
@@ -29,7 +29,7 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
         before = trainer.state.global_step
         result = train()
         steps = trainer.state.global_step - before
-        for words in watch.ignored(trainer.optimizer, trainer.accelerator, steps):
+        for words in watch.ignored(trainer.optimizer, trainer.accelerator, steps, rows=rows_of(trainer)):
             print(f"autofit: took no effect: {words}", file=sys.stderr)  # noqa: T201 - beside what the script prints
         return result
 

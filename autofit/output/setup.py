@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.machine.packages import installed
 from autofit.machine.same_machine import check_same_machine
 from autofit.output.document import MODEL_FOLDER, read_document
-from autofit.registry import recipe_of, techniques
+from autofit.registry import by_script, recipe_of, techniques
 from autofit.system.errors import ModelError
 
 if TYPE_CHECKING:
@@ -175,22 +175,31 @@ class Watch:
             return max(gaps, key=lambda gap: (gaps[gap], gap))
         return round(self._observer.micro_steps / steps) if steps else None
 
-    def ignored(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator, steps: int) -> list[str]:
+    def ignored(
+        self, optimizer: torch.optim.Optimizer, accelerator: Accelerator, steps: int, *, rows: int | None = None
+    ) -> list[str]:
         """The knobs that did not take effect, a sentence each; empty where all did.
 
         Args:
             optimizer: The one that stepped, such as ``trainer.optimizer``.
             accelerator: The one that prepared it, such as ``trainer.accelerator``.
             steps: Optimizer steps that were made since the watch began.
+            rows: Of a micro-batch, where they are not the first dimension of what the model is given.
         """
         self._observer.close()
         self._on_step.remove()
         if steps and not self._observer.micro_steps and not self._observer.in_graph:
             reason = "the watched model ran no forward pass in model.train() and with gradients: was another trained?"
             return [f"every knob: {reason}"]
+        if rows is not None:
+            self._observer.rows = rows
         seen = self._observer.evidence(optimizer, accelerator, self._accumulation(optimizer, steps))
         plan, facts = self.setup.plan, self.setup.recipe.facts
-        found = [(one.name, one.in_effect(plan[one.name], seen.of(one.name), facts)) for one in techniques()]
+        found = [
+            (one.name, one.in_effect(plan[one.name], seen.of(one.name), facts))
+            for one in techniques()
+            if not by_script(one, facts)
+        ]
         return [f"{name}={plan[name]}: {reason}" for name, reason in found if reason]
 
 

@@ -1,12 +1,15 @@
 """A user's own script: tuned as it stands, run with the plan, verified; and every way in which that can't be done."""
 
 import json
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from autofit.cli import main
 from autofit.output.document import read_document
 from autofit.training.jobs import DescribeScriptJob
-from tests.support.scripted import SCRIPTS, autofit, tiny_bert
+from tests.support.scripted import SCRIPTS, autofit, preference_data, tiny_bert, tiny_llama
 
 CLASSIFY = SCRIPTS / "classify.py"
 LOOP = SCRIPTS / "loop.py"
@@ -102,15 +105,24 @@ def test_a_plain_loop_is_described(described, folder, by_hand):
     assert script["rows"] == 64
 
 
-def test_options_that_are_the_scripts_own_are_refused(tmp_path):
+def test_options_that_are_the_scripts_own_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    for words in (["--seq-len", 9], ["--task", "causal-lm"], ["--launch-path", "loop"], ["--trust-remote-code"]):
-        done = autofit(tmp_path, "tune", "train.py", *words)
-        assert done.returncode == 2
-        assert done.stderr.startswith(f"error: {words[0]}: ")
-    assert "no script" in autofit(tmp_path, "tune", "nowhere.py").stderr
-    assert autofit(tmp_path, "tune", "demo", "--call", 2).returncode == 2
-    assert autofit(tmp_path, "run", tmp_path, "train.py").returncode == 2
+
+    def said(*words):
+        done = CliRunner().invoke(main, [str(word) for word in words])
+        assert done.exit_code == 2
+        assert done.stdout == ""
+        return done.stderr
+
+    refused = {"--seq-len": 9, "--task": "causal-lm", "--launch-path": "loop", "--processes": 2, "--call": 0}
+    for option, value in refused.items():
+        assert said("tune", "train.py", option, value).startswith(f"error: {option}")
+    assert "--trust-remote-code" in said("tune", "train.py", "--trust-remote-code")
+    assert "no script" in said("tune", "nowhere.py")
+    assert "is no script" in said("tune", "demo", "--call", 2)
+    assert "is no script" in said("tune", "demo", "--", "--epochs", 3)
+    assert "autofit.json" in said("run", tmp_path, "train.py")
 
 
 @pytest.mark.slow
@@ -153,3 +165,25 @@ def test_a_plain_loop_is_tuned_run_and_verified(folder):
     assert "micro-steps 8 steps 8" in ran.stdout
     launched = json.loads(autofit(folder, "verify", "looped", "--json").stdout)
     assert launched["outcome"]["kind"] == "measured"
+
+
+@pytest.mark.slow
+def test_a_public_script_of_trl_is_tuned_and_run(folder):
+    script = Path(pytest.importorskip("trl").__file__).parent / "scripts" / "sft.py"
+    tiny_llama(folder)
+    preference_data(folder)
+    arguments = (
+        "--model_name_or_path", "llama", "--dataset_name", "texts", "--output_dir", "sft", "--use_cpu",
+        "--per_device_train_batch_size", 4, "--max_steps", 3, "--save_strategy", "no",
+    )  # fmt: skip
+    held = ("--fix=micro_batch=2", "--fix=checkpointing=full", "--fix=attention=default", "--fix=precision=fp32")
+    words = ("--output", "chatted", "--device", "cpu", "--trials", 1, *held, "--", *arguments)
+    done = autofit(folder, "tune", script, *words)
+    assert done.returncode == 0, done.stderr
+    found = read_document(folder / "chatted")
+    assert found.workload.script.trainer == "SFTTrainer"
+    assert (found.plan["micro_batch"], found.plan["accumulation"]) == (2, 2)
+    assert not (folder / "sft").exists()
+    ran = autofit(folder, "run", "chatted", script, "--", *arguments)
+    assert ran.returncode == 0, ran.stderr
+    assert "took no effect" not in ran.stderr

@@ -32,3 +32,74 @@ def autofit(folder, *words, seconds=280):
         [sys.executable, "-m", "autofit", *map(str, words)],
         cwd=folder, capture_output=True, text=True, timeout=seconds, env=environment, check=False,
     )  # fmt: skip
+
+
+def tiny_llama(folder):
+    """A causal language model and a tokenizer of words, with a chat template; and a reward model beside it."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: number for number, word in enumerate(("<pad>", "<unk>", "<s>", "</s>", *WORDS))}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    sizes = {**SIZES, "vocab_size": len(vocabulary), "max_position_embeddings": 128, "num_key_value_heads": 2}
+    numbers = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    for name, auto, labels in (("llama", "CausalLM", 2), ("reward", "SequenceClassification", 1)):
+        config = transformers.LlamaConfig(**sizes, **numbers, num_labels=labels)
+        getattr(transformers, f"AutoModelFor{auto}").from_config(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+WORDS = tuple(f"w{number}" for number in range(90))
+
+
+def preference_data(folder, rows=48):
+    """Folders that ``load_dataset`` reads: rows of text, pairs of answers, judged answers."""
+    import json
+    import random
+
+    numbers = random.Random(0)
+
+    def say(low, high):
+        return " ".join(numbers.choices(WORDS, k=numbers.randint(low, high)))
+
+    makers = {
+        "texts": lambda: {"text": say(4, 40)},
+        "pairs": lambda: {"prompt": say(6, 6), "chosen": say(3, 20), "rejected": say(3, 20)},
+        "judged": lambda: {"prompt": say(6, 6), "completion": say(3, 20), "label": numbers.random() < 0.5},
+    }
+    for name, make in makers.items():
+        (folder / name).mkdir()
+        (folder / name / "train.jsonl").write_text("".join(json.dumps(make()) + "\n" for _ in range(rows)))
+
+
+def glue(folder, rows=48):
+    """What accelerate's text examples ask the hub for, under the same names: a model, pairs of sentences, a metric."""
+    import json
+
+    import transformers
+
+    transformers.AutoTokenizer.from_pretrained(folder / "llama").save_pretrained(folder / "bert-base-cased")
+    tiny_bert(folder / "bert-base-cased")
+    home = folder / "nyu-mll" / "glue"
+    home.mkdir(parents=True)
+    for split in ("train", "validation"):
+        lines = [
+            {"sentence1": " ".join(WORDS[: 3 + place % 20]), "sentence2": "w1 w2", "label": place % 2, "idx": place}
+            for place in range(rows)
+        ]
+        (home / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "validation"))
+    (home / "README.md").write_text(f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{files}---\n")
+    (folder / "glue").mkdir()
+    (folder / "glue" / "glue.py").write_text(
+        "import datasets, evaluate\n\n\nclass Glue(evaluate.Metric):\n"
+        "    def _info(self):\n"
+        "        kinds = {name: datasets.Value('int64') for name in ('predictions', 'references')}\n"
+        "        return evaluate.MetricInfo(description='', citation='', features=datasets.Features(kinds))\n\n"
+        "    def _compute(self, predictions, references):\n"
+        "        return {'accuracy': sum(p == r for p, r in zip(predictions, references)) / len(predictions)}\n"
+    )

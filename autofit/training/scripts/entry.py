@@ -251,7 +251,7 @@ def _measured(clock: Clock, trainer: Any, train: Callable[[], Any]) -> Evidence:
             if clock.step_end():
                 control.should_training_stop = True
             if clock.done == effort.warm_up:
-                observer.rows = _rows_of(trainer)
+                observer.rows = rows_of(trainer)
                 seen.append(observer.evidence(trainer.optimizer, trainer.accelerator, counted(clock)))
                 observer.close()
             return control
@@ -269,7 +269,7 @@ def _measured(clock: Clock, trainer: Any, train: Callable[[], Any]) -> Evidence:
     return observer.with_later_state(seen[0], trainer.optimizer, trainer.accelerator, counted(clock))
 
 
-def _rows_of(trainer: Any) -> int | None:
+def rows_of(trainer: Any) -> int | None:
     """Rows that the loader puts into a micro-batch."""
     loader = trainer.callback_handler.train_dataloader
     inside = getattr(loader, "batch_sampler", None)
