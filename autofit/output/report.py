@@ -28,8 +28,6 @@ from autofit.system.units import duration, size
 PAGE = "report.html"
 _TEMPLATE = "report.html.j2"
 _BAR_CELLS = 30
-_COLUMN = 44
-"""Letters of a command in a column of the page."""
 _SHOWN_PLANS, _SHOWN_FAILURES = 10, 5
 
 
@@ -114,9 +112,7 @@ def html(document: Document, *, folder: str | Path) -> str:
         offers=_by_technique(document.offers),
         script=wording.script_lines(document, folder),
         python=_python(document, folder),
-        commands=[
-            "\n".join(wording.shell_lines(words, _COLUMN)) for words in wording.launch_commands(document, folder)
-        ],
+        commands=["\n".join(wording.shell_lines(words)) for words in wording.launch_commands(document, folder)],
     )
 
 
