@@ -39,6 +39,10 @@ _TILES: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = {
 }
 """Tiles (columns, rows) of cuBLAS' float32 kernels, by generation and whether the product is batched: the names of the
 kernels in NeuSight's rows (CUDA 12.1). The fastest tile by the law is taken."""
+_NEWEST = 8
+"""Later generations multiply in float32 with the kernels of this one."""
+_DATACENTER = (9, 10)
+"""Generations whose tensor cores FlashAttention-2 can't fill: 35 % of an H100 (arXiv 2407.08608)."""
 _TENSOR_TILES = ((128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """Of kernels on tensor cores (CUTLASS' default configurations)."""
 
@@ -55,7 +59,7 @@ class Figures:
         l2: Bytes.
         hz: Boost clock.
         watts: Thermal design power.
-        generation: Major compute capability, 6 to 8; later ones count as 8.
+        generation: Major compute capability, 6 or later.
         efficiency: How many FLOP a joule allows, next to 16 nm.
         tensor: 1 where the arithmetic is done on tensor cores, else 0.
     """
@@ -124,7 +128,7 @@ def product_seconds(
     found = np.empty(len(batched))
     for tensor, generation, group in sorted(set(zip(figures.tensor, figures.generation, batched, strict=True))):
         places = np.flatnonzero((figures.tensor == tensor) & (figures.generation == generation) & (batched == group))
-        tiles = _TENSOR_TILES if tensor else _TILES[int(generation), bool(group)]
+        tiles = _TENSOR_TILES if tensor else _TILES[min(int(generation), _NEWEST), bool(group)]
         own, shapes = figures.at(places), products.at(places)
         found[places] = np.minimum.reduce(
             [_tile_seconds(own, fit, memory, shapes, tile=tile, pause=pause) for tile in tiles]
@@ -143,7 +147,7 @@ def _tile_seconds(
 ) -> Numbers:
     batch, m, n, k, size = products.batch, products.m, products.n, products.k, products.size
     columns, rows = tile
-    generation = int(figures.generation[0])
+    generation = min(int(figures.generation[0]), _NEWEST)
     kind = "tensor" if figures.tensor[0] else "simt"
     tiles = batch * np.ceil(n / columns) * np.ceil(m / rows)
     waves = tiles / figures.sms
@@ -198,6 +202,7 @@ def attention_seconds(
     A block of :data:`_QUERIES` rows of one head is one tile; few of them leave SMs idle.
     """
     share = np.exp(np.where(backward > 0, fit["backward"], fit["forward"])) * width / (width + np.exp(fit["width"]))
+    share = share * np.where(np.isin(figures.generation, _DATACENTER), np.exp(fit["newer"]), 1.0)
     waves = batch * m / _QUERIES / figures.sms
     busy = waves / (waves + np.exp(fit["idle"]))
     arithmetic = flops / (figures.peak * np.minimum(share, 1.0) * busy)

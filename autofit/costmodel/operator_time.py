@@ -272,8 +272,8 @@ def figures_of(operators: Operators, card: Card) -> Figures:
         l2=card.l2_bytes * each,
         hz=card.boost_hz * each,
         watts=card.watts * each,
-        generation=min(card.capability[0], 8) * each,
-        efficiency=_EFFICIENCY[card.capability] * each,
+        generation=card.capability[0] * each,
+        efficiency=_efficiency(card.capability) * each,
         tensor=tensor[operators.arithmetic],
     )
 
@@ -290,3 +290,9 @@ _EFFICIENCY: dict[tuple[int, int], float] = {
 speed. TSMC: 7 nm 60 to 65 % less than 16 nm, 5 nm (4N) 30 % less than 7 nm. Samsung: 10 nm 40 % less than 14 nm, 8 nm
 another 10 % less. Not fitted, but that a B200 has more: its best products on tensor cores (1,750 TFLOP/s,
 stas00/ml-engineering) need it."""
+
+
+def _efficiency(capability: tuple[int, int]) -> float:
+    """Of the newest generation that is known and not newer; of one older than all, of the oldest."""
+    known = [one for one in _EFFICIENCY if one <= capability] or [min(_EFFICIENCY)]
+    return _EFFICIENCY[max(known)]

@@ -43,7 +43,7 @@ START: dict[str, dict[str, float]] = {
         "kept": 1.5, "passes": 1.3, "again_6": 0.5, "again_7": 1.5, "again_8": 1.5, "row_bytes_6": 1.8e5,
         "tensor_share": 1.0, "tensor_reuse": 12.0, "tensor_flop_per_joule": 450.0, "tensor_start": 96.0,
     },
-    "attention": {"forward": 0.75, "backward": 0.6, "width": 16.0, "idle": 0.3},
+    "attention": {"forward": 0.75, "backward": 0.6, "width": 16.0, "idle": 0.3, "newer": 0.55},
     "passes": {
         "reduction": 1.1, "gather": 1.5, "copy": 1.2, "optimizer": 1.1, "dequantize": 1.3, "transfer": 0.8,
         "elementwise": 1.0,
