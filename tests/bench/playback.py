@@ -195,11 +195,11 @@ class Sweep:
         """The file's own columns."""
         plans = tuple(self.answers)
         domains = {name: tuple(sorted({plan[name] for plan in plans}, key=int)) for name in plans[0]}
-        unsure = Prior(time=(0.0, 0.05), memory=(0.0, 0.1))
+        counted = Prior(time=(0.0, 0.0), memory=(0.0, 0.1))  # the laws say what each value does
         return Space(
             domains=domains,
             plans=plans,
-            priors={name: dict.fromkeys(values, unsure) for name, values in domains.items()},
+            priors={name: dict.fromkeys(values, counted) for name, values in domains.items()},
         )
 
     def forecast(self, space: Space) -> Forecast:

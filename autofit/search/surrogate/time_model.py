@@ -147,7 +147,8 @@ def _from_traces(space: Space, features: Features, forecast: Forecast) -> TimeMo
         if _differs_in_trace(space, counted, features.index, (name, value, baselines.get(name))):
             expected, std = 0.0, std if is_untraced(present, forecast) else _EFFECT_STD
         mean += present * expected
-        columns += [present * std, present * features.overhead_curve * 0.1]
+        if std:  # of a value that costs nothing of its own there is nothing to learn
+            columns += [present * std, present * features.overhead_curve * 0.1]
     return TimeModel(
         parts=np.log(np.maximum(counted, 1e-300)),
         parts_std=np.full(counted.shape[1], _RATE_STD[known]),
