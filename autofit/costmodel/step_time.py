@@ -15,7 +15,7 @@ Not covered: data loading, communication between devices, what the allocator cos
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,16 +23,19 @@ from autofit.costmodel import operator_time, roofline
 from autofit.system.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from autofit.contract.trace import Ints
     from autofit.costmodel.operator_time import Operators
     from autofit.costmodel.peak import MicroPart, OptimizerPart
     from autofit.costmodel.roofline import Numbers
     from autofit.machine.gpu_catalogue import Card
 
-LOG_STD = 0.15
-"""Standard deviation of the natural logarithm of measured over predicted seconds of a whole step."""
 ROOFLINE_LOG_STD = 0.35
-"""The same of the plain roofline."""
+"""Standard deviation of the natural logarithm of measured over predicted seconds of a whole step, by the roofline."""
+_PLAIN = {"slack": 0.0, "gap": -math.inf, "host": math.log(roofline.HOST_SECONDS_PER_OPERATOR)}
+_NOTHING = operator_time.TIMED_KINDS.index("nothing")
+T = TypeVar("T", float, "Numbers")
 EIGHTY = 1.2816
 """Standard deviations either side that hold four fifths of a normal distribution."""
 
@@ -58,7 +61,7 @@ class StepClock:
     @property
     def log_std(self) -> float:
         """Standard deviation of the natural logarithm of measured over predicted."""
-        return LOG_STD if self.by_laws else ROOFLINE_LOG_STD
+        return log_std_of(self.card, operator_time.coefficients()) if self.by_laws else ROOFLINE_LOG_STD
 
     @property
     def range(self) -> tuple[float, float]:
@@ -104,9 +107,48 @@ class StepClock:
 
 def device_seconds(operators: Operators, card: Card) -> float:
     """Of all calls, on a device that always has the next operator in its queue."""
-    return float(operators.calls @ operator_time.seconds(operators, card).seconds)
+    kernels = float(operators.calls @ (operators.kind != _NOTHING))
+    fit = operator_time.coefficients()["fit"].get("step", _PLAIN)
+    return float(on_device(operators.calls @ operator_time.seconds(operators, card).seconds, kernels, fit))
 
 
 def host_seconds(operators: Operators) -> float:
     """Of all calls, until the last one is issued."""
-    return float(operators.calls.sum()) * roofline.HOST_SECONDS_PER_OPERATOR
+    fit = operator_time.coefficients()["fit"].get("step", _PLAIN)
+    return float(operators.calls.sum() * np.exp(fit["host"]))
+
+
+def log_std_of(card: Card, found: Mapping[str, Any]) -> float:
+    """Standard deviation of the natural logarithm of measured over predicted seconds of a whole step, by the laws.
+
+    Args:
+        card: Larger where no step on it was fitted to.
+        found: What a fit found.
+    """
+    steps = found.get("steps")
+    if steps is None:
+        return ROOFLINE_LOG_STD
+    return float(steps["log_std"]["seen" if card.name in steps["cards"] else "unseen"])
+
+
+def on_device(seconds: T, kernels: T, fit: Mapping[str, float]) -> T:
+    """Seconds of kernels one behind the other: a gap after each, and what a long run is slower than a kernel alone.
+
+    Args:
+        seconds: Sum over the kernels.
+        kernels: How many they are.
+        fit: The coefficients ``slack`` and ``gap``, as logarithms.
+    """
+    return np.exp(fit["slack"]) * (seconds + np.exp(fit["gap"]) * kernels)  # type: ignore[no-any-return]
+
+
+def together(seconds: Numbers, kernels: Numbers, calls: Numbers, fit: Mapping[str, float]) -> Numbers:
+    """Seconds of whole steps: the slower of device and host.
+
+    Args:
+        seconds: Sums over the kernels of each step.
+        kernels: How many they are.
+        calls: Operators that the host issues, those without a kernel included.
+        fit: The coefficients ``slack``, ``gap`` and ``host``, as logarithms.
+    """
+    return np.maximum(on_device(seconds, kernels, fit), np.exp(fit["host"]) * calls)

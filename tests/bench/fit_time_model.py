@@ -12,9 +12,11 @@ numbers: the rows are thinned by their order. The same rows give the same file t
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autofit.costmodel import operator_time
-from tests.bench.time_rows import Rows, read_kernels, write_kernels
+from tests.bench.time_rows import KERNELS, Rows, read_kernels, write_kernels
 
 TARGET = Path(__file__).resolve().parents[2] / "autofit" / "costmodel" / "time_coefficients.json"
+DATA = Path(__file__).resolve().parents[1] / "data" / "operator_times"
 MOST = 600
 """Rows of each operator on each card that are fitted to."""
 _SCALE = 0.12
@@ -122,6 +125,24 @@ def found(rows: Rows) -> dict[str, Any]:
     }
 
 
+def found_without(folder: Path, cards: Sequence[str]) -> dict[str, Any]:
+    """What kernels tell, those of some cards left out: of the folder, or where it holds none of this repository's."""
+    own = any((folder / name).exists() for name in KERNELS)
+    rows = _kernels(folder if own else DATA)
+    return _found_without(folder if own else DATA, tuple(sorted(set(rows.card.tolist()) & set(cards))))
+
+
+@functools.cache
+def _kernels(folder: Path) -> Rows:
+    return read_kernels(folder)[0].thinned(MOST)
+
+
+@functools.cache
+def _found_without(folder: Path, cards: tuple[str, ...]) -> dict[str, Any]:
+    rows = _kernels(folder)
+    return found(rows.where(np.flatnonzero(~np.isin(rows.card, cards))))
+
+
 def folds(rows: Rows, count: int) -> Iterator[tuple[list[str], Any, Any]]:
     """Cards that are held out, rows to fit to and rows to predict; each card is held out once."""
     cards = sorted(set(rows.card))
@@ -190,12 +211,15 @@ def main() -> None:
     """Fit, and write the coefficients."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=Path, required=True, help="folder of neusight_ops.csv.gz")
+    parser.add_argument("--steps", type=Path, help="folder of the files of whole steps, where it is another")
     parser.add_argument("--target", type=Path, default=TARGET)
     parser.add_argument("--keep", type=Path, help="write the rows that it was fitted to into this folder")
     args = parser.parse_args()
     rows, _ = read_kernels(args.rows)
     rows = rows.thinned(MOST)
-    args.target.write_text(json.dumps(found(rows), indent=1) + "\n", "utf-8")
+    kernels = found(rows)
+    whole = importlib.import_module("tests.bench.whole_steps.bench").fitted(kernels, args.steps or args.rows)
+    args.target.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
     if args.keep:
         write_kernels(rows, args.rows, args.keep)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from whole_steps import bench
+from tests.bench.whole_steps import bench
 
 
 def run(rows_folder: Path, *, folds: int | None, vs: bool, say: Callable[[str], None]) -> dict[str, Any]:

@@ -1,14 +1,10 @@
-"""The seconds of a traced step on a card: by the laws of ``costmodel/operator_time.py``, and by two plain rules."""
+"""The seconds of a traced step on a card by two plain rules, which the laws are held against."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from autofit.costmodel import operator_time, roofline
-from autofit.costmodel.operator_time import Operators
+from autofit.costmodel import roofline
 from autofit.costmodel.roofline import KINDS, Totals
 
 from .rows import Step
@@ -24,19 +20,6 @@ class Seconds:
 
     seconds: float
     log_std: float = 0.0
-
-
-def by_laws(step: Step, trace: Traced, fit: dict[str, Any] | None = None) -> Seconds:
-    """Each operator's seconds; the host issues them meanwhile."""
-    assert step.card is not None
-    rows = trace.operators + step.rows * trace.operators_per_row
-    times = [step.accumulation] * (_PARTS - 1) + [1]
-    operators = Operators.from_rows(rows, np.array(times) @ trace.calls)
-    operators = operators.computed_in(tf32=step.tf32 and step.card.tf32 is not None, fp16=step.fp16)
-    found = operator_time.seconds(operators, step.card, fit)
-    device = float(operators.calls @ found.seconds)
-    host = float(operators.calls.sum()) * roofline.HOST_SECONDS_PER_OPERATOR
-    return Seconds(seconds=max(device, host), log_std=float(np.average(found.log_std, weights=operators.calls)))
 
 
 def by_roofline(step: Step, trace: Traced) -> Seconds:

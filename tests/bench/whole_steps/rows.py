@@ -7,6 +7,8 @@ in the same way. Nothing is known of any single row.
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,10 +68,27 @@ def read(folder: Path) -> list[Step]:
     return [step for name, reader in _READERS.items() for step in reader(_raw(folder / name))]
 
 
+def keep(folder: Path, target: Path) -> None:
+    """Write the rows of a folder that are expressed into another, compressed."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name, reader in _READERS.items():
+        rows = [row for row in _raw(folder / name) if any(step.program for step in reader(iter([row])))]
+        if not rows:
+            continue
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        (target / f"{name}.gz").write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+
+
 def _raw(path: Path) -> Iterator[dict[str, str]]:
-    if not path.exists():
+    packed = path.with_name(f"{path.name}.gz")
+    if not path.exists() and not packed.exists():
         return
-    with path.open(encoding="utf-8", newline="") as file:
+    with (
+        path.open(encoding="utf-8", newline="") if path.exists() else gzip.open(packed, "rt", encoding="utf-8") as file
+    ):
         for row in csv.DictReader(file):
             yield {name: (value or "").strip() for name, value in row.items() if name is not None}
 

@@ -1,0 +1,168 @@
+"""What whole steps tell that no kernel does: products on tensor cores, fused attention, gaps between kernels, the host.
+
+The kernels' coefficients are held but for those in :data:`WANTED`, which no measured kernel is of. Steps that differ in
+the accumulation alone are one row, the median of them. The same minimizer as the kernels', no random numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from autofit.costmodel import operator_time, step_time
+from autofit.costmodel.kernel_laws import Figures
+from autofit.costmodel.operator_time import TIMED_KINDS, Operators
+from autofit.costmodel.roofline import Numbers
+
+from .rows import Step
+from .tracing import Traced
+
+WANTED = (
+    ("product", "tensor_share"),
+    ("product", "tensor_reuse"),
+    ("product", "tensor_flop_per_joule"),
+    ("attention", "forward"),
+    ("attention", "backward"),
+    ("passes", "copy"),
+    ("passes", "reduction"),
+    ("step", "slack"),
+    ("step", "gap"),
+    ("step", "host"),
+)
+START = {"slack": 0.0, "gap": float(np.log(1e-6)), "host": float(np.log(8e-6))}
+_DIGITS = 4
+_FOLDS = 5
+_NOTHING = TIMED_KINDS.index("nothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """Operators of many steps side by side.
+
+    Attributes:
+        operators, figures: Of shape ``(operators,)``; calls are those of the whole step.
+        bound: Seconds that no operator takes less than.
+        step: Which step each operator is of.
+        count: Steps.
+    """
+
+    operators: Operators
+    figures: Figures
+    bound: Numbers
+    step: Any
+    count: int
+
+
+def batch_of(steps: Sequence[Step], traces: Mapping[Any, Traced]) -> Batch:
+    """The operators of all steps, each on its own card."""
+    found, figures, bounds, owners = [], [], [], []
+    for place, step in enumerate(steps):
+        own = operators_of(step, traces[step.program])
+        assert step.card is not None
+        found.append(own)
+        figures.append(operator_time.figures_of(own, step.card))
+        bounds.append(operator_time.bound_seconds(own, step.card))
+        owners.append(np.full(len(own), place))
+    return Batch(
+        operators=_joined(Operators, found),
+        figures=_joined(Figures, figures),
+        bound=np.concatenate(bounds),
+        step=np.concatenate(owners),
+        count=len(steps),
+    )
+
+
+def operators_of(step: Step, trace: Traced) -> Operators:
+    """Of a whole optimizer step, each with all of its calls."""
+    assert step.card is not None
+    calls = np.array([step.accumulation, step.accumulation, 1]) @ trace.calls
+    called = calls > 0
+    rows = trace.operators[called] + step.rows * trace.operators_per_row[called]
+    operators = Operators.from_rows(rows, calls[called])
+    return operators.computed_in(tf32=step.tf32 and step.card.tf32 is not None, fp16=step.fp16)
+
+
+def _joined(kind: Any, parts: Sequence[Any]) -> Any:
+    return kind(**{one.name: np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(kind)})
+
+
+def predicted(batch: Batch, fit: Mapping[str, Mapping[str, float]]) -> Numbers:
+    """Seconds of each step."""
+    each = np.maximum(operator_time.device_seconds(batch.operators, batch.figures, fit), batch.bound)
+    calls, launches = batch.operators.calls, batch.operators.calls * (batch.operators.kind != _NOTHING)
+    device, host, kernels = (
+        np.bincount(batch.step, weights, batch.count) for weights in (calls * each, calls, launches)
+    )
+    return step_time.together(device, kernels, host, fit["step"])
+
+
+def refined(
+    fit: Mapping[str, Mapping[str, float]], steps: Sequence[Step], traces: Mapping[Any, Traced]
+) -> dict[str, dict[str, float]]:
+    """The coefficients, those that are wanted fitted to these steps."""
+    from tests.bench.fit_time_model import _minimized
+
+    steps = _thinned(steps)
+    batch = batch_of(steps, traces)
+    measured = np.log([step.seconds for step in steps])
+    whole = {part: dict(its) for part, its in fit.items()} | {"step": dict(START)}
+    start = np.array([whole[part][name] for part, name in WANTED])
+
+    def with_values(values: Any) -> dict[str, dict[str, float]]:
+        trial = {part: dict(its) for part, its in whole.items()}
+        for (part, name), value in zip(WANTED, values, strict=True):
+            trial[part][name] = round(float(value), 9)
+        return trial
+
+    values = _minimized(lambda these: np.log(predicted(batch, with_values(these))) - measured, start)
+    return with_values([round(float(value), _DIGITS) for value in values])
+
+
+def with_steps(found: Mapping[str, Any], steps: Sequence[Step], traces: Mapping[Any, Traced]) -> dict[str, Any]:
+    """What a fit to kernels found, with what these steps tell, and how far whole steps are off."""
+    fit = refined(found["fit"], steps, traces)
+    unseen = np.full(len(steps), np.nan)
+    for cards in folds(steps, _FOLDS):
+        mine = np.array([step.card is not None and step.card.name in cards for step in steps])
+        others = [step for step, out in zip(steps, mine, strict=True) if not out]
+        if others:
+            unseen[mine] = _errors(refined(found["fit"], others, traces), steps, mine, traces)
+    seen = _errors(fit, steps, np.ones(len(steps), dtype=bool), traces)
+    stds = {"seen": _spread(seen), "unseen": max(_spread(seen), _spread(unseen[~np.isnan(unseen)]))}
+    cards = sorted({step.card.name for step in steps if step.card is not None})
+    return {**found, "fit": fit, "steps": {"rows": len(steps), "cards": cards, "log_std": stds}}
+
+
+def _errors(fit: Mapping[str, Any], steps: Sequence[Step], mine: Any, traces: Mapping[Any, Traced]) -> Numbers:
+    some = [step for step, wanted in zip(steps, mine, strict=True) if wanted]
+    measured: Numbers = np.log([step.seconds for step in some])
+    return measured - np.log(predicted(batch_of(some, traces), fit))
+
+
+def _spread(errors: Numbers) -> float:
+    """The standard deviation whose 80 % interval holds 80 % of the steps."""
+    return round(float(np.quantile(np.abs(errors), 0.8)) / step_time.EIGHTY, 3) if len(errors) else 0.0
+
+
+def _thinned(steps: Sequence[Step]) -> list[Step]:
+    """One of the steps that differ in the accumulation alone: the one whose pace is their median."""
+    alike: defaultdict[Any, list[Step]] = defaultdict(list)
+    for step in steps:
+        assert step.card is not None
+        alike[step.source, step.card.name, step.program, step.rows, step.tf32, step.fp16].append(step)
+    return [
+        next(one for one in members if one.seconds / one.tokens == middle)
+        for members in alike.values()
+        for middle in [statistics.median_low(one.seconds / one.tokens for one in members)]
+    ]
+
+
+def folds(steps: Sequence[Step], count: int) -> list[list[str]]:
+    """Names of the cards that each fold holds out; every card is held out once."""
+    cards = sorted({step.card.name for step in steps if step.card is not None})
+    return [cards[fold::count] for fold in range(min(count, len(cards)))]
