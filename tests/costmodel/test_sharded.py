@@ -124,3 +124,20 @@ def test_ddp_keeps_whole_weights_and_a_copy_of_the_gradients(world):
     trained = sum(size for size in one.weights)
     assert two.buckets_bytes == pytest.approx(trained, rel=0.01)
     assert two.peaks(np.array([4.0]), adding=True)[0] == pytest.approx(one.peaks(np.array([4.0]), adding=True)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_offloaded_shares_of_weights_state_and_gradients_wait_on_the_host(world, processes):
+    kept, offloaded = (
+        world(processes, FSDP),
+        {**FSDP, "fsdp_config": {**FSDP["fsdp_config"], "fsdp_offload_params": True}},
+    )
+    here, share = kept.micro_part(), kept.micro_part().weights.sum()
+    state = kept.optimizer_part().state_bytes
+    there = world(processes, offloaded)
+    micro, optimizer = there.micro_part(), there.optimizer_part()
+    assert micro.weights.sum() < 0.01 * share
+    assert optimizer.peak_bytes == 0
+    assert optimizer.elsewhere_bytes >= share + state
+    assert micro.held_bytes < here.held_bytes

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,9 +35,18 @@ from autofit.costmodel.tracing.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.fake_kernels import without_values
 from autofit.costmodel.tracing.layers import Marks, TraceDone, find_layers, period_of, shorten, watch_layers
 from autofit.costmodel.tracing.recorder import Recorder
-from autofit.costmodel.tracing.shard_layout import cut, layout_of, local_bytes, one_process, without_engine
+from autofit.costmodel.tracing.shard_layout import (
+    Layout,
+    cut,
+    layout_of,
+    local_bytes,
+    on_device,
+    one_process,
+    share_bytes,
+    without_engine,
+)
 from autofit.costmodel.tracing.sharded import fake_world, following
-from autofit.costmodel.tracing.timeline import Tape
+from autofit.costmodel.tracing.timeline import ELSEWHERE, Tape
 from autofit.costmodel.tracing.trace_store import kernels_of
 from autofit.registry import recipe_of, techniques
 from autofit.training import loops
@@ -139,9 +149,11 @@ def micro_steps(
         accumulation: Micro-steps to trace.
     """
     with _prepared(plan, facts, folder) as recipe:
-        layout = layout_of(recipe)
+        layout = layout_of(recipe_of(plan, facts))
         model = recipe.model(None, config=config, device="meta" if fake else "cpu")
         weights, buckets_bytes = tuple(local_bytes(model, layout)), layout.buckets_bytes(model)
+        if layout.on_host:  # one share at a time is brought in to be gathered
+            buckets_bytes += max(share_bytes(model, layout).values(), default=0)
         layers = find_layers(model, period_of(plan)) if fake and not whole else None
         if layers is not None:
             shorten(model, layers)
@@ -149,14 +161,14 @@ def micro_steps(
         recipe.micro_batch = rows or recipe.micro_batch
         with _recording(recipe, fake=fake, rows=rows) as recorder:
             marks = Marks(recipe, recorder, accumulation=accumulation, steps=1, only_micro_steps=True)
-            marks.sharded = model if layout.shards > 1 else None
+            marks.sharded = model if layout.engine else None
             if layers is not None:
                 watch_layers(model, layers, marks)
             _run(recipe, model, marks, folder, fake=fake)
         tape = recorder.tape(since=1, until=marks.past)
         evaluation = recorder.tape(since=marks.past) if marks.past and _evaluates(recipe) else None
     return MicroSteps(
-        tape=tape.without("weights") if layout.shards > 1 else tape,  # they are in `weights`, of every layer
+        tape=_without_shares(tape, layout),
         evaluation=evaluation,
         copies=layers.copies if layers else 0,
         weights=weights,
@@ -173,13 +185,24 @@ def optimizer_steps(plan: Plan, facts: Facts, *, config: Path, folder: Path, fak
     """
     with _prepared(plan, facts, folder, alone=True) as recipe:
         model = recipe.model(None, config=config, device="meta" if fake else "cpu")
-        cut(model, layout_of(recipe_of(plan, facts)))
+        layout = layout_of(recipe_of(plan, facts))
+        on_host = sum(share_bytes(model, layout).values()) if layout.on_host else 0
+        cut(model, layout)
         model.forward = _given_gradients(model)
         with _recording(recipe, fake=fake) as recorder:
             marks = Marks(recipe, recorder, accumulation=1, steps=2)
             _run(recipe, model, marks, folder, fake=fake)
         tape = recorder.tape(since=1)
-    return OptimizerSteps(tape=tape, elsewhere_bytes=round(float(tape.live_elsewhere(0).max())))
+    if layout.on_host:
+        tape = dataclasses.replace(tape, categories=np.full_like(tape.categories, ELSEWHERE))
+    return OptimizerSteps(tape=tape, elsewhere_bytes=on_host + round(float(tape.live_elsewhere(0).max())))
+
+
+def _without_shares(tape: Tape, layout: Layout) -> Tape:
+    """Without the weights, which are counted of every layer, and without what the host holds."""
+    if not layout.engine:
+        return tape
+    return tape.without("weights", "gradients") if layout.on_host else tape.without("weights")
 
 
 def _given_gradients(model: nn.Module) -> Callable[..., Any]:
@@ -208,17 +231,17 @@ def _given_gradients(model: nn.Module) -> Callable[..., Any]:
 def _prepared(plan: Plan, facts: Facts, folder: Path, *, alone: bool = False) -> Iterator[Recipe]:
     """The recipe as it can run on a CPU, in the environment of its launch; alone, without the others of its world."""
     recipe = recipe_of(plan, facts)
-    world = 1 if alone else facts.workload.processes
+    engine = layout_of(recipe).engine and not alone
     if alone:
         recipe.facts = one_process(facts)
         recipe.emission = without_engine(recipe.emission)
-    recipe.emission = on_cpu(recipe.emission, world)
+    recipe.emission = on_cpu(on_device(recipe.emission), engine=engine)
     recipe.mixed_precision = _FP16_AS_BF16.get(recipe.mixed_precision, recipe.mixed_precision)
     config_file = folder / "traced.yaml"
     write_yaml(config_file, dict(recipe.emission.accelerate))
     with _launched(config_file), _without_garbage_collection(), contextlib.ExitStack() as stack:
-        if world > 1:
-            stack.enter_context(fake_world(world))
+        if engine:
+            stack.enter_context(fake_world(facts.workload.processes))
         yield recipe
 
 
@@ -257,17 +280,18 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def on_cpu(emission: Emission, processes: int = 1) -> Emission:
+def on_cpu(emission: Emission, *, engine: bool = False) -> Emission:
     """What a plan writes, for a process on the CPU whose tensors have the same sizes.
 
-    In a world of several, Accelerate is left to believe that it is on GPUs: on CPUs it leaves its engines out.
+    Where an engine runs the model, Accelerate is left to believe that it is on GPUs: on CPUs it leaves engines out.
     """
-    alone = processes == 1
     mixed = emission.accelerate.get("mixed_precision", "no")
     arguments = dict(emission.training_args)
-    arguments.update(use_cpu=alone, tf32=None, fp16=False, bf16=bool(arguments.get("bf16") or arguments.get("fp16")))
+    arguments.update(
+        use_cpu=not engine, tf32=None, fp16=False, bf16=bool(arguments.get("bf16") or arguments.get("fp16"))
+    )
     accelerate = {name: value for name, value in emission.accelerate.items() if name != "gpu_ids"}
-    accelerate.update(use_cpu=alone, mixed_precision=_FP16_AS_BF16.get(mixed, mixed))
+    accelerate.update(use_cpu=not engine, mixed_precision=_FP16_AS_BF16.get(mixed, mixed))
     return Emission(accelerate=accelerate, training_args=arguments, script=emission.script)
 
 
@@ -283,7 +307,7 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
         if fake:
             stack.enter_context(without_packing())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        if recipe.facts.workload.processes > 1:
+        if layout_of(recipe).engine:
             stack.enter_context(following(recorder))
         stack.enter_context(recorder)
         if on_cuda:

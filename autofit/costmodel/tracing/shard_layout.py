@@ -32,12 +32,16 @@ class Layout:
             ``fsdp2_prepare_model`` of 1.15, under mixed precision).
         bucketed: Whether DDP's reducer keeps a copy of all gradients in its buckets.
         gathers_late: Whether gradients stay whole on every rank between the micro-steps of an accumulation.
+        engine: Whether an engine runs the model, so that a trace needs its world, also one of a single process.
+        on_host: Whether shares of weights, gradients and optimizer state wait on the host (``fsdp_offload_params``).
     """
 
     shards: int = 1
     upcast: bool = False
     bucketed: bool = False
     gathers_late: bool = False
+    engine: bool = False
+    on_host: bool = False
 
     def buckets_bytes(self, model: nn.Module) -> int:
         """Bytes of the reducer's buckets; a gradient is copied there and back, since it is no view of its bucket.
@@ -54,15 +58,19 @@ def layout_of(recipe: Recipe) -> Layout:
     world = recipe.facts.workload.processes
     written = recipe.emission.accelerate
     engine = written.get("distributed_type", "NO")
-    if world == 1:
-        return Layout()
     if engine == "FSDP":
         sizes = written.get("parallelism_config") or {}
         replicas = int(sizes.get("parallelism_config_dp_replicate_size", 1))
         config = recipe.emission.training_args.get("accelerator_config") or {}
         every = bool((config.get("gradient_accumulation_kwargs") or {}).get("sync_each_batch"))
-        return Layout(shards=world // replicas, upcast=recipe.mixed_precision != "no", gathers_late=not every)
-    return Layout(bucketed=engine == "MULTI_GPU")
+        return Layout(
+            shards=world // replicas,
+            upcast=recipe.mixed_precision != "no",
+            gathers_late=not every,
+            engine=True,
+            on_host=bool((written.get("fsdp_config") or {}).get("fsdp_offload_params")),
+        )
+    return Layout(bucketed=engine == "MULTI_GPU" and world > 1, engine=world > 1)
 
 
 def local_shape(parameter: torch.Tensor, layout: Layout) -> tuple[int, ...]:
@@ -82,18 +90,22 @@ def local_dtype(parameter: torch.Tensor, layout: Layout) -> torch.dtype:
 
 
 def local_bytes(model: nn.Module, layout: Layout) -> list[int]:
-    """Bytes of each parameter and buffer of one rank."""
-    sizes: dict[int, int] = {}
-    for parameter in model.parameters():
-        share = torch.empty(local_shape(parameter, layout), dtype=local_dtype(parameter, layout), device="meta")
-        sizes[id(parameter)] = share.nbytes
-    sizes |= {id(buffer): buffer.nbytes for buffer in model.buffers()}
-    return list(sizes.values())
+    """Bytes of each parameter and buffer of one rank that lie on its device."""
+    shares = {} if layout.on_host else share_bytes(model, layout)
+    return list((shares | {id(buffer): buffer.nbytes for buffer in model.buffers()}).values())
+
+
+def share_bytes(model: nn.Module, layout: Layout) -> dict[int, int]:
+    """Bytes of one rank's share of each parameter, by the parameter's id."""
+    return {
+        id(one): torch.empty(local_shape(one, layout), dtype=local_dtype(one, layout), device="meta").nbytes
+        for one in model.parameters()
+    }
 
 
 def cut(model: nn.Module, layout: Layout) -> None:
     """Put one rank's share in the place of each parameter of a model on the meta device; shared ones stay shared."""
-    if layout.shards == 1:
+    if not layout.engine:
         return
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -115,4 +127,13 @@ def without_engine(emission: Emission) -> Emission:
     """What a plan writes, without what spreads it over a world."""
     accelerate: dict[str, Any] = {name: v for name, v in emission.accelerate.items() if name not in _ENGINE_KEYS}
     accelerate.update(distributed_type="NO", num_processes=1, num_machines=1)
+    return dataclasses.replace(emission, accelerate=accelerate)
+
+
+def on_device(emission: Emission) -> Emission:
+    """What a plan writes, without what keeps its shares on the host: on a fake CPU a copy there would be none."""
+    config = emission.accelerate.get("fsdp_config")
+    if not config or not config.get("fsdp_offload_params"):
+        return emission
+    accelerate = {**emission.accelerate, "fsdp_config": {**config, "fsdp_offload_params": False}}
     return dataclasses.replace(emission, accelerate=accelerate)
