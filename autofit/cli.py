@@ -176,6 +176,16 @@ def report(folder: str, as_json: bool) -> None:
         data_console().print(summary(document, folder=folder))
 
 
+@main.command(short_help="Show several answers side by side.")
+@click.argument("folders", metavar="DIR DIR...", nargs=-1, required=True)
+def compare(folders: tuple[str, ...]) -> None:
+    """Show the answers in several folders side by side: what was asked, what won, and what differs."""
+    from autofit.output.compare import comparison
+    from autofit.output.document import read_document
+
+    data_console(120).print(comparison({folder: read_document(folder) for folder in folders}))
+
+
 @main.command(short_help="Print an answer as another project's settings.")
 @click.argument("folder", metavar="DIR")
 @click.option("--to", "target", required=True, help="python, cli, sft, axolotl or llamafactory.")

@@ -128,7 +128,7 @@ def test_the_command_line_is_the_one_that_was_designed():
     }
     assert found == {
         "tune": [
-            "--allow", "--among", "--call", "--device", "--fix", "--global-batch", "--guard", "--json",
+            "--allow", "--among", "--call", "--config", "--device", "--fix", "--global-batch", "--guard", "--json",
             "--launch-path", "--memory-limit", "--output", "--processes", "--record", "--resume", "--sampler", "--seed",
             "--seq-len", "--storage", "--task", "--timeout", "--trials", "--trust-remote-code", "--verbose",
         ],
@@ -141,6 +141,7 @@ def test_the_command_line_is_the_one_that_was_designed():
         "doctor": ["--all", "--device", "--json", "--model", "--task"],
         "report": ["--json"],
         "export": ["--to"],
+        "compare": [],
         "schema": [],
     }  # fmt: skip
     assert [name for name, command in cli.main.commands.items() if command.hidden] == ["schema"]
@@ -174,6 +175,27 @@ def test_the_answer_is_on_stdout_and_the_talk_on_stderr(tune, tmp_path):
     assert "\x1b" not in done.stdout + done.stderr
     for trial in found.trials:
         assert re.search(rf"\b{trial.number}\b", done.stderr)
+
+
+def test_a_tune_is_repeated_from_its_own_file_and_the_command_line_wins(tune, run, tmp_path):
+    first = tune("--fix", "optimizer=adamw", "--among", "micro_batch=1,2", "--timeout", "10m")
+    assert first.exit_code == 0, first.stderr
+    kept = tmp_path / "out" / "tune.yaml"
+    again = run("tune", "--config", kept, "--output", tmp_path / "again", replay=Replay(tmp_path / "again"))
+    assert again.exit_code == 0, again.stderr
+    plans = [[trial.plan for trial in read_document(tmp_path / name).trials] for name in ("out", "again")]
+    assert plans[0] == plans[1]
+    texts = [(tmp_path / name / "tune.yaml").read_text("utf-8").splitlines() for name in ("out", "again")]
+    assert texts[0][1:] == texts[1][1:]
+    assert "timeout: 600s" in texts[0]
+    wins = run("tune", "--config", kept, "--trials", "0", "--output", tmp_path / "third")
+    assert "--trials 0 is out of range" in wins.stderr
+    (tmp_path / "wrong.yaml").write_text("trails: 3\n")
+    wrong = run("tune", "demo", "--config", tmp_path / "wrong.yaml")
+    assert wrong.exit_code == 2
+    assert "'trails' is no option of tune" in wrong.stderr
+    assert "trials" in wrong.stderr
+    assert run("tune", "demo", "--config", tmp_path / "none.yaml").exit_code == 2
 
 
 def test_the_report_is_shown_again_and_written_anew(tune, run, tmp_path):

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from autofit.commands.tune_config import read_config
+
 Option = Callable[[Any], Any]
 
 
@@ -74,6 +76,14 @@ TUNE_OPTIONS: tuple[Option, ...] = (
         default=True,
         show_default=True,
         help="Refuse a winner whose losses or gradients differ from a float32 baseline's.",
+    ),
+    click.option(
+        "--config",
+        is_eager=True,
+        expose_value=False,
+        callback=read_config,
+        metavar="FILE",
+        help="Options from a file, as tune.yaml in a tune's folder; what is on the command line wins.",
     ),
     click.option("--verbose", is_flag=True, help="End with all that was found, not with one screen of it."),
     click.option("--json", "as_json", is_flag=True, help="Print autofit.json to stdout, and nothing else there."),

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from autofit.commands.request import TRIALS
+from autofit.commands.tune_config import CONFIG
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST
 from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML
 from autofit.search.journal import JOURNAL_FILE
@@ -17,7 +18,7 @@ from autofit.system.fork_server import FAILED_JOB_LOG
 LOCK = ".lock"
 FORKSERVER_LOG = "forkserver.log"
 _WRITTEN = {
-    MODEL_FOLDER, DOCUMENT_FILE, YAML, ARGUMENTS, REPORT, TRIALS, FORKSERVER_LOG, JOURNAL_FILE
+    MODEL_FOLDER, DOCUMENT_FILE, YAML, ARGUMENTS, REPORT, TRIALS, FORKSERVER_LOG, JOURNAL_FILE, CONFIG
 }  # fmt: skip
 BEGUN = {REQUEST, LOCK}
 """One of these is in every folder that a tune has written to."""

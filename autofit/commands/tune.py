@@ -36,6 +36,7 @@ from autofit.commands.request import (
     validated,
 )
 from autofit.commands.script_request import script_notes
+from autofit.commands.tune_config import write_config
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.costmodel.forecast import Forecast
 from autofit.output.document import MODEL_FOLDER, REQUEST
@@ -172,7 +173,9 @@ def tune(
         if before & BEGUN:
             remove_leftovers(folder)
         try:
-            return _Tune(folder, request, settings, teller, backend or DeviceBackend()).run(resume=resume)
+            found = _Tune(folder, request, settings, teller, backend or DeviceBackend()).run(resume=resume)
+            write_config(folder, request, settings)
+            return found
         finally:
             teller.close()
             if not (folder / REQUEST).exists():
