@@ -30,6 +30,14 @@ KNOWN = [card for card in cards() if card.capability is not None]
 CARDS = [find(name) for name in ("P4", "V100 PCIe 32 GB", "T4", "A100 PCIe 40 GB", "L4", "H100 SXM 80 GB", "4090")]
 
 
+@pytest.fixture(scope="module")
+def kept():
+    """The rows that the shipped coefficients were fitted to."""
+    rows, unexpressed = read_kernels(ROWS)
+    assert not unexpressed
+    return rows
+
+
 def product(m, n, k, *, batch=1, arithmetic="fp32"):
     size = 4 if arithmetic in {"fp32", "tf32"} else 2
     moved = size * batch * (m * k + k * n + m * n)
@@ -139,10 +147,9 @@ def test_every_card_of_nvidia_has_the_figures():
         assert round(lanes) in {64, 128} or abs(lanes / 128 - 1) < 0.02, card.name
 
 
-def test_the_shipped_coefficients_are_those_of_the_kept_rows():
+def test_the_shipped_coefficients_are_those_of_the_kept_rows(kept):
     """Of one stage that is quick: the whole fit is the same program."""
-    rows, unexpressed = read_kernels(ROWS)
-    assert not unexpressed
+    rows = kept
     shipped = coefficients()
     assert sorted(set(rows.card.tolist())) == shipped["cards"]
     assert len(rows.thinned(fit_time_model.MOST)) == shipped["rows"]
@@ -152,17 +159,16 @@ def test_the_shipped_coefficients_are_those_of_the_kept_rows():
     assert fit == fit_time_model.fitted(elementwise), "the same rows give the same digits"
 
 
-def test_the_kept_rows_are_predicted_as_well_as_the_page_says():
-    rows, _ = read_kernels(ROWS)
+def test_the_kept_rows_are_predicted_as_well_as_the_page_says(kept):
+    rows = kept.thinned(150)
     found = coefficients()
     error = np.abs(fit_time_model.predicted(rows, found["fit"]) / rows.seconds - 1)
     assert np.median(error) < 0.10
     assert np.quantile(error, 0.9) < 0.35
 
 
-def test_the_fit_finds_the_coefficients_that_made_the_rows():
-    rows, _ = read_kernels(ROWS)
-    rows = rows.where(rows.group == "elementwise").thinned(20)
+def test_the_fit_finds_the_coefficients_that_made_the_rows(kept):
+    rows = kept.where(kept.group == "elementwise").thinned(20)
     truth = {part: dict(its) for part, its in coefficients()["fit"].items()}
     truth["memory"] |= {"hbm": float(np.log(0.6)), "gddr": float(np.log(0.5))}
     made = dataclasses.replace(rows, seconds=fit_time_model.predicted(rows, truth))
@@ -171,9 +177,8 @@ def test_the_fit_finds_the_coefficients_that_made_the_rows():
     assert fit["memory"]["gddr"] == pytest.approx(np.log(0.5), abs=0.01)
 
 
-def test_folds_hold_each_card_out_once():
-    rows, _ = read_kernels(ROWS)
-    rows = rows.thinned(3)
+def test_folds_hold_each_card_out_once(kept):
+    rows = kept.thinned(3)
     held = []
     for cards_out, others, mine in fit_time_model.folds(rows, 3):
         assert not set(rows.card[others]) & set(cards_out)
