@@ -32,6 +32,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
+from autofit.contract.layout import engine_of
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Status, Technique
 
 if TYPE_CHECKING:
@@ -87,11 +88,11 @@ class Compile(Technique):
         by_trainer = facts.workload.launch_path == "trainer" and "tf32" in facts.hardware.precisions
         if by_trainer and others.get("precision") == "fp32":
             return "Accelerate switches TF32 on for a compiled model, which is precision=tf32"
-        if offload in {"none", "optimizer"}:
-            return None
+        if engine_of(others.get("parallel", "none")) in {"fsdp", "deepspeed"}:
+            return f"{others['parallel']} brings weights in by hooks that a compiled model passes by"
         if offload == "activations":
             return "the hooks that move saved tensors to the host are none that a graph can hold"
-        return f"{offload} brings weights in by hooks that a compiled model passes by"
+        return None
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value != self.baseline:

@@ -5,10 +5,10 @@
   makes of them, stay. Source: ``torch.autograd.graph.saved_tensors_hooks``.
 - ``optimizer``: the optimizer's state lives in pinned host memory; a step brings it in a few hundred MiB at a
   time, steps those parameters on the device, and takes it out again. The arithmetic is the same.
-- ``fsdp2``: parameters, gradients and state on the host through PyTorch's fully sharded data parallel
-  (``fsdp_offload_params``); a layer's weights come in when it runs, and the optimizer steps on the host.
-- ``zero2``, ``zero3``: DeepSpeed's ZeRO-Offload, where DeepSpeed is installed: gradients and state (2), and the
-  parameters too (3), with a vectorized AdamW on the host. Ren et al. (arXiv 2101.06840).
+  Under DeepSpeed (``parallel=zero2``) it is ZeRO-Offload: gradients and state on the host, with a vectorized AdamW
+  there. Ren et al. (arXiv 2101.06840).
+- ``parameters``: parameters, gradients and state on the host. Under ``parallel=fsdp`` a layer's weights come in when it
+  runs, and the optimizer steps on the host (``fsdp_offload_params``); under ``parallel=zero3`` DeepSpeed does the same.
 
 All of class ``exact``. The host has a ceiling of its own, since this spends it. On a CPU the device's memory is
 the host's, so there is nothing to offload to.
@@ -24,6 +24,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
+from autofit.contract.layout import engine_of
 from autofit.contract.placement import current
 from autofit.contract.technique import Choice, Held, HostOffload, Kind, Part, Prior, Technique
 
@@ -40,16 +41,13 @@ if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
     from autofit.contract.trace import Ints
 
-_ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed", "zero3": "deepspeed"}
-_OF_ACCELERATE = {"FSDP2": "fsdp2", "FSDP": "fsdp1", "DEEPSPEED": "deepspeed"}
-"""Engines, as Accelerate calls them."""
 _REFUSED = {
-    ("fsdp2", "fp16"): "gradients on the host can't be scaled with those on the device",
-    **dict.fromkeys(
-        (("zero2", "bf16_weights"), ("zero3", "bf16_weights")), "DeepSpeed keeps a float32 copy of its own"
-    ),
-    **{(engine, "fp8"): f"float8 layers were not tried under {engine}" for engine in _ENGINES},
+    ("deepspeed", "bf16_weights"): "DeepSpeed keeps a float32 copy of its own",
+    ("deepspeed", "fp8"): "float8 layers were not tried under DeepSpeed",
+    ("fsdp", "fp8"): "float8 layers were not tried under FSDP",
 }
+_SHARDED = {"adamw", "sgd"}
+"""Optimizers whose kernels take a sharded tensor."""
 _SMALLEST_BYTES = 1 << 20  # smaller tensors cost more to move than they free
 _PLAIN_STATE = {"adamw", "adafactor", "sgd"}
 _CHUNK_BYTES = 256 << 20
@@ -64,7 +62,6 @@ class Offload(Technique):
 
     name = "offload"
     baseline = "none"
-    packages = {"deepspeed": ""}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         none = Choice("none", Kind.EXACT, "offered", "everything stays on the device")
@@ -72,10 +69,7 @@ class Offload(Technique):
             same = "the device's memory is the host's memory"
             return (
                 none,
-                *(
-                    Choice(value, Kind.EXACT, "withheld", same)
-                    for value in ("activations", "optimizer", "fsdp2", "zero2", "zero3")
-                ),
+                *(Choice(value, Kind.EXACT, "withheld", same) for value in ("activations", "optimizer", "parameters")),
             )
         state_bytes = 16 * facts.model.parameters
         host = facts.workload.host_limit_bytes
@@ -86,43 +80,31 @@ class Offload(Technique):
                 return Choice(value, Kind.EXACT, "withheld", short)
             return Choice(value, Kind.EXACT, "offered", reason)
 
-        lacking = self.lacks(facts, "deepspeed")
-        fsdp2 = fits("fsdp2", state_bytes, "parameters, gradients and state on the host; Accelerate launches it")
-        if not facts.model.layer_classes:
-            fsdp2 = Choice("fsdp2", Kind.EXACT, "withheld", f"{facts.model.architecture} names no layer to shard by")
         return (
             none,
             Choice("activations", Kind.EXACT, "offered", "saved tensors wait in pinned host memory"),
             fits("optimizer", state_bytes // 2, "the optimizer's state waits in pinned host memory"),
-            fsdp2,
-            *(
-                Choice(stage, Kind.EXACT, "withheld", lacking)
-                if lacking
-                else fits(stage, state_bytes, "DeepSpeed's ZeRO-Offload")
-                for stage in ("zero2", "zero3")
-            ),
+            fits("parameters", state_bytes, "parameters, gradients and state on the host, by FSDP or ZeRO-3"),
         )
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
-        optimizer, precision = others["optimizer"], others["precision"]
-        if value in _ENGINES and not str(others["parallel"]).startswith(("none", "ddp")):
-            return f"{value} shards by itself, and so does {others['parallel']}"
+        parallel, optimizer = others["parallel"], others["optimizer"]
+        engine = engine_of(parallel)
+        if engine in {"fsdp", "deepspeed"}:
+            return _under_engine(value, others, facts)
+        if value == "parameters":
+            return "parallel=fsdp or zero3 keeps parameters on the host"
         if value == "activations" and others["checkpointing"] != "off":
             return "what checkpointing leaves is little; checkpointing=full_offload moves that"
         if value == "optimizer" and optimizer not in _PLAIN_STATE:
             return f"{optimizer} keeps or places its state in a way of its own"
-        if value in _ENGINES and (optimizer != "adamw" or others["adapter"] != "none"):
-            what = optimizer if optimizer != "adamw" else "an adapter beside frozen weights"
-            return f"{value} steps on the host, where {what} does not run"
-        if value == "zero3" and others["kernels"] == "chunked_ce":
-            return "DeepSpeed holds the output layer's weight only while that layer runs"
-        return _REFUSED.get((str(value), str(precision)))
+        return None
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value == "activations":
             keeper = recipe.state[self.name] = HostActivations()
             recipe.model_wraps.append(functools.partial(offload_activations, keeper=keeper))
-        elif value == "optimizer":
+        elif value == "optimizer" and engine_of(recipe.plan["parallel"]) != "deepspeed":
             recipe.optimizer_wraps.append(keep_state_on_host)
 
     def held(self, facts: Facts) -> Held | None:
@@ -134,37 +116,8 @@ class Offload(Technique):
         )
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
-        if value == "fsdp2":
-            return Emission(
-                accelerate={
-                    "distributed_type": "FSDP",
-                    "fsdp_config": {
-                        "fsdp_version": 2,
-                        "fsdp_offload_params": True,
-                        "fsdp_reshard_after_forward": True,
-                        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                        "fsdp_transformer_layer_cls_to_wrap": ",".join(facts.model.layer_classes),
-                        "fsdp_state_dict_type": "FULL_STATE_DICT",
-                        "fsdp_cpu_ram_efficient_loading": False,
-                        "fsdp_activation_checkpointing": False,
-                    },
-                }
-            )
-        if value in {"zero2", "zero3"}:
-            return Emission(
-                accelerate={
-                    "distributed_type": "DEEPSPEED",
-                    "deepspeed_config": {
-                        "zero_stage": int(str(value)[-1]),
-                        "offload_optimizer_device": "cpu",
-                        "offload_param_device": "cpu" if value == "zero3" else "none",
-                        "gradient_accumulation_steps": int(plan["accumulation"]),
-                        "gradient_clipping": 1.0,
-                        "zero3_init_flag": False,
-                        "zero3_save_16bit_model": value == "zero3",
-                    },
-                }
-            )
+        if engine_of(plan["parallel"]) in {"fsdp", "deepspeed"}:
+            return Emission()  # the engine's own settings say it
         lines = {
             "activations": ("keep activations on the host: model = setup.model(...)",),
             "optimizer": (
@@ -177,32 +130,35 @@ class Offload(Technique):
         return Emission(script=lines.get(str(value), ()))
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
-        if value in _ENGINES:
-            return None  # shards live in processes that a trace does not have
+        if value == "parameters":
+            return None  # they live in processes that a trace does not have
         matters = {"micro_steps": "activations", "optimizer": "optimizer"}[part]
         return value if value == matters else "none"
 
     def host_offload(self, value: Value, plan: Mapping[str, Value], facts: Facts, weights: Ints) -> HostOffload | None:
-        if value not in _ENGINES:
+        engine = engine_of(plan["parallel"])
+        if engine not in {"fsdp", "deepspeed"} or value not in {"optimizer", "parameters"}:
             return None
+        if facts.workload.processes > 1:
+            return None  # what of several shards is here was not held against anything
         model, every = facts.model, float(weights.sum())
         width = 2 if plan["precision"] == "bf16_weights" else 4
         shrunk = 0.5 if plan["precision"] in {"bf16", "fp16"} else 1.0  # each engine gathers weights in what computes
         root = float(weights[weights >= model.vocab_size * model.hidden_size * width].sum())  # embedding and head
         layer = (every - root) / max(model.layers, 1)
         through_host = _HOST_STEP_PASSES * every
-        if value == "fsdp2":  # the root stays gathered, its gradient beside it; of the layers, this one and the next
+        if engine == "fsdp":  # the root stays gathered, its gradient beside it; of the layers, this one and the next
             held = shrunk * (2 * root + 3 * layer) + layer
             return HostOffload(held_bytes=held, micro_step_bytes=3 * every, step_bytes=through_host)
-        held = shrunk * (every if value == "zero2" else min(every, _ZERO3_LIVE_PARAMETERS * width))
+        held = shrunk * (every if value == "optimizer" else min(every, _ZERO3_LIVE_PARAMETERS * width))
         held += shrunk * min(every, _ZERO_BUCKET_PARAMETERS * width)
-        up_and_down = 1 if value == "zero2" else 3
+        up_and_down = 1 if value == "optimizer" else 3
         return HostOffload(held_bytes=held, micro_step_bytes=up_and_down * shrunk * every, step_bytes=through_host)
 
     def observe(self, ran: Ran) -> Seen:
         keeper = ran.recipe.state.get(self.name)
         return {
-            "engine": _OF_ACCELERATE.get(ran.engine, "none"),
+            "engine": ran.engine,
             "activation_bytes": keeper.moved_bytes if isinstance(keeper, HostActivations) else 0,
             "optimizer": type(ran.optimizer).__qualname__,
             "state_devices": sorted({tensor.device.type for tensor in ran.state_tensors()}),
@@ -210,18 +166,19 @@ class Offload(Technique):
         }
 
     def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
-        engine, runs = _ENGINES.get(str(value), "none"), seen.get("engine", "none")
+        engine = seen.get("engine", "NO")
         states, parameters = seen.get("state_devices", []), seen.get("parameter_devices", [])
-        if runs != engine:
-            return f"the model runs under {runs}, not {engine}"
         if value == "activations" and not seen.get("activation_bytes"):
             return "no activation was copied to the host"
+        if engine == "DEEPSPEED":
+            on_host = "CPUAdam" in str(seen.get("optimizer"))
+            return None if on_host == (value != "none") else f"{seen.get('optimizer')} stepped"
         if value == "optimizer" and "cpu" not in states:
             return f"the optimizer's state is on {', '.join(states) or 'no device'}"
-        if engine == "deepspeed" and "CPUAdam" not in str(seen.get("optimizer")):
-            return f"{seen.get('optimizer')} stepped, not DeepSpeed's optimizer for the host"
-        if value == "fsdp2" and parameters != ["cpu"]:
+        if value == "parameters" and (engine != "FSDP2" or parameters != ["cpu"]):
             return f"the parameters are on {', '.join(parameters) or 'no device'}"
+        if value == "none" and facts.hardware.device == "cuda" and parameters == ["cpu"]:
+            return "the parameters are on the host"
         return None
 
     def spends_host(self, value: Value) -> bool:
@@ -236,10 +193,34 @@ class Offload(Technique):
             "none": Prior(time=(0.0, 0.01), memory=(0.0, 0.01)),
             "activations": Prior(time=(0.5, 0.4), memory=(-0.4, 0.3)),
             "optimizer": Prior(time=(0.3, 0.3), memory=(-0.3, 0.2)),
-            "fsdp2": Prior(time=(0.9, 0.5), memory=(-1.0, 0.4)),
-            "zero2": Prior(time=(0.6, 0.5), memory=(-0.7, 0.3)),
-            "zero3": Prior(time=(0.9, 0.5), memory=(-1.0, 0.4)),
+            "parameters": Prior(time=(0.9, 0.5), memory=(-1.0, 0.4)),
         }[str(value)]
+
+
+def _under_engine(value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:  # noqa: PLR0911 - a rule each
+    """Why an engine can't go with a value, or with what else the plan has."""
+    parallel, optimizer, engine = others["parallel"], others["optimizer"], engine_of(others["parallel"])
+    alone = facts.workload.processes == 1
+    if value == "activations":
+        return f"hooks that move saved tensors to the host were not tried under {parallel}"
+    if value == "none" and alone:
+        return f"one process has nobody to share with: {parallel} needs offload=optimizer or parameters"
+    if value == "optimizer" and (engine == "fsdp" or (alone and parallel != "zero2")):
+        return f"{parallel} keeps the optimizer's state where the parameters are: offload=parameters"
+    if value == "parameters" and parallel not in {"fsdp", "zero3"}:
+        return "parallel=fsdp or zero3 keeps parameters on the host"
+    if value != "none" and (optimizer != "adamw" or others["adapter"] != "none"):
+        what = optimizer if optimizer != "adamw" else "an adapter beside frozen weights"
+        return f"{parallel} steps on the host, where {what} does not run"
+    if optimizer not in (_SHARDED if engine == "fsdp" else {"adamw"}):
+        return f"{optimizer} was not tried on weights that {parallel} has split"
+    if others["quantization"] not in ({"none", "nf4"} if engine == "fsdp" else {"none"}):
+        return f"Accelerate leaves weights of {others['quantization']} whole under {parallel}"
+    if parallel == "zero3" and others["kernels"] == "chunked_ce":
+        return "DeepSpeed holds the output layer's weight only while that layer runs"
+    if value == "parameters" and engine == "fsdp" and others["precision"] == "fp16":
+        return "gradients on the host can't be scaled with those on the device"
+    return _REFUSED.get((engine, str(others["precision"])))
 
 
 class HostActivations:

@@ -260,7 +260,7 @@ USAGE = [
     ([*TUNE[:2], *OPTIONS, "--fix", "precison=bf16"], "'precison' is not a knob"),
     ([*TUNE[:2], *OPTIONS, "--fix", "precision"], "is not KNOB=VALUE"),
     ([*TUNE[:2], *OPTIONS, "--among", "micro_batch=3,4"], "has no value '3'"),
-    ([*TUNE[:2], *OPTIONS, "--fix", "offload=fsdp2"], "can't be had here"),
+    ([*TUNE[:2], *OPTIONS, "--fix", "offload=parameters"], "can't be had here"),
     (["tune", "demo", "--output", "a-file"], "can't be written"),
     (["tune", "demo", "--output", "nul\0byte"], "can't be written"),
     (["verify", "no-folder"], "holds no autofit.json"),

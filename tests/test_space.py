@@ -187,7 +187,7 @@ def test_every_combination_without_a_conflict_is_there():
             wanted.add(tuple(plan.items()))
     assert {tuple(plan.items()) for plan in plans.plans} == wanted
     assert ("optimizer", "adamw_8bit") not in {
-        (name, plan[name]) for plan in plans.plans if plan["offload"] == "fsdp2" for name in ("optimizer",)
+        (name, plan[name]) for plan in plans.plans if plan["offload"] == "parameters" for name in ("optimizer",)
     }
 
 
@@ -276,7 +276,7 @@ def test_another_class_is_refused_with_those_that_are(text):
         ("=bf16", "is not KNOB=VALUE", "precision=fp32"),
         ("", "is not KNOB=VALUE", "precision=fp32"),
         ("precision=fp16", "can't be had here: a Trainer's fp16 on a CPU silently trains in fp32", None),
-        ("offload=fsdp2", "can't be had here: the device's memory is the host's memory", None),
+        ("offload=parameters", "can't be had here: the device's memory is the host's memory", None),
         ("optimizer=paged_adamw_8bit", "can't be had here: bitsandbytes falls back", None),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from autofit.contract.plan import Value
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from autofit.contract.facts import Workload
 
 PARALLEL = "parallel"
+Engine = Literal["none", "ddp", "fsdp", "deepspeed"]
 _PURE = re.compile(r"none|ddp|fsdp|fsdp:noreshard|zero[123]")
 _HYBRID = re.compile(r"hsdp:([1-9]\d{0,5})x([1-9]\d{0,5})")
 _MODEL = re.compile(r"(tp|cp)([1-9]\d{0,5})xfsdp([1-9]\d{0,5})")
@@ -43,6 +44,20 @@ class Layout:
     def data_parallel(self) -> int:
         """Processes, or groups of them, that each train on rows of their own."""
         return self.replicate * self.shard
+
+
+def engine_of(parallel: Value) -> Engine:
+    """What runs a value of ``parallel``.
+
+    >>> engine_of("hsdp:2x4")
+    'fsdp'
+    """
+    name = str(parallel)
+    if name.startswith("zero"):
+        return "deepspeed"
+    if "fsdp" in name or name.startswith("hsdp"):
+        return "fsdp"
+    return "ddp" if name == "ddp" else "none"
 
 
 def layout_of(parallel: Value, processes: int) -> Layout | None:

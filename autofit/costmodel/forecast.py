@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 from packaging.version import Version
 
-from autofit.contract.layout import data_parallel
+from autofit.contract.layout import PARALLEL, data_parallel
 from autofit.contract.plan import Plan
 from autofit.costmodel import peak, roofline
 from autofit.costmodel.collectives import nccl_bytes
@@ -28,7 +28,7 @@ from autofit.costmodel.roofline import KINDS, WORK, Totals
 from autofit.costmodel.step_time import StepClock
 from autofit.costmodel.tracing.timeline import Bools, Floats
 from autofit.costmodel.tracing.trace_store import MANY, evaluated_rows, untraceable
-from autofit.registry import recipe_of, technique
+from autofit.registry import recipe_of, technique, techniques
 from autofit.system.units import MIB
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def forecast(
     if len(families) <= _FEW:
         families = families_of(space, one_row_apart=True)
     prior = peak_prior(facts.hardware)
-    nearest_traceable = {family: _traceable(family) for family in families}
+    nearest_traceable = {family: _traceable(family, facts) for family in families}
     unchecked = map(without_checkpointing, nearest_traceable.values()) if prior.heap_share else ()
     traces.prepare([*families, *nearest_traceable.values(), *unchecked], say)
     count = len(space.plans)
@@ -288,17 +288,22 @@ def without_checkpointing(family: Plan) -> Plan:
     return family.replaced(**kept, micro_batch=MANY)
 
 
-def _traceable(family: Plan) -> Plan:
-    """The nearest traceable plan: the baseline in the place of each value that can't be traced."""
-    return family.replaced(**{name: technique(name).baseline for name in untraceable(family)})
+def _traceable(family: Plan, facts: Facts) -> Plan:
+    """The nearest traceable plan: the baseline in the place of each value that can't be traced.
+
+    One process splits nothing: an engine is there for what waits on the host, and goes with it.
+    """
+    names = untraceable(family)
+    if names and facts.workload.processes == 1 and PARALLEL in family:
+        names = [*names, PARALLEL]
+    return family.replaced(**{name: technique(name).baseline for name in names})
 
 
 def _host_offload(family: Plan, micro: MicroPart, facts: Facts) -> HostOffload | None:
-    """What the technique of the only untraceable value says; ``None`` where it says nothing, or there are several."""
-    names = untraceable(family)
-    if len(names) != 1:
-        return None
-    return technique(names[0]).host_offload(family[names[0]], family, facts, micro.weights)
+    """What a technique says of a plan that can't be traced; ``None`` where none says anything, or several do."""
+    every = (one.host_offload(family[one.name], family, facts, micro.weights) for one in techniques())
+    found = [one for one in every if one is not None]
+    return found[0] if len(found) == 1 else None
 
 
 def families_of(space: Space, *, one_row_apart: bool = False) -> dict[Plan, list[int]]:

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,7 @@ _GAPS = 5.0
 _SETTLED = 6
 """Times that ranks have told something before their silence says anything: loading takes as long as it takes."""
 _IDLE = 0.02
-"""Of a processor, that ranks which wait for one another use."""
+"""Of a processor, that ranks which wait for one another use at most."""
 
 
 def own_rank() -> int | None:
@@ -115,11 +116,11 @@ class _Beats:
     files: tuple[Path, ...]
     on_cuda: bool
     silent_seconds: float = 0.0
-    idle_seconds: float = 0.0
     longest_seconds: float = 0.0
     _newest: int = 0
     _told: int = 0
     _used: float = 0.0
+    _ticks: deque[tuple[float, float]] = field(default_factory=deque)
     _then: float = field(default_factory=time.monotonic)
 
     def still(self, pids: Mapping[int, int]) -> bool:
@@ -136,16 +137,29 @@ class _Beats:
         self.silent_seconds += lived
         used = sum(map(_cpu_seconds, pids))
         busy, self._used = used - self._used, used
-        self.idle_seconds = self.idle_seconds + lived if busy < _IDLE * lived else 0.0
+        self._ticks.append((lived, busy))
+        while sum(seconds for seconds, _ in self._ticks) - self._ticks[0][0] > _STILL_SECONDS:
+            self._ticks.popleft()
         if self.on_cuda:  # waiting for a GPU keeps a CPU busy
             return self._told > _SETTLED and self.silent_seconds > max(_STILL_SECONDS, _GAPS * self.longest_seconds)
-        return min(self.idle_seconds, self.silent_seconds) > _STILL_SECONDS
+        seen = sum(seconds for seconds, _ in self._ticks)
+        idle = seen > _STILL_SECONDS and sum(used for _, used in self._ticks) < _IDLE * seen
+        return idle and self.silent_seconds > _STILL_SECONDS and not any(map(_wants_to_run, pids))
 
 
 def _told_at(path: Path) -> int:
     with contextlib.suppress(OSError):
         return path.stat().st_mtime_ns
     return 0
+
+
+def _wants_to_run(pid: int) -> bool:
+    """Whether a thread of a process runs, or waits for nothing but a processor."""
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if path.read_text("utf-8", "replace").rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 def _cpu_seconds(pid: int) -> float:

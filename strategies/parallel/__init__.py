@@ -4,37 +4,48 @@
 - ``ddp``: every process holds the whole model and trains on rows of its own; gradients are averaged while the backward
   pass runs (PyTorch's DistributedDataParallel). Saves nothing; costs a copy of the gradients in buckets, and their
   all-reduce. Li et al. (arXiv 2006.15704).
-- ``fsdp``, ``fsdp:noreshard``, ``hsdp:RxS``: each holds a share of it; see ``fsdp.py`` beside this file.
+- ``fsdp``: weights, gradients and optimizer state are split over all processes (PyTorch's fully sharded data parallel,
+  version 2); a layer is gathered when it runs, forward and backward. Zhao et al. (arXiv 2304.11277).
+- ``fsdp:noreshard``: the same, and a layer that was gathered for the forward pass stays so until the backward pass:
+  one gather less, all weights at once.
+- ``hsdp:RxS``: R copies of the model, each split over S processes: gathers stay inside S, gradients are averaged
+  over R.
+- ``zero1``, ``zero2``, ``zero3``: DeepSpeed's, where it is installed: the optimizer's state is split, the gradients too
+  (2), the weights too (3). Rajbhandari et al. (arXiv 1910.02054).
 
+One process uses ``fsdp``, ``zero2`` and ``zero3`` to keep weights and state on the host (``offload``).
 All of class ``exact``: the global batch stays. What each process saw is checked, since Accelerate leaves out in silence
 what it can't do: under the launcher's ``MULTI_GPU`` on a machine without CUDA two processes make two worlds of one,
-unless ``cpu=True`` is said in the script.
+unless ``cpu=True`` is said in the script, and under its ``FSDP`` a CPU trains as ``ddp``.
 
-Sources: ``accelerate.Accelerator.prepare_model``; ``accelerate/state.py`` (1.15). Carried by the Accelerate YAML
-(``distributed_type``, ``num_processes``).
-Not covered: several machines.
+Sources: ``accelerate.Accelerator.prepare_model``, ``accelerate/state.py``, ``accelerate/utils/fsdp_utils.py`` (1.15).
+Carried by the Accelerate YAML.
+Not covered: tensor and context parallelism, which no file carries for a Trainer; DeepSpeed's own settings of buckets.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
-from autofit.contract.layout import layout_of
-from autofit.contract.technique import Choice, Kind, Prior, Technique
+from autofit.contract.layout import engine_of, layout_of
+from autofit.contract.technique import Choice, Kind, Part, Prior, Technique, divisors
 
-from . import fsdp
+from .emitted import accelerate_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import nn
 
     from autofit.contract.facts import Facts
     from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
 
-_WRAPPED = {"MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "NO": "none"}
-"""Plain values by what Accelerate says that it is."""
-_OFFLOADED = {"fsdp2", "zero2", "zero3"}
+_ENGINES = {"MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "NO": "none", "FSDP2": "fsdp", "DEEPSPEED": "deepspeed"}
+"""Engines by what Accelerate calls them."""
+_BEFORE = {"fsdp2": ("fsdp", "parameters"), "zero2": ("zero2", "optimizer"), "zero3": ("zero3", "parameters")}
+"""``parallel`` and ``offload`` of what was a value of ``offload`` alone."""
 
 
 class Parallel(Technique):
@@ -42,58 +53,163 @@ class Parallel(Technique):
 
     name = "parallel"
     baseline = "none"
+    packages = {"deepspeed": ""}
 
     def baseline_for(self, facts: Facts) -> Value:
         return "none" if facts.workload.processes == 1 else "ddp"
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         count = facts.workload.processes
-        alone = count == 1
-        each = f"each of {count} processes would train for itself"
-        several = f"{count} processes hold the whole model each, and average gradients"
-        return (
-            Choice("none", Kind.EXACT, "offered" if alone else "withheld", "one process" if alone else each),
-            Choice(
-                "ddp",
-                Kind.EXACT,
-                "withheld" if alone else "offered",
-                "one process has nobody to share the rows with" if alone else several,
-            ),
-            *fsdp.choices(facts),
+        found = _of_one_process() if count == 1 else _of_several(facts)
+        lacking = self.lacks(facts, "deepspeed")
+        return tuple(
+            Choice(value, Kind.EXACT, "withheld" if why_not else "offered", why_not or reason)
+            for value, reason, never in found
+            for why_not in [never or _refused(str(value), facts, lacking)]
         )
 
     def knows(self, value: object, facts: Facts) -> bool:
         """Any layout of FSDP2 for these processes, also one that is not listed."""
-        sharded = fsdp.is_sharded(value) and layout_of(str(value), facts.workload.processes) is not None
-        return sharded or super().knows(value, facts)
+        name = str(value)
+        hybrid = name.startswith("hsdp") and layout_of(name, facts.workload.processes) is not None
+        return hybrid or super().knows(value, facts)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
-        if plan["offload"] in _OFFLOADED:  # whose engine is the type
-            return Emission()
-        if fsdp.is_sharded(value):
-            return Emission(accelerate=fsdp.written(str(value), facts))
-        # on a machine without CUDA, too, the launcher starts several processes for this type only
-        return Emission(accelerate={"distributed_type": "MULTI_GPU" if value == "ddp" else "NO"})
+        return Emission(accelerate=accelerate_keys(value, plan, facts))
 
     def converted(self, plan: Mapping[str, Value]) -> Mapping[str, Value]:
-        return plan if self.name in plan else {self.name: self.baseline, **plan}
+        if self.name in plan:
+            return plan
+        value, offload = _BEFORE.get(str(plan.get("offload")), (self.baseline, plan.get("offload")))
+        return {self.name: value, **plan} | ({} if offload is None else {"offload": offload})
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        return None if engine_of(value) == "deepspeed" else value  # its flat buffers are no tensors of the model's
 
     def observe(self, ran: Ran) -> Seen:
-        return {"engine": ran.engine, "processes": getattr(ran.accelerator, "num_processes", 1)}
+        plugin = getattr(getattr(ran.accelerator, "state", None), "deepspeed_plugin", None)
+        return {
+            "engine": ran.engine,
+            "processes": getattr(ran.accelerator, "num_processes", 1),
+            "zero_stage": getattr(plugin, "zero_stage", None),
+            **(_sharding(ran.model) if ran.engine == "FSDP2" else {}),
+        }
 
     def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
         wanted, found = facts.workload.processes, seen.get("processes", 1)
         if found != wanted:
             return f"{found} process(es) trained together, not {wanted}"
-        if fsdp.is_sharded(value) and seen.get("engine") != "FSDP2":
-            return f"the model runs under {seen.get('engine')}, not FSDP2"
-        if value == "ddp" and _WRAPPED.get(str(seen.get("engine")), "") != value:
-            return f"the model runs under {seen.get('engine')}, not DistributedDataParallel"
+        engine, runs = engine_of(value), str(seen.get("engine"))
+        if _ENGINES.get(runs) != engine:
+            return f"the model runs under {runs}, not {_NAMES[engine]}"
+        if engine == "deepspeed" and seen.get("zero_stage") != int(str(value)[-1]):
+            return f"DeepSpeed runs stage {seen.get('zero_stage')}"
+        if engine == "fsdp":
+            return _not_sharded(str(value), seen, facts)
         return None
 
     def prior(self, value: Value, facts: Facts) -> Prior:
+        """Weights that are gathered cost time in proportion to their bytes; how much of it hides is not known."""
         if value == self.baseline_for(facts):
             return Prior(time=(0.0, 0.01), memory=(0.0, 0.01))
-        if fsdp.is_sharded(value):
-            return Prior(time=(0.15, 0.3), memory=(-0.8, 0.4))
-        return Prior(time=(0.1, 0.3), memory=(0.1, 0.3))
+        if facts.workload.processes == 1:
+            return Prior(time=(0.0, 0.01), memory=(0.0, 0.01))  # `offload` says what it costs
+        return {
+            "fsdp": Prior(time=(0.2, 0.3), memory=(-0.8, 0.4)),
+            "fsdp:noreshard": Prior(time=(0.1, 0.3), memory=(-0.6, 0.4)),
+            "zero1": Prior(time=(0.05, 0.3), memory=(-0.3, 0.3)),
+            "zero2": Prior(time=(0.1, 0.3), memory=(-0.5, 0.3)),
+        }.get(str(value), Prior(time=(0.2, 0.3), memory=(-0.7, 0.4)))
+
+
+_NAMES = {
+    "none": "no engine",
+    "ddp": "DistributedDataParallel",
+    "fsdp": "fully sharded data parallel",
+    "deepspeed": "DeepSpeed",
+}
+
+
+def _of_one_process() -> list[tuple[Value, str, str | None]]:
+    """Values, what each is, and why it can't be had whatever the machine."""
+    nobody = "one process has nobody to share with"
+    return [
+        ("none", "one process", None),
+        ("ddp", "", nobody),
+        ("fsdp", "one process, whose weights wait on the host (offload=parameters)", None),
+        ("fsdp:noreshard", "", nobody),
+        ("zero1", "", nobody),
+        ("zero2", "one process, whose optimizer waits on the host (offload=optimizer)", None),
+        ("zero3", "one process, whose weights wait on the host (offload=parameters)", None),
+    ]
+
+
+def _of_several(facts: Facts) -> list[tuple[Value, str, str | None]]:
+    """Values, what each is, and why it can't be had whatever the machine."""
+    count, nodes = facts.workload.processes, facts.workload.nodes
+    here = count // nodes
+    found: list[tuple[Value, str, str | None]] = [
+        ("none", "", f"each of {count} processes would train for itself"),
+        ("ddp", f"{count} processes hold the whole model each, and average gradients", None),
+        ("fsdp", f"weights, gradients and state are split over {count} processes", None),
+        ("fsdp:noreshard", f"split over {count} processes, and gathered once for both passes", None),
+    ]
+    for copies in _copies(count, nodes):
+        shard = count // copies
+        found.append((f"hsdp:{copies}x{shard}", f"{copies} copies, each split over {shard} processes", None))
+    found += [(f"zero{stage}", f"DeepSpeed's stage {stage} over {count} processes", None) for stage in (1, 2, 3)]
+    for ranks in divisors(here)[1:]:
+        found.append((f"tp{ranks}xfsdp{count // ranks}", "", "no file carries tensor parallelism for a Trainer"))
+        found.append((f"cp{ranks}xfsdp{count // ranks}", "", "context parallelism was not tried yet"))
+    return found
+
+
+def _copies(processes: int, nodes: int) -> list[int]:
+    """Copies of the model worth a look: each in one machine where there are several, else two."""
+    wanted = nodes if nodes > 1 else 2
+    return [wanted] if processes % wanted == 0 and processes // wanted > 1 else []
+
+
+def _refused(value: str, facts: Facts, lacking: str | None) -> str | None:
+    """Why the machine or the model can't do with a value."""
+    engine, on_cpu = engine_of(value), facts.hardware.device == "cpu"
+    if engine == "fsdp":
+        if on_cpu:
+            return "Accelerate leaves FSDP out on a CPU, and trains as ddp"
+        return None if facts.model.layer_classes else f"{facts.model.architecture} names no layer to shard by"
+    if engine == "deepspeed":
+        return "DeepSpeed's launch needs CUDA" if on_cpu else lacking
+    return None
+
+
+def _sharding(model: nn.Module) -> Seen:
+    """How FSDP2 has split a model: sizes of the mesh, over how many ranks, and which units are freed between passes."""
+    whole = local = 0
+    mesh: tuple[int, ...] = ()
+    for parameter in model.parameters():
+        part: Any = parameter
+        if hasattr(part, "to_local"):
+            mesh = max(mesh, tuple(part.device_mesh.shape), key=len)
+            whole, local = whole + part.numel(), local + part.to_local().numel()
+    units: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]  # noqa: SLF001
+    return {
+        "mesh": list(mesh),
+        "shards": round(whole / local) if local else 0,
+        "units": len(units),
+        "freed_units": sum(bool(group._reshard_after_forward) for group in groups),  # noqa: SLF001
+    }
+
+
+def _not_sharded(value: str, seen: Seen, facts: Facts) -> str | None:
+    """Why weights are not split as a value of FSDP says."""
+    layout = layout_of(value, facts.workload.processes)
+    wanted = 1 if layout is None else layout.shard
+    if seen.get("shards") != wanted:
+        return f"the weights are split over {seen.get('shards')} processes, not {wanted}"
+    if layout is not None and layout.replicate > 1 and seen.get("mesh") != [layout.replicate, layout.shard]:
+        return f"the processes form a mesh of {seen.get('mesh')}, not {[layout.replicate, layout.shard]}"
+    freed = int(seen.get("freed_units", 0))
+    if wanted > 1 and (freed > 0) != (value != "fsdp:noreshard"):
+        return f"{freed} of {seen.get('units')} units give their weights back after the forward pass"
+    return None

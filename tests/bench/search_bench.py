@@ -236,13 +236,12 @@ def growing(plans: dict[int, Plan], *, binary: bool) -> Iterator[int]:
 def deepspeed(cell: Cell, seed: int) -> Iterator[Step]:
     """Per ZeRO stage (here: none, and those that offload), micro-batches upward until a plateau."""
     bench = Bench(cell, seed)
-    stages = [
-        value for value in cell.land.space.domains.get("offload", ("none",)) if value in {"none", "zero2", "zero3"}
-    ]
+    waits = {"none": "none", "zero2": "optimizer", "zero3": "parameters"}
+    stages = [value for value in cell.land.space.domains.get("parallel", ("none",)) if value in waits]
     for stage in stages:
         before = math.inf
         for rows, plan in sorted(plain(cell).items()):
-            wanted = plan.replaced(offload=stage) if "offload" in plan else plan
+            wanted = plan.replaced(parallel=stage, offload=waits[stage]) if "offload" in plan else plan
             if not cell.land.of(wanted) or (rows > 1 and rows & (rows - 1)):
                 continue
             trial = bench.run(wanted)

@@ -30,8 +30,8 @@ NOT_RECORDED = {
     ("attention", "sdpa"), ("attention", "flash_attention_2"), ("attention", "flash_attention_3"),
     ("kernels", "liger"),
     ("optimizer", "paged_adamw_8bit"),
-    ("offload", "activations"), ("offload", "optimizer"), ("offload", "fsdp2"), ("offload", "zero2"),
-    ("offload", "zero3"),
+    ("offload", "activations"), ("offload", "optimizer"), ("offload", "parameters"),
+    ("parallel", "fsdp"), ("parallel", "zero2"), ("parallel", "zero3"),
     ("compile", "regions"), ("compile", "model"),
 }  # fmt: skip
 """Nothing but a GPU can show it, or no model on a CPU has the choice: in the search by what was published."""

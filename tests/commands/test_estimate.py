@@ -65,7 +65,7 @@ def test_the_demo_on_a_card_by_its_name(ask):
         outside = CONTEXT_BYTES + workspace_bytes((8, 9))
         assert one.device_bytes >= one.need.peak_bytes + outside
         assert one.plan["micro_batch"] * one.plan["accumulation"] == SMALL["global_batch"]
-    assert any("fsdp2" in why for why in found.untraced)
+    assert any("offload=parameters" in why for why in found.untraced)
 
 
 @pytest.mark.usefixtures("ask")
@@ -124,9 +124,9 @@ def test_what_is_recommended_is_the_simplest_of_the_fast_ones(ask):
 
 @pytest.mark.usefixtures("ask")
 def test_what_can_not_be_estimated_is_no_verdict_on_the_card():
-    done = CliRunner().invoke(cli.main, ["estimate", "demo", "--gpu", "4090", "--fix", "offload=fsdp2"])
+    done = CliRunner().invoke(cli.main, ["estimate", "demo", "--gpu", "4090", "--fix", "offload=parameters"])
     assert done.exit_code == 2
-    assert "nothing can be estimated: offload=fsdp2 can't be traced" in done.output
+    assert "nothing can be estimated: offload=parameters can't be traced" in done.output
     assert "larger card" not in done.output
 
 

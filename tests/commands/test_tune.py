@@ -353,7 +353,7 @@ def test_what_stands_in_the_way_is_shown_and_the_folder_goes_on(tune, out, error
     [
         {"fix": ["precision=zzz"]},
         {"fix": ["micro_batch=3"]},
-        {"fix": ["offload=fsdp2"]},
+        {"fix": ["offload=parameters"]},
         {"among": {"micro_batch": [5]}},
         {"fix": {"micro_batch": 4, "accumulation": 8}},
         {"memory_limit": "900TiB"},

@@ -18,7 +18,8 @@ from autofit.system.units import MIB
 from tests.support.tiny import write_config
 from tests.support.traced import CONFIGS, facts_of
 
-ENGINES = ("fsdp2", "zero2", "zero3")
+ENGINES = ("fsdp", "zero2", "zero3")
+VALUES = dict(zip(ENGINES, ("parameters", "optimizer", "parameters"), strict=True))
 WEIGHTS = np.array([4 * 300 * 64, *([4 * 10_000] * 40)])
 
 
@@ -41,23 +42,23 @@ def known(server, facts, tmp_path_factory):
 
 
 def twin(plans, plan):
-    return plans.plans.index(plan.replaced(offload="none"))
+    return plans.plans.index(plan.replaced(offload="none", parallel="none"))
 
 
 @pytest.mark.slow
 def test_what_the_engines_leave_on_the_device_is_forecast_roughly(known):
     plans, cast = known
     for place, plan in enumerate(plans.plans):
-        assert cast.approximate[place] == (plan["offload"] in ENGINES)
+        assert cast.approximate[place] == (plan["parallel"] in ENGINES)
         assert cast.tensor_bytes[place] > 0
         if not cast.approximate[place]:
             continue
         plain = twin(plans, plan)
-        assert untraceable(plan) == ["offload"]
+        assert set(untraceable(plan)) <= {"offload", "parallel"}
         assert np.isnan(cast.seconds[place]), "a roofline does not know what is copied meanwhile"
         assert cast.work[place][:5] == pytest.approx(cast.work[plain][:5]), "the arithmetic stays"
         assert cast.work[place][6] > cast.work[plain][6], "what is copied comes on top"
-        if plan["offload"] == "fsdp2":
+        if plan["parallel"] == "fsdp":
             assert cast.tensor_bytes[place] < cast.tensor_bytes[plain]
     rough = cast.residual_std_bytes[cast.approximate] / cast.tensor_bytes[cast.approximate]
     assert rough.min() >= 0.1
@@ -96,13 +97,13 @@ def test_activations_are_those_of_the_plain_twin(known):
     plans, cast = known
     held = {"precision": "fp32", "checkpointing": "off", "accumulation": 1, "micro_batch": 16}
     alike = [plan for plan in plans.plans if all(plan[name] == value for name, value in held.items())]
-    peaks = {plan["offload"]: cast.tensor_bytes[plans.plans.index(plan)] for plan in alike}
+    alike = [plan for plan in alike if plan["parallel"] in ENGINES or plan["offload"] == "none"]
+    peaks = {plan["parallel"]: cast.tensor_bytes[plans.plans.index(plan)] for plan in alike}
     fewer = {
-        offload: cast.tensor_bytes[plans.plans.index(plan.replaced(micro_batch=8, accumulation=2))]
+        plan["parallel"]: cast.tensor_bytes[plans.plans.index(plan.replaced(micro_batch=8, accumulation=2))]
         for plan in alike
-        if (offload := plan["offload"]) in peaks
     }
-    grown = {offload: peaks[offload] - fewer[offload] for offload in peaks}
+    grown = {engine: peaks[engine] - fewer[engine] for engine in peaks}
     for engine in ENGINES:
         assert grown[engine] == pytest.approx(grown["none"], rel=0.1)
 
@@ -111,9 +112,9 @@ def test_activations_are_those_of_the_plain_twin(known):
 def test_what_an_engine_holds_and_copies(facts, engine):
     offload = technique("offload")
     every = float(WEIGHTS.sum())
-    plain = {"precision": "fp32"}
-    found = offload.host_offload(engine, plain, facts, WEIGHTS)
-    halved = offload.host_offload(engine, {"precision": "bf16"}, facts, WEIGHTS)
+    plain = {"precision": "fp32", "parallel": engine}
+    found = offload.host_offload(VALUES[engine], plain, facts, WEIGHTS)
+    halved = offload.host_offload(VALUES[engine], {**plain, "precision": "bf16"}, facts, WEIGHTS)
     assert halved.held_bytes < found.held_bytes
     assert found.step_bytes >= 7 * every
     if engine == "zero2":
@@ -121,15 +122,15 @@ def test_what_an_engine_holds_and_copies(facts, engine):
         assert found.micro_step_bytes == pytest.approx(every), "gradients go down"
     else:
         assert found.micro_step_bytes == pytest.approx(3 * every), "weights come up twice, gradients go down"
-    if engine == "fsdp2":
+    if engine == "fsdp":
         assert found.held_bytes < every
-    assert offload.host_offload("optimizer", plain, facts, WEIGHTS) is None
+    assert offload.host_offload("optimizer", {**plain, "parallel": "none"}, facts, WEIGHTS) is None
 
 
 def test_one_measurement_of_an_engine_corrects_its_others(known):
     plans, cast = known
     model = surrogate(plans, cast)
-    mine = [place for place, plan in enumerate(plans.plans) if plan["offload"] == "fsdp2"]
+    mine = [place for place, plan in enumerate(plans.plans) if plan["parallel"] == "fsdp"]
     others = [place for place, rough in enumerate(cast.approximate) if not rough]
     first = mine[0]
     peak = cast.peak_prior.offset_bytes + 1.5 * cast.tensor_bytes[first] + 400 * MIB
@@ -151,5 +152,5 @@ def test_a_rough_forecast_is_no_prediction(known):
     plans, cast = known
     said = predicted_bytes(plans, cast)
     assert {plan for plan in plans.plans if plan not in said} == {
-        plan for plan in plans.plans if plan["offload"] in ENGINES
+        plan for plan in plans.plans if plan["parallel"] in ENGINES
     }

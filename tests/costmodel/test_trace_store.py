@@ -221,11 +221,11 @@ def test_the_cache_is_where_caches_are(monkeypatch, tmp_path):
 # -- no trace -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["fsdp2", "zero2", "zero3"])
-def test_what_can_not_be_traced_has_a_reason(lab, value):
-    found, plan = lab(Tracer()), PLAIN.replaced(offload=value)
+@pytest.mark.parametrize(("name", "value"), [("offload", "parameters"), ("parallel", "zero2")])
+def test_what_can_not_be_traced_has_a_reason(lab, name, value):
+    found, plan = lab(Tracer()), PLAIN.replaced(**{name: value})
     found.prepare([plan])
-    assert found.untraced(plan) == f"offload={value} can't be traced"
+    assert found.untraced(plan) == f"{name}={value} can't be traced"
     assert found.need(plan) is None
     assert found.traced_plan(plan, "micro_steps") is None
 

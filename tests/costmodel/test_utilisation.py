@@ -78,7 +78,7 @@ def test_less_that_is_trained_needs_less(lab):
 def test_nothing_is_said_of_what_is_not_known(lab):
     outcome = measured([1e-9] * 4, GIB, lab.facts)
     assert rated(lab, BF16, 1e-9, card=None) == outcome, "a CPU, or a card that is not in the catalogue"
-    assert rated(lab, BF16.replaced(offload="zero2"), 1e-9) == outcome, "what can't be traced"
+    assert rated(lab, BF16.replaced(offload="parameters"), 1e-9) == outcome, "what can't be traced"
     assert rated(lab, BF16, 1.0, card=T4).mfu is None, "no bfloat16 there"
 
 

@@ -84,7 +84,7 @@ def values(name):
             "paged_ademamix_8bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw", "lomo",
             "adalomo", "schedule_free_adamw", "schedule_free_radam", "stable_adamw",
         ],
-        "offload": ["none", "activations", "optimizer", "fsdp2", "zero2", "zero3"],
+        "offload": ["none", "activations", "optimizer", "parameters"],
         "compile": ["off", "regions", "model", "model_max_autotune", "cuda_graphs"],
     }[name]  # fmt: skip
 

@@ -82,9 +82,9 @@ PLANS = {
         replace(CPU, workload=replace(CPU.workload, launch_path="loop")),
         {"precision": "bf16_weights", "optimizer": "adafactor"},
     ),
-    "fsdp2": (CUDA, {"offload": "fsdp2", "precision": "fp32"}),
-    "zero2": (CUDA, {"offload": "zero2", "precision": "fp32"}),
-    "zero3": (CUDA, {"offload": "zero3", "precision": "fp32", "checkpointing": "full"}),
+    "fsdp2": (CUDA, {"parallel": "fsdp", "offload": "parameters", "precision": "fp32"}),
+    "zero2": (CUDA, {"parallel": "zero2", "offload": "optimizer", "precision": "fp32"}),
+    "zero3": (CUDA, {"parallel": "zero3", "offload": "parameters", "precision": "fp32", "checkpointing": "full"}),
     "state on the host": (CUDA, {"offload": "optimizer"}),
 }
 

@@ -137,9 +137,12 @@ TRIALS = [
         plan(32, precision="bf16", checkpointing="full", offload="activations"),
         TimedOut(limit_seconds=120, phase="backward"),
     ),
-    (plan(8, precision="bf16", offload="zero2"), Unsupported(reason="the model runs under none, not deepspeed")),
     (
-        plan(8, precision="bf16", offload="fsdp2"),
+        plan(8, precision="bf16", parallel="zero2", offload="optimizer"),
+        Unsupported(reason="the model runs under none, not deepspeed"),
+    ),
+    (
+        plan(8, precision="bf16", parallel="fsdp", offload="parameters"),
         Crashed(reason="RuntimeError: no process group", log_tail="Traceback\n  File <worker>\nRuntimeError"),
     ),
     (plan(4, precision="bf16", optimizer="paged_adamw_8bit"), measured(44.0, 8.6)),

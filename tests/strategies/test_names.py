@@ -1,4 +1,4 @@
-"""No file of the core names a technique, but for the two that the global batch is made of."""
+"""No file of the core names a technique, but for those that the global batch is made of."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from autofit.registry import technique, techniques
 from tests.support.synthetic import cpu_facts, cuda_facts
 
 CORE = Path(autofit.__file__).parent
-SPLIT = {"micro_batch", "accumulation"}
+SPLIT = {"parallel", "micro_batch", "accumulation"}
 NAMES = {one.name for one in techniques()} - SPLIT
 VALUES = {
     str(choice.value)
@@ -22,7 +22,7 @@ VALUES = {
 }
 DTYPES = {"fp32", "tf32", "bf16", "fp16", "fp8"}
 """What a device computes in; the catalogue of cards and the rates have them as their own words."""
-WORDS = {"none", "off", "default", "model", "full", "int8", "activations"}
+WORDS = {"none", "off", "default", "model", "full", "int8", "activations", "parameters"}
 """Values that are words of many meanings."""
 ALLOWED = {
     "optimizer": "the last part of a step: a phase of a trial, a part of a trace",

@@ -176,7 +176,7 @@ class Landscape:
         step = 0.03 * billions * {"adamw": 1.0, "adamw_8bit": 0.7, "paged_adamw_8bit": 0.9}.get(plan["optimizer"], 0.8)
         if plan["offload"] == "activations":
             row += 0.06 * self.row_seconds + 0.03
-        elif plan["offload"] == "optimizer":
+        elif plan["offload"] == "optimizer" and plan.get("parallel", "none") == "none":
             step += 0.8 * billions
         elif plan["offload"] != "none":
             step += 1.0 * billions
@@ -196,9 +196,9 @@ class Landscape:
         row *= CHECKPOINTED[plan["checkpointing"]][2]
         if plan["offload"] == "activations":
             row *= 0.3
-        elif plan["offload"] in {"optimizer", "zero2"}:
+        elif plan["offload"] == "optimizer":
             state = 0.3
-        elif plan["offload"] in {"fsdp2", "zero3"}:
+        elif plan["offload"] == "parameters":
             weights, gradients, state = 0.6, 0.6, 0.1
         backward = parameters * (weights + gradients + state + copies) + rows * (row + logits)
         step = parameters * (weights + gradients + state + 1.0)

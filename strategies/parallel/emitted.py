@@ -1,0 +1,59 @@
+"""What the Accelerate YAML says of each way of training by several processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autofit.contract.layout import engine_of, layout_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from autofit.contract.facts import Facts
+    from autofit.contract.plan import Value
+
+
+def accelerate_keys(value: Value, plan: Mapping[str, Value], facts: Facts) -> dict[str, Any]:
+    """Keys of the YAML."""
+    engine = engine_of(value)
+    if engine == "fsdp":
+        return {"distributed_type": "FSDP", "fsdp_config": _fsdp(value, plan, facts)} | _mesh(value, facts)
+    if engine == "deepspeed":
+        return {"distributed_type": "DEEPSPEED", "deepspeed_config": _deepspeed(value, plan)}
+    # on a machine without CUDA, too, the launcher starts several processes for this type only
+    return {"distributed_type": "MULTI_GPU" if engine == "ddp" else "NO"}
+
+
+def _fsdp(value: Value, plan: Mapping[str, Value], facts: Facts) -> dict[str, Any]:
+    return {
+        "fsdp_version": 2,
+        "fsdp_offload_params": plan["offload"] == "parameters",
+        "fsdp_reshard_after_forward": value != "fsdp:noreshard",
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": ",".join(facts.model.layer_classes),
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_activation_checkpointing": False,
+    }
+
+
+def _mesh(value: Value, facts: Facts) -> dict[str, Any]:
+    """The sizes of hybrid sharding; every size is written, since Accelerate reads one that is not as a word."""
+    layout = layout_of(value, facts.workload.processes)
+    if layout is None or layout.replicate == 1:
+        return {}
+    sizes = {"dp_replicate": layout.replicate, "dp_shard": layout.shard, "tp": 1, "cp": 1, "sp": 1}
+    return {"parallelism_config": {f"parallelism_config_{name}_size": size for name, size in sizes.items()}}
+
+
+def _deepspeed(value: Value, plan: Mapping[str, Value]) -> dict[str, Any]:
+    stage, offload = int(str(value)[-1]), plan["offload"]
+    return {
+        "zero_stage": stage,
+        "offload_optimizer_device": "cpu" if offload in {"optimizer", "parameters"} else "none",
+        "offload_param_device": "cpu" if offload == "parameters" else "none",
+        "gradient_accumulation_steps": int(plan["accumulation"]),
+        "gradient_clipping": 1.0,
+        "zero3_init_flag": False,
+        "zero3_save_16bit_model": stage == 3,
+    }

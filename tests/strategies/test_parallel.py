@@ -1,0 +1,136 @@
+"""How several processes train: what is offered where, what is written, and what old plans become."""
+
+from dataclasses import replace
+
+import pytest
+
+from autofit import space
+from autofit.contract.layout import data_parallel, layout_of
+from autofit.contract.plan import Plan
+from autofit.registry import converted, recipe_of, technique
+from autofit.system.errors import InputError
+from tests.support.synthetic import cpu_facts, cuda_facts
+from tests.support.tiny import PLAIN
+
+PARALLEL = technique("parallel")
+
+
+def world(processes, *, nodes=1, device="cuda", **packages):
+    facts = (cuda_facts if device == "cuda" else cpu_facts)(global_batch=32, processes=processes, nodes=nodes)
+    plain = {name: version for name, version in facts.packages.items() if name != "deepspeed"}
+    return replace(facts, packages={**plain, **packages})
+
+
+def offered(facts):
+    return [choice.value for choice in PARALLEL.choices(facts) if choice.status == "offered"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted"),
+    [
+        (world(1), ["none", "fsdp"]),
+        (world(1, deepspeed="0.18.0"), ["none", "fsdp", "zero2", "zero3"]),
+        (world(1, device="cpu"), ["none"]),
+        (world(2), ["ddp", "fsdp", "fsdp:noreshard"]),
+        (world(8), ["ddp", "fsdp", "fsdp:noreshard", "hsdp:2x4"]),
+        (world(8, nodes=4), ["ddp", "fsdp", "fsdp:noreshard", "hsdp:4x2"]),
+        (world(2, deepspeed="0.18.0"), ["ddp", "fsdp", "fsdp:noreshard", "zero1", "zero2", "zero3"]),
+        (world(2, device="cpu"), ["ddp"]),
+    ],
+)
+def test_what_is_offered_depends_on_world_device_and_packages(facts, wanted):
+    assert offered(facts) == wanted
+    for choice in PARALLEL.choices(facts):
+        assert choice.value == "none" or layout_of(choice.value, facts.workload.processes) is not None
+        assert choice.reason
+
+
+def test_every_plan_of_a_world_makes_the_global_batch():
+    facts = world(4, deepspeed="0.18.0")
+    plans = space.build(facts).plans
+    assert {plan["parallel"] for plan in plans} == set(offered(facts))
+    for plan in plans[::7]:
+        assert plan["micro_batch"] * plan["accumulation"] * data_parallel(plan, facts.workload) == 32
+
+
+def test_a_batch_that_the_processes_can_not_share_is_refused():
+    facts = world(5)
+    with pytest.raises(InputError, match="can't be split over 5 processes") as caught:
+        space.build(facts)
+    assert "30 or 35" in caught.value.hint
+
+
+def yaml_of(value, facts, **others):
+    return recipe_of(PLAIN.replaced(parallel=value, **others), facts).emission.accelerate
+
+
+def test_what_is_written():
+    four = world(4)
+    assert yaml_of("ddp", four) | {"distributed_type": "MULTI_GPU", "num_processes": 4} == yaml_of("ddp", four)
+    fsdp = yaml_of("fsdp", four)
+    assert (fsdp["distributed_type"], fsdp["fsdp_config"]["fsdp_reshard_after_forward"]) == ("FSDP", True)
+    assert "parallelism_config" not in fsdp
+    assert yaml_of("fsdp:noreshard", four)["fsdp_config"]["fsdp_reshard_after_forward"] is False
+    assert yaml_of("fsdp", four, offload="parameters")["fsdp_config"]["fsdp_offload_params"] is True
+    sizes = yaml_of("hsdp:2x2", four)["parallelism_config"]
+    assert sizes["parallelism_config_dp_replicate_size"] * sizes["parallelism_config_dp_shard_size"] == 4
+    zero = yaml_of("zero2", four, offload="optimizer")
+    assert (zero["deepspeed_config"]["zero_stage"], zero["deepspeed_config"]["offload_optimizer_device"]) == (2, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [("none", ("none", "none")), ("activations", ("none", "activations")), ("fsdp2", ("fsdp", "parameters")),
+     ("zero2", ("zero2", "optimizer")), ("zero3", ("zero3", "parameters"))],
+)  # fmt: skip
+def test_a_plan_of_an_earlier_version_becomes_one_of_today(before, now):
+    old = Plan({name: value for name, value in PLAIN.items() if name != "parallel"} | {"offload": before})
+    found = converted(old)
+    assert (found["parallel"], found["offload"]) == now
+    assert converted(found) == found
+    assert {name: found[name] for name in found if name not in {"parallel", "offload"}} == {
+        name: old[name] for name in old if name != "offload"
+    }
+
+
+SEEN = {"engine": "FSDP2", "processes": 4, "mesh": [4], "shards": 4, "units": 3, "freed_units": 2}
+
+
+@pytest.mark.parametrize(
+    ("value", "seen", "why"),
+    [
+        ("fsdp", SEEN, None),
+        ("fsdp", {**SEEN, "engine": "MULTI_CPU"}, "not fully sharded data parallel"),
+        ("fsdp", {**SEEN, "processes": 1}, "1 process(es) trained together, not 4"),
+        ("fsdp", {**SEEN, "shards": 1}, "split over 1 processes, not 4"),
+        ("fsdp", {**SEEN, "freed_units": 0}, "0 of 3 units"),
+        ("fsdp:noreshard", SEEN, "2 of 3 units"),
+        ("fsdp:noreshard", {**SEEN, "freed_units": 0}, None),
+        ("hsdp:2x2", {**SEEN, "mesh": [2, 2], "shards": 2}, None),
+        ("hsdp:2x2", {**SEEN, "shards": 2}, "a mesh of [4]"),
+        ("ddp", {**SEEN, "engine": "NO"}, "not DistributedDataParallel"),
+        ("zero2", {"engine": "DEEPSPEED", "processes": 4, "zero_stage": 3}, "stage 3"),
+    ],
+)
+def test_what_was_ignored_is_told(value, seen, why):
+    found = PARALLEL.in_effect(value, seen, world(4))
+    assert found is None if why is None else why in found
+
+
+@pytest.mark.parametrize(
+    ("processes", "plan", "why"),
+    [
+        (1, {"parallel": "fsdp", "offload": "none"}, "nobody to share with"),
+        (1, {"parallel": "fsdp", "offload": "parameters"}, None),
+        (1, {"parallel": "none", "offload": "parameters"}, "parallel=fsdp or zero3"),
+        (2, {"parallel": "fsdp", "offload": "none"}, None),
+        (2, {"parallel": "fsdp:noreshard", "offload": "parameters"}, "parallel=fsdp or zero3"),
+        (2, {"parallel": "fsdp", "offload": "none", "optimizer": "adamw_8bit"}, "adamw_8bit was not tried"),
+        (2, {"parallel": "fsdp", "offload": "none", "quantization": "int8"}, "leaves weights of int8 whole"),
+        (2, {"parallel": "zero2", "offload": "optimizer"}, None),
+        (2, {"parallel": "ddp", "offload": "none", "optimizer": "adamw_8bit"}, None),
+    ],
+)
+def test_what_does_not_go_together_is_told(processes, plan, why):
+    found = technique("offload").conflict(plan["offload"], PLAIN.replaced(**plan), world(processes))
+    assert found is None if why is None else why in found

@@ -1,0 +1,167 @@
+"""Real trials of several ranks on this CPU over gloo: measured, ended by one rank, and held against one process."""
+
+import dataclasses
+import json
+import shutil
+import socket
+import textwrap
+import time
+
+import pytest
+
+from autofit.contract.outcome import Crashed, Measured, OutOfMemory, TimedOut
+from autofit.training.equivalence import Guards, judge, references, rounding_of
+from autofit.training.runner import ProcessRunner
+from autofit.training.timing import Effort
+from tests.support.tiny import GIB, PLAIN, describe, gone, write_config
+
+pytestmark = pytest.mark.slow
+DDP = PLAIN.replaced(parallel="ddp", accumulation=2)
+QUICK = Effort(fidelity="whole", min_steps=2, max_steps=3)
+
+
+@pytest.fixture(scope="module")
+def facts(server, tmp_path_factory):
+    config = write_config(tmp_path_factory.mktemp("llama") / "config")
+    found = describe(server, config)
+    work = dataclasses.replace(found.workload, processes=2, limit_bytes=GIB, host_limit_bytes=GIB)
+    return config, dataclasses.replace(found, workload=work)
+
+
+@pytest.fixture
+def try_plan(server, facts, tmp_path):
+    def run(*, launch_path="trainer", fault=None, limit_seconds=300.0, plan=DDP, processes=2, **work):
+        config, known = facts
+        if fault:
+            copy = tmp_path / "faulty"
+            shutil.copytree(config, copy, dirs_exist_ok=True)
+            (copy / "fault.py").write_text(textwrap.dedent(fault))
+            config = copy
+        workload = dataclasses.replace(known.workload, launch_path=launch_path, processes=processes, **work)
+        runner = ProcessRunner(tmp_path / "trials", dataclasses.replace(known, workload=workload), config, server)
+        return runner.run(0, plan, QUICK, purpose="search", limit_seconds=limit_seconds).outcome
+
+    return run
+
+
+@pytest.mark.parametrize(("launch_path", "processes"), [("trainer", 2), ("loop", 2), ("loop", 4)])
+def test_every_rank_trains_and_the_worst_one_counts(try_plan, tmp_path, launch_path, processes):
+    plan = DDP.replaced(accumulation=4 // processes)
+    found = try_plan(launch_path=launch_path, processes=processes, plan=plan)
+    assert isinstance(found, Measured), found
+    ranks = [json.loads((tmp_path / f"trials/00000/rank-{rank}.json").read_text()) for rank in range(processes)]
+    assert found.peak_bytes == max(one["peak_bytes"] for one in ranks)
+    assert found.step_seconds == max(one["step_seconds"] for one in ranks)
+    assert len({len(one["steps"]) for one in ranks}) == 1, "all stop after the same step"
+    for one in ranks:
+        seen = one["evidence"]["techniques"]
+        assert seen["parallel"] == {"engine": "MULTI_CPU", "processes": processes}
+        assert seen["accumulation"]["micro_steps"] == plan["accumulation"]
+
+
+FAULTS = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", Crashed, "rank 1 was killed by SIGKILL"),
+    "out of memory": ("raise torch.OutOfMemoryError('CUDA out of memory.')", OutOfMemory, "backward"),
+    "hung": ("time.sleep(3600)", TimedOut, "rank 1 stood still"),
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", TimedOut, "rank 1 stood still"),
+    "raises": ("raise ValueError('no such thing')", Crashed, "ValueError: no such thing"),
+}
+
+
+@pytest.mark.parametrize(("act", "kind", "words"), FAULTS.values(), ids=FAULTS)
+def test_one_rank_ends_the_trial_in_ten_seconds_and_nothing_is_left(try_plan, tmp_path, act, kind, words, fault_table):
+    found = try_plan(
+        fault=f"""
+        import os, signal, time, torch
+        def act():
+            rank = os.environ["RANK"]
+            (folder / f"pid-{{rank}}").write_text(f"{{os.getpid()}} {{os.environ['MASTER_PORT']}}")
+            if rank == "1":
+                (folder / "when").write_text(str(time.time()))
+                {act}
+        at("backward", act, 1)
+        honest(folder)
+        """
+    )
+    folder = tmp_path / "trials/00000"
+    seconds = time.time() - float((folder / "when").read_text())
+    assert isinstance(found, kind), found
+    assert words in str(found)
+    assert seconds < 10
+    told = [path.read_text().split() for path in folder.glob("pid-*")]
+    assert len(told) == 2
+    assert gone(*(int(pid) for pid, _ in told), seconds=1)
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.1", int(told[0][1])), timeout=1):
+        pass
+    words = f"{seconds:.1f} s until the trial had ended; no process and no port is left"
+    fault_table.append({"survived": "yes", "fault": f"one of two ranks: {act[:40]}", "sees": words})
+
+
+def test_two_worlds_of_one_are_no_measurement(try_plan):
+    """What Accelerate makes of the launch where nobody says that it is on the CPU."""
+    found = try_plan(
+        fault="""
+        from accelerate import state
+        state.PartialState._prepare_backend = lambda self, cpu=False, sagemaker_dp=False, backend=None: (
+            None, state.DistributedType.NO)
+        honest(folder)
+        """
+    )
+    assert "1 process(es) trained together, not 2" in found.reason
+
+
+DEFECTS = {
+    "none": "",
+    "a missing all-reduce": """
+        from torch.nn.parallel import DistributedDataParallel as Ddp
+        forward = Ddp.forward
+        def alone(self, *args, **kwargs):
+            self.require_backward_grad_sync = False
+            return forward(self, *args, **kwargs)
+        Ddp.forward = alone
+        """,
+    "an average taken twice": """
+        from torch.nn.parallel import DistributedDataParallel as Ddp
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+        begin = Ddp.__init__
+        def begun(self, *args, **kwargs):
+            begin(self, *args, **kwargs)
+            twice = lambda state, bucket: allreduce_hook(None, bucket).then(lambda done: done.value() / 2)
+            self.register_comm_hook(None, twice)
+        Ddp.__init__ = begun
+        """,
+    "a rank with another seed": """
+        import dataclasses, os
+        from autofit.training import loss_curve
+        rows = loss_curve.learnable_rows
+        def others(recipe, count):
+            seed = int(os.environ["RANK"])
+            facts = recipe.facts
+            work = dataclasses.replace(facts.workload, seed=seed)
+            return rows(dataclasses.replace(recipe, facts=dataclasses.replace(facts, workload=work)), count)
+        loss_curve.learnable_rows = others
+        """,
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_the_guard_holds_several_ranks_against_one_process(server, facts, tmp_path, defect):
+    config, known = facts
+    faulty = tmp_path / "config"
+    shutil.copytree(config, faulty)
+    script = textwrap.dedent(DEFECTS[defect])
+    (faulty / "fault.py").write_text(
+        "import json\nif json.loads((folder / 'job.json').read_text())['facts']['workload']['processes'] > 1:\n"
+        + textwrap.indent(f"{script}\npass", "    ")
+        + "\nhonest(folder)\n"
+    )
+    guards = Guards(tmp_path, known, faulty, server)
+    reference = next(references(DDP, known))
+    assert (reference["parallel"], reference["accumulation"]) == ("none", 4)
+    rounding = rounding_of(DDP, known)
+    mine, theirs, rounded = (
+        guards._train(plan, 3, 300.0, how) for plan, how in ((DDP, None), (reference, None), (reference, rounding))
+    )
+    assert [one.failed for one in (mine, theirs, rounded)] == [None] * 3
+    found = judge(DDP, known, mine, reference, theirs, rounded=rounded)
+    assert found.verdict == ("same" if defect == "none" else "other"), found.words
