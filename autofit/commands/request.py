@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -196,6 +197,7 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
                 f"{folder} was begun {_as_given(name, then)}, this is {_as_given(name, now)}",
                 hint="repeat the first command with --resume, or choose another --output",
             )
+    _check_same_script(started.facts, now, folder)
     if now.device not in {"auto", started.facts.hardware.device}:
         raise InputError(
             f"{folder} was begun on {started.facts.hardware.device}, this is {now.device}",
@@ -209,6 +211,16 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
             hint="measurements would not compare: choose another --output",
         )
     return started
+
+
+def _check_same_script(facts: Facts, now: Request, folder: Path) -> None:
+    """Refuse to go on with a script that was changed since."""
+    script = facts.workload.script
+    if script is not None and hashlib.sha256(Path(now.model).read_bytes()).hexdigest() != script.sha256:
+        raise InputError(
+            f"{now.model} has changed since {folder} was begun",
+            hint="measurements would not compare: choose another --output",
+        )
 
 
 def _option(name: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +17,8 @@ from autofit.output.emit import YAML
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import helper_environment
 from autofit.training.launch_environment import check_environment
+
+INTERRUPTED_SECONDS = 30.0
 
 
 def run(
@@ -65,9 +69,19 @@ def run(
         raise MachineError(f"accelerate launch can't be started: {error}") from error
     try:
         status = process.wait()
+    except KeyboardInterrupt:
+        interrupt(process)
+        raise
     finally:
         end_group(process)
     return status if status >= 0 else 128 - status
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a training as Ctrl-C does, and give it time to save what it saves then."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(INTERRUPTED_SECONDS)
 
 
 def differences(document: Document, script: Path, arguments: Sequence[str]) -> list[str]:

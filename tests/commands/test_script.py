@@ -6,10 +6,19 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from autofit import space
 from autofit.cli import main
+from autofit.commands.request import Request
+from autofit.commands.script_request import script_facts
+from autofit.contract.facts import Script
 from autofit.output.document import read_document
+from autofit.registry import recipe_of
+from autofit.system.errors import InputError
 from autofit.training.jobs import DescribeScriptJob
+from autofit.training.runner import ProcessRunner
+from autofit.training.timing import Effort
 from tests.support.scripted import SCRIPTS, autofit, preference_data, tiny_bert, tiny_llama
+from tests.support.synthetic import cpu_facts
 
 CLASSIFY = SCRIPTS / "classify.py"
 LOOP = SCRIPTS / "loop.py"
@@ -103,6 +112,46 @@ def test_a_plain_loop_is_described(described, folder, by_hand):
     assert script["own_optimizer"]
     assert script["batch"]["input_ids"] == [4, 32]
     assert script["rows"] == 64
+
+
+@pytest.mark.parametrize("script", [CLASSIFY, LOOP])
+def test_a_plan_that_breaks_the_ceiling_is_out_of_memory(server, folder, tmp_path, script):
+    request = Request(
+        model=str(script),
+        device="cpu",
+        global_batch=None,
+        arguments=("--model", str(folder / "tiny")),
+        memory_limit="64KiB",
+    )
+    facts = script_facts(tmp_path, request, "cpu", server, lambda _: None)
+    plan = space.build(facts).smallest()
+    runner = ProcessRunner(tmp_path / "trials", facts, tmp_path / "model", server)
+    trial = runner.run(0, plan, Effort(min_steps=2, max_steps=2), purpose="search", limit_seconds=60.0)
+    assert trial.outcome.kind == "out_of_memory", trial.outcome
+
+
+def test_what_a_script_holds_is_no_plans_to_change():
+    script = Script(
+        path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2, weights_dtype="bfloat16",
+        own={"optim": "adafactor"}, adapter="LORA r=4", depends_on_rows="its BatchNorm layers",
+    )  # fmt: skip
+    facts = cpu_facts(global_batch=8, script=script)
+    plans = space.build(facts).plans
+    held = {
+        "micro_batch": 4,
+        "accumulation": 2,
+        "precision": "bf16_weights",
+        "optimizer": "adafactor",
+        "adapter": "none",
+    }
+    assert all(plan[name] == value for plan in plans for name, value in held.items())
+    free = space.build(facts, given={"micro_batch": (8,), "precision": ("fp32",)}).plans
+    assert {(plan["micro_batch"], plan["precision"]) for plan in free} == {(8, "fp32")}
+    with pytest.raises(InputError, match="adapter=ia3 can't be had with this script"):
+        space.build(facts, given={"adapter": ("ia3",)})
+    emitted = recipe_of(plans[0], facts).emission.training_args
+    assert emitted["per_device_train_batch_size"] == 4
+    assert "use_liger_kernel" not in emitted
 
 
 def test_options_that_are_the_scripts_own_are_refused(tmp_path, monkeypatch):

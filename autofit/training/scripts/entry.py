@@ -165,7 +165,7 @@ def measure_steps(clock: Clock, script: Script, *, folder: Path, environment: Ma
     )
     patches.install()
     try:
-        run_until_left(script.path, script.arguments)
+        run_until_left(script.path, script.arguments, measured=True)
     except Enough as enough:
         evidence: Evidence = enough.found
         return evidence

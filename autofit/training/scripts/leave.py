@@ -48,12 +48,18 @@ def run(path: str, arguments: Sequence[str]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def run_until_left(path: str, arguments: Sequence[str]) -> None:
+def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = False) -> None:
     """Run a script until something inside it leaves it.
+
+    Args:
+        path: Of the script.
+        arguments: What stands behind it on its command line.
+        measured: Let an error through as it is: it may be memory that ran out, or a loss that is not finite.
 
     Raises:
         Left: It was left, as it should be.
         InputError: It ended before, by itself or by an error.
+        Exception: The script's own, where it is measured.
     """
     name = Path(path).name
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -76,6 +82,8 @@ def run_until_left(path: str, arguments: Sequence[str]) -> None:
             f"{name} reads from stdin before it trains", hint="give what it asks for as an argument or in a file"
         ) from error
     except Exception as error:
+        if measured:
+            raise
         raise InputError(
             f"{name} failed before it trained: {error_words(error)}",
             hint="does it run with these arguments by itself? Its traceback is in the log",

@@ -194,7 +194,7 @@ def measure_loop(
         after_step=measured.after_step,
     ).install()
     try:
-        run_until_left(script.path, script.arguments)
+        run_until_left(script.path, script.arguments, measured=True)
     except Enough as enough:
         evidence: Evidence = enough.found
         return evidence
