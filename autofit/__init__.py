@@ -43,6 +43,7 @@ _MODULE_OF = {
     "tune": "autofit.commands.tune",
     "verify": "autofit.commands.verify",
 }
+_CALLS = {"estimate", "tune", "verify"}
 
 
 def __getattr__(name: str) -> Any:
@@ -50,4 +51,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'autofit' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_MODULE_OF[name]), name)
+    found = getattr(import_module(_MODULE_OF[name]), name)
+    if name in _CALLS:
+        from autofit.commands.python_calls import for_python
+
+        found = for_python(found)
+    globals()[name] = found
+    return found

@@ -1,5 +1,6 @@
 """Words in, words out, exit code: data on stdout, talk on stderr."""
 
+import importlib
 import inspect
 import json
 import os
@@ -37,7 +38,7 @@ TUNE = ["tune", "demo", "--fix", "precision=fp32", *OPTIONS]
 def run(server, monkeypatch, tmp_path):
     """The command line in this process, with one server for all tunes; ``replay`` stands for the device."""
     monkeypatch.chdir(tmp_path)
-    played = autofit.tune
+    played = importlib.import_module("autofit.commands.tune").tune  # as the command line calls it
 
     def invoke(*words, replay=None):
         runner = replay or Replay(tmp_path / "out")

@@ -47,7 +47,7 @@ from autofit.system.errors import ModelError, NothingFits
 from autofit.system.fork_server import ForkServer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate:
     """The answer of ``autofit estimate``.
 
@@ -85,6 +85,10 @@ class Estimate:
     nodes: int = 1
     ways: tuple[Way, ...] = ()
     telling: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        best = f"recommended {self.recommended.words()}" if self.recommended else "nothing fits"
+        return f"Estimate({self.model} on {self.card}, {units.size(self.memory_bytes)}: {best})"
 
 
 ESTIMATE: TypeAdapter[Estimate] = TypeAdapter(Estimate)

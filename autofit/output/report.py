@@ -6,7 +6,9 @@ the page gets them escaped, under a policy that forbids scripts and anything fro
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from autofit.contract.outcome import Measured, Trial
 from autofit.output import charts, wording
 from autofit.output.document import Document, Offer
 from autofit.output.export import comments, export
-from autofit.output.plan_words import SPLIT, SPLIT_WORDS, outcome_words, plan_words
+from autofit.output.plan_words import SPLIT, SPLIT_WORDS, chosen_words, outcome_words, plan_words
 from autofit.output.text import clean, number, one_line, parameters, percent, plural
 from autofit.system.units import duration, size
 
@@ -114,6 +116,23 @@ def html(document: Document, *, folder: str | Path) -> str:
         python=_python(document, folder),
         commands=["\n".join(wording.shell_lines(words)) for words in wording.launch_commands(document, folder)],
     )
+
+
+def notebook(document: Document, *, folder: str | Path) -> str:
+    """The answer as a fragment of HTML for a notebook; every word is escaped."""
+    promise = document.promise
+    share = percent(promise.peak_bytes / promise.limit_bytes)
+    rows = [
+        ("plan", chosen_words(document.plan) or "the baseline plan"),
+        ("batch", f"{SPLIT_WORDS}: {wording.product(document)}"),
+        ("speed", f"{wording.speed(document)} samples/s, {number(promise.tokens_per_second)} tokens/s"),
+        ("peak memory", f"{size(promise.peak_bytes)}, {share} of the ceiling of {size(promise.limit_bytes)}"),
+        *(("changes", sentence) for sentence in document.changes),
+        ("launch", shlex.join(wording.launch_commands(document, folder)[0])),
+    ]
+    cells = "".join(f"<tr><th>{escape(clean(name))}</th><td>{escape(clean(said))}</td></tr>" for name, said in rows)
+    title = f"{document.model.name} on {document.hardware.name}"
+    return f"<table><caption>{escape(clean(title))}</caption>{cells}</table>"
 
 
 def _python(document: Document, folder: str | Path) -> str:

@@ -51,6 +51,10 @@ class Result:
         said = f"{promise.samples_per_second:.4g} samples/s, {size(promise.peak_bytes)}"
         return f"Result({self.plan.words()}: {said}, in {str(self.folder)!r})"
 
+    def _repr_html_(self) -> str:
+        """The answer as a notebook shows it: the winner, the promise and the command that launches it."""
+        return report.notebook(self.document, folder=str(self.folder))
+
     @property
     def plan(self) -> Plan:
         """The winner's value of each technique."""

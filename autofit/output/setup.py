@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autofit.output.document import Document
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Setup:
     """What a tune found, ready to be used in a script.
 
@@ -40,6 +40,9 @@ class Setup:
     document: Document
     recipe: Recipe
     any_hardware: bool = False
+
+    def __repr__(self) -> str:
+        return f"Setup({self.plan.words()}, in {str(self.folder)!r})"
 
     @property
     def plan(self) -> Plan:

@@ -96,8 +96,8 @@ def test_launches_on_a_busy_machine_are_not_judged(folder, launches):
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ({"steps": 1}, "--steps 1 is out of range"),
-        ({"steps": 1001}, "--steps 1001 is out of range"),
+        ({"steps": 1}, "steps 1 is out of range"),
+        ({"steps": 1001}, "steps 1001 is out of range"),
         ({"tolerance": -0.1}, "a tolerance of -0.1 is out of range"),
         ({"tolerance": float("nan")}, "a tolerance of nan"),
     ],

@@ -1,0 +1,95 @@
+"""What a call from Python has and a command has not: models as objects, errors in arguments' names, progress."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autofit.costmodel.tracing.trace_store import cache_folder
+from autofit.system.errors import AutofitError, InputError
+from autofit.system.files import write_atomically, writing
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+_OPTION = re.compile(r"--(no-)?([a-z][a-z-]*[a-z])(?![\w-])")
+
+
+def for_python(function: Call) -> Call:
+    """The function of a command as Python calls it."""
+    parameters = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        if "model" in parameters:
+            if given:
+                given = (as_source(given[0]), *given[1:])
+            elif "model" in named:
+                named["model"] = as_source(named["model"])
+        if "events" in parameters and named.get("events") is None and _watched():
+            from autofit.commands.console import ConsoleEvents, StderrConsole
+
+            named["events"] = ConsoleEvents(StderrConsole(), named.get("trials", parameters["trials"].default))
+        try:
+            return function(*given, **named)
+        except AutofitError as error:
+            error.message = in_arguments(error.message, parameters)
+            error.hint = error.hint and in_arguments(error.hint, parameters)
+            error.args = (error.message, *error.args[1:])
+            raise
+
+    return call  # type: ignore[return-value]
+
+
+def in_arguments(words: str, known: Any) -> str:
+    """Options of the command line as arguments of a function, where it has such.
+
+    >>> in_arguments("--memory-limit 90GiB is too much; --no-guard, --gpu", {"memory_limit", "guard"})
+    'memory_limit 90GiB is too much; guard=False, --gpu'
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        name = found[2].replace("-", "_")
+        if name not in known:
+            return found[0]
+        if found[1]:
+            return f"{name}=False"
+        return f"{name}=True" if name == "resume" else name
+
+    return _OPTION.sub(replaced, words)
+
+
+def as_source(model: object) -> str:
+    """A hub id or a path as it is; a config or model object as a folder with its ``config.json``.
+
+    The folder is in the user's cache, one for each content, so that a tune of the same object can be resumed.
+
+    Raises:
+        InputError: It is none of these.
+    """
+    if isinstance(model, str | Path):
+        return str(model)
+    config: Any = getattr(model, "config", model)
+    if not callable(getattr(config, "to_dict", None)):
+        raise InputError(
+            f"model is a {type(model).__name__}", hint="give a hub id, a folder, a transformers config or a model"
+        )
+    content = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    if config is not model:
+        content["architectures"] = [type(model).__name__]
+    text = json.dumps(content, indent=1, sort_keys=True, default=str)
+    folder = cache_folder().parent / "configs" / hashlib.sha256(text.encode()).hexdigest()[:16]
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "config.json", text)
+    return str(folder)
+
+
+def _watched() -> bool:
+    """Whether somebody sees what is printed: a terminal or a notebook."""
+    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())

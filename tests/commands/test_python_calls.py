@@ -1,0 +1,50 @@
+"""A call from Python: objects for models, arguments in errors, short representations."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import autofit
+from autofit.commands.python_calls import as_source
+from autofit.output.result import Result
+from autofit.system.errors import InputError
+from tests.output.test_report import HOSTILE, document
+
+CONFIG = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64,
+}  # fmt: skip
+
+
+def test_a_config_and_a_model_object_become_a_folder_the_same_each_time():
+    config = LlamaConfig(**CONFIG)
+    first = as_source(config)
+    assert first == as_source(LlamaConfig(**CONFIG))
+    assert json.loads(Path(first, "config.json").read_text("utf-8"))["hidden_size"] == 32
+    model = as_source(AutoModelForCausalLM.from_config(config))
+    assert json.loads(Path(model, "config.json").read_text("utf-8"))["architectures"] == ["LlamaForCausalLM"]
+    assert as_source("demo") == as_source(Path("demo")) == "demo"
+    with pytest.raises(InputError, match="model is a int"):
+        as_source(3)
+
+
+def test_errors_name_the_argument_and_not_the_option():
+    with pytest.raises(InputError, match=r"^global_batch 0 is out of range"):
+        autofit.tune("demo", global_batch=0)
+    with pytest.raises(InputError, match=r"^steps 1 is out of range"):
+        autofit.verify("nowhere", steps=1)
+    with pytest.raises(InputError) as error:
+        autofit.tune("demo", seq_len="x")
+    assert "--" not in str(error.value)
+
+
+def test_an_answer_is_short_in_python_and_a_table_in_a_notebook():
+    doc = document()
+    result = Result(folder=Path("out"), document=replace(doc, changes=(HOSTILE,)))
+    assert len(repr(result)) < 500
+    shown = result._repr_html_()
+    assert "accelerate launch --config_file out/accelerate.yaml" in shown
+    assert "<script>" not in shown
+    assert "&lt;script&gt;" in shown
