@@ -66,7 +66,7 @@ BAD = {
     "": "ended without training",
     "import sys; sys.exit(3)": "ended before it trained (exit 3)",
     "import argparse; argparse.ArgumentParser().parse_args()": "ended before it trained (exit 2)",
-    "1 / 0": "failed before it trained: ZeroDivisionError",
+    "1 / 0": "failed before it trained (line 1): ZeroDivisionError",
     "input('how many? ')": "reads from stdin",
     "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '1'": "sets CUDA_VISIBLE_DEVICES itself",
     "arguments = None": "makes its Trainer without arguments",

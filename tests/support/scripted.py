@@ -96,7 +96,7 @@ def glue(folder, rows=48):
     (home / "README.md").write_text(f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{files}---\n")
     (folder / "glue").mkdir()
     (folder / "glue" / "glue.py").write_text(
-        "import datasets, evaluate\n\n\nclass Glue(evaluate.Metric):\n"
+        "import datasets\nimport evaluate\n\n\nclass Glue(evaluate.Metric):\n"
         "    def _info(self):\n"
         "        kinds = {name: datasets.Value('int64') for name in ('predictions', 'references')}\n"
         "        return evaluate.MetricInfo(description='', citation='', features=datasets.Features(kinds))\n\n"

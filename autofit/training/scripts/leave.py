@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,8 @@ def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = Fals
         if measured:
             raise
         raise InputError(
-            f"{name} failed before it trained: {error_words(error)}",
-            hint="does it run with these arguments by itself? Its traceback is in the log",
+            f"{name} failed before it trained{_line(error, path)}: {error_words(error)}",
+            hint="does it run with these arguments by itself? They stand behind --: autofit tune train.py -- ARGS",
         ) from error
     raise InputError(
         f"{name} ended without training: it called neither train() of a transformers Trainer nor backward() of an "
@@ -94,3 +95,9 @@ def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = Fals
         hint="does it need an argument for that, such as --do_train? Training in processes that the script starts "
         "itself, and loops without Accelerate, can't be tuned",
     )
+
+
+def _line(error: BaseException, path: str) -> str:
+    """Where in the script an error came up, in words."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f" (line {lines[-1]})" if lines else ""
