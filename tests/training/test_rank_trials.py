@@ -1,5 +1,6 @@
 """Real trials of several ranks on this CPU over gloo: measured, ended by one rank, and held against one process."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -10,10 +11,11 @@ import time
 import pytest
 
 from autofit.contract.outcome import Crashed, Measured, OutOfMemory, TimedOut
+from autofit.system.fork_server import ForkServer
 from autofit.training.equivalence import Guards, judge, references, rounding_of
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
-from tests.support.tiny import GIB, PLAIN, describe, gone, write_config
+from tests.support.tiny import GIB, PLAIN, SUPPORT, describe, gone, write_config
 
 pytestmark = pytest.mark.slow
 DDP = PLAIN.replaced(parallel="ddp", accumulation=2)
@@ -55,7 +57,7 @@ def test_every_rank_trains_and_the_worst_one_counts(try_plan, tmp_path, launch_p
     assert len({len(one["steps"]) for one in ranks}) == 1, "all stop after the same step"
     for one in ranks:
         seen = one["evidence"]["techniques"]
-        assert seen["parallel"] == {"engine": "MULTI_CPU", "processes": processes}
+        assert (seen["parallel"]["engine"], seen["parallel"]["processes"]) == ("MULTI_CPU", processes)
         assert seen["accumulation"]["micro_steps"] == plan["accumulation"]
 
 
@@ -165,3 +167,61 @@ def test_the_guard_holds_several_ranks_against_one_process(server, facts, tmp_pa
     assert [one.failed for one in (mine, theirs, rounded)] == [None] * 3
     found = judge(DDP, known, mine, reference, theirs, rounded=rounded)
     assert found.verdict == ("same" if defect == "none" else "other"), found.words
+
+
+# --- what Accelerate makes of its YAML, on a CPU that it takes for a GPU ----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shimmed(tmp_path_factory):
+    """A fork server in which Accelerate takes the CPU for a GPU; the sharding and its collectives are PyTorch's own."""
+    started = ForkServer(tmp_path_factory.mktemp("shimmed") / "log", "cpu", ("cpu_shim",))
+    with contextlib.closing(started):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(SUPPORT))
+            patch.setenv("OMP_NUM_THREADS", "1")
+            started.start()
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("value", "processes", "launch_path", "precision"),
+    [
+        ("fsdp", 2, "trainer", "fp32"),
+        ("fsdp:noreshard", 2, "loop", "fp32"),
+        ("hsdp:2x2", 4, "trainer", "fp32"),
+        ("fsdp", 2, "loop", "bf16"),
+    ],
+)
+def test_a_sharded_plan_trains_and_is_seen_to_be_sharded(
+    shimmed, facts, tmp_path, value, processes, launch_path, precision
+):
+    config, known = facts
+    work = dataclasses.replace(known.workload, processes=processes, launch_path=launch_path)
+    runner = ProcessRunner(tmp_path / "trials", dataclasses.replace(known, workload=work), config, shimmed)
+    plan = PLAIN.replaced(parallel=value, accumulation=4 // processes, precision=precision)
+    found = runner.run(0, plan, QUICK, purpose="search", limit_seconds=300).outcome
+    assert isinstance(found, Measured), found
+    seen = found.evidence.of("parallel")
+    assert (seen["engine"], seen["processes"]) == ("FSDP2", processes)
+    assert seen["shards"] == 2
+    assert (seen["freed_units"] > 0) == (value != "fsdp:noreshard")
+
+
+def test_an_fsdp_yaml_on_a_cpu_is_ddp_and_is_told(try_plan):
+    found = try_plan(plan=DDP.replaced(parallel="fsdp"))
+    assert "MULTI_CPU, not fully sharded data parallel" in found.reason
+
+
+def test_the_guard_passes_a_sharded_plan(shimmed, facts, tmp_path):
+    config, known = facts
+    plan = DDP.replaced(parallel="fsdp")
+    guards = Guards(tmp_path, known, config, shimmed)
+    reference = next(references(plan, known))
+    mine, theirs, rounded = (
+        guards._train(one, 3, 300.0, how)
+        for one, how in ((plan, None), (reference, None), (reference, rounding_of(plan, known)))
+    )
+    assert [one.failed for one in (mine, theirs, rounded)] == [None] * 3
+    found = judge(plan, known, mine, reference, theirs, rounded=rounded)
+    assert found.verdict == "same", found.words

@@ -1,0 +1,26 @@
+"""Accelerate's paths of several GPUs on a CPU, over gloo: FSDP2 and hybrid sharding as it makes them of its YAML.
+
+Loaded by a fork server as one of its modules. Accelerate looks for FSDP under a distributed type of a GPU only, and a
+Trainer's ``use_cpu`` takes another way to the process group: both are told that the CPU is such a device.
+"""
+
+import os
+
+os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+
+from accelerate import state
+from accelerate.utils import DistributedType
+
+_begin = state.PartialState.__init__
+
+
+def begin(self, *_, **options):
+    _begin(self, **{**options, "cpu": False})
+
+
+def backend(*_, **__):
+    return ("gloo", DistributedType.MULTI_GPU) if "LOCAL_RANK" in os.environ else (None, DistributedType.NO)
+
+
+state.PartialState.__init__ = begin
+state.PartialState._prepare_backend = backend
