@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -261,6 +262,8 @@ def read_facts(
             )
         model, hardware = described(answer, request.model, device)
     hardware = shared_by(hardware, request.processes or 1)
+    if device == "cuda" and request.processes is None and hardware.count > 1:
+        say(f"{hardware.count} GPUs are here, and one is trained on: --processes {hardware.count} uses them all")
     return Facts(model=model, hardware=hardware, workload=workload(request, model, hardware, say), packages=installed())
 
 
@@ -349,11 +352,13 @@ def shared_by(hardware: Hardware, processes: int) -> Hardware:
         InputError: There are fewer GPUs than processes.
     """
     if hardware.device == "cuda":
-        if processes > hardware.count:
+        shown = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+        count = min(hardware.count, len(shown)) if shown else hardware.count
+        if processes > count:
             raise InputError(
-                f"--processes {processes}: {hardware.count} GPU{'s' * (hardware.count > 1)} can be seen here, and each "
-                "process needs one of its own",
-                hint=f"--processes {hardware.count} or less; what does CUDA_VISIBLE_DEVICES hide?",
+                f"--processes {processes}: {count} GPU{'s' * (count > 1)} can be seen here, and each process needs one "
+                "of its own",
+                hint=f"--processes {count} or less; what does CUDA_VISIBLE_DEVICES hide?",
             )
         return hardware
     return replace(

@@ -62,7 +62,7 @@ def run(
         sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
         "--config_file", str(folder / YAML), str(launched), str(folder), str(script.absolute()), *arguments,
     )  # fmt: skip
-    environment = helper_environment({**os.environ, **on_its_device(document.hardware, say)})
+    environment = helper_environment({**os.environ, **on_its_device(document, say)})
     try:
         process = subprocess.Popen(command, env=environment, start_new_session=True)
     except OSError as error:

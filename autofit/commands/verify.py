@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter
 
-from autofit.contract.facts import Hardware
 from autofit.contract.outcome import OUTCOME, Measured, Outcome, Promise
 from autofit.machine.nvml import on_device
 from autofit.machine.select import hardware_lock
@@ -108,7 +107,7 @@ def verify(
     calm = 0
     while calm < CALM_LAUNCHES[device] and len(launched) < MOST_LAUNCHES:
         with hardware_lock(document.hardware):
-            command, outcome = _launch(folder, steps, document, on_its_device(document.hardware, say))
+            command, outcome = _launch(folder, steps, document, on_its_device(document, say))
         found = judge(document.promise, outcome, tolerance=tolerance, command=command, launches=len(launched) + 1)
         launched.append(found)
         if not found.broken:
@@ -167,9 +166,10 @@ def judge(
     )
 
 
-def on_its_device(hardware: Hardware, say: Callable[[str], None]) -> dict[str, str]:
-    """The environment that shows a launch the device that was tuned on, and no other."""
-    if hardware.device != "cuda" or not hardware.uuid:
+def on_its_device(document: Document, say: Callable[[str], None]) -> dict[str, str]:
+    """The environment that shows a launch of one process the device that was tuned on, and no other."""
+    hardware = document.hardware
+    if hardware.device != "cuda" or not hardware.uuid or document.workload.processes > 1:
         return {}
     try:
         with on_device(hardware.uuid):

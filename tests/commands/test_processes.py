@@ -1,0 +1,79 @@
+"""How many processes a training may have here, and a whole tune of two on this CPU."""
+
+import dataclasses
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from autofit import cli
+from autofit.commands.request import Request, shared_by, workload
+from autofit.output.document import read_document
+from autofit.system.errors import InputError
+from tests.support.synthetic import cpu_facts, cuda_facts, model
+
+TUNE = ["tune", "demo", "--device", "cpu", "--processes"]
+
+
+def test_more_processes_than_cards_are_refused(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    hardware = dataclasses.replace(cuda_facts().hardware, count=4)
+    assert shared_by(hardware, 4) is hardware
+    with pytest.raises(InputError, match="--processes 8: 4 GPUs can be seen here") as caught:
+        shared_by(hardware, 8)
+    assert "--processes 4 or less" in caught.value.hint
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    with pytest.raises(InputError, match="--processes 2: 1 GPU can be seen here"):
+        shared_by(hardware, 2)
+
+
+def test_processes_on_the_cpu_share_its_memory_and_threads(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    whole = cpu_facts().hardware
+    half = shared_by(whole, 2)
+    assert (half.total_bytes, half.free_bytes, half.threads) == (whole.total_bytes // 2, whole.free_bytes // 2, 4)
+    work = workload(Request(model="demo", processes=2, global_batch=8), model(), half, lambda _: None)
+    assert work.processes == 2
+    assert work.limit_bytes == int(half.free_bytes * 0.92)
+    assert 2 * work.host_limit_bytes <= whole.host_free_bytes
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["0"], "--processes 0 is out of range"),
+        (["1000"], "--processes 1000 is out of range"),
+        (["two"], "not a valid"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_in_a_line(tmp_path, more, words):
+    done = CliRunner().invoke(cli.main, [*TUNE, *more, "--output", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert words in done.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_batch_that_two_processes_can_not_share_is_refused(tmp_path):
+    done = CliRunner().invoke(cli.main, [*TUNE, "2", "--global-batch", "5", "--output", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert "a global batch of 5 can't be split over 2 processes" in done.output
+    assert "4 or 6 can" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch_path", ["trainer", "loop"])
+def test_a_tune_of_two_processes_is_launched_and_kept(tmp_path, launch_path):
+    out = tmp_path / "out"
+    held = ("micro_batch=1", "precision=fp32", "attention=default", "kernels=none", "checkpointing=off")
+    fixed = [part for knob in (*held, "optimizer=adamw") for part in ("--fix", knob)]
+    sizes = ["--seq-len", "32", "--global-batch", "4", "--trials", "1", "--launch-path", launch_path]
+    done = CliRunner().invoke(cli.main, [*TUNE, "2", *sizes, *fixed, "--output", str(out)])
+    assert done.exit_code == 0, done.output
+    found = read_document(out)
+    assert (found.plan["parallel"], found.plan["accumulation"], found.workload.processes) == ("ddp", 2, 2)
+    assert found.guard.verdict == "same", found.guard.words
+    launched = CliRunner().invoke(cli.main, ["verify", str(out), "--steps", "2", "--json"])
+    outcome = json.loads(launched.output[launched.output.index("{") :])["outcome"]
+    assert outcome["kind"] == "measured", outcome
+    assert outcome["evidence"]["techniques"]["parallel"]["processes"] == 2
