@@ -132,6 +132,7 @@ def test_the_command_line_is_the_one_that_was_designed():
             "--allow", "--among", "--call", "--config", "--device", "--fix", "--global-batch", "--guard", "--json",
             "--launch-path", "--memory-limit", "--output", "--processes", "--record", "--resume", "--sampler", "--seed",
             "--seq-len", "--storage", "--task", "--timeout", "--trials", "--trust-remote-code", "--verbose",
+            "--wait",
         ],
         "estimate": [
             "--all", "--allow", "--among", "--cache", "--fix", "--global-batch", "--gpu", "--gpus", "--json",

@@ -77,6 +77,7 @@ TUNE_OPTIONS: tuple[Option, ...] = (
         show_default=True,
         help="Refuse a winner whose losses or gradients differ from a float32 baseline's.",
     ),
+    click.option("--wait", is_flag=True, help="Wait for a device that another tune holds."),
     click.option(
         "--config",
         is_eager=True,

@@ -51,7 +51,7 @@ from autofit.system import units
 from autofit.system.errors import Interrupted, MachineError, Stopped
 from autofit.system.files import usable_folder
 from autofit.system.fork_server import ForkServer
-from autofit.system.locks import held
+from autofit.system.locks import held, waited_for
 from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
 from autofit.training.equivalence import Look
 from autofit.training.runner import Rated, finished
@@ -91,6 +91,7 @@ def tune(
     guard: bool = True,
     arguments: Sequence[str] = (),
     call: int = 1,
+    wait: bool = False,
     events: Events | None = None,
     backend: Backend | None = None,
 ) -> Result:
@@ -122,6 +123,7 @@ def tune(
         guard: Reject a winner whose losses or gradients in a few steps differ from a float32 baseline's.
         arguments: What stands behind the script on its command line.
         call: Which of the script's calls of ``train()`` is tuned.
+        wait: Wait for a device that another tune holds, instead of giving up.
         events: Told of what happens.
         backend: Where to measure; by default this machine's device.
 
@@ -173,7 +175,7 @@ def tune(
         if before & BEGUN:
             remove_leftovers(folder)
         try:
-            found = _Tune(folder, request, settings, teller, backend or DeviceBackend()).run(resume=resume)
+            found = _Tune(folder, request, settings, teller, backend or DeviceBackend(), wait).run(resume=resume)
             write_config(folder, request, settings)
             return found
         finally:
@@ -207,6 +209,7 @@ class _Tune:
     """One tune, from the facts to the files.
 
     Attributes:
+        wait: Whether to wait for a device that another tune holds.
         notes: What a reader of the report should know, in order; :meth:`_note` adds to them.
         guard: The comparison of the winner's training with a baseline's, once it was made.
     """
@@ -216,6 +219,7 @@ class _Tune:
     settings: Search
     events: Events
     backend: Backend
+    wait: bool = False
     began: float = field(default_factory=time.monotonic)
     notes: list[str] = field(default_factory=list)
     guard: Guard | None = None
@@ -242,17 +246,34 @@ class _Tune:
                 facts = before.facts
             else:
                 facts = self.backend.facts(self.folder, self.request, device, server, self._note)
-            plans = space.build(
-                facts,
-                space.parse_allowed(self.settings.allowed),
-                space.parse_knobs(self.settings.fix, self.settings.among, facts),
-            )
+            plans = self._space(facts)
             for words in script_notes(facts):
                 self._note(words)
-            with self.backend.lock(facts):
+            with self._locked(facts) as waited:
+                if waited and before is None:  # what was free then is not what is free now
+                    facts = self.backend.facts(self.folder, self.request, device, server, self._note)
+                    plans = self._space(facts)
                 if before is None and facts.workload.script is None:
                     facts = self.backend.rates(self.folder, facts, server, self._note)
                 return self._tune(facts, plans, config, server)
+
+    def _space(self, facts: Facts) -> Space:
+        """The plans that may be tried."""
+        return space.build(
+            facts,
+            space.parse_allowed(self.settings.allowed),
+            space.parse_knobs(self.settings.fix, self.settings.among, facts),
+        )
+
+    @contextlib.contextmanager
+    def _locked(self, facts: Facts) -> Iterator[bool]:
+        """Hold the device's lock; gives whether it was waited for."""
+        if self.wait:
+            with waited_for(lambda: self.backend.lock(facts), self.events.note) as waited:
+                yield waited
+        else:
+            with self.backend.lock(facts):
+                yield False
 
     def _note(self, words: str) -> None:
         self.notes.append(words)

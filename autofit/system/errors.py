@@ -7,6 +7,7 @@
     ├── PromiseBroken            4   a launch did not keep what was promised
     ├── EmissionError            1   an emitted file is not one that its reader takes: a bug
     └── MachineError             5   the machine stands in the way: disk, device, a second tune
+        ├── LockHeld             5   another process holds a lock: it may be waited for
         └── ServerLost           5   the process that starts trials died while one ran
     Stopped                    130   no ``Exception``, and never raised itself
     ├── Interrupted            130   Ctrl-C
@@ -80,6 +81,10 @@ class MachineError(AutofitError):
     """The machine stands in the way: a full disk, a missing device, another tune on the same device."""
 
     exit_code = 5
+
+
+class LockHeld(MachineError):  # noqa: N818 - what happened
+    """Another process holds a lock, such as that of a device."""
 
 
 class ServerLost(MachineError):  # noqa: N818 - what happened

@@ -8,10 +8,11 @@ import os
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from autofit.system.errors import MachineError
+from autofit.system.errors import LockHeld, MachineError
 
 LOCKS = "AUTOFIT_LOCKS"
 """The variable that names another folder for the locks of devices."""
@@ -24,7 +25,8 @@ def held(path: Path, message: str, hint: str) -> Iterator[None]:
     """Hold a lock while inside.
 
     Raises:
-        MachineError: Somebody else holds it (``message``), or it can't be made.
+        LockHeld: Somebody else holds it (``message``).
+        MachineError: It can't be made.
     """
     try:
         descriptor = _opened(path)
@@ -35,10 +37,38 @@ def held(path: Path, message: str, hint: str) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pid = _holder(descriptor)
-            raise MachineError(f"{message}{f': process {pid}' if pid else ''}", hint=hint) from None
+            raise LockHeld(f"{message}{f': process {pid}' if pid else ''}", hint=hint) from None
         yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def waited_for(
+    lock: Callable[[], contextlib.AbstractContextManager[None]], say: Callable[[str], None], every_seconds: float = 2.0
+) -> Iterator[bool]:
+    """Hold a lock while inside, after whoever holds it now; gives whether it was waited for.
+
+    Args:
+        lock: Makes the context that takes the lock or raises :class:`LockHeld`.
+        say: Told who holds it, once for each holder.
+        every_seconds: How often it is tried again.
+
+    Raises:
+        MachineError: The lock can't be made.
+    """
+    said = ""
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(lock())
+                break
+            except LockHeld as error:
+                if error.message != said:
+                    say(f"{error.message}: waiting for it to end")
+                    said = error.message
+                time.sleep(every_seconds)
+        yield bool(said)
 
 
 def _opened(path: Path) -> int:

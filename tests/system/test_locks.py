@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from autofit.system.errors import MachineError
-from autofit.system.locks import device_lock, held
+from autofit.system.locks import device_lock, held, waited_for
 
 HOLD = """
 import sys
@@ -149,3 +149,18 @@ def test_what_somebody_else_has_put_there_is_no_trap(tmp_path, make):
     with contextlib.suppress(MachineError):
         take(path)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_lock_is_waited_for_and_its_holder_is_named_once(holder):
+    path, process = holder
+    said = []
+
+    def told(words):
+        said.append(words)
+        process.kill()
+
+    with waited_for(lambda: held(path, "somebody is at it", "wait"), told, every_seconds=0.01) as waited:
+        assert waited
+    assert said == [f"somebody is at it: process {process.pid}: waiting for it to end"]
+    with waited_for(lambda: held(path, "somebody is at it", "wait"), told) as waited:
+        assert not waited
