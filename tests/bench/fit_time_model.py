@@ -64,9 +64,10 @@ _STAGES: tuple[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], ...] = (
 )
 """Groups of rows, and the coefficients that are fitted to them; what an earlier stage found is kept."""
 
-FIXED = frozenset({("memory", "start"), ("norm", "wide"), ("softmax", "wide")})
+FIXED = frozenset({("memory", "start"), ("isolated", "pause"), ("norm", "wide"), ("softmax", "wide")})
 """What these rows don't tell: a kernel's start is not told apart from the host's part (Liger's shortest kernels take 2
-to 6 µs), and no row is wider than 4,096 elements (Liger's rows of PyTorch's cross entropy, 32,000 to 131,072 wide)."""
+to 6 µs); no row is wider than 4,096 elements (Liger's rows of PyTorch's cross entropy, 32,000 to 131,072 wide); and the
+pause between two calls shows only on a card at its power cap (a synchronize and a launch: some 150 µs)."""
 
 Fit = dict[str, dict[str, float]]
 
