@@ -16,7 +16,12 @@ from autofit.system.errors import PromiseBroken
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, package_name="autofit-train", prog_name="autofit")
 def main() -> None:
-    """Find the fastest training configuration that fits, by short real training steps on your own device."""
+    """Find the fastest training configuration that fits, by short real training steps on your own device.
+
+    For completion by the shell, put this into ~/.bashrc (or zsh_source into ~/.zshrc, fish_source for fish):
+
+    eval "$(_AUTOFIT_COMPLETE=bash_source autofit)"
+    """
 
 
 @main.command(short_help="Find the fastest plan, and write the files that launch it.")

@@ -149,6 +149,15 @@ def test_the_command_line_is_the_one_that_was_designed():
     assert [name for name, command in cli.main.commands.items() if command.hidden] == ["schema"]
 
 
+def test_completion_is_what_the_help_says(run, monkeypatch):
+    said = run("--help").stdout
+    assert 'eval "$(_AUTOFIT_COMPLETE=bash_source autofit)"' in said
+    monkeypatch.setenv("COMP_WORDS", "autofit comp")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    done = CliRunner().invoke(cli.main, [], prog_name="autofit", env={"_AUTOFIT_COMPLETE": "bash_complete"})
+    assert done.stdout == "plain,compare\n"
+
+
 def test_every_keyword_is_documented():
     text = inspect.getdoc(autofit.tune)
     for name in inspect.signature(autofit.tune).parameters:
