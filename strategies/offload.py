@@ -131,7 +131,7 @@ class Offload(Technique):
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if value == "parameters":
-            return None  # they live in processes that a trace does not have
+            return value  # FSDP's shares are counted on the host; DeepSpeed's engine is not traced at all
         matters = {"micro_steps": "activations", "optimizer": "optimizer"}[part]
         return value if value == matters else "none"
 
@@ -209,7 +209,8 @@ def _under_engine(value: Value, others: Mapping[str, Value], facts: Facts) -> st
         return f"{parallel} keeps the optimizer's state where the parameters are: offload=parameters"
     if value == "parameters" and parallel not in {"fsdp", "zero3"}:
         return "parallel=fsdp or zero3 keeps parameters on the host"
-    if value != "none" and (optimizer != "adamw" or others["adapter"] != "none"):
+    frozen = others["adapter"] != "none" and (alone or engine != "fsdp")
+    if value != "none" and (optimizer != "adamw" or frozen):
         what = optimizer if optimizer != "adamw" else "an adapter beside frozen weights"
         return f"{parallel} steps on the host, where {what} does not run"
     if optimizer not in (_SHARDED if engine == "fsdp" else {"adamw"}):

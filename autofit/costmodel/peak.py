@@ -71,6 +71,7 @@ class MicroPart:
         alone: The same of a micro-step that is the only one of its optimizer step, where that is no first one of
             several: a sharded one that is followed by another leaves whole gradients on every rank.
         buckets_bytes: What DDP's reducer holds as long as the weights.
+        host_bytes: Of the weights that wait on the host.
     """
 
     tape: Tape
@@ -79,6 +80,7 @@ class MicroPart:
     notes: tuple[str, ...] = ()
     alone: Tape | None = None
     buckets_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def held_bytes(self) -> float:
@@ -240,7 +242,9 @@ def need(
         by_category={
             name: round(part) for name, part in zip(CATEGORIES, parts, strict=True) if part >= 1 and name != "elsewhere"
         },
-        elsewhere_bytes=optimizer.elsewhere_bytes + round(float(micro.tape.live_elsewhere(rows).max())),
+        elsewhere_bytes=micro.host_bytes
+        + optimizer.elsewhere_bytes
+        + round(float(micro.tape.live_elsewhere(rows).max())),
         bare_bytes=round(bare),
     )
 
@@ -428,7 +432,7 @@ def pack(micro: MicroPart | None, optimizer: OptimizerPart | None) -> dict[str, 
     if micro is not None:
         arrays["weights"] = micro.weights
         arrays["notes"] = np.array(micro.notes, dtype=np.str_)
-        arrays["buckets"] = np.array(micro.buckets_bytes)
+        arrays["buckets"] = np.array([micro.buckets_bytes, micro.host_bytes])
         if micro.alone is not None:
             arrays |= {f"{_ALONE}{name}": array for name, array in micro.alone.arrays().items()}
         if micro.evaluation is not None:
@@ -456,6 +460,7 @@ def unpack(arrays: Mapping[str, Any]) -> MicroPart | OptimizerPart:
             weights=arrays["weights"].astype(np.int64),
             notes=notes,
             alone=alone,
-            buckets_bytes=int(arrays["buckets"]),
+            buckets_bytes=int(arrays["buckets"][0]),
+            host_bytes=int(arrays["buckets"][1]),
         )
     return OptimizerPart(tape=tape, elsewhere_bytes=int(arrays["elsewhere"]))

@@ -76,6 +76,7 @@ class MicroSteps:
         weights: Bytes of each parameter and buffer of the whole model.
         notes: What was assumed, in words.
         buckets_bytes: Of DDP's reducer, of the whole model.
+        host_bytes: Of the weights that wait on the host.
         gathers_late: Whether a micro-step that is followed by another leaves whole gradients on every rank.
     """
 
@@ -85,6 +86,7 @@ class MicroSteps:
     weights: tuple[int, ...]
     notes: tuple[str, ...] = ()
     buckets_bytes: int = 0
+    host_bytes: int = 0
     gathers_late: bool = False
 
 
@@ -152,8 +154,9 @@ def micro_steps(
         layout = layout_of(recipe_of(plan, facts))
         model = recipe.model(None, config=config, device="meta" if fake else "cpu")
         weights, buckets_bytes = tuple(local_bytes(model, layout)), layout.buckets_bytes(model)
-        if layout.on_host:  # one share at a time is brought in to be gathered
-            buckets_bytes += max(share_bytes(model, layout).values(), default=0)
+        shares = share_bytes(model, layout) if layout.on_host else {}
+        host_bytes = sum(shares.values())
+        buckets_bytes += max(shares.values(), default=0)  # one share at a time is brought in to be gathered
         layers = find_layers(model, period_of(plan)) if fake and not whole else None
         if layers is not None:
             shorten(model, layers)
@@ -174,6 +177,7 @@ def micro_steps(
         weights=weights,
         notes=tuple(sorted(recorder.notes)),
         buckets_bytes=buckets_bytes,
+        host_bytes=host_bytes,
         gathers_late=layout.gathers_late,
     )
 
@@ -186,7 +190,6 @@ def optimizer_steps(plan: Plan, facts: Facts, *, config: Path, folder: Path, fak
     with _prepared(plan, facts, folder, alone=True) as recipe:
         model = recipe.model(None, config=config, device="meta" if fake else "cpu")
         layout = layout_of(recipe_of(plan, facts))
-        on_host = sum(share_bytes(model, layout).values()) if layout.on_host else 0
         cut(model, layout)
         model.forward = _given_gradients(model)
         with _recording(recipe, fake=fake) as recorder:
@@ -195,7 +198,7 @@ def optimizer_steps(plan: Plan, facts: Facts, *, config: Path, folder: Path, fak
         tape = recorder.tape(since=1)
     if layout.on_host:
         tape = dataclasses.replace(tape, categories=np.full_like(tape.categories, ELSEWHERE))
-    return OptimizerSteps(tape=tape, elsewhere_bytes=on_host + round(float(tape.live_elsewhere(0).max())))
+    return OptimizerSteps(tape=tape, elsewhere_bytes=round(float(tape.live_elsewhere(0).max())))
 
 
 def _without_shares(tape: Tape, layout: Layout) -> Tape:
@@ -288,7 +291,11 @@ def on_cpu(emission: Emission, *, engine: bool = False) -> Emission:
     mixed = emission.accelerate.get("mixed_precision", "no")
     arguments = dict(emission.training_args)
     arguments.update(
-        use_cpu=not engine, tf32=None, fp16=False, bf16=bool(arguments.get("bf16") or arguments.get("fp16"))
+        use_cpu=not engine,
+        dataloader_pin_memory=False,
+        tf32=None,
+        fp16=False,
+        bf16=bool(arguments.get("bf16") or arguments.get("fp16")),
     )
     accelerate = {name: value for name, value in emission.accelerate.items() if name != "gpu_ids"}
     accelerate.update(use_cpu=not engine, mixed_precision=_FP16_AS_BF16.get(mixed, mixed))

@@ -80,6 +80,8 @@ def following(recorder: Recorder) -> Iterator[None]:
     changes = [(propagator, name, _within(recorder.paused, method)) for name, method in methods]
     changes.append((torch.UntypedStorage, "resize_", resized))
     changes.append((FakeTensor, "data_ptr", _address))
+    # FSDP2 makes its mesh of the accelerator that PyTorch was built for, though none is visible here
+    changes.append((torch._C, "_get_accelerator", lambda *_: torch.device("cpu")))
     exchanges = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
     changes += [(groups, name, _within(recorder.communicating, getattr(groups, name))) for name in exchanges]
     with replacing([*changes, *_real_meshes()]):

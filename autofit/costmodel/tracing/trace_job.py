@@ -115,6 +115,7 @@ def micro_part(plan: Plan, facts: Facts, config: Path, folder: Path) -> MicroPar
         notes=found.notes,
         alone=alone,
         buckets_bytes=found.buckets_bytes,
+        host_bytes=found.host_bytes,
     )
 
 
