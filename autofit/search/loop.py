@@ -220,8 +220,8 @@ class Campaign:
                     if self._finals(plan) <= round_number:
                         self.run(plan, FINAL, "final")
             for plan in finalists:
-                if self._disagree(plan):
-                    self.note(f"two measurements of {plan.words()} differ: other processes were running; re-measuring")
+                if numbers := self._disagree(plan):
+                    self.note(f"trials {numbers} of one plan differ: other processes were running; re-measuring")
                     self.run(plan, FINAL, "final")
             if self._is_stable():
                 break
@@ -274,14 +274,15 @@ class Campaign:
                 return
             peaks.append(outcome.peak_bytes)
 
-    def _disagree(self, plan: Plan) -> bool:
-        """Whether the two final measurements of a plan differ by more than a machine at rest would make them."""
-        seconds = [
-            trial.outcome.step_seconds
+    def _disagree(self, plan: Plan) -> str:
+        """The final trials of a plan, such as ``8 and 9``, if they differ by more than those of a machine at rest."""
+        seconds = {
+            trial.number: trial.outcome.step_seconds
             for trial in self.trials
             if trial.purpose == "final" and trial.plan == plan and isinstance(trial.outcome, Measured)
-        ]
-        return len(seconds) == ROUNDS and max(seconds) > DISAGREEMENT * min(seconds)
+        }
+        differ = len(seconds) == ROUNDS and max(seconds.values()) > DISAGREEMENT * min(seconds.values())
+        return " and ".join(map(str, seconds)) if differ else ""
 
 
 def doubt(trial: Trial) -> str | None:

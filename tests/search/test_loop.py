@@ -93,6 +93,14 @@ def test_a_failure_is_looked_at_once_more_and_an_accident_is_forgiven():
     assert one.credit == CREDIT
 
 
+def test_final_trials_that_differ_are_named_by_their_numbers():
+    one, runner, notes = held(plans=SPACE.plans[:1])
+    fast, slow = (measured((seconds,) * 3, GIB, FACTS) for seconds in (0.1, 0.5))
+    runner.outcomes = [fast, slow]
+    one.playoff()
+    assert notes == ["trials 1 and 2 of one plan differ: other processes were running; re-measuring"]
+
+
 def test_failures_that_come_again_are_not_repeated_for_ever():
     _, runner, notes = held(*[CRASH] * 99)
     assert len(notes) == CREDIT
