@@ -521,6 +521,8 @@ def test_partial_sums_grow_with_the_rows_of_a_trace():
     few, many = torch.ones(8, 512, 768), torch.ones(101, 512, 768)
     assert cuda_kernels.partial_sums(many, [0, 1], rows=101) * 8 == cuda_kernels.partial_sums(few, [0, 1]) * 101
     assert cuda_kernels.partial_sums(many, [0, 1]) < 0.5 * cuda_kernels.partial_sums(many, [0, 1], rows=101)
+    wide, wider = (torch.empty(rows, 512, 32000, device="meta") for rows in (8, 101))
+    assert cuda_kernels.partial_sums(wide, [0, 1]) == cuda_kernels.partial_sums(wider, [0, 1], rows=101)
 
 
 def test_partial_sums_and_products_live_while_their_kernel_runs():

@@ -316,7 +316,8 @@ def predicted_of(case, traces, model):
 
     from autofit.contract.plan import Plan
     from autofit.costmodel import allocator, peak
-    from autofit.costmodel.forecast import CONTEXT_BYTES, workspace_bytes
+    from autofit.costmodel.forecast import CONTEXT_BYTES, workspaces
+    from autofit.costmodel.tracing.trace_store import evaluated_rows
 
     plan = Plan(case.plan)
     record = {"key": case.key, "case": asdict(case), "model": fields(model), "steps": STEPS, "versions": versions()}
@@ -324,18 +325,21 @@ def predicted_of(case, traces, model):
     if need is None or parts is None:
         return {**record, "error": traces.untraced(plan) or "no trace"}
     rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
-    events, sizes = peak.requests(*parts, rows=rows, accumulation=accumulation, steps=STEPS)
+    held = workspaces(CAPABILITY)
+    evaluated = evaluated_rows(plan, traces.facts)
+    events, sizes = peak.requests(
+        *parts, rows=rows, accumulation=accumulation, steps=STEPS, evaluated_rows=evaluated, workspaces=held
+    )
     whole = [round(size) for size in sizes]
-    workspaces = workspace_bytes(CAPABILITY)
     return {
         **record,
-        "allocated_bytes": need.peak_bytes + workspaces,
+        "allocated_bytes": need.peak_bytes + sum(held),
         "capacity_bytes": {
-            "default": allocator.smallest_capacity(events, whole) + workspaces,
-            "expandable": allocator.smallest_capacity(events, whole, expandable=True) + workspaces,
+            "default": allocator.smallest_capacity(events, whole),
+            "expandable": allocator.smallest_capacity(events, whole, expandable=True),
         },
-        "reserved_bytes": allocator.replay(events, whole).peak_reserved_bytes + workspaces,
-        "workspace_bytes": workspaces,
+        "reserved_bytes": allocator.replay(events, whole).peak_reserved_bytes,
+        "workspace_bytes": sum(held),
         "context_bytes": CONTEXT_BYTES,
         "elsewhere_bytes": need.elsewhere_bytes,
         "phase": need.phase,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from autofit.system.errors import InputError
+from autofit.system.units import parse_size
 from tests.hollow.cards import describe
 from tests.hollow.setup import default_folder, is_ready
 
@@ -20,6 +21,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=default_folder(), help="made by python -m tests.hollow.setup")
     parser.add_argument("--gpu", default="H100 SXM", help="a name of autofit's catalogue of cards")
     parser.add_argument("--gpus", type=int, default=1, choices=range(1, MOST_GPUS + 1), metavar="N")
+    parser.add_argument("--memory", type=size, metavar="SIZE", help="in place of the card's own, such as 9.5GiB")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     given = parser.parse_args()
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
@@ -28,13 +30,21 @@ def main() -> int:
     if not is_ready(given.dir):
         parser.error(f"{given.dir} has no environment; make it: python -m tests.hollow.setup {given.dir}")
     try:
-        environment = environment_of(given.dir.resolve(), describe(given.gpu), given.gpus)
+        environment = environment_of(given.dir.resolve(), describe(given.gpu, given.memory), given.gpus)
     except InputError as error:
         parser.error(str(error))
     try:
         os.execvpe(command[0], command, environment)  # exit code and signals are COMMAND's own
     except OSError as error:
         parser.error(f"{command[0]}: {error.strerror}")
+
+
+def size(text: str) -> int:
+    """Bytes of ``9.5GiB`` and the like."""
+    try:
+        return parse_size(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def environment_of(folder: Path, card: str, count: int) -> dict[str, str]:

@@ -24,8 +24,12 @@ def multiprocessors(card: Card) -> int:
     return max(2 * round(card.fp32 / (2 * cores * clock) / 2), 2)
 
 
-def describe(name: str) -> str:
+def describe(name: str, memory_bytes: int | None = None) -> str:
     """The card of that name in the words of ``HOLLOW_CARD``, see ``native/device.cpp``.
+
+    Args:
+        name: As the catalogue knows it.
+        memory_bytes: In place of the card's own.
 
     Raises:
         InputError: The catalogue has no such card, or CUDA 13 does not run on it.
@@ -39,5 +43,5 @@ def describe(name: str) -> str:
     rates = (card.fp32, card.tf32 or card.fp32, half, card.fp8 or half, card.bandwidth_bytes_per_second)
     assert all(math.isfinite(rate) for rate in rates)
     driver_name = card.driver_names[0] if card.driver_names else f"NVIDIA {card.name}"
-    fields = (card.memory_bytes, f"{major}.{minor}", multiprocessors(card), *map(repr, rates))
+    fields = (memory_bytes or card.memory_bytes, f"{major}.{minor}", multiprocessors(card), *map(repr, rates))
     return ":".join(map(str, (*fields, SHARED_OPTIN_BYTES[card.capability], driver_name)))

@@ -53,3 +53,9 @@ def test_wrong_use_is_told(words, said):
     done = subprocess.run([sys.executable, "-m", "tests.hollow", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_a_card_may_be_given_another_size():
+    described, other = describe("RTX 4090"), describe("RTX 4090", 2**33)
+    assert other.split(":")[0] == str(2**33)
+    assert other.split(":")[1:] == described.split(":")[1:]

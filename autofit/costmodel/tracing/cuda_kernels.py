@@ -25,6 +25,7 @@ SIXTEEN = (torch.bfloat16, torch.float16)
 _AMPERE, _LESS_SHARED_MEMORY = (8, 0), (8, 6)
 _WARP, _MOST_THREADS, _VECTOR = 32, 512, 4
 _FEWEST_VALUES, _MOST_VALUES = 16, 256
+_FEW_ROWS = 4
 _RESIDENT_THREADS = 132 * 2048
 """Of an H100; a card with fewer splits a long sum over fewer blocks."""
 
@@ -187,7 +188,7 @@ def partial_sums(given: torch.Tensor, dims: Any, *, rows: int | None = None) -> 
         given: What is added up.
         dims: The dimensions that go; none for all.
         rows: The micro-batch of a trace that stands for any: then the sums grow with it, as they do until there are
-            as many blocks as the device runs at once.
+            as many blocks as the device runs at once; where four rows make as many, they are that many.
     """
     gone = {dim % given.dim() for dim in (dims or range(given.dim()))} if given.dim() else set()
     sizes = [(given.stride(d), d in gone, given.shape[d]) for d in range(given.dim()) if given.shape[d] > 1]
@@ -204,14 +205,17 @@ def partial_sums(given: torch.Tensor, dims: Any, *, rows: int | None = None) -> 
     width = min(wide, _WARP)
     height = min(tall, threads // width)
     width = min(wide, threads // height)
+    most_blocks = _RESIDENT_THREADS // (width * height)
     if rows and inputs % rows == 0:
+        most = -(-most_blocks // -(-(outputs // vector) // width))  # of the blocks that share a column's rows
+        if most * height * _FEWEST_VALUES < _FEW_ROWS * (inputs // rows):
+            return outputs * most * width * vector
         return rows * (outputs * (inputs // rows) * width * vector // (height * _FEWEST_VALUES))
     if rows and outputs % rows == 0:
         return 0
     shared = inputs >= min(height * 16, _MOST_VALUES)
     a_thread = -(-inputs // height) if shared else inputs
     blocks = -(-(outputs // vector) // (width if shared else width * height))
-    most_blocks = _RESIDENT_THREADS // (width * height)
     if not shared or a_thread < _MOST_VALUES or blocks > most_blocks:
         return 0
     split = max(min(-(-most_blocks // blocks), -(-a_thread // _FEWEST_VALUES)), -(-a_thread // _MOST_VALUES))
