@@ -18,5 +18,4 @@ def run(rows_folder: Path, *, folds: int | None, vs: bool, say: Callable[[str], 
         vs: Also the plain roofline, and FLOPs over a flat 40 % of the peak, on the same rows.
         say: Takes each line that is for a person.
     """
-    del folds
-    return bench.run(rows_folder, versus=vs, say=say)
+    return bench.run(rows_folder, folds=folds, versus=vs, say=say)
