@@ -24,9 +24,9 @@ _QUERIES = 128.0
 """Rows of the query in a tile of FlashAttention-2."""
 _IDLE_WATTS = 10.0
 _JOULES_PER_BYTE = {"gddr": 60e-12, "hbm": 30e-12}
-"""What a card draws beside its SMs: always, and for its memory at full bandwidth (HBM2 3.9 pJ a bit, O'Connor et al.,
-MICRO'17; GDDR twice that). Constants, not fitted: five cards do not tell them from the FLOP of a joule. Of a T4 29 of
-its 70 W, of an L4 28 of 72 W, of an A100 PCIe 57 of 250 W."""
+"""What a card draws beside its SMs: always, and for its memory at full bandwidth (about 4 pJ a bit of HBM2 and
+twice that of GDDR, recalled and not checked). Constants, not fitted: five cards do not tell them from the FLOP of a
+joule. Of a T4 29 of its 70 W, of an L4 28 of 72 W, of an A100 PCIe 57 of 250 W."""
 _SHARP = 4.0
 """Exponent of the smooth maximum of two times: 19 % above the larger where they are equal."""
 _TILES: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = {
