@@ -410,8 +410,8 @@ def _run(job: tuple[int, str, int]) -> dict[str, Any]:
     return run(_SWEEPS[place], name, seed)
 
 
-def playback(path: Path, *, seeds: int, searchers: Sequence[str], jobs: int) -> dict[str, Any]:
-    """Play every landscape of a file; print a line for each, and return the sums.
+def playback(path: Path, *, seeds: Mapping[str, int], searchers: Sequence[str], jobs: int) -> dict[str, Any]:
+    """Play every landscape of a file, with so many seeds of each searcher; print a line for each, and return the sums.
 
     Raises:
         InputError: See :func:`read`; or a searcher that is not known here.
@@ -421,7 +421,7 @@ def playback(path: Path, *, seeds: int, searchers: Sequence[str], jobs: int) -> 
         raise InputError(f"no searcher {unknown[0]!r} plays sweeps", hint=f"known: {', '.join(MOST)}")
     sweeps, left_out = read(path)
     _SWEEPS[:] = sweeps
-    jobs_of = [(place, name, seed) for name in searchers for place in range(len(sweeps)) for seed in range(seeds)]
+    jobs_of = [(place, name, seed) for name in searchers for place in range(len(sweeps)) for seed in range(seeds[name])]
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         runs = pool.map(_run, jobs_of, chunksize=1)
     for why, count in left_out.items():
@@ -429,7 +429,7 @@ def playback(path: Path, *, seeds: int, searchers: Sequence[str], jobs: int) -> 
     by_searcher = {}
     for name in searchers:
         mine = [one for one in runs if one["searcher"] == name]
-        by_searcher[name] = summary(mine)
+        by_searcher[name] = {"runs": len(mine), **summary(mine)}
         for sweep in sweeps:
             here = summary([one for one in mine if one["landscape"] == sweep.name])
             print(f"{name:8} {sweep.name}: {len(sweep.answers)} plans, {_words(here)}")
@@ -437,7 +437,6 @@ def playback(path: Path, *, seeds: int, searchers: Sequence[str], jobs: int) -> 
     first, *others = searchers
     return {
         "landscapes": len(sweeps),
-        "runs": len(sweeps) * seeds,
         "left_out": left_out,
         **by_searcher[first],
         **{name: by_searcher[name] for name in others},

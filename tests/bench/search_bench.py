@@ -312,7 +312,7 @@ def forgetful(model: Surrogate, ablation: str) -> Surrogate:
     ):
         columns = model.time.effects.columns[:, :1]  # the machine's overall speed
         heap = None if model.peak_residual.fixed is None else FixedFeatures.of(model.peak_residual.fixed.columns[:, :1])
-        own = {} if ablation == "effects" else {"family_std": 0.0, "curve_std": 0.0}
+        own: dict[str, Any] = {} if ablation == "effects" else {"family_std": 0.0, "curve_std": 0.0}
         peaks = replace(model.peak_residual, fixed=heap, **own)
         time = replace(model.time, effects=FixedFeatures.of(columns), **own)
         return replace(model, time=time, peak_residual=peaks)
@@ -456,8 +456,7 @@ def main() -> None:
             f"noise {cell.land.noise:.1%}",
             flush=True,
         )
-    slow = options.slow_seeds or options.seeds
-    seeds = {name: slow if name in {"tpe", "gp"} else options.seeds for name in searchers}
+    seeds = seeds_of(options, searchers)
     jobs = [
         (place, name, seed)
         for place, name in itertools.product(range(len(_CELLS)), searchers)
@@ -478,13 +477,19 @@ def main() -> None:
         print(json.dumps({"searchers": overall}))
 
 
+def seeds_of(options: argparse.Namespace, searchers: list[str]) -> dict[str, int]:
+    """How many seeds each searcher gets."""
+    slow = options.slow_seeds or options.seeds
+    return {name: slow if name in {"tpe", "gp"} else options.seeds for name in searchers}
+
+
 def play_back(options: argparse.Namespace) -> None:
     """Play a published sweep; the sums are the last line, as JSON, and are written to a file where one is given."""
     from playback import MOST, playback
 
     searchers = [name for name in options.only.split(",") if name in MOST]
     try:
-        found = playback(options.playback, seeds=options.seeds, searchers=searchers, jobs=options.jobs)
+        found = playback(options.playback, seeds=seeds_of(options, searchers), searchers=searchers, jobs=options.jobs)
     except InputError as error:
         sys.exit(f"error: {error}\n  hint: {error.hint}")
     if options.json and options.json != "-":
