@@ -229,7 +229,7 @@ def device_seconds(
             passes = np.exp(fit["passes"].get(name, 0.0))
             found[places] = passes * kernel_laws.memory_seconds(card, memory, own.moved_bytes)
     launched = ~np.isin(operators.kind, _UNLAUNCHED)
-    return found + launched * np.exp(fit["memory"]["start"])
+    return np.asarray(found + launched * np.exp(fit["memory"]["start"]))
 
 
 def bound_seconds(operators: Operators, card: Card) -> Numbers:

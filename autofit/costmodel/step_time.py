@@ -99,7 +99,7 @@ class StepClock:
         key = (id(part), rows, tf32, fp16)
         if key not in self._device_and_host:
             self._parts.append(part)  # so that its id stays its own
-            operators = part.operators(rows) if rows else part.operators()  # type: ignore[call-arg,union-attr]
+            operators = part.operators(rows) if rows else part.operators()  # type: ignore[call-arg]
             computed = operators.computed_in(tf32=tf32, fp16=fp16)
             self._device_and_host[key] = (device_seconds(computed, self.card), host_seconds(computed))
         return self._device_and_host[key]
@@ -109,7 +109,8 @@ def device_seconds(operators: Operators, card: Card) -> float:
     """Of all calls, on a device that always has the next operator in its queue."""
     kernels = float(operators.calls @ (operators.kind != _NOTHING))
     fit = operator_time.coefficients()["fit"].get("step", _PLAIN)
-    return float(on_device(operators.calls @ operator_time.seconds(operators, card).seconds, kernels, fit))
+    busy = float(operators.calls @ operator_time.seconds(operators, card).seconds)
+    return on_device(busy, kernels, fit)
 
 
 def host_seconds(operators: Operators) -> float:
@@ -151,4 +152,4 @@ def together(seconds: Numbers, kernels: Numbers, calls: Numbers, fit: Mapping[st
         calls: Operators that the host issues, those without a kernel included.
         fit: The coefficients ``slack``, ``gap`` and ``host``, as logarithms.
     """
-    return np.maximum(on_device(seconds, kernels, fit), np.exp(fit["host"]) * calls)
+    return np.asarray(np.maximum(on_device(seconds, kernels, fit), np.exp(fit["host"]) * calls))

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from autofit import cli
-from autofit.commands import estimate
+from autofit.commands.estimates import cards
 from autofit.commands.estimates.cards import (
     CARDS_ESTIMATE,
     asked_cards,
@@ -98,7 +98,7 @@ def test_the_command_refuses_with_exit_code_2(arguments, words):
 @pytest.fixture
 def told(server, monkeypatch):
     """The demo on two cards, told once."""
-    monkeypatch.setattr(estimate, "ForkServer", lambda *_, **__: Lent(server))
+    monkeypatch.setattr(cards, "ForkServer", lambda *_, **__: Lent(server))
     return estimate_cards(
         "demo",
         gpu="H100,4090",

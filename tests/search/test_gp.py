@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from autofit.search.surrogate.gp import Kernel, predict
+from autofit.search.surrogate.observation import Observation, undisturbed
 
 
 @pytest.fixture
@@ -33,3 +34,10 @@ def test_observations_that_scatter_more_than_the_prior_says_widen_what_is_not_kn
 
 def test_without_prior_residuals_the_scatter_says_nothing(kernel):
     assert stds(kernel, 1.0) == pytest.approx(stds(kernel, 0.05))
+
+
+def test_a_disturbed_measurement_says_nothing_once_its_plan_was_measured_again():
+    disturbed, again = (Observation(plan=3, result="measured", seconds=1.0, noise=noise) for noise in (0.5, 0.01))
+    alone = Observation(plan=4, result="measured", seconds=1.0, noise=0.5)
+    assert undisturbed([disturbed, again, alone]) == [again, alone]
+    assert undisturbed([disturbed, alone]) == [disturbed, alone]

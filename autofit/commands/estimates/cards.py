@@ -21,7 +21,6 @@ from rich.table import Table
 from rich.text import Text
 
 from autofit import space
-from autofit.commands import estimate as one_card
 from autofit.commands.estimates.other_card import described_model, elsewhere
 from autofit.commands.estimates.plans import Estimated, Verdict, estimated_plans
 from autofit.commands.model_source import fetch, modeling_module, own_code
@@ -38,6 +37,7 @@ from autofit.output.document import MODEL_FOLDER
 from autofit.output.plan_words import chosen_words
 from autofit.system import units
 from autofit.system.errors import InputError, ModelError, NothingFits
+from autofit.system.fork_server import ForkServer
 
 TOKENS = 1e9
 """That hours and costs are told of where none are asked for."""
@@ -182,7 +182,7 @@ def estimate_cards(
         code = own_code(config, trusted=trust_remote_code)
         if code is not None:
             say(code)
-        server = one_card.ForkServer(folder / "forkserver.log", "cpu", modeling_module(config), trains=False)
+        server = ForkServer(folder / "forkserver.log", "cpu", modeling_module(config), trains=False)
         with contextlib.closing(server):
             kept = cache_folder() if cache else None
             described = described_model(folder, config, request, server, kept)

@@ -19,6 +19,7 @@ Result = Literal["measured", "out_of_memory", "timed_out", "failed", "running"]
 
 MIN_NOISE, _MAX_NOISE = 0.005, 0.1
 """Of the logarithm of a run's seconds, from the scatter of its steps: two steps alone would claim seven times it."""
+_FAR_LESS = 5.0
 _MAX_OBSERVATIONS = 160
 """The cost of a regression grows with the cube of the observations: beyond that many they are thinned out."""
 
@@ -92,6 +93,14 @@ def subsample(observed: Sequence[Observation]) -> Sequence[Observation]:
     half = _MAX_OBSERVATIONS // 2
     rest = ranked[half:]
     return [*ranked[:half], *(rest[place * len(rest) // half] for place in range(half))]
+
+
+def undisturbed(measured: Sequence[Observation]) -> Sequence[Observation]:
+    """Without those that say nothing any more: their plan was measured again, far less disturbed."""
+    least: dict[int, float] = {}
+    for one in measured:
+        least[one.plan] = min(one.noise, least.get(one.plan, math.inf))
+    return [one for one in measured if one.noise <= _FAR_LESS * least[one.plan]]
 
 
 def plans_of(observed: Sequence[Observation]) -> Ints:

@@ -19,7 +19,7 @@ from autofit.search.surrogate.gp import (
     predict_log_sum,
     truncated_normal_update,
 )
-from autofit.search.surrogate.observation import MIN_NOISE, Observation, plans_of, subsample
+from autofit.search.surrogate.observation import MIN_NOISE, Observation, plans_of, subsample, undisturbed
 from autofit.search.surrogate.peak_model import (
     PeakModel,
     PeakPosterior,
@@ -120,7 +120,7 @@ def _out_of_memory(observed: Sequence[Observation]) -> Sequence[Observation]:
 
 def _time(model: Surrogate, observed: Sequence[Observation]) -> tuple[Floats, Floats]:
     """A plan that timed out counts as twice as slow as the slowest that was measured, with a std of one half."""
-    measured = subsample([one for one in observed if one.result == "measured"])
+    measured = subsample(undisturbed([one for one in observed if one.result == "measured"]))
     late = subsample([one for one in observed if one.result == "timed_out"] if measured else [])
     values = [math.log(one.seconds) for one in measured]
     plans = plans_of([*measured, *late])
