@@ -221,11 +221,11 @@ def test_the_cache_is_where_caches_are(monkeypatch, tmp_path):
 # -- no trace -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "value"), [("offload", "parameters"), ("parallel", "zero2")])
-def test_what_can_not_be_traced_has_a_reason(lab, name, value):
-    found, plan = lab(Tracer()), PLAIN.replaced(**{name: value})
+@pytest.mark.parametrize(("value", "offload"), [("zero2", "optimizer"), ("zero3", "parameters")])
+def test_what_can_not_be_traced_has_a_reason(lab, value, offload):
+    found, plan = lab(Tracer()), PLAIN.replaced(parallel=value, offload=offload)
     found.prepare([plan])
-    assert found.untraced(plan) == f"{name}={value} can't be traced"
+    assert found.untraced(plan) == f"parallel={value} can't be traced"
     assert found.need(plan) is None
     assert found.traced_plan(plan, "micro_steps") is None
 

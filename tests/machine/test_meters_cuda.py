@@ -260,12 +260,14 @@ def test_a_launch_is_held_to_the_device_that_was_chosen_of_several(monkeypatch, 
     assert written.get("gpu_ids") == ("3" if count > 1 else None)
 
 
-@pytest.mark.parametrize("here", [True, False])
-def test_verify_shows_a_launch_the_device_that_was_tuned_on(card, here):
+@pytest.mark.parametrize(("here", "processes"), [(True, 1), (False, 1), (True, 2)])
+def test_verify_shows_a_launch_of_one_process_the_device_that_was_tuned_on(card, here, processes):
     said = []
     uuid = card.known if here else "GPU-of-another-machine"
     hardware = dataclasses.replace(cuda_facts().hardware, uuid=uuid)
-    assert verify._on_its_device(hardware, said.append) == ({"CUDA_VISIBLE_DEVICES": uuid} if here else {})
+    tuned = SimpleNamespace(hardware=hardware, workload=SimpleNamespace(processes=processes))
+    shown = {"CUDA_VISIBLE_DEVICES": uuid} if here and processes == 1 else {}
+    assert verify.on_its_device(tuned, said.append) == shown
     assert bool(said) is not here
 
 
@@ -321,7 +323,7 @@ def test_a_device_that_is_there_and_can_t_be_used_is_the_machine_s_fault(tmp_pat
 def test_the_doctor_tells_of_a_card_that_can_t_be_used(monkeypatch):
     asked = []
 
-    def described(_, chosen):
+    def described(_model, chosen, _task):
         asked.append(chosen)
         if chosen == "cuda":
             raise MachineError("no kernel image is available")

@@ -18,7 +18,7 @@ PLANS = {
     "8bit": plan(8, precision="bf16", optimizer="adamw_8bit", kernels="chunked_ce"),
     "lora": plan(8, precision="bf16_weights", adapter="lora:r=8:alpha=8:targets=q_proj+v_proj"),
     "qlora": plan(8, precision="bf16", adapter="lora:r=16", quantization="nf4", checkpointing="full"),
-    "offload": plan(1, precision="bf16", offload="fsdp2", attention="sdpa"),
+    "offload": plan(1, precision="bf16", parallel="fsdp", offload="parameters", attention="sdpa"),
 }
 
 
@@ -48,8 +48,8 @@ def test_python_and_flags_come_back_as_the_emitted_arguments(name):
 def test_every_value_is_carried_or_said_not_to_be(name, target):
     doc = answer(name)
     found = export(doc, target, folder="out")
-    for technique, wanted in (("kernels", "chunked_ce"), ("offload", "fsdp2")):
-        if doc.plan[technique] == wanted and (technique, target) != ("offload", "cli"):
+    for technique, wanted in (("kernels", "chunked_ce"), ("parallel", "fsdp")):
+        if doc.plan[technique] == wanted and (technique, target) != ("parallel", "cli"):
             assert f"{technique}={wanted}" in comments(found, target)
     assert "setup.model" not in comments(found, target) or target in {"python", "cli", "sft"}
     if target in {"axolotl", "llamafactory"}:

@@ -164,7 +164,7 @@ def test_every_knob_takes_effect_on_both_launch_paths(try_plan, name, launch_pat
     }[optimizer]  # fmt: skip
     assert ("uint8" in seen("optimizer")["state_dtypes"]) == (optimizer == "adamw_8bit")
     assert seen("offload")["parameter_devices"] == ["cpu"]
-    assert seen("offload")["engine"] == "none"
+    assert seen("parallel") == {"engine": "NO", "processes": 1, "zero_stage": None}
 
 
 @pytest.mark.parametrize("launch_path", some_slow(PATHS, lambda path: path == "trainer"))
