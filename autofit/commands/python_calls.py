@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autofit.costmodel.tracing.trace_store import cache_folder
-from autofit.system.errors import AutofitError, InputError
+from autofit.system.errors import AutofitError, InputError, Stopped
 from autofit.system.files import write_atomically, writing
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -37,7 +37,7 @@ def for_python(function: Call) -> Call:
             named["events"] = ConsoleEvents(StderrConsole(), named.get("trials", parameters["trials"].default))
         try:
             return function(*given, **named)
-        except AutofitError as error:
+        except (AutofitError, Stopped) as error:
             error.message = in_arguments(error.message, parameters)
             error.hint = error.hint and in_arguments(error.hint, parameters)
             error.args = (error.message, *error.args[1:])

@@ -136,5 +136,5 @@ def test_the_refusal_reaches_the_user_as_it_is(server, tmp_path):
 
 @pytest.mark.parametrize("command", [autofit.tune, autofit.estimate])
 def test_another_task_than_the_supported_ones_is_refused(command):
-    with pytest.raises(InputError, match="--task 'classification': input should be 'causal-lm'"):
+    with pytest.raises(InputError, match=r"^task 'classification': input should be 'causal-lm'"):
         command("demo", task="classification")
