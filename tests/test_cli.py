@@ -20,8 +20,10 @@ from click.testing import CliRunner
 import autofit
 from autofit import cli
 from autofit.commands import terminal
+from autofit.commands.doctor_table import SCREEN_LINES
 from autofit.commands.verify import VERIFICATION, Verification
 from autofit.contract.outcome import Crashed
+from autofit.machine import other_processes
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, read_document
 from autofit.registry import techniques
 from autofit.system import errors
@@ -246,6 +248,9 @@ def test_resume_goes_on(tune, tmp_path):
     refused = tune(trials=2)
     assert refused.exit_code == 2
     assert "--resume" in one_line(refused.stderr)[1]
+    other = tune("--resume", "--seq-len", "64", trials=2)
+    assert other.exit_code == 2
+    assert "begun with --seq-len 32, this is with --seq-len 64" in one_line(other.stderr)[0]
     replay = Replay(tmp_path / "out")
     assert tune("--resume", trials=2, replay=replay).exit_code == 0
     assert replay.asked == []
@@ -489,6 +494,7 @@ def test_the_doctor_takes_the_hint_that_it_gives(run, monkeypatch, server, tmp_p
 
 def test_the_doctor_tells_what_is_to_be_had(run, monkeypatch, server):
     monkeypatch.setattr("autofit.commands.doctor.ForkServer", lambda *_: Lent(server))
+    monkeypatch.setattr(other_processes, "warnings", lambda *_: ())  # who else is here differs, and takes lines
     done = run("doctor", "--device", "cpu", "--json")
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
@@ -506,7 +512,7 @@ def test_the_doctor_tells_what_is_to_be_had(run, monkeypatch, server):
     assert listed["offload", "optimizer"]["available"] is False
     assert listed["checkpointing", "selective"]["available"] is True  # on request
     short, full = run("doctor", "--device", "cpu").stdout, run("doctor", "--device", "cpu", "--all").stdout
-    assert len(short.splitlines()) <= 30
+    assert len(short.splitlines()) <= SCREEN_LINES
     for wanted in ("memory:", "packages:", "not installed:", "paged_adamw_8bit", "the device's memory is the host's"):
         assert wanted in full
     for wanted in ("memory:", "packages:", "paged_adamw_8bit", "not here: activations", "* of class method"):
