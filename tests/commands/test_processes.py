@@ -1,16 +1,18 @@
 """How many processes a training may have here, and a whole tune of two on this CPU."""
 
 import dataclasses
-import json
 
 import pytest
 from click.testing import CliRunner
 
 from autofit import cli
 from autofit.commands.request import Request, shared_by, workload
+from autofit.commands.verify import verify
+from autofit.contract.outcome import Measured
 from autofit.output.document import read_document
 from autofit.system.errors import InputError
 from tests.support.synthetic import cpu_facts, cuda_facts, model
+from tests.support.tiny import write_config
 
 TUNE = ["tune", "demo", "--device", "cpu", "--processes"]
 
@@ -64,16 +66,17 @@ def test_a_batch_that_two_processes_can_not_share_is_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("launch_path", ["trainer", "loop"])
 def test_a_tune_of_two_processes_is_launched_and_kept(tmp_path, launch_path):
-    out = tmp_path / "out"
+    config, out = write_config(tmp_path / "llama"), tmp_path / "out"
     held = ("micro_batch=1", "precision=fp32", "attention=default", "kernels=none", "checkpointing=off")
     fixed = [part for knob in (*held, "optimizer=adamw") for part in ("--fix", knob)]
     sizes = ["--seq-len", "32", "--global-batch", "4", "--trials", "1", "--launch-path", launch_path]
-    done = CliRunner().invoke(cli.main, [*TUNE, "2", *sizes, *fixed, "--output", str(out)])
+    command = ["tune", str(config), "--device", "cpu", "--processes", "2", *sizes, *fixed, "--output", str(out)]
+    done = CliRunner().invoke(cli.main, command)
     assert done.exit_code == 0, done.output
     found = read_document(out)
     assert (found.plan["parallel"], found.plan["accumulation"], found.workload.processes) == ("ddp", 2, 2)
     assert found.guard.verdict == "same", found.guard.words
-    launched = CliRunner().invoke(cli.main, ["verify", str(out), "--steps", "2", "--json"])
-    outcome = json.loads(launched.output[launched.output.index("{") :])["outcome"]
-    assert outcome["kind"] == "measured", outcome
-    assert outcome["evidence"]["techniques"]["parallel"]["processes"] == 2
+    launched = verify(out, steps=2, tolerance=1)  # how fast it is says nothing beside other tests
+    assert isinstance(launched.outcome, Measured), launched.outcome
+    assert not launched.broken
+    assert launched.outcome.evidence.of("parallel")["processes"] == 2
