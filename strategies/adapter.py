@@ -102,6 +102,16 @@ class Adapter(Technique):
         if value != "none":
             recipe.model_wraps.append(functools.partial(adapt, _wanted(value)))
 
+    def in_script(self, model: nn.Module) -> str | None:
+        """The kind of PEFT's adapter, and its rank."""
+        configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
+        if not configs:
+            return None
+        one = next(iter(configs.values()))
+        rank = getattr(one, "r", None)
+        kind = str(getattr(one.peft_type, "value", one.peft_type))
+        return f"{kind} r={rank}" if isinstance(rank, int) else kind
+
     def held(self, facts: Facts) -> Held | None:
         script = facts.workload.script
         if script is None:

@@ -175,6 +175,13 @@ class Technique(ABC):
         """
         return 1
 
+    def in_script(self, model: nn.Module) -> str | None:
+        """What a script's own model has of the technique, in words; ``None`` where nothing.
+
+        The words are kept in :class:`~autofit.contract.facts.Script`, in the field of the technique's name.
+        """
+        return None
+
     def held(self, facts: Facts) -> Held | None:
         """The value that the user's script holds it at; ``None`` where a plan decides, or no script is tuned."""
         return None

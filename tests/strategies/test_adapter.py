@@ -8,12 +8,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit import space
+from autofit.contract.facts import Script
 from autofit.contract.technique import Kind
-from autofit.registry import recipe_of, technique
+from autofit.registry import recipe_of, technique, techniques
 from autofit.search.samplers import make_sampler
 from autofit.system.errors import InputError
 from autofit.system.tensor_cache import TensorCache
 from autofit.training import equivalence
+from autofit.training.scripts.leave import Refused
+from autofit.training.scripts.patches import Patches
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import write_config
 from tests.support.traced import CONFIGS, PLAIN, facts_of
@@ -119,6 +122,21 @@ def test_an_adapter_that_is_switched_off_is_none(tmp_path):
     model = built("llama", tmp_path, adapter="lora:r=4")
     with model.disable_adapter():
         assert ADAPTER.in_effect("lora:r=4", evidence(model).of("adapter"), FACTS)
+
+
+def test_a_script_s_own_adapter_is_told_by_the_technique_in_the_field_of_its_name(tmp_path):
+    assert ADAPTER.in_script(built("llama", tmp_path)) is None
+    model = built("llama", tmp_path, adapter="lora:r=4")
+    assert ADAPTER.in_script(model) == "LORA r=4"
+    fields = {one.name for one in dataclasses.fields(Script)}
+    assert {one.name for one in techniques() if one.in_script(model) is not None} == {"adapter"} <= fields
+
+
+def test_a_script_that_loads_quantized_weights_is_told_the_knobs_that_do():
+    patches = Patches(train=lambda *_: None)
+    with pytest.raises(Refused) as error:
+        patches._loading({"quantization_config": object()})
+    assert error.value.hint == "tune by the model's name with --fix adapter=lora:r=16 --fix quantization=nf4"
 
 
 def test_adapters_of_16_bit_weights_are_float32(tmp_path):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autofit.contract.recipe import Recipe, quick_random_weights
+from autofit.registry import techniques
 from autofit.training.scripts.leave import Refused
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
@@ -89,7 +90,7 @@ class Patches:
         if given.get("quantization_config") is not None:
             raise Refused(
                 "the script loads its model with quantized weights (quantization_config)",
-                "tune by the model's name with --fix quantization=nf4 --fix adapter=lora:r=16",
+                _by_name(),
             )
         said = {name: given[name] for name in ("attn_implementation", "dtype", "torch_dtype") if given.get(name)}
         said["dtype"] = said.pop("torch_dtype", said.get("dtype"))
@@ -203,9 +204,7 @@ def _random(cls: Any, name: Any, given: dict[str, Any], build: Callable[..., Any
         source = name if config is None else config
         config, given = cls.config_class.from_pretrained(source, return_unused_kwargs=True, **download, **given)
     if getattr(config, "quantization_config", None) is not None:
-        raise Refused(
-            "the script loads a model whose weights are quantized", "tune by the model's name with --fix quantization"
-        )
+        raise Refused("the script loads a model whose weights are quantized", _by_name())
     config.name_or_path = str(name)
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or torch.float32
@@ -216,6 +215,12 @@ def _random(cls: Any, name: Any, given: dict[str, Any], build: Callable[..., Any
         model = build(config, **given)
     model.eval()
     return (model, {}) if with_info else model
+
+
+def _by_name() -> str:
+    """How to have quantized weights: the last of the ways of training of each technique that tells ways apart."""
+    fixed = [f"--fix {one.name}={[*one.ways.values()][-1]}" for one in techniques() if one.ways]
+    return f"tune by the model's name with {' '.join(fixed)}"
 
 
 def loads_of(recipe: Recipe) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from autofit.registry import techniques
 from autofit.training.scripts.leave import Refused
 from autofit.training.scripts.patches import Patches
 from autofit.training.scripts.rows import Sample
@@ -39,7 +40,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
     script = {
         "loads": {name: value for name, value in patches.said.items() if name == "attn_implementation"},
         "weights_dtype": dtype,
-        "adapter": _adapter(model),
+        **{one.name: words for one in techniques() if (words := one.in_script(model)) is not None},
         "compiled": hasattr(model, "_orig_mod"),
         "depends_on_rows": _depends_on_rows(inner),
         "rows": rows.rows,
@@ -64,17 +65,6 @@ def _inner(model: Any) -> Any:
     model = getattr(model, "_orig_mod", model)
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
-
-
-def _adapter(model: Any) -> str | None:
-    """The adapter on a model, in words."""
-    configs = getattr(model, "peft_config", None)
-    if not configs:
-        return None
-    one = next(iter(configs.values()))
-    rank = getattr(one, "r", None)
-    kind = str(getattr(one.peft_type, "value", one.peft_type))
-    return f"{kind} r={rank}" if isinstance(rank, int) else kind
 
 
 def _depends_on_rows(model: Any) -> str | None:
