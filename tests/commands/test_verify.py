@@ -39,7 +39,7 @@ def launches(monkeypatch, promised):
     def play(*outcomes):
         waiting = iter(outcomes)
 
-        def launch(_folder, steps, _environment):
+        def launch(_folder, steps, _document, _environment):
             made.append(steps)
             found = next(waiting)
             if isinstance(found, tuple):

@@ -33,7 +33,8 @@ def facts(server, tmp_path_factory):
 
 def setup_of(facts, folder):
     write_config(folder / "model")
-    return Setup(folder=folder, document=SimpleNamespace(plan=PLAN), recipe=recipe_of(PLAN, facts))
+    document = SimpleNamespace(plan=PLAN, workload=facts.workload)
+    return Setup(folder=folder, document=document, recipe=recipe_of(PLAN, facts))
 
 
 @pytest.fixture
