@@ -1,4 +1,6 @@
-"""Engines that keep weights, gradients and state on the host: nothing traces them, yet something is known of them."""
+"""Engines that keep weights, gradients and state on the host: DeepSpeed's are not traced, yet something is known of
+them; FSDP's is, but for what it copies.
+"""
 
 import dataclasses
 
@@ -19,6 +21,7 @@ from tests.support.tiny import write_config
 from tests.support.traced import CONFIGS, facts_of
 
 ENGINES = ("fsdp", "zero2", "zero3")
+UNTRACED = ("zero2", "zero3")
 VALUES = dict(zip(ENGINES, ("parameters", "optimizer", "parameters"), strict=True))
 WEIGHTS = np.array([4 * 300 * 64, *([4 * 10_000] * 40)])
 
@@ -49,7 +52,7 @@ def twin(plans, plan):
 def test_what_the_engines_leave_on_the_device_is_forecast_roughly(known):
     plans, cast = known
     for place, plan in enumerate(plans.plans):
-        assert cast.approximate[place] == (plan["parallel"] in ENGINES)
+        assert cast.approximate[place] == (plan["parallel"] in UNTRACED)
         assert cast.tensor_bytes[place] > 0
         if not cast.approximate[place]:
             continue
@@ -58,8 +61,6 @@ def test_what_the_engines_leave_on_the_device_is_forecast_roughly(known):
         assert np.isnan(cast.seconds[place]), "a roofline does not know what is copied meanwhile"
         assert cast.work[place][:5] == pytest.approx(cast.work[plain][:5]), "the arithmetic stays"
         assert cast.work[place][6] > cast.work[plain][6], "what is copied comes on top"
-        if plan["parallel"] == "fsdp":
-            assert cast.tensor_bytes[place] < cast.tensor_bytes[plain]
     rough = cast.residual_std_bytes[cast.approximate] / cast.tensor_bytes[cast.approximate]
     assert rough.min() >= 0.1
 
@@ -68,7 +69,10 @@ def test_what_a_heap_has_held_does_not_depend_on_checkpointing_or_engine(known):
     plans, cast = known
     rows = np.array([plan["micro_batch"] for plan in plans.plans])
     for precision in plans.domains["precision"]:
-        here = [plan["precision"] == precision and plan["offload"] != "activations" for plan in plans.plans]
+        here = [
+            plan["precision"] == precision and plan["offload"] != "activations" and plan["parallel"] != "fsdp"
+            for plan in plans.plans
+        ]  # FSDP casts whole layers, so that autocast keeps no copies of weights
         of_a_row = (cast.activation_bytes / rows)[here]
         assert of_a_row.min() > 0
         assert of_a_row == pytest.approx(of_a_row[0])
@@ -130,8 +134,8 @@ def test_what_an_engine_holds_and_copies(facts, engine):
 def test_one_measurement_of_an_engine_corrects_its_others(known):
     plans, cast = known
     model = surrogate(plans, cast)
-    mine = [place for place, plan in enumerate(plans.plans) if plan["parallel"] == "fsdp"]
-    others = [place for place, rough in enumerate(cast.approximate) if not rough]
+    mine = [place for place, plan in enumerate(plans.plans) if plan["parallel"] == "zero3"]
+    others = [place for place, plan in enumerate(plans.plans) if plan["parallel"] == "none"]
     first = mine[0]
     peak = cast.peak_prior.offset_bytes + 1.5 * cast.tensor_bytes[first] + 400 * MIB
     seen = [
@@ -152,5 +156,5 @@ def test_a_rough_forecast_is_no_prediction(known):
     plans, cast = known
     said = predicted_bytes(plans, cast)
     assert {plan for plan in plans.plans if plan not in said} == {
-        plan for plan in plans.plans if plan["parallel"] in ENGINES
+        plan for plan in plans.plans if plan["parallel"] in UNTRACED
     }
