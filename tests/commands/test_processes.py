@@ -65,7 +65,8 @@ def test_a_batch_that_two_processes_can_not_share_is_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch_path", ["trainer", "loop"])
-def test_a_tune_of_two_processes_is_launched_and_kept(tmp_path, launch_path):
+def test_a_tune_of_two_processes_is_launched_and_kept(tmp_path, monkeypatch, launch_path):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for one another crawl where others compute too
     config, out = write_config(tmp_path / "llama"), tmp_path / "out"
     held = ("micro_batch=1", "precision=fp32", "attention=default", "kernels=none", "checkpointing=off")
     fixed = [part for knob in (*held, "optimizer=adamw") for part in ("--fix", knob)]
