@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from autofit.costmodel.tracing import trace_store
 from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.registry import techniques
 from autofit.search.decision import changed_values
-from autofit.system.errors import InputError, NothingFits
+from autofit.system.errors import InputError, ModelError, NothingFits
 from autofit.system.units import GIB, MIB
 from tests.support.replay import Lent
 from tests.support.synthetic import cpu_facts
@@ -122,12 +123,11 @@ def test_what_is_recommended_is_the_simplest_of_the_fast_ones(ask):
     assert changed_values(found.recommended) == min(map(changed_values, near))
 
 
-@pytest.mark.usefixtures("ask")
 def test_what_can_not_be_estimated_is_no_verdict_on_the_card():
-    done = CliRunner().invoke(cli.main, ["estimate", "demo", "--gpu", "4090", "--fix", "offload=parameters"])
-    assert done.exit_code == 2
-    assert "nothing can be estimated: offload=parameters can't be traced" in done.output
-    assert "larger card" not in done.output
+    found = SimpleNamespace(plans=(), ways=(), untraced=("parallel=zero3 can't be traced",))
+    with pytest.raises(ModelError, match="nothing can be estimated: parallel=zero3 can't be traced") as caught:
+        estimate.check_fits(found)
+    assert "larger card" not in caught.value.hint
 
 
 def test_a_smaller_card_takes_a_smaller_micro_batch(ask):
