@@ -34,6 +34,7 @@ from autofit.system.units import MIB
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts, Hardware
     from autofit.contract.technique import HostOffload
+    from autofit.contract.trace import Ints
     from autofit.costmodel.peak import MicroPart
     from autofit.costmodel.tracing.trace_store import Traces
     from autofit.machine.gpu_catalogue import Card
@@ -217,6 +218,7 @@ def forecast(
     waiting = facts.workload.launch_path == "trainer"
     clock = StepClock(card) if card is not None else None
     on_cuda = facts.hardware.device == "cuda"
+    nominal = nominal_of(facts, card)
     nccl = np.array([float(nccl_bytes(plan, facts.workload)) for plan in space.plans]) * on_cuda
     plans = {int(plan["micro_batch"]): plan for plan in space.plans}
     evaluated = {rows: evaluated_rows(plan, facts) for rows, plan in plans.items()}
@@ -232,9 +234,10 @@ def forecast(
         activations[members] = whole.activation_bytes_per_row() * rows
         micro_step = as_computed(micro.work(rows.astype(np.float64)), family, facts)
         amounts = roofline.amounts(micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation)
-        host_offload = None if parts else _host_offload(family, micro, facts)
-        if host_offload is not None:
-            amounts[:, _TRANSFER] += accumulation * host_offload.micro_step_bytes + host_offload.step_bytes
+        host_offload = _host_offload(family, micro, facts)
+        copied = _copied_bytes(host_offload, accumulation)
+        amounts[:, _TRANSFER] += copied
+        if host_offload is not None and parts is None:
             tensors[members] = peak.host_offload_peaks(
                 micro, host_offload.held_bytes, rows, accumulation, waiting=waiting
             )
@@ -254,12 +257,12 @@ def forecast(
                 step = roofline.step_seconds(
                     card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
                 )
-            seconds[members] = step / samples
+            seconds[members] = (step + copied * nominal[_TRANSFER]) / samples  # as if nothing of it hid
     return Forecast(
         tensor_bytes=tensors,
         seconds=seconds,
         work=work,
-        nominal=nominal_of(facts, card),
+        nominal=nominal,
         known_card=card is not None,
         timed=bool(facts.rates),
         approximate=approximate,
@@ -300,10 +303,18 @@ def _traceable(family: Plan, facts: Facts) -> Plan:
 
 
 def _host_offload(family: Plan, micro: MicroPart, facts: Facts) -> HostOffload | None:
-    """What a technique says of a plan that can't be traced; ``None`` where none says anything, or several do."""
-    every = (one.host_offload(family[one.name], family, facts, micro.weights) for one in techniques())
+    """What a technique says of a plan that waits on the host; ``None`` where none says anything, or several do."""
+    weights = np.append(micro.weights, micro.host_bytes)
+    every = (one.host_offload(family[one.name], family, facts, weights) for one in techniques())
     found = [one for one in every if one is not None]
     return found[0] if len(found) == 1 else None
+
+
+def _copied_bytes(host_offload: HostOffload | None, accumulation: Ints) -> Floats:
+    """What a step copies between host and device; a trace counts what waits on the host, but not this."""
+    if host_offload is None:
+        return np.zeros(len(accumulation))
+    return np.asarray(accumulation * host_offload.micro_step_bytes + host_offload.step_bytes, dtype=np.float64)
 
 
 def families_of(space: Space, *, one_row_apart: bool = False) -> dict[Plan, list[int]]:

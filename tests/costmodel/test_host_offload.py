@@ -65,6 +65,21 @@ def test_what_the_engines_leave_on_the_device_is_forecast_roughly(known):
     assert rough.min() >= 0.1
 
 
+def test_a_trace_of_fsdp_is_given_what_it_copies(known):
+    plans, cast = known
+    mine = [place for place, plan in enumerate(plans.plans) if plan["parallel"] == "fsdp"]
+    assert mine
+    for place in mine:
+        plain, zero = (
+            twin(plans, plans.plans[place]),
+            plans.plans.index(plans.plans[place].replaced(parallel="zero3")),
+        )
+        copied = cast.work[place][6]
+        assert copied >= cast.work[zero][6] > 0
+        assert cast.seconds[place] > cast.seconds[plain] + copied * cast.nominal[6]
+        assert cast.tensor_bytes[place] < cast.tensor_bytes[plain]
+
+
 def test_what_a_heap_has_held_does_not_depend_on_checkpointing_or_engine(known):
     plans, cast = known
     rows = np.array([plan["micro_batch"] for plan in plans.plans])
