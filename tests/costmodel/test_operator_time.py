@@ -147,6 +147,7 @@ def test_every_card_of_nvidia_has_the_figures():
         assert round(lanes) in {64, 128} or abs(lanes / 128 - 1) < 0.02, card.name
 
 
+@pytest.mark.slow
 def test_the_shipped_coefficients_are_those_of_the_kept_rows(kept):
     """Of one stage that is quick: the whole fit is the same program."""
     rows = kept
@@ -167,6 +168,7 @@ def test_the_kept_rows_are_predicted_as_well_as_the_page_says(kept):
     assert np.quantile(error, 0.9) < 0.35
 
 
+@pytest.mark.slow
 def test_the_fit_finds_the_coefficients_that_made_the_rows(kept):
     rows = kept.where(kept.group == "elementwise").thinned(20)
     truth = {part: dict(its) for part, its in coefficients()["fit"].items()}
@@ -177,6 +179,7 @@ def test_the_fit_finds_the_coefficients_that_made_the_rows(kept):
     assert fit["memory"]["gddr"] == pytest.approx(np.log(0.5), abs=0.01)
 
 
+@pytest.mark.slow
 def test_folds_hold_each_card_out_once(kept):
     rows = kept.thinned(3)
     held = []
