@@ -109,8 +109,8 @@ class Checkpointing(Technique):
         return (off, *(choice(value, reason) for value, reason in reasons.items()))
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
-        installed = tuple(int(part) for part in facts.packages.get("transformers", "0.0").split(".")[:2])
-        name = "activation_checkpointing" if installed >= NEW_NAME_SINCE else "gradient_checkpointing"
+        new = facts.release("transformers") >= NEW_NAME_SINCE
+        name = "activation_checkpointing" if new else "gradient_checkpointing"
         settings: dict[str, Any] = {"use_reentrant": False}
         if value in _EVERY:
             settings["every_n_layers"] = _EVERY[str(value)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 from pydantic import Field, TypeAdapter
 
 Device = Literal["cuda", "cpu"]
@@ -183,6 +183,13 @@ class Workload:
     script: Script | None = None
 
 
+def _version(text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return Version("0")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """All that a technique may look at when it says what it offers.
@@ -201,12 +208,16 @@ class Facts:
     rates: Mapping[str, float] = field(default_factory=dict)
     kernel_overhead_bytes: Annotated[Mapping[str, int], Field(alias="brought_bytes")] = field(default_factory=dict)
 
+    def release(self, package: str) -> tuple[int, ...]:
+        """The numbers of a distribution's version; ``(0,)`` where it is not installed or its version is none."""
+        return _version(self.packages.get(package, "0")).release
+
     def lacks(self, package: str, oldest: str = "") -> str | None:
         """What is wrong with a distribution, in words; ``None`` where it is installed, and new enough."""
         there = self.packages.get(package)
         if there is None:
             return f"{package} is not installed: pip install {package}"
-        if oldest and Version(there) < Version(oldest):
+        if oldest and _version(there) < Version(oldest):
             return f"{package} {there} is too old, {oldest} is needed: pip install -U {package}"
         return None
 
