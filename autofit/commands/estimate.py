@@ -18,20 +18,12 @@ from pydantic import TypeAdapter
 from autofit import space
 from autofit.commands.estimates.other_card import asked_card, counted_cards, described_model, elsewhere
 from autofit.commands.estimates.plans import Estimated, estimated_plans
+from autofit.commands.estimates.question import asked_question, fetched_config
 from autofit.commands.estimates.ways import Way, fixed_bytes, outside_bytes
 from autofit.commands.estimates.ways import ways as every_way
 from autofit.commands.estimates.world import World, asked_world
-from autofit.commands.model_source import fetch, modeling_module, own_code
-from autofit.commands.request import (
-    Request,
-    Search,
-    as_classes,
-    as_knobs,
-    check_request,
-    read_facts,
-    remarks,
-    validated,
-)
+from autofit.commands.model_source import modeling_module
+from autofit.commands.request import read_facts, remarks
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, families_of, forecast, workspace_bytes
@@ -40,7 +32,6 @@ from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue
 from autofit.machine.gpu_catalogue import Card
 from autofit.machine.select import choose_device
-from autofit.output.document import MODEL_FOLDER
 from autofit.registry import techniques
 from autofit.system import units
 from autofit.system.errors import ModelError, NothingFits
@@ -151,35 +142,23 @@ def estimate(
         MachineError: A helper process can't be started, or the device can't be used.
     """
     began = time.monotonic()
-    request = validated(
-        Request,
-        {
-            "model": str(model),
-            "seq_len": seq_len,
-            "global_batch": global_batch,
-            "launch_path": launch_path,
-            "task": task,
-            "trust_remote_code": trust_remote_code,
-        },
+    request, settings = asked_question(
+        model,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        allow=allow,
+        fix=fix,
+        among=among,
+        launch_path=launch_path,
+        task=task,
+        trust_remote_code=trust_remote_code,
     )
-    settings = validated(
-        Search,
-        {
-            "allowed": as_classes(allow),
-            "fix": as_knobs(fix),
-            "among": as_knobs(among),
-        },
-    )
-    check_request(request, settings)
     gpu, gpus = counted_cards(gpu, gpus)
     card, given = asked_card(gpu, memory)
     world = asked_world(gpus, nodes, elsewhere=given is not None)
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
         folder = Path(scratch)
-        config = fetch(str(model), folder / MODEL_FOLDER, trust_remote_code=trust_remote_code)
-        code = own_code(config, trusted=trust_remote_code)
-        if code is not None:
-            say(code)
+        config = fetched_config(request, folder, say)
         here = choose_device("auto") if given is None else "cpu"
         server = ForkServer(folder / "forkserver.log", here, modeling_module(config), trains=False)
         with contextlib.closing(server):
@@ -191,10 +170,10 @@ def estimate(
                 facts = read_facts(folder, request, here, server, lambda _: None)  # the notes say it
                 card = gpu_catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
             knobs = space.parse_knobs(settings.fix, settings.among, facts)
-            plans = space.build(facts, space.parse_allowed(settings.allowed), knobs)
+            allowed = space.parse_allowed(settings.allowed)
+            plans = space.build(facts, allowed, knobs)
             traces = Traces(facts, config, lambda: server, folder, kept)
             cast = forecast(plans, traces, facts, card, say)
-            allowed = space.parse_allowed(settings.allowed)
             by_way = every_way(facts, knobs, allowed, traces, card, say) if ways else ()
         rows, kinds, recommended = estimated_plans(plans, cast, traces, facts, most, say)
         untraced = sorted({why for plan in families_of(plans) if (why := traces.untraced(plan))})

@@ -16,26 +16,12 @@ from autofit.system.fork_server import ForkServer
 from autofit.system.units import MIB
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
+from tests.gpu import trials
 from tests.gpu.card import facts_on_card
 from tests.gpu.models import LLAMA
 
 QUICK = Effort(min_steps=2, max_steps=3, seconds=1.0)
-PLAIN = Plan(
-    {
-        "parallel": "none",
-        "micro_batch": 4,
-        "accumulation": 2,
-        "precision": "bf16",
-        "attention": "default",
-        "kernels": "none",
-        "checkpointing": "off",
-        "adapter": "none",
-        "quantization": "none",
-        "optimizer": "adamw",
-        "offload": "none",
-        "compile": "off",
-    }
-)
+PLAIN = trials.PLAIN.replaced(micro_batch=4, accumulation=2)
 
 KNOBS = tuple(name for name in PLAIN if name not in {"parallel", "micro_batch", "accumulation"})
 

@@ -23,8 +23,9 @@ from rich.text import Text
 from autofit import space
 from autofit.commands.estimates.other_card import described_model, elsewhere
 from autofit.commands.estimates.plans import Estimated, Verdict, estimated_plans
-from autofit.commands.model_source import fetch, modeling_module, own_code
-from autofit.commands.request import Request, Search, as_classes, as_knobs, check_request, remarks, validated
+from autofit.commands.estimates.question import asked_question, fetched_config
+from autofit.commands.model_source import modeling_module
+from autofit.commands.request import Search, remarks
 from autofit.contract.facts import Facts, LaunchPath, Model, Task
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, forecast, without_checkpointing
@@ -33,7 +34,6 @@ from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.costmodel.utilisation import model_flops, peak_flops
 from autofit.machine import gpu_catalogue
 from autofit.machine.gpu_catalogue import Card
-from autofit.output.document import MODEL_FOLDER
 from autofit.output.plan_words import chosen_words
 from autofit.system import units
 from autofit.system.errors import InputError, ModelError, NothingFits
@@ -163,25 +163,20 @@ def estimate_cards(
         )
     asked = asked_cards(gpu)
     prices, wanted = asked_prices(price, asked), asked_tokens(tokens)
-    request = validated(
-        Request,
-        {
-            "model": str(model),
-            "seq_len": seq_len,
-            "global_batch": global_batch,
-            "launch_path": launch_path,
-            "task": task,
-            "trust_remote_code": trust_remote_code,
-        },
+    request, settings = asked_question(
+        model,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        allow=allow,
+        fix=fix,
+        among=among,
+        launch_path=launch_path,
+        task=task,
+        trust_remote_code=trust_remote_code,
     )
-    settings = validated(Search, {"allowed": as_classes(allow), "fix": as_knobs(fix), "among": as_knobs(among)})
-    check_request(request, settings)
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
         folder = Path(scratch)
-        config = fetch(str(model), folder / MODEL_FOLDER, trust_remote_code=trust_remote_code)
-        code = own_code(config, trusted=trust_remote_code)
-        if code is not None:
-            say(code)
+        config = fetched_config(request, folder, say)
         server = ForkServer(folder / "forkserver.log", "cpu", modeling_module(config), trains=False)
         with contextlib.closing(server):
             kept = cache_folder() if cache else None
