@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from autofit._version import __version__
-from autofit.commands.options import DOCTOR_OPTIONS, ESTIMATE_OPTIONS, TUNE_OPTIONS, with_options
-from autofit.commands.terminal import Commands, data_console, terminable
+from autofit.commands.shell.options import DOCTOR_OPTIONS, ESTIMATE_OPTIONS, TUNE_OPTIONS, with_options
+from autofit.commands.shell.terminal import Commands, data_console, terminable
 from autofit.system.errors import PromiseBroken
 
 
@@ -33,7 +33,7 @@ def tune(model: str, as_json: bool, verbose: bool, arguments: tuple[str, ...], *
     MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo; or the path of
     your own training script, whose arguments stand behind --: autofit tune train.py --trials 20 -- --epochs 3
     """
-    from autofit.commands.console import ConsoleEvents, StderrConsole
+    from autofit.commands.shell.console import ConsoleEvents, StderrConsole
     from autofit.commands.tune import tune as run
     from autofit.output.brief import brief
     from autofit.output.document import DOCUMENT
@@ -86,7 +86,7 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
 @click.pass_context
 def run(context: click.Context, folder: str, script: str, arguments: tuple[str, ...]) -> None:
     """Launch SCRIPT, unmodified, with the plan in DIR; its exit code is the script's."""
-    from autofit.commands.run import run as launch
+    from autofit.commands.scripts.run import run as launch
 
     with terminable():
         status = launch(folder, script, arguments, say=lambda words: click.echo(words, err=True))

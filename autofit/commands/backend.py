@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from autofit.commands.request import Request, read_facts, with_rates
-from autofit.commands.script_request import script_facts
+from autofit.commands.scripts.request import script_facts
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Trial
 from autofit.contract.plan import Plan
@@ -23,7 +23,7 @@ from autofit.machine.select import choose_device, hardware_lock, left_unused
 from autofit.space import Space
 from autofit.system.errors import AutofitError
 from autofit.system.fork_server import ForkServer
-from autofit.training.equivalence import Guards, Look
+from autofit.training.guard.equivalence import Guards, Look
 from autofit.training.runner import ProcessRunner, Rated, Runner, unrated
 
 Note = Callable[[str], None]

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from autofit.commands.request import TRIALS
-from autofit.commands.tune_config import CONFIG
+from autofit.commands.shell.tune_config import CONFIG
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST
 from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML
 from autofit.search.journal import JOURNAL_FILE

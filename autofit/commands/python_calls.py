@@ -32,7 +32,7 @@ def for_python(function: Call) -> Call:
             elif "model" in named:
                 named["model"] = as_source(named["model"])
         if "events" in parameters and named.get("events") is None and _watched():
-            from autofit.commands.console import ConsoleEvents, StderrConsole
+            from autofit.commands.shell.console import ConsoleEvents, StderrConsole
 
             named["events"] = ConsoleEvents(StderrConsole(), named.get("trials", parameters["trials"].default))
         try:

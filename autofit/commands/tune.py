@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from autofit import space
 from autofit.commands.backend import Backend, DeviceBackend, predicted_bytes
-from autofit.commands.explanations import disturbance_notes, no_winner, peak_correction
 from autofit.commands.model_source import fetch, modeling_module, own_code
 from autofit.commands.output_folder import (
     BEGUN,
@@ -35,8 +34,9 @@ from autofit.commands.request import (
     started_before,
     validated,
 )
-from autofit.commands.script_request import script_notes
-from autofit.commands.tune_config import write_config
+from autofit.commands.scripts.request import script_notes
+from autofit.commands.shell.explanations import disturbance_notes, no_winner, peak_correction
+from autofit.commands.shell.tune_config import write_config
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.costmodel.forecast import Forecast
 from autofit.output.document import MODEL_FOLDER, REQUEST
@@ -53,14 +53,14 @@ from autofit.system.files import usable_folder
 from autofit.system.fork_server import ForkServer
 from autofit.system.locks import held, waited_for
 from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
-from autofit.training.equivalence import Look
+from autofit.training.guard.equivalence import Look
 from autofit.training.runner import Rated, finished
 
 if TYPE_CHECKING:
     from autofit.search.decision import Decision
     from autofit.search.searcher import Searcher
     from autofit.space import Space
-    from autofit.training.equivalence import Guard
+    from autofit.training.guard.equivalence import Guard
 
 T = TypeVar("T")
 MOST_GUARDS = 3

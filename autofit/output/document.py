@@ -17,7 +17,7 @@ from autofit.registry import converted
 from autofit.search.tradeoffs import Contribution, Point
 from autofit.system import strict_json
 from autofit.system.errors import InputError
-from autofit.training.equivalence import Guard
+from autofit.training.guard.equivalence import Guard
 
 FORMAT = 2
 DOCUMENT_FILE = "autofit.json"

@@ -23,7 +23,7 @@ from autofit.system.files import usable_folder, writing
 from autofit.system.fork_server import ForkServer
 from autofit.system.statistics import median
 from autofit.system.units import size
-from autofit.training.equivalence import Guard
+from autofit.training.guard.equivalence import Guard
 from autofit.training.runner import training_seconds
 
 if TYPE_CHECKING:

@@ -29,13 +29,13 @@ from autofit.system.files import write_atomically
 from autofit.system.job import error_words
 from autofit.system.strict_json import dump_json
 from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
+from autofit.training.guard.loss_curve import CURVE, Curve, record
+from autofit.training.guard.rounding import Rounding, rounded
 from autofit.training.joined import failure_words, joined, unwritten
 from autofit.training.launch_environment import launch_environment, write_yaml
 from autofit.training.loops import run_recipe
-from autofit.training.loss_curve import CURVE, Curve, record
 from autofit.training.measure import measure
 from autofit.training.ranks import PROGRESS_FILE, own_rank, rank_folder, result_file, run_ranks
-from autofit.training.rounding import Rounding, rounded
 from autofit.training.scripts.entry import describe, keep_quiet, measure_steps, rows_words
 from autofit.training.scripts.leave import Refused
 from autofit.training.timing import Effort

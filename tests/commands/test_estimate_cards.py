@@ -15,7 +15,7 @@ from autofit.commands.estimates.cards import (
     cards_table,
     estimate_cards,
 )
-from autofit.commands.terminal import data_console
+from autofit.commands.shell.terminal import data_console
 from autofit.machine import gpu_catalogue
 from autofit.system.errors import InputError
 from tests.support.replay import Lent

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from autofit import space
 from autofit.cli import main
 from autofit.commands.request import Request
-from autofit.commands.script_request import script_facts
+from autofit.commands.scripts.request import script_facts
 from autofit.contract.facts import Script
 from autofit.output.document import read_document
 from autofit.registry import recipe_of

@@ -7,7 +7,7 @@ import pytest
 
 from autofit import space
 from autofit.commands.backend import DeviceBackend, predicted_bytes
-from autofit.commands.explanations import no_winner
+from autofit.commands.shell.explanations import no_winner
 from autofit.contract.outcome import Trial
 from autofit.costmodel.forecast import Forecast, PeakPrior
 from autofit.costmodel.roofline import WORK

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autofit.output.report import html
-from autofit.training.equivalence import Guard
+from autofit.training.guard.equivalence import Guard
 from tests.output.test_report import DOCUMENTS, document, plan
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -32,7 +32,7 @@ from autofit.search.tradeoffs import Contribution
 from autofit.space import offers
 from autofit.system.strict_json import dump_json
 from autofit.system.units import GIB, MIB
-from autofit.training.equivalence import Guard
+from autofit.training.guard.equivalence import Guard
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>'
 STEERING = "\x1b[2J\x1b[31m[bold red]\u202egnp.exe"

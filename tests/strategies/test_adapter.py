@@ -14,7 +14,7 @@ from autofit.registry import recipe_of, technique, techniques
 from autofit.search.samplers import make_sampler
 from autofit.system.errors import InputError
 from autofit.system.tensor_cache import TensorCache
-from autofit.training import equivalence
+from autofit.training.guard import equivalence
 from autofit.training.scripts.leave import Refused
 from autofit.training.scripts.patches import Patches
 from tests.support.synthetic import cpu_facts

@@ -14,9 +14,9 @@ from autofit.contract.facts import Facts
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.system.fork_server import ForkServer
-from autofit.training.equivalence import Guards, judge, kind_of, references, rounding_of
-from autofit.training.loss_curve import Curve
-from autofit.training.tolerance import compare
+from autofit.training.guard.equivalence import Guards, judge, kind_of, references, rounding_of
+from autofit.training.guard.loss_curve import Curve
+from autofit.training.guard.tolerance import compare
 from tests.support.faulty import FAULT
 from tests.support.tiny import PLAIN, describe, write_config
 

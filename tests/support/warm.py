@@ -201,7 +201,13 @@ def main():
     from autofit.system.fork_server_process import _ALWAYS, _ON_CPU
 
     _ = autofit, faulty
-    for name in (*_ALWAYS, *_ON_CPU, "transformers.models.llama.modeling_llama", "optuna", "autofit.commands.console"):
+    for name in (
+        *_ALWAYS,
+        *_ON_CPU,
+        "transformers.models.llama.modeling_llama",
+        "optuna",
+        "autofit.commands.shell.console",
+    ):
         with contextlib.suppress(ImportError):
             __import__(name)
     children = {}

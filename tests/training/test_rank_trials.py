@@ -12,7 +12,7 @@ import pytest
 
 from autofit.contract.outcome import Crashed, Measured, OutOfMemory, TimedOut
 from autofit.system.fork_server import ForkServer
-from autofit.training.equivalence import Guards, judge, references, rounding_of
+from autofit.training.guard.equivalence import Guards, judge, references, rounding_of
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
 from tests.support.tiny import GIB, PLAIN, SUPPORT, describe, gone, write_config
@@ -132,7 +132,7 @@ DEFECTS = {
         """,
     "a rank with another seed": """
         import dataclasses, os
-        from autofit.training import loss_curve
+        from autofit.training.guard import loss_curve
         rows = loss_curve.learnable_rows
         def others(recipe, count):
             seed = int(os.environ["RANK"])

@@ -7,8 +7,8 @@ import pytest
 
 from autofit.commands import tune
 from autofit.commands.backend import DeviceBackend
-from autofit.commands.explanations import no_winner
 from autofit.commands.request import Request, Search
+from autofit.commands.shell.explanations import no_winner
 from autofit.contract.outcome import Trial
 from autofit.contract.technique import Kind
 from autofit.registry import recipe_of
@@ -16,10 +16,10 @@ from autofit.search.events import Silent
 from autofit.search.loop import Campaign
 from autofit.search.trial_log import TrialLog
 from autofit.space import Space
-from autofit.training import equivalence, loss_curve
-from autofit.training.equivalence import Guard, Guards, how_many, judge, kind_of, references, rounding_of
-from autofit.training.loss_curve import NOT_FINITE, OUT_OF_MEMORY, Curve, without_dropout
-from autofit.training.rounding import Rounding
+from autofit.training.guard import equivalence, loss_curve
+from autofit.training.guard.equivalence import Guard, Guards, how_many, judge, kind_of, references, rounding_of
+from autofit.training.guard.loss_curve import NOT_FINITE, OUT_OF_MEMORY, Curve, without_dropout
+from autofit.training.guard.rounding import Rounding
 from tests.support.faulty import FAULT
 from tests.support.guard_cases import Bench, defects, honest
 from tests.support.synthetic import cpu_facts, measured

@@ -22,8 +22,8 @@ from pydantic import TypeAdapter
 
 from autofit.contract.technique import replacing
 from autofit.machine.meters import CeilingBroken, Meter, out_of_memory
+from autofit.training.guard.sketch import Sketch, minus, sketch
 from autofit.training.loops import Lesson, run_recipe
-from autofit.training.sketch import Sketch, minus, sketch
 from autofit.training.timing import Effort, NotFinite
 from autofit.training.world import World
 

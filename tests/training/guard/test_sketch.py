@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from autofit.training import sketch as sketches
-from autofit.training.sketch import SIZE, distance, minus, sketch
+from autofit.training.guard import sketch as sketches
+from autofit.training.guard.sketch import SIZE, distance, minus, sketch
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def _complain(words: str) -> None:
 
 
 def _redirect_to_null(stream: TextIO | None) -> None:
-    from autofit.commands.console import redirect_to_null
+    from autofit.commands.shell.console import redirect_to_null
 
     redirect_to_null(stream)
 

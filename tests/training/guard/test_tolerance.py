@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from autofit.training.loss_curve import Curve
-from autofit.training.tolerance import LEAST, C, compare, missing
+from autofit.training.guard.loss_curve import Curve
+from autofit.training.guard.tolerance import LEAST, C, compare, missing
 
 BASELINE = Curve(
     losses=(4.0, 3.0, 2.0),

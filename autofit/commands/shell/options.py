@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from autofit.commands.tune_config import read_config
+from autofit.commands.shell.tune_config import read_config
 
 Option = Callable[[Any], Any]
 

@@ -2,7 +2,7 @@
 
 Three curves of the same rows and weights are compared: the plan's, ``a``; the float32 baseline's, ``r``; and that
 baseline's in Monte Carlo arithmetic, ``m``, whose matrix products and optimizer state are rounded at random to the
-plan's format (:mod:`autofit.training.rounding`). The distance of ``m`` to ``r`` is the spread, and it follows the
+plan's format (:mod:`autofit.training.guard.rounding`). The distance of ``m`` to ``r`` is the spread, and it follows the
 model, its depth and the format. With ``g`` the gradient of all parameters in the first step, ``p`` one parameter of
 it, ``u`` the updates of all steps, ``L`` the losses and ``n`` the norms of each step's gradients, before and after they
 are clipped::
@@ -27,7 +27,7 @@ is outside. ``E`` and ``E_u`` are no less than :data:`LEAST`, since the order of
 Of these tolerances 72 honest plans over 12 architectures reach at most 0.41. Defects in 16-bit plans exceed them 1.5
 (weights without a float32 copy) to 770 times, those in exact plans 120 to 430,000 times, but for gradients that are
 absent, which are refused by :func:`missing` (``tests/bench/guard_bench.py``, 2026-11-22). Distances are those of
-sketches (:mod:`autofit.training.sketch`).
+sketches (:mod:`autofit.training.guard.sketch`).
 
 Not covered: a defect below the rounding of the plan's own format; clipping, where the norm is below the limit; a
 uniform scale of the weights' decay, which Trainer's default of zero hides; what only shows after more than these steps.
@@ -41,8 +41,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autofit.training.loss_curve import Curve
-from autofit.training.sketch import Sketch, distance
+from autofit.training.guard.loss_curve import Curve
+from autofit.training.guard.sketch import Sketch, distance
 
 C = 3.0
 LEAST = 1e-5

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autofit.training.rounding import Rounding, coded_at_random, rounded, rounded_at_random
+from autofit.training.guard.rounding import Rounding, coded_at_random, rounded, rounded_at_random
 
 BF16 = Rounding(product_bits=7, state_bits=32, seed=1)
 

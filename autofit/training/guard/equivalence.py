@@ -2,10 +2,10 @@
 
 A plan that is fast because it trains something else must not win. The winner trains a few optimizer steps, and so does
 the baseline plan: every technique off, float32, the same micro-batch and accumulation. Both start from the same weights
-and train on the same rows (:mod:`autofit.training.loss_curve`). The baseline is trained once more in Monte Carlo
-arithmetic of the winner's format (:mod:`autofit.training.rounding`). The distance between the two baselines is what
-that format does to this model; a few times that distance is what the winner may differ
-(:mod:`autofit.training.tolerance` has the formula, its source and what it does not cover).
+and train on the same rows (:mod:`autofit.training.guard.loss_curve`). The baseline is trained once more in Monte Carlo
+arithmetic of the winner's format (:mod:`autofit.training.guard.rounding`). The distance between the two baselines is
+what that format does to this model; a few times that distance is what the winner may differ
+(:mod:`autofit.training.guard.tolerance` has the formula, its source and what it does not cover).
 
 A winner of class ``method`` (another optimizer family, adapters, 16-bit weights) is another training method and has no
 such tolerance: its losses have to stay finite and must not grow to twice the first one.
@@ -27,10 +27,10 @@ from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.registry import extra_seconds, recipe_of, technique, techniques
 from autofit.system.errors import MachineError
+from autofit.training.guard.loss_curve import CURVE, NOT_FINITE, Curve
+from autofit.training.guard.rounding import Rounding
+from autofit.training.guard.tolerance import Comparison, compare, missing
 from autofit.training.jobs import CurveJob
-from autofit.training.loss_curve import CURVE, NOT_FINITE, Curve
-from autofit.training.rounding import Rounding
-from autofit.training.tolerance import Comparison, compare, missing
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
