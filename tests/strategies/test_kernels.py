@@ -18,6 +18,7 @@ from tests.support.tiny import CONFIGS
 
 KERNELS = technique("kernels")
 kernels = importlib.import_module("autofit.strategies.kernels")
+chunked_loss = importlib.import_module("autofit.strategies.kernels.chunked_loss")
 
 
 def leaf(*shape, dtype=torch.float32):
@@ -37,7 +38,7 @@ def test_sum_and_gradients_are_those_of_the_plain_loss(dtype, positions, bias):
     logits = F.linear(*given)
     wanted = F.cross_entropy(logits.float().view(-1, 50), targets.view(-1), reduction="sum")
     gradients = torch.autograd.grad(wanted * 0.3, given)
-    found = kernels.chunked_cross_entropy(given[0], given[1], given[2] if bias else None, targets)
+    found = chunked_loss.chunked_cross_entropy(given[0], given[1], given[2] if bias else None, targets)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     tolerance = {"rtol": 2e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for ours, theirs in zip(torch.autograd.grad(found * 0.3, given), gradients, strict=True):
@@ -53,7 +54,7 @@ def test_sum_and_gradients_are_those_of_pytorchs_own():
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=16)
     wanted = F.linear_cross_entropy(given[0].view(-1, 16), given[1], targets.view(-1), reduction="sum", options=options)
     gradients = torch.autograd.grad(wanted, given)
-    found = kernels.chunked_cross_entropy(*given, None, targets)
+    found = chunked_loss.chunked_cross_entropy(*given, None, targets)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(torch.autograd.grad(found, given), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-5)
@@ -64,8 +65,8 @@ def test_autocast_computes_in_16_bits_and_gives_gradients_of_the_weights_dtype()
     given, targets = [leaf(2, 32, 16), leaf(64, 16)], torch.randint(0, 64, (2, 32))
     with torch.autocast("cpu", torch.bfloat16):
         wanted = F.cross_entropy(F.linear(*given).float().view(-1, 64), targets.view(-1), reduction="sum")
-        found = kernels.chunked_cross_entropy(*given, None, targets)
-    exact = kernels.chunked_cross_entropy(*given, None, targets)
+        found = chunked_loss.chunked_cross_entropy(*given, None, targets)
+    exact = chunked_loss.chunked_cross_entropy(*given, None, targets)
     assert found.dtype == torch.float32
     assert abs(found - wanted) < 0.1 * abs(exact - wanted)
     for ours, theirs in zip(torch.autograd.grad(found, given), torch.autograd.grad(wanted, given), strict=True):
@@ -75,14 +76,14 @@ def test_autocast_computes_in_16_bits_and_gives_gradients_of_the_weights_dtype()
 
 def test_what_is_frozen_gets_no_gradient():
     hidden, weight, targets = leaf(2, 8, 4), torch.randn(9, 4), torch.randint(0, 9, (2, 8))
-    kernels.chunked_cross_entropy(hidden, weight, None, targets).backward()
+    chunked_loss.chunked_cross_entropy(hidden, weight, None, targets).backward()
     assert weight.grad is None
     assert hidden.grad.abs().sum() > 0
 
 
 def test_it_is_gone_back_through_once():
     hidden, weight = leaf(2, 8, 4), leaf(9, 4)
-    total = kernels.chunked_cross_entropy(hidden, weight, None, torch.zeros(2, 8, dtype=torch.long))
+    total = chunked_loss.chunked_cross_entropy(hidden, weight, None, torch.zeros(2, 8, dtype=torch.long))
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="once"):
         total.backward()
@@ -96,7 +97,7 @@ def pair(config="llama", **changes):
     values = {**CONFIGS[config], **changes}
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).train()
-    return plain, kernels.chunk_loss(copy.deepcopy(plain), kernels.ChunkedLoss())
+    return plain, chunked_loss.chunk_loss(copy.deepcopy(plain), chunked_loss.ChunkedLoss())
 
 
 def batch(padded=True):
