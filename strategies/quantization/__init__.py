@@ -35,7 +35,7 @@ from autofit.contract.emission import Emission
 from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Technique
 
-from .loading import load_arguments, random_model, random_torchao_model
+from .loading import keep_as_loaded, load_arguments, random_model, random_torchao_model
 from .tracing import traced_layers
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class Quantization(Technique):
         quantized = functools.partial(random_model, str(value), compute, storage=storage)
         make = random_torchao_model if value in _TORCHAO else quantized
         recipe.random_model = lambda plain: make(plain, on_cpu=on_cpu, cache=recipe.tensor_cache)
+        if value == "nf4" and on_cpu:
+            recipe.model_wraps.append(keep_as_loaded)
 
     def held(self, facts: Facts) -> Held | None:
         script = facts.workload.script
