@@ -1,0 +1,51 @@
+"""The clock: a step of many micro-steps is added up from three."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autofit.training import timing
+from autofit.training.timing import Clock, Effort
+from autofit.training.world import World
+
+
+class NoMeter:
+    """Memory is not what is looked at."""
+
+    def check(self):
+        """Fits."""
+
+    def settle(self):
+        """Nothing to do."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "whole"),
+    [
+        (1, 5 + 9 * (2 + 3) / 2 + 7),
+        (2, 5 + 8 * 2 + 3 + 7),  # the last micro-step of several ranks is the one that exchanges gradients
+    ],
+)
+def test_a_step_of_ten_micro_steps_is_added_up_from_three(monkeypatch, ranks, whole):
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(World, "_reduced", lambda _world, number, _how: number)
+    clock = Clock(
+        recipe=SimpleNamespace(accumulation=10, slow_start=""),
+        effort=Effort(warm_up=0, min_steps=1, max_steps=1),
+        meter=NoMeter(),
+        accumulation=3,
+        on_cuda=False,
+        world=World(size=ranks),
+    )
+    clock.step_begin()
+    for seconds in (5, 2, 3):
+        now[0] += 100  # what lies between micro-steps is the data's, not the step's
+        clock.forward_begin()
+        clock.forward_end()
+        now[0] += seconds
+        clock.backward_end(torch.ones(()))
+    now[0] += 7
+    assert clock.step_end()
+    assert clock.steps == [whole]
