@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ _WEIGHTS, _STATE, _BATCH, _COMMUNICATION = (
 _ALONE = "alone_"
 _TRACED_MICRO_STEPS = 2
 _EVALUATION = "evaluation_"
+_PRODUCT = re.compile(r"aten\.(_?(addmm|mm|bmm|baddbmm|linear|addmm_activation|grouped_mm))\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,10 +320,9 @@ def requests(
         workspaces: Bytes that cuBLAS keeps, from the first forward pass and from the first backward pass on.
     """
     sizes: list[float] = [*micro.weights.tolist(), *([micro.buckets_bytes] if micro.buckets_bytes else [])]
-    sizes += workspaces[:1]
     events = list(range(len(sizes)))
-    later = range(len(sizes), len(sizes) + len(workspaces[1:]))
-    sizes += workspaces[1:]
+    kept = range(len(sizes), len(sizes) + len(workspaces))
+    sizes += workspaces
     state = optimizer.tape.categories == _STATE
     stop = "1:step" if accumulation > 1 else "0:step"
     tape = micro.tape_of(accumulation)
@@ -332,14 +333,15 @@ def requests(
     given = step_tape.categories == CATEGORIES.index("gradients")
     elsewhere = step_tape.categories == ELSEWHERE
     places = [place for place, name in enumerate(step_tape.segments) if name.endswith(":step")]
-    backward = int(tape.starts[tape.segments.index("0:headB")]) if later else 0
+    begins = [_first_product(tape, segment) for segment in ("0:pre", "0:headB")[: len(workspaces)]]
     for turn in range(steps):
         base = len(sizes)
         sizes += micro_sizes.tolist()
-        if later and turn == 0:
-            events += [*_moved(tape, base, 0, backward), *later, *_moved(tape, base, backward, end)]
-        else:
-            events += _moved(tape, base, 0, end)
+        done = 0
+        for begin, workspace in zip(begins, kept, strict=True) if turn == 0 else ():
+            events += [*_moved(tape, base, done, begin), workspace]
+            done = begin
+        events += _moved(tape, base, done, end)
         alive = np.flatnonzero(tape.alive(end - 1))
         begin, past = step_tape.bounds(places[min(turn, len(places) - 1)])
         offset = len(sizes)
@@ -356,6 +358,15 @@ def requests(
         sizes += micro.evaluation.bytes_at(evaluated_rows).tolist()
         events += _moved(micro.evaluation, base, 0, len(micro.evaluation.events))
     return _balanced(events), sizes
+
+
+def _first_product(tape: Tape, segment: str) -> int:
+    """The event after the first matrix product from the beginning of a segment on has its result."""
+    start = int(tape.starts[tape.segments.index(segment)]) if segment in tape.segments else 0
+    products = [place for place, name in enumerate(tape.names) if _PRODUCT.match(name)]
+    made = tape.events[start:]
+    found = np.flatnonzero((made >= 0) & np.isin(tape.ops[np.maximum(made, 0)], products))
+    return start + int(found[0]) + 1 if found.size else start
 
 
 def _moved(tape: Tape, base: int, begin: int, end: int) -> list[int]:

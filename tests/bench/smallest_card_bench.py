@@ -1,44 +1,53 @@
 """Does a plan run on the smallest card that an estimate names, and not on one 3 % smaller? On emulated cards.
 
-    python tests/bench/smallest_card_bench.py [--dir DIR] [--json FILE] [--only TEXT]
+    python -m tests.hollow -- python tests/bench/smallest_card_bench.py [--json FILE] [--only TEXT] [--share K/N]
 
-``autofit estimate --gpu CARD --json`` says of each plan on how many bytes of device memory it runs (``device_bytes``,
-without the share to spare). Then it trains for three optimizer steps on an emulated card of that size, and on one of
-97 % of it (:mod:`tests.hollow`, whose environment lies in DIR). It should end on the one, and run out of memory on the
-other.
+``autofit estimate --gpu CARD`` says of each plan on how many bytes of device memory it runs (``device_bytes``, without
+the share to spare). Then the plan trains for three optimizer steps and evaluates a batch on an emulated card of that
+size, and on one of 97 % of it. It should end on the one, and run out of memory on the other. A context takes what the
+estimate takes it for: how large one truly is, an emulated card does not tell.
+
+Each run has a process of its own, forked from one that has the libraries loaded and never sees a card. Rows that FILE
+holds already are not run again.
 """
 
 import argparse
 import datetime as dt
 import itertools
 import json
-import subprocess
+import os
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from tests.gpu.fits import MODELS, Case  # noqa: E402 - the checkout is found first
+from autofit.commands.estimate import estimate  # noqa: E402 - the checkout is found first
+from autofit.costmodel.forecast import CONTEXT_BYTES  # noqa: E402
+from autofit.system.errors import AutofitError  # noqa: E402
+from autofit.system.units import MIB  # noqa: E402
+from tests.gpu.fits import MODELS, Case, preload  # noqa: E402
 from tests.gpu.trials import PLAIN  # noqa: E402
-from tests.hollow.setup import default_folder  # noqa: E402
+from tests.hollow.cards import describe  # noqa: E402
 
 CARDS = ("H100 SXM", "A100 SXM 80 GB", "L40S", "RTX 4090", "T4")
+SIXTEEN_BITS = {"T4": "fp16"}
+"""What stands for bf16 on a card that has none."""
 SMALLER = 0.97
-_BIG = {"micro_batch": 8}
 PLANS = {
     "gpt2": (
         {"micro_batch": 16},
-        {**_BIG, "precision": "fp32"},
+        {"micro_batch": 8, "precision": "fp32"},
         {"micro_batch": 32, "checkpointing": "full"},
         {"micro_batch": 16, "kernels": "chunked_ce"},
     ),
     "qwen2.5-0.5b": (
         {"micro_batch": 4},
         {"micro_batch": 4, "precision": "fp32"},
-        {**_BIG, "checkpointing": "full", "optimizer": "adamw_8bit"},
-        {"micro_batch": 4, "accumulation": 2, "precision": "tf32"},
+        {"micro_batch": 8, "checkpointing": "full", "optimizer": "adamw_8bit"},
+        {"micro_batch": 4, "accumulation": 2, "checkpointing": "selective"},
     ),
     "llama-3.2-1b": (
         {"micro_batch": 2, "checkpointing": "full"},
@@ -55,78 +64,88 @@ def cases():
     for card, (model, plans) in itertools.product(CARDS, PLANS.items()):
         for changes in plans:
             words = " ".join(f"{name}={value}" for name, value in changes.items())
-            yield f"{card} {model} {words}", card, model, PLAIN.replaced(**changes)
+            sixteen = SIXTEEN_BITS.get(card, PLAIN["precision"])
+            yield f"{card} {model} {words}", card, model, PLAIN.replaced(**{"precision": sixteen, **changes})
 
 
 def estimated(card, model, plan, folder):
     """``device_bytes`` of a plan; a reason, in words, where it is not offered."""
     config = folder / f"{model}.json"
     config.write_text(json.dumps(MODELS[model]))
-    fixed = [word for name, value in plan.items() for word in ("--fix", f"{name}={value}")]
     batch = int(plan["micro_batch"]) * int(plan["accumulation"])
-    command = [
-        sys.executable, "-m", "autofit", "estimate", str(config), "--gpu", card, "--seq-len", str(SEQ_LEN),
-        "--global-batch", str(batch), "--allow", "exact,numeric,method", "--json", *fixed,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not done.stdout:
-        return done.stderr.strip().splitlines()[0]
-    plans = json.loads(done.stdout)["plans"]
-    return plans[0]["device_bytes"] if plans else "no plan"
+    try:
+        found = estimate(
+            str(config), gpu=card, seq_len=SEQ_LEN, global_batch=batch, allow="exact,numeric,method", fix=dict(plan)
+        )
+    except AutofitError as error:
+        return str(error)
+    return found.plans[0].device_bytes if found.plans else "no plan"
 
 
-def trained(options, card, memory_bytes, model, plan):
-    """Whether three optimizer steps end on a card of that size."""
-    case = Case(model=model, seq_len=SEQ_LEN, plan=dict(plan), allocator="default")
-    command = [
-        sys.executable, "-m", "tests.hollow", "--dir", str(options.dir), "--gpu", card,
-        "--memory", f"{memory_bytes}", "--", "python", __file__, "--train", json.dumps([case.model, case.plan]),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    lines = done.stdout.strip().splitlines()
-    return json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {"crash": done.stderr[-600:]}
+def trained(card, memory_bytes, model, plan, folder):
+    """Whether three optimizer steps end on a card of that size; in a process of its own."""
+    answer = folder / "answer.json"
+    answer.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        os.environ["HOLLOW_CARD"] = describe(card, memory_bytes)
+        os.environ["HOLLOW_CONTEXT_MIB"] = str(CONTEXT_BYTES // MIB)
+        try:
+            answer.write_text(json.dumps(train(model, dict(plan), folder)))
+        except BaseException as error:  # noqa: BLE001 - the top of the process
+            traceback.print_exc()
+            answer.write_text(json.dumps({"crash": f"{type(error).__name__}: {error}"[:600]}))
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return json.loads(answer.read_text()) if answer.exists() else {"crash": f"ended with status {status}"}
 
 
-def train(model, plan):
+def train(model, plan, folder):
     """The child's side: on the card that is here."""
     from dataclasses import asdict
 
     from autofit.machine.describe import describe_model
     from tests.gpu.fits import Child, config_folder
 
-    with tempfile.TemporaryDirectory(prefix="autofit-smallest-") as folder:
-        described = describe_model(model, config_folder(folder, model), trust_remote_code=False)
-        case = Case(model=model, seq_len=SEQ_LEN, plan=plan, allocator="default")
-        values = described if isinstance(described, dict) else asdict(described)
-        found = Child(case, values, Path(folder)).run(None)
-        print(json.dumps({name: found.get(name) for name in ("fits", "crash", "phase", "retries")}))
+    described = describe_model(model, config_folder(folder, model), trust_remote_code=False)
+    case = Case(model=model, seq_len=SEQ_LEN, plan=plan, allocator="default")
+    values = described if isinstance(described, dict) else asdict(described)
+    found = Child(case, values, folder).run(None)
+    kept = ("fits", "crash", "phase", "step", "retries", "allocated_bytes", "reserved_bytes", "outside_bytes")
+    return {name: found[name] for name in kept if found.get(name) is not None}
+
+
+def row_of(name, card, model, plan, folder):
+    """What was said of a plan, and what became of it."""
+    row = {"name": name, "device_bytes": estimated(card, model, plan, folder)}
+    if isinstance(row["device_bytes"], int):
+        for share in (1.0, SMALLER):
+            row[f"at {share}"] = trained(card, round(row["device_bytes"] * share), model, plan, folder)
+    return row
 
 
 def main():
     """Do it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", type=Path, default=default_folder(), help="of python -m tests.hollow.setup")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every row there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="rows are kept there, and those in it are not run")
     parser.add_argument("--only", default="", help="only cases whose name holds this text")
-    parser.add_argument("--train", help=argparse.SUPPRESS)
+    parser.add_argument("--share", default="1/1", metavar="K/N", help="only every N-th case, from the K-th on")
     options = parser.parse_args()
-    if options.train:
-        train(*json.loads(options.train))
-        return
-    rows = []
+    first, every = map(int, options.share.split("/"))
+    preload(PLANS)
+    held = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
+    rows = {row["name"]: row for row in held}
     with tempfile.TemporaryDirectory(prefix="autofit-smallest-") as folder:
-        for name, card, model, plan in cases():
-            if options.only not in name:
+        for name, card, model, plan in itertools.islice(cases(), first - 1, None, every):
+            if options.only not in name or name in rows:
                 continue
-            row = {"name": name, "device_bytes": estimated(card, model, plan, Path(folder))}
-            if isinstance(row["device_bytes"], int):
-                for share in (1.0, SMALLER):
-                    row[f"at {share}"] = trained(options, card, round(row["device_bytes"] * share), model, plan)
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+            rows[name] = row_of(name, card, model, plan, Path(folder))
+            print(json.dumps(rows[name]), flush=True)
             if options.json:
-                options.json.write_text(document(rows))
-    print(json.dumps(summary(rows)))
+                options.json.write_text(document(list(rows.values())))
+    print(json.dumps(summary(list(rows.values()))))
 
 
 def summary(rows):

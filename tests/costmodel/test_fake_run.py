@@ -513,16 +513,27 @@ def test_attention_takes_the_kernel_that_cuda_chooses(dtype, key_heads, value_wi
     ],
 )
 def test_a_sum_over_rows_splits_them_over_blocks(shape, dims, sums):
-    assert cuda_kernels.partial_sums(torch.ones(shape), dims) == sums
+    assert cuda_kernels.partial_sums(torch.ones(shape), dims) == (sums, sums)
 
 
 def test_partial_sums_grow_with_the_rows_of_a_trace():
     """Up to as many blocks as run at once, which a trace of many rows may exceed."""
     few, many = torch.ones(8, 512, 768), torch.ones(101, 512, 768)
-    assert cuda_kernels.partial_sums(many, [0, 1], rows=101) * 8 == cuda_kernels.partial_sums(few, [0, 1]) * 101
-    assert cuda_kernels.partial_sums(many, [0, 1]) < 0.5 * cuda_kernels.partial_sums(many, [0, 1], rows=101)
-    wide, wider = (torch.empty(rows, 512, 32000, device="meta") for rows in (8, 101))
-    assert cuda_kernels.partial_sums(wide, [0, 1]) == cuda_kernels.partial_sums(wider, [0, 1], rows=101)
+    growing, most = cuda_kernels.partial_sums(many, [0, 1], rows=101)
+    assert growing * 8 == cuda_kernels.partial_sums(few, [0, 1])[0] * 101
+    assert most == cuda_kernels.partial_sums(many, [0, 1])[0] < growing
+    fewer_threads = cuda_kernels.partial_sums(many, [0, 1], rows=101, threads=80 * 2048)[1]
+    assert fewer_threads == pytest.approx(most * 80 / 132, rel=0.02)
+
+
+def test_a_block_that_stops_growing_is_no_larger_at_more_rows():
+    given = torch.ones(101, 512, 768)
+    with Recorder(fake=False, rows=101, stand_ins=cuda_kernels.kernel_stand_ins()) as recorder:
+        given.sum((0, 1))
+    tape = recorder.tape()
+    sums = tape.ops == tape.names.index("partial sums")
+    few, many, more = (float(tape.bytes_at(rows)[sums][0]) for rows in (1, 100, 200))
+    assert few < many == more == 4 * cuda_kernels.partial_sums(given, [0, 1])[0]
 
 
 def test_partial_sums_and_products_live_while_their_kernel_runs():

@@ -42,6 +42,7 @@ class Writer:
             events=_ordered(np.array(self.events, dtype=np.int64), starts),
             sizes=np.array(self.sizes, dtype=np.float64),
             per_row=np.array(self.per_row, dtype=np.float64),
+            most=np.full(len(self.sizes), np.inf),
             categories=np.array(self.categories, dtype=np.int64),
             ops=np.array(self.ops, dtype=np.int64),
             names=tuple(self.names),

@@ -14,6 +14,7 @@ a test on a device that compares it with the real one.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +26,9 @@ SIXTEEN = (torch.bfloat16, torch.float16)
 _AMPERE, _LESS_SHARED_MEMORY = (8, 0), (8, 6)
 _WARP, _MOST_THREADS, _VECTOR = 32, 512, 4
 _FEWEST_VALUES, _MOST_VALUES = 16, 256
-_FEW_ROWS = 4
-_RESIDENT_THREADS = 132 * 2048
-"""Of an H100; a card with fewer splits a long sum over fewer blocks."""
+_RESIDENT_THREADS = {(7, 5): 80 * 2048, (8, 0): 132 * 2048, (8, 6): 142 * 1536}
+"""Threads that a card runs at once, by :func:`~autofit.costmodel.tracing.trace_store.kernels_of`: those of a V100, an
+H100 and an L40S. A card with fewer splits a long sum over fewer blocks."""
 
 
 def kernel_stand_ins(capability: tuple[int, int] = _AMPERE) -> dict[Any, Any]:
@@ -38,16 +39,18 @@ def kernel_stand_ins(capability: tuple[int, int] = _AMPERE) -> dict[Any, Any]:
     """
     ops = torch.ops.aten
     attention = _AttentionBackward(capability)
+    reduction = functools.partial(_reduction, _RESIDENT_THREADS[capability])
     return {
         ops._scaled_dot_product_flash_attention_for_cpu_backward.default: attention,
         ops._scaled_dot_product_efficient_attention_backward.default: attention,
+        ops.native_dropout.default: _dropout,
         ops.native_layer_norm_backward.default: _dense_gradient,
         ops._softmax_backward_data.default: _softmax_backward,
         ops._safe_softmax.default: _safe_softmax,
         ops._log_softmax_backward_data.default: _dense_gradient,
-        ops.sum.dim_IntList: _reduction,
-        ops.mean.dim: _reduction,
-        ops.amax.default: _reduction,
+        ops.sum.dim_IntList: reduction,
+        ops.mean.dim: reduction,
+        ops.amax.default: reduction,
     }
 
 
@@ -132,6 +135,14 @@ def _efficient_bytes(query: torch.Tensor, value: torch.Tensor, capability: tuple
     return [4 * batch * heads * rows, max(tiles, product)]
 
 
+def _dropout(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The fused dropout, which makes the mask before the output."""
+    result, mask = func(*args, **kwargs)
+    recorder.follow(mask, func, args)
+    recorder.follow(result, func, args)
+    return result, mask
+
+
 def _copied_bytes(gradient: torch.Tensor) -> int:
     """What a kernel takes that reads a dense gradient: a copy of one that is not, such as that of a sum."""
     return 0 if gradient.is_contiguous() else gradient.numel() * gradient.element_size()
@@ -166,19 +177,21 @@ def _safe_softmax(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
         return result
 
 
-def _reduction(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _reduction(threads: int, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum over rows, with the partial sums of its blocks."""
     result = func(*args, **kwargs)
-    sums = partial_sums(args[0], args[1] if len(args) > 1 else (), rows=recorder.rows)
+    sums, most = partial_sums(args[0], args[1] if len(args) > 1 else (), rows=recorder.rows, threads=threads)
     if sums:
-        half = "amax" in str(func) and args[0].dtype in SIXTEEN
+        each = 2 if "amax" in str(func) and args[0].dtype in SIXTEEN else 4
         recorder.follow(result, func, args)
-        with recorder.holding(sums * (2 if half else 4), name="partial sums"):
+        with recorder.holding(sums * each, most=most * each, name="partial sums"):
             pass
     return result
 
 
-def partial_sums(given: torch.Tensor, dims: Any, *, rows: int | None = None) -> int:
+def partial_sums(
+    given: torch.Tensor, dims: Any, *, rows: int | None = None, threads: int = _RESIDENT_THREADS[_AMPERE]
+) -> tuple[int, int]:
     """How many partial sums a reduction keeps in the device's memory; 0 where each block ends its own.
 
     Each of 32 threads beside another adds up four columns, ``height`` threads above one another share the rows; from
@@ -187,39 +200,42 @@ def partial_sums(given: torch.Tensor, dims: Any, *, rows: int | None = None) -> 
     Args:
         given: What is added up.
         dims: The dimensions that go; none for all.
-        rows: The micro-batch of a trace that stands for any: then the sums grow with it, as they do until there are
-            as many blocks as the device runs at once; where four rows make as many, they are that many.
+        rows: The micro-batch of a trace that stands for any: then the sums grow with it.
+        threads: As many as the device runs at once.
+
+    Returns:
+        The sums, and how many they are at most: from some row on there are as many blocks as the device runs at once.
     """
     gone = {dim % given.dim() for dim in (dims or range(given.dim()))} if given.dim() else set()
     sizes = [(given.stride(d), d in gone, given.shape[d]) for d in range(given.dim()) if given.shape[d] > 1]
     if not sizes or min(sizes)[1] or not any(reduced for _, reduced, _ in sizes):
-        return 0  # along the fastest dimension the threads of a warp add up among themselves
+        return 0, 0  # along the fastest dimension the threads of a warp add up among themselves
     outputs = inputs = 1
     for _, reduced, size in sizes:
         outputs, inputs = (outputs, inputs * size) if reduced else (outputs * size, inputs)
     fastest, _, columns = min(sizes)
     even = all(stride % _VECTOR == 0 for stride, *_ in sizes if stride != fastest)
     vector = _VECTOR if fastest == 1 and columns % _VECTOR == 0 and even else 1
-    threads = _MOST_THREADS // vector
+    beside = _MOST_THREADS // vector
     wide, tall = _power_below(outputs // vector), _power_below(inputs)
     width = min(wide, _WARP)
-    height = min(tall, threads // width)
-    width = min(wide, threads // height)
-    most_blocks = _RESIDENT_THREADS // (width * height)
+    height = min(tall, beside // width)
+    width = min(wide, beside // height)
+    most_blocks = threads // (width * height)
     if rows and inputs % rows == 0:
         most = -(-most_blocks // -(-(outputs // vector) // width))  # of the blocks that share a column's rows
-        if most * height * _FEWEST_VALUES < _FEW_ROWS * (inputs // rows):
-            return outputs * most * width * vector
-        return rows * (outputs * (inputs // rows) * width * vector // (height * _FEWEST_VALUES))
+        a_row = outputs * (inputs // rows) * width * vector // (height * _FEWEST_VALUES)
+        return rows * a_row, outputs * most * width * vector
     if rows and outputs % rows == 0:
-        return 0
+        return 0, 0
     shared = inputs >= min(height * 16, _MOST_VALUES)
     a_thread = -(-inputs // height) if shared else inputs
     blocks = -(-(outputs // vector) // (width if shared else width * height))
     if not shared or a_thread < _MOST_VALUES or blocks > most_blocks:
-        return 0
+        return 0, 0
     split = max(min(-(-most_blocks // blocks), -(-a_thread // _FEWEST_VALUES)), -(-a_thread // _MOST_VALUES))
-    return outputs * split * width * vector if split > 1 else 0
+    sums = outputs * split * width * vector if split > 1 else 0
+    return sums, sums
 
 
 def _power_below(count: int) -> int:

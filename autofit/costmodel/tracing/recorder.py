@@ -69,6 +69,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paused = 0
         self._label = _TEMPORARIES
         self._fixed: set[int] = set()  # blocks that don't grow with the rows, whatever divides them
+        self._most: dict[int, int] = {}  # how large blocks get with the rows, where there is an end
         self._emptied: dict[int, tuple[str, int]] = {}  # storages of no bytes, which may get theirs back
         self.notes: set[str] = set()
 
@@ -219,9 +220,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.categories[block] = index
 
     @contextlib.contextmanager
-    def holding(self, *sizes: int, name: str) -> Iterator[None]:
-        """Blocks of these bytes live while the context does: what a kernel takes for itself."""
+    def holding(self, *sizes: int, name: str, most: int | None = None) -> Iterator[None]:
+        """Blocks of these bytes live while the context does: what a kernel takes for itself, ``most`` of any rows."""
         blocks = [self._new_block(size, name, _TEMPORARIES) for size in sizes]
+        if most is not None and self.rows is not None:
+            self._most |= dict.fromkeys(blocks, most)
         try:
             yield
         finally:
@@ -322,11 +325,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             grows = (sizes % self.rows == 0) & ~fixed
             per_row = np.where(grows, sizes / self.rows, 0.0)
             sizes = np.where(grows, 0.0, sizes)
+        most = np.array([self._most.get(int(block), np.inf) for block in np.flatnonzero(kept)], dtype=np.float64)
         operators, operators_per_row, calls = self.operators.arrays(since, past)
         return Tape(
             events=_ordered(renamed[mine], starts),
             sizes=sizes,
             per_row=per_row,
+            most=most,
             categories=categories[kept],
             ops=np.array(self.ops, dtype=np.int64)[kept],
             names=tuple(self.names),

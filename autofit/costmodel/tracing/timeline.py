@@ -50,7 +50,8 @@ MIDDLE = ("F1", "B1")
 _PERIOD = {"F0": 0, "F1": 1, "F2": 2, "B0": 0, "B1": 1, "B2": 2}
 
 
-_FLOATS = ("sizes", "per_row", "work", "work_per_row", "operators", "operators_per_row", "calls")
+_FEW_ROWS = 16
+_FLOATS = ("sizes", "per_row", "most", "work", "work_per_row", "operators", "operators_per_row", "calls")
 
 
 class UnlikeError(AutofitError):
@@ -67,6 +68,7 @@ class Tape:
         events: ``k >= 0`` allocates block ``k``, ``~k`` frees it.
         sizes: Bytes of each block; with ``per_row``, those of no rows at all.
         per_row: Bytes of each block that a row of the micro-batch adds.
+        most: Bytes that a block has at most, of any rows; infinite for most blocks.
         categories: Index into :data:`CATEGORIES` of each block.
         ops: Index into ``names`` of the operator that made each block.
         names: Names of operators.
@@ -84,6 +86,7 @@ class Tape:
     events: Ints
     sizes: Floats
     per_row: Floats
+    most: Floats
     categories: Ints
     ops: Ints
     names: tuple[str, ...]
@@ -109,7 +112,7 @@ class Tape:
 
     def bytes_at(self, rows: float) -> Floats:
         """Bytes of each block at a micro-batch."""
-        return self.sizes + self.per_row * rows
+        return np.minimum(self.sizes + self.per_row * rows, self.most)
 
     def live(self, rows: float) -> Floats:
         """Live bytes on the device after each event."""
@@ -120,9 +123,18 @@ class Tape:
         return self._cumulated(self.bytes_at(rows) * (self.categories == ELSEWHERE))
 
     def lines(self) -> tuple[Floats, Floats]:
-        """Live bytes on the device after each event, as ``at_zero`` and ``per_row``."""
+        """Live bytes on the device after each event, as ``at_zero`` and ``per_row``.
+
+        A block that stops growing within few rows is taken as large as it gets.
+        """
         here = self.categories != ELSEWHERE
-        return self._cumulated(self.sizes * here), self._cumulated(self.per_row * here)
+        zero, slope = self._straight()
+        return self._cumulated(zero * here), self._cumulated(slope * here)
+
+    def _straight(self) -> tuple[Floats, Floats]:
+        """``sizes`` and ``per_row``, without an end to any block's growth."""
+        full = self.sizes + self.per_row * _FEW_ROWS > self.most
+        return np.where(full, self.most, self.sizes), np.where(full, 0.0, self.per_row)
 
     def _cumulated(self, sizes: Floats) -> Floats:
         allocates = self.events >= 0
@@ -145,9 +157,10 @@ class Tape:
         """Live bytes after the event at ``moment`` for each category, as ``at_zero`` and ``per_row``."""
         alive = self.alive(moment)
         count = len(CATEGORIES)
+        zero, slope = self._straight()
         return (
-            np.asarray(np.bincount(self.categories[alive], self.sizes[alive], count), dtype=np.float64),
-            np.asarray(np.bincount(self.categories[alive], self.per_row[alive], count), dtype=np.float64),
+            np.asarray(np.bincount(self.categories[alive], zero[alive], count), dtype=np.float64),
+            np.asarray(np.bincount(self.categories[alive], slope[alive], count), dtype=np.float64),
         )
 
     def part(self, names: Sequence[str]) -> tuple[int, int]:
@@ -163,6 +176,7 @@ class Tape:
             "events": self.events.astype(np.int32),
             "sizes": self.sizes,
             "per_row": self.per_row,
+            "most": self.most,
             "categories": self.categories.astype(np.int8),
             "ops": self.ops.astype(np.int16),
             "names": np.array(self.names, dtype=np.str_),
@@ -256,6 +270,7 @@ class _Lengthened:
             events=np.array(self.events, dtype=np.int64),
             sizes=old.sizes[origin],
             per_row=old.per_row[origin],
+            most=old.most[origin],
             categories=old.categories[origin],
             ops=old.ops[origin],
             names=old.names,

@@ -20,6 +20,7 @@ from autofit.costmodel.tracing.cuda_emulation import like_cuda
 from autofit.costmodel.tracing.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.timeline import Tape, UnlikeError, lengthen
+from autofit.costmodel.tracing.trace_store import kernels_of
 
 WORKSPACE_BYTES = 2 * 1024 * 4096 + 8 * 1024 * 16
 """cuBLAS' workspace before Hopper, one for each pair of handle and stream; the threads of the forward and the backward
@@ -72,31 +73,34 @@ class Watch:
 Steps = Callable[[Any, Watch], None]
 
 
-def run(build: Callable[[], nn.Module], steps: Steps, *, shorten: bool = True) -> Tape:
+def run(
+    build: Callable[[], nn.Module], steps: Steps, *, shorten: bool = True, capability: tuple[int, int] = (8, 0)
+) -> Tape:
     """The tape of a run.
 
     Args:
         build: The model, on the meta device.
         steps: Trains it.
         shorten: Whether repeated layers may be left out and put back in afterwards.
+        capability: Of the card, whose kernels are followed.
     """
     with _no_garbage(), torch.device("meta"):
         model = build()
     layers = layering.find_layers(model) if shorten else None
     if layers is None:
-        return _traced(model, steps, None)
+        return _traced(model, steps, None, capability)
     layering.shorten(model, layers)
     try:
-        return lengthen(_traced(model, steps, layers), layers.copies)
+        return lengthen(_traced(model, steps, layers, capability), layers.copies)
     except UnlikeError:
-        return run(build, steps, shorten=False)
+        return run(build, steps, shorten=False, capability=capability)
 
 
-def _traced(model: nn.Module, steps: Steps, layers: layering.Layers | None) -> Tape:
-    recorder = Recorder(stand_ins=kernel_stand_ins())
+def _traced(model: nn.Module, steps: Steps, layers: layering.Layers | None, capability: tuple[int, int]) -> Tape:
+    recorder = Recorder(stand_ins=kernel_stand_ins(kernels_of(capability)))
     with _no_garbage(), FakeTensorMode(allow_non_fake_inputs=True):
         fake_run.make_fake(model)  # not followed: weights are written down layer by layer
-        with recorder, like_cuda():
+        with recorder, like_cuda(kernels_of(capability)):
             watch = Watch(recorder, model, layers)
             watch.in_layers("weights", lambda part: recorder.call([*part.parameters(), *part.buffers()], "weights"))
             if layers is not None:
