@@ -120,7 +120,7 @@ class Quantization(Technique):
         quantized = functools.partial(random_model, str(value), compute, storage=storage)
         make = random_torchao_model if value in _TORCHAO else quantized
         recipe.random_model = lambda plain: make(plain, on_cpu=on_cpu, cache=recipe.tensor_cache)
-        if value == "nf4" and on_cpu:
+        if value == "nf4":
             recipe.model_wraps.append(keep_as_loaded)
 
     def held(self, facts: Facts) -> Held | None:

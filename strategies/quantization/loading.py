@@ -106,7 +106,7 @@ def keep_as_loaded(model: PreTrainedModel) -> PreTrainedModel:
     """Keep evaluation from packing 4-bit weights anew, as bitsandbytes does on a CPU with AVX-512 for bfloat16.
 
     Packed weights have no gradient, so that no training step may follow; and where a width is no multiple of 64,
-    packing fails (``bitsandbytes.nn.Linear4bit.forward`` and ``matmul_4bit`` of 0.50).
+    packing fails (``bitsandbytes.nn.Linear4bit.forward`` and ``matmul_4bit`` of 0.50). Traces of a GPU run on the CPU.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
