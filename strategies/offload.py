@@ -24,7 +24,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
-from autofit.contract.layout import engine_of
+from autofit.contract.layout import engine_of, layout_of
 from autofit.contract.placement import current
 from autofit.contract.technique import Choice, Held, HostOffload, Kind, Part, Prior, Technique
 
@@ -139,21 +139,24 @@ class Offload(Technique):
         engine = engine_of(plan["parallel"])
         if engine not in {"fsdp", "deepspeed"} or value not in {"optimizer", "parameters"}:
             return None
-        if facts.workload.processes > 1:
-            return None  # what of several shards is here was not held against anything
-        model, every = facts.model, float(weights.sum())
+        layout = layout_of(plan["parallel"], facts.workload.processes)
+        shards = 1 if layout is None else layout.shard
+        model, traced = facts.model, float(weights.sum())
+        # FSDP's weights are traced as a rank's shares; DeepSpeed's as they are without it
+        whole, share = (traced * shards, traced) if engine == "fsdp" else (traced, traced / shards)
         width = 2 if plan["precision"] == "bf16_weights" else 4
         shrunk = 0.5 if plan["precision"] in {"bf16", "fp16"} else 1.0  # each engine gathers weights in what computes
-        root = float(weights[weights >= model.vocab_size * model.hidden_size * width].sum())  # embedding and head
-        layer = (every - root) / max(model.layers, 1)
-        through_host = _HOST_STEP_PASSES * every
+        through_host = _HOST_STEP_PASSES * share
         if engine == "fsdp":  # the root stays gathered, its gradient beside it; of the layers, this one and the next
+            large = model.vocab_size * model.hidden_size * width / shards
+            root = float(weights[weights >= large].sum()) * shards  # embedding and head
+            layer = (whole - root) / max(model.layers, 1)
             held = shrunk * (2 * root + 3 * layer) + layer
-            return HostOffload(held_bytes=held, micro_step_bytes=3 * every, step_bytes=through_host)
-        held = shrunk * (every if value == "optimizer" else min(every, _ZERO3_LIVE_PARAMETERS * width))
-        held += shrunk * min(every, _ZERO_BUCKET_PARAMETERS * width)
+            return HostOffload(held_bytes=held, micro_step_bytes=3 * share, step_bytes=through_host)
+        held = shrunk * (whole if value == "optimizer" else min(whole, _ZERO3_LIVE_PARAMETERS * width))
+        held += shrunk * min(whole, _ZERO_BUCKET_PARAMETERS * width)
         up_and_down = 1 if value == "optimizer" else 3
-        return HostOffload(held_bytes=held, micro_step_bytes=up_and_down * shrunk * every, step_bytes=through_host)
+        return HostOffload(held_bytes=held, micro_step_bytes=up_and_down * shrunk * share, step_bytes=through_host)
 
     def observe(self, ran: Ran) -> Seen:
         keeper = ran.recipe.state.get(self.name)

@@ -26,6 +26,7 @@ from autofit.commands.model_source import modeling_module
 from autofit.commands.request import read_facts, remarks
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.contract.plan import Plan
+from autofit.costmodel.collectives import links_of
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, families_of, forecast, workspace_bytes
 from autofit.costmodel.step_time import StepClock
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
@@ -203,7 +204,15 @@ def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space, 
     """What was assumed."""
     said = remarks(facts.workload.seq_len, facts.model)
     if world.processes > 1:
-        said += [world.words(), "NCCL's buffers are included; the time of collectives is not in samples/s"]
+        links = links_of(card, processes=world.processes, nodes=world.nodes)
+        over = f" and {links.across / 1e9:.4g} GB/s between machines" if world.nodes > 1 else ""
+        said += [
+            world.words(),
+            (
+                "NCCL's buffers and the time of collectives are included, at a link of "
+                f"{links.inside / 1e9:.4g} GB/s a card{over}, which such machines usually have"
+            ),
+        ]
     if facts.hardware.device == "cuda":
         workspace = units.size(workspace_bytes(facts.hardware.capability))
         said.append(f"{units.size(CONTEXT_BYTES)} for the CUDA context and {workspace} for cuBLAS are included")

@@ -23,7 +23,7 @@ from packaging.version import Version
 from autofit.contract.layout import PARALLEL, data_parallel
 from autofit.contract.plan import Plan
 from autofit.costmodel import peak, roofline
-from autofit.costmodel.collectives import nccl_bytes
+from autofit.costmodel.collectives import exposed_seconds, links_of, nccl_bytes
 from autofit.costmodel.roofline import KINDS, WORK, Totals
 from autofit.costmodel.step_time import StepClock
 from autofit.costmodel.tracing.timeline import Bools, Floats
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from autofit.contract.facts import Facts, Hardware
     from autofit.contract.technique import HostOffload
     from autofit.contract.trace import Ints
-    from autofit.costmodel.peak import MicroPart
+    from autofit.costmodel.peak import MicroPart, OptimizerPart
     from autofit.costmodel.tracing.trace_store import Traces
     from autofit.machine.gpu_catalogue import Card
     from autofit.space import Space
 
-_TRANSFER = WORK.index("transfer")
+_TRANSFER, _NETWORK = WORK.index("transfer"), WORK.index("network")
 CONTEXT_BYTES = 512 * MIB
 """Context and kernels. With lazy loading, the default since CUDA 12.2, 274 MiB before any kernel (pytorch/pytorch PR
 86509), and more with each library that is loaded; 1343 MiB on a V100 with CUDA 11.2. Measured on a real device."""
@@ -219,6 +219,7 @@ def forecast(
     clock = StepClock(card) if card is not None else None
     on_cuda = facts.hardware.device == "cuda"
     nominal = nominal_of(facts, card)
+    links = links_of(card, processes=facts.workload.processes, nodes=facts.workload.nodes, on_cpu=not on_cuda)
     nccl = np.array([float(nccl_bytes(plan, facts.workload)) for plan in space.plans]) * on_cuda
     plans = {int(plan["micro_batch"]): plan for plan in space.plans}
     evaluated = {rows: evaluated_rows(plan, facts) for rows, plan in plans.items()}
@@ -244,20 +245,18 @@ def forecast(
             approximate[members] = True
         ranks = data_parallel(family, facts.workload)
         samples = rows * accumulation * ranks
+        step = None if clock is None else _step_seconds(clock, nearest, family, facts, rows, accumulation)
+        amounts[:, _NETWORK] = sent = exposed_seconds(
+            micro, family, facts.workload, links,
+            accumulation=accumulation, computed=amounts @ nominal if step is None else step,
+        )  # fmt: skip
         work[members] = amounts / samples[:, None]
         if parts is None:
             continue
         together = np.array([evaluated[int(one)] for one in rows])
         tensors[members] = peak.peaks(micro, optimizer, rows, accumulation, waiting=waiting, evaluated_rows=together)
-        if card is not None:
-            if clock is not None and clock.by_laws:
-                computed = arithmetic_of(family, facts)
-                step = clock.step_seconds(micro, optimizer, rows, accumulation, **computed)
-            else:
-                step = roofline.step_seconds(
-                    card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
-                )
-            seconds[members] = (step + copied * nominal[_TRANSFER]) / samples  # as if nothing of it hid
+        if step is not None:
+            seconds[members] = (step + sent + copied * nominal[_TRANSFER]) / samples  # as if no copy hid
     return Forecast(
         tensor_bytes=tensors,
         seconds=seconds,
@@ -270,6 +269,19 @@ def forecast(
         kernel_overhead_bytes=kernel_overhead_bytes(facts, work) + nccl,
         activation_bytes=activations,
         seconds_log_std=0.0 if clock is None else clock.log_std,
+    )
+
+
+def _step_seconds(  # noqa: PLR0917 - of the loop above
+    clock: StepClock, parts: tuple[MicroPart, OptimizerPart], family: Plan, facts: Facts, rows: Ints, accumulation: Ints
+) -> Floats:
+    """Seconds of an optimizer step of each plan, without collectives, by the laws or the plain roofline."""
+    micro, optimizer = parts
+    if clock.by_laws:
+        return clock.step_seconds(micro, optimizer, rows, accumulation, **arithmetic_of(family, facts))
+    micro_step = as_computed(micro.work(rows.astype(np.float64)), family, facts)
+    return roofline.step_seconds(
+        clock.card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
     )
 
 

@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 TimedKind = Literal[
     "product", "attention", "elementwise", "norm", "softmax", "reduction", "gather", "copy", "optimizer", "dequantize",
-    "transfer", "nothing",
+    "transfer", "nothing", "collective",
 ]  # fmt: skip
 """``product`` is a matrix product or a convolution; ``attention`` a fused kernel; ``gather`` reads or writes rows by
 index; ``copy`` changes dtype or layout; ``optimizer`` updates lists of parameters in one launch or a few; ``transfer``
-goes over the bus; ``nothing`` launches no kernel."""
+goes over the bus; ``nothing`` launches no kernel; ``collective`` goes over the links to other ranks beside all else:
+:mod:`autofit.costmodel.collectives`."""
 TIMED_KINDS: tuple[TimedKind, ...] = get_args(TimedKind)
 Arithmetic = Literal["fp32", "tf32", "bf16", "fp16"]
 ARITHMETICS: tuple[Arithmetic, ...] = get_args(Arithmetic)
@@ -225,7 +226,7 @@ def device_seconds(
             )  # fmt: skip
         elif name == "transfer":
             found[places] = own.moved_bytes / (BUS_BYTES_PER_SECOND * np.exp(fit["passes"][name]))
-        elif name != "nothing":
+        elif name not in {"nothing", "collective"}:
             passes = np.exp(fit["passes"].get(name, 0.0))
             found[places] = passes * kernel_laws.memory_seconds(card, memory, own.moved_bytes)
     launched = ~np.isin(operators.kind, _UNLAUNCHED)
@@ -235,7 +236,7 @@ def device_seconds(
 def bound_seconds(operators: Operators, card: Card) -> Numbers:
     """The roofline: no operator is faster than its arithmetic at the peak rate and its bytes at the bandwidth."""
     peaks = np.array([card.rate(name) for name in ARITHMETICS])
-    works = operators.kind != TIMED_KINDS.index("nothing")
+    works = ~np.isin(operators.kind, [TIMED_KINDS.index("nothing"), TIMED_KINDS.index("collective")])
     bus = operators.kind == TIMED_KINDS.index("transfer")
     bandwidth = np.where(bus, BUS_BYTES_PER_SECOND, card.bandwidth_bytes_per_second)
     # a causal kernel leaves out half of the square that its FLOPs are counted over
@@ -278,7 +279,7 @@ def figures_of(operators: Operators, card: Card) -> Figures:
     )
 
 
-_UNLAUNCHED = (TIMED_KINDS.index("nothing"), TIMED_KINDS.index("transfer"))
+_UNLAUNCHED = tuple(TIMED_KINDS.index(kind) for kind in ("nothing", "transfer", "collective"))
 _HALVES = (ARITHMETICS.index("bf16"), ARITHMETICS.index("fp16"))
 BUS_BYTES_PER_SECOND = 3.15e10
 """PCIe 4.0 x16, raw."""

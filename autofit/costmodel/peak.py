@@ -147,7 +147,26 @@ class MicroPart:
 
     def operators(self, rows: float) -> Operators:
         """The operators of one micro-step that finds gradients, each shape once."""
-        return _operators(self.tape, [at for at, name in enumerate(self.tape.segments) if name.startswith("1:")], rows)
+        return _operators(self.tape, _of(self.tape, "1:"), rows)
+
+    def exchanges(self, accumulation: int) -> Operators:
+        """The operators of all micro-steps of an optimizer step, of which the last alone may send gradients.
+
+        Their sizes are those of one row: for what does not grow with the rows, as collectives.
+        """
+        if accumulation == 1:
+            tape = self.tape_of(1)
+            return _operators(tape, _of(tape, "0:" if tape is self.alone else "1:"), 1.0)
+        first, last = (_operators(self.tape, _of(self.tape, name), 1.0) for name in ("0:", "1:"))
+        times = first.calls * (accumulation - 1)
+        return Operators(
+            **{
+                one.name: np.concatenate(
+                    [times if one.name == "calls" else getattr(first, one.name), getattr(last, one.name)]
+                )
+                for one in dataclasses.fields(Operators)
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -186,6 +205,10 @@ class OptimizerPart:
         """The operators of one step, each shape once."""
         mine = [place for place, name in enumerate(self.tape.segments) if name.endswith(":step")]
         return _operators(self.tape, mine[-1:], 0.0)
+
+
+def _of(tape: Tape, micro_step: str) -> list[int]:
+    return [at for at, name in enumerate(tape.segments) if name.startswith(micro_step)]
 
 
 def _operators(tape: Tape, segments: list[int], rows: float) -> Operators:

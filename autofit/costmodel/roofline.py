@@ -12,7 +12,7 @@ worst 52.9 %, and differently so per card: V100 16.4 %, A100 28.5 %, H100 35.3 %
 table, ASPLOS'25). What they miss, such as the shape's fit to tiles or clocks under load, is alike for the plans of
 one model on one card, so the order of plans holds better than the seconds. Nothing here is fitted to a measurement.
 
-Not covered: communication between devices, fused or compiled graphs, data loading, copies to the host that overlap
+Not covered: fused or compiled graphs, data loading, copies to the host that overlap
 with work. On AMD the share below is too high: its best products were seen at 51 to 60 % of peak.
 """
 
@@ -37,10 +37,18 @@ Operator = tuple[float, float, Kind]
 Numbers = NDArray[np.float64]
 
 Work = Literal[
-    "matmul fp32", "matmul tf32", "matmul bf16", "matmul fp16", "attention", "memory", "transfer", "operators"
+    "matmul fp32",
+    "matmul tf32",
+    "matmul bf16",
+    "matmul fp16",
+    "attention",
+    "memory",
+    "transfer",
+    "operators",
+    "network",
 ]
 """What a step is made of, each part of it at a rate of its own: FLOPs, bytes read and written, bytes over the bus,
-operators."""
+operators; and the seconds of collectives that are expected not to hide (:mod:`autofit.costmodel.collectives`)."""
 WORK: tuple[Work, ...] = get_args(Work)
 
 MATMUL_SHARE = 0.75
@@ -103,14 +111,14 @@ def step_seconds(
 
 
 def amounts(*, micro_step: Totals, optimizer_step: Totals, accumulation: ArrayLike) -> Numbers:
-    """How much of each of :data:`WORK` a whole optimizer step is; of shape ``(plans, len(WORK))``."""
+    """How much of each of :data:`WORK` a whole optimizer step is, without collectives; shape ``(plans, len(WORK))``."""
     times = np.asarray(accumulation, dtype=float)
     flops = times[:, None] * micro_step.flops + optimizer_step.flops
     moved = times[:, None] * micro_step.moved_bytes + optimizer_step.moved_bytes
     bus = _COLUMN["transfer"]
     on_device = moved.sum(axis=-1) - moved[:, bus]
     operators = times * micro_step.operators + optimizer_step.operators
-    return np.column_stack([flops[:, : _COLUMN["other"]], on_device, moved[:, bus], operators])
+    return np.column_stack([flops[:, : _COLUMN["other"]], on_device, moved[:, bus], operators, np.zeros(len(times))])
 
 
 def nominal_seconds(
@@ -131,11 +139,12 @@ def nominal_seconds(
 def _unmeasured_seconds(card: Card | None, *, on_cpu: bool, threads: int) -> Numbers:
     if card is not None:
         rates = [*_rates(card)[: _COLUMN["other"]], *_bandwidths(card)[[_COLUMN["other"], _COLUMN["transfer"]]]]
-        return 1 / np.array([*rates, 1 / HOST_SECONDS_PER_OPERATOR])
+        return 1 / np.array([*rates, 1 / HOST_SECONDS_PER_OPERATOR, 1.0])
     if on_cpu:
         flops = 4e10 * max(threads, 1)
-        return 1 / np.array([flops] * 5 + [1e10, 1e10, 1 / HOST_SECONDS_PER_OPERATOR])
-    return 1 / np.array([1.5e13, 6e13, 1.2e14, 1.2e14, 6e13, 8e11, BUS_BYTES_PER_SECOND, 1 / HOST_SECONDS_PER_OPERATOR])
+        return 1 / np.array([flops] * 5 + [1e10, 1e10, 1 / HOST_SECONDS_PER_OPERATOR, 1.0])
+    rates = [1.5e13, 6e13, 1.2e14, 1.2e14, 6e13, 8e11, BUS_BYTES_PER_SECOND, 1 / HOST_SECONDS_PER_OPERATOR, 1.0]
+    return 1 / np.array(rates)
 
 
 def _columns(operators: Iterable[Operator]) -> tuple[Numbers, Numbers, NDArray[np.intp]]:

@@ -9,7 +9,8 @@ the two::
 The laws are those of :mod:`autofit.costmodel.operator_time`. A card whose figures they need is not all in the catalogue
 (AMD's) gets the plain roofline.
 
-Not covered: data loading, communication between devices, what the allocator costs where memory is short.
+Not covered: data loading, collectives (:mod:`autofit.costmodel.collectives`), what the allocator costs where
+memory is short.
 """
 
 from __future__ import annotations

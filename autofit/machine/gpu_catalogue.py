@@ -52,6 +52,7 @@ class Card:
         l2_bytes: The cache that all of them share.
         base_hz, boost_hz: Clocks of the datasheet; ``base_hz`` is ``None`` where no source was found.
         watts: Thermal design power.
+        nvlink_bytes_per_second: To the other cards of its machine, one way; ``None`` where they talk over PCIe.
         source: Where the figures are from.
     """
 
@@ -72,6 +73,7 @@ class Card:
     base_hz: int | None = None
     boost_hz: int | None = None
     watts: int | None = None
+    nvlink_bytes_per_second: float | None = None
     source: str
 
     @property

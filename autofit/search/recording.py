@@ -266,7 +266,13 @@ class Landscape:
         if np.isnan(tensors).all():
             return None
         nothing = (math.nan,) * len(WORK)
-        work = np.array([(held[0].work or nothing) if (held := self.of(plan)) else nothing for plan in space.plans])
+        # what was recorded before a kind of work was counted had none of it
+        work = np.array(
+            [
+                (*held[0].work, *[0.0] * (len(WORK) - len(held[0].work))) if held and held[0].work else nothing
+                for held in map(self.of, space.plans)
+            ]
+        )
         hardware = self.facts.hardware
         card = gpu_catalogue.matching(hardware.name, hardware.total_bytes)
         return Forecast(

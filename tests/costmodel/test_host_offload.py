@@ -146,6 +146,20 @@ def test_what_an_engine_holds_and_copies(facts, engine):
     assert offload.host_offload("optimizer", {**plain, "parallel": "none"}, facts, WEIGHTS) is None
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_several_ranks_copy_a_share_each(facts, engine):
+    work = dataclasses.replace(facts.workload, processes=4)
+    several = dataclasses.replace(facts, workload=work)
+    plan = {"precision": "fp32", "parallel": engine}
+    # FSDP's weights are traced as the shares of a rank
+    weights = WEIGHTS // 4 if engine == "fsdp" else WEIGHTS
+    one = technique("offload").host_offload(VALUES[engine], plan, facts, WEIGHTS)
+    four = technique("offload").host_offload(VALUES[engine], plan, several, weights)
+    assert four.micro_step_bytes == pytest.approx(one.micro_step_bytes / 4, rel=1e-3)
+    assert four.step_bytes == pytest.approx(one.step_bytes / 4, rel=1e-3)
+    assert four.held_bytes == pytest.approx(one.held_bytes, rel=1e-3), "what is gathered is as large"
+
+
 def test_one_measurement_of_an_engine_corrects_its_others(known):
     plans, cast = known
     model = surrogate(plans, cast)

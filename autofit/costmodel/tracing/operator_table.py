@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.utils.flop_counter import flop_registry
 
+from autofit.costmodel.collectives import CollectiveKind, collective
 from autofit.costmodel.operator_time import COLUMNS, Arithmetic, Layout, Operator, TimedKind, row_of
 from autofit.costmodel.tracing.timeline import Floats
 
@@ -73,6 +77,43 @@ class OperatorTable:
             sizes[:, _MOVED] = fixed
         calls = [(place - since, index, n) for (place, index), n in self._calls.items() if since <= place < past]
         return sizes, per_row, np.array(calls, dtype=np.float64).reshape(-1, 3)
+
+
+_COLLECTIVES: dict[str, CollectiveKind] = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
+"""By PyTorch's names of their operators, the functional ones below."""
+
+
+def collective_of(func: Any, args: tuple[Any, ...], outputs: list[Any]) -> Operator | None:
+    """What a collective sends, and within which group; ``None`` for what sends no tensors, such as a wait."""
+    kind = _COLLECTIVES.get(func._schema.name.rpartition("::")[2])
+    if kind is None:
+        return None
+    group = _group(args) if func.namespace == "c10d" else _named([one for one in args if isinstance(one, str)][-1])
+    ranks = dist.get_process_group_ranks(group)
+    tensors = [one for value in (*args, *outputs) for one in _each(value)]
+    payload = max(one.nbytes for one in tensors)
+    return collective(kind, float(payload), len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+
+
+def _named(name: Any) -> Any:
+    """The process group that a functional collective names in its last argument."""
+    return c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+
+
+def _group(args: tuple[Any, ...]) -> Any:
+    """The process group among the arguments of an operator; the reduction is an object, too."""
+    for one in args:
+        if isinstance(one, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError):
+                return dist.ProcessGroup.unbox(one)
+    return dist.group.WORLD
 
 
 def operator_of(

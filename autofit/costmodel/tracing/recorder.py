@@ -7,6 +7,7 @@ operator that made it until nobody holds it any more.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from autofit.contract.trace import Ints
 from autofit.costmodel.operator_time import Operator
 from autofit.costmodel.roofline import KINDS, Kind
-from autofit.costmodel.tracing.operator_table import OperatorTable, operator_of
+from autofit.costmodel.tracing.operator_table import OperatorTable, collective_of, operator_of
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape
 
 _WEIGHTS, _COPIES, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _BATCH, _TEMPORARIES, _COMMUNICATION, _ = range(
@@ -103,7 +104,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in outputs:
             if isinstance(tensor, torch.Tensor):
                 made |= self.follow(tensor, func, args)
-        if made or func._schema.is_mutable:
+        if func.namespace in {"c10d", "_c10d_functional"}:
+            self._send(collective_of(func, args, outputs))
+        elif made or func._schema.is_mutable:
             self._count(func, args, kwargs, result, outputs)
         return result
 
@@ -174,6 +177,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops, kind = 2.0 * args[0].numel() * args[1].shape[-1], _product(first)
         self._add(kind, flops, moved)
         self._describe(*operator_of(func, args, kwargs, outputs, flops))
+
+    def _send(self, one: Operator | None) -> None:
+        """Add a collective; gathered weights don't grow with the rows, whatever divides them."""
+        if one is None:
+            return
+        by_chance = self._label == _COMMUNICATION and self.rows and one.moved_bytes % self.rows == 0
+        payload = one.moved_bytes - bool(by_chance)
+        self._describe(dataclasses.replace(one, moved_bytes=payload), [payload])
 
     def _describe(self, one: Operator, moved: Sequence[float], calls: float = 1.0) -> None:
         self.operators.add(len(self.segments) - 1, one, moved, calls)

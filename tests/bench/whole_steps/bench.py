@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from autofit.costmodel import operator_time, step_time
+from autofit.costmodel.roofline import Numbers
 
-from . import clock, fit, score
+from . import clock, exchanges, fit, score
 from .clock import Seconds
 from .rows import Step, read
 from .score import Scored
@@ -52,11 +53,18 @@ def predicted(steps: Sequence[Step], traces: Mapping[Any, Traced], found: Any = 
     found = operator_time.coefficients() if found is None else found
     if not steps:
         return []
-    seconds = fit.predicted(fit.batch_of(steps, traces), found["fit"])
+    alone = computed(steps, traces, found)
+    seconds = alone + exchanges.added(steps, alone)
     return [
         Seconds(seconds=float(one), log_std=step_time.log_std_of(step.card, found))
         for step, one in zip(steps, seconds, strict=True)
     ]
+
+
+def computed(steps: Sequence[Step], traces: Mapping[Any, Traced], found: Any = None) -> Numbers:
+    """Seconds of each step but for collectives between machines; those inside of one are in the laws of whole steps."""
+    found = operator_time.coefficients() if found is None else found
+    return fit.predicted(fit.batch_of(steps, traces), found["fit"])
 
 
 def held_out(folder: Path, steps: Sequence[Step], traces: Mapping[Any, Traced], count: int) -> list[Seconds]:
@@ -66,7 +74,7 @@ def held_out(folder: Path, steps: Sequence[Step], traces: Mapping[Any, Traced], 
     answers: dict[int, Seconds] = {}
     for cards in fit.folds(steps, count):
         mine = [place for place, step in enumerate(steps) if step.card is not None and step.card.name in cards]
-        others = [step for step in steps if step.card is not None and step.card.name not in cards]
+        others = [step for step in steps if step.card is not None and step.card.name not in cards and step.nodes == 1]
         kernels = fit_time_model.found_without(folder, cards)
         found = fit.with_steps(kernels, others, traces)
         answers |= dict(zip(mine, predicted([steps[place] for place in mine], traces, found), strict=True))
@@ -77,7 +85,7 @@ def fitted(found: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """What a fit to kernels found, with what the steps of a folder tell; the same where it holds none."""
     steps = read(folder)
     traces, _ = traces_of(steps)
-    expressed = [step for step in steps if step.program in traces]
+    expressed = [step for step in steps if step.program in traces and step.nodes == 1]
     return fit.with_steps(found, expressed, traces) if expressed else dict(found)
 
 

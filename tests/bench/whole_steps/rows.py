@@ -23,6 +23,7 @@ SQUAD_LENGTH = 384
 """``max_seq_length`` of ``run_squad.sh`` in NVIDIA's DeepLearningExamples, which Lambda runs too."""
 _LOW_PRECISION_NORM_FROM = 3
 _METRICS_UNTIL = 1
+_CARDS_A_NODE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,8 @@ class Step:
         tf32: Whether float32 products are made in TF32 where the card can.
         fp16: Whether 16 bits are fp16.
         world: Ranks.
+        nodes: Machines that they are in.
+        reduced_bytes: Of a gradient's element when it is sent; 0 where no collective is counted.
         reason: Why it is not expressed.
     """
 
@@ -60,6 +63,8 @@ class Step:
     tf32: bool = False
     fp16: bool = False
     world: int = 1
+    nodes: int = 1
+    reduced_bytes: int = 0
     reason: str = ""
 
 
@@ -138,7 +143,7 @@ def _neusight_program(row: dict[str, str]) -> Program | None:
 
 
 def llmfoundry(raw: Iterator[dict[str, str]]) -> Iterator[Step]:
-    """One rank of FSDP on one node; gathers and scatters taken as overlapped."""
+    """One rank of FSDP, on nodes of eight cards."""
     for row in raw:
         ranks = int(row["gpus"])
         common = {
@@ -148,8 +153,8 @@ def llmfoundry(raw: Iterator[dict[str, str]]) -> Iterator[Step]:
             "setting": f"generation {row['generation']}",
         }
         card = card_of(row["gpu_type"])
-        if ranks > 8:
-            yield Step(**common, reason="over several nodes: collectives between them are part of it")
+        if ranks > _CARDS_A_NODE and ranks % _CARDS_A_NODE:
+            yield Step(**common, reason=f"{ranks} cards are no whole nodes of {_CARDS_A_NODE}")
         elif card is None:
             yield Step(**common, reason=f"no card {row['gpu_type']!r} in the catalogue")
         elif "bf16" not in row["precision"]:
@@ -162,7 +167,7 @@ def llmfoundry(raw: Iterator[dict[str, str]]) -> Iterator[Step]:
             yield Step(
                 **common,
                 configuration=f"rows={rows} accumulation={times} length={length} "
-                f"checkpointing={row['activation_ckpt'].lower()}",
+                f"checkpointing={row['activation_ckpt'].lower()} ranks={ranks}",
                 card=card,
                 program=_llmfoundry_program(row, length, ranks),
                 rows=rows,
@@ -170,6 +175,8 @@ def llmfoundry(raw: Iterator[dict[str, str]]) -> Iterator[Step]:
                 tokens=float(whole * length) / ranks,
                 seconds=whole * length / float(row["tokens_per_s"]),
                 world=ranks,
+                nodes=max(1, ranks // _CARDS_A_NODE),
+                reduced_bytes=2 if row.get("fsdp_mixed_precision") == "PURE" else 4,
             )
 
 
