@@ -13,10 +13,11 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from autofit.costmodel.jobs import RatesJob, TraceJob
-from autofit.machine.jobs import DescribeJob, HardwareJob
+from autofit.machine.jobs import HardwareJob
 from autofit.output.jobs import CheckJob
 from autofit.system.job import JOB, Job
 from autofit.training.jobs import CurveJob, DescribeScriptJob, TrialJob
+from autofit.training.tasks.jobs import DescribeJob
 
 Kinds = Annotated[
     TrialJob | CurveJob | DescribeJob | HardwareJob | DescribeScriptJob | RatesJob | CheckJob | TraceJob,

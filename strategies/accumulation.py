@@ -40,8 +40,11 @@ class Accumulation(Technique):
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         shares = [facts.workload.global_batch // ranks for ranks in data_parallel_sizes(facts.workload)]
         found = {steps: share for share in shares for steps in divisors(share)}  # of the largest share last
+        why = facts.depends_on_rows
         return tuple(
             Choice(steps, Kind.EXACT, "offered", f"{steps} x {share // steps} rows make the {share} of a process")
+            if why is None or steps == 1
+            else Choice(steps, Kind.METHOD, "offered", f"{steps} micro-batches are another training than one: {why}")
             for steps, share in sorted(found.items())
         )
 

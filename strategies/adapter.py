@@ -65,7 +65,10 @@ class Adapter(Technique):
         }
         choices = [Choice("none", Kind.EXACT, "offered", "every weight is trained")]
         for value, reason in said.items():
-            if lacking := self.lacks(facts, "peft"):
+            if facts.model.task not in {"causal-lm", "script"}:
+                kept = f"an adapter freezes the head of {facts.model.architecture} too, which is to be learned"
+                choices.append(Choice(value, Kind.METHOD, "withheld", kept))
+            elif lacking := self.lacks(facts, "peft"):
                 choices.append(Choice(value, Kind.METHOD, "withheld", lacking))
             else:
                 choices.append(

@@ -54,10 +54,25 @@ class MicroBatch(Technique):
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         shares = [facts.workload.global_batch // ranks for ranks in data_parallel_sizes(facts.workload)]
         found = {rows: share for share in shares for rows in divisors(share)}  # of the largest share last
+        why = facts.depends_on_rows
         return tuple(
             Choice(rows, Kind.EXACT, "offered", f"{share // rows} x {rows} rows make the {share} of a process")
+            if why is None or rows == share
+            else Choice(rows, Kind.METHOD, "offered", f"another training than {share} rows at once: {why}")
             for rows, share in sorted(found.items())
         )
+
+    def baseline_for(self, facts: Facts) -> Value:
+        """All rows of a process at once, where the loss of a row depends on the others: fewer are another training."""
+        return self.baseline if facts.depends_on_rows is None else max(int(one.value) for one in self.choices(facts))
+
+    def leanest(self, facts: Facts) -> Value:
+        return self.baseline_for(facts)
+
+    def changes(self, value: Value, facts: Facts) -> str | None:
+        if facts.depends_on_rows is None or self.choice(value, facts).kind != Kind.METHOD:
+            return None
+        return f"{value} rows at once are another training than the whole batch: {facts.depends_on_rows}"
 
     def suggest(self, value: Value, facts: Facts) -> str:
         work = facts.workload

@@ -15,13 +15,13 @@ from autofit.commands.model_source import DEMO, fetch
 from autofit.commands.request import Request, described, validated
 from autofit.contract.facts import Device, Facts, Hardware, Model, Task, Workload
 from autofit.machine import other_processes
-from autofit.machine.jobs import DescribeJob
 from autofit.machine.other_processes import Neighbour
 from autofit.machine.packages import installed, packages
 from autofit.machine.select import choose_device, missing_cuda
 from autofit.output.document import Offer
 from autofit.system.errors import MachineError
 from autofit.system.fork_server import ForkServer
+from autofit.training.tasks.jobs import DescribeJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,8 @@ class Estimate:
             that fit first, the fastest of them first.
         recommended: The simplest of those that fit and are as fast as the fastest, by 3 %; ``None`` where none fits. By
             roofline, with nominal rates on a card that is not in the catalogue.
+        task: What the model is trained for.
+        rows: The rows, in words.
         counted: Plans that were judged.
         kinds: Families of plans that can be estimated: those that differ in more than the micro-batch.
         untraced: Why some values have no estimate.
@@ -64,6 +66,8 @@ class Estimate:
     card: str
     memory_bytes: int
     seq_len: int
+    task: str
+    rows: str
     global_batch: int
     margin: float
     plans: tuple[Estimated, ...]
@@ -125,8 +129,7 @@ def estimate(
         fix: A value for each knob that is held: ``{"precision": "bf16"}``, or ``["precision=bf16"]``.
         among: The values that a knob is restricted to: ``{"micro_batch": [1, 2]}``, or ``["micro_batch=1,2"]``.
         launch_path: ``trainer`` or ``loop``.
-        task: ``causal-lm`` estimates next-token prediction, whatever the config names; by default a config that names
-            a model for another task is refused.
+        task: What the model is to be trained for; by default what its config names.
         trust_remote_code: Whether the model's own code may run.
         cache: Whether traces are read from the user's cache folder, and written there.
         most: How many kinds of plan to return, the fastest first, and of those with the same memory and speed the
@@ -139,7 +142,7 @@ def estimate(
 
     Raises:
         InputError: An argument can't be used, or the GPU is unknown.
-        ModelError: The model can't be read, or is no causal language model.
+        ModelError: The model can't be read, or is none for the task.
         MachineError: A helper process can't be started, or the device can't be used.
     """
     began = time.monotonic()
@@ -184,6 +187,8 @@ def estimate(
             card=card.name if card else facts.hardware.name,
             memory_bytes=facts.workload.limit_bytes,
             seq_len=facts.workload.seq_len,
+            task=facts.model.task,
+            rows=facts.model.rows_of(facts.workload.seq_len),
             global_batch=global_batch,
             margin=MARGIN,
             plans=tuple(rows),

@@ -17,7 +17,6 @@ from autofit import space
 from autofit.contract.facts import Device, Facts, Hardware, LaunchPath, Model, Task, Workload
 from autofit.costmodel.jobs import RatesJob
 from autofit.machine.describe import given_threads
-from autofit.machine.jobs import DescribeJob
 from autofit.machine.packages import installed
 from autofit.output.document import MODEL_FOLDER, REQUEST
 from autofit.search.samplers import check_sampler
@@ -28,6 +27,7 @@ from autofit.system.fork_server import ForkServer
 from autofit.system.strict_json import dump_json
 from autofit.training.launch_environment import check_environment
 from autofit.training.runner import finished
+from autofit.training.tasks.jobs import DescribeJob
 
 TRIALS = "trials"
 DEFAULT_CEILING = 0.92
@@ -132,7 +132,7 @@ def check_request(request: Request, settings: Search) -> None:
             f"--processes {request.processes} is out of range", hint=f"give a whole number from 1 to {MOST_PROCESSES}"
         )
     if request.seq_len is not None and not 2 <= request.seq_len <= 10**8:
-        raise InputError(f"--seq-len {request.seq_len} is out of range", hint="a row has two tokens at least")
+        raise InputError(f"--seq-len {request.seq_len} is out of range", hint="a row has a length of 2 at least")
     if request.memory_limit is not None:
         units.parse_limit(request.memory_limit, 1 << 40)
         units.check_unit(request.memory_limit, "--memory-limit")
@@ -245,7 +245,7 @@ def read_facts(
     """Ask a process of its own about the model and the device.
 
     Raises:
-        ModelError: No causal language model can be built from the config.
+        ModelError: No model for the task can be built from the config.
         MachineError: The device is there and can't be used.
     """
     job = DescribeJob(
@@ -288,14 +288,14 @@ def described(answer: Mapping[str, Any], name: str, device: Device) -> tuple[Mod
     """What a process of its own told of the model and the device.
 
     Raises:
-        ModelError: No causal language model can be built from the config.
+        ModelError: No model for the task can be built from the config.
         MachineError: The device is there and can't be used.
     """
     if "hint" in answer:
         raise ModelError(answer["error"], hint=answer["hint"])
     if "error" in answer:
         raise ModelError(
-            f"no causal language model can be built from the config of {name!r}: {answer['error']}",
+            f"no model can be built from the config of {name!r}: {answer['error']}",
             hint="is the architecture known to the installed transformers?",
         )
     if "device" in answer:
@@ -318,11 +318,16 @@ def keep_request(folder: Path, request: Request, facts: Facts) -> None:
 
 
 def row_length(seq_len: int | None, model: Model) -> int:
-    """Tokens of a row: what was asked for, or what is usual.
+    """The length of a row: what was asked for, or what is usual.
 
     Raises:
         InputError: The model can't be run on so many.
     """
+    if seq_len is not None and model.length.fixed:
+        raise InputError(
+            f"--seq-len {seq_len}: {model.architecture} takes no other length: {model.length.fixed}",
+            hint="leave it out",
+        )
     if seq_len is not None and model.position_rows is not None and seq_len > model.position_rows:
         raise InputError(
             f"--seq-len {seq_len}: {model.architecture} has learned positions for rows of {model.position_rows} tokens "
@@ -335,11 +340,11 @@ def row_length(seq_len: int | None, model: Model) -> int:
 def remarks(seq_len: int, model: Model) -> list[str]:
     """What is not as one would expect of the model, a sentence each."""
     said = []
-    if model.max_positions and seq_len > model.max_positions:
-        said.append(f"rows of {seq_len} tokens are longer than the {model.max_positions} the model was made for")
+    if model.length.unit == "tokens" and model.max_positions and seq_len > model.max_positions:
+        said.append(f"{model.rows_of(seq_len)} are longer than the {model.max_positions} the model was made for")
     if model.architecture not in model.named:
         what = f"is of {' and '.join(model.named)}" if model.named else "names no architecture"
-        said.append(f"the config {what}: it is trained as {model.architecture}, on next-token prediction")
+        said.append(f"the config {what}: it is trained as {model.architecture}, on {model.trained_on}")
     return said
 
 

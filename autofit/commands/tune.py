@@ -113,8 +113,7 @@ def tune(
         among: The values that a knob is restricted to: ``{"micro_batch": [1, 2]}``, or ``["micro_batch=1,2"]``.
         sampler: ``autofit``, ``tpe``, ``gp``, ``random`` or ``grid``.
         launch_path: ``trainer`` or ``loop``: how the training will be run.
-        task: ``causal-lm`` tunes next-token prediction, whatever the config names; by default a config that names a
-            model for another task is refused.
+        task: What the model is to be trained for; by default what its config names.
         trust_remote_code: Whether the model's own code may run.
         storage: URL of an Optuna storage, instead of the journal in the output folder.
         record: File that gets a line of JSON for each trial.

@@ -29,7 +29,7 @@ def main(folder: Path, result: Path, steps: int) -> None:
     from autofit.system.fork_server_process import die_with_parent
     from autofit.system.strict_json import dump_json
     from autofit.training.loops import run_loop, run_trainer, untuned
-    from autofit.training.measure import ROWS, measure
+    from autofit.training.measure import measure
     from autofit.training.ranks import result_file
     from autofit.training.scripts.entry import keep_quiet, measure_steps, rows_words
     from autofit.training.timing import Clock, Effort
@@ -61,8 +61,8 @@ def main(folder: Path, result: Path, steps: int) -> None:
             return run_trainer(clock, args, model, wrapped)
 
     warm_up_threads()
-    words = rows_words(script) if script else ROWS
-    outcome = measure(setup.recipe, effort, meter(setup.document.facts), run, rows_words=words)
+    words = rows_words(script) if script else None
+    outcome = measure(setup.recipe, effort, meter(setup.document.facts), run, words=words)
     if setup.document.workload.processes == 1:
         write_atomically(result, dump_json(OUTCOME, outcome))
     else:

@@ -11,8 +11,23 @@ from pydantic import Field, TypeAdapter
 
 Device = Literal["cuda", "cpu"]
 LaunchPath = Literal["trainer", "loop"]
-Task = Literal["causal-lm"]
-"""What a model is trained for."""
+Task = Literal[
+    "causal-lm",
+    "masked-lm",
+    "sequence-classification",
+    "token-classification",
+    "question-answering",
+    "multiple-choice",
+    "seq2seq-lm",
+    "image-classification",
+    "semantic-segmentation",
+    "object-detection",
+    "audio-classification",
+    "ctc",
+    "speech-seq2seq",
+    "contrastive",
+]
+"""What a model is trained for; :mod:`autofit.training.tasks` has each one's batch."""
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -20,10 +35,33 @@ _CONV1D = {"gpt2", "openai-gpt", "imagegpt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Length:
+    """What the length of a row counts.
+
+    Attributes:
+        unit: Tokens of a text, pixels on the longer side of an image, samples or frames of a sound.
+        usual: Where nobody says how many; ``None``: what is usual for a text.
+        fixed: Why the model takes no other, in words; ``None`` where it does.
+    """
+
+    unit: Literal["tokens", "pixels", "samples", "frames"] = "tokens"
+    usual: int | None = None
+    fixed: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """What matters of a model: its sizes and what its class can do. No weights.
 
     Attributes:
+        task: What it is trained for; of a script, that is the script's own business.
+        auto: The Auto class of transformers that builds it.
+        trained_on: What it learns, in words.
+        main_input: What its class calls its main input (``main_input_name``).
+        sample: What a row is, in a word: ``row`` (of tokens), ``image``, ``clip``, ``pair``.
+        sample_tokens: Rows of tokens that make a sample; 0 where it is no text.
+        depends_on_rows: Why the loss of a row depends on the others of its micro-batch, so that accumulation is not
+            exact; ``None`` where it does not.
         attention: The implementation that transformers picks where none is asked for.
         attentions: Every implementation that the class says it supports.
         attention_dropout: Whether attention weights are dropped in training.
@@ -38,6 +76,13 @@ class Model:
 
     name: str
     task: Task | Literal["script"] = "causal-lm"
+    auto: str = "AutoModelForCausalLM"
+    trained_on: str = "next-token prediction"
+    main_input: str = "input_ids"
+    sample: str = "row"
+    sample_tokens: int = 1
+    length: Length = Length()
+    depends_on_rows: str | None = None
     architecture: str
     model_type: str
     parameters: int
@@ -60,8 +105,17 @@ class Model:
 
     @property
     def usual_seq_len(self) -> int:
-        """Tokens of a row where nobody says how many: 1024, or what the model is made for where that is less."""
+        """The length where nobody says how many: of tokens 1024, or what the model is made for where that is less."""
+        if self.length.usual is not None:
+            return self.length.usual
         return min(1024, self.max_positions or 1024, self.position_rows or 1024)
+
+    def rows_of(self, length: int) -> str:
+        """Its rows of a length, in words: ``rows of 128 tokens``."""
+        if self.length.unit == "pixels":
+            return f"images of {length} pixels"
+        what = "rows" if self.sample == "row" else f"{self.sample}s"
+        return f"{what} of {length} {self.length.unit}"
 
     @property
     def conv1d(self) -> bool:
@@ -207,6 +261,17 @@ class Facts:
     packages: Mapping[str, str] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
     kernel_overhead_bytes: Annotated[Mapping[str, int], Field(alias="brought_bytes")] = field(default_factory=dict)
+
+    @property
+    def tokens_a_sample(self) -> int:
+        """Tokens of a sample; 1 where it is no text."""
+        return self.model.sample_tokens * self.workload.seq_len or 1
+
+    @property
+    def depends_on_rows(self) -> str | None:
+        """Why the loss of a row depends on the others of its micro-batch, in words; ``None`` where it does not."""
+        script = self.workload.script
+        return self.model.depends_on_rows if script is None else script.depends_on_rows
 
     def release(self, package: str) -> tuple[int, ...]:
         """The numbers of a distribution's version; ``(0,)`` where it is not installed or its version is none."""

@@ -131,15 +131,15 @@ class Recipe:
                 as a script does.
         """
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
 
         trust = self.facts.model.trust_remote_code
-        auto: Any = AutoModelForCausalLM
+        auto: Any = getattr(transformers, self.facts.model.auto)
         built: PreTrainedModel
         given: dict[str, Any] = {"dtype": getattr(torch, self.weights_dtype), "trust_remote_code": trust}
         given |= self.model_arguments
         if source is None:
-            settings = AutoConfig.from_pretrained(config, trust_remote_code=trust)
+            settings = transformers.AutoConfig.from_pretrained(config, trust_remote_code=trust)
             make = functools.partial(auto.from_config, settings, **given)
             with torch.device(device or "cpu"), quick_random_weights():
                 built = make() if self.random_model is None else self.random_model(make)

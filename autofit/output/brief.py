@@ -12,7 +12,7 @@ from autofit.output import wording
 from autofit.output.document import Document
 from autofit.output.emit import REPORT
 from autofit.output.plan_words import SPLIT_WORDS, chosen_words
-from autofit.output.text import clean, number, one_line, percent, plural
+from autofit.output.text import clean, one_line, percent, plural
 from autofit.system.units import duration, size
 
 SCREEN_LINES = 24
@@ -35,7 +35,7 @@ def brief(document: Document, *, folder: str | Path) -> Group:
     for title, sentences in (("Promise", _promise(document)), ("Changes", _changes(document))):
         for place, sentence in enumerate(sentences):
             table.add_row("" if place else title, _text(sentence))
-    where = f"{clean(document.hardware.name)}, rows of {work.seq_len} tokens, {wording.path_words(document)}"
+    where = f"{clean(document.hardware.name)}, {document.model.rows_of(work.seq_len)}, {wording.path_words(document)}"
     parts: list[RenderableType] = [_text(f"{document.model.name} on {where}"), Text(), table, Text()]
     script = wording.script_lines(document, folder)
     if script:
@@ -55,7 +55,7 @@ def _promise(document: Document) -> list[str]:
     share = percent(promise.peak_bytes / promise.limit_bytes)
     beside = "" if ratio is None else f"; {ratio:.2f} times the fastest baseline plan"
     return [
-        f"{wording.speed(document)} samples/s, {number(promise.tokens_per_second)} tokens/s{beside}",
+        f"{wording.pace(document)}{beside}",
         f"peak memory {size(promise.peak_bytes)}, {share} of the ceiling of {size(promise.limit_bytes)}",
     ]
 

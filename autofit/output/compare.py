@@ -44,7 +44,7 @@ def comparison(documents: Mapping[str, Document]) -> Group:
     return Group(*parts)
 
 
-_MATTERS = {"model", "device", "sequence length", "global batch"}
+_MATTERS = {"model", "device", "task", "rows", "global batch"}
 
 
 def _question(answers: Sequence[Document]) -> list[tuple[str, list[str]]]:
@@ -55,7 +55,8 @@ def _question(answers: Sequence[Document]) -> list[tuple[str, list[str]]]:
         ("device", [one.hardware.name for one in answers]),
         ("processes", [str(one.workload.processes) for one in answers]),
         ("ceiling", [size(one.promise.limit_bytes) for one in answers]),
-        ("sequence length", [str(one.workload.seq_len) for one in answers]),
+        ("task", [wording.task_words(one) for one in answers]),
+        ("rows", [one.model.rows_of(one.workload.seq_len) for one in answers]),
         ("global batch", [str(one.workload.global_batch) for one in answers]),
         ("launch path", [one.workload.launch_path for one in answers]),
         *((name, [one.versions.get(name, "none") for one in answers]) for name in versions),

@@ -75,6 +75,11 @@ def export(document: Document, target: str, *, folder: str | Path) -> Exported:
     """
     if target not in TARGETS:
         raise InputError(f"--to {target!r} is not known", hint=near(target, list(TARGETS)))
+    task = document.model.task
+    if target in _NEXT_TOKEN_TRAINERS and task not in {"causal-lm", "script"}:
+        raise InputError(
+            f"--to {target}: it trains causal language models, and this answer is for {task}", hint="--to python"
+        )
     return TARGETS[target](_carried(document, target, str(folder)))
 
 
@@ -198,6 +203,7 @@ def _llamafactory(carried: _Carried) -> Exported:
     return Exported(text=_yaml(settings), settings=settings, lacking=tuple(lacking))
 
 
+_NEXT_TOKEN_TRAINERS = {"sft", "axolotl", "llamafactory"}
 TARGETS: Mapping[str, Callable[[_Carried], Exported]] = {
     "python": _python,
     "cli": _cli,

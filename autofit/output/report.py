@@ -125,7 +125,7 @@ def notebook(document: Document, *, folder: str | Path) -> str:
     rows = [
         ("plan", chosen_words(document.plan) or "the baseline plan"),
         ("batch", f"{SPLIT_WORDS}: {wording.product(document)}"),
-        ("speed", f"{wording.speed(document)} samples/s, {number(promise.tokens_per_second)} tokens/s"),
+        ("speed", wording.pace(document)),
         ("peak memory", f"{size(promise.peak_bytes)}, {share} of the ceiling of {size(promise.limit_bytes)}"),
         *(("changes", sentence) for sentence in document.changes),
         ("launch", shlex.join(wording.launch_commands(document, folder)[0])),
@@ -146,7 +146,8 @@ def _header(document: Document) -> Text:
     text = _text(model.name, style="bold")
     text.append(f"\n{parameters(model.parameters)}, {model.layers} layers, {clean(model.architecture)}")
     text.append(f"\n{clean(hardware.name)}, ceiling {size(work.limit_bytes)}")
-    text.append(f"\nsequence length {work.seq_len}, global batch {work.global_batch}, {wording.path_words(document)}")
+    text.append(f"\ntask {wording.task_words(document)}")
+    text.append(f"\n{model.rows_of(work.seq_len)}, global batch {work.global_batch}, {wording.path_words(document)}")
     return text
 
 
@@ -165,7 +166,7 @@ def _plan_table(document: Document) -> Table:
 def _promise_table(document: Document) -> Table:
     promise = document.promise
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row("speed", f"{wording.speed(document)} samples/s, {number(promise.tokens_per_second)} tokens/s")
+    table.add_row("speed", wording.pace(document))
     table.add_row("step", f"{wording.step(promise)} for a whole optimizer step")
     share = promise.peak_bytes / promise.limit_bytes
     filled = min(_BAR_CELLS, max(1, round(_BAR_CELLS * share)))

@@ -308,6 +308,18 @@ def speed(document: Document) -> str:
     return with_spread(promise.samples_per_second, promise.samples_per_second * relative)
 
 
+def pace(document: Document) -> str:
+    """The promised samples/s, and tokens/s where the samples are texts."""
+    said = f"{speed(document)} samples/s"
+    return f"{said}, {number(document.promise.tokens_per_second)} tokens/s" if document.model.sample_tokens else said
+
+
+def task_words(document: Document) -> str:
+    """What the model is trained for: ``seq2seq-lm (a text out of a text)``."""
+    model = document.model
+    return "the script's" if model.task == "script" else f"{model.task} ({model.trained_on})"
+
+
 def step(of: Promise | Measured) -> str:
     """The time of one optimizer step with its spread: ``776.7 ± 5.8 ms``."""
     factor, unit = (1000, "ms") if of.step_seconds < 1 else (1, "s")

@@ -20,8 +20,9 @@ from autofit.contract.facts import Facts
 from autofit.contract.outcome import OUTCOME, Crashed, Measured, Outcome, OutOfMemory, Unsupported
 from autofit.contract.plan import Plan
 from autofit.contract.recipe import Recipe
-from autofit.machine.describe import describe_built, given_threads
+from autofit.machine.describe import given_threads
 from autofit.machine.meters import CeilingBroken, guard_host, memory_kills, meter, warm_up_threads
+from autofit.machine.model import describe_built
 from autofit.registry import recipe_of
 from autofit.system import strict_json
 from autofit.system.errors import InputError
@@ -227,7 +228,7 @@ def _measured(job: TrialJob, folder: Path, trials: Path, rank: int | None) -> Ou
         counter,
         lambda clock: measure_steps(clock, script, folder=folder, environment=environment),
         tell,
-        rows_words=rows_words(script),
+        words=rows_words(script),
     )
 
 

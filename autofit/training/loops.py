@@ -14,41 +14,22 @@ from typing import TYPE_CHECKING, Any
 from autofit.contract.layout import data_parallel
 from autofit.contract.outcome import Evidence
 from autofit.training.observer import Observer
+from autofit.training.tasks.rows import task_rows
+from autofit.training.tasks.table import kind_of
 from autofit.training.timing import Listener
 
 if TYPE_CHECKING:
-    import torch
     from torch.utils.data import Dataset
     from transformers import PreTrainedModel
 
     from autofit.contract.recipe import Recipe
 
 
-def random_rows(recipe: Recipe, rows: int) -> Dataset[dict[str, torch.Tensor]]:
-    """Rows of random tokens, each as long as the workload's sequence: the worst case, with no padding.
-
-    A pool of one global batch is handed out again and again; ``rows`` is the length that the loader sees.
-    """
-    import torch
-    from torch.utils.data import Dataset as TorchDataset
-
-    work = recipe.facts.workload
-    generator = torch.Generator().manual_seed(work.seed)
-    pool = torch.randint(
-        0, recipe.facts.model.vocab_size, (min(work.global_batch, rows), work.seq_len), generator=generator
-    )
-
-    each = pool.unbind()
-
-    class Rows(TorchDataset[dict[str, torch.Tensor]]):
-        def __len__(self) -> int:
-            return rows
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            row = each[index % len(each)]
-            return {"input_ids": row, "labels": row}
-
-    return Rows()
+def random_rows(recipe: Recipe, model: Any, rows: int) -> Dataset[Any]:
+    """Random rows of the model's task; ``rows`` is the length that the loader sees."""
+    facts = recipe.facts
+    kind_of(facts.model.task).prepare(model)
+    return task_rows(facts, model.config, rows)
 
 
 def run_trainer(
@@ -105,10 +86,12 @@ def run_trainer(
 
     ranks = data_parallel(clock.recipe.plan, clock.recipe.facts.workload)
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks * args.max_steps
+    data = dataset or random_rows(clock.recipe, model, rows)
     trainer = Listened(
         model=model,
         args=args,
-        train_dataset=dataset or random_rows(clock.recipe, rows),
+        train_dataset=data,
+        data_collator=getattr(data, "collate", None),
         callbacks=[Told()],
         optimizers=(optimizer, None),
     )
@@ -160,11 +143,13 @@ def run_loop(
     steps = clock.effort.warm_up + clock.effort.max_steps
     ranks = data_parallel(clock.recipe.plan, clock.recipe.facts.workload)
     rows = clock.recipe.micro_batch * clock.accumulation * ranks * steps
+    data = dataset or random_rows(clock.recipe, model, rows)
     loader = DataLoader(
-        dataset or random_rows(clock.recipe, rows),
+        data,
         batch_size=clock.recipe.micro_batch,
         shuffle=shuffle,
         pin_memory=clock.on_cuda,
+        collate_fn=getattr(data, "collate", None),
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
@@ -208,12 +193,12 @@ class Lesson:
 
     Attributes:
         begin: Given the model once it stands, with the same weights whatever the plan.
-        rows: To be trained on.
+        rows: To be trained on, given the model.
         arguments: Fields of ``TrainingArguments`` that a plan does not decide.
     """
 
     begin: Callable[[PreTrainedModel], None]
-    rows: Dataset[dict[str, torch.Tensor]]
+    rows: Callable[[PreTrainedModel], Dataset[Any]]
     arguments: Mapping[str, Any]
 
 
@@ -224,7 +209,7 @@ def run_recipe(clock: Listener, *, config: Path, folder: Path, lesson: Lesson | 
         clock: Listens.
         config: Folder that holds the ``config.json``.
         folder: Where a Trainer may write.
-        lesson: What to train; random tokens where nothing is to be learned.
+        lesson: What to train; random rows where nothing is to be learned.
     """
     import torch
 
@@ -243,7 +228,7 @@ def run_recipe(clock: Listener, *, config: Path, folder: Path, lesson: Lesson | 
     optimizer = recipe.optimizer(model, **given) if recipe.optimizer_wraps or not trainer else None
     rows = None
     if lesson is not None:
-        rows = lesson.rows
+        rows = lesson.rows(model)
         lesson.begin(model)
     if args is not None:
         return run_trainer(clock, args, model, optimizer, dataset=rows)

@@ -11,10 +11,10 @@ from autofit.machine.meters import CeilingBroken, Meter, out_of_memory
 from autofit.registry import by_script, techniques
 from autofit.system.statistics import median, spread
 from autofit.training.observer import compiled_graphs
+from autofit.training.tasks.rows import rows_words
 from autofit.training.timing import PARTS, Clock, Effort, NotFinite
 from autofit.training.world import World
 
-ROWS = "random tokens, every row at full length, no padding mask"
 RECOMPILED = "compiled again while the steps were timed (graphs made: {}): the plan is slower than it could be"
 
 
@@ -25,7 +25,7 @@ def measure(
     run: Callable[[Clock], Evidence],
     progress: Callable[[str], None] = lambda _: None,
     *,
-    rows_words: str = ROWS,
+    words: str | None = None,
 ) -> Outcome:
     """Run training steps and turn what happens into an outcome.
 
@@ -36,7 +36,7 @@ def measure(
         run: Builds everything, trains until the clock says enough, and returns what was seen; see
             :mod:`autofit.training.loops`.
         progress: Told of each step, for whoever waits.
-        rows_words: What the rows are that are trained on.
+        words: What the rows are that are trained on; ``None``: those of the model's task.
 
     Raises:
         Exception: Whatever is none of the expected failures.
@@ -105,7 +105,7 @@ def measure(
         step_seconds=seconds,
         step_seconds_spread=spread(clock.steps),
         samples_per_second=rows / seconds,
-        tokens_per_second=rows * (clock.tokens_a_row or facts.workload.seq_len) / seconds,
+        tokens_per_second=rows * (clock.tokens_a_row or facts.tokens_a_sample) / seconds,
         peak_bytes=reading.peak_bytes,
         allocated_bytes=reading.allocated_bytes,
         reserved_bytes=reading.reserved_bytes,
@@ -120,5 +120,5 @@ def measure(
         alloc_retries=reading.alloc_retries,
         disturbance=disturbance,
         evidence=evidence,
-        notes=(rows_words, *([RECOMPILED.format(evidence.recompiles)] if evidence.recompiles else [])),
+        notes=(words or rows_words(facts), *([RECOMPILED.format(evidence.recompiles)] if evidence.recompiles else [])),
     )

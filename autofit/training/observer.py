@@ -54,6 +54,8 @@ class Observer:
     def _before_model(self) -> Any:
         import torch
 
+        main = self.recipe.facts.model.main_input
+
         def saw(shape: Any) -> None:
             rows, tokens = shape[0], shape[-1]
             if isinstance(rows, int) and rows > (self.rows or 0):
@@ -69,7 +71,7 @@ class Observer:
             self.padding_mask = context.get_local("mask").python_type() is not type(None)
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            ids = kwargs.get("input_ids", args[0] if args else None)
+            ids = kwargs.get(main, args[0] if args else None)
             mask = kwargs.get("attention_mask")
             if torch.compiler.is_compiling():
                 torch._dynamo.comptime.comptime(compiled)  # noqa: SLF001 - there is no other door to a graph's making

@@ -54,6 +54,10 @@ _LIGER: dict[str, dict[str, bool] | None] = {"liger": None, "liger_fused_ce": _L
 _LIGERS_LOSS = "liger_kernel.transformers.model."
 
 
+_NEXT_TOKEN = {"causal-lm", "script"}
+"""Tasks whose loss may be that of next-token prediction."""
+
+
 class Kernels(Technique):
     """Which fused kernels stand in the place of the model's own operators."""
 
@@ -67,6 +71,8 @@ class Kernels(Technique):
         chunked = Choice("chunked_ce", Kind.EXACT, "offered", f"the logits of 1/{CHUNKS} of the positions at a time")
         if not model.plain_head:
             own = f"{model.architecture} does more to its logits than take their loss"
+            if model.task not in _NEXT_TOKEN:
+                own = f"{model.architecture} is trained on {model.trained_on}: its loss is no next-token prediction's"
             chunked = Choice("chunked_ce", Kind.EXACT, "withheld", own)
         why = None
         if facts.hardware.device == "cpu":
@@ -75,6 +81,8 @@ class Kernels(Technique):
             why = lacking
         elif not model.liger:
             why = f"Liger does not know {model.model_type}"
+        elif model.task not in _NEXT_TOKEN:
+            why = f"Liger's loss is that of next-token prediction, and {model.architecture} has another"
         return (
             Choice("none", Kind.EXACT, "offered", "the model's own operators"),
             chunked,

@@ -106,7 +106,7 @@ def train(model, plan, folder):
     """The child's side: on the card that is here."""
     from dataclasses import asdict
 
-    from autofit.machine.describe import describe_model
+    from autofit.training.tasks.choose import describe_model
     from tests.gpu.fits import Child, config_folder
 
     described = describe_model(model, config_folder(folder, model), trust_remote_code=False)

@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autofit
 from autofit.commands.request import Request, read_facts, remarks, row_length
-from autofit.machine.describe import describe_model
+from autofit.contract.facts import Model
 from autofit.system.errors import InputError, ModelError
+from autofit.training.tasks.choose import describe_model
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import write_config
 
@@ -76,24 +78,22 @@ def described(folder, config, **options):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "named", "built"),
+    ("model_type", "named", "task", "built"),
     [
-        ("bert", ("BertForSequenceClassification",), "BertLMHeadModel"),
-        ("bert", ("BertForMaskedLM",), "BertLMHeadModel"),
-        ("bert", ("BertForMaskedLM", "BertForPreTraining"), "BertLMHeadModel"),
-        ("llama", ("LlamaForSequenceClassification",), "LlamaForCausalLM"),
-        ("whisper", ("WhisperForConditionalGeneration",), "WhisperForCausalLM"),
+        ("bert", ("BertForSequenceClassification",), "sequence-classification", "BertLMHeadModel"),
+        ("bert", ("BertForMaskedLM",), "masked-lm", "BertLMHeadModel"),
+        ("bert", ("BertForMaskedLM", "BertForPreTraining"), "masked-lm", "BertLMHeadModel"),
+        ("llama", ("LlamaForSequenceClassification",), "sequence-classification", "LlamaForCausalLM"),
     ],
 )
-def test_a_config_for_another_task_is_refused_unless_next_token_prediction_is_asked_for(
-    tmp_path, model_type, named, built
+def test_a_config_is_trained_for_what_it_names_unless_another_task_is_asked_for(
+    tmp_path, model_type, named, task, built
 ):
     config = {"model_type": model_type, **SMALL_BERT, "architectures": list(named)}
-    with pytest.raises(ModelError, match=f"'mine' is a config of {' and '.join(named)}, which is no causal") as caught:
-        described(tmp_path, config)
-    assert f"`--task causal-lm` tunes {built} instead" in caught.value.hint
-    if model_type != "whisper":
-        assert described(tmp_path, config, task="causal-lm")["architecture"] == built
+    found = described(tmp_path, config)
+    assert (found["task"], found["architecture"]) == (task, named[0])
+    found = described(tmp_path, config, task="causal-lm")
+    assert (found["task"], found["architecture"]) == ("causal-lm", built)
 
 
 @pytest.mark.parametrize(
@@ -114,24 +114,35 @@ def test_a_config_of_a_base_model_or_of_none_is_taken_for_a_causal_language_mode
 
 
 @pytest.mark.parametrize("model_type", ["t5", "vit", "distilbert"])
-@pytest.mark.parametrize("task", [None, "causal-lm"])
-def test_a_type_without_a_causal_language_model_is_said_to_be_one(tmp_path, model_type, task):
-    with pytest.raises(ModelError, match=f"no causal language model of the type {model_type}") as caught:
-        described(tmp_path, {"model_type": model_type}, task=task)
-    assert "causal language models (next-token prediction) only" in caught.value.hint
-    assert "--task" not in caught.value.hint
+def test_a_task_that_the_type_has_no_model_for_is_refused(tmp_path, model_type):
+    with pytest.raises(ModelError, match=f"no model of the type {model_type} for --task causal-lm") as caught:
+        described(tmp_path, {"model_type": model_type}, task="causal-lm")
+    assert caught.value.hint.startswith("its tasks: ")
 
 
-def test_the_refusal_reaches_the_user_as_it_is(server, tmp_path):
-    config = {"model_type": "bert", **SMALL_BERT, "architectures": ["BertForMaskedLM"]}
+def test_a_config_for_no_known_task_is_refused_by_the_tasks_that_its_type_has(server, tmp_path):
+    config = {"model_type": "bert", **SMALL_BERT, "architectures": ["BertForPreTraining"]}
     folder = write_config(tmp_path / "model", config)
     asks = Request(model="mine")
-    with pytest.raises(ModelError, match="'mine' is a config of BertForMaskedLM, which is no causal") as caught:
+    with pytest.raises(ModelError, match="'mine' is a config of BertForPreTraining, which is a model for no") as caught:
         read_facts(tmp_path, asks, "cpu", server, lambda _: None)
-    assert "--task causal-lm" in caught.value.hint
+    assert "causal-lm, masked-lm, sequence-classification" in caught.value.hint
     assert folder.is_dir()
     asks = dataclasses.replace(asks, task="causal-lm")
     assert read_facts(tmp_path, asks, "cpu", server, lambda _: None).model.architecture == "BertLMHeadModel"
+
+
+def test_a_model_whose_forward_the_batch_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="PerceiverForMaskedLM reads 'inputs', which --task masked-lm can't make"):
+        described(tmp_path, {"model_type": "perceiver", "architectures": ["PerceiverForMaskedLM"]})
+
+
+def test_a_length_is_refused_where_the_config_has_one(tmp_path):
+    found = described(tmp_path, {"model_type": "vit", "image_size": 32, "architectures": ["ViTForImageClassification"]})
+    known = TypeAdapter(Model).validate_python(found)
+    assert known.rows_of(known.usual_seq_len) == "images of 32 pixels"
+    with pytest.raises(InputError, match=r"--seq-len 64: ViTForImageClassification takes .* 32 x 32 pixels"):
+        row_length(64, known)
 
 
 @pytest.mark.parametrize("command", [autofit.tune, autofit.estimate])

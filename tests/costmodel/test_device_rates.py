@@ -11,12 +11,12 @@ from autofit.commands import request
 from autofit.costmodel import device_rates, forecast
 from autofit.costmodel.jobs import RatesJob, _timed
 from autofit.costmodel.roofline import WORK, nominal_seconds
-from autofit.machine.describe import describe_model
 from autofit.search.sampler import AutofitSampler
 from autofit.search.surrogate.peak_model import traced_posterior
 from autofit.search.surrogate.posterior import surrogate
 from autofit.system.errors import MachineError
 from autofit.system.units import MIB
+from autofit.training.tasks.choose import describe_model
 from tests.support.synthetic import cpu_facts, cuda_facts, model
 from tests.support.tiny import CONFIGS, write_config
 

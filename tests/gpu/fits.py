@@ -272,7 +272,7 @@ def predict(wanted, path, scratch, say=print):
     from autofit.contract.facts import Model
     from autofit.contract.plan import Plan
     from autofit.costmodel.tracing.trace_store import Traces
-    from autofit.machine.describe import describe_model
+    from autofit.training.tasks.choose import describe_model
 
     groups = {}
     for case in wanted:

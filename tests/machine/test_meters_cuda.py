@@ -17,7 +17,6 @@ from autofit.contract import placement
 from autofit.contract.outcome import Evidence
 from autofit.costmodel.jobs import TraceJob
 from autofit.machine import describe, jobs, meters, select
-from autofit.machine.jobs import DescribeJob
 from autofit.machine.meters import CeilingBroken, CudaMeter, out_of_memory
 from autofit.registry import recipe_of, technique
 from autofit.system.errors import MachineError, ModelError
@@ -25,6 +24,7 @@ from autofit.system.job import job_text
 from autofit.training.measure import measure
 from autofit.training.observer import Observer
 from autofit.training.runner import ProcessRunner
+from autofit.training.tasks.jobs import DescribeJob
 from autofit.training.timing import Clock, Effort
 from autofit.worker import main as work
 from tests.support.synthetic import GIB, cuda_facts

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autofit.machine import describe
+from autofit.machine import model as described
 from autofit.registry import recipe_of, technique
 from tests.support.synthetic import cpu_facts, cuda_facts, model
 from tests.support.tiny import CONFIGS, PLAIN, write_config
@@ -128,10 +128,10 @@ def test_what_a_class_supports_is_read(model_type, picked, supported):
     with torch.device("meta"):
         found = AutoModelForCausalLM.from_config(config)
     if picked is None:
-        picked = "sdpa" if "sdpa" in describe._attentions(found) else "eager"
+        picked = "sdpa" if "sdpa" in described._attentions(found) else "eager"
         supported = tuple(name for name in EVERY if name != "sdpa" or picked == "sdpa")
     assert found.config._attn_implementation == picked
-    assert describe._attentions(found) == supported
+    assert described._attentions(found) == supported
 
 
 def statuses(facts):

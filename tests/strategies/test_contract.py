@@ -30,7 +30,7 @@ from autofit.contract.emission import Emission
 from autofit.contract.outcome import Measured, TimedOut, Trial
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
-from autofit.machine.describe import _attentions
+from autofit.machine.model import _attentions
 from autofit.machine.packages import installed
 from autofit.output import report, result
 from autofit.output.document import MODEL_FOLDER

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from accelerate.utils import convert_outputs_to_fp32
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from autofit.machine import describe
+from autofit.machine import model as described
 from autofit.registry import technique
 from tests.support.synthetic import cuda_facts, model
 from tests.support.tiny import CONFIGS
@@ -214,18 +214,18 @@ def test_a_trainer_still_knows_that_the_model_averages_by_itself():
 def test_what_a_class_does_to_its_logits_is_seen(config, plain):
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    assert describe._has_plain_head(built) is plain
+    assert described.has_plain_head(built) is plain
 
 
 def test_ligers_types_are_read_off_its_source(tmp_path, monkeypatch):
-    assert "llama" not in describe._ligers_types() or importlib.util.find_spec("liger_kernel")
+    assert "llama" not in described._ligers_types() or importlib.util.find_spec("liger_kernel")
     folder = tmp_path / "liger_kernel" / "transformers"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").write_text("raise RuntimeError")
     monkeypatch.syspath_prepend(tmp_path)
-    assert describe._ligers_types() == ()
+    assert described._ligers_types() == ()
     (folder / "monkey_patch.py").write_text('MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": f, "qwen2": g}')
-    assert describe._ligers_types() == ("llama", "qwen2")
+    assert described._ligers_types() == ("llama", "qwen2")
 
 
 def test_ligers_functions_are_seen_in_a_model():

@@ -29,12 +29,12 @@ ALLOWED = {
     "attention": "a kind of work in the roofline, a fact of the model (what transformers picks)",
 }
 FACTS_OF_THE_MODEL = {
-    ("machine/describe.py", "eager"),
-    ("machine/describe.py", "sdpa"),
-    ("machine/describe.py", "flash_attention_2"),
-    ("machine/describe.py", "flash_attention_3"),
-    ("machine/describe.py", "flex_attention"),
-    ("machine/describe.py", "liger"),
+    ("machine/model.py", "eager"),
+    ("machine/model.py", "sdpa"),
+    ("machine/model.py", "flash_attention_2"),
+    ("machine/model.py", "flash_attention_3"),
+    ("machine/model.py", "flex_attention"),
+    ("machine/model.py", "liger"),
     ("contract/facts.py", "eager"),
     ("contract/facts.py", "sdpa"),
 }

@@ -10,8 +10,8 @@ from pydantic import TypeAdapter
 
 from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.plan import Plan
-from autofit.machine.jobs import DescribeJob
 from autofit.machine.packages import installed
+from autofit.training.tasks.jobs import DescribeJob
 
 SUPPORT = Path(__file__).resolve().parent
 """Holds the modules that helper processes are told to load."""

@@ -134,11 +134,11 @@ DEFECTS = {
         import dataclasses, os
         from autofit.training.guard import loss_curve
         rows = loss_curve.learnable_rows
-        def others(recipe, count):
+        def others(recipe, count, model):
             seed = int(os.environ["RANK"])
             facts = recipe.facts
             work = dataclasses.replace(facts.workload, seed=seed)
-            return rows(dataclasses.replace(recipe, facts=dataclasses.replace(facts, workload=work)), count)
+            return rows(dataclasses.replace(recipe, facts=dataclasses.replace(facts, workload=work)), count, model)
         loss_curve.learnable_rows = others
         """,
 }

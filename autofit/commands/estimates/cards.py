@@ -84,7 +84,9 @@ class CardsEstimate:
     """The answer of ``autofit estimate --gpu CARD,CARD...``.
 
     Attributes:
-        tokens: That hours and cost are of.
+        task: What the model is trained for.
+        rows: The rows, in words.
+        tokens: That hours and cost are of; samples, where these are no text.
         cards: In the order in which they were asked for.
         fastest, cheapest: Names of cards; ``None`` where nothing fits, or no price was given.
         notes: What was assumed.
@@ -93,6 +95,8 @@ class CardsEstimate:
     model: str
     parameters: int
     seq_len: int
+    task: str
+    rows: str
     global_batch: int
     tokens: float
     cards: tuple[OnCard, ...]
@@ -141,7 +145,7 @@ def estimate_cards(
         fix: A value for each knob that is held.
         among: The values that a knob is restricted to.
         launch_path: ``trainer`` or ``loop``.
-        task: ``causal-lm`` estimates next-token prediction, whatever the config names.
+        task: What the model is to be trained for; by default what its config names.
         trust_remote_code: Whether the model's own code may run.
         cache: Whether traces are read from the user's cache folder, and written there.
         say: Called with a line of text for each stage.
@@ -149,7 +153,7 @@ def estimate_cards(
     Raises:
         InputError: A card is unknown or named twice, a price is for a card that is not asked about, or is no price, the
             tokens are no number above zero, or another argument can't be used.
-        ModelError: The model can't be read, or is no causal language model.
+        ModelError: The model can't be read, or is none for the task.
         MachineError: A helper process can't be started.
     """
     began = time.monotonic()
@@ -194,6 +198,8 @@ def estimate_cards(
         model=str(model),
         parameters=described.parameters,
         seq_len=length,
+        task=described.task,
+        rows=described.rows_of(length),
         global_batch=global_batch,
         tokens=wanted,
         cards=tuple(rows),
@@ -329,7 +335,7 @@ def _timed(
 ) -> OnCard:
     assert best.samples_per_second is not None
     pace = best.samples_per_second
-    tokens = pace * facts.workload.seq_len
+    tokens = pace * facts.tokens_a_sample
     hours = wanted / tokens / 3600
     traces.prepare([without_checkpointing(best.plan)])
     step_flops, peak = model_flops(traces, best.plan, facts), peak_flops(card, best.plan, facts)
@@ -371,7 +377,7 @@ def _notes(length: int, model: Model, rows: Sequence[OnCard], prices: Mapping[st
 def cards_table(found: CardsEstimate) -> RenderableType:
     """The cards as a table, what they do in words below it."""
     head = (
-        f"{found.model}: {count(found.parameters)} parameters, rows of {found.seq_len} tokens, global batch "
+        f"{found.model}: {count(found.parameters)} parameters, {found.task} on {found.rows}, global batch "
         f"{found.global_batch}; hours for {count(found.tokens)} tokens"
     )
     table = Table(box=None, pad_edge=False)

@@ -49,7 +49,7 @@ def fetched_config(request: Request, folder: Path, say: Callable[[str], None]) -
     """The model's config in a folder of its own; says where the model's own code will run.
 
     Raises:
-        ModelError: The model can't be read, or is no causal language model.
+        ModelError: The model can't be read, or is none for the task.
     """
     config = fetch(request.model, folder / MODEL_FOLDER, trust_remote_code=request.trust_remote_code)
     code = own_code(config, trusted=request.trust_remote_code)

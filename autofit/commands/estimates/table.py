@@ -75,7 +75,7 @@ def table(found: Estimate) -> RenderableType:
 def heading(found: Estimate) -> str:
     """The question, in two lines."""
     return (
-        f"{found.model}: {_count(found.parameters)} parameters, rows of {found.seq_len} tokens, global batch "
+        f"{found.model}: {_count(found.parameters)} parameters, {found.task} on {found.rows}, global batch "
         f"{found.global_batch}\n{found.card}: {units.size(found.memory_bytes)}; a plan fits if it leaves "
         f"{found.margin:.0%} free"
     )

@@ -75,13 +75,14 @@ class ConsoleEvents:
         model, hardware, work = facts.model, facts.hardware, facts.workload
         self._line(
             f"{model.name}: {model.architecture}, {model.parameters / 1e6:,.1f}M parameters, {model.layers} layers"
+            + ("" if model.task in {"causal-lm", "script"} else f", for {model.task}: {model.trained_on}")
         )
         self._line(
             f"on {hardware.name} ({hardware.device}), ceiling {units.size(work.limit_bytes)} "
             f"of {units.size(hardware.free_bytes)} free"
         )
         self._line(
-            f"rows of {work.seq_len} tokens, global batch {work.global_batch}; {len(space.plans)} plans in the space"
+            f"{model.rows_of(work.seq_len)}, global batch {work.global_batch}; {len(space.plans)} plans in the space"
             + (f"; {known} trials are known" if known else "")
         )
 

@@ -23,7 +23,11 @@ def with_options(*options: Option) -> Option:
     return add
 
 
-_SEQ_LEN = click.option("--seq-len", type=int, help="Tokens in a row.  [default: the lesser of 1024 and the model's]")
+_SEQ_LEN = click.option(
+    "--seq-len",
+    type=int,
+    help="Tokens in a row (pixels, samples or frames).  [default: the lesser of 1024 and the model's]",
+)
 _GLOBAL_BATCH = click.option(
     "--global-batch", type=int, default=32, show_default=True, help="Rows to an optimizer step."
 )
@@ -40,7 +44,9 @@ _AMONG = click.option("--among", multiple=True, metavar="KNOB=V1,V2", help="Hold
 _LAUNCH_PATH = click.option(
     "--launch-path", default="trainer", show_default=True, help="trainer or loop: how you will train."
 )
-_TASK = click.option("--task", help="causal-lm: next-token prediction, whatever task the config is for.")
+_TASK = click.option(
+    "--task", help="What the model is trained for: causal-lm, seq2seq-lm, ctc...  [default: as its config says]"
+)
 _TRUST = click.option("--trust-remote-code", is_flag=True, help="Let the model's own code run here.")
 
 TUNE_OPTIONS: tuple[Option, ...] = (

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from autofit.contract import placement
 from autofit.contract.emission import Emission
@@ -352,9 +353,9 @@ def _run(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool) 
     recorder.call([*model.parameters(), *model.buffers()], "weights")
     rows = recipe.micro_batch * marks.accumulation * marks.effort.warm_up * recipe.facts.workload.processes
     on_cpu_itself = recipe.facts.hardware.device == "cpu"
-    dataset = None if on_cpu_itself else loops.random_rows(recipe, rows)  # of the host, where there is a device
+    dataset = None if on_cpu_itself else loops.random_rows(recipe, model, rows)  # of the host, where there is a device
     recorder.mark("begin")
-    dataset = dataset or loops.random_rows(recipe, rows)
+    dataset = dataset or loops.random_rows(recipe, model, rows)
     model.register_forward_pre_hook(_call_batch(recorder), with_kwargs=True)
     marks.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if recipe.facts.workload.launch_path == "trainer":
@@ -385,7 +386,7 @@ def _call_batch(recorder: Recorder) -> Callable[..., None]:
     """A hook that tells the recorder which tensors are the batch."""
 
     def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        held = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.dim() == 2]
+        held = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim()]
         recorder.call(held, "batch")
 
     return call

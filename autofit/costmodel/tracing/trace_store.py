@@ -202,6 +202,7 @@ def ground_of(facts: Facts, config: Path) -> list[object]:
         work.processes,
         work.launch_path,
         facts.model.trust_remote_code,
+        facts.model.task,
     ]
 
 

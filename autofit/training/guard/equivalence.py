@@ -168,6 +168,8 @@ def references(plan: Plan, facts: Facts) -> Iterator[Plan]:
     rows = int(plan["micro_batch"])
     accumulation = int(plan["accumulation"]) * data_parallel(plan, facts.workload)
     yield baseline.replaced(micro_batch=rows, accumulation=accumulation)
+    if facts.depends_on_rows is not None:
+        return  # other splits are other trainings
     small = baseline.replaced(micro_batch=1, accumulation=rows * accumulation)
     lean = {one.name: one.leanest(facts_of(baseline, facts)) for one in techniques()}
     yield small.replaced(**{name: value for name, value in lean.items() if name not in {"micro_batch", "accumulation"}})

@@ -24,6 +24,8 @@ from autofit.contract.technique import replacing
 from autofit.machine.meters import CeilingBroken, Meter, out_of_memory
 from autofit.training.guard.sketch import Sketch, minus, sketch
 from autofit.training.loops import Lesson, run_recipe
+from autofit.training.tasks.rows import task_rows
+from autofit.training.tasks.table import kind_of
 from autofit.training.timing import Effort, NotFinite
 from autofit.training.world import World
 
@@ -231,10 +233,10 @@ def record(
     on_cuda = recipe.facts.hardware.device == "cuda"
     world = World(size=recipe.facts.workload.processes)
     listener = CurveListener(recipe, effort, meter, steps, recipe.accumulation, on_cuda, world, beat)
-    rate = _RATE * min(1.0, _WIDTH / recipe.facts.model.hidden_size)
+    rate = _RATE * min(1.0, _WIDTH / (recipe.facts.model.hidden_size or _WIDTH))
     lesson = Lesson(
         begin=listener.begin,
-        rows=learnable_rows(recipe, recipe.facts.workload.global_batch * most),
+        rows=lambda model: learnable_rows(recipe, recipe.facts.workload.global_batch * most, model),
         arguments={
             "learning_rate": rate,
             "lr_scheduler_type": "constant",
@@ -285,25 +287,10 @@ def _steps_told(listener: CurveListener) -> Iterator[None]:
         handle.remove()
 
 
-def learnable_rows(recipe: Recipe, rows: int) -> Dataset[dict[str, torch.Tensor]]:
+def learnable_rows(recipe: Recipe, rows: int, model: PreTrainedModel) -> Dataset[Any]:
     """Rows of a few different tokens, a pool of one global batch that is handed out again and again."""
-    import torch
-    from torch.utils.data import Dataset as TorchDataset
-
-    work = recipe.facts.workload
-    generator = torch.Generator().manual_seed(work.seed)
-    tokens = torch.randint(0, recipe.facts.model.vocab_size, (_TOKENS,), generator=generator)
-    pool = tokens[torch.randint(0, _TOKENS, (min(work.global_batch, rows), work.seq_len), generator=generator)]
-
-    class Rows(TorchDataset[dict[str, torch.Tensor]]):
-        def __len__(self) -> int:
-            return rows
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            row = pool[index % len(pool)]
-            return {"input_ids": row, "labels": row}
-
-    return Rows()
+    kind_of(recipe.facts.model.task).prepare(model)
+    return task_rows(recipe.facts, model.config, rows, few=_TOKENS)
 
 
 def without_dropout(config: Path, folder: Path) -> Path:

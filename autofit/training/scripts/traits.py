@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from autofit.machine.model import depends_on_rows
 from autofit.registry import techniques
 from autofit.training.scripts.leave import Refused
 from autofit.training.scripts.patches import Patches
@@ -42,7 +43,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
         "weights_dtype": dtype,
         **{one.name: words for one in techniques() if (words := one.in_script(model)) is not None},
         "compiled": hasattr(model, "_orig_mod"),
-        "depends_on_rows": _depends_on_rows(inner),
+        "depends_on_rows": depends_on_rows(inner),
         "rows": rows.rows,
         "longest": max(rows.sizes.values(), default=0),
         "mean_length": sum(rows.sizes.values()) / max(1, len(rows.sizes)),
@@ -65,15 +66,3 @@ def _inner(model: Any) -> Any:
     model = getattr(model, "_orig_mod", model)
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
-
-
-def _depends_on_rows(model: Any) -> str | None:
-    """Why the loss of a row depends on the others of its micro-batch, in words; ``None`` where it does not."""
-    import torch
-
-    norms = (torch.nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the base of all of them
-    if any(isinstance(module, norms) and module.track_running_stats for module in model.modules()):
-        return "its BatchNorm layers take the mean and variance of each micro-batch"
-    if hasattr(model, "logit_scale"):
-        return "its contrastive loss compares the rows of a micro-batch with each other"
-    return None

@@ -324,7 +324,7 @@ def test_a_config_without_dropout(tmp_path):
 
 def test_rows_that_can_be_learned(facts):
     filled = recipe_of(PLAIN, facts)
-    rows = loss_curve.learnable_rows(filled, 32)
+    rows = loss_curve.learnable_rows(filled, 32, SimpleNamespace(config=None))
     assert len(rows) == 32
     assert len({int(token) for row in range(32) for token in rows[row]["input_ids"]}) <= loss_curve._TOKENS
     assert rows[0]["input_ids"].tolist() == rows[4]["input_ids"].tolist(), "a pool of one global batch"

@@ -1,0 +1,185 @@
+"""Sizes and abilities of a model of transformers, read off its class and its modules."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
+    """Sizes and abilities of a model of transformers, read off the model as it stands.
+
+    Args:
+        name: What the user calls it.
+        settings: Its config.
+        model: With storage or without.
+
+    Returns:
+        Fields of :class:`autofit.contract.facts.Model`.
+    """
+    text = settings.get_text_config()
+    classes = {type(module).__name__ for module in model.modules()}
+    longest = max(0, int(getattr(text, "max_position_embeddings", None) or 0))  # XLNet says -1 for no end
+    return {
+        "name": name,
+        "architecture": type(model).__name__,
+        "model_type": settings.model_type,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "layers": _number(text, "num_hidden_layers"),
+        "hidden_size": _number(text, "hidden_size"),
+        "vocab_size": _vocabulary(model),
+        "max_positions": longest or None,
+        "supports_checkpointing": bool(model.supports_gradient_checkpointing),
+        "layer_classes": tuple(sorted(set(getattr(model, "_no_split_modules", None) or ()) & classes)),
+        "has_experts": any("expert" in part.lower() for part in classes),
+        "attention": str(text._attn_implementation),  # noqa: SLF001 - there is no other
+        "attentions": _attentions(model),
+        "attention_dropout": any(getattr(text, name, 0) for name in ("attention_dropout", "attn_pdrop")),
+        "liger": settings.model_type in _ligers_types(),
+        "position_rows": _position_rows(model, longest),
+        "depends_on_rows": depends_on_rows(model),
+        "named": tuple(settings.architectures or ()),
+        "products": _products(model),
+    }
+
+
+def _number(config: Any, name: str) -> int:
+    """A number that a config gives; 0 where it gives none, or one for each of its stages."""
+    found = getattr(config, name, None)
+    return found if isinstance(found, int) else 0
+
+
+def depends_on_rows(model: Any) -> str | None:
+    """Why the loss of a row depends on the others of its micro-batch, in words; ``None`` where it does not."""
+    import torch
+
+    norms = (torch.nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the base of all of them
+    if any(isinstance(module, norms) and module.track_running_stats for module in model.modules()):
+        return "its BatchNorm layers take the mean and variance of each micro-batch"
+    if hasattr(model, "logit_scale"):
+        return "its contrastive loss compares the rows of a micro-batch with each other"
+    text = model.config.get_text_config()
+    if getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0):
+        return "the loss that balances its experts is taken of each micro-batch"
+    return None
+
+
+def _products(model: Any) -> list[tuple[int, int, int]]:
+    """Inputs, outputs and number of the linear layers; a ``Conv1D``'s weight lies the other way round."""
+    import torch
+
+    weights = [
+        (module.weight.T if type(module).__name__ == "Conv1D" else module.weight)
+        for module in model.modules()
+        if not isinstance(module, torch.nn.Embedding) and getattr(getattr(module, "weight", None), "ndim", 0) == 2
+    ]
+    counted = Counter((int(weight.shape[1]), int(weight.shape[0])) for weight in weights)
+    return [(*shape, count) for shape, count in sorted(counted.items())]
+
+
+def _input_embeddings(model: Any) -> Any:
+    """The table of the vocabulary; ``None`` where the model reads no tokens."""
+    import torch
+
+    try:
+        found = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None
+    return found if isinstance(found, torch.nn.Embedding) else None
+
+
+def _vocabulary(model: Any) -> int:
+    """Rows of that table; 1 where the model reads no tokens."""
+    table = _input_embeddings(model)
+    return 1 if table is None else int(table.weight.shape[0])
+
+
+def _position_rows(model: Any, longest: int) -> int | None:
+    """How many tokens a row may have by the model's learned table of positions, where it has one.
+
+    Some tables begin with entries that no token has: OPT's ``offset``, RoBERTa's padding.
+    """
+    import torch
+
+    found = [
+        module.num_embeddings
+        - int(getattr(module, "offset", 0) or 0)
+        - (0 if module.padding_idx is None else module.padding_idx + 1)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+        and module.num_embeddings >= longest > 0
+        and ("position" in name or name.endswith("wpe"))
+        and module is not _input_embeddings(model)
+    ]
+    return min(found, default=None)
+
+
+def _ligers_types() -> tuple[str, ...]:
+    """Model types that Liger has kernels for, read off its source: importing it may take the device."""
+    spec = importlib.util.find_spec("liger_kernel")
+    if spec is None or not spec.submodule_search_locations:
+        return ()
+    source = Path(spec.submodule_search_locations[0]) / "transformers" / "monkey_patch.py"
+    try:
+        tree = ast.parse(source.read_text("utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return ()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_TYPE_TO_APPLY_LIGER_FN":
+            return tuple(ast.literal_eval(key) for key in getattr(node.value, "keys", ()))
+    return ()
+
+
+def _attentions(model: Any) -> tuple[str, ...]:
+    """Implementations of attention that the model's class says it supports."""
+    found = ["eager"]
+    if getattr(model, "_supports_sdpa", False):
+        found.append("sdpa")
+    if getattr(model, "_supports_flash_attn", False):
+        # a class may name the only ones it goes with; transformers takes one of those for any other
+        only = getattr(model, "_compatible_flash_implementations", None)
+        found += [name for name in ("flash_attention_2", "flash_attention_3") if only is None or name in only]
+    if getattr(model, "_supports_flex_attn", False):
+        found.append("flex_attention")
+    return tuple(found)
+
+
+def has_plain_head(model: Any) -> bool:
+    """Whether the output layer's product goes as it is into transformers' loss for causal language models.
+
+    Seen by running what the class does behind its layers, on a hidden state without storage.
+    """
+    import torch
+    from transformers.loss.loss_utils import ForCausalLMLoss
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class Given(BaseModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:
+            return None  # fields of other models' outputs
+
+    head, seen = model.get_output_embeddings(), []
+    own = getattr(model, "loss_function", None)
+    if type(head) is not torch.nn.Linear or own is not ForCausalLMLoss or model.base_model is model:
+        return False
+
+    def loss(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        seen.append(logits)
+        return logits.new_zeros(())
+
+    made: list[torch.Tensor] = []
+    head.to(torch.bfloat16)  # so that a class which makes float32 of it is seen to do so
+    handle = head.register_forward_hook(lambda *run: made.append(run[-1]))
+    try:
+        hidden = torch.empty(1, 4, head.in_features, dtype=head.weight.dtype, device="meta")
+        model.base_model.forward = lambda *_, **__: Given(last_hidden_state=hidden)
+        model.loss_function = loss
+        ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+        model(input_ids=ids, labels=ids)
+    except Exception:  # noqa: BLE001 - a class that can't be run like this is not one that is known
+        return False
+    finally:
+        handle.remove()
+    return len(made) == 1 and len(seen) == 1 and seen[0] is made[0]

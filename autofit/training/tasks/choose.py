@@ -1,0 +1,164 @@
+"""Which task a config is for, and whether the batch of that task fits the model's ``forward()``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any
+
+from autofit.contract.facts import Task
+from autofit.machine.model import describe_built, has_plain_head
+from autofit.system.errors import ModelError
+from autofit.training.tasks.inputs import INPUTS
+from autofit.training.tasks.kind import MAIN, Kind
+from autofit.training.tasks.table import TASKS
+
+_FIRST = ("causal-lm", "seq2seq-lm")
+"""Looked for first: what a class does that is in several lists of transformers."""
+
+
+def describe_model(name: str, config: Path, *, trust_remote_code: bool, task: Task | None = None) -> dict[str, Any]:
+    """Sizes and abilities of the model that a ``config.json`` describes, for a task; built without storage.
+
+    Args:
+        name: What the user calls the model.
+        config: Its folder.
+        trust_remote_code: Whether the model's own code may run.
+        task: What it is to be trained for, whatever its config names; ``None``: what its config names.
+
+    Returns:
+        The fields of :class:`autofit.contract.facts.Model`.
+
+    Raises:
+        ModelError: The model's type has no model for the task, its ``forward()`` lacks an argument that the task
+            needs, or the config names a model for a task that is not known.
+        Exception: transformers can't read the config or build the model.
+    """
+    import torch
+    import transformers
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(config, trust_remote_code=trust_remote_code)
+    kind = task_of(name, settings, task, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = getattr(transformers, kind.auto).from_config(settings, trust_remote_code=trust_remote_code)
+    lacking = [called for module, called in kind.packages.items() if importlib.util.find_spec(module) is None]
+    if lacking:
+        raise ModelError(
+            f"{name!r}: the loss of {type(model).__name__} needs {' and '.join(lacking)}, which is not installed",
+            hint=f"pip install {' '.join(lacking)}",
+        )
+    main = str(getattr(model, "main_input_name", "input_ids"))
+    check_arguments(name, model, kind, main)
+    built = describe_built(name, settings, model)
+    most = kind.most(settings)
+    if most is not None:
+        built["position_rows"] = min(most, built["position_rows"] or most)
+    return {
+        **built,
+        "task": kind.name,
+        "auto": kind.auto,
+        "trained_on": kind.trained_on,
+        "main_input": main,
+        "sample": kind.sample,
+        "sample_tokens": kind.tokens,
+        "length": dataclasses.asdict(kind.length(settings, main)),
+        "depends_on_rows": kind.depends_on_rows or built["depends_on_rows"],
+        "trust_remote_code": trust_remote_code,
+        "plain_head": kind.name == "causal-lm" and has_plain_head(model),
+    }
+
+
+def task_of(name: str, settings: Any, task: Task | None, *, trust_remote_code: bool) -> Kind:
+    """The task that was asked for, or that the config names.
+
+    A base model such as ``LlamaModel`` has no task of its own, nor has a config that names no class: it is trained for
+    the first task that its type has a model for.
+
+    Raises:
+        ModelError: There is none.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    named = tuple(settings.architectures or ())
+    what = f"{name!r} is a config of {' and '.join(named) or f'the type {settings.model_type}'}"
+    own = getattr(settings, "auto_map", None) or {} if trust_remote_code else {}
+    here = [kind for kind in _in_order() if kind.auto in own or type(settings) in _mapping(kind)]
+    listed = ", ".join(kind.name for kind in here)
+    if task is not None:
+        kind = TASKS[task]
+        if kind in here:
+            return kind
+        raise ModelError(
+            f"{what}, and transformers has no model of the type {settings.model_type} for --task {task}",
+            hint=f"its tasks: {listed}" if here else "autofit tunes the training of models for the tasks of --task",
+        )
+    if not here:
+        raise ModelError(
+            f"{what}, and autofit knows no task that transformers has a model of the type {settings.model_type} for",
+            hint=f"the tasks that it knows: {', '.join(TASKS)}; a script of yours can be tuned: autofit tune train.py",
+        )
+    for kind in here:
+        classes = {own.get(kind.auto, "").rpartition(".")[2], *_classes(kind, settings)}
+        if classes & set(named):
+            return kind
+    bases = {base for entry in MODEL_MAPPING_NAMES.values() for base in ((entry,) if isinstance(entry, str) else entry)}
+    causal = TASKS["causal-lm"]
+    if causal in here and any(one.endswith(("ForCausalLM", "LMHeadModel")) for one in named):
+        return causal
+    if not named or any(one in bases and one.endswith("Model") for one in named):
+        return here[0]
+    raise ModelError(
+        f"{what}, which is a model for no task that autofit knows",
+        hint=f"--task takes another model of its type, with another loss: {listed}; or give the script that trains it: "
+        "autofit tune train.py",
+    )
+
+
+def check_arguments(name: str, model: Any, kind: Kind, main: str) -> None:
+    """Refuse a model whose ``forward()`` does not take what the task hands it, or reads what the task does not make.
+
+    Raises:
+        ModelError: It lacks an argument.
+    """
+    taken = inspect.signature(model.forward).parameters
+    asked = [main if argument == MAIN else argument for argument in kind.arguments]
+    hint = "give the script that trains it: autofit tune train.py"
+    for argument in asked:
+        if argument not in taken:
+            raise ModelError(
+                f"{name!r}: forward() of {type(model).__name__} takes no {argument!r}, "
+                f"which --task {kind.name} hands it",
+                hint=hint,
+            )
+    made = {*kind.makers, *INPUTS}
+    for argument in (main, *asked):
+        if argument not in made and argument not in {"labels", *kind.constants}:
+            raise ModelError(
+                f"{name!r}: {type(model).__name__} reads {argument!r}, which --task {kind.name} can't make", hint=hint
+            )
+    if main not in asked:
+        raise ModelError(
+            f"{name!r}: {type(model).__name__} reads {main!r}, which --task {kind.name} does not hand it", hint=hint
+        )
+
+
+def _in_order() -> list[Kind]:
+    return sorted(TASKS.values(), key=lambda kind: kind.name not in _FIRST)
+
+
+def _mapping(kind: Kind) -> Any:
+    import transformers
+
+    return getattr(transformers, kind.auto)._model_mapping  # noqa: SLF001 - transformers has no other list of them
+
+
+def _classes(kind: Kind, settings: Any) -> set[str]:
+    """The classes that transformers has for a task and a config."""
+    mapping = _mapping(kind)
+    if type(settings) not in mapping:
+        return set()
+    found = mapping[type(settings)]
+    return {one.__name__ for one in (found if isinstance(found, tuple | list) else (found,))}

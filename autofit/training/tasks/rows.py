@@ -1,0 +1,99 @@
+"""Rows that a model trains on: random ones, each as long as the workload says, the worst case that has no padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from autofit.training.tasks.kind import MAIN, Kind, Spec
+from autofit.training.tasks.table import kind_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import Dataset
+
+    from autofit.contract.facts import Facts
+
+_POOL_BYTES = 256 << 20
+
+
+def task_rows(facts: Facts, config: Any, rows: int, *, few: int | None = None) -> Dataset[dict[str, Any]]:
+    """Rows for the task of a model; its ``collate`` makes a batch of some of them.
+
+    A pool of one global batch is handed out again and again; one of images or sounds has no more than 256 MiB.
+
+    Args:
+        facts: Of what is trained.
+        config: Of the model, as transformers holds it.
+        rows: The length that a loader sees.
+        few: Of how many different tokens the rows are; ``None``: of all.
+    """
+    import torch
+    from torch.utils.data import Dataset as TorchDataset
+
+    kind = kind_of(facts.model.task)
+    generator = torch.Generator().manual_seed(facts.workload.seed)
+    spec = spec_of(facts, config, few=few)
+    count = min(facts.workload.global_batch, rows)
+    if not kind.tokens or kind.constants or "pixel_values" in kind.arguments or "input_features" in kind.arguments:
+        count = max(1, min(count, _POOL_BYTES // _bytes(make_batch(kind, spec, 1, torch.Generator()))))
+    pool = make_batch(kind, spec, count, generator)
+
+    class Rows(TorchDataset[dict[str, Any]]):
+        def __len__(self) -> int:
+            return rows
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {name: column[index % count] for name, column in pool.items()}
+
+        def collate(self, given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+            return {**collate(given), **kind.constants}
+
+    return Rows()
+
+
+def spec_of(facts: Facts, config: Any, *, few: int | None = None) -> Spec:
+    """What batches of a workload are made by."""
+    vocabulary = facts.model.vocab_size
+    if vocabulary < 2:  # its tokens are in a part of the model
+        vocabulary = int(getattr(config.get_text_config(), "vocab_size", None) or 1)
+    return Spec(
+        config=config, main=facts.model.main_input, length=facts.workload.seq_len, vocabulary=vocabulary, few=few
+    )
+
+
+def make_batch(kind: Kind, spec: Spec, rows: int, generator: torch.Generator) -> dict[str, Any]:
+    """Columns of so many rows, by the arguments of ``forward()``, without the constants."""
+    from autofit.training.tasks.inputs import INPUTS
+
+    made: dict[str, Any] = {}
+    for argument in kind.arguments:
+        name = spec.main if argument == MAIN else argument
+        maker = kind.makers.get(name) or INPUTS.get(name)
+        if maker is not None:
+            made[name] = maker(spec, rows, generator)
+        elif name == "labels":
+            made[name] = made["input_ids"]
+    return made
+
+
+def collate(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A batch: tensors one upon the other, anything else as a list."""
+    import torch
+
+    return {
+        name: torch.stack([row[name] for row in given])
+        if isinstance(first, torch.Tensor)
+        else [row[name] for row in given]
+        for name, first in given[0].items()
+    }
+
+
+def rows_words(facts: Facts) -> str:
+    """What the rows are, in words."""
+    what = {"row": "tokens", "image": "images", "clip": "sounds", "pair": "images and texts"}
+    return f"random {what[facts.model.sample]}, every {facts.model.sample} at full length, no padding mask"
+
+
+def _bytes(batch: Mapping[str, Any]) -> int:
+    return max(1, sum(int(column.nbytes) for column in batch.values() if hasattr(column, "nbytes")))
