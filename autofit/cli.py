@@ -95,6 +95,7 @@ def run(context: click.Context, folder: str, script: str, arguments: tuple[str, 
 
 
 def _asks_about_cards(options: dict[str, Any]) -> bool:
+    """Whether the answer is a table of cards."""
     return "," in (options["gpu"] or "") or options["tokens"] is not None or bool(options["price"])
 
 
@@ -103,6 +104,8 @@ def _estimate_cards(model: str, *, as_json: bool, **options: Any) -> None:
     from autofit.commands.estimates.cards import CARDS_ESTIMATE, cards_table, check_any_fits, estimate_cards
     from autofit.system.strict_json import dump_json
 
+    if options.pop("output") is not None:
+        raise click.UsageError("--output writes the files for one card: leave out --tokens, --price and other cards")
     with terminable():
         found = estimate_cards(model, say=lambda words: click.echo(words, err=True), **options)
     if as_json:
@@ -130,19 +133,23 @@ def verify(folder: str, steps: int, as_json: bool) -> None:
         click.echo(dump_json(VERIFICATION, found), nl=False)
     elif isinstance(found.outcome, Measured):
         promise, outcome = found.promise, found.outcome
+        first = "estimated" if found.estimated else "promised "
         click.echo(
-            f"promised  {promise.samples_per_second:.4g} samples/s at {units.size(promise.peak_bytes)}\n"
+            f"{first} {promise.samples_per_second:.4g} samples/s at {units.size(promise.peak_bytes)}\n"
             f"launched  {outcome.samples_per_second:.4g} samples/s at {units.size(outcome.peak_bytes)} "
             f"({found.speed_ratio:.0%} of the speed; tolerance {found.tolerance:.0%} below)\n"
             f"ceiling   {units.size(promise.limit_bytes)}"
         )
     if found.broken:
         raise PromiseBroken(
-            "the launch broke the promise: " + "; ".join(found.broken),
-            hint="is something else running here? Otherwise tune again",
+            f"the launch broke the {'estimate' if found.estimated else 'promise'}: " + "; ".join(found.broken),
+            hint="`autofit tune` measures here"
+            if found.estimated
+            else "is something else running here? Otherwise tune again",
         )
     if not as_json:
-        click.echo("kept: every knob took effect, speed and memory are as promised")
+        within = "within what was estimated" if found.estimated else "as promised"
+        click.echo(f"kept: every knob took effect, speed and memory are {within}")
 
 
 @main.command()

@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from autofit import space
+from autofit.commands.estimates.files import check_card, estimate_folder, write_estimate
 from autofit.commands.estimates.other_card import asked_card, counted_cards, described_model, elsewhere
 from autofit.commands.estimates.plans import Estimated, estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
@@ -59,6 +60,7 @@ class Estimate:
         processes: Cards that train together, in ``nodes`` machines; ``memory_bytes`` and plans' needs are of each.
         ways: Each way of training (full, LoRA, QLoRA), where they were asked for.
         telling: The knobs that tell the ways apart.
+        folder: Where the recommended plan's files were written; ``None`` where none were asked for, or nothing fits.
     """
 
     model: str
@@ -81,6 +83,7 @@ class Estimate:
     nodes: int = 1
     ways: tuple[Way, ...] = ()
     telling: tuple[str, ...] = ()
+    folder: str | None = None
 
     def __repr__(self) -> str:
         best = f"recommended {self.recommended.words()}" if self.recommended else "nothing fits"
@@ -108,6 +111,7 @@ def estimate(
     cache: bool = True,
     most: int | None = 12,
     ways: bool = False,
+    output: str | Path | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Estimate:
     """Predict the memory and the speed of training plans on a GPU, without a device and without weights.
@@ -135,6 +139,8 @@ def estimate(
         most: How many kinds of plan to return, the fastest first, and of those with the same memory and speed the
             simplest; ``None`` for all.
         ways: Whether to estimate each way of training too (full, LoRA, QLoRA), whatever ``allow`` says of its class.
+        output: Folder for the files of the recommended plan, as ``tune`` writes them, marked as estimated; none by
+            default. The card needs a name, since its speed is predicted.
         say: Called with a line of text for each stage.
 
     Returns:
@@ -160,8 +166,11 @@ def estimate(
     gpu, gpus = counted_cards(gpu, gpus)
     card, given = asked_card(gpu, memory)
     world = asked_world(gpus, nodes, elsewhere=given is not None)
-    with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
-        folder = Path(scratch)
+    if given is not None:
+        check_card(card, output)
+    with contextlib.ExitStack() as stack:
+        target = None if output is None else stack.enter_context(estimate_folder(output))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autofit-estimate-")))
         config = fetched_config(request, folder, say)
         here = choose_device("auto") if given is None else "cpu"
         server = ForkServer(folder / "forkserver.log", here, modeling_module(config), trains=False)
@@ -173,13 +182,20 @@ def estimate(
             else:
                 facts = read_facts(folder, request, here, server, lambda _: None)  # the notes say it
                 card = gpu_catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
+                check_card(card, output)
             knobs = space.parse_knobs(settings.fix, settings.among, facts)
             allowed = space.parse_allowed(settings.allowed)
             plans = space.build(facts, allowed, knobs)
             traces = Traces(facts, config, lambda: server, folder, kept)
             cast = forecast(plans, traces, facts, card, say)
             by_way = every_way(facts, knobs, allowed, traces, card, say) if ways else ()
-        rows, kinds, recommended = estimated_plans(plans, cast, traces, facts, most, say)
+            rows, kinds, recommended = estimated_plans(plans, cast, traces, facts, most, say)
+            notes = _notes(facts, card, traces, plans, world)
+            best = next((one for one in rows if one.plan == recommended), None)
+            if target is not None and best is not None and card is not None:
+                reason = f"Nothing was measured. {why_recommended(recommended == rows[0].plan)}"
+                took = time.monotonic() - began
+                write_estimate(best, facts, card, config, target, server, why=reason, notes=notes, seconds=took)
         untraced = sorted({why for plan in families_of(plans) if (why := traces.untraced(plan))})
         return Estimate(
             model=str(model),
@@ -198,11 +214,17 @@ def estimate(
             untraced=tuple(untraced),
             processes=world.processes,
             nodes=world.nodes,
-            notes=_notes(facts, card, traces, plans, world),
+            notes=notes,
             seconds=time.monotonic() - began,
             ways=by_way,
             telling=tuple(one.name for one in techniques() if one.ways),
+            folder=str(target) if target is not None and best is not None else None,
         )
+
+
+def why_recommended(first: bool) -> str:
+    """Why a plan of an estimate is recommended."""
+    return "It is the fastest that fits." if first else "It is simpler than the fastest, and within 3 % of it."
 
 
 def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space, world: World) -> tuple[str, ...]:

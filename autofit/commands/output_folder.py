@@ -22,6 +22,8 @@ _WRITTEN = {
 }  # fmt: skip
 BEGUN = {REQUEST, LOCK}
 """One of these is in every folder that a tune has written to."""
+CONFIG_FILES = {MODEL_FOLDER, DOCUMENT_FILE, YAML, ARGUMENTS, REPORT}
+"""What an answer is made of, a tune's or an estimate's."""
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from autofit.machine import gpu_catalogue
 from autofit.machine.describe import cpu_name
 from autofit.system.errors import InputError, MachineError
 from autofit.system.units import size
@@ -101,6 +102,9 @@ def _check_device(wanted: Hardware, folder: Path, *, any_hardware: bool) -> None
         return
     found = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK") or 0))
     memory = int(found.total_memory)
+    card = gpu_catalogue.matching(found.name, memory)
+    if card is not None and card.name == wanted.name:  # an estimate calls the card as the catalogue does
+        return
     if found.name != wanted.name or abs(memory - wanted.total_bytes) > _SAME_MEMORY * wanted.total_bytes:
         raise MachineError(
             f"this training runs on {found.name} with {size(memory)}, and the answer in {folder} is for {wanted.name} "

@@ -66,11 +66,17 @@ def _question(answers: Sequence[Document]) -> list[tuple[str, list[str]]]:
 def _promise(answers: Sequence[Document]) -> list[tuple[str, list[str]]]:
     """The promised speed and memory; speed also as a multiple of the first answer's."""
     first = answers[0].promise.samples_per_second
+    marked = (
+        [("the figures are", [wording.standing(one) for one in answers])]
+        if any(one.estimated for one in answers)
+        else []
+    )
     return [
+        *marked,
         ("samples/s", [wording.speed(one) for one in answers]),
         ("of the first", [f"{one.promise.samples_per_second / first:.2f} times" for one in answers]),
         ("tokens/s", [number(one.promise.tokens_per_second) for one in answers]),
-        ("step", [wording.step(one.promise) for one in answers]),
+        ("step", [wording.promised_step(one) for one in answers]),
         (
             "peak memory",
             [

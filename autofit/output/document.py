@@ -37,8 +37,21 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Estimated:
+    """Marks an answer that was predicted: no step of it was run.
+
+    Attributes:
+        low, high: The factors on the predicted samples/s that four trainings of five lie within; ``low`` is 0 where
+            several processes train, since the time of their communication is not predicted.
+    """
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """The answer of one tune.
+    """The answer of one tune, or of an estimate.
 
     Attributes:
         format: Number of this layout; a reader refuses one that it does not know.
@@ -52,6 +65,7 @@ class Document:
         contributions: What each value of the winner that is not the baseline is good for.
         guard: What a short training of the winner showed; ``None`` where there was none.
         seconds: Wall seconds of the whole tune; ``training_share`` of them went into training steps.
+        estimated: Where the plan and the promise were predicted and not measured; ``None`` for a tune.
     """
 
     format: Literal[2] = 2
@@ -75,6 +89,7 @@ class Document:
     seconds: float
     training_share: float
     median_trial_seconds: float
+    estimated: Estimated | None = None
 
     @property
     def facts(self) -> Facts:

@@ -104,6 +104,8 @@ def _carried(document: Document, target: str, folder: str) -> _Carried:
         found.lacking += [f"{name}={plan[name]}: {words}" for words in said]
     if found.lacking and any("setup.model" in words for words in found.lacking):
         found.lacking.insert(0, f"where a line says setup: setup = autofit.load({folder!r})")
+    if document.estimated is not None:
+        found.lacking.insert(0, f"that it was measured: the plan is estimated for {document.hardware.name}")
     return found
 
 

@@ -41,16 +41,17 @@ def summary(document: Document, *, folder: str | Path) -> Group:
         folder: Where its files are, as the user calls it; it goes into the commands.
     """
     launch, verify = ("\n".join(wording.shell_lines(words)) for words in wording.launch_commands(document, folder))
+    measured = document.estimated is None
     script = wording.script_lines(document, folder) or ["nothing beyond reading training_args.json"]
     same = ["nothing: the training is that of a baseline plan"]
     sections: list[tuple[str, RenderableType]] = [
         ("The winner", Group(_split(document), _text(""), _plan_table(document))),
-        ("The promise", _promise_table(document)),
+        ("The promise" if measured else "The estimate", _promise_table(document)),
         ("What it changes in the training", _bullets(document.changes or same)),
         ("What your script must do", _bullets(script)),
         ("Why this plan", Group(_text(document.reason), *_bulleted(wording.contributed(document)))),
-        ("Against baseline plans", _bullets(wording.against_baseline(document)[1])),
-        ("The trials", _trials(document)),
+        *([("Against baseline plans", _bullets(wording.against_baseline(document)[1]))] if measured else []),
+        *([("The trials", _trials(document))] if measured else []),
         ("What it cost", _text(wording.cost(document))),
     ]
     smaller = wording.ceilings(document)
@@ -66,7 +67,7 @@ def summary(document: Document, *, folder: str | Path) -> Group:
     if document.notes:
         sections.append(("Notes", _bullets(document.notes)))
     sections.append(("Launch it", _text(launch, overflow="fold")))
-    sections.append(("Check the promise", _text(verify, overflow="fold")))
+    sections.append(("Check the promise" if measured else "Check the estimate", _text(verify, overflow="fold")))
     return Group(
         _header(document),
         *(_section(title, body) for title, body in sections),
@@ -100,7 +101,7 @@ def html(document: Document, *, folder: str | Path) -> str:
         split=list(zip((*SPLIT, "processes"), wording.product(document).split(" = ")[0].split(" x "), strict=True)),
         ratio=ratio,
         comparison=comparison,
-        scatter=charts.scatter(document),
+        scatter=charts.scatter(document) if document.trials else None,
         losses=charts.losses(document),
         contributed=wording.contributed(document),
         ceilings=wording.ceilings(document),
@@ -123,6 +124,7 @@ def notebook(document: Document, *, folder: str | Path) -> str:
     promise = document.promise
     share = percent(promise.peak_bytes / promise.limit_bytes)
     rows = [
+        *([("figures", wording.ESTIMATED)] if document.estimated else []),
         ("plan", chosen_words(document.plan) or "the baseline plan"),
         ("batch", f"{SPLIT_WORDS}: {wording.product(document)}"),
         ("speed", wording.pace(document)),
@@ -146,6 +148,8 @@ def _header(document: Document) -> Text:
     text = _text(model.name, style="bold")
     text.append(f"\n{parameters(model.parameters)}, {model.layers} layers, {clean(model.architecture)}")
     text.append(f"\n{clean(hardware.name)}, ceiling {size(work.limit_bytes)}")
+    if document.estimated is not None:
+        text.append(f"\n{wording.estimate_words(document)}")
     text.append(f"\ntask {wording.task_words(document)}")
     text.append(f"\n{model.rows_of(work.seq_len)}, global batch {work.global_batch}, {wording.path_words(document)}")
     return text
@@ -167,7 +171,7 @@ def _promise_table(document: Document) -> Table:
     promise = document.promise
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("speed", wording.pace(document))
-    table.add_row("step", f"{wording.step(promise)} for a whole optimizer step")
+    table.add_row("step", f"{wording.promised_step(document)} for a whole optimizer step")
     share = promise.peak_bytes / promise.limit_bytes
     filled = min(_BAR_CELLS, max(1, round(_BAR_CELLS * share)))
     bar = Text("█" * filled, style="green").append("░" * (_BAR_CELLS - filled), style="dim")

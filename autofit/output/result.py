@@ -14,7 +14,7 @@ from autofit._version import __version__
 from autofit.contract.outcome import Promise, Trial
 from autofit.contract.plan import Plan
 from autofit.output import report
-from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, Document, Offer
+from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, Document, Estimated, Offer
 from autofit.output.emit import ARGUMENTS, REPORT, YAML, emit
 from autofit.output.jobs import CheckJob
 from autofit.search.tradeoffs import Contribution, Point
@@ -83,12 +83,16 @@ class Result:
         return target
 
 
-def _offers(plan: Plan, facts: Facts) -> list[tuple[str, Choice]]:
+def _offers(plan: Plan, facts: Facts) -> tuple[Offer, ...]:
     """What every technique offers, and the plan's own values where they are none of these."""
     known = space.offers(facts)
     listed = {(name, choice.value) for name, choice in known}
     own = [(one.name, one.choice(plan[one.name], facts)) for one in registry.techniques()]
-    return [*known, *((name, choice) for name, choice in own if (name, choice.value) not in listed)]
+    every: list[tuple[str, Choice]] = [*known, *(pair for pair in own if (pair[0], pair[1].value) not in listed)]
+    return tuple(
+        Offer(technique=name, value=choice.value, kind=choice.kind.value, status=choice.status, reason=choice.reason)
+        for name, choice in every
+    )
 
 
 def write_result(document: Document, folder: Path, server: ForkServer) -> Result:
@@ -163,16 +167,7 @@ def compose(
         reason=decision.reason,
         changes=tuple(registry.changes(decision.plan, facts)),
         script=recipe.emission.script,
-        offers=tuple(
-            Offer(
-                technique=name,
-                value=choice.value,
-                kind=choice.kind.value,
-                status=choice.status,
-                reason=choice.reason,
-            )
-            for name, choice in _offers(decision.plan, facts)
-        ),
+        offers=_offers(decision.plan, facts),
         trials=tuple(trials),
         notes=tuple(dict.fromkeys((*notes, *added, *measured.notes))),
         front=tuple(front),
@@ -181,4 +176,47 @@ def compose(
         seconds=seconds,
         training_share=sum(training_seconds(trial) for trial in trials) / max(spent, seconds, 1e-9),
         median_trial_seconds=median(walls) if walls else 0.0,
+    )
+
+
+def compose_estimate(
+    plan: Plan,
+    promise: Promise,
+    facts: Facts,
+    *,
+    estimated: Estimated,
+    reason: str,
+    notes: Sequence[str],
+    seconds: float,
+) -> Document:
+    """A predicted plan as a document: no trial, and marked as estimated.
+
+    Args:
+        plan: What is recommended.
+        promise: What is predicted of it.
+        facts: The card and the question.
+        estimated: How far off the prediction may be.
+        reason: Why this plan.
+        notes: What was assumed.
+        seconds: Wall seconds of the estimate.
+    """
+    return Document(
+        autofit=__version__,
+        created=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        model=facts.model,
+        workload=facts.workload,
+        hardware=facts.hardware,
+        versions=dict(facts.packages),
+        plan=plan,
+        promise=promise,
+        reason=reason,
+        changes=tuple(registry.changes(plan, facts)),
+        script=registry.recipe_of(plan, facts).emission.script,
+        offers=_offers(plan, facts),
+        trials=(),
+        notes=tuple(dict.fromkeys(notes)),
+        seconds=seconds,
+        training_share=0.0,
+        median_trial_seconds=0.0,
+        estimated=estimated,
     )

@@ -207,9 +207,10 @@ class Watch:
 
 
 def load(folder: str | Path, *, any_hardware: bool = False) -> Setup:
-    """Read an output folder of ``autofit tune``.
+    """Read an output folder of ``autofit tune``, or of ``autofit estimate``.
 
-    Warns where a package differs from the one that the answer was found with.
+    Warns where the plan is estimated and not measured, and where a package differs from the one that the answer was
+    found with.
 
     Args:
         folder: What ``--output`` was.
@@ -219,6 +220,12 @@ def load(folder: str | Path, *, any_hardware: bool = False) -> Setup:
         InputError: The folder holds no valid ``autofit.json``.
     """
     found = read_document(folder)
+    if found.estimated is not None:
+        warnings.warn(
+            f"the plan in {folder} is estimated for {found.hardware.name}, not measured: `autofit verify` tells on "
+            "that card whether it holds",
+            stacklevel=2,
+        )
     now = installed()
     differing = [
         f"{name} {then} -> {now.get(name, 'none')}"

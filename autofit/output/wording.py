@@ -33,6 +33,9 @@ _KINDS = {
 }  # what a reader least expects comes first among the failures
 
 
+ESTIMATED = "estimated, not measured"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """One plan that ran inside the ceiling, all of its runs together.
@@ -112,6 +115,8 @@ def against_baseline(document: Document) -> tuple[float | None, list[str]]:
         The winner's speed as a multiple of the fastest measured baseline plan's (``None`` where there is no other
         than the winner), and what is to be said, a sentence each.
     """
+    if document.estimated is not None:
+        return None, ["Nothing was measured: there is no plan to compare with."]
     ranked = standings(document)
     winner, alike = ranked[0], [one for one in ranked if one.is_baseline]
     values = " ".join(f"{name}={value}" for name, value in baseline_values(document.facts).items())
@@ -216,6 +221,8 @@ def shell_lines(words: list[str], width: int = 76) -> list[str]:
 
 def cost(document: Document) -> str:
     """What the tune took."""
+    if document.estimated is not None:
+        return f"{duration(document.seconds)} for the estimate; no training step was run."
     return (
         f"{duration(document.seconds)} for {plural(len(document.trials), 'trial')} "
         f"(median {duration(document.median_trial_seconds)} each); "
@@ -302,8 +309,10 @@ def guarded(document: Document) -> str | None:
 
 
 def speed(document: Document) -> str:
-    """The promised samples/s; its spread is that of the step, in proportion."""
+    """The promised samples/s; its spread is that of the step, in proportion. An estimate's has a tilde."""
     promise = document.promise
+    if document.estimated is not None:
+        return f"~{number(promise.samples_per_second)}"
     relative = promise.step_seconds_spread / promise.step_seconds
     return with_spread(promise.samples_per_second, promise.samples_per_second * relative)
 
@@ -318,6 +327,33 @@ def task_words(document: Document) -> str:
     """What the model is trained for: ``seq2seq-lm (a text out of a text)``."""
     model = document.model
     return "the script's" if model.task == "script" else f"{model.task} ({model.trained_on})"
+
+
+def promised_step(document: Document) -> str:
+    """The promised time of an optimizer step: ``776.7 ± 5.8 ms``, or ``~776.7 ms`` where it is estimated."""
+    if document.estimated is None:
+        return step(document.promise)
+    figure, _, unit = step(document.promise).replace("± ", "").split(" ")
+    return f"~{figure} {unit}"
+
+
+def standing(document: Document) -> str:
+    """How the figures of an answer came about."""
+    return "measured" if document.estimated is None else ESTIMATED
+
+
+def estimate_words(document: Document) -> str:
+    """What an estimate's figures are worth, in a sentence; empty for a tune."""
+    if document.estimated is None:
+        return ""
+    low, high = document.estimated.low, document.estimated.high
+    said = f"Of five trainings, four make {low:.2f} to {high:.2f} times the predicted speed"
+    if not low:
+        said = f"Communication takes no time in it: expect less than {high:.2f} times the predicted speed"
+    return (
+        f"Estimated, not measured: no training step was run. {said}; autofit verify tells whether it holds, on a "
+        f"machine with {document.hardware.name}."
+    )
 
 
 def step(of: Promise | Measured) -> str:

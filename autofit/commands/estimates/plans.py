@@ -35,6 +35,7 @@ class Estimated:
     Attributes:
         need: Of its tensors, by category.
         device_bytes: The smallest card on which it runs: allocator, workspaces and context included.
+        outside_bytes: Of these, what lies outside the allocator.
         verdict: ``fits`` with the margin, ``tight`` without it, or ``too large``.
         samples_per_second: By roofline, about 30 % off; ``None`` on a card that is not in the catalogue.
         changes: What the plan changes in the training.
@@ -45,6 +46,7 @@ class Estimated:
     plan: Plan
     need: Need
     device_bytes: int
+    outside_bytes: int
     verdict: Verdict
     samples_per_second: float | None
     changes: tuple[str, ...]
@@ -148,6 +150,7 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
         plan=plan,
         need=found,
         device_bytes=device,
+        outside_bytes=0 if on_cpu else CONTEXT_BYTES + nccl_bytes(plan, facts.workload),
         verdict=verdict,
         samples_per_second=None if np.isnan(seconds) else 1 / seconds,
         changes=tuple(changes(plan, facts)),

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from autofit.commands.estimate import Estimate
 from autofit.commands.estimates.plans import Estimated
-from autofit.commands.estimates.table import amount, heading
+from autofit.commands.estimates.table import amount, heading, written
 from autofit.commands.estimates.ways import AS_ASKED, Way
 from autofit.output.flags import flags
 from autofit.output.plan_words import chosen_words
@@ -39,6 +39,7 @@ def screen(found: Estimate) -> Group:
     else:
         parts.append(Text(f"nothing fits in {units.size(found.memory_bytes)}"))
     parts += [Text(one_line(note, _WIDTH), style="dim") for note in found.notes[-_MOST_NOTES:]]
+    parts += written(found)
     parts.append(Text(f"every kind of plan: --all; {units.duration(found.seconds)}", style="dim"))
     return Group(*parts)
 

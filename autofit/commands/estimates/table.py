@@ -10,6 +10,7 @@ from autofit.commands.estimate import Estimate
 from autofit.commands.estimates.plans import Estimated, cause
 from autofit.costmodel.tracing.timeline import Category
 from autofit.output.plan_words import chosen_words
+from autofit.output.text import clean
 from autofit.system import units
 
 _LETTERS: dict[Category, tuple[str, str]] = {
@@ -68,8 +69,18 @@ def table(found: Estimate) -> RenderableType:
         parts.append(Text(f"nothing fits; the smallest needs {units.size(smallest.device_bytes)}"))
     parts += [Text(f"no estimate: {why}") for why in found.untraced]
     parts += [Text(note) for note in found.notes]
+    parts += written(found)
     parts.append(Text(f"{found.counted} plans in {units.duration(found.seconds)}"))
     return Group(*parts)
+
+
+def written(found: Estimate) -> list[Text]:
+    """Where the files are, and of which plan."""
+    if found.folder is None or found.recommended is None:
+        return []
+    plan = found.recommended
+    words = f"{plan['micro_batch']} x {plan['accumulation']} {chosen_words(plan)}"
+    return [Text(clean(f"{found.folder} holds the files of {words}: estimated, not measured"))]
 
 
 def heading(found: Estimate) -> str:

@@ -120,6 +120,7 @@ ESTIMATE_OPTIONS: tuple[Option, ...] = (
     _TRUST,
     click.option("--cache/--no-cache", default=True, show_default=True, help="Keep traces in the user's cache folder."),
     click.option("--all", "every", is_flag=True, help="Show every kind of plan."),
+    click.option("--output", help="Write the recommended plan's files here, marked as estimated; needs --gpu."),
     click.option("--json", "as_json", is_flag=True, help="Print the estimate as JSON to stdout."),
 )
 
