@@ -324,7 +324,7 @@ def requests(
     *,
     rows: int,
     accumulation: int,
-    steps: int = 2,
+    steps: int = 3,
     evaluated_rows: int = 0,
     workspaces: Sequence[int] = (),
 ) -> tuple[list[int], list[float]]:
@@ -338,7 +338,7 @@ def requests(
         optimizer: Its optimizer.
         rows: The micro-batch.
         accumulation: Micro-steps to an optimizer step.
-        steps: How many of them.
+        steps: How many of them. The first makes the state; the third finds other gaps between blocks than the second.
         evaluated_rows: Of the evaluation step; without any it is left out.
         workspaces: Bytes that cuBLAS keeps, from the first forward pass and from the first backward pass on.
     """

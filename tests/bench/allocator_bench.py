@@ -5,7 +5,8 @@
 Each plan is trained for two optimizer steps on the card that is there, which may be an emulated one, and traced. The
 table shows ``max_memory_allocated`` and ``max_memory_reserved`` of both. An error is positive where the trace says
 more. Every architecture gets the same dozen plans; every other value of every technique that this machine offers is
-tried on Llama. What can't run is listed with its reason.
+tried on Llama. What can't run is listed with its reason. Rows that FILE holds already are not run
+again.
 """
 
 import argparse
@@ -183,13 +184,15 @@ def summary(rows):
 def main():
     """Do it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every row there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="rows are kept there, and those in it are not run")
     parser.add_argument("--plans", type=int, metavar="N", help="no more than the first N of each model")
     parser.add_argument("--models", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES))
     parser.add_argument("--only", help="only plans whose words hold this text")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows, withheld = [], {}
+    held = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    rows, withheld = held.get("rows", []), held.get("not_run", {})
+    done = {(row["model"], row["plan"]) for row in rows}
     print(f"{'model':12s} {'plan':58s} {'MiB':>8s} {'error':>8s} {'reserved':>8s} {'error':>8s}  peak of the trace")
     for model in options.models:
         architecture, config = ARCHITECTURES[model]
@@ -200,6 +203,8 @@ def main():
                 withheld |= {f"{model} {name}": reason for name, reason in reasons}
                 wanted = [changes for changes in possible if not options.only or options.only in words(changes)]
                 for changes in wanted[: options.plans]:
+                    if (model, words(changes)) in done:
+                        continue
                     rows.append(row_of(bench, model, changes))
                     show(rows[-1])
                     if options.json:

@@ -547,6 +547,47 @@ def test_partial_sums_and_products_live_while_their_kernel_runs():
     assert held["gradient times softmax"] == 4 * MIB
 
 
+def held_by(program, **options):
+    """Names and bytes of what a program's kernels hold, in order."""
+    with Recorder(fake=False, stand_ins=cuda_kernels.kernel_stand_ins(**options)) as recorder:
+        program()
+    tape = recorder.tape()
+    return [(tape.names[op], int(size)) for op, size in zip(tape.ops, tape.sizes, strict=True)]
+
+
+def test_dropout_makes_its_mask_before_its_output():
+    given = torch.ones(4, 1024)
+    assert [size for _, size in held_by(lambda: torch.native_dropout(given, 0.1, True))][-2:] == [4096, 16384]
+
+
+def test_attention_of_few_rows_is_computed_in_parts():
+    """An H100 ran 12 heads of 512 rows in two parts, and 16 heads of 2048 rows at once."""
+    few, many = (torch.ones(1, heads, rows, 64, dtype=torch.bfloat16) for heads, rows in ((12, 512), (16, 2048)))
+    parts = [size for name, size in held_by(lambda: F.scaled_dot_product_attention(few, few, few)) if "parts" in name]
+    assert parts == [2 * 12 * 512 * 4, 2 * 12 * 512 * 4 * 64]
+    assert not any("parts" in name for name, _ in held_by(lambda: F.scaled_dot_product_attention(many, many, many)))
+
+
+def test_an_embeddings_gradient_takes_rows_for_parts_of_a_tokens_places():
+    def backward(places):
+        embedding.weight.grad = None
+        embedding(torch.zeros(places, dtype=torch.long)).sum().backward()
+
+    embedding = torch.nn.Embedding(1000, 64)
+    many, few = ([s for name, s in held_by(lambda n=n: backward(n)) if "embedding's" in name] for n in (4096, 1024))
+    assert many == [(409 + 1000) * 64 * 4]
+    assert few == []
+
+
+def test_a_mask_is_added_to_the_scores_in_place():
+    query, mask = torch.ones(2, 4, 64, 16), torch.ones(64, 64)
+    with FakeTensorMode(allow_non_fake_inputs=True), Recorder() as recorder, like_cuda():
+        F.scaled_dot_product_attention(query, query[:, :2], query[:, :2], mask, enable_gqa=True)
+    tape = recorder.tape()
+    scores = [tape.names[op] for op, size in zip(tape.ops, tape.sizes, strict=True) if size == 4 * 2 * 4 * 64 * 64]
+    assert not any("add" in name for name in scores), scores
+
+
 @pytest.mark.parametrize(
     ("capability", "same_as"),
     [(None, (8, 0)), ((7, 5), (7, 5)), ((8, 9), (8, 6)), ((9, 0), (8, 0)), ((12, 0), (8, 6)), ((7, 0), (7, 5))],

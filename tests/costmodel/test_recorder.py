@@ -364,3 +364,19 @@ def test_what_an_operator_moves_grows_with_the_rows_tensor_by_tensor():
     product = at_three.kind == TIMED_KINDS.index("product")
     assert at_three.moved_bytes[product].tolist() == [4 * (3 * 16 + 16 * 8 + 3 * 8)]
     assert at_three.m[product].tolist() == [3]
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_gradients_are_added_in_place_where_autograd_holds_the_first_alone(fake):
+    """As they are without a dispatch mode; a view has its base beside it, and is not added to."""
+    added = {}
+    for name, forward in {"fresh": torch.sin, "view": lambda y: y.t().contiguous()}.items():
+        with FakeTensorMode() if fake else contextlib.nullcontext(), Recorder(fake=fake) as recorder:
+            given = torch.ones(8, 8, requires_grad=True)
+            made = given * 2
+            recorder.mark("0:B0")
+            (made.cos().sum() + forward(made).sum()).backward()
+        tape = recorder.tape(since=1)
+        added[name] = [tape.names[op] for op in tape.ops[tape.sizes == 4 * 8 * 8]].count("aten.add.Tensor")
+        assert fake or given.grad.allclose(2 * (1 if name == "view" else made.cos()) - 2 * made.sin())
+    assert added == {"fresh": 0, "view": 1}

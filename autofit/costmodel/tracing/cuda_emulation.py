@@ -124,8 +124,7 @@ def _attention(  # noqa: PLR0917 - PyTorch's own order
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     fused = fused_attention(query, key, value, attn_mask, dtype=dtype, capability=capability)
     if fused is None:
-        with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return attention_by_scores(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if value.shape[-1] != query.shape[-1]:  # which the CPU's fused kernel does not do
         query, key, value = (each.to(dtype) for each in (query, key, value))
         mask = torch.zeros_like(attn_mask, dtype=dtype) if attn_mask is not None else None
@@ -133,6 +132,12 @@ def _attention(  # noqa: PLR0917 - PyTorch's own order
         result: torch.Tensor = efficient(query, key, value, mask, True, 0.0, is_causal, scale=options.get("scale"))[0]
         return result
     return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, **options)
+
+
+def attention_by_scores(*args: Any, **options: Any) -> torch.Tensor:
+    """Attention that makes its scores; the recorder knows it by its name, and that the mask is added in place."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **options)
 
 
 def _dropout(

@@ -1,10 +1,12 @@
 """What CUDA's kernels hold while they run, beside their results: stand-ins for operators of a trace.
 
 =================================  ================================================================================
+attention, forward                 results of parts of the keys, see :func:`_split_bytes`
 attention, backward                float32 accumulators, see :func:`_flash_bytes` and :func:`_efficient_bytes`
 norms and softmax, backward        a copy of a gradient that is not contiguous, such as that of a sum
 softmax                            backward its gradient times its result; where it looks for empty rows, a mask
 sums over rows                     each block's partial sums, which another block adds up
+an embedding, backward             a row for each part of a token's places
 =================================  ================================================================================
 
 Sources: ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`` (``mha_bwd``), ``attention_backward.cu``
@@ -15,6 +17,7 @@ a test on a device that compares it with the real one.
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +29,7 @@ SIXTEEN = (torch.bfloat16, torch.float16)
 _AMPERE, _LESS_SHARED_MEMORY = (8, 0), (8, 6)
 _WARP, _MOST_THREADS, _VECTOR = 32, 512, 4
 _FEWEST_VALUES, _MOST_VALUES = 16, 256
+_FEW_PLACES, _PLACES_A_PART = 3072, 10
 _RESIDENT_THREADS = {(7, 5): 80 * 2048, (8, 0): 132 * 2048, (8, 6): 142 * 1536}
 """Threads that a card runs at once, by :func:`~autofit.costmodel.tracing.trace_store.kernels_of`: those of a V100, an
 H100 and an L40S. A card with fewer splits a long sum over fewer blocks."""
@@ -41,6 +45,7 @@ def kernel_stand_ins(capability: tuple[int, int] = _AMPERE) -> dict[Any, Any]:
     attention = _AttentionBackward(capability)
     reduction = functools.partial(_reduction, _RESIDENT_THREADS[capability])
     return {
+        ops._scaled_dot_product_flash_attention_for_cpu.default: functools.partial(_flash_forward, capability),
         ops._scaled_dot_product_flash_attention_for_cpu_backward.default: attention,
         ops._scaled_dot_product_efficient_attention_backward.default: attention,
         ops.native_dropout.default: _dropout,
@@ -48,6 +53,7 @@ def kernel_stand_ins(capability: tuple[int, int] = _AMPERE) -> dict[Any, Any]:
         ops._softmax_backward_data.default: _softmax_backward,
         ops._safe_softmax.default: _safe_softmax,
         ops._log_softmax_backward_data.default: _dense_gradient,
+        ops.embedding_dense_backward.default: _embedding_backward,
         ops.sum.dim_IntList: reduction,
         ops.mean.dim: reduction,
         ops.amax.default: reduction,
@@ -82,6 +88,42 @@ def fused_attention(
     if same_heads and width % aligned == value.shape[-1] % aligned == 0:
         return "efficient"
     return None
+
+
+def _flash_forward(
+    capability: tuple[int, int], recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The forward pass, whose result is there before the results of the keys' parts."""
+    results = func(*args, **kwargs)
+    query, key = args[:2]
+    if query.dtype in SIXTEEN and capability >= _AMPERE:
+        for result in results:
+            recorder.follow(result, func, args)
+        with recorder.holding(*_split_bytes(query, key, _RESIDENT_THREADS[capability]), name="attention by parts"):
+            pass
+    return results
+
+
+def _split_bytes(query: torch.Tensor, key: torch.Tensor, threads: int) -> list[int]:
+    """What FlashAttention-2 holds where too few blocks of rows would run: a result of each part of the keys.
+
+    Source: ``flash_api.cpp`` (``set_params_splitkv``, ``num_splits_heuristic``).
+    """
+    batch, heads, rows, width = query.shape
+    at_once = 2 * threads // 2048  # blocks: two a multiprocessor
+    columns = 256 if width <= 64 else 128 if width <= 128 else 64
+    blocks, parts = batch * heads * -(-rows // 64), -(-key.shape[2] // columns)
+    if blocks >= 0.8 * at_once:
+        return []
+    efficiency = {
+        count: (waves := blocks * count / at_once) / math.ceil(waves)
+        for count in range(1, min(128, at_once, parts) + 1)
+        if count == 1 or -(-parts // count) != -(-parts // (count - 1))
+    }
+    best = max(efficiency.values())
+    count = next(count for count, one in efficiency.items() if one >= 0.85 * best)
+    padded = -(-width // 32) * 32
+    return [4 * count * batch * heads * rows, 4 * count * batch * heads * rows * padded] if count > 1 else []
 
 
 class _AttentionBackward:
@@ -146,6 +188,22 @@ def _dropout(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
 def _copied_bytes(gradient: torch.Tensor) -> int:
     """What a kernel takes that reads a dense gradient: a copy of one that is not, such as that of a sum."""
     return 0 if gradient.is_contiguous() else gradient.numel() * gradient.element_size()
+
+
+def _embedding_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradient of an embedding, and a row in float32 for every ten places of a token, or fewer.
+
+    Room is made for the most that a batch may need. Source: ``EmbeddingBackwardKernel.cu``.
+    """
+    result = func(*args, **kwargs)
+    places, tokens, width = args[1].numel(), args[2], result.shape[-1]
+    if places > _FEW_PLACES or recorder.rows:
+        recorder.follow(result, func, args)
+        each = recorder.rows if recorder.rows and places % recorder.rows == 0 else 1
+        parts = each * (places // each // _PLACES_A_PART) + (places if each > 1 else min(places, tokens))
+        with recorder.holding(4 * parts * width, name="parts of an embedding's gradient"):
+            pass
+    return result
 
 
 def _dense_gradient(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

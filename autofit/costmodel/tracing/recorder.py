@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -31,6 +32,11 @@ _WEIGHTS, _COPIES, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _BATCH, _TEMPORARI
 )
 _HEAD = frozenset({"head", "loss", "headB"})
 _VALUES = {torch.ops.aten._local_scalar_dense.default}
+ATTENTION = "attention_by_scores"
+"""Name of the function that calls the attention whose scores are made."""
+_AUTOGRAD = "_engine_run_backward"
+_HELD_HERE = 2
+"""Holders of a storage that one tensor alone has: the tensor, and the object that Python asks it by."""
 
 StandIn = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -51,7 +57,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.rows = rows
-        self.stand_ins = stand_ins or {}
+        self.stand_ins = {torch.ops.aten.add.Tensor: _add, **(stand_ins or {})}
         self.events: list[int] = []
         self.sizes: list[int] = []
         self.ops: list[int] = []
@@ -379,6 +385,30 @@ _WRITING = frozenset({
     "lerp_", "addcmul_", "addcdiv_", "sqrt_", "neg_", "normal_", "uniform_", "bernoulli_", "pow_", "rsqrt_",
     "optimizer_update_8bit_blockwise", "optimizer_update_32bit",
 })  # fmt: skip
+
+
+def _add(_: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sum, in place where PyTorch adds in place but for a dispatch mode.
+
+    Sources: gradients, ``torch/csrc/autograd/input_buffer.cpp`` (``can_accumulate_inplace``); the mask of scores,
+    ``aten/src/ATen/native/transformers/attention.cpp`` (``_scaled_dot_product_attention_math``).
+    """
+    caller = sys._getframe(2).f_code.co_name  # in Python: what is called in C++ has no frame
+    there, added = args[:2]
+    if not isinstance(added, torch.Tensor):
+        return func(*args, **kwargs)
+    if caller == ATTENTION:
+        return torch.ops.aten.alias.default(there)
+    if caller == _AUTOGRAD and not torch.is_grad_enabled() and _may_be_added_to(there, added):
+        return there.add_(added)
+    return func(*args, **kwargs)
+
+
+def _may_be_added_to(there: torch.Tensor, added: torch.Tensor) -> bool:
+    """Whether autograd keeps a sum of gradients in the place of the first, which it holds alone."""
+    alike = there.shape == added.shape and there.dtype == added.dtype
+    alone = torch._C._storage_Use_Count(there.untyped_storage()._cdata) == _HELD_HERE
+    return alike and alone and bool(torch.ops.aten.is_non_overlapping_and_dense.default(there))
 
 
 @functools.cache
