@@ -16,11 +16,13 @@ from .optimizer import Optimizer
 from .parallel import Parallel
 from .precision import Precision
 from .quantization import Quantization
+from .sync_each_batch import SyncEachBatch
 
 ALL = (
     Parallel(),
     MicroBatch(),
     Accumulation(),
+    SyncEachBatch(),
     Precision(),
     Attention(),
     Kernels(),

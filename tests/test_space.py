@@ -263,7 +263,7 @@ def test_another_class_is_refused_with_those_that_are(text):
     ("text", "message", "hint"),
     [
         ("micro_bach=2", "'micro_bach' is not a knob", "did you mean micro_batch?"),
-        ("zzz=2", "'zzz' is not a knob", "known: parallel, micro_batch, accumulation, precision"),
+        ("zzz=2", "'zzz' is not a knob", "known: parallel, micro_batch, accumulation, sync_each_batch, precision"),
         ("precision=bf61", "precision has no value 'bf61'", "did you mean bf16?"),
         ("precision=zzz", "precision has no value 'zzz'", "known: fp32, bf16"),
         ("micro_batch=two", "micro_batch=two: a whole number is wanted", None),

@@ -58,6 +58,8 @@ class Recipe:
 
     Attributes:
         emission: Everything that a file carries, of all techniques together.
+        sync_each_batch: Whether gradients are sent in each micro-step; only the loop path reads it here, a Trainer
+            reads its argument.
         weights_dtype: Name of the dtype that the parameters are kept in.
         tf32: Whether float32 matrix products may run in TF32; only the loop path reads it here, a Trainer
             reads its argument.
@@ -78,6 +80,7 @@ class Recipe:
     emission: Emission = field(default_factory=Emission)
     micro_batch: int = 1
     accumulation: int = 1
+    sync_each_batch: bool = False
     weights_dtype: str = "float32"
     tf32: bool = False
     mixed_precision: str = "no"
@@ -169,6 +172,7 @@ class Recipe:
         """An ``Accelerator`` for a plain loop; under ``accelerate launch`` its YAML says the same."""
         import torch
         from accelerate import Accelerator
+        from accelerate.utils import GradientAccumulationPlugin
 
         on_cpu = self.facts.hardware.device == "cpu"
         if not on_cpu:
@@ -180,7 +184,11 @@ class Recipe:
             # told to use the CPU, Accelerate leaves its engines out
             "cpu": on_cpu and self.emission.accelerate["distributed_type"] in {"NO", "MULTI_GPU"},
         }
-        accelerator = Accelerator(**{**given, **others})
+        given |= others
+        if self.sync_each_batch and "gradient_accumulation_plugin" not in given:
+            steps = given.pop("gradient_accumulation_steps")
+            given["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=steps, sync_each_batch=True)
+        accelerator = Accelerator(**given)
         if not on_cpu:
             # beside a compiled model it switches TF32 on, whatever was said, by the older flag
             torch.backends.cuda.matmul.allow_tf32 = self.tf32

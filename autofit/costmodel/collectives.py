@@ -30,7 +30,7 @@ from autofit.costmodel.operator_time import TIMED_KINDS, Operator, Operators, ro
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Workload
-    from autofit.contract.plan import Plan, Value
+    from autofit.contract.plan import Value
     from autofit.contract.trace import Ints
     from autofit.costmodel.peak import MicroPart
     from autofit.costmodel.roofline import Numbers
@@ -148,19 +148,27 @@ def seconds(operators: Operators, links: Links, fit: Mapping[str, float] | None 
     return np.asarray((start ** fit["ramp"] + (wire / rate) ** fit["ramp"]) ** (1 / fit["ramp"]))
 
 
-def step_collectives(micro: MicroPart, plan: Mapping[str, Value], work: Workload, accumulation: int) -> Operators:
+def step_collectives(
+    micro: MicroPart, parallel: Value, work: Workload, accumulation: int, *, half: bool = False
+) -> Operators:
     """The collectives of a whole optimizer step, with all of their calls.
 
     Those of FSDP are traced. DDP's reducer is not: it reduces the gradients in buckets, in the last micro-step. Nor is
     DeepSpeed, which reduces them in buckets of 16 bits where it computes in 16 bits, in each micro-step from stage 2
     on, and gathers the weights: after each step, in stage 3 in each pass.
+
+    Args:
+        micro: The micro-steps.
+        parallel: What spreads the plan.
+        work: The world.
+        accumulation: Micro-steps to an optimizer step.
+        half: Whether it computes in 16 bits.
     """
-    parallel = plan[PARALLEL]
     if engine_of(parallel) == "ddp":
         return _in_buckets([("all_reduce", float(micro.buckets_bytes), 1)], _BUCKET_BYTES, work.processes)
     if engine_of(parallel) == "deepspeed":
         stage = int(str(parallel)[-1])
-        whole = float(micro.weights.sum()) * (0.5 if plan["precision"] in {"bf16", "fp16"} else 1.0)
+        whole = float(micro.weights.sum()) * (0.5 if half else 1.0)
         reduces = ("all_reduce", 1) if stage == 1 else ("reduce_scatter", accumulation)
         gathers = 2 * accumulation if stage == 3 else 1
         found = [(reduces[0], whole, reduces[1]), ("all_gather", whole, gathers)]
@@ -197,23 +205,31 @@ def exposed(
 
 
 def exposed_seconds(
-    micro: MicroPart, plan: Plan, work: Workload, links: Links, *, accumulation: Ints, computed: Numbers
+    micro: MicroPart,
+    parallel: Value,
+    work: Workload,
+    links: Links,
+    *,
+    accumulation: Ints,
+    computed: Numbers,
+    half: bool,
 ) -> Numbers:
     """What the collectives of each plan add to its step, of shape ``(plans,)``.
 
     Args:
         micro: The micro-steps that the plans share.
-        plan: One of them.
+        parallel: What spreads them.
         work: The world.
         links: What its ranks talk over.
         accumulation: Micro-steps to an optimizer step, of each plan.
         computed: Seconds of each step without collectives.
+        half: Whether they compute in 16 bits.
     """
     if work.processes == 1:
         return np.zeros(len(accumulation))
-    parallel, whole = plan[PARALLEL], dict[int, float]()
+    whole = dict[int, float]()
     for times in np.unique(accumulation).tolist():
-        found = step_collectives(micro, plan, work, times)
+        found = step_collectives(micro, parallel, work, times, half=half)
         whole[times] = float(found.calls @ seconds(found, links))
     exchanged = np.array([whole[times] for times in accumulation.tolist()])
     if links.plain_start is not None:

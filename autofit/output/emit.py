@@ -83,7 +83,7 @@ def check_files(folder: Path) -> None:
         reader: Any = HfArgumentParser
         (args,) = reader(TrainingArguments).parse_json_file(str(folder / ARGUMENTS))
         written = json.loads((folder / ARGUMENTS).read_text("utf-8"))
-        changed = {name for name, value in written.items() if _plain(getattr(args, name)) != value}
+        changed = {name for name, value in written.items() if _plain(getattr(args, name), value) != value}
         if changed:
             raise EmissionError(f"{ARGUMENTS}: {sorted(changed)} come back changed")
         load(folder)
@@ -91,6 +91,8 @@ def check_files(folder: Path) -> None:
         raise EmissionError(f"an emitted file is refused by its reader: {error}") from error
 
 
-def _plain(value: object) -> object:
-    """An enumeration as the string that was written."""
+def _plain(value: object, written: object) -> object:
+    """An enumeration as the string that was written, and of an object with defaults the fields that were."""
+    if isinstance(written, dict) and not isinstance(value, dict):
+        return {name: getattr(value, name, None) for name in written}
     return getattr(value, "value", value)

@@ -54,6 +54,7 @@ def plain(rows: int) -> Plan:
     return Plan(
         {
             "parallel": "none",
+            "sync_each_batch": "off",
             "micro_batch": rows,
             "accumulation": BATCH // rows,
             "precision": "fp32",

@@ -19,6 +19,7 @@ from tests.gpu.card import facts_on_card
 PLAIN = Plan(
     {
         "parallel": "none",
+        "sync_each_batch": "off",
         "micro_batch": 8,
         "accumulation": 1,
         "precision": "bf16",

@@ -146,6 +146,7 @@ def test_the_first_plan_is_fast_small_and_keeps_the_method(tmp_path):
     plan = open_searcher(tmp_path, plans, CUDA).ask()
     assert dict(plan) == {
         "parallel": "none",
+        "sync_each_batch": "off",
         "micro_batch": 1,
         "accumulation": 32,
         "precision": "bf16",

@@ -42,6 +42,7 @@ LLAMA = CONFIGS["llama"]
 PLAIN = Plan(
     {
         "parallel": "none",
+        "sync_each_batch": "off",
         "micro_batch": 1,
         "accumulation": 4,
         "precision": "fp32",

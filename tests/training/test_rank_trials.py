@@ -208,6 +208,23 @@ def test_a_sharded_plan_trains_and_is_seen_to_be_sharded(
     assert (seen["freed_units"] > 0) == (value != "fsdp:noreshard")
 
 
+@pytest.mark.parametrize("launch_path", ["trainer", "loop"])
+def test_gradients_are_sent_in_each_micro_step_and_seen_to_be(shimmed, facts, tmp_path, launch_path):
+    config, known = facts
+    work = dataclasses.replace(known.workload, launch_path=launch_path)
+    runner = ProcessRunner(tmp_path / "trials", dataclasses.replace(known, workload=work), config, shimmed)
+    plan = PLAIN.replaced(parallel="fsdp", accumulation=2, precision="fp32")
+    sent, kept = (
+        runner.run(number, plan.replaced(sync_each_batch=value), QUICK, purpose="search", limit_seconds=300).outcome
+        for number, value in enumerate(("on", "off"))
+    )
+    assert isinstance(sent, Measured), sent
+    assert isinstance(kept, Measured), kept
+    each, last = (one.evidence.of("sync_each_batch") for one in (sent, kept))
+    assert each["deferred"] == 0 < each["micro_steps"]
+    assert last["deferred"] == last["micro_steps"] / 2
+
+
 def test_an_fsdp_yaml_on_a_cpu_is_ddp_and_is_told(try_plan):
     found = try_plan(plan=DDP.replaced(parallel="fsdp"))
     assert "MULTI_CPU, not fully sharded data parallel" in found.reason

@@ -61,12 +61,10 @@ def layout_of(recipe: Recipe) -> Layout:
     if engine == "FSDP":
         sizes = written.get("parallelism_config") or {}
         replicas = int(sizes.get("parallelism_config_dp_replicate_size", 1))
-        config = recipe.emission.training_args.get("accelerator_config") or {}
-        every = bool((config.get("gradient_accumulation_kwargs") or {}).get("sync_each_batch"))
         return Layout(
             shards=world // replicas,
             upcast=recipe.mixed_precision != "no",
-            gathers_late=not every,
+            gathers_late=not recipe.sync_each_batch,
             engine=True,
             on_host=bool((written.get("fsdp_config") or {}).get("fsdp_offload_params")),
         )

@@ -1,0 +1,101 @@
+"""Gradients that are sent in each micro-step: where it is offered, what is written, and what a trace sees of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from autofit import space
+from autofit.contract.plan import Plan
+from autofit.costmodel import collectives
+from autofit.costmodel.tracing import trace_job
+from autofit.registry import converted, recipe_of, technique
+from tests.support.synthetic import cpu_facts, cuda_facts
+from tests.support.tiny import CONFIGS, PLAIN, write_config
+from tests.support.traced import facts_of, like_a_process_of_its_own
+
+SYNC = technique("sync_each_batch")
+
+
+def test_it_is_planned_where_fsdp_accumulates():
+    plans = space.build(cuda_facts(global_batch=32, processes=4)).plans
+    mine = [plan for plan in plans if plan["sync_each_batch"] == "on"]
+    assert {plan["parallel"] for plan in mine} == {"fsdp", "fsdp:noreshard", "hsdp:2x2"}
+    assert 1 not in {plan["accumulation"] for plan in mine}
+    assert not any(SYNC.conflict("off", plan, cuda_facts(processes=4)) for plan in plans)
+
+
+@pytest.mark.parametrize(("facts", "why"), [(cuda_facts(), "one process"), (cpu_facts(processes=2), "CPU")])
+def test_where_it_can_not_be_had_it_says_why(facts, why):
+    assert why in SYNC.choice("on", facts).reason
+    assert {plan["sync_each_batch"] for plan in space.build(facts).plans} == {"off"}
+
+
+@pytest.mark.parametrize("launch_path", ["trainer", "loop"])
+def test_it_is_written_where_a_trainer_reads_it_and_given_to_a_loop(launch_path):
+    facts = cuda_facts(global_batch=32, processes=4)
+    facts = replace(facts, workload=replace(facts.workload, launch_path=launch_path))
+    plan = PLAIN.replaced(parallel="fsdp", accumulation=8)
+    on, off = (recipe_of(plan.replaced(sync_each_batch=value), facts) for value in ("on", "off"))
+    for recipe, value in ((on, True), (off, False)):
+        written = recipe.emission.training_args["accelerator_config"]
+        assert written == {"gradient_accumulation_kwargs": {"sync_each_batch": value}}
+    assert (on.sync_each_batch, off.sync_each_batch) == (True, False)
+
+
+def test_an_accelerator_of_a_loop_has_it():
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    recipe = recipe_of(PLAIN.replaced(accumulation=4), cpu_facts())
+    recipe.sync_each_batch = True
+    try:
+        accelerator = recipe.accelerator()
+        assert accelerator.gradient_accumulation_steps == 4
+        assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"] is True
+    finally:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+def test_a_plan_of_an_earlier_version_has_it_off():
+    old = Plan({name: value for name, value in PLAIN.items() if name != "sync_each_batch"})
+    assert converted(old) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("value", "seen", "why"),
+    [
+        ("on", {"micro_steps": 8, "deferred": 0}, None),
+        ("on", {"micro_steps": 8, "deferred": 4}, "4 of 8 micro-steps kept their gradients whole"),
+        ("on", {}, "no micro-step"),
+        ("off", {"micro_steps": 8, "deferred": 4}, None),
+        ("off", {"micro_steps": 8, "deferred": 0}, "each of 8 micro-steps"),
+        ("off", {"micro_steps": 0, "deferred": 0}, None),
+    ],
+)
+def test_what_was_ignored_is_told(value, seen, why):
+    found = SYNC.in_effect(value, seen, cuda_facts(processes=4))
+    assert found is None if why is None else why in found
+
+
+@pytest.mark.slow
+def test_the_trace_sees_what_it_saves_and_what_it_sends(tmp_path):
+    write_config(tmp_path, CONFIGS["llama"])
+    plain = facts_of("llama", device="cuda")
+    facts = replace(
+        plain,
+        workload=replace(plain.workload, processes=8, global_batch=512),
+        model=replace(plain.model, layer_classes=("LlamaDecoderLayer",)),
+    )
+
+    def traced(value):
+        plan = PLAIN.replaced(parallel="fsdp", micro_batch=2, sync_each_batch=value)
+        with like_a_process_of_its_own():
+            micro = trace_job.micro_part(plan, facts, tmp_path, tmp_path)
+        sent = collectives.collectives_of(micro.exchanges(4))
+        reduced = sent.n == collectives.COLLECTIVES.index("reduce_scatter")
+        end = int(micro.tape.starts[micro.tape.segments.index("1:pre")])
+        return float(micro.tape.live(2)[end - 1]), float(sent.calls[reduced] @ sent.moved_bytes[reduced])
+
+    (each, each_sent), (last, last_sent) = traced("on"), traced("off")
+    assert each_sent == pytest.approx(4 * last_sent)
+    assert each < 0.5 * last, "no whole gradients after the first micro-step"
