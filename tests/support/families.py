@@ -1,5 +1,17 @@
 """Tiny configs of each family of tasks: two of each, by a name."""
 
+import dataclasses
+import importlib.util
+import json
+
+import pytest
+from pydantic import TypeAdapter
+
+from autofit.contract.facts import Model
+from autofit.training.tasks.choose import describe_model
+from autofit.training.tasks.table import TASKS
+from tests.support.synthetic import cpu_facts
+
 TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 96}
 _LABELS = {"id2label": {str(i): f"label {i}" for i in range(3)}, "label2id": {f"label {i}": i for i in range(3)}}
 _TWO = {"id2label": {"0": "begin", "1": "end"}, "label2id": {"begin": 0, "end": 1}}
@@ -18,7 +30,7 @@ _BACKBONE = {
 _WAVE = {
     **TEXT, "vocab_size": 32, "conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 8],
     "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 16,
-    "mask_time_length": 2, "mask_time_prob": 0.0, **_LABELS,
+    "mask_time_length": 2, "mask_time_prob": 0.0, "layerdrop": 0.0, **_LABELS,
 }  # fmt: skip
 _DETR = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
@@ -172,3 +184,20 @@ CONFIGS = {
         ),
     ),
 }
+
+LENGTHS = {"tokens": 24, "pixels": 64, "samples": 2000, "frames": 40}
+
+
+def facts_for(name, folder):
+    """What a tune would know of one of the configs, with the model's folder."""
+    task, config = CONFIGS[name]
+    if any(importlib.util.find_spec(module) is None for module in TASKS[task].packages):
+        pytest.skip(f"{task} needs {', '.join(TASKS[task].packages)}")
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    found = describe_model(name, folder, trust_remote_code=False)
+    model = TypeAdapter(Model).validate_python(found)
+    length = model.usual_seq_len if model.length.fixed else LENGTHS[model.length.unit]
+    facts = cpu_facts()
+    return dataclasses.replace(
+        facts, model=model, workload=dataclasses.replace(facts.workload, seq_len=length, global_batch=4)
+    )

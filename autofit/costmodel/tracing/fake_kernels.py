@@ -15,7 +15,13 @@ BALANCED = "every expert is assumed to get its equal share of the tokens"
 def without_values() -> dict[Any, StandIn]:
     """Stand-ins for a trace on any device."""
     ops = torch.ops.aten
-    return {ops._grouped_mm.default: _grouped_mm, ops.nonzero.default: _Nonzero()}
+    return {
+        ops._grouped_mm.default: _grouped_mm,
+        ops.nonzero.default: _Nonzero(),
+        ops.masked_select.default: _masked_select,
+        ops._ctc_loss.Tensor: _ctc_loss,
+        ops._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    }
 
 
 def _grouped_mm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -34,6 +40,29 @@ def _grouped_mm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
     else:
         shape = (*left.shape[:-1], right.shape[-1])
     return torch.empty(shape, dtype=kwargs.get("out_dtype") or left.dtype)
+
+
+def _masked_select(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Where a mask is true, said to be everywhere: the labels of speech, of which none is padding."""
+    return torch.empty(args[0].numel(), dtype=args[0].dtype)
+
+
+def _ctc_loss(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Of scores ``(T, N, C)`` a loss for each clip and the table of its alignments, ``(N, T, 2 L + 1)``.
+
+    Said of labels of equal length. Source: ``ctc_loss_gpu_template`` in PyTorch's ``LossCTC.cu``.
+    """
+    scores, labels = args[0], args[1]
+    frames, clips = scores.shape[0], scores.shape[1]
+    longest = labels.numel() // clips
+    return scores.new_empty(clips), scores.new_empty(clips, frames, 2 * longest + 1)
+
+
+def _ctc_loss_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The gradient of the scores, made beside a second table of alignments."""
+    scores, alignments = args[1], args[6]
+    with recorder.holding(alignments.nbytes, name="_ctc_loss_backward"):
+        return torch.empty_like(scores)
 
 
 class _Nonzero:

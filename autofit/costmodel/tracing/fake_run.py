@@ -50,8 +50,10 @@ from autofit.costmodel.tracing.sharded import fake_world, following
 from autofit.costmodel.tracing.timeline import ELSEWHERE, Tape
 from autofit.costmodel.tracing.trace_store import kernels_of
 from autofit.registry import recipe_of, techniques
+from autofit.system.errors import ModelError
 from autofit.training import loops
 from autofit.training.launch_environment import launch_environment, write_yaml
+from autofit.training.tasks.table import kind_of
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
@@ -150,7 +152,13 @@ def micro_steps(
         fake: ``False`` runs it on real tensors of the CPU, for comparison.
         whole: Keep every layer.
         accumulation: Micro-steps to trace.
+
+    Raises:
+        ModelError: No trace stands for a step of the model's task.
     """
+    untraced = kind_of(facts.model.task).untraced
+    if fake and untraced is not None:
+        raise ModelError(untraced)
     with _prepared(plan, facts, folder) as recipe:
         layout = layout_of(recipe_of(plan, facts))
         model = recipe.model(None, config=config, device="meta" if fake else "cpu")

@@ -59,6 +59,7 @@ class Kind:
         packages: That its loss needs, beside transformers: modules, and how pip calls them.
         depends_on_rows: Why the loss of a row depends on the others of its micro-batch; ``None`` where the task does
             not make it do so.
+        untraced: Why no trace on fake tensors stands for a step; ``None`` where one does.
         prepare: Given the model before it trains: what a user's script sets on its config.
     """
 
@@ -74,4 +75,5 @@ class Kind:
     tokens: int = 1
     packages: Mapping[str, str] = field(default_factory=dict)
     depends_on_rows: str | None = None
+    untraced: str | None = None
     prepare: Callable[[Any], None] = lambda _: None

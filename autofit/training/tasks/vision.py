@@ -59,6 +59,7 @@ KINDS = (
         auto="AutoModelForObjectDetection",
         trained_on=f"{OBJECTS} objects on each image",
         packages={"scipy": "scipy", "PIL": "pillow"},  # which match what is found with what is there
+        untraced="its loss compares every box of a micro-batch with every other: it grows with the square of the rows",
         makers={"labels": _objects},
         sample="image",
         length=image_length,

@@ -1,42 +1,18 @@
 """Each task's batch fits the forward pass of its models: the loss is finite, and has a gradient."""
 
-import dataclasses
-import importlib.util
-import json
 from typing import get_args
 
 import pytest
 import torch
 import transformers
-from pydantic import TypeAdapter
 
-from autofit.contract.facts import Model, Task
+from autofit.contract.facts import Task
 from autofit.contract.technique import Kind
 from autofit.registry import recipe_of, technique
-from autofit.training.tasks.choose import describe_model
 from autofit.training.tasks.rows import task_rows
 from autofit.training.tasks.table import TASKS
-from tests.support.families import CONFIGS
-from tests.support.synthetic import cpu_facts
+from tests.support.families import CONFIGS, LENGTHS, facts_for
 from tests.support.tiny import PLAIN
-
-_LENGTHS = {"tokens": 24, "pixels": 64, "samples": 2000, "frames": 40}
-
-
-def facts_for(name, folder):
-    """What a tune would know of one of the configs, with the model's folder."""
-    task, config = CONFIGS[name]
-    if any(importlib.util.find_spec(module) is None for module in TASKS[task].packages):
-        pytest.skip(f"{task} needs {', '.join(TASKS[task].packages)}")
-    (folder / "config.json").write_text(json.dumps(config), "utf-8")
-    found = describe_model(name, folder, trust_remote_code=False)
-    model = TypeAdapter(Model).validate_python(found)
-    length = model.usual_seq_len if model.length.fixed else _LENGTHS[model.length.unit]
-    facts = cpu_facts()
-    return dataclasses.replace(
-        facts, model=model, workload=dataclasses.replace(facts.workload, seq_len=length, global_batch=4)
-    )
-
 
 _QUICK = list({task: name for name, (task, _) in reversed(CONFIGS.items())}.values())
 
@@ -55,7 +31,7 @@ def test_a_batch_fits_forward_and_its_loss_has_a_gradient(name, tmp_path):
         batch = rows.collate([rows[index] for index in range(4)])
         assert len(rows) == 8
         assert all(len(column) == 4 for column in batch.values() if column is not True)
-        assert batch[facts.model.main_input].shape[-1] in {facts.workload.seq_len, *_LENGTHS.values(), 32, 80, 16}
+        assert batch[facts.model.main_input].shape[-1] in {facts.workload.seq_len, *LENGTHS.values(), 32, 80, 16}
         loss = model(**batch).loss
         assert torch.isfinite(loss)
         loss.backward()

@@ -1,0 +1,42 @@
+"""Traces of every task against the same steps on real tensors, on both launch paths."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from autofit.training.tasks.rows import make_batch, spec_of
+from autofit.training.tasks.table import kind_of
+from tests.support.families import CONFIGS, facts_for
+from tests.support.traced import PLAIN, Lab
+
+pytestmark = pytest.mark.slow
+GLOBAL_BATCH = 8
+
+
+class TaskLab(Lab):
+    """Traces of one of the tasks' configs."""
+
+    def __init__(self, name, folder, launch_path):
+        facts = facts_for(name, folder)
+        work = dataclasses.replace(facts.workload, launch_path=launch_path, global_batch=GLOBAL_BATCH)
+        self.folder, self.facts, self._parts = folder, dataclasses.replace(facts, workload=work), {}
+
+
+def pool_bytes(lab):
+    """Of the rows that are drawn from, which a run on a CPU holds too."""
+    from transformers import AutoConfig
+
+    spec = spec_of(lab.facts, AutoConfig.from_pretrained(lab.folder))
+    made = make_batch(kind_of(lab.facts.model.task), spec, GLOBAL_BATCH, torch.Generator())
+    return sum(one.nbytes for one in tree_leaves(made))
+
+
+@pytest.mark.parametrize("launch_path", ["trainer", "loop"])
+@pytest.mark.parametrize("name", [name for name, (task, _) in CONFIGS.items() if not kind_of(task).untraced])
+def test_a_trace_of_a_task_needs_what_real_tensors_need(name, launch_path, tmp_path):
+    lab = TaskLab(name, tmp_path, launch_path)
+    plan = PLAIN.replaced(micro_batch=4, accumulation=2)
+    live, need = lab.real(plan).live(0), lab.need(plan)
+    assert need.peak_bytes == pytest.approx(live.max(), rel=0.02, abs=pool_bytes(lab) + 4096)

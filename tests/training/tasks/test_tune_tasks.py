@@ -1,0 +1,28 @@
+"""A real tune of a model of each family, and a launch of what it wrote."""
+
+import json
+
+import pytest
+
+import autofit
+from autofit.commands.verify import verify
+from autofit.contract.outcome import Measured
+from tests.support.families import CONFIGS, LENGTHS
+
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
+
+
+@pytest.mark.parametrize("name", ["bert-classes", "t5", "vit", "segformer", "wav2vec2", "whisper", "clip"])
+def test_a_model_of_each_family_is_tuned_and_launched(name, tmp_path):
+    task, config = CONFIGS[name]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config), "utf-8")
+    length = {"wav2vec2": LENGTHS["samples"], "segformer": LENGTHS["pixels"], "t5": 24}.get(name)
+    folder = tmp_path / "out"
+    autofit.tune(str(tmp_path / "model"), output=folder, device="cpu", trials=3, global_batch=4, seq_len=length)
+    setup = autofit.load(folder)
+    assert setup.document.model.task == task
+    assert type(setup.model()).__name__ == config["architectures"][0]
+    found = verify(folder, steps=2, tolerance=0.95)
+    assert isinstance(found.outcome, Measured)
+    assert not found.broken
