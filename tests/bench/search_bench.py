@@ -33,7 +33,7 @@ import math
 import multiprocessing
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,17 +131,20 @@ class Bench:
         return self.best[1]
 
 
-def sampled(cell: Cell, seed: int, *, name: str, ablation: str = "") -> Iterator[Step]:
+def sampled(cell: Cell, seed: int, *, name: str, ablations: Collection[str] = ()) -> Iterator[Step]:
     """autofit, or one of Optuna's samplers, as ``--sampler`` runs it; autofit's playoff comes last."""
     facts = cell.land.at(cell.limit_bytes)
-    space, cast = ablated(cell.land.facts, cell.land.space, cell.land.forecast if name == "autofit" else None, ablation)
+    space, cast = cell.land.space, cell.land.forecast if name == "autofit" else None
+    for ablation in ablations:
+        space, cast = ablated(cell.land.facts, space, cast, ablation)
     sampler = make_sampler(name, space, facts, seed, cast)
     if isinstance(sampler, AutofitSampler):
-        sampler.model = forgetful(sampler.model, ablation)
+        for ablation in ablations:
+            sampler.model = forgetful(sampler.model, ablation)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     searcher = Searcher(space, study, sampler=name, limit_bytes=cell.limit_bytes, seed=seed, forecast=cast)
     runner = Replay(cell.land, cell.limit_bytes, seed=seed)
-    campaign = Campaign(facts=facts, space=space, runner=runner, hopeless=0.0 if ablation == "hopeless" else HOPELESS)
+    campaign = Campaign(facts=facts, space=space, runner=runner, hopeless=0.0 if "hopeless" in ablations else HOPELESS)
     while len(campaign.trials) < MOST:
         if name == "autofit":
             more = campaign.step(searcher)
@@ -283,6 +286,12 @@ model itself is left, the rates of the work, the offset and slope of the peaks, 
 
 def ablated(facts: Facts, space: Space, cast: Forecast | None, ablation: str) -> tuple[Space, Forecast | None]:
     """The space and the forecast without what an ablation takes away."""
+    if ablation == "time priors":
+        priors = {
+            name: {value: replace(prior, time=Prior().time) for value, prior in values.items()}
+            for name, values in space.priors.items()
+        }
+        return replace(space, priors=priors), cast
     if ablation == "traces" or cast is None:
         return space, None
     usual = nominal_of(replace(facts, rates={}), None)
@@ -292,12 +301,6 @@ def ablated(facts: Facts, space: Space, cast: Forecast | None, ablation: str) ->
         "brought": {"kernel_overhead_bytes": 0.0 * cast.kernel_overhead_bytes},
         "heap": {"activation_bytes": 0.0 * cast.activation_bytes},
     }
-    if ablation == "time priors":
-        priors = {
-            name: {value: replace(prior, time=Prior().time) for value, prior in values.items()}
-            for name, values in space.priors.items()
-        }
-        return replace(space, priors=priors), cast
     return space, replace(cast, **changes.get(ablation, {}))
 
 
@@ -319,8 +322,8 @@ def forgetful(model: Surrogate, ablation: str) -> Surrogate:
     return model
 
 
-def without(ablation: str) -> contextlib.AbstractContextManager[None]:
-    """The sampler without one of its ways."""
+def without(ablations: Collection[str]) -> contextlib.AbstractContextManager[None]:
+    """The sampler without some of its ways."""
     changes: dict[str, tuple[Any, str, Any]] = {
         "scouts": (AutofitSampler, "_feasibility_probe", lambda *_: None),
         "dares": (sampling, "min_gain_if_infeasible", lambda *_: math.inf),
@@ -329,7 +332,7 @@ def without(ablation: str) -> contextlib.AbstractContextManager[None]:
         "scatter": (posterior, "_PRIOR_RESIDUALS", math.inf),
         "ceilings": (posterior, "truncated_normal_update", lambda *given: (given[0], 1e6 * given[1])),
     }
-    return replacing([changes[ablation]] if ablation in changes else [])
+    return replacing([changes[ablation] for ablation in ablations if ablation in changes])
 
 
 # -- scores -------------------------------------------------------------------------------------------------------
@@ -337,10 +340,10 @@ def without(ablation: str) -> contextlib.AbstractContextManager[None]:
 
 def score(cell: Cell, searcher: str, seed: int) -> dict[str, Any]:
     """One run."""
-    name, _, ablation = searcher.partition(" - ")
-    if ablation:
-        with without(ablation):
-            return scored(cell, functools.partial(sampled, name=name, ablation=ablation), seed)
+    name, *ablations = searcher.split(" - ")
+    if ablations:
+        with without(ablations):
+            return scored(cell, functools.partial(sampled, name=name, ablations=ablations), seed)
     return scored(cell, SEARCHERS[name], seed)
 
 
@@ -423,7 +426,11 @@ def main() -> None:
     parser.add_argument("--landscapes", type=Path, default=Path(__file__).parent.parent / "data" / "landscapes")
     parser.add_argument("--seeds", type=int, default=20)
     usual = ",".join(name for name in SEARCHERS if name != "gp")
-    parser.add_argument("--only", default=usual, help="Searchers.  [default: all but gp, whose asks take seconds]")
+    parser.add_argument(
+        "--only",
+        default=usual,
+        help="Searchers, or autofit without parts: autofit - traces - doubt.  [default: all but gp, which is slow]",
+    )
     parser.add_argument("--ablate", action="store_true", help="autofit, and autofit without each of its parts.")
     parser.add_argument("--fractions", default=",".join(map(str, FRACTIONS)))
     parser.add_argument("--ceilings", help="Sizes, in the place of shares: 22GiB,14GiB.")
@@ -442,11 +449,13 @@ def main() -> None:
     if options.playback:
         play_back(options)
         return
+    searchers = options.only.split(",")
+    if unknown := [name for name in searchers if not known(name)]:
+        sys.exit(f"error: no searcher {unknown[0]!r}\n  hint: {', '.join(SEARCHERS)}; autofit - PART [- PART...]")
     ceilings = tuple(parse_size(part) for part in options.ceilings.split(",")) if options.ceilings else ()
     _CELLS.extend(cells(options.landscapes, tuple(float(part) for part in options.fractions.split(",")), ceilings))
     if not _CELLS:
         sys.exit(f"no landscape in {options.landscapes}")
-    searchers = options.only.split(",")
     if options.ablate:
         searchers = ["autofit", *(f"autofit - {part}" for part in ABLATIONS)]
     for cell in _CELLS:
@@ -475,6 +484,12 @@ def main() -> None:
         )
     if options.json:
         print(json.dumps({"searchers": overall}))
+
+
+def known(searcher: str) -> bool:
+    """Whether there is such a searcher; of autofit, one or several parts may be taken away."""
+    name, *ablations = searcher.split(" - ")
+    return name in SEARCHERS and (not ablations or (name == "autofit" and set(ablations) <= set(ABLATIONS)))
 
 
 def seeds_of(options: argparse.Namespace, searchers: list[str]) -> dict[str, int]:

@@ -132,7 +132,7 @@ def traced(options: argparse.Namespace) -> tuple[Facts, Space, Forecast]:
         plans = dataclasses.replace(plans, plans=tuple(itertools.compress(plans.plans, known)))
         columns = {
             name: getattr(cast, name)[known]
-            for name in ("tensor_bytes", "seconds", "work", "approximate", "kernel_overhead_bytes")
+            for name in ("tensor_bytes", "seconds", "work", "approximate", "kernel_overhead_bytes", "activation_bytes")
         }
         cast = dataclasses.replace(cast, **columns)
     return facts, plans, cast
