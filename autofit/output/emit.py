@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yaml import YAMLError
 
-from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, Document
+from autofit.machine import gpu_catalogue
+from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, Document, read_document
 from autofit.registry import recipe_of
 from autofit.system.errors import EmissionError, InputError
 from autofit.system.files import write_atomically, writing
@@ -28,6 +30,8 @@ YAML = "accelerate.yaml"
 ARGUMENTS = "training_args.json"
 REPORT = "report.html"
 ASIDE = ".emitting"
+_ASK_THE_CARD = {"bf16", "tf32"}
+"""Fields that ``TrainingArguments`` refuses where this machine's card, not the answer's, can't compute so."""
 
 
 def emit(document: Document, folder: Path, report: str, check: Callable[[Path], None]) -> None:
@@ -80,15 +84,32 @@ def check_files(folder: Path) -> None:
             unknown = set(getattr(config, name, None) or {}) - known
             if unknown:
                 raise EmissionError(f"{YAML}: {name} has keys that the launcher ignores: {sorted(unknown)}")
-        reader: Any = HfArgumentParser
-        (args,) = reader(TrainingArguments).parse_json_file(str(folder / ARGUMENTS))
         written = json.loads((folder / ARGUMENTS).read_text("utf-8"))
-        changed = {name for name, value in written.items() if _plain(getattr(args, name), value) != value}
+        known = {one.name for one in fields(TrainingArguments)}
+        asking = _ASK_THE_CARD & known if _card_is_elsewhere(folder) else set()
+        reader: Any = HfArgumentParser
+        read = {name: value for name, value in written.items() if name not in asking}
+        (args,) = reader(TrainingArguments).parse_dict(read)
+        changed = {name for name, value in read.items() if _plain(getattr(args, name), value) != value}
         if changed:
             raise EmissionError(f"{ARGUMENTS}: {sorted(changed)} come back changed")
         load(folder)
     except (AttributeError, ImportError, InputError, KeyError, OSError, TypeError, ValueError, YAMLError) as error:
         raise EmissionError(f"an emitted file is refused by its reader: {error}") from error
+
+
+def _card_is_elsewhere(folder: Path) -> bool:
+    """Whether the answer is an estimate for a card, and none of that kind is here."""
+    import torch
+
+    found = read_document(folder)
+    if found.estimated is None or found.hardware.device != "cuda":
+        return False
+    if not torch.cuda.is_available():
+        return True
+    here = torch.cuda.get_device_properties(0)
+    card = gpu_catalogue.matching(here.name, int(here.total_memory))
+    return card is None or card.name != found.hardware.name
 
 
 def _plain(value: object, written: object) -> object:

@@ -14,16 +14,17 @@ from autofit.machine import same_machine
 from autofit.output import report
 from autofit.output.compare import comparison
 from autofit.output.document import read_document
+from autofit.output.emit import check_files
 from autofit.output.export import comments, export
 from autofit.output.wording import ESTIMATED, estimate_words
-from autofit.system.errors import InputError, MachineError
+from autofit.system.errors import EmissionError, InputError, MachineError
 from tests.support.replay import Lent
 
 QUESTION = {
     "seq_len": 32,
     "global_batch": 8,
     "fix": [
-        "precision=fp32", "optimizer=adamw", "offload=none", "kernels=none", "attention=default", "compile=off",
+        "precision=bf16", "optimizer=adamw", "offload=none", "kernels=none", "attention=default", "compile=off",
         "checkpointing=off",
     ],
 }  # fmt: skip
@@ -54,6 +55,7 @@ def test_an_estimate_writes_what_a_tune_writes_and_says_everywhere_that_it_is_on
     assert document.promise.allocated_bytes <= document.promise.reserved_bytes
     assert 0 < document.estimated.low < 1 < document.estimated.high
     arguments = json.loads((folder / "training_args.json").read_text("utf-8"))
+    assert arguments["bf16"]
     assert arguments["per_device_train_batch_size"] == best.plan["micro_batch"]
 
     page = (folder / "report.html").read_text("utf-8")
@@ -70,6 +72,12 @@ def test_an_estimate_writes_what_a_tune_writes_and_says_everywhere_that_it_is_on
     assert len(warned) == 1
     with pytest.raises(MachineError, match="is for cuda"):
         setup.check()
+    (folder / "training_args.json").write_text(json.dumps({**arguments, "bf16": False, "tf32": True}))
+    with pytest.warns(UserWarning, match="not measured"):
+        check_files(folder)  # what only the card can do is no reason to refuse the files here
+    (folder / "training_args.json").write_text(json.dumps({**arguments, "optimus": "prime"}))
+    with pytest.raises(EmissionError, match="optimus"):
+        check_files(folder)
 
     monkeypatch.setattr(verify, "_launch", lambda *_: ((), TimedOut(limit_seconds=1, phase="launch")))
     launched = verify.verify(folder)

@@ -86,7 +86,7 @@ def write_estimate(  # noqa: PLR0917 - what an estimate has found out
     promise = Promise(
         launch_path=work.launch_path,
         samples_per_second=pace,
-        tokens_per_second=pace * work.seq_len,
+        tokens_per_second=pace * facts.tokens_a_sample,
         step_seconds=work.global_batch / pace,
         step_seconds_spread=0.0,
         peak_bytes=one.device_bytes,
