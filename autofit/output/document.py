@@ -42,7 +42,7 @@ class Estimated:
 
     Attributes:
         low, high: The factors on the predicted samples/s that four trainings of five lie within; ``low`` is 0 where
-            several processes train, since the time of their communication is not predicted.
+            several processes train, since they are those of one card and leave out the link between cards.
     """
 
     low: float

@@ -349,7 +349,7 @@ def estimate_words(document: Document) -> str:
     low, high = document.estimated.low, document.estimated.high
     said = f"Of five trainings, four make {low:.2f} to {high:.2f} times the predicted speed"
     if not low:
-        said = f"Communication takes no time in it: expect less than {high:.2f} times the predicted speed"
+        said = "How far the speed of several cards is off is not known: it depends on the link between them"
     return (
         f"Estimated, not measured: no training step was run. {said}; autofit verify tells whether it holds, on a "
         f"machine with {document.hardware.name}."

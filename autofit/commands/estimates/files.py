@@ -81,7 +81,7 @@ def write_estimate(  # noqa: PLR0917 - what an estimate has found out
     assert one.samples_per_second is not None
     pace, work = one.samples_per_second, facts.workload
     low, high = StepClock(card).range
-    if work.processes > 1:  # the time of communication is not predicted
+    if work.processes > 1:  # the range is of one card; how far the link between several is off is not known
         low = 0.0
     promise = Promise(
         launch_path=work.launch_path,
