@@ -178,7 +178,7 @@ def _refused(value: str, facts: Facts, lacking: str | None) -> str | None:
             return "Accelerate leaves FSDP out on a CPU, and trains as ddp"
         return None if facts.model.layer_classes else f"{facts.model.architecture} names no layer to shard by"
     if engine == "deepspeed":
-        return "DeepSpeed's launch needs CUDA" if on_cpu else lacking
+        return "Accelerate leaves DeepSpeed out on a CPU, and trains as ddp" if on_cpu else lacking
     return None
 
 
