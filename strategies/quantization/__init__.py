@@ -185,7 +185,9 @@ class Quantization(Technique):
 def _quantized(product: nn.Module) -> str | None:
     """How the weight of a linear layer is quantized; ``twice`` where its scales are, too."""
     weight: Any = getattr(product, "weight", None)
-    state = getattr(weight, "quant_state", None)
+    state = getattr(weight, "quant_state", None) or getattr(
+        product, "quant_state", None
+    )  # FSDP2 shards the weight's own
     if state is not None:
         return f"{state.quant_type}{' twice' if state.nested else ''}"
     if type(weight).__module__.startswith("torchao."):

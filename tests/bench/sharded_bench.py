@@ -1,0 +1,103 @@
+"""The traced memory of sharded plans against PyTorch's own CUDA caching allocator on every rank.
+
+    python -m tests.hollow --gpu H100 --gpus 2 -- python tests/bench/sharded_bench.py [--json FILE] [--only TEXT]
+
+Each plan is trained for two optimizer steps by as many ranks as there are cards, which may be emulated ones, and traced
+in one process. The table shows the largest ``max_memory_allocated`` and ``max_memory_reserved`` of the ranks. An error
+is positive where the trace says more. What can't run is listed with its reason.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "bench")]
+
+from allocator_bench import ARCHITECTURES, document, refusal, row_of, show, summary, words  # noqa: E402
+
+from tests.gpu.trials import PLAIN, Bench  # noqa: E402 - the checkout is found first
+
+EACH = (
+    {"parallel": "ddp"},
+    {"parallel": "ddp", "precision": "fp32", "accumulation": 2},
+    {"parallel": "ddp", "adapter": "lora:r=16"},
+    {"parallel": "fsdp"},
+    {"parallel": "fsdp", "precision": "fp32"},
+    {"parallel": "fsdp", "precision": "bf16_weights", "micro_batch": 2},
+    {"parallel": "fsdp", "checkpointing": "full"},
+    {"parallel": "fsdp", "accumulation": 2},
+    {"parallel": "fsdp", "kernels": "chunked_ce", "micro_batch": 2},
+    {"parallel": "fsdp:noreshard"},
+    {"parallel": "fsdp:noreshard", "accumulation": 2, "micro_batch": 2},
+    {"parallel": "fsdp", "offload": "parameters"},
+    {"parallel": "fsdp", "adapter": "lora:r=16"},
+    {"parallel": "fsdp", "adapter": "lora:r=16", "quantization": "nf4"},
+    {"parallel": "fsdp", "optimizer": "sgd", "micro_batch": 1},
+)
+"""What every architecture is tried with; four cards and more get hybrid sharding, too."""
+
+
+class Ranks(Bench):
+    """One model on all cards of this machine."""
+
+    def __init__(self, folder, config, processes):
+        super().__init__(folder, config)
+        self.processes = processes
+
+    def facts_for(self, plan):
+        """The facts of one card, for as many processes as there are cards."""
+        whole = int(plan["micro_batch"]) * int(plan["accumulation"]) * self.processes
+        facts = self.facts(whole)
+        return dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, processes=self.processes))
+
+
+def plans(processes):
+    """The changes to the plain plan that are tried on so many cards."""
+    halves = [{"parallel": f"hsdp:2x{processes // 2}", **more} for more in ({}, {"accumulation": 2, "micro_batch": 2})]
+    return [*EACH, *(halves if processes >= 4 else [])]
+
+
+def main():
+    """Do it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every row there")
+    parser.add_argument("--models", nargs="+", choices=list(ARCHITECTURES), default=["llama", "gpt2", "qwen3"])
+    parser.add_argument("--only", help="only plans whose words hold this text")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    processes = torch.cuda.device_count()
+    rows, withheld = [], {}
+    print(f"{processes} ranks on {torch.cuda.get_device_name()}")
+    print(f"{'model':12s} {'plan':58s} {'MiB':>8s} {'error':>8s} {'reserved':>8s} {'error':>8s}  peak of the trace")
+    for model in options.models:
+        architecture, config = ARCHITECTURES[model]
+        with tempfile.TemporaryDirectory(prefix="autofit-sharded-") as folder:
+            bench = Ranks(Path(folder), {"model_type": model, "architectures": [architecture], **config}, processes)
+            with contextlib.closing(bench):
+                for changes in plans(processes):
+                    if options.only and options.only not in words(changes):
+                        continue
+                    plan = PLAIN.replaced(**changes)
+                    reason = refusal(plan, bench.facts_for(plan))
+                    if reason:
+                        withheld[f"{model} {words(changes)}"] = reason
+                        continue
+                    rows.append({"ranks": processes, **row_of(bench, model, changes)})
+                    show(rows[-1])
+                    if options.json:
+                        options.json.write_text(document(rows, withheld))
+    for name, reason in withheld.items():
+        print(f"not run here: {name}: {reason}")
+    print(json.dumps(summary(rows)))
+
+
+if __name__ == "__main__":
+    main()
