@@ -75,7 +75,7 @@ class Quantization(Technique):
     ways = {"QLoRA": "nf4"}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
-        lacking = self.lacks(facts, "bitsandbytes", "peft")
+        lacking = _no_adapter(facts) or self.lacks(facts, "bitsandbytes", "peft")
 
         def choice(value: str, reason: str, *, offered: bool) -> Choice:
             if lacking is not None:
@@ -195,9 +195,16 @@ def _quantized(product: nn.Module) -> str | None:
     return None if weight is None or weight.dtype.is_floating_point else dtype_name(weight)
 
 
+def _no_adapter(facts: Facts) -> str | None:
+    """Why nothing can be trained on quantized weights, whatever is installed."""
+    if facts.model.task in {"causal-lm", "script"}:
+        return None
+    return f"quantized weights need an adapter, and {facts.model.architecture} is offered none"
+
+
 def _of_torchao(facts: Facts) -> tuple[Choice, ...]:
     """Torchao's choices."""
-    why = Quantization.lacks(facts, "torchao", "peft")
+    why = _no_adapter(facts) or Quantization.lacks(facts, "torchao", "peft")
     if facts.model.conv1d:
         why = why or f"the layers of {facts.model.model_type} are Conv1D, which torchao does not quantize"
     int8 = Choice(

@@ -1,11 +1,13 @@
 """Quantized weights: what evaluation leaves of them."""
 
+import dataclasses
 import importlib
 
 import pytest
 import torch
 
 from autofit.registry import technique
+from tests.support.synthetic import cuda_facts
 
 
 def test_evaluation_leaves_4bit_weights_as_they_train(monkeypatch):
@@ -22,3 +24,12 @@ def test_evaluation_leaves_4bit_weights_as_they_train(monkeypatch):
     hidden = torch.ones(2, 32, requires_grad=True)
     network.train()(hidden).sum().backward()
     assert hidden.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("value", ["nf4", "int8", "int8_torchao"])
+def test_a_task_without_adapters_has_no_quantized_weights(value):
+    facts = cuda_facts()
+    classes = dataclasses.replace(facts, model=dataclasses.replace(facts.model, task="image-classification"))
+    choice = technique("quantization").choice(value, classes)
+    assert choice.status == "withheld"
+    assert "is offered none" in choice.reason
