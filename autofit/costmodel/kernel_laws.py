@@ -41,6 +41,13 @@ _TILES: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = {
 kernels in NeuSight's rows (CUDA 12.1). The fastest tile by the law is taken."""
 _NEWEST = 8
 """Later generations multiply in float32 with the kernels of this one."""
+_AMPERE = 2048.0
+"""FLOP a clock and SM of an A100's tensor cores in 16 bits. Shared memory gives an SM 128 bytes a clock, on every
+generation since Volta (NVIDIA's tuning guides)."""
+_SHARED_OPERANDS = {9: 1.6, 10: 2.7}
+"""How often one instruction uses an element, next to warps that hold tiles of 64 x 64 in registers (Volta to Ada, and
+Blackwell's GeForce): Hopper's wgmma multiplies 64 x 256, Blackwell's tcgen05 128 x 256 out of shared memory (PTX ISA),
+each ``mn/(m + n)``."""
 _DATACENTER = (9, 10)
 """Generations whose tensor cores FlashAttention-2 can't fill: 35 % of an H100 (arXiv 2407.08608)."""
 _TENSOR_TILES = ((128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -111,7 +118,7 @@ def memory_seconds(figures: Figures, fit: Coefficients, moved_bytes: Numbers) ->
     share = np.where(figures.stacked > 0, np.exp(fit["hbm"]), np.exp(fit["gddr"]))
     memory = moved_bytes / (figures.bandwidth * share)
     flying = moved_bytes * np.exp(fit["clocks_per_byte_6"]) / (figures.sms * figures.hz)
-    return np.where(figures.generation == 6, larger(memory, flying), memory)
+    return np.where((figures.generation == 6) & (figures.stacked > 0), larger(memory, flying), memory)
 
 
 def product_seconds(
@@ -147,14 +154,20 @@ def _tile_seconds(
 ) -> Numbers:
     batch, m, n, k, size = products.batch, products.m, products.n, products.k, products.size
     columns, rows = tile
-    generation = min(int(figures.generation[0]), _NEWEST)
     kind = "tensor" if figures.tensor[0] else "simt"
+    generation = int(figures.generation[0])
+    older = min(generation, _NEWEST)
     tiles = batch * np.ceil(n / columns) * np.ceil(m / rows)
     waves = tiles / figures.sms
     whole = 1 / (1 + np.exp(-fit["whole"]))
     waves = (1 - whole) * waves + whole * np.ceil(waves)
     reuse = columns * rows / (columns + rows)
-    share = np.exp(fit[f"{kind}_share"]) * reuse / (reuse + np.exp(fit[f"{kind}_reuse"]))
+    fed = np.exp(fit[f"{kind}_reuse"])
+    if kind == "tensor":  # the faster an SM multiplies, the more often it must use what shared memory gives it
+        fed = (
+            fed * figures.peak / (figures.sms * figures.hz) / _AMPERE * size / 2 / _SHARED_OPERANDS.get(generation, 1.0)
+        )
+    share = np.exp(fit[f"{kind}_share"]) * reuse / (reuse + fed)
     share = share / (1 + share**8) ** (1 / 8)
     work = waves * 2.0 * columns * rows * (k + np.exp(fit[f"{kind}_start"])) * figures.sms
     free = work / (figures.peak * share)
@@ -174,7 +187,7 @@ def _tile_seconds(
     again = size * tiles * (columns + rows) * k * spill
     if generation == 6:
         again = again * (1 + size * k / np.exp(fit["row_bytes_6"]))
-    stream = again / (figures.bandwidth * np.exp(fit[f"again_{generation}"]))
+    stream = again / (figures.bandwidth * np.exp(fit[f"again_{older}"]))
     return larger(arithmetic, compulsory, stream)
 
 

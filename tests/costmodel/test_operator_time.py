@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autofit.costmodel.operator_time import (
     ARITHMETICS,
@@ -105,6 +107,23 @@ def test_a_large_product_comes_near_the_peak_but_where_power_is_short():
         assert (share <= most).all()
     starved = bound_seconds(big, find("T4")) / seconds(big, find("T4")).seconds
     assert starved[0] < 0.5, "70 W do not keep 40 SMs at their boost clock"
+
+
+SIDES = st.integers(1, 60_000)
+
+
+@given(
+    sides=st.tuples(SIDES, SIDES, SIDES), more=st.sampled_from([(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)]),
+    batch=st.integers(1, 512), arithmetic=st.sampled_from(ARITHMETICS), card=st.sampled_from(KNOWN),
+)  # fmt: skip
+def test_any_product_on_any_card_takes_longer_where_it_is_larger(sides, more, batch, arithmetic, card):
+    large = tuple(side * times for side, times in zip(sides, more, strict=True))
+    both = Operators.of([product(*size, batch=batch, arithmetic=arithmetic) for size in (sides, large)])
+    told = seconds(both, card)
+    assert told.seconds[1] >= told.seconds[0]
+    assert (told.seconds >= bound_seconds(both, card)).all()
+    assert np.isfinite(told.seconds).all()
+    assert (np.isfinite(told.log_std) & (told.log_std > 0)).all()
 
 
 def test_a_card_with_a_larger_cache_or_more_power_is_no_slower():

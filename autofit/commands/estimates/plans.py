@@ -37,7 +37,8 @@ class Estimated:
         device_bytes: The smallest card on which it runs: allocator, workspaces and context included.
         outside_bytes: Of these, what lies outside the allocator.
         verdict: ``fits`` with the margin, ``tight`` without it, or ``too large``.
-        samples_per_second: By roofline, about 30 % off; ``None`` on a card that is not in the catalogue.
+        samples_per_second: By the laws of :mod:`autofit.costmodel.step_time`, or by roofline where they lack a figure
+            of the card; ``None`` on a card that is not in the catalogue.
         changes: What the plan changes in the training.
         training_args: Fields of ``TrainingArguments`` that carry it.
         script: What no argument can carry, and a script must do, a sentence each.

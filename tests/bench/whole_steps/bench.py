@@ -10,6 +10,7 @@ from typing import Any
 
 from autofit.costmodel import operator_time, step_time
 from autofit.costmodel.roofline import Numbers
+from autofit.system.errors import InputError
 
 from . import clock, exchanges, fit, score
 from .clock import Seconds
@@ -82,11 +83,19 @@ def held_out(folder: Path, steps: Sequence[Step], traces: Mapping[Any, Traced], 
 
 
 def fitted(found: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What a fit to kernels found, with what the steps of a folder tell; the same where it holds none."""
+    """What a fit to kernels found, with what the steps of a folder tell.
+
+    Raises:
+        InputError: The folder holds no step that can be expressed, or a program's trace broke.
+    """
     steps = read(folder)
-    traces, _ = traces_of(steps)
+    traces, broken = traces_of(steps)
+    if broken:
+        raise InputError(f"the trace of a step's program broke: {min(broken.values())}", hint="mend it first")
     expressed = [step for step in steps if step.program in traces and step.nodes == 1]
-    return fit.with_steps(found, expressed, traces) if expressed else dict(found)
+    if not expressed:
+        raise InputError(f"{folder} has no whole step that can be expressed", hint="give the folder of the steps")
+    return fit.with_steps(found, expressed, traces)
 
 
 def traces_of(steps: Sequence[Step]) -> tuple[dict[Any, Traced], dict[Any, str]]:

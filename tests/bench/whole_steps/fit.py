@@ -1,7 +1,9 @@
 """What whole steps tell that no kernel does: products on tensor cores, fused attention, gaps between kernels, the host.
 
 The kernels' coefficients are held but for those in :data:`WANTED`, which no measured kernel is of. Steps that differ in
-the accumulation alone are one row, the median of them. The same minimizer as the kernels', no random numbers.
+the accumulation alone are one row, the median of them; no source decides by its number of rows, since at most
+:data:`MOST` of each source and card are fitted to, and the interval is that of the median card of a source, each card
+left out in turn. The same minimizer as the kernels', no random numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ WANTED = (
 )
 START = {"slack": 0.0, "gap": float(np.log(1e-6)), "host": float(np.log(8e-6))}
 _DIGITS = 4
-_FOLDS = 5
+MOST = 60
+"""Steps of each source and card that are fitted to."""
 _NOTHING = TIMED_KINDS.index("nothing")
 
 
@@ -126,15 +129,16 @@ def refined(
 def with_steps(found: Mapping[str, Any], steps: Sequence[Step], traces: Mapping[Any, Traced]) -> dict[str, Any]:
     """What a fit to kernels found, with what these steps tell, and how far whole steps are off."""
     fit = refined(found["fit"], steps, traces)
+    cards = sorted({step.card.name for step in steps if step.card is not None})
     unseen = np.full(len(steps), np.nan)
-    for cards in folds(steps, _FOLDS):
-        mine = np.array([step.card is not None and step.card.name in cards for step in steps])
+    for card in cards:
+        mine = np.array([step.card is not None and step.card.name == card for step in steps])
         others = [step for step, out in zip(steps, mine, strict=True) if not out]
         if others:
             unseen[mine] = _errors(refined(found["fit"], others, traces), steps, mine, traces)
     seen = _errors(fit, steps, np.ones(len(steps), dtype=bool), traces)
-    stds = {"seen": _spread(seen), "unseen": max(_spread(seen), _spread(unseen[~np.isnan(unseen)]))}
-    cards = sorted({step.card.name for step in steps if step.card is not None})
+    stds = {"seen": _spread(seen, steps)}
+    stds["unseen"] = max(stds["seen"], _spread(unseen, steps))
     return {**found, "fit": fit, "steps": {"rows": len(steps), "cards": cards, "log_std": stds}}
 
 
@@ -144,22 +148,35 @@ def _errors(fit: Mapping[str, Any], steps: Sequence[Step], mine: Any, traces: Ma
     return measured - np.log(predicted(batch_of(some, traces), fit))
 
 
-def _spread(errors: Numbers) -> float:
-    """The standard deviation whose 80 % interval holds 80 % of the steps."""
-    return round(float(np.quantile(np.abs(errors), 0.8)) / step_time.EIGHTY, 3) if len(errors) else 0.0
+def _origin(step: Step) -> tuple[str, str]:
+    assert step.card is not None
+    return step.source, step.card.name
+
+
+def _spread(errors: Numbers, steps: Sequence[Step]) -> float:
+    """The standard deviation whose 80 % interval holds 80 % of the steps of the median card of a source."""
+    origins: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for step, error in zip(steps, errors.tolist(), strict=True):
+        if not np.isnan(error):
+            origins[_origin(step)].append(abs(error))
+    each = [float(np.quantile(its, 0.8)) for its in origins.values()]
+    return round(statistics.median(each) / step_time.EIGHTY, 3) if each else 0.0
 
 
 def _thinned(steps: Sequence[Step]) -> list[Step]:
-    """One of the steps that differ in the accumulation alone: the one whose pace is their median."""
+    """At most so many of each source and card, evenly over their order.
+
+    Of steps that differ in the accumulation alone, the one whose pace is their median.
+    """
     alike: defaultdict[Any, list[Step]] = defaultdict(list)
     for step in steps:
-        assert step.card is not None
-        alike[step.source, step.card.name, step.program, step.rows, step.tf32, step.fp16].append(step)
-    return [
-        next(one for one in members if one.seconds / one.tokens == middle)
-        for members in alike.values()
-        for middle in [statistics.median_low(one.seconds / one.tokens for one in members)]
-    ]
+        alike[_origin(step), step.program, step.rows, step.tf32, step.fp16].append(step)
+    origins: defaultdict[tuple[str, str], list[Step]] = defaultdict(list)
+    for (origin, *_), members in alike.items():
+        middle = statistics.median_low(one.seconds / one.tokens for one in members)
+        origins[origin].append(next(one for one in members if one.seconds / one.tokens == middle))
+    kept = (its if len(its) <= MOST else [its[k * len(its) // MOST] for k in range(MOST)] for its in origins.values())
+    return [step for its in kept for step in its]
 
 
 def folds(steps: Sequence[Step], count: int) -> list[list[str]]:
