@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -13,9 +13,10 @@ import numpy as np
 from autofit.commands.request import Request, read_facts, with_rates
 from autofit.commands.scripts.request import script_facts
 from autofit.contract.facts import Facts
-from autofit.contract.outcome import Trial
+from autofit.contract.outcome import PredictedSpeed, Trial
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, forecast
+from autofit.costmodel.step_time import EIGHTY
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.costmodel.utilisation import Utilisation
 from autofit.machine import gpu_catalogue, other_processes
@@ -67,6 +68,7 @@ class Backend(Protocol):
         known: Sequence[Trial],
         note: Note,
         rated: Rated,
+        speeds: Mapping[Plan, PredictedSpeed],
     ) -> Runner:
         """Turns plans into outcomes. ``known`` shows the trials so far, and grows."""
 
@@ -137,9 +139,12 @@ class DeviceBackend:
         known: Sequence[Trial],
         note: Note,
         rated: Rated,
+        speeds: Mapping[Plan, PredictedSpeed],
     ) -> Runner:
         """Runs each trial in a process of its own."""
-        return ProcessRunner(folder, facts, config, server, predicted, known=known, note=note, rated=rated)
+        return ProcessRunner(
+            folder, facts, config, server, predicted, known=known, note=note, rated=rated, speeds=speeds
+        )
 
     def look(self, folder: Path, facts: Facts, config: Path, server: ForkServer) -> Look | None:
         """Trains the winner and a baseline for a few steps."""
@@ -154,3 +159,15 @@ def predicted_bytes(space: Space, forecast: Forecast | None) -> dict[Plan, int]:
         return {}
     pairs = zip(space.plans, forecast.predicted_bytes.tolist(), strict=True)
     return {plan: round(peak) for plan, peak in pairs if not math.isnan(peak)}
+
+
+def predicted_speeds(space: Space, forecast: Forecast | None) -> dict[Plan, PredictedSpeed]:
+    """Speed of the plans by their traces, on a known card; with the range that holds four measurements of five."""
+    if forecast is None:
+        return {}
+    spread = math.exp(EIGHTY * forecast.seconds_log_std)
+    return {
+        plan: PredictedSpeed(samples_per_second=1 / one, low=1 / one / spread, high=1 / one * spread)
+        for plan, one in zip(space.plans, forecast.seconds.tolist(), strict=True)
+        if one > 0
+    }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from autofit import space
-from autofit.commands.backend import Backend, DeviceBackend, predicted_bytes
+from autofit.commands.backend import Backend, DeviceBackend, predicted_bytes, predicted_speeds
 from autofit.commands.model_source import fetch, modeling_module, own_code
 from autofit.commands.output_folder import (
     BEGUN,
@@ -341,9 +341,11 @@ class _Tune:
         """The campaign with the trials that are known; it alone adds to them."""
         trials = TrialLog(finished(self.trials_folder))
         predicted = predicted_bytes(plans, found)
+        speeds = predicted_speeds(plans, found) if facts.workload.processes == 1 else {}  # else no range is known
         runner = self.backend.runner(
-            self.trials_folder, facts, config, server, predicted, known=trials, note=self._note, rated=rated
-        )
+            self.trials_folder, facts, config, server, predicted, known=trials, note=self._note, rated=rated,
+            speeds=speeds,
+        )  # fmt: skip
         record = self.settings.record
         return Campaign(
             facts=facts,

@@ -167,11 +167,21 @@ Outcome = Annotated[Measured | OutOfMemory | TimedOut | Diverged | Unsupported |
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedSpeed:
+    """Samples per second before anything was measured; four measurements of five lie from ``low`` to ``high``."""
+
+    samples_per_second: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One plan that was tried.
 
     ``purpose`` is ``search`` or ``final`` (a finalist measured again). ``predicted_bytes`` is the peak that its trace
-    says, before anything was measured; ``None`` where it can't be traced.
+    says, before anything was measured; ``None`` where it can't be traced. ``predicted_speed`` is ``None`` there too,
+    on a device of which no seconds can be predicted, and on several, whose link decides how far off it is.
     """
 
     number: int
@@ -180,6 +190,7 @@ class Trial:
     wall_seconds: float
     purpose: Literal["search", "final"] = "search"
     predicted_bytes: int | None = None
+    predicted_speed: PredictedSpeed | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

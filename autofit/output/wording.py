@@ -356,6 +356,12 @@ def estimate_words(document: Document) -> str:
     )
 
 
+def predicted_speed(trial: Trial) -> str:
+    """What was predicted before the trial, with its range: ``12.1 (10.6 to 13.8)``; nothing where nothing was."""
+    told = trial.predicted_speed
+    return "" if told is None else f"{number(told.samples_per_second)} ({number(told.low)} to {number(told.high)})"
+
+
 def step(of: Promise | Measured) -> str:
     """The time of one optimizer step with its spread: ``776.7 ± 5.8 ms``."""
     factor, unit = (1000, "ms") if of.step_seconds < 1 else (1, "s")

@@ -15,9 +15,20 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from autofit.contract.outcome import OUTCOME, TRIAL, Crashed, Measured, Outcome, OutOfMemory, TimedOut, Trial
+from autofit.contract.outcome import (
+    OUTCOME,
+    TRIAL,
+    Crashed,
+    Measured,
+    Outcome,
+    OutOfMemory,
+    PredictedSpeed,
+    TimedOut,
+    Trial,
+)
 from autofit.contract.plan import Plan
 from autofit.machine.describe import host_memory
 from autofit.machine.meters import memory_kills
@@ -77,6 +88,7 @@ class ProcessRunner:
         known: The trials so far, to hold a new one against.
         note: Told of what is worth a line.
         rated: Puts the MFU into what was measured, or says why it can't have been.
+        speeds: Predicted speed of each plan, to stand beside what is measured.
     """
 
     def __init__(
@@ -90,8 +102,10 @@ class ProcessRunner:
         known: Sequence[Trial] = (),
         note: Callable[[str], None] = lambda _: None,
         rated: Rated = unrated,
+        speeds: Mapping[Plan, PredictedSpeed] = MappingProxyType({}),
     ) -> None:
         self.rated = rated
+        self.speeds = speeds
         self.predicted = predicted or {}
         self.known = known
         self.note = note
@@ -151,6 +165,7 @@ class ProcessRunner:
             wall_seconds=time.monotonic() - began,
             purpose=purpose,
             predicted_bytes=self.predicted.get(plan),
+            predicted_speed=self.speeds.get(plan),
         )
         write_atomically(folder / TRIAL_FILE, dump_json(TRIAL, trial))
         return trial

@@ -1,12 +1,13 @@
 """The traces' word in the search: what is never run, where a family begins, and how measurements correct it."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 
 from autofit import space
-from autofit.commands.backend import DeviceBackend, predicted_bytes
+from autofit.commands.backend import DeviceBackend, predicted_bytes, predicted_speeds
 from autofit.commands.shell.explanations import no_winner
 from autofit.contract.outcome import Trial
 from autofit.costmodel.forecast import Forecast, PeakPrior
@@ -274,3 +275,13 @@ def test_each_trial_knows_what_was_predicted():
     assert SPACE.plans[0] not in told
     assert told[SPACE.plans[1]] == round(float(cast().device_bytes[1]))
     assert predicted_bytes(SPACE, None) == {}
+    found = dataclasses.replace(
+        cast(), seconds=np.array([np.nan, *np.full(len(SPACE.plans) - 1, 0.25)]), seconds_log_std=0.1
+    )
+    speeds = predicted_speeds(SPACE, found)
+    assert SPACE.plans[0] not in speeds
+    one = speeds[SPACE.plans[1]]
+    assert one.samples_per_second == 4.0
+    assert one.low == pytest.approx(4 * math.exp(-0.128), rel=1e-3)
+    assert one.high == pytest.approx(4 * math.exp(0.128), rel=1e-3)
+    assert predicted_speeds(SPACE, None) == {}

@@ -15,6 +15,7 @@ from autofit.contract.outcome import (
     Evidence,
     Measured,
     OutOfMemory,
+    PredictedSpeed,
     Promise,
     TimedOut,
     Trial,
@@ -591,3 +592,11 @@ class TestGuard:
         assert DOCUMENT.validate_python(raw).guard == self.guard
         del raw["guard"]
         assert DOCUMENT.validate_python(raw).guard is None
+
+
+def test_the_table_of_trials_has_what_was_predicted_beside_what_was_measured():
+    doc = document()
+    told = PredictedSpeed(samples_per_second=48.1, low=42.3, high=54.7)
+    first, *others = doc.trials
+    page = Page(html(replace(doc, trials=(replace(first, predicted_speed=told), *others)), folder="autofit-out"))
+    assert page.words.count("48.10 (42.30 to 54.70)") == 1
