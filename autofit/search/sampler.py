@@ -1,12 +1,11 @@
 """The default sampler: which plan is worth the next trial, or that none is.
 
-Constrained Bayesian optimization over a finite space, in five rules:
+Constrained Bayesian optimization over a finite space, in four rules:
 
 1. Begin with the plan that the priors expect to be the fastest, at the largest micro-batch that the traces say fits.
 2. While nothing has fitted, go towards the smallest plan.
 3. Then take the plan with the largest expected improvement in throughput, times the probability that it fits and runs.
-4. Where that plan may not fit, first try the same with fewer rows (a feasibility probe).
-5. Stop when no plan is expected to improve by one per cent.
+4. Stop when no plan is expected to improve by one per cent.
 
 The models are in :mod:`autofit.search.surrogate`. Any Optuna user can have it::
 
@@ -43,7 +42,6 @@ from autofit.space import Space
 MIN_TRIALS = 6
 LIKELY_RUNS = 0.5
 _SURELY_FITS = 0.95
-_PROBE_FITS, _PROBE_CANDIDATES = 0.75, 50
 _STD_FACTOR = 1.5
 """Before the search ends it is asked once more with standard deviations that much larger: they may be too small."""
 _NEARLY_BEST = 0.4
@@ -139,7 +137,7 @@ class AutofitSampler(optuna.samplers.BaseSampler):
     def _suggest_faster(
         self, observed: Sequence[Observation], fitting: Sequence[Observation], free: Bools, peaks: PeakPosterior | None
     ) -> Suggestion:
-        """A plan that is expected to gain; a feasibility probe; a plan that may not fit; or none."""
+        """A plan that is expected to gain; one that may not fit; or none."""
         belief = posterior(self.model, observed, self.limit_bytes, peaks)
         traced = self.model.forecast is not None
         limits = risk_limits(observed) if traced else RiskLimits(min_fits=0.0, min_gain=MIN_GAIN, fit_power=1)
@@ -158,9 +156,6 @@ class AutofitSampler(optuna.samplers.BaseSampler):
                 score = self._few_changes(np.where(worth, promised * belief.fits**limits.fit_power, -1.0), leader)
                 return self._best(score, promised, belief, words)
         if traced:
-            probe = self._feasibility_probe(observed, np.where(free, gains, 0.0), free & (belief.fits >= _PROBE_FITS))
-            if probe is not None:
-                return probe
             infeasible = free & (gains >= min_gain_if_infeasible(observed))
             if infeasible.any():
                 return self._best(np.where(infeasible, gains * belief.fits, -1.0), gains, belief)
@@ -189,26 +184,6 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         plan = self._argmax(score, belief.peak)
         reason = f"{words} {gains[plan]:.1%} over the best, and {belief.fits[plan]:.0%} likely to fit"
         return Suggestion(plan=plan, expected_gain=float(gains[plan]), reason=reason)
-
-    def _feasibility_probe(self, observed: Sequence[Observation], gains: Floats, likely: Bools) -> Suggestion | None:
-        """A plan with fewer rows of a family that is worth trying but may not fit: its peak says what the family needs.
-
-        Args:
-            observed: Families that were measured need no probe.
-            gains: Expected gain of each plan.
-            likely: The plans that may serve as probes.
-        """
-        family, rows = self.model.features.family, self.model.features.rows
-        measured = {int(family[one.plan]) for one in observed if one.result == "measured"}
-        for plan in np.argsort(-gains)[:_PROBE_CANDIDATES]:
-            if gains[plan] < MIN_GAIN:
-                return None
-            smaller = np.flatnonzero(likely & (family == family[plan]) & (rows < rows[plan]))
-            if len(smaller) and int(family[plan]) not in measured:
-                words = f"shows whether {self.space.plans[plan].words()} fits, which may gain {gains[plan]:.1%}"
-                probe = int(smaller[rows[smaller].argmax()])
-                return Suggestion(plan=probe, expected_gain=float(gains[plan]), reason=words)
-        return None
 
     def _few_changes(self, score: Floats, leader: int) -> Floats:
         """The scores of the plans that are nearly the best and differ least from the fastest so far; -1 elsewhere.

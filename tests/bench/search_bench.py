@@ -273,12 +273,12 @@ SEARCHERS: dict[str, Callable[[Cell, int], Iterator[Step]]] = {
 # -- without a part of the knowledge ------------------------------------------------------------------------------
 
 ABLATIONS = (
-    "traces", "work", "rates", "brought", "heap", "time priors", "families", "ceilings", "scouts", "dares", "near",
+    "traces", "work", "rates", "brought", "heap", "time priors", "families", "ceilings", "dares", "near",
     "doubt", "scatter", "hopeless", "effects", "gaussian process",
 )  # fmt: skip
 """What is taken away: all that the traces say, or their work alone; what was timed before, and what kernels were seen
 to take; what malloc's heap keeps of activations; what a technique expects of time; that plans of a family are alike
-beyond their values; that breaking a ceiling tells a bound; trying fewer rows first; trying what may not fit in the end;
+beyond their values; that breaking a ceiling tells a bound; trying what may not fit in the end;
 changing little at a time; looking once more before the end; that times which scatter more than expected widen the
 doubt; cutting off hopeless trials; what a value is found to cost beyond its trace; that, and what a family is: the cost
 model itself is left, the rates of the work, the offset and slope of the peaks, corrected by each trial."""
@@ -325,7 +325,6 @@ def forgetful(model: Surrogate, ablation: str) -> Surrogate:
 def without(ablations: Collection[str]) -> contextlib.AbstractContextManager[None]:
     """The sampler without some of its ways."""
     changes: dict[str, tuple[Any, str, Any]] = {
-        "scouts": (AutofitSampler, "_feasibility_probe", lambda *_: None),
         "dares": (sampling, "min_gain_if_infeasible", lambda *_: math.inf),
         "near": (AutofitSampler, "_few_changes", lambda *given: given[1]),
         "doubt": (sampling, "_STD_FACTOR", 1.0),

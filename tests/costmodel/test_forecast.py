@@ -158,23 +158,6 @@ def test_a_broken_ceiling_tells_that_it_is_below_and_no_more():
     assert told[1] == pytest.approx(30.0, rel=0.05)
 
 
-def test_a_feasibility_probe_precedes_a_plan_that_may_not_fit():
-    """The ceiling lies where the family that would be fastest is as likely to fit as not."""
-    known, limit = cast(), FACTS.workload.limit_bytes
-    sampler = AutofitSampler(SPACE, limit_bytes=limit, forecast=known)
-    gains, sure = np.zeros(len(SPACE.plans)), np.ones(len(SPACE.plans), dtype=bool)
-    largest = max(range(len(SPACE.plans)), key=lambda place: int(SPACE.plans[place]["micro_batch"]))
-    gains[largest] = 0.5
-    suggestion = sampler._feasibility_probe([], gains, sure)
-    probe, wanted = SPACE.plans[suggestion.plan], SPACE.plans[largest]
-    assert probe["micro_batch"] < wanted["micro_batch"]
-    others = {name: value for name, value in wanted.items() if name not in {"micro_batch", "accumulation"}}
-    assert others.items() <= dict(probe).items()
-    assert wanted.words() in suggestion.reason
-    seen = [Observation(plan=suggestion.plan, result="measured", seconds=1.0, peak_bytes=1.0, needed_bytes=1.0)]
-    assert sampler._feasibility_probe(seen, gains, sure) is None  # once is enough
-
-
 def test_a_lucky_measurement_does_not_end_the_search():
     """Of two runs of plans that are alike, one was twice as fast: the belief lies between."""
     model, limit = surrogate(SPACE, cast()), FACTS.workload.limit_bytes
