@@ -40,7 +40,7 @@ class Accumulation(Technique):
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         shares = [facts.workload.global_batch // ranks for ranks in data_parallel_sizes(facts.workload)]
         found = {steps: share for share in shares for steps in divisors(share)}  # of the largest share last
-        why = facts.depends_on_rows
+        why = None if facts.workload.script else facts.depends_on_rows  # a script's own split is the training
         return tuple(
             Choice(steps, Kind.EXACT, "offered", f"{steps} x {share // steps} rows make the {share} of a process")
             if why is None or steps == 1

@@ -138,7 +138,8 @@ def test_the_command_line_is_the_one_that_was_designed():
         ],
         "estimate": [
             "--all", "--allow", "--among", "--cache", "--fix", "--global-batch", "--gpu", "--gpus", "--json",
-            "--launch-path", "--memory", "--nodes", "--price", "--seq-len", "--task", "--tokens", "--trust-remote-code",
+            "--launch-path", "--memory", "--nodes", "--output", "--price", "--seq-len", "--task", "--tokens",
+            "--trust-remote-code",
         ],
         "run": [],
         "verify": ["--json", "--steps"],
@@ -485,10 +486,10 @@ def test_the_program_itself(tmp_path, module):
 
 def test_the_doctor_takes_the_hint_that_it_gives(run, monkeypatch, server, tmp_path):
     monkeypatch.setattr("autofit.commands.doctor.ForkServer", lambda *_: Lent(server))
-    config = write_config(tmp_path, {"model_type": "bert", "architectures": ["BertForSequenceClassification"]})
+    config = write_config(tmp_path, {"model_type": "bert", "architectures": ["BertForNextSentencePrediction"]})
     refused = run("doctor", "--device", "cpu", "--model", str(config))
     assert refused.exit_code == 2
-    assert "--task causal-lm" in refused.stderr
+    assert "--task takes another model of its type, with another loss: causal-lm" in refused.stderr
     assert run("doctor", "--device", "cpu", "--model", str(config), "--task", "causal-lm").exit_code == 0
 
 
@@ -511,7 +512,9 @@ def test_the_doctor_tells_what_is_to_be_had(run, monkeypatch, server):
     assert listed["precision", "fp32"]["available"] is True
     assert listed["offload", "optimizer"]["available"] is False
     assert listed["checkpointing", "selective"]["available"] is True  # on request
-    short, full = run("doctor", "--device", "cpu").stdout, run("doctor", "--device", "cpu", "--all").stdout
+    short = run("doctor", "--device", "cpu").stdout
+    monkeypatch.setenv("COLUMNS", "200")  # words are not broken
+    full = run("doctor", "--device", "cpu", "--all").stdout
     assert len(short.splitlines()) <= SCREEN_LINES
     for wanted in ("memory:", "packages:", "not installed:", "paged_adamw_8bit", "the device's memory is the host's"):
         assert wanted in full

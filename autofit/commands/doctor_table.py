@@ -1,4 +1,4 @@
-"""A diagnosis for a person: two lines a technique, or every value with its reason."""
+"""A diagnosis for a person: one or two lines a technique, or every value with its reason."""
 
 from __future__ import annotations
 
@@ -67,10 +67,12 @@ def _technique_lines(offers: Sequence[Offer]) -> list[str]:
         if one.status == "withheld":
             reasons[one.reason].append(str(one.value))
     asked = f"; on request: {', '.join(values['on_request'])}" if values["on_request"] else ""
-    lines = [f"{', '.join(values['offered']) or 'nothing'}{asked}"]
-    if reasons:
-        lines.append("not here: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items()))
-    return lines
+    here = f"{', '.join(values['offered']) or 'nothing'}{asked}"
+    if not reasons:
+        return [here]
+    withheld = "not here: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
+    alone = len(values["offered"]) == 1 and not asked
+    return [f"{here}; {withheld}"] if alone else [here, withheld]
 
 
 def _by_technique(offers: Iterable[Offer]) -> dict[str, list[Offer]]:
