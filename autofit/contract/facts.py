@@ -178,7 +178,8 @@ class Script:
         depends_on_rows: Why its loss depends on the rows of a micro-batch, so that accumulation is not exact.
         batch: Shapes of a micro-batch of its longest rows, by the names of the model's arguments.
         rows: In its data set; ``None`` where it has no length.
-        longest, mean_length: Numbers in a row of a sample of the data set, all columns together.
+        sampled: Rows of it that were looked at.
+        longest, mean_length: Numbers in a row of these, all columns together.
         seconds: From its start until its training begins.
     """
 
@@ -200,6 +201,7 @@ class Script:
     depends_on_rows: str | None = None
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rows: int | None = None
+    sampled: int = 0
     longest: int = 0
     mean_length: float = 0.0
     seconds: float = 0.0

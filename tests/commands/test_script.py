@@ -9,13 +9,14 @@ from click.testing import CliRunner
 from autofit import space
 from autofit.cli import main
 from autofit.commands.request import Request
-from autofit.commands.scripts.request import script_facts
+from autofit.commands.scripts.request import script_facts, script_notes
 from autofit.contract.facts import Script
 from autofit.output.document import read_document
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError
 from autofit.training.jobs import DescribeScriptJob
 from autofit.training.runner import ProcessRunner
+from autofit.training.scripts import rows
 from autofit.training.timing import Effort
 from tests.support.scripted import SCRIPTS, autofit, preference_data, tiny_bert, tiny_llama
 from tests.support.synthetic import cpu_facts
@@ -152,6 +153,31 @@ def test_what_a_script_holds_is_no_plans_to_change():
     emitted = recipe_of(plans[0], facts).emission.training_args
     assert emitted["per_device_train_batch_size"] == 4
     assert "use_liger_kernel" not in emitted
+
+
+def test_a_slow_data_set_is_looked_at_all_over_and_that_is_told(monkeypatch):
+    """Rows lie sorted by length, and take so long that the time is up after a hundred of them."""
+    now = [0.0]
+    monkeypatch.setattr(rows.time, "monotonic", lambda: now[0])
+
+    class Slow:
+        def __len__(self):
+            return 10_000
+
+        def __getitem__(self, place):
+            now[0] += rows.SAMPLING_SECONDS / 100
+            return {"input_ids": [0] * (place // 20)}
+
+    seen = rows.sample_of(Slow(), {"input_ids"})
+    assert 90 <= len(seen.sizes) <= 110
+    assert max(seen.sizes.values()) > 450
+    assert seen == rows.sample_of(Slow(), {"input_ids"}), "each trial looks at the same rows"
+    script = Script(
+        path="train.py", sha256="", trainer="Trainer", micro_batch=8, accumulation=1, weights_dtype="float32",
+        rows=10_000, sampled=len(seen.sizes), longest=max(seen.sizes.values()), mean_length=250.0,
+    )  # fmt: skip
+    said = " ".join(script_notes(cpu_facts(global_batch=8, script=script)))
+    assert f"{len(seen.sizes)} of its 10,000 rows were looked at" in said
 
 
 def test_options_that_are_the_scripts_own_are_refused(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from autofit import space
 from autofit.commands.estimates.other_card import described_model, elsewhere
 from autofit.commands.estimates.plans import Estimated, Verdict, estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
+from autofit.commands.estimates.ways import smaller_way
 from autofit.commands.model_source import modeling_module
 from autofit.commands.request import Search, remarks
 from autofit.contract.facts import Facts, LaunchPath, Model, Task
@@ -205,7 +206,7 @@ def estimate_cards(
         cards=tuple(rows),
         fastest=min(fitting, key=lambda row: row.hours or math.inf).card if fitting else None,
         cheapest=min(priced, key=lambda row: row.cost or math.inf).card if priced else None,
-        notes=_notes(length, described, rows, prices),
+        notes=_notes(length, described, rows, prices, smaller_way(facts[asked[0]], settings)),
         seconds=time.monotonic() - began,
     )
 
@@ -358,8 +359,12 @@ def _timed(
     )
 
 
-def _notes(length: int, model: Model, rows: Sequence[OnCard], prices: Mapping[str, float]) -> tuple[str, ...]:
+def _notes(
+    length: int, model: Model, rows: Sequence[OnCard], prices: Mapping[str, float], smaller: str | None
+) -> tuple[str, ...]:
     said = remarks(length, model)
+    if smaller and any(row.verdict == "too large" for row in rows):
+        said.append(smaller)
     if any(row.high for row in rows):
         low, high = min(row.low or 1.0 for row in rows), max(row.high or 1.0 for row in rows)
         said.append(

@@ -9,6 +9,7 @@ import numpy as np
 
 from autofit import space
 from autofit.commands.estimates.plans import Estimated, estimated_plan
+from autofit.commands.request import Search
 from autofit.contract.facts import Facts
 from autofit.contract.plan import Value
 from autofit.contract.technique import Kind
@@ -59,7 +60,7 @@ def ways(  # noqa: PLR0917 - what an estimate has found out
         say: Called with a line of text for each stage.
     """
     found = []
-    for name, held in _held_by_way(facts, given).items():
+    for name, held in held_by_way(facts, given).items():
         if isinstance(held, str):
             found.append(Way(name=name, fastest=None, smallest=None, stops=held))
             continue
@@ -72,7 +73,18 @@ def ways(  # noqa: PLR0917 - what an estimate has found out
     return tuple(found)
 
 
-def _held_by_way(facts: Facts, given: Knobs) -> dict[str, Knobs | str]:
+def smaller_way(facts: Facts, settings: Search) -> str | None:
+    """What to ask for where full training does not fit; nothing where the user holds what tells ways apart."""
+    given = space.parse_knobs(settings.fix, settings.among, facts)
+    if AS_ASKED in (held := held_by_way(facts, given)):
+        return None
+    asked = {name: knobs for name, knobs in held.items() if not isinstance(knobs, str)}
+    name, knobs = list(asked.items())[-1]
+    words = " ".join(f"--fix {knob}={values[-1]}" for knob, values in knobs.items() if knob not in given)
+    return f"every weight is trained here; {name} needs less: {words}" if len(asked) > 1 else None
+
+
+def held_by_way(facts: Facts, given: Knobs) -> dict[str, Knobs | str]:
     """The knobs of each way, or why it can't be had."""
     telling = [one for one in techniques() if one.ways]
     if any(one.name in given for one in telling):

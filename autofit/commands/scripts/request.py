@@ -22,6 +22,8 @@ from autofit.system.fork_server import FAILED_JOB_LOG, ForkServer
 from autofit.system.units import duration
 from autofit.training.jobs import DescribeScriptJob
 
+_ENOUGH_ROWS = 500
+
 LONGEST_SECONDS = 3600.0
 """How long a script may prepare its data before it trains."""
 
@@ -123,8 +125,14 @@ def script_notes(facts: Facts) -> list[str]:
     if script.rows is None:
         said.append("the data set tells no number of rows: fit is judged on the rows that come first")
     elif script.longest and script.mean_length < 0.9 * script.longest:
+        seen = f"{script.sampled:,} of its {script.rows:,} rows"
         said.append(
-            f"rows differ: the mean is {script.mean_length / script.longest:.0%} of the longest of a sample; fit is "
+            f"rows differ: the mean is {script.mean_length / script.longest:.0%} of the longest of {seen}; fit is "
             "judged on the longest, speed measured on the script's own order"
+        )
+    if 0 < script.sampled < min(script.rows or 0, _ENOUGH_ROWS):
+        said.append(
+            f"the data set is slow: {script.sampled:,} of its {script.rows:,} rows were looked at, and longer ones may "
+            "be among the others"
         )
     return said

@@ -45,6 +45,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
         "compiled": hasattr(model, "_orig_mod"),
         "depends_on_rows": depends_on_rows(inner),
         "rows": rows.rows,
+        "sampled": len(rows.sizes),
         "longest": max(rows.sizes.values(), default=0),
         "mean_length": sum(rows.sizes.values()) / max(1, len(rows.sizes)),
         "seconds": seconds,
