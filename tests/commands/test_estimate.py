@@ -18,7 +18,7 @@ from autofit.commands.estimates.other_card import counted_cards
 from autofit.commands.estimates.plans import cause
 from autofit.commands.estimates.screen import screen
 from autofit.commands.estimates.table import bar, table
-from autofit.commands.estimates.ways import _held_by_way
+from autofit.commands.estimates.ways import held_by_way
 from autofit.contract.plan import Plan
 from autofit.costmodel import peak
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, workspace_bytes
@@ -384,11 +384,11 @@ def test_a_number_of_cards_may_stand_with_the_name():
 
 def test_a_way_holds_what_tells_it_apart_and_leaves_the_rest():
     facts = cpu_facts()
-    held = _held_by_way(facts, {"precision": ("fp32",)})
+    held = held_by_way(facts, {"precision": ("fp32",)})
     assert list(held) == ["full", "LoRA", "QLoRA"]
     assert held["full"] == {"precision": ("fp32",), "adapter": ("none",), "quantization": ("none",)}
     assert held["LoRA"]["quantization"] == ("none",)
     assert held["QLoRA"] == {"precision": ("fp32",), "adapter": ("none", "lora:r=16"), "quantization": ("nf4",)}
-    assert _held_by_way(facts, {"adapter": ("none",)}) == {"as asked": {"adapter": ("none",)}}
-    without = _held_by_way(dataclasses.replace(facts, packages={}), {})
+    assert held_by_way(facts, {"adapter": ("none",)}) == {"as asked": {"adapter": ("none",)}}
+    without = held_by_way(dataclasses.replace(facts, packages={}), {})
     assert "peft is not installed" in without["LoRA"]
