@@ -101,7 +101,8 @@ def _asks_about_cards(options: dict[str, Any]) -> bool:
 
 def _estimate_cards(model: str, *, as_json: bool, **options: Any) -> None:
     """The best plan on each of some cards, with hours and costs."""
-    from autofit.commands.estimates.cards import CARDS_ESTIMATE, cards_table, check_any_fits, estimate_cards
+    from autofit.commands.estimates.cards import CARDS_ESTIMATE, check_any_fits, estimate_cards
+    from autofit.commands.estimates.cards_table import cards_table
     from autofit.system.strict_json import dump_json
 
     if options.pop("output") is not None:

@@ -12,9 +12,9 @@ from autofit.commands.estimates.cards import (
     asked_cards,
     asked_prices,
     asked_tokens,
-    cards_table,
     estimate_cards,
 )
+from autofit.commands.estimates.cards_table import cards_table
 from autofit.commands.shell.terminal import data_console
 from autofit.machine import gpu_catalogue
 from autofit.system.errors import InputError

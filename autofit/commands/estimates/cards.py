@@ -16,9 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from autofit import space
 from autofit.commands.estimates.other_card import described_model, elsewhere
@@ -35,8 +32,6 @@ from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.costmodel.utilisation import model_flops, peak_flops
 from autofit.machine import gpu_catalogue
 from autofit.machine.gpu_catalogue import Card
-from autofit.output.plan_words import chosen_words
-from autofit.system import units
 from autofit.system.errors import InputError, ModelError, NothingFits
 from autofit.system.fork_server import ForkServer
 
@@ -374,76 +369,3 @@ def _notes(
     if prices and (without := [row.card for row in rows if row.price is None]):
         said.append(f"no price was given for {', '.join(without)}")
     return tuple(said)
-
-
-# -- for a person -----------------------------------------------------------------------------------------------------
-
-
-def cards_table(found: CardsEstimate) -> RenderableType:
-    """The cards as a table, what they do in words below it."""
-    head = (
-        f"{found.model}: {count(found.parameters)} parameters, {found.task} on {found.rows}, global batch "
-        f"{found.global_batch}; hours for {count(found.tokens)} tokens"
-    )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("card", no_wrap=True)
-    table.add_column("plan", overflow="fold", min_width=24)
-    for name in ("rows x acc.", "needs", "samples/s", "tokens/s", "MFU", "hours"):
-        table.add_column(name, justify="right", no_wrap=True)
-    priced = any(row.cost is not None for row in found.cards)
-    if priced:
-        table.add_column("cost", justify="right", no_wrap=True)
-    for row in found.cards:
-        table.add_row(*_cells(row, priced=priced))
-    parts: list[RenderableType] = [Text(head), Text(), table, Text()]
-    if found.fastest is not None:
-        words = f"fastest: {found.fastest}"
-        parts.append(Text(words if found.cheapest is None else f"{words}; cheapest: {found.cheapest}"))
-    parts += [Text(note) for note in found.notes]
-    parts.append(Text(f"{len(found.cards)} cards in {units.duration(found.seconds)}"))
-    return Group(*parts)
-
-
-def _cells(row: OnCard, *, priced: bool) -> list[RenderableType]:
-    if row.plan is None or row.device_bytes is None:
-        return [row.card, Text("no plan can be traced")]
-    size = f"{row.plan['micro_batch']} x {row.plan['accumulation']}"
-    needs = f"{units.size(row.device_bytes)} of {units.size(row.memory_bytes)}"
-    if row.hours is None:
-        why = "no plan fits; the smallest: " if row.verdict == "too large" else "speed is not known: "
-        return [row.card, Text(why + chosen_words(row.plan), style="red"), size, needs]
-    cells: list[RenderableType] = [
-        row.card,
-        Text(chosen_words(row.plan)),
-        size,
-        needs,
-        f"~{_three(row.samples_per_second)}",
-        f"~{_three(row.tokens_per_second)}",
-        _mfu(row),
-        f"~{_three(row.hours)}",
-    ]
-    if priced:
-        cells.append("" if row.cost is None else f"~{_three(row.cost)}")
-    return cells
-
-
-def _mfu(row: OnCard) -> str:
-    if row.mfu is None:
-        return ""
-    if row.low is None or row.high is None:
-        return f"~{row.mfu:.0%}"
-    return f"{row.mfu:.0%} ({row.mfu * row.low:.0%} to {min(row.mfu * row.high, 1.0):.0%})"
-
-
-def _three(value: float | None) -> str:
-    """Three digits."""
-    assert value is not None
-    return f"{float(f'{value:.3g}'):,g}"
-
-
-def count(number: float) -> str:
-    """A number of parameters or tokens in few digits, such as ``8.03B``."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:g}"
