@@ -225,6 +225,8 @@ def run_recipe(clock: Listener, *, config: Path, folder: Path, lesson: Lesson | 
         args = recipe.training_arguments(**{**untuned(clock, folder), **given})
         args.gradient_accumulation_steps = clock.accumulation
     model = recipe.model(None, config=config, device=device)
+    if clock.on_cuda:
+        torch.cuda.empty_cache()  # a script's weights come from the host: what making random ones took goes back
     optimizer = recipe.optimizer(model, **given) if recipe.optimizer_wraps or not trainer else None
     rows = None
     if lesson is not None:

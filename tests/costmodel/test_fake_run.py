@@ -502,6 +502,15 @@ def test_attention_takes_the_kernel_that_cuda_chooses(dtype, key_heads, value_wi
     assert ran.startswith(kernel) if kernel else "Attention" not in ran, ran
 
 
+def test_clipping_takes_partial_norms_of_the_largest_gradient_for_each():
+    recorder = Recorder(stand_ins=cuda_kernels.kernel_stand_ins())
+    with FakeTensorMode(allow_non_fake_inputs=True), like_cuda(), recorder:
+        recorder.mark("0:step")
+        torch.nn.utils.get_total_norm([torch.empty(shape) for shape in ((600, 1000), (10,))])
+    tape = recorder.tape(since=1)
+    assert tape.sizes[tape.ops == tape.names.index("partial norms")].tolist() == [4 * 2 * 10]  # 600,000 / 65,536
+
+
 @pytest.mark.parametrize(
     ("shape", "dims", "sums"),
     [

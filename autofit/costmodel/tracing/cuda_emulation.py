@@ -158,11 +158,11 @@ def _dropout(
 def like_cuda(capability: tuple[int, int] = _AMPERE) -> Iterator[None]:
     """Behave like a CUDA device of this compute capability, as far as the sizes of tensors go."""
     supported, checkpoint = _foreach_utils._get_foreach_kernels_supported_devices, torch.utils.checkpoint.checkpoint
-    types = optimizers._foreach_supported_types
     both = (_foreach_utils, optimizers)
-    for module in both:
+    types = [module._foreach_supported_types for module in both]
+    for module, before in zip(both, types, strict=True):
         vars(module)["_get_foreach_kernels_supported_devices"] = lambda: [*supported(), "cpu"]
-    vars(optimizers)["_foreach_supported_types"] = [*types, FakeTensor]
+        vars(module)["_foreach_supported_types"] = [*before, FakeTensor]
 
     @functools.wraps(checkpoint)
     def checkpoint_with_habits(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -177,9 +177,9 @@ def like_cuda(capability: tuple[int, int] = _AMPERE) -> Iterator[None]:
         with CudaFunctions(capability):
             yield
     finally:
-        for module in both:
+        for module, before in zip(both, types, strict=True):
             vars(module)["_get_foreach_kernels_supported_devices"] = supported
-        vars(optimizers)["_foreach_supported_types"] = types
+            vars(module)["_foreach_supported_types"] = before
         vars(torch)["is_autocast_enabled"] = asked
         torch.utils.checkpoint.checkpoint = vars(modeling_utils)["checkpoint"] = checkpoint
 

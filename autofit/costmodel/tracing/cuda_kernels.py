@@ -7,6 +7,7 @@ norms and softmax, backward        a copy of a gradient that is not contiguous, 
 softmax                            backward its gradient times its result; where it looks for empty rows, a mask
 sums over rows                     each block's partial sums, which another block adds up
 an embedding, backward             a row for each part of a token's places
+norms of many tensors              a partial norm of every 65,536 elements of the largest, for each tensor
 =================================  ================================================================================
 
 Sources: ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`` (``mha_bwd``), ``attention_backward.cu``
@@ -30,6 +31,7 @@ _AMPERE, _LESS_SHARED_MEMORY = (8, 0), (8, 6)
 _WARP, _MOST_THREADS, _VECTOR = 32, 512, 4
 _FEWEST_VALUES, _MOST_VALUES = 16, 256
 _FEW_PLACES, _PLACES_A_PART = 3072, 10
+_CHUNK = 1 << 16
 _RESIDENT_THREADS = {(7, 5): 80 * 2048, (8, 0): 132 * 2048, (8, 6): 142 * 1536}
 """Threads that a card runs at once, by :func:`~autofit.costmodel.tracing.trace_store.kernels_of`: those of a V100, an
 H100 and an L40S. A card with fewer splits a long sum over fewer blocks."""
@@ -57,6 +59,7 @@ def kernel_stand_ins(capability: tuple[int, int] = _AMPERE) -> dict[Any, Any]:
         ops.sum.dim_IntList: reduction,
         ops.mean.dim: reduction,
         ops.amax.default: reduction,
+        ops._foreach_norm.Scalar: _foreach_norm,
     }
 
 
@@ -127,7 +130,7 @@ def _split_bytes(query: torch.Tensor, key: torch.Tensor, threads: int) -> list[i
 
 
 class _AttentionBackward:
-    """The backward pass with its accumulators, which live as long as it runs, beside the gradients."""
+    """The backward pass, whose gradients are there before its accumulators, which live as long as it runs."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.capability = capability
@@ -138,12 +141,12 @@ class _AttentionBackward:
         held = _flash_bytes(query, key) if flash else _efficient_bytes(query, value, self.capability)
         if gradient.stride(-1) != 1:
             held.append(_copied_bytes(gradient))
+        gradients = func(*args, **kwargs)
+        for made in gradients:
+            if made is not None:
+                recorder.follow(made, func, args)
         with recorder.holding(*held, name="attention's accumulators"):
-            gradients = func(*args, **kwargs)
-            for made in gradients:
-                if made is not None:
-                    recorder.follow(made, func, args)
-        return gradients
+            return gradients
 
 
 def _flash_bytes(query: torch.Tensor, key: torch.Tensor) -> list[int]:
@@ -233,6 +236,20 @@ def _safe_softmax(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
     recorder.follow(result, func, args)
     with recorder.holding(result.numel(), name="a mask of empty rows"):
         return result
+
+
+def _foreach_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Norms of many tensors at once, such as those of gradients that are clipped.
+
+    Source: ``aten/src/ATen/native/cuda/ForeachReduceOp.cu`` (``foreach_tensor_norm_cuda``, ``kChunkSize``).
+    """
+    tensors = args[0]
+    chunks = max(-(-tensor.numel() // _CHUNK) for tensor in tensors)
+    with recorder.holding(4 * len(tensors) * chunks, name="partial norms"):
+        norms = func(*args, **kwargs)
+        for norm in norms:
+            recorder.follow(norm, func, args)
+    return norms
 
 
 def _reduction(threads: int, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
