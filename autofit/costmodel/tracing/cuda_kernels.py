@@ -200,9 +200,9 @@ def _embedding_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kw
     """
     result = func(*args, **kwargs)
     places, tokens, width = args[1].numel(), args[2], result.shape[-1]
-    if places > _FEW_PLACES or recorder.rows:
+    each = recorder.rows if recorder.rows and places % recorder.rows == 0 else 1
+    if places > _FEW_PLACES or each > 1:
         recorder.follow(result, func, args)
-        each = recorder.rows if recorder.rows and places % recorder.rows == 0 else 1
         parts = each * (places // each // _PLACES_A_PART) + (places if each > 1 else min(places, tokens))
         with recorder.holding(4 * parts * width, name="parts of an embedding's gradient"):
             pass
