@@ -32,7 +32,9 @@ def tune(model: str, as_json: bool, verbose: bool, arguments: tuple[str, ...], *
 
     MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo; or the path of
     your own training script, whose arguments stand behind --: autofit tune train.py --trials 20 -- --epochs 3
+    Or package.module:function, a function that returns a torch module, its batches and its loss.
     """
+    from autofit.commands.scripts.named import is_script
     from autofit.commands.shell.console import ConsoleEvents, StderrConsole
     from autofit.commands.tune import tune as run
     from autofit.output.brief import brief
@@ -40,7 +42,7 @@ def tune(model: str, as_json: bool, verbose: bool, arguments: tuple[str, ...], *
     from autofit.output.report import summary
     from autofit.system.strict_json import dump_json
 
-    if arguments and not model.endswith(".py"):
+    if arguments and not is_script(model):
         raise click.UsageError(f"Got unexpected extra arguments ({' '.join(arguments)}): {model} is no script")
     with terminable():
         result = run(model, arguments=arguments, events=ConsoleEvents(StderrConsole(), options["trials"]), **options)

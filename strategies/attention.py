@@ -80,7 +80,8 @@ class Attention(Technique):
     packages = {**{row[0]: "" for row in _FLASH.values()}, "triton": ""}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
-        picked = facts.model.attention
+        model = facts.model
+        default = "the model's own" if model.plain_module else f"transformers picks {model.attention} here"
         # seen to win on a recorded landscape of a CPU, where rows are short and the fused kernel is no faster
         eager: Status = "offered" if facts.hardware.device == "cpu" else "on_request"
         explicit = (
@@ -89,7 +90,7 @@ class Attention(Technique):
             *(self._flash(value, facts) for value in _FLASH),
             self._flex(facts),
         )
-        return (Choice("default", Kind.EXACT, "offered", f"transformers picks {picked} here"), *explicit)
+        return (Choice("default", Kind.EXACT, "offered", default), *explicit)
 
     def _choice(self, value: str, facts: Facts, status: Status, reason: str) -> Choice:
         """A value, withheld where it would be the default again or where the class does not know it."""

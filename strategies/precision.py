@@ -84,6 +84,8 @@ class Precision(Technique):
 
         def choice(value: str, needs: str, kind: Kind, good: str, bad: str) -> Choice:
             here = needs in hardware.precisions
+            if value == "bf16_weights" and facts.model.plain_module:
+                return Choice(value, kind, "withheld", "the script makes its module itself, in the dtype that it says")
             searched: Status = "on_request" if value == "fp16" and has_bf16 else "offered"
             return Choice(value, kind, searched if here else "withheld", good if here else bad)
 
@@ -166,6 +168,8 @@ class Precision(Technique):
     def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
         wanted = _COMPUTES[str(value)]
         computed, tf32, float8 = seen.get("compute_dtype"), seen.get("tf32"), seen.get("float8_linears", 0)
+        if computed is None and facts.model.plain_module and value == "fp32":
+            computed = wanted  # it multiplies outside of any layer; that is what it does by itself
         if computed not in {wanted, "int8"}:  # 8-bit weights are multiplied as integers
             return f"a linear layer computed in {computed}, not {wanted}"
         weights = "bfloat16" if value == "bf16_weights" else "float32"

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from autofit import space
+from autofit.commands.scripts.named import is_script, named
 from autofit.contract.facts import Device, Facts, Hardware, LaunchPath, Model, Task, Workload
 from autofit.costmodel.jobs import RatesJob
 from autofit.machine.describe import given_threads
@@ -57,11 +58,6 @@ class Request:
     def is_script(self) -> bool:
         """Whether the user's own script is tuned."""
         return is_script(self.model)
-
-
-def is_script(model: str) -> bool:
-    """Whether what stands for a model is a Python file."""
-    return model.endswith(".py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +149,10 @@ def check_script(request: Request) -> None:
             what = f"-- {' '.join(request.arguments)}" if request.arguments else f"--call {request.call}"
             raise InputError(
                 f"{what[:200]}: {request.model!r} is no script, and takes none",
-                hint="a script is a .py file: autofit tune train.py -- ARGS",
+                hint="a script is a .py file, a factory MODULE:FUNCTION: autofit tune train.py -- ARGS",
             )
         return
-    if not Path(request.model).is_file():
-        raise InputError(f"no script {request.model!r}", hint="is its path right?")
+    named(request.model)
     if request.call < 1:
         raise InputError(f"--call {request.call} is out of range", hint="the first call of train() is 1")
     refused = {
@@ -217,7 +212,7 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
 def _check_same_script(facts: Facts, now: Request, folder: Path) -> None:
     """Refuse to go on with a script that was changed since."""
     script = facts.workload.script
-    if script is not None and hashlib.sha256(Path(now.model).read_bytes()).hexdigest() != script.sha256:
+    if script is not None and hashlib.sha256(named(now.model).text.read_bytes()).hexdigest() != script.sha256:
         raise InputError(
             f"{now.model} has changed since {folder} was begun",
             hint="measurements would not compare: choose another --output",

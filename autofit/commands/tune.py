@@ -29,11 +29,11 @@ from autofit.commands.request import (
     as_classes,
     as_knobs,
     check_request,
-    is_script,
     keep_request,
     started_before,
     validated,
 )
+from autofit.commands.scripts.named import is_script
 from autofit.commands.scripts.request import script_notes
 from autofit.commands.shell.explanations import disturbance_notes, no_winner, peak_correction
 from autofit.commands.shell.tune_config import write_config

@@ -104,6 +104,11 @@ class Model:
     products: tuple[tuple[int, int, int], ...] = ()
 
     @property
+    def plain_module(self) -> bool:
+        """Whether it is a module of the user's own, and none of transformers'."""
+        return not self.model_type
+
+    @property
     def usual_seq_len(self) -> int:
         """The length where nobody says how many: of tokens 1024, or what the model is made for where that is less."""
         if self.length.usual is not None:
@@ -112,6 +117,8 @@ class Model:
 
     def rows_of(self, length: int) -> str:
         """Its rows of a length, in words: ``rows of 128 tokens``."""
+        if self.task == "script" and not self.sample_tokens:
+            return "the script's own rows"
         if self.length.unit == "pixels":
             return f"images of {length} pixels"
         what = "rows" if self.sample == "row" else f"{self.sample}s"
@@ -164,6 +171,7 @@ class Script:
         path: Of the script, absolute.
         arguments: What stands behind it on its command line.
         sha256: Of the script's text when it was tuned.
+        factory: What it is called, ``MODULE:FUNCTION``, where it is a factory that autofit's own script trains.
         call: Which of its calls of ``train()`` is tuned, from 1.
         trainer: The class of its Trainer; empty where it trains in a plain loop with Accelerate.
         micro_batch, accumulation: The script's own.
@@ -186,6 +194,7 @@ class Script:
     path: str
     arguments: tuple[str, ...] = ()
     sha256: str
+    factory: str | None = None
     call: Positive = 1
     trainer: str
     micro_batch: Positive
@@ -205,6 +214,11 @@ class Script:
     longest: int = 0
     mean_length: float = 0.0
     seconds: float = 0.0
+
+    @property
+    def typed(self) -> tuple[str, ...]:
+        """What stands for it on a command line, and what stands behind ``--``."""
+        return (self.path, *self.arguments) if self.factory is None else (self.factory, *self.arguments[2:])
 
     @property
     def tokens(self) -> int | None:

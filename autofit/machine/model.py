@@ -46,6 +46,32 @@ def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
     }
 
 
+def describe_module(name: str, module: Any) -> dict[str, Any]:
+    """Sizes of a module of the user's own, of which no config of transformers tells anything.
+
+    Returns:
+        Fields of :class:`autofit.contract.facts.Model`; its ``model_type`` is empty.
+    """
+    import torch
+
+    tables = [one.num_embeddings for one in module.modules() if isinstance(one, torch.nn.Embedding)]
+    return {
+        "name": name,
+        "architecture": type(module).__name__,
+        "model_type": "",
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "layers": 0,
+        "hidden_size": 0,
+        "vocab_size": max(tables, default=1),
+        "max_positions": None,
+        "supports_checkpointing": False,
+        "attention": "its own",
+        "attentions": (),
+        "depends_on_rows": depends_on_rows(module),
+        "products": _products(module),
+    }
+
+
 def _number(config: Any, name: str) -> int:
     """A number that a config gives; 0 where it gives none, or one for each of its stages."""
     found = getattr(config, name, None)
@@ -59,6 +85,8 @@ def depends_on_rows(model: Any) -> str | None:
     norms = (torch.nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the base of all of them
     if any(isinstance(module, norms) and module.track_running_stats for module in model.modules()):
         return "its BatchNorm layers take the mean and variance of each micro-batch"
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        return None  # a module of the user's own
     if hasattr(model, "logit_scale"):
         return "its contrastive loss compares the rows of a micro-batch with each other"
     text = model.config.get_text_config()

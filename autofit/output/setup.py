@@ -85,7 +85,7 @@ class Setup:
         if script is not None:
             raise ModelError(
                 f"the answer in {self.folder} was tuned with a script, which builds its own model",
-                hint=f"autofit run {self.folder} {Path(script.path).name} -- ARGS trains with it",
+                hint=f"autofit run {self.folder} {Path(script.typed[0]).name} -- ARGS trains with it",
             )
         try:
             return self.recipe.model(source, config=self.folder / MODEL_FOLDER)

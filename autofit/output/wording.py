@@ -192,8 +192,8 @@ def launch_commands(document: Document, folder: str | Path) -> list[list[str]]:
     shown = f"./{at}" if str(at).startswith("-") else str(at)  # it is no option
     script = document.workload.script
     if script is not None:
-        behind = ["--", *script.arguments] if script.arguments else []
-        return [["autofit", "run", shown, script.path, *behind], ["autofit", "verify", shown]]
+        what, *behind = script.typed
+        return [["autofit", "run", shown, what, *(["--", *behind] if behind else [])], ["autofit", "verify", shown]]
     launch = ["accelerate", "launch", "--config_file", f"{shown}/accelerate.yaml", "your_script.py"]
     if document.promise.launch_path == "trainer":
         launch.append(f"{shown}/training_args.json")

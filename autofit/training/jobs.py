@@ -22,7 +22,7 @@ from autofit.contract.plan import Plan
 from autofit.contract.recipe import Recipe
 from autofit.machine.describe import given_threads
 from autofit.machine.meters import CeilingBroken, guard_host, memory_kills, meter, warm_up_threads
-from autofit.machine.model import describe_built
+from autofit.machine.model import describe_built, describe_module
 from autofit.registry import recipe_of
 from autofit.system import strict_json
 from autofit.system.errors import InputError
@@ -190,7 +190,10 @@ def _described(job: DescribeScriptJob, folder: Path) -> dict[str, Any]:
             traceback.print_exception(error.__cause__)
         return {"error": error.message, "hint": error.hint}
     model = found.pop("model")
-    return {**found, "model": describe_built(Path(job.path).name, model.config, model)}
+    name = Path(job.path).name
+    of_transformers = bool(found["config"])
+    told = describe_built(name, model.config, model) if of_transformers else describe_module(name, model)
+    return {**found, "model": told}
 
 
 def _trained(job: CurveJob, folder: Path, rank: int | None = None) -> Curve:

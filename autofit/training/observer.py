@@ -76,7 +76,7 @@ class Observer:
             if torch.compiler.is_compiling():
                 torch._dynamo.comptime.comptime(compiled)  # noqa: SLF001 - there is no other door to a graph's making
                 return
-            if ids is not None:
+            if isinstance(ids, torch.Tensor):
                 saw(ids.shape)
             self.padding_mask = mask is not None
             self.running = module
@@ -167,16 +167,16 @@ def _layer_products(model: nn.Module, layer_classes: tuple[str, ...]) -> list[nn
     named = [module for module in modules if type(module).__name__ in layer_classes]
     products = (_first_product(layer) for layer in known or named or [model])
     found = list({id(product): product for product in products if product is not None}.values())
-    head = None if found else _first_product(model)  # layers of convolutions alone
+    head = None if found else _first_product(model) or _first_product(model, (3, 4, 5))  # convolutions alone
     return found if head is None else [head]
 
 
-def _first_product(layer: nn.Module) -> nn.Module | None:
+def _first_product(layer: nn.Module, dimensions: tuple[int, ...] = (2,)) -> nn.Module | None:
     """The first module inside a layer that multiplies by a matrix: it is recomputed with its layer."""
     for module in layer.modules():
         weight = getattr(module, "weight", None)
         shape = getattr(weight, "ds_shape", getattr(weight, "shape", ()))  # ZeRO-3 leaves an empty tensor behind
-        if len(shape) == 2 and not any(module.children()) and "Embed" not in type(module).__name__:
+        if len(shape) in dimensions and not any(module.children()) and "Embed" not in type(module).__name__:
             return module
     return None
 

@@ -105,6 +105,25 @@ def test_what_the_script_does_itself_is_seen(described, folder):
     assert first["micro_batch"] == 2
 
 
+def test_a_module_that_is_none_of_transformers_is_described(described):
+    found = described(
+        "import torch\nfrom accelerate import Accelerator\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2))\n"
+        "loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(24, 8)), batch_size=6)\n"
+        "accelerator = Accelerator(gradient_accumulation_steps=2)\n"
+        "model, loader, optimizer = accelerator.prepare(model, loader, torch.optim.AdamW(model.parameters()))\n"
+        "for (rows,) in loader:\n"
+        "    with accelerator.accumulate(model):\n"
+        "        accelerator.backward(model(rows).square().mean())\n"
+        "        optimizer.step()\n"
+    )
+    script, model = found["script"], found["model"]
+    assert (script["micro_batch"], script["accumulation"], script["rows"]) == (6, 2, 24)
+    assert "BatchNorm" in script["depends_on_rows"]
+    assert (model["architecture"], model["model_type"], model["parameters"]) == ("Sequential", "", 210)
+    assert found["config"] == {}
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_plain_loop_is_described(described, folder, by_hand):
     script = described(LOOP, "--model", folder / "tiny", *["--by-hand"] * by_hand)["script"]

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from autofit import space
 from autofit.commands.request import DEFAULT_CEILING, Request, ceiling
+from autofit.commands.scripts.named import named
 from autofit.contract.facts import Facts, Hardware, Model, Script, Workload
 from autofit.machine.jobs import HardwareJob
 from autofit.machine.packages import installed
@@ -37,32 +38,34 @@ def script_facts(
         InputError: The script ends before it trains, or does what can't be tuned.
         MachineError: The device is there and can't be used.
     """
-    path = Path(request.model).absolute()
-    say(f"running {path.name} up to its training")
+    run = named(request.model, request.arguments)
+    say(f"running {run.name} up to its training")
     with server.ask(folder, HardwareJob(device=device)) as answer:
         if answer is None or "hardware" not in answer:
             why = "it does not answer" if answer is None else answer["device"]
             raise MachineError(f"--device {device}: it is there and can't be used: {why}")
         hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
-    job = DescribeScriptJob(path=str(path), arguments=request.arguments, call=request.call)
+    job = DescribeScriptJob(path=str(run.path), arguments=run.arguments, call=request.call)
     try:
         with server.ask(folder, job, kill_after_seconds=LONGEST_SECONDS) as answer:
-            found = _checked(answer, path)
+            found = _checked(answer, run.name)
     except MachineError as error:
         raise InputError(
-            f"{path.name} ended its process before it trained: {error.message}",
+            f"{run.name} ended its process before it trained: {error.message}",
             hint=f"does it run with these arguments by itself? Its log is {folder / FAILED_JOB_LOG}",
         ) from error
-    model = TypeAdapter(Model).validate_python({**found["model"], "name": request.model, "task": "script"})
     script = TypeAdapter(Script).validate_python(
         {
             **found["script"],
-            "path": str(path),
-            "arguments": request.arguments,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "path": str(run.path),
+            "arguments": run.arguments,
+            "sha256": hashlib.sha256(run.text.read_bytes()).hexdigest(),
+            "factory": run.name if run.factory else None,
             "call": request.call,
         }
     )
+    told = {"name": request.model, "task": "script", "sample_tokens": int(script.tokens is not None)}
+    model = TypeAdapter(Model).validate_python({**found["model"], **told})
     with writing(folder / MODEL_FOLDER):
         (folder / MODEL_FOLDER).mkdir(exist_ok=True)
     write_atomically(folder / MODEL_FOLDER / "config.json", json.dumps(found["config"], indent=1))
@@ -71,10 +74,10 @@ def script_facts(
     )
 
 
-def _checked(answer: Mapping[str, Any] | None, path: Path) -> Mapping[str, Any]:
+def _checked(answer: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
     if answer is None:
         raise InputError(
-            f"{path.name} did not begin to train in {duration(LONGEST_SECONDS)}",
+            f"{name} did not begin to train in {duration(LONGEST_SECONDS)}",
             hint="prepare its data once and let the script read what was prepared, or give it fewer rows",
         )
     if "error" in answer:

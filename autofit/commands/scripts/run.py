@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from autofit.commands.scripts.named import Named, named
 from autofit.commands.verify import end_group, on_its_device
 from autofit.output.document import Document, read_document
 from autofit.output.emit import YAML
@@ -32,7 +33,7 @@ def run(
 
     Args:
         folder: Output folder of ``autofit tune``.
-        script: The training script; none of its lines is changed.
+        script: The training script, none of whose lines is changed; or a factory, ``package.module:function``.
         arguments: What stands behind it on its command line.
         say: Called with a line of text where this is not the training that was tuned.
 
@@ -44,23 +45,22 @@ def run(
         MachineError: The launch can't be started.
     """
     check_environment()
-    folder, script = Path(folder), Path(script)
+    folder = Path(folder)
     document = read_document(folder)
     if not (folder / YAML).is_file():
         raise InputError(f"{folder} holds no {YAML}", hint="give the whole folder that `autofit tune` wrote")
-    if not script.is_file():
-        raise InputError(f"no script {str(script)!r}", hint="is its path right?")
+    train = named(str(script), arguments)
     if document.promise.launch_path != "trainer" and document.workload.script is None:
         raise InputError(
             f"{folder} is for a plain loop, into which no plan can be put",
             hint="use autofit.load in the script, or tune with --launch-path trainer",
         )
-    for words in differences(document, script, arguments):
+    for words in differences(document, train):
         say(words)
     launched = Path(__file__).with_name("run_script.py")
     command = (
         sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
-        "--config_file", str(folder / YAML), str(launched), str(folder), str(script.absolute()), *arguments,
+        "--config_file", str(folder / YAML), str(launched), str(folder), str(train.path), *train.arguments,
     )  # fmt: skip
     environment = helper_environment({**os.environ, **on_its_device(document, say)})
     try:
@@ -84,14 +84,14 @@ def interrupt(process: subprocess.Popen[bytes]) -> None:
         process.wait(INTERRUPTED_SECONDS)
 
 
-def differences(document: Document, script: Path, arguments: Sequence[str]) -> list[str]:
+def differences(document: Document, train: Named) -> list[str]:
     """How a training differs from the one that was tuned, a sentence each."""
     tuned = document.workload.script
     if tuned is None:
-        return [f"the plan was found for {document.model.name} on random rows, not for {script.name}"]
+        return [f"the plan was found for {document.model.name} on random rows, not for {train.name}"]
     said = []
-    if hashlib.sha256(script.read_bytes()).hexdigest() != tuned.sha256:
-        said.append(f"{script.name} is not the text that was tuned ({Path(tuned.path).name}): its speed may be another")
-    if tuple(arguments) != tuned.arguments:
+    if hashlib.sha256(train.text.read_bytes()).hexdigest() != tuned.sha256:
+        said.append(f"{train.name} is not the text that was tuned: its speed may be another")
+    if train.arguments != tuned.arguments:
         said.append("the script was tuned with other arguments: its speed and memory may be others")
     return said

@@ -18,20 +18,19 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
 
     Returns:
         ``script``: fields of :class:`autofit.contract.facts.Script`; ``model``: the model itself; ``config``: its
-        config as JSON values.
+        config as JSON values, empty where it is none of transformers.
 
     Raises:
-        Refused: The model is none of transformers, or its weights can't be trained as they are.
+        Refused: The model has no weights, or they can't be trained as they are.
     """
     import torch
 
     inner = _inner(model)
-    if not hasattr(getattr(inner, "config", None), "to_json_string"):
-        raise Refused(
-            f"the script trains a {type(inner).__name__}, which is no model of transformers",
-            "models with a config of transformers can be tuned",
-        )
-    first = max(inner.parameters(), key=lambda one: one.numel())
+    first = max(inner.parameters(), key=lambda one: one.numel(), default=None)
+    if first is None:
+        raise Refused(f"the script trains a {type(inner).__name__}, which has no parameters", "hand on the whole model")
+    settings: Any = getattr(inner, "config", None)
+    text = settings.to_json_string(use_diff=False) if hasattr(settings, "to_json_string") else "{}"
     dtype = str(first.dtype).removeprefix("torch.")
     if first.dtype not in {torch.float32, torch.bfloat16}:
         raise Refused(
@@ -50,7 +49,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
         "mean_length": sum(rows.sizes.values()) / max(1, len(rows.sizes)),
         "seconds": seconds,
     }
-    return {"script": script, "model": inner, "config": json.loads(inner.config.to_json_string(use_diff=False))}
+    return {"script": script, "model": inner, "config": json.loads(text)}
 
 
 def shapes(batch: Any) -> dict[str, tuple[int, ...]]:
