@@ -10,6 +10,7 @@ from .attention import Attention
 from .checkpointing import Checkpointing
 from .compile import Compile
 from .kernels import Kernels
+from .loader import Loader
 from .micro_batch import MicroBatch
 from .offload import Offload
 from .optimizer import Optimizer
@@ -32,4 +33,5 @@ ALL = (
     Optimizer(),
     Offload(),
     Compile(),
+    Loader(),
 )

@@ -164,6 +164,35 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How the loader of a user's script makes micro-batches, and how fast it does so by itself.
+
+    Attributes:
+        workers, prefetch, persistent, pinned: The script's own settings; the names are those of PyTorch's loader,
+            ``num_workers``, ``prefetch_factor``, ``persistent_workers``, ``pin_memory``.
+        fixed: Why another number of workers can't be had; ``None`` where it can.
+        cores: Processors that its process may use.
+        rows_per_second: Rows that were loaded without a training step, by the number of workers; 0: in the process
+            itself. Empty where none were.
+        worker_bytes: Memory that a worker held for itself; the data set's pages that it shares do not count.
+    """
+
+    workers: Annotated[int, Field(ge=0)] = 0
+    prefetch: int | None = None
+    persistent: bool = False
+    pinned: bool = False
+    fixed: str | None = None
+    cores: Positive = 1
+    rows_per_second: tuple[tuple[int, float], ...] = ()
+    worker_bytes: int = 0
+
+    def row_seconds(self, workers: int) -> float | None:
+        """Seconds a row with so many workers: of the next smaller number that was timed; ``None`` where none was."""
+        timed = [rate for count, rate in self.rows_per_second if count <= workers]
+        return 1 / timed[-1] if timed else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
     """The user's own training script, run unmodified: what it was asked to do, and what it does by itself.
 
@@ -183,6 +212,7 @@ class Script:
         compiled: Whether it compiles its model itself.
         own_split: Why the split of its batch is its own; ``None`` where another can be put in.
         loader: Which of the loaders that it has prepared it trains on, from 0; in a plain loop.
+        loading: How that loader loads; ``None`` where it was not looked at.
         depends_on_rows: Why its loss depends on the rows of a micro-batch, so that accumulation is not exact.
         batch: Shapes of a micro-batch of its longest rows, by the names of the model's arguments.
         rows: In its data set; ``None`` where it has no length.
@@ -207,6 +237,7 @@ class Script:
     compiled: bool = False
     own_split: str | None = None
     loader: int = 0
+    loading: Loading | None = None
     depends_on_rows: str | None = None
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rows: int | None = None

@@ -39,6 +39,7 @@ class Ran:
         output: The dtype of what the last product gave, and the product; no product inside of a compiled graph.
         in_graph: Whether the model's whole forward pass is inside of a compiled graph.
         compiled_graphs: Graphs that ``torch.compile`` has made in this process.
+        loader: The loader of a user's script that gave the micro-batches; ``None`` where rows are random.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class Ran:
     output: tuple[str | None, nn.Module | None]
     in_graph: bool
     compiled_graphs: int
+    loader: Any = None
 
     @property
     def on_cuda(self) -> bool:

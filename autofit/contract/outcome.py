@@ -62,7 +62,8 @@ class Measured:
         host_bytes: Peak resident set above that of the idle process.
         fidelity: ``parts``: micro-steps and the optimizer step were timed apart and added up;
             ``whole``: whole optimizer steps were timed.
-        steps: Seconds of each timed optimizer step, in order, warm-up dropped.
+        steps: Seconds of each timed optimizer step, in order, warm-up dropped; waits for the loader are spread evenly.
+        loader_seconds: Of ``step_seconds``, what the step waited for its micro-batches.
         training_seconds: Seconds spent in training steps, warm-up included.
         warm_up_seconds: Seconds of the steps that were dropped; what a compiler takes is in them.
         mfu: Model FLOPs utilisation (:mod:`autofit.costmodel.utilisation`), as a share of one; ``None`` where the
@@ -87,6 +88,7 @@ class Measured:
     training_seconds: float
     loss: float
     warm_up_seconds: float = 0.0
+    loader_seconds: float = 0.0
     mfu: float | None = None
     alloc_retries: int = 0
     disturbance: float = 0.0

@@ -67,6 +67,8 @@ class Recipe:
         load_arguments: Further arguments of ``from_pretrained``, asked for when a model is loaded.
         random_model: Given what makes the plain model, makes random weights as those arguments would load them.
         tensor_cache: Holds what takes long to make and is the same in every trial; without a folder it holds nothing.
+        loader_arguments: Arguments of PyTorch's ``DataLoader`` in place of the script's own; only the loop path reads
+            them here, a Trainer reads its arguments.
         model_wraps: Applied in order to the loaded model.
         optimizer_wraps: Applied in order to the optimizer that the arguments name.
         state: What a technique's own code counts while it runs, by the technique's name; it alone reads it.
@@ -88,6 +90,7 @@ class Recipe:
     load_arguments: list[Callable[[], dict[str, Any]]] = field(default_factory=list)
     random_model: Callable[[Callable[[], PreTrainedModel]], PreTrainedModel] | None = None
     tensor_cache: TensorCache = field(default_factory=TensorCache)
+    loader_arguments: dict[str, Any] = field(default_factory=dict)
     model_wraps: list[ModelWrap] = field(default_factory=list)
     optimizer_wraps: list[OptimizerWrap] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)

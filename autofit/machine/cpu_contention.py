@@ -12,7 +12,8 @@ import psutil
 class CpuShare:
     """Measures, from its construction on, how other processes use the CPUs that this process may run on.
 
-    Other processes count, and so do other guests of the host, as far as the kernel sees them (steal time).
+    Other processes count, but for those that this one has started (a loader's workers), and so do other guests of the
+    host, as far as the kernel sees them (steal time).
 
     Args:
         siblings: Whether the other processes of this one's parent belong to the same training.
@@ -49,10 +50,10 @@ def _busy_seconds(processors: list[int]) -> float:
 def _own_seconds(*, siblings: bool) -> float:
     times = os.times()
     own = times.user + times.system + times.children_user + times.children_system
-    if siblings:
-        for one in psutil.Process(os.getppid()).children(recursive=True):
-            if one.pid != os.getpid():
-                with contextlib.suppress(psutil.Error):
-                    used = one.cpu_times()
-                    own += used.user + used.system
+    root = psutil.Process(os.getppid() if siblings else os.getpid())
+    for one in root.children(recursive=True):
+        if one.pid != os.getpid():
+            with contextlib.suppress(psutil.Error):
+                used = one.cpu_times()
+                own += used.user + used.system
     return own

@@ -30,6 +30,9 @@ def brief(document: Document, *, folder: str | Path) -> Group:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
+    waits = wording.waiting(document)
+    if waits is not None:
+        table.add_row("Loader", _text(waits))
     table.add_row("Winner", _text(chosen_words(document.plan) or "the baseline plan"))
     table.add_row("", _text(f"{SPLIT_WORDS}: {wording.product(document)}"))
     for title, sentences in (("Promise", _promise(document)), ("Changes", _changes(document))):

@@ -58,8 +58,9 @@ def summary(document: Document, *, folder: str | Path) -> Group:
     if smaller:
         sections.insert(-2, ("With less memory", _bullets(smaller)))
     guarded, payback = wording.guarded(document), wording.payback(document)
+    waits = wording.waiting(document)
     for title, finding in wording.findings(document):
-        sections.insert(-2, (title, _text(finding)))
+        sections.insert(0 if finding == waits else -2, (title, _text(finding)))
     if payback:
         sections.insert(-2, ("When compiling pays back", _text(payback)))
     if guarded:

@@ -288,11 +288,36 @@ def payback(document: Document) -> str | None:
     return f"{said}; against {beside} that pays back after {plural(steps, 'optimizer step')}."
 
 
+_WAITS, _WAITS_LONG = 0.1, 0.25
+
+
+def waiting(document: Document) -> str | None:
+    """How a script's loader compares with its training steps; ``None`` where no plan waited long enough to matter."""
+    script = document.workload.script
+    runs = [(trial.plan, trial.outcome) for trial in document.trials if isinstance(trial.outcome, Measured)]
+    worst = max((run for _, run in runs), key=lambda run: run.loader_seconds / run.step_seconds, default=None)
+    if script is None or worst is None or worst.loader_seconds < _WAITS * worst.step_seconds:
+        return None
+    row_seconds = script.loading.row_seconds(script.loading.workers) if script.loading else None
+    alone = row_seconds * document.workload.global_batch if row_seconds else worst.loader_seconds
+    mine = pool([run for plan, run in runs if plan == document.plan] or [worst])
+    share = mine.loader_seconds / mine.step_seconds
+    said = (
+        f"The script's loader takes {duration(alone)} for the rows of a step, the step by itself "
+        f"{duration(worst.step_seconds - worst.loader_seconds)}; the winner waits {duration(mine.loader_seconds)} of "
+        f"{duration(mine.step_seconds)} for its rows"
+    )
+    if share < _WAITS_LONG:
+        return f"{said}."
+    return f"{said}: more processors or rows prepared beforehand make it faster, and neither another plan nor device."
+
+
 def findings(document: Document) -> list[tuple[str, str]]:
-    """What the techniques tell of what was seen of the winner, each a heading and a sentence."""
+    """What was seen of the winner, each a heading and a sentence: of its loader first, then by each technique."""
     runs = [trial.outcome for trial in document.trials if trial.plan == document.plan]
     measured = [run.evidence for run in runs if isinstance(run, Measured)]
-    said = []
+    waits = waiting(document)
+    said = [] if waits is None else [("What the loader takes", waits)]
     for one in techniques():
         found = [finding for seen in measured if (finding := one.finding(seen.of(one.name)))]
         said += found[-1:]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from autofit.contract.outcome import Diverged, Evidence, Measured, Outcome, OutOfMemory, Unsupported
 from autofit.contract.recipe import Recipe
-from autofit.machine.meters import CeilingBroken, Meter, out_of_memory
+from autofit.machine.meters import CeilingBroken, Meter, Reading, out_of_memory
 from autofit.registry import by_script, techniques
 from autofit.system.statistics import median, spread
 from autofit.training.observer import compiled_graphs
@@ -83,27 +83,22 @@ def measure(
         )
     disturbance = clock.cpu.others()
     evidence = dataclasses.replace(evidence, recompiles=compiled_graphs() - evidence.compiled_graphs)
-    reading = meter.read()
-    if reading.peak_bytes > limit:
-        return OutOfMemory(
-            where="device",
-            phase=clock.phase,
-            limit_bytes=limit,
-            peak_bytes=reading.peak_bytes,
-            external_pressure=reading.reserved_bytes + reading.settled_bytes <= limit,
-            training_seconds=clock.training_seconds,
-        )
+    reading = with_workers(meter.read(), clock.waits.worker_bytes, on_cuda=clock.on_cuda)
+    over = _broken(clock, reading)
+    if over is not None:
+        return over
     for one in techniques():
         if by_script(one, facts):
             continue
         ignored = one.in_effect(recipe.plan[one.name], evidence.of(one.name), facts)
         if ignored is not None:
             return Unsupported(reason=f"{one.name}={recipe.plan[one.name]} did not take effect: {ignored}")
-    seconds = median(clock.steps)
+    steps = clock.waited_steps()
+    seconds = median(steps)
     rows = facts.workload.global_batch
     return Measured(
         step_seconds=seconds,
-        step_seconds_spread=spread(clock.steps),
+        step_seconds_spread=spread(steps),
         samples_per_second=rows / seconds,
         tokens_per_second=rows * (clock.tokens_a_row or facts.tokens_a_sample) / seconds,
         peak_bytes=reading.peak_bytes,
@@ -113,7 +108,8 @@ def measure(
         host_bytes=reading.host_bytes,
         limit_bytes=limit,
         fidelity="parts" if shortened else "whole",
-        steps=tuple(clock.steps),
+        steps=steps,
+        loader_seconds=clock.waits.batch_wait(clock.accumulation) * recipe.accumulation,
         training_seconds=clock.training_seconds,
         warm_up_seconds=clock.warm_up_seconds,
         loss=clock.loss,
@@ -122,3 +118,34 @@ def measure(
         evidence=evidence,
         notes=(words or rows_words(facts), *([RECOMPILED.format(evidence.recompiles)] if evidence.recompiles else [])),
     )
+
+
+def with_workers(reading: Reading, worker_bytes: int, *, on_cuda: bool) -> Reading:
+    """Peaks with the memory of the loader's worker processes: on the host, which is the device of a CPU."""
+    host = reading.host_bytes + worker_bytes
+    if on_cuda or not worker_bytes:
+        return dataclasses.replace(reading, host_bytes=host)
+    return dataclasses.replace(reading, peak_bytes=host, allocated_bytes=host, reserved_bytes=host, host_bytes=host)
+
+
+def _broken(clock: Clock, reading: Reading) -> OutOfMemory | None:
+    """The ceiling that is broken by what was read after the steps; ``None`` where none is."""
+    work = clock.recipe.facts.workload
+    if reading.peak_bytes > work.limit_bytes:
+        return OutOfMemory(
+            where="device",
+            phase=clock.phase,
+            limit_bytes=work.limit_bytes,
+            peak_bytes=reading.peak_bytes,
+            external_pressure=reading.reserved_bytes + reading.settled_bytes <= work.limit_bytes,
+            training_seconds=clock.training_seconds,
+        )
+    if clock.on_cuda and reading.host_bytes > work.host_limit_bytes:
+        return OutOfMemory(
+            where="host",
+            phase=clock.phase,
+            limit_bytes=work.host_limit_bytes,
+            peak_bytes=reading.host_bytes,
+            training_seconds=clock.training_seconds,
+        )
+    return None

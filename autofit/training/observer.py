@@ -35,6 +35,7 @@ class Observer:
         self.model = model
         self.recipe = recipe
         self.rows: int | None = None
+        self.loader: Any = None
         self.seq_len: int | None = None
         self.padding_mask: bool | None = None
         self.micro_steps = 0
@@ -123,6 +124,7 @@ class Observer:
             output=self.output,
             in_graph=self.in_graph,
             compiled_graphs=compiled_graphs(),
+            loader=self.loader,
         )
 
     def evidence(self, optimizer: Any, accelerator: Any, accumulation: int | None) -> Evidence:

@@ -9,6 +9,10 @@ A run on a time line, with accumulation 4::
 ``parts``: where the accumulation is above three, each step runs three micro-steps only, and the step that they stand
 for is added up: first micro-step (gradients are created) + (accumulation - 1) x later ones (gradients are added to) +
 clipping and optimizer. ``whole``: every micro-step is run; finalists and launches are measured so.
+
+What a step of a user's script waits for its loader counts, evenly spread over the steps
+(:mod:`autofit.training.loader_waits`). The device is waited for at the end of each step: what a loader without
+workers would load while the device still computes is counted in full, so that no wait is told too short.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from autofit.contract.outcome import Phase
 from autofit.machine.cpu_contention import CpuShare
 from autofit.machine.meters import Meter
 from autofit.system.statistics import median, spread
+from autofit.training.loader_waits import LoaderWaits
 from autofit.training.world import World
 
 if TYPE_CHECKING:
@@ -102,6 +107,8 @@ class Clock:
     progress: Callable[[str], None] = lambda _: None
     phase: Phase = "load"
     steps: list[float] = field(default_factory=list)
+    """Seconds of each timed step by itself, without its waits for the loader."""
+    waits: LoaderWaits = field(default_factory=LoaderWaits)
     training_seconds: float = 0.0
     warm_up_seconds: float = 0.0
     loss: float = math.nan
@@ -127,6 +134,17 @@ class Clock:
     def in_parts(self) -> bool:
         """Whether fewer micro-steps are run than the plan says."""
         return self.accumulation != self.recipe.accumulation
+
+    @property
+    def most_steps(self) -> int:
+        """Optimizer steps that are run at most, the dropped ones included."""
+        ahead = math.ceil(self.waits.ahead / self.accumulation)
+        return self.effort.warm_up + ahead + self.waits.most_steps(self.effort.max_steps, self.accumulation)
+
+    def waited_steps(self) -> tuple[float, ...]:
+        """Seconds of each timed step, with the waits for the loader spread evenly over them."""
+        waited = self.waits.batch_wait(self.accumulation) * self.recipe.accumulation
+        return tuple(step + waited for step in self.steps)
 
     def step_begin(self) -> None:
         """An optimizer step begins."""
@@ -185,15 +203,19 @@ class Clock:
             self.meter.settle()
             self.warm_up_seconds = self.training_seconds
             self.cpu = CpuShare(siblings=self.world.size > 1)
+        waited, batches, inside = self.waits.end_step()
         if self.done > self.effort.warm_up and not self._skipped:
-            self.steps.append(self._whole(now))
+            step = self._whole(now, inside)
+            if self.waits.drained(batches, step):
+                self.steps.append(step)
+                self.waits.steps.append((waited, batches))
         self._skipped = False
         self.progress(f"step {self.done}")
         return self.world.agrees(self._enough())
 
-    def _whole(self, now: float) -> float:
+    def _whole(self, now: float, waited: float) -> float:
         if not self.in_parts:
-            return now - self._started
+            return now - self._started - waited
         first, *later = self._micro
         if self.world.size > 1:  # gradients are exchanged in the last one
             *later, last = later
@@ -201,15 +223,16 @@ class Clock:
         return first + (self.recipe.accumulation - 1) * sum(later) / len(later) + (now - self._mark)
 
     def _enough(self) -> bool:
-        effort, steps = self.effort, self.steps
-        if len(steps) >= effort.max_steps:
+        effort, steps = self.effort, self.waited_steps()
+        bound = self.waits.binds(sum(self.steps))
+        if len(steps) >= (self.waits.most_steps(effort.max_steps, self.accumulation) if bound else effort.max_steps):
             return True
         if len(steps) >= 2 and effort.hopeless_seconds and min(steps) > effort.hopeless_seconds:
             return True
         spent = sum(steps) if not self.in_parts else sum(steps) * self.accumulation / self.recipe.accumulation
         if len(steps) >= 2 and spent > 3 * effort.seconds:
             return True
-        if len(steps) < effort.min_steps:
+        if len(steps) < effort.min_steps or (bound and len(steps) < 2 * self.waits.burst(self.accumulation)):
             return False
         return spent > effort.seconds or spread(steps) < effort.target * median(steps)
 

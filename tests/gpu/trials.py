@@ -31,6 +31,7 @@ PLAIN = Plan(
         "optimizer": "adamw",
         "offload": "none",
         "compile": "off",
+        "loader": "default",
     }
 )
 TWO_STEPS = Effort(fidelity="whole", min_steps=2, max_steps=2, seconds=1.0)

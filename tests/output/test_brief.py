@@ -1,10 +1,14 @@
 """A tune ends in one screen; what people paste is whole."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from autofit.contract.facts import Loading, Script
+from autofit.contract.outcome import Measured
+from autofit.output import wording
 from autofit.output.brief import SCREEN_LINES, brief
 from autofit.output.text import number
 from tests.output.test_report import DOCUMENTS, document, words
@@ -47,3 +51,22 @@ def test_many_changes_are_counted():
 
 def test_the_speed_is_compared_with_the_fastest_baseline_plan():
     assert "3.08 times the fastest baseline plan" in words(screen(document()))
+
+
+def test_a_loader_that_binds_is_said_first():
+    loading = Loading(rows_per_second=((0, 40.0),))
+    script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=8, accumulation=4, loading=loading)
+    doc = document()
+    trials = tuple(
+        replace(one, outcome=replace(one.outcome, loader_seconds=0.9 * one.outcome.step_seconds))
+        if isinstance(one.outcome, Measured)
+        else one
+        for one in doc.trials
+    )
+    doc = replace(doc, workload=replace(doc.workload, script=script), trials=trials)
+    said = words(screen(doc))
+    assert "The script's loader takes 800 ms for the rows of a step" in said
+    assert "neither another plan nor device" in said
+    assert said.index("Loader") < said.index("Winner")
+    assert wording.findings(doc)[0][1] == wording.waiting(doc)
+    assert wording.waiting(replace(doc, trials=document().trials)) is None

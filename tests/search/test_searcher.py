@@ -158,6 +158,7 @@ def test_the_first_plan_is_fast_small_and_keeps_the_method(tmp_path):
         "optimizer": "adamw",
         "offload": "none",
         "compile": "off",
+        "loader": "default",
     }
 
 

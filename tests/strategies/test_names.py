@@ -27,6 +27,7 @@ WORDS = {"none", "off", "default", "model", "full", "int8", "activations", "para
 ALLOWED = {
     "optimizer": "the last part of a step: a phase of a trial, a part of a trace",
     "attention": "a kind of work in the roofline, a fact of the model (what transformers picks)",
+    "loader": "which of a script's loaders it trains on: a key of recorded facts",
 }
 FACTS_OF_THE_MODEL = {
     ("machine/model.py", "eager"),

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from autofit.contract.plan import Plan
     from autofit.space import Space
 
+_WAITS = 0.1
+
 
 def redirect_to_null(stream: TextIO | None) -> None:
     """Point a stream that can't be written at /dev/null, so that nothing fails when the interpreter flushes it."""
@@ -103,6 +105,9 @@ class ConsoleEvents:
             result = f"{outcome.samples_per_second:9.3g} samples/s  {units.size(outcome.peak_bytes):>9}"
             if outcome.mfu is not None:
                 result += f"  MFU {outcome.mfu:.0%}"
+            if outcome.loader_seconds > _WAITS * outcome.step_seconds:
+                waits = units.duration(outcome.loader_seconds)
+                result += f"  waits {waits} of {units.duration(outcome.step_seconds)} for its rows"
             if best is not None and best.number == trial.number:
                 result += "  best so far"
         else:

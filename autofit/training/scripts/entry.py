@@ -14,7 +14,8 @@ from autofit.contract.recipe import Recipe
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
 from autofit.training.scripts.leave import Enough, Refused, run, run_until_left
-from autofit.training.scripts.loop_entry import describing, measure_loop, train_loop_with
+from autofit.training.scripts.loading import loading_of, workers_bytes
+from autofit.training.scripts.loop_entry import describing, measure_loop, train_loop_with, waits_of
 from autofit.training.scripts.patches import Patches, loads_of
 from autofit.training.scripts.rows import Sample, Tokens, sample, take_in_order
 from autofit.training.scripts.traits import shapes, traits
@@ -105,13 +106,14 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
     rows = sample(trainer)
     found = traits(patches, trainer.model, rows, seconds)
     names = ("optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile",
-             "use_liger_kernel", "per_device_eval_batch_size", "dataloader_num_workers")  # fmt: skip
+             "use_liger_kernel", "per_device_eval_batch_size")  # fmt: skip
     found["script"] |= {
         "trainer": type(trainer).__name__,
         "micro_batch": int(made.arguments["per_device_train_batch_size"]),
         "accumulation": int(made.arguments["gradient_accumulation_steps"]),
         "own": json.loads(json.dumps({name: made.arguments.get(name) for name in names}, default=str)),
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
+        "loading": loading_of(trainer.get_train_dataloader(), int(made.arguments["per_device_train_batch_size"])),
         "batch": _batch(trainer, rows),
     }
     return found
@@ -226,8 +228,19 @@ def _measured(clock: Clock, trainer: Any, train: Callable[[], Any]) -> Evidence:
     seen: list[Evidence] = []
     tokens = Tokens(clock)
     a_step = recipe.micro_batch * clock.accumulation
-    take_in_order(trainer, sample(trainer), longest=effort.warm_up * a_step, then=effort.max_steps * a_step)
+    arguments = trainer.args
+    clock.waits = waits_of(recipe, arguments.dataloader_num_workers, arguments.dataloader_prefetch_factor)
+    arguments.max_steps = clock.most_steps
+    then = (clock.most_steps - effort.warm_up) * a_step
+    take_in_order(trainer, sample(trainer), longest=effort.warm_up * a_step, then=then)
     compute_loss, training_step = trainer.compute_loss, trainer.training_step
+    get_batch_samples = trainer.get_batch_samples
+
+    def timed_batches(*args: Any, **kwargs: Any) -> Any:
+        clock.waits.asked()
+        found = get_batch_samples(*args, **kwargs)
+        clock.waits.came(len(found[0]), inside=False)
+        return found
 
     def timed_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         tokens.count(inputs)
@@ -252,6 +265,8 @@ def _measured(clock: Clock, trainer: Any, train: Callable[[], Any]) -> Evidence:
                 control.should_training_stop = True
             if clock.done == effort.warm_up:
                 observer.rows = rows_of(trainer)
+                observer.loader = trainer.callback_handler.train_dataloader
+                clock.waits.worker_bytes = workers_bytes()
                 seen.append(observer.evidence(trainer.optimizer, trainer.accelerator, counted(clock)))
                 observer.close()
             return control
@@ -259,6 +274,7 @@ def _measured(clock: Clock, trainer: Any, train: Callable[[], Any]) -> Evidence:
     trainer.pop_callback(EarlyStoppingCallback)
     trainer.add_callback(Told())
     trainer.compute_loss, trainer.training_step = timed_loss, timed_step
+    trainer.get_batch_samples = timed_batches
     train()
     if not seen:
         raise Refused(

@@ -156,8 +156,8 @@ class LoopPatches:
         vars(object)["__class__"].__set__(loader, made)  # Accelerate's own says that it is PyTorch's loader
 
 
-def rebuilt(loader: Any, *, rows: int, sampler: Any = None) -> Any:
-    """A loader like another one, with other micro-batches, or with rows in another order."""
+def rebuilt(loader: Any, *, rows: int, sampler: Any = None, changed: Mapping[str, Any] | None = None) -> Any:
+    """A loader like another one, with other micro-batches, rows in another order, or other arguments."""
     from torch.utils.data import DataLoader, IterableDataset
 
     if loader.batch_size is None:
@@ -165,7 +165,7 @@ def rebuilt(loader: Any, *, rows: int, sampler: Any = None) -> Any:
     kept = {name: getattr(loader, name) for name in _KEPT}
     if not isinstance(loader.dataset, IterableDataset):
         kept["sampler"] = loader.sampler if sampler is None else sampler
-    return DataLoader(loader.dataset, batch_size=rows, **kept)
+    return DataLoader(loader.dataset, batch_size=rows, **{**kept, **(changed or {})})
 
 
 def constructed(given: Mapping[str, Any], recipe: Recipe, *, accumulation: int | None) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.recipe import Recipe
+from autofit.training.loader_waits import LoaderWaits
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
 from autofit.training.scripts.leave import Enough, Refused, run, run_until_left
+from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop import LoopPatches, Seen, constructed, rebuilt
 from autofit.training.scripts.patches import Patches, loads_of
 from autofit.training.scripts.rows import Sample, Tokens, order, sample_of
@@ -84,6 +86,7 @@ def _described(
         "own_optimizer": True,
         "own_split": _LOADER if loader.batch_size is None else own_split,
         "loader": seen.number,
+        "loading": loading_of(loader, int(sized or first[0]), own_batches=loader.batch_size is None),
         "batch": batch if loader.batch_size is None else _longest(loader, rows) or batch,
     }
     return found
@@ -107,6 +110,7 @@ class _Measured:
     observer: Any = None
     accelerator: Any = None
     optimizer: Any = None
+    loaded_by: Any = None
     seen: list[Evidence] = field(default_factory=list)
     fresh: bool = True
     synced: bool = False
@@ -117,11 +121,15 @@ class _Measured:
             return own
         recipe, effort = self.clock.recipe, self.clock.effort
         rows, a_step = sample_of(own.dataset, set()), recipe.micro_batch * self.clock.accumulation
+        changed = recipe.loader_arguments
+        prefetch = changed.get("prefetch_factor", own.prefetch_factor)
+        self.clock.waits = waits_of(recipe, changed.get("num_workers", own.num_workers), prefetch)
         ordered = None
         if rows.sizes:
-            longest, then = effort.warm_up * a_step, effort.max_steps * a_step
+            longest, then = effort.warm_up * a_step, (self.clock.most_steps - effort.warm_up) * a_step
             ordered = order(own.sampler, rows, longest=longest, then=then)
-        return rebuilt(own, rows=recipe.micro_batch, sampler=ordered)
+        self.loaded_by = rebuilt(own, rows=recipe.micro_batch, sampler=ordered, changed=changed)
+        return self.loaded_by
 
     def model(self, own: Any) -> Any:
         """The plan's model, watched."""
@@ -133,6 +141,7 @@ class _Measured:
         """A micro-step begins."""
         if number != self.script.loader:
             return
+        self.clock.waits.came(inside=not self.fresh)
         self.tokens.count(batch)
         if self.fresh:
             self.clock.step_begin()
@@ -155,21 +164,38 @@ class _Measured:
 
     def ends(self, number: int) -> None:
         """The next batch is asked for: an optimizer step is over where the optimizer has stepped."""
-        if number != self.script.loader or not self.synced:
+        clock = self.clock
+        if number != self.script.loader:
+            return
+        if not self.synced:
+            clock.waits.asked()
             return
         self.fresh, self.synced = True, False
-        clock = self.clock
         if self.accelerator.optimizer_step_was_skipped:
             clock.step_skipped()
         enough = clock.step_end()
         if clock.done == clock.effort.warm_up:
-            self.observer.rows = clock.recipe.micro_batch
+            self.observer.rows, self.observer.loader = clock.recipe.micro_batch, self.loaded_by
+            clock.waits.worker_bytes = workers_bytes()
             self.seen.append(self.observer.evidence(self.optimizer, self.accelerator, counted(clock)))
             self.observer.close()
         if enough:
             clock.tokens_a_row = self.tokens.a_row(clock.recipe.micro_batch)
             later = self.observer.with_later_state
             raise Enough(later(self.seen[0], self.optimizer, self.accelerator, counted(clock)))
+        clock.waits.asked()
+
+
+def waits_of(recipe: Recipe, workers: int, prefetch: int | None) -> LoaderWaits:
+    """What listens for the waits of a script's loader with so many workers, and so many micro-batches ahead of each."""
+    script = recipe.facts.workload.script
+    loading = None if script is None else script.loading
+    row_seconds = None if loading is None else loading.row_seconds(workers)
+    return LoaderWaits(
+        workers=workers,
+        ahead=workers * (prefetch or 2),
+        batch_seconds=None if row_seconds is None else row_seconds * recipe.micro_batch,
+    )
 
 
 def measure_loop(
@@ -217,7 +243,9 @@ def train_loop_with(recipe: Recipe, script: Script, path: str, arguments: tuple[
     """Run a script with a plain loop as it is, with the recipe's plan put in."""
 
     def loader(own: Any, number: int) -> Any:
-        return own if number != script.loader else rebuilt(own, rows=recipe.micro_batch)
+        if number != script.loader:
+            return own
+        return rebuilt(own, rows=recipe.micro_batch, changed=recipe.loader_arguments)
 
     def plain(_trainer: Any, train: Callable[[], Any]) -> Any:
         return train()

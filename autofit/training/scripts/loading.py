@@ -1,0 +1,129 @@
+"""How fast a script's own loader makes micro-batches by itself, without a training step and without a device."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+
+SECONDS = 0.5
+"""How long it is timed with each number of workers, at least; longer where a micro-batch takes longer."""
+LONGEST_SECONDS = 20.0
+"""After this no further number of workers is timed; a worker that gives nothing for as long is given up."""
+_QUICK = 5e-5
+"""Seconds a row below which nothing is gained by workers: handing a micro-batch over takes longer."""
+_MORE = 1.1
+_COUNTS = (1, 2, 4, 8, 16, 32)
+
+
+def loading_of(loader: Any, rows: int, *, own_batches: bool = False) -> dict[str, Any]:
+    """How a loader loads, timed alone with more and more workers until they make no more rows.
+
+    Args:
+        loader: PyTorch's, or Accelerate's around it, as the script trains on it.
+        rows: Of a micro-batch.
+        own_batches: Whether the script says itself which rows make a micro-batch.
+
+    Returns:
+        The fields of :class:`autofit.contract.facts.Loading`.
+    """
+    found: dict[str, Any] = {
+        "workers": int(loader.num_workers),
+        "prefetch": loader.prefetch_factor,
+        "persistent": bool(loader.persistent_workers),
+        "pinned": bool(loader.pin_memory),
+        "fixed": "its loader makes its micro-batches itself" if own_batches else _fixed(loader),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    rates: list[tuple[int, float]] = []
+    if found["fixed"] is None:
+        with contextlib.suppress(RuntimeError):  # workers that stand still: what was timed before them counts
+            for count, rate, worker_bytes in _timed(loader, rows, found["cores"]):
+                rates.append((count, rate))
+                found["worker_bytes"] = max(found.get("worker_bytes", 0), worker_bytes)
+    return {**found, "rows_per_second": rates}
+
+
+def _fixed(loader: Any) -> str | None:
+    """Why another number of workers can't be had."""
+    from torch.utils.data import IterableDataset
+
+    if isinstance(loader.dataset, IterableDataset):
+        return "its data set is read in order, and each worker would read all of it"
+    if not hasattr(loader.dataset, "__len__") or not len(loader.dataset):
+        return "its data set tells no number of rows"
+    return None
+
+
+def _timed(loader: Any, rows: int, cores: int) -> Iterator[tuple[int, float, int]]:
+    """Numbers of workers, rows a second with them, and what a worker held for itself."""
+    until = time.monotonic() + LONGEST_SECONDS
+    _, before, _ = first = 0, *_alone(loader, rows, 0)
+    yield first
+    if 1 / before < _QUICK:
+        return
+    for count in [*dict.fromkeys(one for one in (*_COUNTS, loader.num_workers) if 0 < one <= cores)]:
+        rate, worker_bytes = _alone(loader, rows, count)
+        yield count, rate, worker_bytes
+        if (count > 1 and rate < _MORE * before) or time.monotonic() > until:
+            return
+        before = rate
+
+
+def _alone(loader: Any, rows: int, workers: int) -> tuple[float, int]:
+    """Rows a second that a loader like another one makes, and the bytes that its largest worker holds for itself."""
+    from torch.utils.data import DataLoader
+
+    places = [int(place) for place in itertools.islice(iter(loader.sampler), 64 * rows * max(1, workers))]
+    made: Any = DataLoader(
+        loader.dataset,
+        batch_size=rows,
+        sampler=_Again(places),
+        num_workers=workers,
+        collate_fn=loader.collate_fn,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context if workers else None,
+        timeout=LONGEST_SECONDS if workers else 0,
+    )
+    batches = iter(made)
+    burst = max(1, workers)  # workers hand over one micro-batch each, at about the same time
+    for _ in range(burst):
+        next(batches)
+    began, done = time.perf_counter(), 0
+    while not done or time.perf_counter() - began < SECONDS:
+        for _ in range(burst):
+            next(batches)
+        done += burst
+    seconds = time.perf_counter() - began
+    held = max(map(own_bytes, multiprocessing.active_children()), default=0) if workers else 0
+    del batches
+    return done * rows / seconds, held
+
+
+class _Again:
+    """A sampler that hands out the same places again and again."""
+
+    def __init__(self, places: list[int]) -> None:
+        self.places = places
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(self.places)
+
+
+def own_bytes(process: multiprocessing.process.BaseProcess) -> int:
+    """Memory of a process that it shares with none; 0 where it has ended."""
+    try:
+        return int(psutil.Process(process.pid).memory_full_info().uss)
+    except psutil.Error:
+        return 0
+
+
+def workers_bytes() -> int:
+    """What the worker processes of this one hold for themselves, all together."""
+    return sum(map(own_bytes, multiprocessing.active_children()))

@@ -1,0 +1,75 @@
+"""What a loop waits for its loader is spread over the steps, whole bursts at a time, and nothing hides it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autofit.training import loader_waits, timing
+from autofit.training.loader_waits import LoaderWaits
+from autofit.training.timing import Clock, Effort
+from tests.training.test_timing import NoMeter
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """``run(loads, effort, waits)``: a clock that has heard steps of a second, given the time of each load."""
+    now = [0.0]
+    for module in (timing, loader_waits):
+        monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+
+    def through(loads, effort, waits, accumulation=1, planned=1):
+        clock = Clock(
+            recipe=SimpleNamespace(accumulation=planned, slow_start=""),
+            effort=effort,
+            meter=NoMeter(),
+            accumulation=accumulation,
+            on_cuda=False,
+            waits=waits,
+        )
+        for load in loads:
+            waits.asked()
+            now[0] += load
+            waits.came(accumulation, inside=False)
+            clock.step_begin()
+            for _ in range(accumulation):
+                clock.forward_begin()
+                clock.forward_end()
+                now[0] += 1.0 / accumulation
+                clock.backward_end(torch.ones(()))
+            if clock.step_end():
+                break
+        return clock
+
+    return through
+
+
+def test_bursts_are_spread_over_the_steps(run):
+    """Four workers of eight seconds: a wait of five in every fourth step, and none in the others."""
+    effort = Effort(warm_up=0, min_steps=3, max_steps=5, seconds=100.0)
+    clock = run([5, 0, 0, 0] * 3, effort, LoaderWaits(workers=4))
+    assert len(clock.steps) == 8, "two whole bursts, though five steps are enough elsewhere"
+    assert clock.waited_steps() == pytest.approx([1 + 5 / 4] * 8)
+
+
+def test_without_waits_a_measurement_is_as_long_as_ever(run):
+    clock = run([0] * 20, Effort(warm_up=0, min_steps=3, max_steps=5), LoaderWaits(workers=4))
+    assert clock.waited_steps() == (1.0, 1.0, 1.0)
+
+
+def test_what_was_loaded_ahead_is_trained_on_untimed(run):
+    loads = [0] * 4 + [5, 0] * 6
+    effort = Effort(warm_up=0, min_steps=2, max_steps=4)
+    waits = LoaderWaits(workers=2, ahead=4, batch_seconds=3.0)
+    clock = run(loads, effort, waits)
+    assert clock.waited_steps() == pytest.approx([3.5] * 4)
+    assert clock.done == 8, "of which the first four were loaded ahead"
+    quick = run(loads, effort, LoaderWaits(workers=2, ahead=4, batch_seconds=0.1))
+    assert quick.waited_steps() == (1.0, 1.0)
+
+
+def test_few_micro_steps_stand_for_the_waits_of_many(run):
+    effort = Effort(warm_up=0, min_steps=2, max_steps=2)
+    clock = run([3.0, 3.0], effort, LoaderWaits(), accumulation=3, planned=30)
+    assert clock.waits.batch_wait(3) == pytest.approx(1.0)
+    assert clock.waited_steps()[0] == pytest.approx(10.0 + 30.0)
