@@ -368,7 +368,7 @@ def test_what_a_cpu_refuses_is_run_on_a_gpu(facts):
         if one.name in KNOBS:
             assert set(values(one.name)) == known
         else:
-            assert not refused or one.name in {"parallel", "sync_each_batch"}, "which several processes need"
+            assert not refused or one.name in {"parallel", "sync_each_batch", "loader"}, "of several cards, of scripts"
 
 
 # --- what really happens --------------------------------------------------------------------------------------------
