@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 
 
 def _strategies() -> ModuleType:
-    """The package of techniques; in a bare checkout, where nothing is installed, the folder beside ``autofit/``."""
+    """The package of techniques: inside ``autofit/`` where it is installed, beside it in a checkout.
+
+    By its place, not by its name: beside a checkout another one may be installed, whose techniques are others.
+    """
     name = "autofit.strategies"
     if name in sys.modules:
         return sys.modules[name]
-    if importlib.util.find_spec(name) is not None:
+    if (source_root() / "autofit" / "strategies" / "__init__.py").exists():
         return importlib.import_module(name)
     folder = source_root() / "strategies"
     spec = importlib.util.spec_from_file_location(
