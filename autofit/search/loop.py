@@ -6,8 +6,10 @@ Whatever runs the trials: a device, or a landscape that is played back.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -21,10 +23,13 @@ from autofit.search.events import Events, Silent
 from autofit.search.recording import Writer
 from autofit.search.searcher import Searcher
 from autofit.search.trial_log import TrialLog
+from autofit.search.workers import OneByOne, Workers
 from autofit.space import Space
 from autofit.system.statistics import median
 from autofit.training.runner import Runner
 from autofit.training.timing import Effort
+
+Purpose = Literal["search", "final"]
 
 LONGEST_TRIAL_SECONDS = 900.0
 _LATER = 3
@@ -48,6 +53,15 @@ scatters by some per cent, where what a GPU's allocator holds is the same every 
 FINAL = Effort(fidelity="whole", min_steps=3, max_steps=8, seconds=6.0, target=0.01)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    """A trial of the search that a worker runs; ``first`` is the one that it repeats."""
+
+    number: int
+    plan: Plan
+    first: Trial | None
+
+
 @dataclass(slots=True, kw_only=True)
 class Campaign:
     """The trials of one question.
@@ -57,6 +71,7 @@ class Campaign:
         seconds: The time budget.
         trials: The trials so far. The campaign alone adds to them; others read.
         record: Where each trial is also written.
+        workers: Run the trials of the search; those of the playoff run alone.
     """
 
     facts: Facts
@@ -72,6 +87,8 @@ class Campaign:
     repeats: int = 0
     credit: float = CREDIT
     hopeless: float = HOPELESS
+    workers: Workers = field(default_factory=OneByOne)
+    _running: list[_Running] = field(default_factory=list)
 
     @property
     def limit_bytes(self) -> int:
@@ -96,21 +113,29 @@ class Campaign:
         ]
         return max(fitting, key=lambda pair: pair[0], default=(0.0, None))[1]
 
-    def run(self, plan: Plan, effort: Effort, purpose: Literal["search", "final"], *, again: bool = False) -> Trial:
-        """One trial; once more where it failed in a way that may be no fault of the plan's, or was disturbed."""
-        number = max((trial.number for trial in self.trials), default=-1) + 1
+    def run(self, plan: Plan, effort: Effort, purpose: Purpose, *, again: bool = False) -> Trial:
+        """One trial by itself; once more where its failure may be no fault of the plan's, or it was disturbed."""
+        trial = self._ended(self._begun(plan, effort, purpose)())
+        return trial if again else self._settled(trial, effort)
+
+    def _begun(self, plan: Plan, effort: Effort, purpose: Purpose) -> partial[Trial]:
+        """A trial that begins now: what runs it."""
+        number = max([trial.number for trial in self.trials] + [one.number for one in self._running], default=-1) + 1
         left = self.left()
         self.events.trial_begins(number, plan, purpose, left)
         walls = self._walls()
         longest = min(LONGEST_TRIAL_SECONDS, max(LEAST_LIMIT_SECONDS, SLOWEST * median(walls) if walls else math.inf))
         longest += _LATER * registry.extra_seconds(plan, self.facts)
         limit = longest if left is None else max(10.0, min(longest, left))
-        trial = self.runner.run(number, plan, effort, purpose=purpose, limit_seconds=limit)
+        return partial(self.runner.run, number, plan, effort, purpose=purpose, limit_seconds=limit)
+
+    def _ended(self, trial: Trial) -> Trial:
+        """Keep and tell a trial."""
         self.trials.add(trial)
         if self.record is not None:
             self.record.add(trial)
         self.events.trial_ends(trial, self.best())
-        return trial if again else self._settled(trial, effort)
+        return trial
 
     def retry_interrupted_trial(self) -> None:
         """Repeat the last trial of a resumed tune, where it was to be repeated and the tune was stopped before."""
@@ -121,19 +146,29 @@ class Campaign:
 
     def _settled(self, trial: Trial, effort: Effort) -> Trial:
         """The trial; or a second one of its plan, where the first may say nothing of it."""
+        if not self._repeats(trial):
+            return trial
+        second = self.run(trial.plan, effort, trial.purpose, again=True)
+        self._learn(trial, second)
+        return second
+
+    def _repeats(self, trial: Trial) -> bool:
+        """Whether a trial may say nothing of its plan, and is repeated, which is told."""
         doubt = self._doubt(trial)
         if doubt is None:
             if isinstance(trial.outcome, Measured):
                 self.credit = min(CREDIT, self.credit + EARNED)
-            return trial
+            return False
         # on a busy machine there are many such, of which the end of the tune tells in one line
         busy = isinstance(trial.outcome, Measured) and trial.outcome.disturbed
         (self.events.note if busy else self.note)(f"{doubt}: re-measuring")
-        second = self.run(trial.plan, effort, trial.purpose, again=True)
-        if not isinstance(trial.outcome, Measured):
+        return True
+
+    def _learn(self, first: Trial, second: Trial) -> None:
+        """Whether a failure that was repeated was an accident."""
+        if not isinstance(first.outcome, Measured):
             cured = isinstance(second.outcome, Measured)
             self.credit = min(CREDIT, self.credit + 1) if cured else self.credit - 1
-        return second
 
     def _doubt(self, trial: Trial) -> str | None:
         """Why a trial may say nothing of its plan, in words; ``None`` where it does, or enough were repeated."""
@@ -157,23 +192,54 @@ class Campaign:
         return len(set(alike)) < len(alike)
 
     def search(self, searcher: Searcher, most_trials: int) -> None:
-        """Ask, run, tell, until nothing is worth trying or the budget is spent."""
-        while self._tried() < most_trials:
-            left = self.left()
-            if self.trials and left is not None and left < self._playoff_seconds():
-                self.note("the time is spent: the search was cut short")
-                return
-            if not self.step(searcher):
-                self.note(searcher.stopped)
+        """Ask, run, tell, until nothing is worth trying or the budget is spent; what runs then is waited for."""
+        while True:
+            why_none = self._fill(searcher, most_trials)
+            if not self._take(searcher):
+                if why_none:
+                    self.note(why_none)
                 return
 
     def step(self, searcher: Searcher) -> bool:
-        """One trial of the search; returns whether there was one worth it."""
-        plan = searcher.ask()
-        if plan is None:
-            return False
-        searcher.tell(self.run(plan, self._effort(), "search"))
-        return True
+        """What the next trial of the search says of its plan; returns whether there was one."""
+        self._fill(searcher, sys.maxsize)
+        return self._take(searcher)
+
+    def _fill(self, searcher: Searcher, most_trials: int) -> str:
+        """Give each free worker a plan that is worth trying; returns why one got none, in words, if there are any."""
+        while len(self._running) < self.workers.count:
+            left = self.left()
+            if self._tried() >= most_trials:
+                return ""
+            if self.trials and left is not None and left < self._playoff_seconds():
+                return "the time is spent: the search was cut short"
+            plan = searcher.ask()
+            if plan is None:
+                return searcher.stopped
+            self._begin(plan)
+        return ""
+
+    def _begin(self, plan: Plan, first: Trial | None = None) -> None:
+        """Let a worker run a trial of the search; ``first`` is the one that it repeats."""
+        effort = self._effort()
+        job = self._begun(plan, effort, "search")
+        self._running.append(_Running(number=job.args[0], plan=plan, first=first))
+        self.workers.begin(job)
+
+    def _take(self, searcher: Searcher) -> bool:
+        """Tell what the next trial that ends says of its plan; returns whether there was one."""
+        while self._running:
+            trial = self._ended(self.workers.ended())
+            was = next(one for one in self._running if one.number == trial.number)
+            self._running.remove(was)
+            if was.first is None and self._repeats(trial):
+                self._begin(trial.plan, trial)
+                continue
+            if was.first is not None:
+                self._learn(was.first, trial)
+            searcher.tell(trial)
+            return True
+        return False
 
     def baseline(self, searcher: Searcher, most_trials: int) -> None:
         """Measure the baseline plan that is believed to be the fastest, unless one as fast was: what the winner gained.
@@ -192,8 +258,9 @@ class Campaign:
         return [one.wall_seconds for one in self.trials if isinstance(one.outcome, Measured)]
 
     def _tried(self) -> int:
-        """Plans that the search has tried."""
-        return len({trial.plan for trial in self.trials if trial.purpose == "search"})
+        """Plans that the search has tried, or tries now."""
+        tried = {trial.plan for trial in self.trials if trial.purpose == "search"}
+        return len(tried | {one.plan for one in self._running})
 
     def _effort(self) -> Effort:
         """Of a trial of the search: one that is far slower than the best is cut off."""

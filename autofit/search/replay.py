@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import random
 from typing import Literal
 
 from autofit.contract.outcome import Measured, Outcome, OutOfMemory, Trial, Unsupported
 from autofit.contract.plan import Plan
 from autofit.search.recording import Landscape, needed
+from autofit.search.workers import Job
 from autofit.system.statistics import median, spread
 from autofit.training.timing import Effort
 
@@ -84,3 +86,32 @@ class Replay:
             limit_bytes=limit,
         )
         return outcome, seconds
+
+
+class ReplayWorkers:
+    """Workers whose clock is played back: the trial that ends first is the one that would have ended first.
+
+    Args:
+        count: Trials that run at once.
+
+    Attributes:
+        clock_seconds: When the last trial ended, from the beginning.
+        busy_seconds: What the workers have spent in trials, added up.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.clock_seconds = 0.0
+        self.busy_seconds = 0.0
+        self._running: list[tuple[float, int, Trial]] = []
+
+    def begin(self, job: Job) -> None:
+        """Begin a trial now."""
+        trial = job()
+        self.busy_seconds += trial.wall_seconds
+        heapq.heappush(self._running, (self.clock_seconds + trial.wall_seconds, trial.number, trial))
+
+    def ended(self) -> Trial:
+        """The next that ends."""
+        self.clock_seconds, _, trial = heapq.heappop(self._running)
+        return trial

@@ -7,7 +7,8 @@ Constrained Bayesian optimization over a finite space, in four rules:
 3. Then take the plan with the largest expected improvement in throughput, times the probability that it fits and runs.
 4. Stop when no plan is expected to improve by one per cent.
 
-The models are in :mod:`autofit.search.surrogate`. Any Optuna user can have it::
+A plan that runs now counts as it is expected to end (:mod:`autofit.search.surrogate.pending`), so that several workers
+do not ask for the same. The models are in :mod:`autofit.search.surrogate`. Any Optuna user can have it::
 
     study = optuna.create_study(direction="maximize", sampler=AutofitSampler(space, limit_bytes=22 * 2**30))
     trial = study.ask(distributions(space))
@@ -36,6 +37,7 @@ from autofit.search.surrogate.features import ACCUMULATION, MICRO_BATCH
 from autofit.search.surrogate.gp import expected_improvement, normal_cdf
 from autofit.search.surrogate.observation import Observation, observations
 from autofit.search.surrogate.peak_model import PeakPosterior
+from autofit.search.surrogate.pending import told_as_predicted
 from autofit.search.surrogate.posterior import Posterior, Surrogate, excluded, peak_posterior, posterior, surrogate
 from autofit.space import Space
 
@@ -121,6 +123,7 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         return self._others.sample_independent(study, trial, param_name, param_distribution)
 
     def _suggest(self, observed: Sequence[Observation]) -> Suggestion:
+        observed = told_as_predicted(self.model, observed, self.limit_bytes)
         peaks = peak_posterior(self.model, observed, self.limit_bytes)
         free = ~excluded(self.model, observed, self.limit_bytes, peaks)
         fitting = [one for one in observed if one.result == "measured" and one.peak_bytes <= self.limit_bytes]

@@ -49,7 +49,7 @@ from autofit.registry import techniques
 from autofit.search import sampler as sampling
 from autofit.search.loop import HOPELESS, Campaign
 from autofit.search.recording import Landscape, needed
-from autofit.search.replay import Replay
+from autofit.search.replay import Replay, ReplayWorkers
 from autofit.search.sampler import AutofitSampler
 from autofit.search.samplers import make_sampler
 from autofit.search.searcher import Searcher
@@ -58,6 +58,7 @@ from autofit.search.surrogate import posterior
 from autofit.search.surrogate.gp import FixedFeatures
 from autofit.search.surrogate.posterior import Surrogate
 from autofit.search.surrogate.time_model import TimeModel
+from autofit.search.workers import OneByOne, Workers
 from autofit.space import Space
 from autofit.system.errors import InputError
 from autofit.system.statistics import median
@@ -131,7 +132,9 @@ class Bench:
         return self.best[1]
 
 
-def sampled(cell: Cell, seed: int, *, name: str, ablations: Collection[str] = ()) -> Iterator[Step]:
+def sampled(
+    cell: Cell, seed: int, *, name: str, ablations: Collection[str] = (), workers: Workers | None = None
+) -> Iterator[Step]:
     """autofit, or one of Optuna's samplers, as ``--sampler`` runs it; autofit's playoff comes last."""
     facts = cell.land.at(cell.limit_bytes)
     space, cast = cell.land.space, cell.land.forecast if name == "autofit" else None
@@ -144,7 +147,8 @@ def sampled(cell: Cell, seed: int, *, name: str, ablations: Collection[str] = ()
     study = optuna.create_study(direction="maximize", sampler=sampler)
     searcher = Searcher(space, study, sampler=name, limit_bytes=cell.limit_bytes, seed=seed, forecast=cast)
     runner = Replay(cell.land, cell.limit_bytes, seed=seed)
-    campaign = Campaign(facts=facts, space=space, runner=runner, hopeless=0.0 if "hopeless" in ablations else HOPELESS)
+    hopeless = 0.0 if "hopeless" in ablations else HOPELESS
+    campaign = Campaign(facts=facts, space=space, runner=runner, hopeless=hopeless, workers=workers or OneByOne())
     while len(campaign.trials) < MOST:
         if name == "autofit":
             more = campaign.step(searcher)
@@ -268,6 +272,92 @@ SEARCHERS: dict[str, Callable[[Cell, int], Iterator[Step]]] = {
     "deepspeed": deepspeed,
     "composer": functools.partial(finder, sizes=functools.partial(shrinking, factor=0.5)),
 }
+
+
+# -- several trials at once ---------------------------------------------------------------------------------------
+
+
+def together(cell: Cell, seed: int, count: int) -> dict[str, Any]:
+    """A search with so many workers.
+
+    Returns:
+        ``regrets`` after each trial, ``seconds`` on the clock when each ended, ``final_regret`` after the playoff, and
+        ``busy``: the share of the workers' time until the search's end that they spent in trials.
+    """
+    workers = ReplayWorkers(count)
+    regrets, seconds, answer, twice, known = [], [], None, 0, set()
+    for trial, answer in sampled(cell, seed, name="autofit", workers=workers):
+        if trial.purpose == "search":
+            regrets.append(cell.regret(answer))
+            seconds.append(workers.clock_seconds)
+            twice += trial.plan in known
+            known.add(trial.plan)
+    return {
+        "cell": cell.name,
+        "workers": count,
+        "seed": seed,
+        "regrets": regrets,
+        "seconds": seconds,
+        "final_regret": cell.regret(answer),
+        "asked_twice": twice,
+        "busy": workers.busy_seconds / (count * workers.clock_seconds),
+    }
+
+
+def _together(job: tuple[int, int, int]) -> dict[str, Any]:
+    place, count, seed = job
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with quiet_optuna():
+        return together(_CELLS[place], seed, count)
+
+
+def compare_workers(counts: list[int], seeds: int, jobs: int) -> list[dict[str, Any]]:
+    """Print what searches with several workers find, and how fast, against those with one."""
+    wanted = [(place, count, seed) for count in counts for place in range(len(_CELLS)) for seed in range(seeds)]
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        runs = pool.map(_together, wanted, chunksize=1)
+    rows = [workers_row(count, runs) for count in counts]
+    for row in rows:
+        row["of_linear"] = round(row["trials_an_hour"] / (row["workers"] * rows[0]["trials_an_hour"]), 4)
+        regrets = ", ".join(f"{row[f'mean_regret_at_{look}']:.1%} at {look}" for look in LOOKS)
+        print(
+            f"{row['workers']} workers: {row['trials_an_hour']:.0f} trials an hour ({row['of_linear']:.0%} of linear), "
+            f"{row['trials']:g} trials, {row['search_seconds']:.0f} s a search, workers busy {row['busy']:.0%}; "
+            f"behind the best by {regrets}, {row['mean_final_regret']:.1%} at the end; found {row['found']:.0%}"
+        )
+    return rows
+
+
+def several_at_once(options: argparse.Namespace) -> None:
+    """Compare numbers of workers; the sums are the last line, as JSON, and are written to a file where one is given."""
+    rows = compare_workers([int(one) for one in options.workers.split(",")], options.seeds, options.jobs)
+    if options.json and options.json != "-":
+        Path(options.json).write_text(json.dumps({"workers": rows}, indent=1) + "\n")
+    print(json.dumps({"workers": rows}))
+
+
+def workers_row(count: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over all cells and seeds of the searches with so many workers."""
+    mine = [run for run in runs if run["workers"] == count]
+    close = {cell.name: cell.close for cell in _CELLS}
+    trials = sum(len(run["seconds"]) for run in mine)
+    seconds = sum(run["seconds"][-1] for run in mine)
+    return {
+        "workers": count,
+        "runs": len(mine),
+        "trials_an_hour": round(3600 * trials / seconds, 1),
+        "trials": round(trials / len(mine), 2),
+        "search_seconds": round(seconds / len(mine), 1),
+        "busy": round(sum(run["busy"] for run in mine) / len(mine), 4),
+        **{
+            f"mean_regret_at_{look}": round(
+                sum(run["regrets"][min(look, len(run["regrets"])) - 1] for run in mine) / len(mine), 4
+            )
+            for look in LOOKS
+        },
+        "mean_final_regret": round(sum(run["final_regret"] for run in mine) / len(mine), 4),
+        "found": round(sum(run["final_regret"] <= close[run["cell"]] for run in mine) / len(mine), 4),
+    }
 
 
 # -- without a part of the knowledge ------------------------------------------------------------------------------
@@ -444,6 +534,7 @@ def main() -> None:
         type=Path,
         help="A CSV file of a sweep of parallel training (playback.py), in the place of landscapes.",
     )
+    parser.add_argument("--workers", help="autofit alone, with so many trials at once: 1,2,4.")
     options = parser.parse_args()
     if options.playback:
         play_back(options)
@@ -464,6 +555,9 @@ def main() -> None:
             f"noise {cell.land.noise:.1%}",
             flush=True,
         )
+    if options.workers:
+        several_at_once(options)
+        return
     seeds = seeds_of(options, searchers)
     jobs = [
         (place, name, seed)
