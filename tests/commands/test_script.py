@@ -257,7 +257,9 @@ def test_a_plain_loop_is_tuned_run_and_verified(folder):
     ran = autofit(folder, "run", "looped", LOOP, "--", "--model", "tiny")
     assert ran.returncode == 0, ran.stderr
     assert "micro-steps 8 steps 8" in ran.stdout
-    launched = json.loads(autofit(folder, "verify", "looped", "--json").stdout)
+    verified = autofit(folder, "verify", "looped", "--json")
+    assert verified.returncode in {0, 5}, verified.stderr
+    launched = json.loads(verified.stdout)
     assert launched["outcome"]["kind"] == "measured"
 
 
