@@ -99,10 +99,7 @@ def verify(
         raise InputError(f"a tolerance of {tolerance} is out of range", hint="give a share from 0 to 1")
     check_environment()
     folder = Path(folder)
-    document = read_document(folder)
-    for name in (YAML, ARGUMENTS, f"{MODEL_FOLDER}/config.json"):
-        if not (folder / name).is_file():
-            raise InputError(f"{folder} holds no {name}", hint="give the whole folder that `autofit tune` wrote")
+    document = _launchable(folder)
     device = document.hardware.device
     if tolerance is None:  # an estimate's speed is no nearer than what four trainings of five lie within
         tolerance = TOLERANCE[device] if document.estimated is None else 1 - document.estimated.low
@@ -168,6 +165,20 @@ def judge(
         command=command,
         launches=launches,
     )
+
+
+def _launchable(folder: Path) -> Document:
+    """The answer in a folder that holds all that a launch on this machine reads."""
+    document = read_document(folder)
+    for name in (YAML, ARGUMENTS, f"{MODEL_FOLDER}/config.json"):
+        if not (folder / name).is_file():
+            raise InputError(f"{folder} holds no {name}", hint="give the whole folder that `autofit tune` wrote")
+    if document.workload.nodes > 1:
+        raise InputError(
+            f"{folder} is for {document.workload.nodes} machines, and verify launches on this one alone",
+            hint="run its launch line on each machine: autofit report tells it",
+        )
+    return document
 
 
 def on_its_device(document: Document, say: Callable[[str], None]) -> dict[str, str]:

@@ -33,23 +33,29 @@ OptimizerWrap = Callable[["torch.optim.Optimizer"], "torch.optim.Optimizer"]
 
 def ground(facts: Facts) -> Emission:
     """What every plan writes, whatever the techniques say: the processes, on the devices that were measured."""
-    hardware = facts.hardware
+    hardware, nodes = facts.hardware, facts.workload.nodes
     on_cpu = hardware.device == "cpu"
     accelerate: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        "machine_rank": 0,
         "main_training_function": "main",
-        "num_machines": 1,
+        "num_machines": nodes,
         "num_processes": facts.workload.processes,
         "use_cpu": on_cpu,
     }
     if hardware.count > facts.workload.processes and not on_cpu:
         # without it one process sees every device and a Trainer makes it torch.nn.DataParallel
         accelerate["gpu_ids"] = hardware.visible_id
-    if facts.workload.processes > 1:
+    script: tuple[str, ...] = ()
+    if nodes > 1:  # each machine says on its command line which it is, and where the first one is
+        accelerate |= {"rdzv_backend": "static", "same_network": True}
+        counted = "--machine_rank counts them from 0, --main_process_ip is the address of the first"
+        script = (f"run the launch line on each of the {nodes} machines: {counted}",)
+    else:
+        accelerate["machine_rank"] = 0
+    if facts.workload.processes > 1 and nodes == 1:
         accelerate["main_process_port"] = 0  # a free one, so that two trainings on a machine don't meet
-    return Emission(accelerate=accelerate, training_args={"use_cpu": on_cpu})
+    return Emission(accelerate=accelerate, training_args={"use_cpu": on_cpu}, script=script)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -194,7 +194,10 @@ def launch_commands(document: Document, folder: str | Path) -> list[list[str]]:
     if script is not None:
         what, *behind = script.typed
         return [["autofit", "run", shown, what, *(["--", *behind] if behind else [])], ["autofit", "verify", shown]]
-    launch = ["accelerate", "launch", "--config_file", f"{shown}/accelerate.yaml", "your_script.py"]
+    launch = ["accelerate", "launch", "--config_file", f"{shown}/accelerate.yaml"]
+    if document.workload.nodes > 1:
+        launch += ["--machine_rank", "0", "--main_process_ip", "ADDRESS"]
+    launch.append("your_script.py")
     if document.promise.launch_path == "trainer":
         launch.append(f"{shown}/training_args.json")
     return [launch, ["autofit", "verify", shown]]

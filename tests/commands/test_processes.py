@@ -1,6 +1,9 @@
 """How many processes a training may have here, and a whole tune of two on this CPU."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -9,8 +12,14 @@ from autofit import cli
 from autofit.commands.request import Request, shared_by, workload
 from autofit.commands.verify import verify
 from autofit.contract.outcome import Measured
+from autofit.output import wording
 from autofit.output.document import read_document
+from autofit.output.emit import YAML
+from autofit.registry import recipe_of
 from autofit.system.errors import InputError
+from autofit.training.launch_environment import write_yaml
+from autofit.training.ranks import free_port
+from tests.output.test_emit import a_document, a_plan, output_folder, written
 from tests.support.synthetic import cpu_facts, cuda_facts, model
 from tests.support.tiny import write_config
 
@@ -81,3 +90,53 @@ def test_a_tune_of_two_processes_is_launched_and_kept(tmp_path, monkeypatch, lau
     assert isinstance(launched.outcome, Measured), launched.outcome
     assert not launched.broken
     assert launched.outcome.evidence.of("parallel")["processes"] == 2
+
+
+def of_machines(facts, nodes, processes):
+    """Facts of a training that several machines share."""
+    work = dataclasses.replace(facts.workload, nodes=nodes, processes=processes)
+    return dataclasses.replace(facts, workload=work)
+
+
+def test_an_answer_for_several_machines_says_what_each_runs_and_is_not_verified_on_one(tmp_path):
+    facts = of_machines(cuda_facts(global_batch=64), nodes=4, processes=32)
+    folder = output_folder(tmp_path)
+    document = a_document(a_plan(facts, parallel="ddp"), facts)
+    launch, _ = wording.launch_commands(document, folder)
+    assert "--machine_rank 0 --main_process_ip ADDRESS" in " ".join(launch)
+    assert "on each of the 4 machines" in " ".join(document.script)
+    written(folder, facts, check=lambda *_: None, parallel="ddp")
+    with pytest.raises(InputError, match="is for 4 machines"):
+        verify(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_two_launchers_of_one_file_make_one_world(tmp_path):
+    facts = of_machines(cpu_facts(global_batch=8), nodes=2, processes=2)
+    emitted = recipe_of(a_plan(facts, parallel="ddp"), facts).emission
+    assert "machine_rank" not in emitted.accelerate
+    assert "main_process_ip" not in emitted.accelerate
+    write_yaml(tmp_path / YAML, dict(emitted.accelerate))
+    script = tmp_path / "count.py"
+    script.write_text(
+        "import torch\nfrom accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n"
+        "ranks = accelerator.gather(torch.tensor([accelerator.process_index]))\n"
+        "print('world', accelerator.num_processes, ranks.tolist())\n"
+    )
+    place = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", tmp_path / YAML]
+    launched = [
+        subprocess.Popen(
+            [*command, "--machine_rank", str(rank), *place, script],
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for process in launched:
+            said, _ = process.communicate(timeout=120)
+            assert "world 2 [0, 1]" in said
+    finally:
+        for process in launched:
+            process.kill()
