@@ -216,8 +216,12 @@ class Script:
         depends_on_rows: Why its loss depends on the rows of a micro-batch, so that accumulation is not exact.
         batch: Shapes of a micro-batch of its longest rows, by the names of the model's arguments.
         rows: In its data set; ``None`` where it has no length.
-        sampled: Rows of it that were looked at.
-        longest, mean_length: Numbers in a row of these, all columns together.
+        sampled: Rows of it that were looked at, to find the longest.
+        longest, mean_length: Numbers in a batch of the longest of these alone, and of one in the mean, all tensors
+            together.
+        tokens_a_row: Mean tokens of a row without its padding; ``None`` where it has none.
+        places: Some rows, evenly spread over the data set, by their numbers in it; the shortest first.
+        longest_places: The longest rows; the first ones together make the largest micro-batch.
         seconds: From its start until its training begins.
     """
 
@@ -244,6 +248,9 @@ class Script:
     sampled: int = 0
     longest: int = 0
     mean_length: float = 0.0
+    tokens_a_row: float | None = None
+    places: tuple[int, ...] = ()
+    longest_places: tuple[int, ...] = ()
     seconds: float = 0.0
 
     @property

@@ -51,6 +51,10 @@ class Evidence:
 class Measured:
     """A plan that ran inside the ceiling.
 
+    Where a script's rows differ in length, what counts is how many tokens without padding are trained on in a second:
+    ``samples_per_second`` is that, over the tokens of a row in the mean over the data set, and the times of a step are
+    those of a step of such rows.
+
     Attributes:
         step_seconds: Median seconds of one whole optimizer step, accumulation included.
         step_seconds_spread: Half-width of a 95 % interval of that median, in seconds.
@@ -64,6 +68,7 @@ class Measured:
             ``whole``: whole optimizer steps were timed.
         steps: Seconds of each timed optimizer step, in order, warm-up dropped; waits for the loader are spread evenly.
         loader_seconds: Of ``step_seconds``, what the step waited for its micro-batches.
+        padding: Share of the micro-batches' places for tokens that was padding; ``None`` where rows were random.
         training_seconds: Seconds spent in training steps, warm-up included.
         warm_up_seconds: Seconds of the steps that were dropped; what a compiler takes is in them.
         mfu: Model FLOPs utilisation (:mod:`autofit.costmodel.utilisation`), as a share of one; ``None`` where the
@@ -89,6 +94,7 @@ class Measured:
     loss: float
     warm_up_seconds: float = 0.0
     loader_seconds: float = 0.0
+    padding: float | None = None
     mfu: float | None = None
     alloc_retries: int = 0
     disturbance: float = 0.0

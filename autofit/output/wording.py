@@ -21,6 +21,7 @@ from autofit.output.text import number, one_line, percent, plural, with_spread
 from autofit.registry import techniques
 from autofit.search.decision import pool
 from autofit.search.tradeoffs import Contribution
+from autofit.system.statistics import median
 from autofit.system.units import duration, size
 
 _KINDS = {
@@ -348,7 +349,14 @@ def speed(document: Document) -> str:
 def pace(document: Document) -> str:
     """The promised samples/s, and tokens/s where the samples are texts."""
     said = f"{speed(document)} samples/s"
-    return f"{said}, {number(document.promise.tokens_per_second)} tokens/s" if document.model.sample_tokens else said
+    if not document.model.sample_tokens:
+        return said
+    shares = [
+        trial.outcome.padding for trial in document.trials
+        if trial.plan == document.plan and isinstance(trial.outcome, Measured) and trial.outcome.padding is not None
+    ]  # fmt: skip
+    said += f", {number(document.promise.tokens_per_second)} tokens/s"
+    return f"{said} without padding ({percent(median(shares))} of a micro-batch)" if any(shares) else said
 
 
 def task_words(document: Document) -> str:

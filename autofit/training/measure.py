@@ -93,14 +93,16 @@ def measure(
         ignored = one.in_effect(recipe.plan[one.name], evidence.of(one.name), facts)
         if ignored is not None:
             return Unsupported(reason=f"{one.name}={recipe.plan[one.name]} did not take effect: {ignored}")
-    steps = clock.waited_steps()
+    expected, counted = tokens_a_row(clock)
+    usual = expected / counted  # where longer rows than usual were timed, a usual step is shorter
+    steps = tuple(step * usual for step in clock.waited_steps())
     seconds = median(steps)
     rows = facts.workload.global_batch
     return Measured(
         step_seconds=seconds,
         step_seconds_spread=spread(steps),
         samples_per_second=rows / seconds,
-        tokens_per_second=rows * (clock.tokens_a_row or facts.tokens_a_sample) / seconds,
+        tokens_per_second=rows * expected / seconds,
         peak_bytes=reading.peak_bytes,
         allocated_bytes=reading.allocated_bytes,
         reserved_bytes=reading.reserved_bytes,
@@ -109,7 +111,8 @@ def measure(
         limit_bytes=limit,
         fidelity="parts" if shortened else "whole",
         steps=steps,
-        loader_seconds=clock.waits.batch_wait(clock.accumulation) * recipe.accumulation,
+        loader_seconds=clock.waits.batch_wait(clock.accumulation) * recipe.accumulation * usual,
+        padding=clock.padding,
         training_seconds=clock.training_seconds,
         warm_up_seconds=clock.warm_up_seconds,
         loss=clock.loss,
@@ -149,3 +152,12 @@ def _broken(clock: Clock, reading: Reading) -> OutOfMemory | None:
             training_seconds=clock.training_seconds,
         )
     return None
+
+
+def tokens_a_row(clock: Clock) -> tuple[float, float]:
+    """Tokens of a row without padding: in the mean over the data set, and over the rows that were timed."""
+    facts = clock.recipe.facts
+    counted = clock.tokens_a_row or float(facts.tokens_a_sample)
+    script = facts.workload.script
+    known = script.tokens_a_row if script is not None and clock.tokens_a_row else None
+    return known or counted, counted

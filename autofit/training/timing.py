@@ -117,6 +117,8 @@ class Clock:
     cpu: CpuShare = field(default_factory=CpuShare)
     tokens_a_row: float | None = None
     """Tokens of a row without its padding, where rows differ; ``None`` where all are as long as the workload says."""
+    padding: float | None = None
+    """Share of the timed micro-batches' places for tokens that is padding; ``None`` where rows are none of tokens."""
     _started: float = 0.0
     _micro: list[float] = field(default_factory=list)
     _mark: float = 0.0

@@ -131,7 +131,7 @@ def script_notes(facts: Facts) -> list[str]:
         seen = f"{script.sampled:,} of its {script.rows:,} rows"
         said.append(
             f"rows differ: the mean is {script.mean_length / script.longest:.0%} of the longest of {seen}; fit is "
-            "judged on the longest, speed measured on the script's own order"
+            "judged on the longest, and what counts is tokens/s without padding on the rows to be expected"
         )
     if 0 < script.sampled < min(script.rows or 0, _ENOUGH_ROWS):
         said.append(

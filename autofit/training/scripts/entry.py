@@ -17,8 +17,8 @@ from autofit.training.scripts.leave import Enough, Refused, run, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop_entry import describing, measure_loop, train_loop_with, waits_of
 from autofit.training.scripts.patches import Patches, loads_of
-from autofit.training.scripts.rows import Sample, Tokens, sample, take_in_order
-from autofit.training.scripts.traits import shapes, traits
+from autofit.training.scripts.rows import Tokens, sample_of, take_in_order
+from autofit.training.scripts.traits import longest_batch, traits
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Script
@@ -103,7 +103,8 @@ def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path) 
 def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]:
     """What a Trainer is about to train."""
     made = patches.made[id(trainer)]
-    rows = sample(trainer)
+    loader: Any = trainer.get_train_dataloader()
+    rows = sample_of(loader.dataset, loader.collate_fn)
     found = traits(patches, trainer.model, rows, seconds)
     names = ("optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile",
              "use_liger_kernel", "per_device_eval_batch_size")  # fmt: skip
@@ -113,8 +114,8 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
         "accumulation": int(made.arguments["gradient_accumulation_steps"]),
         "own": json.loads(json.dumps({name: made.arguments.get(name) for name in names}, default=str)),
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
-        "loading": loading_of(trainer.get_train_dataloader(), int(made.arguments["per_device_train_batch_size"])),
-        "batch": _batch(trainer, rows),
+        "loading": loading_of(loader, int(made.arguments["per_device_train_batch_size"])),
+        "batch": longest_batch(loader, rows, trainer.args.per_device_train_batch_size),
     }
     return found
 
@@ -126,12 +127,6 @@ def _makes_its_optimizer(trainer: Any, given: Mapping[str, Any]) -> bool:
     handed = any(part is not None for part in given.get("optimizers") or ())
     inherited = type(trainer).create_optimizer is Trainer.create_optimizer
     return handed or given.get("optimizer_cls_and_kwargs") is not None or not inherited
-
-
-def _batch(trainer: Any, rows: Sample) -> dict[str, tuple[int, ...]]:
-    """Shapes of a micro-batch of the longest rows, as the script's own collator makes it."""
-    take_in_order(trainer, rows, longest=trainer.args.per_device_train_batch_size, then=0)
-    return shapes(next(iter(trainer.get_train_dataloader())))
 
 
 def measure_steps(clock: Clock, script: Script, *, folder: Path, environment: Mapping[str, str]) -> Evidence:
@@ -152,7 +147,7 @@ def measure_steps(clock: Clock, script: Script, *, folder: Path, environment: Ma
         return measure_loop(clock, script, construct=_construct(folder), environment=environment)
 
     def entry(trainer: Any, train: Callable[[], Any]) -> Any:
-        raise Enough(_measured(clock, trainer, train))
+        raise Enough(_measured(clock, script, trainer, train))
 
     steps = effort.warm_up + effort.max_steps
     tuned = {**recipe.emission.training_args, "gradient_accumulation_steps": clock.accumulation, "max_steps": steps}
@@ -217,7 +212,7 @@ def wrap(trainer: Any, recipe: Recipe) -> None:
         trainer.optimizer = optimizer
 
 
-def _measured(clock: Clock, trainer: Any, train: Callable[[], Any]) -> Evidence:
+def _measured(clock: Clock, script: Script, trainer: Any, train: Callable[[], Any]) -> Evidence:
     """Train until the clock says enough."""
     from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -231,8 +226,8 @@ def _measured(clock: Clock, trainer: Any, train: Callable[[], Any]) -> Evidence:
     arguments = trainer.args
     clock.waits = waits_of(recipe, arguments.dataloader_num_workers, arguments.dataloader_prefetch_factor)
     arguments.max_steps = clock.most_steps
-    then = (clock.most_steps - effort.warm_up) * a_step
-    take_in_order(trainer, sample(trainer), longest=effort.warm_up * a_step, then=then)
+    steps = clock.most_steps - effort.warm_up
+    take_in_order(trainer, script, a_step=a_step, warm_up=effort.warm_up, steps=steps)
     compute_loss, training_step = trainer.compute_loss, trainer.training_step
     get_batch_samples = trainer.get_batch_samples
 
@@ -281,7 +276,7 @@ def _measured(clock: Clock, trainer: Any, train: Callable[[], Any]) -> Evidence:
             f"its data set ends after {clock.done} optimizer steps, and the first {effort.warm_up} are not timed",
             "give the script more rows",
         )
-    clock.tokens_a_row = tokens.a_row(recipe.micro_batch)
+    tokens.tell(recipe.micro_batch)
     return observer.with_later_state(seen[0], trainer.optimizer, trainer.accelerator, counted(clock))
 
 
@@ -296,7 +291,7 @@ def rows_of(trainer: Any) -> int | None:
 def rows_words(script: Script) -> str:
     """What a script's measurement trained on, in words."""
     return (
-        "the script's own rows: the longest of a sample while warming up, its own order while timed"
-        if script.rows
+        "the script's own rows: the longest while warming up, those to be expected while timed"
+        if script.longest_places
         else "the script's own rows, in their order"
     )

@@ -15,8 +15,8 @@ from autofit.training.scripts.leave import Enough, Refused, run, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop import LoopPatches, Seen, constructed, rebuilt
 from autofit.training.scripts.patches import Patches, loads_of
-from autofit.training.scripts.rows import Sample, Tokens, order, sample_of
-from autofit.training.scripts.traits import shapes, traits
+from autofit.training.scripts.rows import Tokens, order, sample_of
+from autofit.training.scripts.traits import longest_batch, shapes, traits
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Script
@@ -74,7 +74,7 @@ def _described(
             "give both to it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
         )
     loader = seen.loaders[seen.number]
-    rows = sample_of(loader.dataset, set())
+    rows = sample_of(loader.dataset, loader.collate_fn)
     found = traits(patches, seen.model, rows, seconds)
     sized = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
     batch = shapes(seen.batch)
@@ -87,17 +87,9 @@ def _described(
         "own_split": _LOADER if loader.batch_size is None else own_split,
         "loader": seen.number,
         "loading": loading_of(loader, int(sized or first[0]), own_batches=loader.batch_size is None),
-        "batch": batch if loader.batch_size is None else _longest(loader, rows) or batch,
+        "batch": longest_batch(loader, rows, loader.batch_size) if loader.batch_size and rows.longest else batch,
     }
     return found
-
-
-def _longest(loader: Any, rows: Sample) -> dict[str, tuple[int, ...]]:
-    """Shapes of a micro-batch of the longest rows, as the script's own collator makes it."""
-    if not rows.sizes or loader.collate_fn is None:
-        return {}
-    places = rows.longest()[: loader.batch_size]
-    return shapes(loader.collate_fn([loader.dataset[place] for place in places]))
 
 
 @dataclass(slots=True)
@@ -120,14 +112,13 @@ class _Measured:
         if number != self.script.loader or own.batch_size is None:
             return own
         recipe, effort = self.clock.recipe, self.clock.effort
-        rows, a_step = sample_of(own.dataset, set()), recipe.micro_batch * self.clock.accumulation
-        changed = recipe.loader_arguments
+        a_step, changed = recipe.micro_batch * self.clock.accumulation, recipe.loader_arguments
         prefetch = changed.get("prefetch_factor", own.prefetch_factor)
         self.clock.waits = waits_of(recipe, changed.get("num_workers", own.num_workers), prefetch)
         ordered = None
-        if rows.sizes:
-            longest, then = effort.warm_up * a_step, (self.clock.most_steps - effort.warm_up) * a_step
-            ordered = order(own.sampler, rows, longest=longest, then=then)
+        if self.script.longest_places:
+            steps = self.clock.most_steps - effort.warm_up
+            ordered = order(own.sampler, self.script, a_step=a_step, warm_up=effort.warm_up, steps=steps)
         self.loaded_by = rebuilt(own, rows=recipe.micro_batch, sampler=ordered, changed=changed)
         return self.loaded_by
 
@@ -180,7 +171,7 @@ class _Measured:
             self.seen.append(self.observer.evidence(self.optimizer, self.accelerator, counted(clock)))
             self.observer.close()
         if enough:
-            clock.tokens_a_row = self.tokens.a_row(clock.recipe.micro_batch)
+            self.tokens.tell(clock.recipe.micro_batch)
             later = self.observer.with_later_state
             raise Enough(later(self.seen[0], self.optimizer, self.accelerator, counted(clock)))
         clock.waits.asked()

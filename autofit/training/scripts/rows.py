@@ -1,100 +1,195 @@
 """The rows that a script trains on: how long they are, and in which order a measurement takes them.
 
-Whether a plan fits is judged on the longest rows, so those of a sample come first, in the steps that are dropped as
-warm-up. What is timed are rows in the script's own order, which is the batch to be expected.
+A row is as long as the script's own collator makes it: the numbers in all tensors of a batch of that row alone. Whether
+a plan fits is judged on the longest rows, so they come first in each step that is dropped as warm-up. What is timed is
+the batch to be expected: where the script shuffles, each step takes rows evenly from the short to the long ones of a
+sample, in a random order; elsewhere they come in the script's own order. Which rows these are is chosen once, when
+the script is described.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autofit.contract.facts import Script
     from autofit.training.timing import Clock
 
-SAMPLED_ROWS = 1000
+SAMPLED_ROWS = 500
+"""Rows that are put through the collator to know what is to be expected."""
+LONGEST_ROWS = 64
 SAMPLING_SECONDS = 2.0
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_MEAN_OF_A_TAIL = 1 - 1 / math.e
+"""The quantile of an exponential tail that its mean is at: where the first step looks in each group of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Some rows of a data set, evenly spread over it.
+    """Some rows of a data set.
 
     Attributes:
         rows: In the whole data set; ``None`` where it has no length, and then nothing is sampled.
-        sizes: Numbers in a row, all columns together, by its place in the data set.
+        looked_at: Rows whose length was looked at, as they lie in the data set, to find the longest.
+        sizes: Numbers in a batch of the row alone, all tensors together, by the row's place: of rows evenly spread.
+        longest: Places of the longest rows that were found. The first ones together have the most of each tensor.
+        longest_size: Numbers in a batch of the largest of them alone.
+        tokens: Mean tokens of the spread rows that are no padding; ``None`` where they have none.
     """
 
     rows: int | None
-    sizes: Mapping[int, int]
+    looked_at: int = 0
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    longest: tuple[int, ...] = ()
+    longest_size: int = 0
+    tokens: float | None = None
 
-    def longest(self) -> list[int]:
-        """Places of the rows, the longest first."""
-        return sorted(self.sizes, key=lambda place: -self.sizes[place])
+    @property
+    def spread(self) -> tuple[int, ...]:
+        """Places of the spread rows, the shortest first."""
+        return tuple(sorted(self.sizes, key=lambda place: self.sizes[place]))
 
 
-def sample(trainer: Any) -> Sample:
-    """Look at some rows of a Trainer's data set, for two seconds at most."""
-    trainer._set_signature_columns_if_needed()  # noqa: SLF001 - which columns reach the model
-    return sample_of(trainer.train_dataset, set(trainer._signature_columns or ()))  # noqa: SLF001 - as above
+def sample_of(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Sample:
+    """Look at some rows of a data set, for some two seconds at most.
 
-
-def sample_of(dataset: Any, columns: set[str]) -> Sample:
-    """Look at some rows of a data set, for two seconds at most.
+    Half of the time goes into finding the longest rows: by the columns of a table of ``datasets``, else by reading
+    rows from all over the data set; the other half into making batches of single rows.
 
     Args:
         dataset: Of any kind; one without a length is not looked at.
-        columns: Those that reach the model; a row that has none of them counts whole.
+        collate: Makes a batch of rows; ``None`` where the data set does so itself.
     """
     try:
         rows = len(dataset)
     except TypeError:
-        return Sample(rows=None, sizes={})
+        return Sample(rows=None)
     if not hasattr(dataset, "__getitem__") or not rows:
-        return Sample(rows=rows or None, sizes={})
-    sizes: dict[int, int] = {}
-    until = time.monotonic() + SAMPLING_SECONDS
-    places = list(range(0, rows, max(1, rows // SAMPLED_ROWS)))
+        return Sample(rows=rows or None)
+    until = time.monotonic() + SAMPLING_SECONDS / 2
+    long, looked_at = _long_by_columns(dataset), rows
+    places = list(range(rows))
     random.Random(0).shuffle(places)  # where time is up early, what was seen is spread over all rows
-    for place in places:
-        row = dataset[place]
-        if isinstance(row, Mapping):
-            kept = [value for name, value in row.items() if name in columns] or list(row.values())
-        else:
-            kept = [row]
-        sizes[place] = sum(_numbers(value) for value in kept)
+    if long is None:
+        raw = {}
+        for place in places:
+            raw[place] = _numbers(dataset[place])
+            if time.monotonic() > until:
+                break
+        places, looked_at = list(raw), len(raw)
+        long = sorted(raw, key=lambda place: -raw[place])[:LONGEST_ROWS]
+    until = time.monotonic() + SAMPLING_SECONDS / 2
+    parts: dict[int, Mapping[str, int]] = {}
+    tokens: dict[int, int | None] = {}
+    for place in dict.fromkeys([*_alternately(places[:SAMPLED_ROWS], long)]):
+        parts[place], tokens[place] = _alone(dataset[place], collate)
         if time.monotonic() > until:
             break
-    return Sample(rows=rows, sizes=sizes)
+    spread = [place for place in places[:SAMPLED_ROWS] if place in parts]
+    counted = [count for place in spread if (count := tokens[place]) is not None]
+    longest = _worst_first(parts)
+    return Sample(
+        rows=rows,
+        looked_at=looked_at,
+        sizes={place: sum(parts[place].values()) for place in spread},
+        longest=tuple(longest),
+        longest_size=sum(parts[longest[0]].values()),
+        tokens=sum(counted) / len(counted) if counted else None,
+    )
+
+
+def _alternately(some: Sequence[int], others: Sequence[int]) -> Iterator[int]:
+    """Of the one, of the other: where time is up early, there are of both."""
+    for pair in itertools.zip_longest(some, others):
+        yield from (place for place in pair if place is not None)
+
+
+def _worst_first(parts: Mapping[int, Mapping[str, int]]) -> list[int]:
+    """Places of the longest rows; those that have the most of some tensor first, since each is padded by itself."""
+    largest = sorted(parts, key=lambda place: -sum(parts[place].values()))
+    names = dict.fromkeys(name for row in parts.values() for name in row)
+    most = [max(largest, key=lambda place: parts[place].get(name, 0)) for name in names]
+    return list(dict.fromkeys([*most, *largest]))[:LONGEST_ROWS]
+
+
+def _long_by_columns(dataset: Any) -> list[int] | None:
+    """Places of the rows with the longest lists or texts in a table of ``datasets``, none of which is made.
+
+    ``None`` where the data set is no such table.
+    """
+    table, moved = getattr(dataset, "data", None), getattr(dataset, "_indices", None)
+    if table is None or not hasattr(table, "column_names"):
+        return None
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    found: list[int] = []
+    for name in table.column_names:
+        column = table.column(name)
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            lengths = pc.list_value_length(column)
+        elif pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            lengths = pc.binary_length(column)
+        else:
+            continue
+        counts = lengths.fill_null(0).to_numpy()
+        if moved is not None:
+            counts = counts[moved.column(0).to_numpy()]
+        found += np.argsort(-counts, kind="stable")[:LONGEST_ROWS].tolist()
+    return list(dict.fromkeys(found)) or None
+
+
+def _alone(row: Any, collate: Callable[[list[Any]], Any] | None) -> tuple[Mapping[str, int], int | None]:
+    """Numbers in each tensor of a batch of a row alone, and its tokens without padding."""
+    batch = row
+    if collate is not None:
+        with contextlib.suppress(Exception):  # a collator that needs more rows: then the row counts as it lies
+            batch = collate([row])
+    if not isinstance(batch, Mapping):
+        return {"": _numbers(batch)}, None
+    counted = tokens_of(batch)
+    return {str(name): _numbers(value) for name, value in batch.items()}, None if counted is None else int(counted[0])
 
 
 def _numbers(value: Any) -> int:
-    """How many numbers a value holds."""
+    """How many numbers a value holds; of a text its characters."""
     shape = getattr(value, "shape", None)
     if shape is not None:
         return math.prod(shape)
     if isinstance(value, Mapping):
         return sum(_numbers(part) for part in value.values())
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Sequence):
         return len(value) if value and isinstance(value[0], int | float) else sum(_numbers(part) for part in value)
     return int(isinstance(value, int | float))
 
 
-def take_in_order(trainer: Any, seen: Sample, *, longest: int, then: int) -> None:
-    """Have a Trainer train on its longest rows first, then on others in the order of its own sampler.
+def tokens_of(inputs: Any) -> tuple[Any, int] | None:
+    """Tokens of a batch that are no padding, and its places for tokens; ``None`` where it has none.
 
-    Rows come again where there are too few. A data set without a length keeps its order.
+    The first is a tensor where a mask is added up, on its device, so that nothing waits for it.
+    """
+    ids: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if not hasattr(ids, "numel"):
+        return None
+    mask = inputs.get("attention_mask")
+    counted = mask.sum() if mask is not None and getattr(mask, "shape", None) == ids.shape else ids.numel()
+    return counted, ids.numel()
 
-    Args:
-        trainer: About to train.
-        seen: Some rows of its data set.
-        longest: How many of the longest rows come first.
-        then: How many rows follow.
+
+def take_in_order(trainer: Any, script: Script, *, a_step: int, warm_up: int, steps: int) -> None:
+    """Have a Trainer train on the longest rows first, then on those that are to be expected; see :func:`order`.
+
+    A data set without a length keeps its order, and so does one whose sampler makes the micro-batches itself.
     """
     from torch.utils.data import BatchSampler
 
@@ -102,19 +197,33 @@ def take_in_order(trainer: Any, seen: Sample, *, longest: int, then: int) -> Non
 
     def ordered(dataset: Any = None) -> Any:
         usual = own(dataset)
-        if usual is None or isinstance(usual, BatchSampler) or not seen.sizes:
+        if usual is None or isinstance(usual, BatchSampler) or not script.longest_places:
             return usual
-        return order(usual, seen, longest=longest, then=then)
+        return order(usual, script, a_step=a_step, warm_up=warm_up, steps=steps)
 
     trainer._get_train_sampler = ordered  # noqa: SLF001 - as above
 
 
-def order(usual: Iterable[int], seen: Sample, *, longest: int, then: int) -> Any:
-    """A sampler of the longest rows, and then of rows in the order of the usual one; they come again as needed."""
-    from torch.utils.data import Sampler
+def order(usual: Iterable[int], script: Script, *, a_step: int, warm_up: int, steps: int) -> Any:
+    """A sampler of the longest rows in each step of the warm-up, and then of the rows to be expected.
 
-    first = itertools.islice(itertools.cycle(seen.longest()), longest)
-    places = [*first, *itertools.islice(itertools.cycle([int(place) for place in usual]), then)]
+    Rows come again where there are too few.
+
+    Args:
+        usual: The script's own sampler.
+        script: Knows the places of its rows.
+        a_step: Rows of an optimizer step, as many as are run.
+        warm_up: Steps that are dropped.
+        steps: Steps that follow.
+    """
+    from torch.utils.data import RandomSampler, Sampler
+
+    longest = [*itertools.islice(itertools.cycle(script.longest_places), a_step)]
+    if isinstance(usual, RandomSampler) and script.places:
+        then = expected(script.places, a_step, steps)
+    else:
+        then = [*itertools.islice(itertools.cycle([int(place) for place in usual]), steps * a_step)]
+    places = [*longest * warm_up, *then]
 
     class Order(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
@@ -126,27 +235,44 @@ def order(usual: Iterable[int], seen: Sample, *, longest: int, then: int) -> Any
     return Order()
 
 
+def expected(places: Sequence[int], a_step: int, steps: int) -> list[int]:
+    """Rows of some steps: each step's evenly from the short to the long ones, in a random order.
+
+    So a few steps see what many would on the average, where rows drawn at random would see more short or long ones.
+
+    Args:
+        places: Of rows, the shortest first.
+        a_step: Rows of a step.
+        steps: How many steps.
+    """
+    numbers = random.Random(0)
+    taken: list[int] = []
+    for step in range(steps):
+        shift = (_MEAN_OF_A_TAIL + step * _GOLDEN) % 1
+        rows = [places[int((one + shift) / a_step * len(places))] for one in range(a_step)]
+        numbers.shuffle(rows)
+        taken += rows
+    return taken
+
+
 class Tokens:
-    """Counts the tokens of the timed micro-steps that are no padding; on the device, so that nothing waits for it."""
+    """Counts the tokens of the timed micro-steps that are no padding, and those that are."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.micro_steps = 0
+        self.micro_steps = self.places = 0
         self.total: Any = 0
 
     def count(self, inputs: Any) -> None:
         """A micro-batch."""
-        if self.clock.done < self.clock.effort.warm_up or not isinstance(inputs, Mapping):
+        found = tokens_of(inputs)
+        if self.clock.done < self.clock.effort.warm_up or found is None:
             return
-        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-        if ids is None or not hasattr(ids, "numel"):
-            return
-        if mask is not None and getattr(mask, "shape", None) == ids.shape:
-            self.total = self.total + mask.sum()
-        else:
-            self.total = self.total + ids.numel()
+        self.total, self.places = self.total + found[0], self.places + found[1]
         self.micro_steps += 1
 
-    def a_row(self, micro_batch: int) -> float | None:
-        """Tokens of a row, the mean over the timed ones; ``None`` where there are none."""
-        return float(self.total) / (self.micro_steps * micro_batch) if self.micro_steps else None
+    def tell(self, micro_batch: int) -> None:
+        """Tell the clock the tokens of a row, the mean over the timed ones, and the share of padding."""
+        if self.micro_steps:
+            self.clock.tokens_a_row = float(self.total) / (self.micro_steps * micro_batch)
+            self.clock.padding = 1 - float(self.total) / self.places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -44,12 +45,23 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
         "compiled": hasattr(model, "_orig_mod"),
         "depends_on_rows": depends_on_rows(inner),
         "rows": rows.rows,
-        "sampled": len(rows.sizes),
-        "longest": max(rows.sizes.values(), default=0),
+        "sampled": rows.looked_at,
+        "longest": rows.longest_size,
         "mean_length": sum(rows.sizes.values()) / max(1, len(rows.sizes)),
+        "tokens_a_row": rows.tokens,
+        "places": rows.spread,
+        "longest_places": rows.longest,
         "seconds": seconds,
     }
     return {"script": script, "model": inner, "config": json.loads(text)}
+
+
+def longest_batch(loader: Any, rows: Sample, micro_batch: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a micro-batch of the longest rows, as a script's own collator makes it; of its first, without them."""
+    if not rows.longest or loader.collate_fn is None:
+        return shapes(next(iter(loader)))
+    places = [*itertools.islice(itertools.cycle(rows.longest), micro_batch)]
+    return shapes(loader.collate_fn([loader.dataset[place] for place in places]))
 
 
 def shapes(batch: Any) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,7 @@ parser.add_argument("--model", required=True)
 parser.add_argument("--rows", type=int, default=64)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=2)
+parser.add_argument("--skewed", action="store_true", help="Most rows are short, a few are twelve times as long.")
 parser.add_argument("--output", default="classified")
 options = parser.parse_args()
 
@@ -23,6 +24,8 @@ class Reviews(torch.utils.data.Dataset):
     def __getitem__(self, place):
         numbers = torch.Generator().manual_seed(place)
         length = int(torch.randint(4, 33, (), generator=numbers))
+        if options.skewed:
+            length = min(64, 4 + int(torch.empty(()).exponential_(1 / 7, generator=numbers)))
         return {"input_ids": torch.randint(1, 100, (length,), generator=numbers), "label": place % 3}
 
 

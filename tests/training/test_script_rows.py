@@ -1,0 +1,128 @@
+"""The rows of a script: as long as its collator makes them, the longest wherever they lie, the usual ones timed."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from autofit.contract.facts import Script
+from autofit.system.statistics import median
+from autofit.training.scripts import rows
+
+
+def padded(given):
+    """Texts and answers, each padded by itself."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad([torch.ones(row["text"], dtype=torch.long) for row in given], batch_first=True)
+    return {
+        "input_ids": ids,
+        "attention_mask": ids,
+        "labels": pad([torch.ones(row["answer"]) for row in given], batch_first=True),
+    }
+
+
+def script_of(**changed):
+    return Script(path="t.py", sha256="", trainer="Trainer", micro_batch=2, accumulation=1, **changed)
+
+
+def test_rows_are_as_long_as_the_collator_makes_them():
+    """The longest text and the longest answer are two rows: together they make the largest micro-batch."""
+    data = [{"text": 5, "answer": 5, "unused": list(range(place))} for place in range(40)]
+    data[3], data[7] = {"text": 50, "answer": 1}, {"text": 1, "answer": 60}
+    found = rows.sample_of(data, padded)
+    assert set(found.longest[:2]) == {3, 7}
+    largest = max(
+        sum(part.numel() for part in padded([data[a], data[b]]).values())
+        for a, b in itertools.combinations(range(len(data)), 2)
+    )
+    assert sum(part.numel() for part in padded([data[place] for place in found.longest[:2]]).values()) == largest
+    assert found.tokens == (38 * 5 + 50 + 1) / 40
+    assert found.looked_at == found.rows == 40
+
+
+def test_the_longest_row_of_a_large_data_set_is_found():
+    data = [[1] * 4] * 20_000
+    data[12_345] = [1] * 400
+    found = rows.sample_of(data, torch.tensor)
+    assert (found.longest[0], found.longest_size, found.looked_at) == (12_345, 400, 20_000)
+
+
+def test_the_longest_row_of_a_table_is_found_without_reading_rows():
+    datasets = pytest.importorskip("datasets")
+    lengths = [3] * 5000
+    lengths[4321] = 90
+    table = datasets.Dataset.from_dict({"input_ids": [[1] * length for length in lengths]})
+    turned = table.select(range(4999, -1, -1))
+    for data, place in ((table, 4321), (turned, 5000 - 1 - 4321)):
+        found = rows.sample_of(data, lambda given: {"input_ids": torch.tensor([row["input_ids"] for row in given])})
+        assert (found.longest[0], found.longest_size, found.looked_at) == (place, 90, 5000)
+        assert found.tokens == pytest.approx(3.0, abs=0.2)
+
+
+def test_a_collator_that_wants_more_rows_leaves_them_as_they_lie():
+    def pairs(_given):
+        raise ValueError("give me two")
+
+    found = rows.sample_of([{"x": [1.0] * place} for place in range(1, 9)], pairs)
+    assert (found.longest[0], found.longest_size, found.tokens) == (7, 8, None)
+
+
+def test_a_data_set_without_a_length_is_not_looked_at():
+    assert rows.sample_of(iter([1, 2]), None) == rows.Sample(rows=None)
+
+
+def test_each_warm_up_step_takes_the_longest_and_then_come_the_expected():
+    script = script_of(places=tuple(range(100)), longest_places=(500, 400, 300))
+    drawn = list(rows.order(RandomSampler(range(1000)), script, a_step=2, warm_up=2, steps=3))
+    assert drawn[:4] == [500, 400, 500, 400]
+    assert all(low < 50 <= high for low, high in (sorted(drawn[at : at + 2]) for at in (4, 6, 8)))
+    own = list(rows.order(SequentialSampler(range(7)), script, a_step=2, warm_up=1, steps=4))
+    assert own == [500, 400, 0, 1, 2, 3, 4, 5, 6, 0]
+
+
+@pytest.mark.parametrize("a_step", [4, 16])
+def test_few_steps_see_what_many_would(a_step):
+    """Tokens of three steps, of skewed lengths: half as far off as of rows at random, or less."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randn(500, generator=generator).mul(0.7).exp().mul(100).long().sort().values
+    mean, count = float(lengths.float().mean()), 3 * a_step
+    seen = float(lengths[rows.expected(range(500), a_step, 3)].float().mean())
+    drawn = lengths[torch.randint(0, 500, (200, count), generator=generator)].float().mean(1)
+    assert abs(seen / mean - 1) < 0.5 * median((drawn / mean - 1).abs().tolist()) + 0.02
+
+
+@pytest.mark.parametrize("micro_batch", [2, 8])
+def test_a_few_steps_tell_what_an_epoch_of_skewed_rows_is_like(micro_batch):
+    """No micro-batch of three epochs is larger than the first one of the warm-up; padding is as in an epoch."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.empty(2000).exponential_(1 / 40, generator=generator).long() + 4
+    data = [{"text": int(length), "answer": 1} for length in lengths]
+    # a row has two numbers, whatever it says: only the collator knows its length
+    found = rows.sample_of(data, padded)
+    script = script_of(places=found.spread, longest_places=found.longest)
+    steps = 4
+    drawn = list(rows.order(RandomSampler(data), script, a_step=32, warm_up=1, steps=steps))
+
+    def micro_batches(places):
+        taken = [lengths[list(places[at : at + micro_batch])] for at in range(0, len(places), micro_batch)]
+        return [(int(one.max()) * len(one), int(one.sum())) for one in taken]
+
+    def padding(batches):
+        return 1 - sum(tokens for _, tokens in batches) / sum(places for places, _ in batches)
+
+    epochs = [one for _ in range(3) for one in micro_batches(torch.randperm(2000, generator=generator).tolist())]
+    worst = micro_batches(drawn[:32])[0][0]
+    assert worst >= 0.9 * max(places for places, _ in epochs), "of 500 rows of 2,000 that were looked at"
+    assert padding(micro_batches(drawn[32:])) == pytest.approx(padding(epochs), abs=0.06)
+
+
+def test_tokens_and_padding_are_counted_after_the_warm_up():
+    clock = SimpleNamespace(done=0, effort=SimpleNamespace(warm_up=1), tokens_a_row=None, padding=None)
+    tokens = rows.Tokens(clock)
+    tokens.count(padded([{"text": 9, "answer": 1}]))
+    clock.done = 1
+    tokens.count(padded([{"text": 2, "answer": 1}, {"text": 6, "answer": 1}]))
+    tokens.tell(2)
+    assert (clock.tokens_a_row, clock.padding) == (4.0, pytest.approx(4 / 12))
