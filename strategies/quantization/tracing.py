@@ -93,16 +93,17 @@ def _quantized_rows(recorder: TraceRecorder, func: Any, args: tuple[Any, ...], _
     import torch
 
     given = args[0]
+    made = (
+        torch.empty(given.numel() // given.shape[-1]),
+        torch.empty(given.shape, dtype=torch.int8),
+        torch.empty(0, dtype=torch.int64),
+    )
+    for tensor in made:
+        recorder.follow(tensor, func, args)
     with recorder.holding(given.nbytes, given.numel(), name="outliers"):
         recorder.passes(given.nbytes, given.numel())
-        made = (
-            torch.empty(given.shape, dtype=torch.int8),
-            torch.empty(given.numel() // given.shape[-1]),
-            torch.empty(0, dtype=torch.int64),
-        )
-        for tensor in made:
-            recorder.follow(tensor, func, args)
-    return made
+    scales, rows, outliers = made
+    return rows, scales, outliers
 
 
 def _product_of_integers(recorder: TraceRecorder, func: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
