@@ -86,6 +86,7 @@ def test_every_choice_runs_and_takes_effect(bench, path, name, value):
     more = {"micro_batch": 8, "accumulation": 1} if "lomo" in value else {}  # it can't accumulate
     more |= {"adapter": "lora:r=16"} if name == "quantization" else {}
     more |= {"precision": "bf16_weights"} if "stochastic" in str(value) else {}
+    more |= {"parallel": "fsdp"} if (name, value) == ("offload", "parameters") else {}
     outcome = bench.run(bench.plan(**more, **{name: value}), launch_path=path)
     assert isinstance(outcome, Measured), outcome
     assert outcome.outside_bytes > 50 * MIB
