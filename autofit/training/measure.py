@@ -10,6 +10,7 @@ from autofit.contract.recipe import Recipe
 from autofit.machine.meters import CeilingBroken, Meter, Reading, out_of_memory
 from autofit.registry import by_script, techniques
 from autofit.system.statistics import median, spread
+from autofit.training.expected_rows import usual_steps
 from autofit.training.observer import compiled_graphs
 from autofit.training.tasks.rows import rows_words
 from autofit.training.timing import PARTS, Clock, Effort, NotFinite
@@ -93,16 +94,14 @@ def measure(
         ignored = one.in_effect(recipe.plan[one.name], evidence.of(one.name), facts)
         if ignored is not None:
             return Unsupported(reason=f"{one.name}={recipe.plan[one.name]} did not take effect: {ignored}")
-    expected, counted = tokens_a_row(clock)
-    usual = expected / counted  # where longer rows than usual were timed, a usual step is shorter
-    steps = tuple(step * usual for step in clock.waited_steps())
+    steps, tokens = usual_steps(clock)
     seconds = median(steps)
     rows = facts.workload.global_batch
     return Measured(
         step_seconds=seconds,
         step_seconds_spread=spread(steps),
         samples_per_second=rows / seconds,
-        tokens_per_second=rows * expected / seconds,
+        tokens_per_second=rows * tokens / seconds,
         peak_bytes=reading.peak_bytes,
         allocated_bytes=reading.allocated_bytes,
         reserved_bytes=reading.reserved_bytes,
@@ -111,7 +110,7 @@ def measure(
         limit_bytes=limit,
         fidelity="parts" if shortened else "whole",
         steps=steps,
-        loader_seconds=clock.waits.batch_wait(clock.accumulation) * recipe.accumulation * usual,
+        loader_seconds=clock.waits.batch_wait(clock.accumulation) * recipe.accumulation,
         padding=clock.padding,
         training_seconds=clock.training_seconds,
         warm_up_seconds=clock.warm_up_seconds,
@@ -152,12 +151,3 @@ def _broken(clock: Clock, reading: Reading) -> OutOfMemory | None:
             training_seconds=clock.training_seconds,
         )
     return None
-
-
-def tokens_a_row(clock: Clock) -> tuple[float, float]:
-    """Tokens of a row without padding: in the mean over the data set, and over the rows that were timed."""
-    facts = clock.recipe.facts
-    counted = clock.tokens_a_row or float(facts.tokens_a_sample)
-    script = facts.workload.script
-    known = script.tokens_a_row if script is not None and clock.tokens_a_row else None
-    return known or counted, counted

@@ -115,8 +115,10 @@ class Clock:
     done: int = 0
     accumulated: int = 0
     cpu: CpuShare = field(default_factory=CpuShare)
-    tokens_a_row: float | None = None
-    """Tokens of a row without its padding, where rows differ; ``None`` where all are as long as the workload says."""
+    timed: list[int] = field(default_factory=list)
+    """Which steps were timed, from 0."""
+    step_tokens: list[float] = field(default_factory=list)
+    """Tokens without padding of each timed step, where rows differ; empty where all are as the workload says."""
     padding: float | None = None
     """Share of the timed micro-batches' places for tokens that is padding; ``None`` where rows are none of tokens."""
     _started: float = 0.0
@@ -210,6 +212,7 @@ class Clock:
             step = self._whole(now, inside)
             if self.waits.drained(batches, step):
                 self.steps.append(step)
+                self.timed.append(self.done - 1)
                 self.waits.steps.append((waited, batches))
         self._skipped = False
         self.progress(f"step {self.done}")

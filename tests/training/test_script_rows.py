@@ -9,7 +9,9 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from autofit.contract.facts import Script
 from autofit.system.statistics import median
+from autofit.training.expected_rows import Tokens, usual_steps
 from autofit.training.scripts import rows
+from tests.support.synthetic import cpu_facts
 
 
 def padded(given):
@@ -118,11 +120,25 @@ def test_a_few_steps_tell_what_an_epoch_of_skewed_rows_is_like(micro_batch):
     assert padding(micro_batches(drawn[32:])) == pytest.approx(padding(epochs), abs=0.06)
 
 
-def test_tokens_and_padding_are_counted_after_the_warm_up():
-    clock = SimpleNamespace(done=0, effort=SimpleNamespace(warm_up=1), tokens_a_row=None, padding=None)
-    tokens = rows.Tokens(clock)
+def test_tokens_and_padding_of_the_timed_steps_are_counted():
+    clock = SimpleNamespace(done=0, timed=[1], step_tokens=[], padding=None)
+    tokens = Tokens(clock)
     tokens.count(padded([{"text": 9, "answer": 1}]))
     clock.done = 1
     tokens.count(padded([{"text": 2, "answer": 1}, {"text": 6, "answer": 1}]))
-    tokens.tell(2)
-    assert (clock.tokens_a_row, clock.padding) == (4.0, pytest.approx(4 / 12))
+    tokens.tell()
+    assert (clock.step_tokens, clock.padding) == ([8.0], pytest.approx(4 / 12))
+
+
+def test_steps_of_short_and_long_rows_are_told_as_steps_of_usual_ones():
+    """Steps take a second a token: those of rows twice as long as usual are twice as long, and none is the median."""
+    facts = cpu_facts(script=script_of(tokens_a_row=10.0))
+    clock = SimpleNamespace(
+        recipe=SimpleNamespace(facts=facts, micro_batch=2),
+        accumulation=1,
+        step_tokens=[5.0, 5.0, 80.0],
+        waited_steps=lambda: (5.0, 5.0, 80.0),
+    )
+    assert usual_steps(clock) == (pytest.approx((20.0, 20.0, 20.0)), 10.0)
+    clock.step_tokens = []
+    assert usual_steps(clock)[0] == (5.0, 5.0, 80.0)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.outcome import Evidence
 from autofit.contract.recipe import Recipe
+from autofit.training.expected_rows import Tokens
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
 from autofit.training.scripts.leave import Enough, Refused, run, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop_entry import describing, measure_loop, train_loop_with, waits_of
 from autofit.training.scripts.patches import Patches, loads_of
-from autofit.training.scripts.rows import Tokens, sample_of, take_in_order
+from autofit.training.scripts.rows import sample_of, take_in_order
 from autofit.training.scripts.traits import longest_batch, traits
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ def _measured(clock: Clock, script: Script, trainer: Any, train: Callable[[], An
             f"its data set ends after {clock.done} optimizer steps, and the first {effort.warm_up} are not timed",
             "give the script more rows",
         )
-    tokens.tell(recipe.micro_batch)
+    tokens.tell()
     return observer.with_later_state(seen[0], trainer.optimizer, trainer.accelerator, counted(clock))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.recipe import Recipe
+from autofit.training.expected_rows import Tokens
 from autofit.training.loader_waits import LoaderWaits
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
@@ -15,7 +16,7 @@ from autofit.training.scripts.leave import Enough, Refused, run, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop import LoopPatches, Seen, constructed, rebuilt
 from autofit.training.scripts.patches import Patches, loads_of
-from autofit.training.scripts.rows import Tokens, order, sample_of
+from autofit.training.scripts.rows import order, sample_of
 from autofit.training.scripts.traits import longest_batch, shapes, traits
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class _Measured:
             self.seen.append(self.observer.evidence(self.optimizer, self.accelerator, counted(clock)))
             self.observer.close()
         if enough:
-            self.tokens.tell(clock.recipe.micro_batch)
+            self.tokens.tell()
             later = self.observer.with_later_state
             raise Enough(later(self.seen[0], self.optimizer, self.accelerator, counted(clock)))
         clock.waits.asked()

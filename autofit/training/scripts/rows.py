@@ -18,17 +18,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from autofit.training.expected_rows import expected, tokens_of
+
 if TYPE_CHECKING:
     from autofit.contract.facts import Script
-    from autofit.training.timing import Clock
 
 SAMPLED_ROWS = 500
 """Rows that are put through the collator to know what is to be expected."""
 LONGEST_ROWS = 64
 SAMPLING_SECONDS = 2.0
-_GOLDEN = (math.sqrt(5) - 1) / 2
-_MEAN_OF_A_TAIL = 1 - 1 / math.e
-"""The quantile of an exponential tail that its mean is at: where the first step looks in each group of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,19 +171,6 @@ def _numbers(value: Any) -> int:
     return int(isinstance(value, int | float))
 
 
-def tokens_of(inputs: Any) -> tuple[Any, int] | None:
-    """Tokens of a batch that are no padding, and its places for tokens; ``None`` where it has none.
-
-    The first is a tensor where a mask is added up, on its device, so that nothing waits for it.
-    """
-    ids: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-    if not hasattr(ids, "numel"):
-        return None
-    mask = inputs.get("attention_mask")
-    counted = mask.sum() if mask is not None and getattr(mask, "shape", None) == ids.shape else ids.numel()
-    return counted, ids.numel()
-
-
 def take_in_order(trainer: Any, script: Script, *, a_step: int, warm_up: int, steps: int) -> None:
     """Have a Trainer train on the longest rows first, then on those that are to be expected; see :func:`order`.
 
@@ -233,46 +218,3 @@ def order(usual: Iterable[int], script: Script, *, a_step: int, warm_up: int, st
             return len(places)
 
     return Order()
-
-
-def expected(places: Sequence[int], a_step: int, steps: int) -> list[int]:
-    """Rows of some steps: each step's evenly from the short to the long ones, in a random order.
-
-    So a few steps see what many would on the average, where rows drawn at random would see more short or long ones.
-
-    Args:
-        places: Of rows, the shortest first.
-        a_step: Rows of a step.
-        steps: How many steps.
-    """
-    numbers = random.Random(0)
-    taken: list[int] = []
-    for step in range(steps):
-        shift = (_MEAN_OF_A_TAIL + step * _GOLDEN) % 1
-        rows = [places[int((one + shift) / a_step * len(places))] for one in range(a_step)]
-        numbers.shuffle(rows)
-        taken += rows
-    return taken
-
-
-class Tokens:
-    """Counts the tokens of the timed micro-steps that are no padding, and those that are."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.micro_steps = self.places = 0
-        self.total: Any = 0
-
-    def count(self, inputs: Any) -> None:
-        """A micro-batch."""
-        found = tokens_of(inputs)
-        if self.clock.done < self.clock.effort.warm_up or found is None:
-            return
-        self.total, self.places = self.total + found[0], self.places + found[1]
-        self.micro_steps += 1
-
-    def tell(self, micro_batch: int) -> None:
-        """Tell the clock the tokens of a row, the mean over the timed ones, and the share of padding."""
-        if self.micro_steps:
-            self.clock.tokens_a_row = float(self.total) / (self.micro_steps * micro_batch)
-            self.clock.padding = 1 - float(self.total) / self.places
