@@ -17,7 +17,10 @@ does not tune.
 PEFT keeps adapters of 16-bit weights in float32 (``autocast_adapter_dtype``), and so does this; the frozen weights
 have the dtype that the precision says. Checkpointing is non-reentrant, so the inputs need no gradients.
 
-Sources: the papers above; ``peft.get_peft_model``. Not covered: stacked weights of experts, which are no linear layers;
+On Mixtral and its kin PEFT counts experts and their router as linear layers: the stacked weights of the experts get
+adapters too, those of an expert's two first weights as one of twice the rank.
+
+Sources: the papers above; ``peft.get_peft_model``. Not covered: stacked weights of experts that PEFT does not know;
 adapters under FSDP or DeepSpeed; other learning rates for B than for A; merging the adapter into the weights.
 """
 
@@ -250,17 +253,31 @@ def _active(model: nn.Module) -> tuple[str | None, list[str]]:
     Read off PEFT's layers, not off its config: a config says what was asked for.
     """
     kinds, names = set(), set()
-    for path, module in cast("list[tuple[str, Any]]", list(model.named_modules())):
+    modules = cast("list[tuple[str, Any]]", list(model.named_modules()))
+    configs: dict[str, Any] = next((one.peft_config for _, one in modules if hasattr(one, "peft_config")), {})
+    for path, module in modules:
         if not getattr(module, "adapter_layer_names", ()) or getattr(module, "disable_adapters", True):
             continue
         for active in module.active_adapters:
             if active in getattr(module, "lora_A", ()):
                 kind = "dora" if active in getattr(module, "lora_magnitude_vector", ()) else "lora"
-                kinds.add(f"{kind} r={module.r[active]} scaling={module.scaling[active]:.4g}")
+                fused = _fused(module.r[active], configs.get(active))
+                rooted = math.sqrt(fused) if getattr(module, "use_rslora", {}).get(active) else 1
+                kinds.add(f"{kind} r={module.r[active] // fused} scaling={module.scaling[active] / rooted:.4g}")
             else:
                 kinds.add(type(module).__module__.split(".")[-2])
             names.add(path.rpartition(".")[2])
     return " and ".join(sorted(kinds)) or None, sorted(names)
+
+
+def _fused(rank: int, config: Any) -> int:
+    """How many weights stand in the one that an adapter of this rank is on.
+
+    An expert's two first weights are one parameter, on which PEFT puts an adapter of the rank of both together
+    (``peft.utils.transformers_weight_conversion``).
+    """
+    patterns = getattr(config, "rank_pattern", None) or {}
+    return rank // config.r if rank in patterns.values() and rank % config.r == 0 else 1
 
 
 def _read(text: str) -> Wanted | None:

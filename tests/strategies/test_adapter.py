@@ -118,6 +118,15 @@ def test_what_is_seen_of_an_adapter(tmp_path):
     assert "not frozen" in ADAPTER.in_effect(value, thawed, FACTS)
 
 
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # PEFT's own, of its own patterns
+@pytest.mark.parametrize("value", ["lora:r=4", "rslora:r=4"])
+def test_an_adapter_of_twice_the_rank_on_an_experts_two_first_weights_is_the_one_that_was_asked_for(tmp_path, value):
+    told = evidence(built("mixtral", tmp_path, adapter=value)).of("adapter")
+    assert "experts" in told["modules"]
+    assert ADAPTER.in_effect(value, told, FACTS) is None
+    assert ADAPTER.in_effect(value.replace("4", "8"), told, FACTS)
+
+
 def test_an_adapter_that_is_switched_off_is_none(tmp_path):
     model = built("llama", tmp_path, adapter="lora:r=4")
     with model.disable_adapter():
