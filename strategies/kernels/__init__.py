@@ -52,6 +52,7 @@ _LOSS_ALONE = {
 """Liger leaves out what an architecture's function does not take."""
 _LIGER: dict[str, dict[str, bool] | None] = {"liger": None, "liger_fused_ce": _LOSS_ALONE}
 _LIGERS_LOSS = "liger_kernel.transformers.model."
+_MIXED = {"bf16", "fp16"}
 
 
 _NEXT_TOKEN = {"causal-lm", "script"}
@@ -89,6 +90,14 @@ class Kernels(Technique):
             Choice("liger_fused_ce", Kind.EXACT, "withheld" if why else "on_request", why or "Liger's loss alone"),
             Choice("liger", Kind.EXACT, "withheld" if why else "offered", why or "all of Liger's Triton kernels"),
         )
+
+    def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
+        whole = others.get("compile", "off") not in {"off", "regions"}
+        mixed = others.get("precision") in _MIXED and others.get("adapter", "none") == "none"
+        if value in _LIGER and whole and mixed and (facts.hardware.capability or (8, 0)) >= (8, 0):
+            # torch.addmm with out_dtype; as of Liger 0.8.5, with PyTorch 2.13
+            return "Liger's loss adds 16-bit products to a float32 gradient, which Inductor can't compile"
+        return None
 
     def held(self, facts: Facts) -> Held | None:
         script = facts.workload.script

@@ -8,6 +8,7 @@ import pytest
 from autofit.machine.select import missing_cuda
 
 HERE = Path(__file__).parent
+os.environ.setdefault("TORCH_CUBLAS_WORKSPACE_CACHE", "1")  # read once; programs here are compared without workspaces
 
 
 def pytest_collection_modifyitems(items):

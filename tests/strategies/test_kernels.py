@@ -281,3 +281,19 @@ def test_liger_is_withheld_with_what_is_missing():
     assert said() == "liger-kernel is not installed: pip install liger-kernel"
     assert said(packages=both) == "Liger does not know llama"
     assert said(packages=both, model=model(liger=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({"compile": "model", "precision": "bf16", "adapter": "none"}, True),
+        ({"compile": "cuda_graphs", "precision": "fp16", "adapter": "none"}, True),
+        ({"compile": "regions", "precision": "bf16", "adapter": "none"}, False),
+        ({"compile": "model", "precision": "tf32", "adapter": "none"}, False),
+        ({"compile": "model", "precision": "bf16", "adapter": "lora:r=16"}, False),
+    ],
+)
+def test_ligers_loss_is_not_compiled_where_its_gradient_is_wider_than_its_products(changed, refused):
+    technique = kernels.Kernels()
+    assert bool(technique.conflict("liger_fused_ce", changed, cuda_facts())) is refused
+    assert technique.conflict("chunked_ce", changed, cuda_facts()) is None
