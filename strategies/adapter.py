@@ -7,7 +7,8 @@
 - ``ia3``: one trained factor for each output of a linear layer. Liu et al. (arXiv 2205.05638).
 
 Any rank can be asked for, and more after colons: ``lora:r=8:alpha=8:dropout=0.05:targets=q_proj+v_proj``. Alpha is
-twice the rank unless given, dropout none, and the targets are all linear layers but the head.
+twice the rank unless given, dropout none, and the targets are all linear layers but the head. A head that is learned
+anew (a classifier's) is trained whole beside the adapter (PEFT's ``modules_to_save``).
 
 Saves: gradients and optimizer state of the frozen weights, which are 12 of the 16 bytes a parameter of plain AdamW
 training, and the product that makes each weight's gradient. Costs: small products beside each large one, with
@@ -48,6 +49,15 @@ if TYPE_CHECKING:
 
 _RANK = 16
 _LORA = {"lora": "LoRA", "rslora": "rank-stabilized LoRA", "dora": "DoRA"}
+_PEFT_TASKS = {
+    "causal-lm": "CAUSAL_LM",
+    "script": "CAUSAL_LM",
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
+    "sequence-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+    "question-answering": "QUESTION_ANS",
+}
+"""What PEFT calls tasks; of the others it has no class of its own."""
 _WORD = re.compile(r"(?P<name>r|alpha|dropout|targets)=(?P<value>[\w.+]+)", re.ASCII)
 
 
@@ -68,9 +78,10 @@ class Adapter(Technique):
         }
         choices = [Choice("none", Kind.EXACT, "offered", "every weight is trained")]
         for value, reason in said.items():
-            if facts.model.task not in {"causal-lm", "script"}:
-                kept = f"an adapter freezes the head of {facts.model.architecture} too, which is to be learned"
-                choices.append(Choice(value, Kind.METHOD, "withheld", kept))
+            products = sum(count for _, _, count in facts.model.products)
+            if 0 < products <= len(facts.model.new_modules):
+                none = f"{facts.model.architecture} has no linear layers but those that are learned anew"
+                choices.append(Choice(value, Kind.METHOD, "withheld", none))
             elif lacking := self.lacks(facts, "peft"):
                 choices.append(Choice(value, Kind.METHOD, "withheld", lacking))
             else:
@@ -106,7 +117,9 @@ class Adapter(Technique):
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value != "none":
-            recipe.model_wraps.append(functools.partial(adapt, _wanted(value)))
+            model = recipe.facts.model
+            wrap = functools.partial(adapt, _wanted(value), task=model.task, whole=model.new_modules)
+            recipe.model_wraps.append(wrap)
 
     def in_script(self, model: nn.Module) -> str | None:
         """The kind of PEFT's adapter, and its rank."""
@@ -166,10 +179,10 @@ class Adapter(Technique):
         wanted = _wanted(value)
         where = f"on {', '.join(wanted.targets)}" if wanted.targets else "on every linear layer"
         what = f"of rank {wanted.rank} {where}" if wanted.rank else where
-        method = _LORA.get(wanted.method, "(IA)3 factors")
-        return (
-            f"Only an adapter is trained, {method} {what}; all other weights are frozen: tune the learning rate anew."
-        )
+        method, heads = _LORA.get(wanted.method, "(IA)3 factors"), facts.model.new_modules
+        beside = f" and {', '.join(heads)}, whole," if heads else ""
+        trained = f"Only an adapter{beside} {'are' if heads else 'is'} trained, {method} {what}"
+        return f"{trained}; all other weights are frozen: tune the learning rate anew."
 
     def prior(self, value: Value, facts: Facts) -> Prior:
         """A third of the products makes the weights' gradients; adapters add small ones that use a device badly."""
@@ -258,6 +271,8 @@ def _active(model: nn.Module) -> tuple[str | None, list[str]]:
     for path, module in modules:
         if not getattr(module, "adapter_layer_names", ()) or getattr(module, "disable_adapters", True):
             continue
+        if "modules_to_save" in module.adapter_layer_names:
+            continue  # it is trained whole
         for active in module.active_adapters:
             if active in getattr(module, "lora_A", ()):
                 kind = "dora" if active in getattr(module, "lora_magnitude_vector", ()) else "lora"
@@ -308,14 +323,26 @@ def _wanted(value: Value) -> Wanted:
     return wanted
 
 
-def adapt(wanted: Wanted, model: PreTrainedModel) -> PreTrainedModel:
-    """Freeze the model and put the adapter on it, through PEFT."""
+def adapt(
+    wanted: Wanted, model: PreTrainedModel, *, task: str = "causal-lm", whole: tuple[str, ...] = ()
+) -> PreTrainedModel:
+    """Freeze the model and put the adapter on it, through PEFT.
+
+    Args:
+        wanted: The adapter.
+        model: The model.
+        task: What it is trained for.
+        whole: Modules that are trained whole.
+    """
     from peft import IA3Config, LoraConfig, get_peft_model
 
     targets: Any = list(wanted.targets) or "all-linear"
     config: Any
+    common: dict[str, Any] = {"target_modules": targets, "task_type": _PEFT_TASKS.get(task)}
+    if whole:  # "all-linear" would take their layers too
+        common |= {"modules_to_save": list(whole), "exclude_modules": rf"({'|'.join(map(re.escape, whole))})(\..*)?"}
     if wanted.method == "ia3":
-        config = IA3Config(target_modules=targets, feedforward_modules=[], task_type="CAUSAL_LM")
+        config = IA3Config(feedforward_modules=[], **common)
     else:
         config = LoraConfig(
             r=wanted.rank,
@@ -323,8 +350,7 @@ def adapt(wanted: Wanted, model: PreTrainedModel) -> PreTrainedModel:
             lora_dropout=wanted.dropout,
             use_rslora=wanted.method == "rslora",
             use_dora=wanted.method == "dora",
-            target_modules=targets,
-            task_type="CAUSAL_LM",
+            **common,
         )
     shapes_only = any(parameter.is_meta for parameter in model.parameters())
     return cast("PreTrainedModel", get_peft_model(model, config, low_cpu_mem_usage=shapes_only))

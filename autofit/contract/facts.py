@@ -72,6 +72,7 @@ class Model:
             ``None`` where the model has no such table.
         named: What the config itself says that it is of.
         products: Inputs, outputs and number of its linear layers, the output layer among them.
+        new_modules: Its modules that are learned anew, which pretrained weights have nothing for: a classifier's head.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Model:
     position_rows: int | None = None
     named: tuple[str, ...] = ()
     products: tuple[tuple[int, int, int], ...] = ()
+    new_modules: tuple[str, ...] = ()
 
     @property
     def plain_module(self) -> bool:

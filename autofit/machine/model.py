@@ -175,6 +175,12 @@ def _attentions(model: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
+def beside_the_base(model: Any) -> tuple[str, ...]:
+    """Names of a model's modules that stand beside its base model, and have weights."""
+    base = model.base_model_prefix
+    return tuple(name for name, one in model.named_children() if name != base and any(True for _ in one.parameters()))
+
+
 def has_plain_head(model: Any) -> bool:
     """Whether the output layer's product goes as it is into transformers' loss for causal language models.
 

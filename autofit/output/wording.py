@@ -337,26 +337,48 @@ def guarded(document: Document) -> str | None:
     return f"{words[:1].upper()}{words[1:]}. It took {duration(found.seconds)}."
 
 
+_UNCERTAIN = 0.5
+"""A spread of the step above which a figure with ``±`` would hold zero, or nearly so."""
+
+
 def speed(document: Document) -> str:
-    """The promised samples/s; its spread is that of the step, in proportion. An estimate's has a tilde."""
+    """The promised samples/s; its spread is that of the step, in proportion, where that says something.
+
+    An estimate's has a tilde.
+    """
     promise = document.promise
     if document.estimated is not None:
         return f"~{number(promise.samples_per_second)}"
     relative = promise.step_seconds_spread / promise.step_seconds
+    if relative > _UNCERTAIN:
+        return number(promise.samples_per_second)
     return with_spread(promise.samples_per_second, promise.samples_per_second * relative)
 
 
 def pace(document: Document) -> str:
     """The promised samples/s, and tokens/s where the samples are texts."""
-    said = f"{speed(document)} samples/s"
-    if not document.model.sample_tokens:
-        return said
-    shares = [
-        trial.outcome.padding for trial in document.trials
-        if trial.plan == document.plan and isinstance(trial.outcome, Measured) and trial.outcome.padding is not None
-    ]  # fmt: skip
-    said += f", {number(document.promise.tokens_per_second)} tokens/s"
-    return f"{said} without padding ({percent(median(shares))} of a micro-batch)" if any(shares) else said
+    promise, said = document.promise, f"{speed(document)} samples/s"
+    if document.model.sample_tokens:
+        said += f", {number(promise.tokens_per_second)} tokens/s"
+        said += (
+            f" without padding ({percent(median(shares))} of a micro-batch)"
+            if any(shares := _padding(document))
+            else ""
+        )
+    relative = promise.step_seconds_spread / promise.step_seconds
+    if document.estimated is None and relative > _UNCERTAIN:
+        said += f" (uncertain: runs of this plan took up to {1 + relative:.1f} times as long)"
+    return said
+
+
+def _padding(document: Document) -> list[float]:
+    """The share of padding in a micro-batch of the winner, of each of its trials."""
+    found = [
+        one.outcome.padding
+        for one in document.trials
+        if one.plan == document.plan and isinstance(one.outcome, Measured)
+    ]
+    return [one for one in found if one is not None]
 
 
 def task_words(document: Document) -> str:

@@ -196,10 +196,10 @@ def _quantized(product: nn.Module) -> str | None:
 
 
 def _no_adapter(facts: Facts) -> str | None:
-    """Why nothing can be trained on quantized weights, whatever is installed."""
+    """Why no adapter is trained on quantized weights of such a model, whatever is installed."""
     if facts.model.task in {"causal-lm", "script"}:
         return None
-    return f"quantized weights need an adapter, and {facts.model.architecture} is offered none"
+    return f"only causal language models are quantized yet, and {facts.model.architecture} is none"
 
 
 def _of_torchao(facts: Facts) -> tuple[Choice, ...]:

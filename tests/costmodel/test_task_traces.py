@@ -40,3 +40,11 @@ def test_a_trace_of_a_task_needs_what_real_tensors_need(name, launch_path, tmp_p
     plan = PLAIN.replaced(micro_batch=4, accumulation=2)
     live, need = lab.real(plan).live(0), lab.need(plan)
     assert need.peak_bytes == pytest.approx(live.max(), rel=0.02, abs=pool_bytes(lab) + 4096)
+
+
+@pytest.mark.parametrize("name", ["llama-classes", "bert-answers", "t5", "vit", "wav2vec2-classes"])
+def test_a_trace_of_an_adapter_beside_a_new_head_needs_what_real_tensors_need(name, tmp_path):
+    lab = TaskLab(name, tmp_path, "trainer")
+    plan = PLAIN.replaced(micro_batch=4, accumulation=2, adapter="lora:r=16")
+    live, need = lab.real(plan).live(0), lab.need(plan)
+    assert need.peak_bytes == pytest.approx(live.max(), rel=0.02, abs=pool_bytes(lab) + 4096)

@@ -367,6 +367,11 @@ class TestSummary:
         assert "--config_file autofit-out/accelerate.yaml your_script.py Check" in text
         assert "setup = autofit.load('autofit-out') - keep activations on the host" in text
 
+    def test_runs_that_differ_by_more_than_half_are_said_to(self):
+        busy = [(WINNER, measured(51.9, 15.8, relative=1.5))]
+        text = words(terminal(document(trials=busy)))
+        assert "51.90 samples/s, 53,146 tokens/s (uncertain: runs of this plan took up to 2.5 times as long)" in text
+
     def test_zero_spread_is_shown_as_such(self):
         assert "51.90 ± 0.00 samples/s" in terminal(document(**DOCUMENTS["zero spread"]))
 

@@ -17,6 +17,7 @@ from autofit.system.tensor_cache import TensorCache
 from autofit.training.guard import equivalence
 from autofit.training.scripts.leave import Refused
 from autofit.training.scripts.patches import Patches
+from tests.support.families import facts_for
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import write_config
 from tests.support.traced import CONFIGS, PLAIN, facts_of
@@ -125,6 +126,37 @@ def test_an_adapter_of_twice_the_rank_on_an_experts_two_first_weights_is_the_one
     assert "experts" in told["modules"]
     assert ADAPTER.in_effect(value, told, FACTS) is None
     assert ADAPTER.in_effect(value.replace("4", "8"), told, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("bert-masked", None),
+        ("bert-classes", "classifier"),
+        ("llama-classes", "score"),
+        ("bert-tokens", "classifier"),
+        ("llama-answers", "qa_outputs"),
+        ("bert-choices", "classifier"),
+        ("t5", None),
+        ("vit", "classifier"),
+        ("wav2vec2", "lm_head"),
+    ],
+)
+def test_a_head_that_is_learned_anew_is_trained_whole_beside_an_adapter(name, head, tmp_path):
+    facts = facts_for(name, tmp_path)
+    recipe = recipe_of(PLAIN.replaced(adapter="lora:r=4"), facts)
+    model = recipe.model(None, config=tmp_path)
+    trained = {path for path, one in model.named_parameters() if one.requires_grad and "lora" not in path}
+    assert all(f".{head}.modules_to_save" in path for path in trained)
+    assert bool(trained) == (head is not None)
+    assert not any(".lora_" in path for path, _ in model.named_parameters() if f".{head}." in path)
+    assert ADAPTER.in_effect("lora:r=4", evidence(model).of("adapter"), facts) is None
+    assert ("whole" in ADAPTER.changes("lora:r=4", facts)) == (head is not None)
+
+
+def test_a_model_of_convolutions_is_offered_no_adapter(tmp_path):
+    choice = next(one for one in ADAPTER.choices(facts_for("resnet", tmp_path)) if one.value == "lora:r=16")
+    assert (choice.status, "no linear layers" in choice.reason) == ("withheld", True)
 
 
 def test_an_adapter_that_is_switched_off_is_none(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.contract.facts import Task
-from autofit.machine.model import describe_built, has_plain_head
+from autofit.machine.model import beside_the_base, describe_built, has_plain_head
 from autofit.system.errors import ModelError
 from autofit.training.tasks.inputs import INPUTS
 from autofit.training.tasks.kind import MAIN, Kind
@@ -68,6 +68,7 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool, task: Ta
         "depends_on_rows": kind.depends_on_rows or built["depends_on_rows"],
         "trust_remote_code": trust_remote_code,
         "plain_head": kind.name == "causal-lm" and has_plain_head(model),
+        "new_modules": beside_the_base(model) if kind.new_head else (),
     }
 
 

@@ -56,6 +56,7 @@ class Kind:
         length: What the length of a row counts, of a config and a main input.
         most: The longest row that a model takes, by its config, where its positions alone don't tell.
         tokens: Rows of tokens that make a sample; 0 where it is no text.
+        new_head: Whether the modules beside the base model are learned anew: pretrained weights have none for them.
         packages: That its loss needs, beside transformers: modules, and how pip calls them.
         depends_on_rows: Why the loss of a row depends on the others of its micro-batch; ``None`` where the task does
             not make it do so.
@@ -73,6 +74,7 @@ class Kind:
     length: Callable[[Any, str], Length] = lambda _config, _main: Length()
     most: Callable[[Any], int | None] = lambda _config: None
     tokens: int = 1
+    new_head: bool = False
     packages: Mapping[str, str] = field(default_factory=dict)
     depends_on_rows: str | None = None
     untraced: str | None = None

@@ -54,6 +54,7 @@ def _target(spec: Spec, rows: int, generator: torch.Generator) -> torch.Tensor:
 KINDS = (
     Kind(
         name="audio-classification",
+        new_head=True,
         auto="AutoModelForAudioClassification",
         trained_on="classes of sounds",
         makers={"labels": classes},
@@ -63,6 +64,7 @@ KINDS = (
     ),
     Kind(
         name="ctc",
+        new_head=True,
         auto="AutoModelForCTC",
         trained_on="texts of sounds, aligned by CTC",
         makers={"labels": _transcript},

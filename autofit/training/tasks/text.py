@@ -96,6 +96,7 @@ KINDS = (
     ),
     Kind(
         name="sequence-classification",
+        new_head=True,
         auto="AutoModelForSequenceClassification",
         trained_on="classes of texts",
         makers={"labels": classes},
@@ -103,12 +104,14 @@ KINDS = (
     ),
     Kind(
         name="token-classification",
+        new_head=True,
         auto="AutoModelForTokenClassification",
         trained_on="a class for each token",
         makers={"labels": _of_each_token},
     ),
     Kind(
         name="question-answering",
+        new_head=True,
         auto="AutoModelForQuestionAnswering",
         trained_on="where an answer begins and ends",
         arguments=("input_ids", "start_positions", "end_positions"),
@@ -116,6 +119,7 @@ KINDS = (
     ),
     Kind(
         name="multiple-choice",
+        new_head=True,
         auto="AutoModelForMultipleChoice",
         trained_on=f"the right one of {CHOICES} texts",
         makers={"input_ids": _choices, "labels": _choice},

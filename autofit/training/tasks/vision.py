@@ -38,6 +38,7 @@ def _objects(spec: Spec, rows: int, generator: torch.Generator) -> list[dict[str
 KINDS = (
     Kind(
         name="image-classification",
+        new_head=True,
         auto="AutoModelForImageClassification",
         trained_on="classes of images",
         makers={"labels": classes},
@@ -47,6 +48,7 @@ KINDS = (
     ),
     Kind(
         name="semantic-segmentation",
+        new_head=True,
         auto="AutoModelForSemanticSegmentation",
         trained_on="a class for each pixel",
         makers={"labels": _of_each_pixel},
@@ -56,6 +58,7 @@ KINDS = (
     ),
     Kind(
         name="object-detection",
+        new_head=True,
         auto="AutoModelForObjectDetection",
         trained_on=f"{OBJECTS} objects on each image",
         packages={"scipy": "scipy", "PIL": "pillow"},  # which match what is found with what is there

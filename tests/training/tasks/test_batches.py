@@ -56,7 +56,7 @@ def test_accumulation_is_another_method_where_the_loss_depends_on_the_micro_batc
 @pytest.mark.parametrize("name", ["llama-classes", "t5", "vit"])
 def test_what_is_for_next_token_prediction_alone_is_withheld_with_a_reason(name, tmp_path):
     facts = facts_for(name, tmp_path)
-    for knob, value in (("kernels", "chunked_ce"), ("adapter", "lora:r=16")):
+    for knob, value in (("kernels", "chunked_ce"), ("quantization", "nf4")):
         choice = technique(knob).choice(value, facts)
         assert choice.status == "withheld"
         assert facts.model.architecture in choice.reason
