@@ -13,8 +13,6 @@ from autofit.system.fork_server import ForkServer
 from tests.gpu.card import facts_on_card
 from tests.gpu.models import LLAMA_1B
 
-pytestmark = pytest.mark.speed
-
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
@@ -38,12 +36,14 @@ def test_every_precision_and_the_bus_are_timed(facts):
     assert facts.kernel_overhead_bytes == {}, "the context is what the first trial tells"
 
 
+@pytest.mark.speed
 def test_sixteen_bits_are_faster_than_thirty_two(facts):
     half = facts.rates.get("matmul bf16") or facts.rates["matmul fp16"]
     assert half > 1.5 * facts.rates["matmul fp32"]
     assert 1e4 < facts.rates["operators"] < 1e7
 
 
+@pytest.mark.speed
 def test_no_rate_is_above_the_datasheet(facts):
     card = gpu_catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
     if card is None:

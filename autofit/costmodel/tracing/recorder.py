@@ -393,7 +393,7 @@ def _add(_: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     Sources: gradients, ``torch/csrc/autograd/input_buffer.cpp`` (``can_accumulate_inplace``); the mask of scores,
     ``aten/src/ATen/native/transformers/attention.cpp`` (``_scaled_dot_product_attention_math``).
     """
-    caller = sys._getframe(2).f_code.co_name  # in Python: what is called in C++ has no frame
+    caller = _caller()
     there, added = args[:2]
     if not isinstance(added, torch.Tensor):
         return func(*args, **kwargs)
@@ -402,6 +402,14 @@ def _add(_: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if caller == _AUTOGRAD and not torch.is_grad_enabled() and _may_be_added_to(there, added):
         return there.add_(added)
     return func(*args, **kwargs)
+
+
+def _caller() -> str:
+    """Name of the function in Python that called an operator; what is called in C++ has no frame."""
+    try:
+        return sys._getframe(3).f_code.co_name  # below this one, the stand-in and the dispatch mode
+    except ValueError:  # a device's thread of autograd has no Python below
+        return _AUTOGRAD
 
 
 def _may_be_added_to(there: torch.Tensor, added: torch.Tensor) -> bool:
