@@ -21,6 +21,7 @@ from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.costmodel.utilisation import Utilisation
 from autofit.machine import gpu_catalogue, other_processes
 from autofit.machine.select import choose_device, hardware_lock, left_unused
+from autofit.search.workers import OneByOne, Workers
 from autofit.space import Space
 from autofit.system.errors import AutofitError
 from autofit.system.fork_server import ForkServer
@@ -71,6 +72,9 @@ class Backend(Protocol):
         speeds: Mapping[Plan, PredictedSpeed],
     ) -> Runner:
         """Turns plans into outcomes. ``known`` shows the trials so far, and grows."""
+
+    def workers(self) -> Workers:
+        """Run the trials of the search: one by one, or several at once."""
 
     def look(self, folder: Path, facts: Facts, config: Path, server: ForkServer) -> Look | None:
         """Compares the training of a winner with a baseline; ``None`` where nothing is trained."""
@@ -145,6 +149,10 @@ class DeviceBackend:
         return ProcessRunner(
             folder, facts, config, server, predicted, known=known, note=note, rated=rated, speeds=speeds
         )
+
+    def workers(self) -> Workers:
+        """One trial after another: two on one device would time each other."""
+        return OneByOne()
 
     def look(self, folder: Path, facts: Facts, config: Path, server: ForkServer) -> Look | None:
         """Trains the winner and a baseline for a few steps."""

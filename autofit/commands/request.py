@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from autofit import space
+from autofit.cluster.nodes import check_address
 from autofit.commands.scripts.named import is_script, named
 from autofit.contract.facts import Device, Facts, Hardware, LaunchPath, Model, Task, Workload
 from autofit.costmodel.jobs import RatesJob
@@ -73,6 +74,7 @@ class Search:
     storage: str | None = None
     record: Path | None = None
     guard: bool = True
+    on: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +135,24 @@ def check_request(request: Request, settings: Search) -> None:
         units.parse_limit(request.memory_limit, 1 << 40)
         units.check_unit(request.memory_limit, "--memory-limit")
     check_sampler(settings.sampler)
+    if settings.on is not None:
+        _check_cluster(settings.on, request)
     if settings.record is not None and not settings.record.absolute().parent.is_dir():
         raise InputError(f"--record {str(settings.record)!r}: no folder to write into", hint="make it first")
     space.parse_allowed(settings.allowed)
+
+
+def _check_cluster(address: str, request: Request) -> None:
+    """Refuse what can't be tuned on a cluster.
+
+    Raises:
+        InputError: There is such a thing, or the address is none.
+    """
+    check_address(address)
+    if request.is_script:
+        raise InputError(
+            f"--on {address}: a script is tuned on the machine where its data lies yet", hint="leave out --on"
+        )
 
 
 def check_script(request: Request) -> None:

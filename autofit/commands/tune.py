@@ -92,6 +92,7 @@ def tune(
     arguments: Sequence[str] = (),
     call: int = 1,
     wait: bool = False,
+    on: str | None = None,
     events: Events | None = None,
     backend: Backend | None = None,
 ) -> Result:
@@ -123,6 +124,8 @@ def tune(
         arguments: What stands behind the script on its command line.
         call: Which of the script's calls of ``train()`` is tuned.
         wait: Wait for a device that another tune holds, instead of giving up.
+        on: Measure on the machines of a Ray cluster, several trials at once: ``auto``, ``HOST:PORT`` or
+            ``ray://HOST[:PORT]``.
         events: Told of what happens.
         backend: Where to measure; by default this machine's device.
 
@@ -162,6 +165,7 @@ def tune(
             "storage": storage,
             "record": record or None,
             "guard": guard,
+            "on": on,
         },
     )
     check_request(request, settings)
@@ -174,13 +178,24 @@ def tune(
         if before & BEGUN:
             remove_leftovers(folder)
         try:
-            found = _Tune(folder, request, settings, teller, backend or DeviceBackend(), wait).run(resume=resume)
+            found = _Tune(folder, request, settings, teller, backend or _backend(request, settings), wait).run(
+                resume=resume
+            )
             write_config(folder, request, settings)
             return found
         finally:
             teller.close()
             if not (folder / REQUEST).exists():
                 remove_unstarted_output(folder, whole=fresh, but=before)
+
+
+def _backend(request: Request, settings: Search) -> Backend:
+    """Where to measure."""
+    if settings.on is None:
+        return DeviceBackend()
+    from autofit.commands.on_cluster import ClusterBackend
+
+    return ClusterBackend(settings.on, request.processes or 1)
 
 
 @contextlib.contextmanager
@@ -357,6 +372,7 @@ class _Tune:
             seconds=self.settings.timeout_seconds,
             trials=trials,
             record=recording.Writer(record, facts, plans, found) if record else None,
+            workers=self.backend.workers(),
         )
 
     def _best_so_far(self, campaign: Campaign, server: ForkServer, stopped: Stopped) -> Decision:

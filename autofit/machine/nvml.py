@@ -51,6 +51,16 @@ def device_used_bytes(uuid: str | None) -> int:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
 
 
+def cards() -> list[tuple[str, int]]:
+    """Name and memory of each card of this machine; none where there is no driver."""
+    found = []
+    with contextlib.suppress(ImportError, MachineError), driver() as nvml:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            found.append((str(nvml.nvmlDeviceGetName(handle)), int(nvml.nvmlDeviceGetMemoryInfo(handle).total)))
+    return found
+
+
 def local_rank() -> int:
     """Which process of this machine's this is, and so which of the devices that it sees is its own."""
     given = os.environ.get("LOCAL_RANK", "")

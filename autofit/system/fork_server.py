@@ -135,8 +135,9 @@ class ForkServer:
 
     def stop_job(self) -> None:
         """Kill the job that is running, at once; for a parent that ends."""
-        with contextlib.suppress(MachineError):
-            self._send({"kill": int(signal.SIGKILL)})
+        if self._socket is not None:
+            with contextlib.suppress(MachineError):
+                self._send({"kill": int(signal.SIGKILL)})
 
     def close(self) -> None:
         """End the server, and with it the job that is running."""

@@ -83,6 +83,9 @@ TUNE_OPTIONS: tuple[Option, ...] = (
         show_default=True,
         help="Refuse a winner whose losses or gradients differ from a float32 baseline's.",
     ),
+    click.option(
+        "--on", metavar="ADDRESS", help="Measure on a Ray cluster, side by side: auto, HOST:PORT or ray://HOST."
+    ),
     click.option("--wait", is_flag=True, help="Wait for a device that another tune holds."),
     click.option(
         "--config",

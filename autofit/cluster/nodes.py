@@ -1,0 +1,248 @@
+"""A Ray cluster: found, its machines compared with this one and with each other, its cards held in placement groups."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autofit.cluster.host import Host, describe_node, versions
+from autofit.contract.facts import Device
+from autofit.system.errors import InputError, MachineError
+
+Note = Callable[[str], None]
+_ADDRESS = re.compile(r"(ray://)?(?P<host>[^\s/:]+|\[[0-9a-fA-F:]+\])(:(?P<port>\d{1,5}))?")
+_CLIENT_PORT = 10001
+_ANSWER_SECONDS, _PLACED_SECONDS = 60.0, 20.0
+_SAME_MEMORY = 0.05
+_NODE_LABEL = "ray.io/node-id"
+
+
+def check_address(address: str) -> None:
+    """Refuse what is no address of a cluster, or a machine without Ray.
+
+    Raises:
+        InputError: It is.
+    """
+    found = _ADDRESS.fullmatch(address)
+    bare = found is not None and not address.startswith("ray://") and found["port"] is None
+    if address != "auto" and (found is None or bare):
+        raise InputError(
+            f"--on {address!r} is no address", hint="auto (this machine's cluster), HOST:PORT, or ray://HOST[:PORT]"
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise InputError(f"--on {address}: Ray is not installed", hint="pip install 'autofit-train[ray]'")
+    if address.startswith("ray://") and importlib.util.find_spec("grpc") is None:
+        raise InputError(
+            f"--on {address}: Ray's client is not installed",
+            hint="pip install 'ray[client]', or run the tune on a machine of the cluster with --on auto",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine of the cluster that trials may run on.
+
+    Attributes:
+        cards: Its GPUs; on the CPU the machine counts as one.
+        cpus: That Ray has of it.
+    """
+
+    id: str
+    name: str
+    cards: int
+    cpus: float
+
+
+@dataclass(slots=True)
+class Cluster:
+    """A connection to a Ray cluster.
+
+    Args:
+        address: ``auto``, ``HOST:PORT`` or ``ray://HOST[:PORT]``.
+    """
+
+    address: str
+    ray: Any = None
+    _own: bool = False
+    _refused: dict[str, str] = field(default_factory=dict)
+    _told: dict[str, Any] = field(default_factory=dict)
+    _reference: tuple[str, int] | None = None
+
+    def connect(self) -> None:
+        """Connect to it.
+
+        Raises:
+            MachineError: There is none, or its Ray or Python is another version.
+        """
+        self._reach()
+        self.ray = importlib.import_module("ray")
+        if self.ray.is_initialized():
+            return
+        try:
+            self.ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, OSError, ValueError) as error:
+            first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise self._none(first) from error
+        self._own = True
+
+    def _reach(self) -> None:
+        """Knock at the address: Ray itself waits for minutes."""
+        found = None if self.address == "auto" else _ADDRESS.fullmatch(self.address)
+        if found is None:
+            return
+        port = int(found["port"] or _CLIENT_PORT)
+        try:
+            socket.create_connection((found["host"].strip("[]"), port), timeout=10).close()
+        except (OSError, OverflowError) as error:
+            raise self._none(getattr(error, "strerror", None) or str(error)) from error
+
+    def _none(self, why: str) -> MachineError:
+        return MachineError(
+            f"--on {self.address}: no Ray cluster could be used there: {why}",
+            hint="start one by `ray start --head` here and `ray start --address HOST:6379` on the others; `ray status`",
+        )
+
+    def device(self, wanted: str) -> Device:
+        """``cuda`` or ``cpu`` for ``--device auto|cuda|cpu``.
+
+        Raises:
+            InputError: No such word.
+            MachineError: A GPU is wanted, and no machine has one.
+        """
+        if wanted not in {"auto", "cuda", "cpu"}:
+            raise InputError(f"--device {wanted!r} is not known", hint="auto, cuda or cpu")
+        found = any(one["Resources"].get("GPU", 0) >= 1 for one in self._alive())
+        if wanted == "cuda" and not found:
+            raise MachineError(
+                f"--on {self.address}: no machine of the cluster has a GPU that Ray knows of",
+                hint="`ray status` lists them; --device cpu measures on the CPUs",
+            )
+        return "cuda" if found and wanted != "cpu" else "cpu"
+
+    def _alive(self) -> list[dict[str, Any]]:
+        return [one for one in self.ray.nodes() if one["Alive"]]
+
+    def nodes(self, device: Device, note: Note) -> list[Node]:
+        """The machines that can be used; whichever is left out is told once, with the reason."""
+        fresh = []
+        for one in self._alive():
+            cards = int(one["Resources"].get("GPU", 0)) if device == "cuda" else 1
+            cpus = one["Resources"].get("CPU", 0)
+            if cards and cpus >= 1 and one["NodeID"] not in self._refused:
+                fresh.append(Node(id=one["NodeID"], name=one["NodeManagerHostname"], cards=cards, cpus=cpus))
+        told = self._told
+        told |= self._described([node for node in fresh if node.id not in told], device)
+        here = versions()
+        for node in fresh:
+            if why := told[node.id] if isinstance(told[node.id], str) else _other_versions(here, told[node.id]):
+                self._leave_out(node, why, note)
+        equal = [node for node in fresh if node.id not in self._refused]
+        if self._reference is None:
+            self._reference = _most_numerous([told[node.id]["devices"] for node in equal])
+        for node in equal:
+            if why := _other_devices(self._reference, told[node.id]["devices"]):
+                self._leave_out(node, why, note)
+        return [node for node in equal if node.id not in self._refused]
+
+    def _leave_out(self, node: Node, why: str, note: Note) -> None:
+        self._refused[node.id] = why
+        note(f"{node.name} is left out: {why}")
+
+    def _described(self, nodes: Sequence[Node], device: Device) -> dict[str, Any]:
+        """What each machine says of itself; in words why it says nothing."""
+        affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+        ask = self.ray.remote(num_cpus=0, max_retries=0)(describe_node)
+        asked = {
+            node.id: ask.options(scheduling_strategy=affinity(node.id, soft=False)).remote(device) for node in nodes
+        }
+        return {one: self._answer(task) for one, task in asked.items()}
+
+    def _answer(self, task: Any) -> Any:
+        try:
+            return self.ray.get(task, timeout=_ANSWER_SECONDS)
+        except self.ray.exceptions.GetTimeoutError:
+            return f"it gave no answer in {_ANSWER_SECONDS:g} s"
+        except self.ray.exceptions.RayError as error:
+            return f"autofit can't be run there: {last_line(error)}"
+
+    def none_left(self) -> MachineError:
+        """No machine can be used, with the reasons."""
+        why = "; ".join(sorted(set(self._refused.values()))) or "none has a card that is free"
+        return MachineError(
+            f"--on {self.address}: no machine of the cluster can be used: {why}",
+            hint="the same versions on every machine, and cards that nobody else holds; `ray status`",
+        )
+
+    @contextlib.contextmanager
+    def group(self, nodes: Sequence[Node], bundles: Sequence[Mapping[str, float]]) -> Iterator[Any]:
+        """A placement group on some machines, one bundle on each; gives ``None`` where others hold the cards."""
+        util = importlib.import_module("ray.util")
+        labels = [{_NODE_LABEL: node.id} for node in nodes]
+        strategy = "STRICT_PACK" if len(nodes) == 1 else "STRICT_SPREAD"
+        made = util.placement_group([dict(one) for one in bundles], strategy=strategy, bundle_label_selector=labels)
+        try:
+            yield made if made.wait(_PLACED_SECONDS) else None
+        finally:
+            with contextlib.suppress(Exception):  # the connection may be what was lost
+                util.remove_placement_group(made)
+
+    def host(
+        self, group: Any, place: int, bundle: Mapping[str, float], device: Device, modules: tuple[str, ...]
+    ) -> Any:
+        """A :class:`~autofit.cluster.host.Host` in a bundle of a placement group."""
+        inside = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        actor = self.ray.remote(
+            num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=2
+        )(Host)
+        return actor.options(scheduling_strategy=inside(group, placement_group_bundle_index=place)).remote(
+            device, modules
+        )
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        if self._own:
+            self.ray.shutdown()
+            self._own = False
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error, which names what was raised."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _other_versions(here: Mapping[str, str], told: Mapping[str, Any]) -> str:
+    there = told["versions"]
+    differ = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    pairs = [f"{name} {there.get(name, 'missing')} (here {here.get(name, 'missing')})" for name in differ]
+    return f"other versions: {', '.join(pairs)}" if differ else ""
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return bool(one[0] == other[0] and abs(one[1] - other[1]) <= _SAME_MEMORY * other[1])
+
+
+def _most_numerous(devices: Sequence[Sequence[Sequence[Any]]]) -> tuple[str, int] | None:
+    """Of all devices the one that most others are like; ``None`` where there is none."""
+    every = [one for some in devices for one in some]
+    best = max(every, key=lambda one: sum(_alike(other, one) for other in every), default=None)
+    return None if best is None else (best[0], best[1])
+
+
+def _other_devices(reference: tuple[str, int] | None, devices: Sequence[Sequence[Any]]) -> str:
+    others = sorted(
+        {f"{one[0]}, {one[1] / 2**30:.3g} GiB" for one in devices if not reference or not _alike(one, reference)}
+    )
+    if not devices:
+        return "its driver tells of no GPU"
+    return (
+        f"it has {' and '.join(others)}; the tune is for {reference[0]}, {reference[1] / 2**30:.3g} GiB"
+        if others and reference
+        else ""
+    )

@@ -1,0 +1,155 @@
+"""A tune over a Ray cluster: several nodes on this machine, one of them killed in the middle, and what is refused."""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import autofit
+from autofit.cluster import nodes
+from autofit.cluster.nodes import Cluster, check_address
+from autofit.contract.outcome import Measured
+from autofit.registry import techniques
+from autofit.search.events import Silent
+from autofit.system.errors import InputError, MachineError
+
+HELD = [f"{one.name}={one.baseline}" for one in techniques() if one.name not in {"micro_batch", "accumulation"}]
+
+
+def with_ray(test):
+    test = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")(test)
+    return pytest.mark.serial(pytest.mark.slow(test))
+
+
+@pytest.mark.parametrize("address", ["", "here", "ray://", "host", "host:port", "http://host:1", "a b:1"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(InputError, match="is no address"):
+        check_address(address)
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match="Ray is not installed"):
+        check_address("auto")
+
+
+def test_no_cluster_at_the_address():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and nobody listens
+        with pytest.raises(MachineError, match="no Ray cluster could be used there: Connection refused"):
+            Cluster(f"127.0.0.1:{bound.getsockname()[1]}").connect()
+
+
+def test_machines_with_other_versions_or_devices_are_told_apart():
+    here = {"torch": "2.13.0", "trl": "1.16.0"}
+    assert nodes._other_versions(here, {"versions": here}) == ""
+    found = nodes._other_versions(here, {"versions": {"torch": "2.12.0", "peft": "0.21"}})
+    assert found == "other versions: peft 0.21 (here missing), torch 2.12.0 (here 2.13.0), trl missing (here 1.16.0)"
+    small, large = ("A100", 40 * 2**30), ("A100", 80 * 2**30)
+    reference = nodes._most_numerous([[small], [large, large], [("A100", 80 * 2**30 + 2**20)]])
+    assert reference == large
+    assert nodes._other_devices(reference, [large, large]) == ""
+    assert nodes._other_devices(reference, [small]) == "it has A100, 40 GiB; the tune is for A100, 80 GiB"
+    assert nodes._other_devices(reference, []) == "its driver tells of no GPU"
+
+
+@pytest.fixture(scope="module")
+def machines():
+    """A cluster: a head without processors, and two machines with one each."""
+    from ray.cluster_utils import Cluster as Local
+
+    held, before = {"object_store_memory": 80 * 2**20}, dict(os.environ)
+    os.environ["RAY_TMPDIR"] = place = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the path of a socket is short
+    local = Local(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **held})
+
+    def joins(name):
+        locks = tempfile.mkdtemp(prefix="locks-")  # as of a machine of its own
+        return local.add_node(num_cpus=1, node_name=name, env_vars={"AUTOFIT_LOCKS": locks}, **held)
+
+    local.joins = joins
+    local.second = [joins("first"), joins("second")][1]
+    try:
+        yield local
+    finally:
+        local.shutdown()
+        shutil.rmtree(place, ignore_errors=True)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def hosts():
+    """Processes of hosts and of their fork servers in this test's cluster; other people's are left out."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words, held = " ".join(process.cmdline()), process.environ()
+            ours = held.get("TMPDIR") == os.environ.get("TMPDIR") and any(name.startswith("RAY_") for name in held)
+            if ours and ("ray::Host" in words or "fork_server_process" in words):
+                found.add(process.pid)
+    return found
+
+
+def folders():
+    return list(Path(tempfile.gettempdir()).glob("autofit-node-*"))
+
+
+class Killer(Silent):
+    """Kills a machine while it runs a trial, and has another one join."""
+
+    def __init__(self, local):
+        self.local, self.notes, self.done, self.joined = local, [], None, False
+
+    def note(self, words):
+        self.notes.append(words)
+
+    def trial_begins(self, number, plan, purpose, seconds_left):
+        if number == 1:  # the first one's machine runs trial 0
+            self.done = threading.Timer(1.5, self.local.remove_node, (self.local.second, False))
+            self.done.start()
+        elif self.done is not None and not self.done.is_alive() and not self.joined:
+            self.joined = True
+            self.local.joins("third")
+
+
+@with_ray
+def test_a_tune_goes_on_where_a_machine_dies_and_leaves_nothing_behind(machines, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    killer = Killer(machines)
+    found = autofit.tune(
+        "demo", output=tmp_path / "out", on=machines.address, device="cpu", seq_len=32, global_batch=16, trials=2,
+        memory_limit="2GiB", fix=HELD, among={"micro_batch": [1, 16]}, guard=False, events=killer,
+    )  # fmt: skip
+    killer.done.join()
+    trials = found.document.trials
+    assert {type(one.outcome) for one in trials} == {Measured}
+    assert (found.plan["micro_batch"], found.plan["accumulation"]) == (16, 1), "the same answer as on one machine"
+    assert sorted(one.number for one in trials) == list(range(len(trials)))
+    assert (tmp_path / "out" / "trials" / f"{found.document.trials[0].number:05d}" / "stderr.log").exists()
+    assert any(words.startswith("2 trials run at once") for words in killer.notes)
+    assert "trial 1 was lost with its host on" in " ".join(killer.notes)
+    deadline = time.monotonic() + 20
+    while (folders() or hosts()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert (folders(), hosts()) == ([], set())
+
+
+@with_ray
+def test_a_cluster_without_gpus_or_with_other_versions_is_refused_in_a_line(machines, tmp_path, monkeypatch):
+    asked = {"output": tmp_path / "out", "on": machines.address, "seq_len": 32}
+    with pytest.raises(MachineError, match="no machine of the cluster has a GPU"):
+        autofit.tune("demo", device="cuda", **asked)
+    with contextlib.suppress(ImportError):
+        import ray
+
+        ray.shutdown()
+    monkeypatch.setattr(nodes, "versions", lambda: {"torch": "0.1"})
+    with pytest.raises(MachineError, match=r"no machine of the cluster can be used: other versions: .*torch"):
+        autofit.tune("demo", device="cpu", **asked)
