@@ -18,12 +18,14 @@ __all__ = [
     "__version__",
     "estimate",
     "load",
+    "profile",
     "tune",
     "verify",
 ]
 
 if TYPE_CHECKING:
     from autofit.commands.estimate import estimate
+    from autofit.commands.profile import profile
     from autofit.commands.tune import tune
     from autofit.commands.verify import verify
     from autofit.contract.outcome import Promise
@@ -40,10 +42,11 @@ _MODULE_OF = {
     "Setup": "autofit.output.setup",
     "estimate": "autofit.commands.estimate",
     "load": "autofit.output.setup",
+    "profile": "autofit.commands.profile",
     "tune": "autofit.commands.tune",
     "verify": "autofit.commands.verify",
 }
-_CALLS = {"estimate", "tune", "verify"}
+_CALLS = {"estimate", "profile", "tune", "verify"}
 
 
 def __getattr__(name: str) -> Any:

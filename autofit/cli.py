@@ -155,6 +155,26 @@ def verify(folder: str, steps: int, as_json: bool) -> None:
         click.echo(f"kept: every knob took effect, speed and memory are {within}")
 
 
+@main.command(short_help="Tell where the time of a step goes.")
+@click.argument("folder", metavar="DIR")
+@click.option("--steps", type=click.IntRange(1, 100), default=3, show_default=True, help="Profiled optimizer steps.")
+@click.option("--output", help="Folder for the trace and the time line of memory.  [default: DIR/profile]")
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON to stdout.")
+def profile(folder: str, steps: int, output: str | None, as_json: bool) -> None:
+    """Run some steps of the plan in DIR under PyTorch's profiler, and tell what takes the time."""
+    from autofit.commands.profile import PROFILE
+    from autofit.commands.profile import profile as run
+    from autofit.commands.profile_table import table
+    from autofit.system.strict_json import dump_json
+
+    with terminable():
+        found = run(folder, steps=steps, output=output, say=lambda words: click.echo(words, err=True))
+    if as_json:
+        click.echo(dump_json(PROFILE, found), nl=False)
+    else:
+        data_console(120).print(table(found))
+
+
 @main.command()
 @with_options(*DOCTOR_OPTIONS)
 def doctor(device: str, model: str, task: str | None, every: bool, as_json: bool) -> None:

@@ -17,10 +17,11 @@ from autofit.machine.jobs import HardwareJob
 from autofit.output.jobs import CheckJob
 from autofit.system.job import JOB, Job
 from autofit.training.jobs import CurveJob, DescribeScriptJob, TrialJob
+from autofit.training.profiling.jobs import ProfileJob
 from autofit.training.tasks.jobs import DescribeJob
 
 Kinds = Annotated[
-    TrialJob | CurveJob | DescribeJob | HardwareJob | DescribeScriptJob | RatesJob | CheckJob | TraceJob,
+    TrialJob | CurveJob | DescribeJob | HardwareJob | DescribeScriptJob | RatesJob | CheckJob | TraceJob | ProfileJob,
     Field(discriminator="kind"),
 ]
 JOBS: TypeAdapter[Job] = TypeAdapter(Kinds)

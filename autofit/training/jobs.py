@@ -57,13 +57,13 @@ class TrialJob:
         """Leave the plan's outcome; every failure that can be caught is one."""
 
         def train(rank: int) -> None:
-            found = _tried(self, rank_folder(folder, rank), folder.parent, rank)
+            found = tried(self, rank_folder(folder, rank), folder.parent, rank)
             write_atomically(result_file(folder, rank), dump_json(OUTCOME, found))
 
-        if _is_rank(train):
+        if is_rank(train):
             return
         alone = self.facts.workload.processes == 1
-        outcome = _tried(self, folder, folder.parent) if alone else _tried_by_ranks(self.facts, folder, train)
+        outcome = tried(self, folder, folder.parent) if alone else tried_by_ranks(self.facts, folder, train)
         write_atomically(folder / self.RESULT, dump_json(OUTCOME, outcome))
 
 
@@ -101,14 +101,14 @@ class CurveJob:
             found = _trained(self, rank_folder(folder, rank), rank)
             write_atomically(result_file(folder, rank), dump_json(CURVE, found))
 
-        if _is_rank(train):
+        if is_rank(train):
             return
         alone = self.facts.workload.processes == 1
         curve = _trained(self, folder) if alone else _trained_by_ranks(self.facts, folder, train)
         write_atomically(folder / self.RESULT, dump_json(CURVE, curve))
 
 
-def _is_rank(train: Callable[[int], None]) -> bool:
+def is_rank(train: Callable[[int], None]) -> bool:
     """Whether this process is one of a job's ranks; then its part is done."""
     rank = own_rank()
     if rank is not None:
@@ -116,7 +116,7 @@ def _is_rank(train: Callable[[int], None]) -> bool:
     return rank is not None
 
 
-def _tried_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None]) -> Outcome:
+def tried_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None]) -> Outcome:
     """The one outcome of a plan that several ranks train: the first failure, or the worst rank's figures."""
 
     def outcome(rank: int) -> Outcome:
@@ -150,7 +150,13 @@ def _trained_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None]) 
     return curve(failure.rank) if failure.wrote else Curve(failed=failure_words(failure, folder))
 
 
-def _tried(job: TrialJob, folder: Path, trials: Path, rank: int | None = None) -> Outcome:
+def tried(
+    job: TrialJob,
+    folder: Path,
+    trials: Path,
+    rank: int | None = None,
+    on_step: Callable[[int], None] = lambda _: None,
+) -> Outcome:
     """The outcome of a plan; whatever is unforeseen is a crash with its traceback, never swallowed.
 
     Args:
@@ -158,9 +164,10 @@ def _tried(job: TrialJob, folder: Path, trials: Path, rank: int | None = None) -
         folder: Where this process may write.
         trials: Where trials keep what is the same in all of them.
         rank: Of this process, where there are several.
+        on_step: Told how many optimizer steps are done, each time.
     """
     try:
-        return _measured(job, folder, trials, rank)
+        return _measured(job, folder, trials, rank, on_step)
     except CeilingBroken as broken:
         work = job.facts.workload
         return OutOfMemory(
@@ -209,7 +216,7 @@ def _trained(job: CurveJob, folder: Path, rank: int | None = None) -> Curve:
         return Curve(failed=error_words(error))
 
 
-def _measured(job: TrialJob, folder: Path, trials: Path, rank: int | None) -> Outcome:
+def _measured(job: TrialJob, folder: Path, trials: Path, rank: int | None, on_step: Callable[[int], None]) -> Outcome:
     recipe = _launched(job.plan, job.facts, folder, rank)
     recipe.tensor_cache = TensorCache(trials / CACHE_FOLDER)
     tell = _teller(folder)
@@ -218,7 +225,12 @@ def _measured(job: TrialJob, folder: Path, trials: Path, rank: int | None) -> Ou
     script = job.facts.workload.script
     if script is None:
         return measure(
-            recipe, job.effort, counter, lambda clock: run_recipe(clock, config=Path(job.config), folder=folder), tell
+            recipe,
+            job.effort,
+            counter,
+            lambda clock: run_recipe(clock, config=Path(job.config), folder=folder),
+            tell,
+            on_step=on_step,
         )
     keep_quiet()
     effort = job.effort
@@ -232,6 +244,7 @@ def _measured(job: TrialJob, folder: Path, trials: Path, rank: int | None) -> Ou
         lambda clock: measure_steps(clock, script, folder=folder, environment=environment),
         tell,
         words=rows_words(script),
+        on_step=on_step,
     )
 
 

@@ -27,6 +27,7 @@ def measure(
     progress: Callable[[str], None] = lambda _: None,
     *,
     words: str | None = None,
+    on_step: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
     """Run training steps and turn what happens into an outcome.
 
@@ -38,6 +39,7 @@ def measure(
             :mod:`autofit.training.loops`.
         progress: Told of each step, for whoever waits.
         words: What the rows are that are trained on; ``None``: those of the model's task.
+        on_step: Told how many optimizer steps are done, each time.
 
     Raises:
         Exception: Whatever is none of the expected failures.
@@ -52,6 +54,7 @@ def measure(
         on_cuda=facts.hardware.device == "cuda",
         world=World(size=facts.workload.processes),
         progress=progress,
+        on_step=on_step,
     )
     limit = facts.workload.limit_bytes
     try:

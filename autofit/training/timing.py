@@ -105,6 +105,8 @@ class Clock:
     on_cuda: bool
     world: World = field(default_factory=World)
     progress: Callable[[str], None] = lambda _: None
+    on_step: Callable[[int], None] = lambda _: None
+    """Told how many optimizer steps are done, each time, while the device is at rest."""
     phase: Phase = "load"
     steps: list[float] = field(default_factory=list)
     """Seconds of each timed step by itself, without its waits for the loader."""
@@ -216,6 +218,7 @@ class Clock:
                 self.waits.steps.append((waited, batches))
         self._skipped = False
         self.progress(f"step {self.done}")
+        self.on_step(self.done)
         return self.world.agrees(self._enough())
 
     def _whole(self, now: float, waited: float) -> float:
