@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -108,8 +108,14 @@ def verify(
     while calm < CALM_LAUNCHES[device] and len(launched) < MOST_LAUNCHES:
         with hardware_lock(document.hardware):
             command, outcome = _launch(folder, steps, document, on_its_device(document, say))
-        found = judge(document.promise, outcome, tolerance=tolerance, command=command, launches=len(launched) + 1)
-        found = replace(found, estimated=document.estimated is not None)
+        found = judge(
+            document.promise,
+            outcome,
+            tolerance=tolerance,
+            command=command,
+            launches=len(launched) + 1,
+            estimated=document.estimated is not None,
+        )
         launched.append(found)
         if not found.broken:
             return found
@@ -137,11 +143,18 @@ def _contention(outcome: Outcome) -> str:
 
 
 def judge(
-    promise: Promise, outcome: Outcome, *, tolerance: float, command: tuple[str, ...] = (), launches: int = 1
+    promise: Promise,
+    outcome: Outcome,
+    *,
+    tolerance: float,
+    command: tuple[str, ...] = (),
+    launches: int = 1,
+    estimated: bool = False,
 ) -> Verification:
-    """Hold an outcome against the promise."""
+    """Hold an outcome against the promise, or against what an estimate says."""
     broken = []
     ratio = 0.0
+    said = "estimated" if estimated else "promised"
     if isinstance(outcome, Measured):
         ratio = outcome.samples_per_second / promise.samples_per_second
         if outcome.peak_bytes > promise.limit_bytes:
@@ -151,7 +164,7 @@ def judge(
             )
         if ratio < 1 - tolerance:
             broken.append(
-                f"{outcome.samples_per_second:.3g} samples/s are {1 - ratio:.0%} below the promised "
+                f"{outcome.samples_per_second:.3g} samples/s are {1 - ratio:.0%} below the {said} "
                 f"{promise.samples_per_second:.3g} (tolerance {tolerance:.0%})"
             )
     else:
@@ -164,6 +177,7 @@ def judge(
         broken=tuple(broken),
         command=command,
         launches=launches,
+        estimated=estimated,
     )
 
 

@@ -191,6 +191,7 @@ def _from_database(  # noqa: PLR0917 - what open_study was given
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
+        _check_own(url)
         storage = RDBStorage(url)
     except (SQLAlchemyError, ImportError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
@@ -198,6 +199,41 @@ def _from_database(  # noqa: PLR0917 - what open_study was given
             f"--storage {url!r} can't be used: {reason}",
             hint="write it like sqlite:///study.db, and install the driver that its scheme names",
         ) from error
+    try:
+        return _free_study(storage, folder, sampler, trials, space, limit_bytes)
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise InputError(
+            f"--storage {url!r} can't be used: {reason}", hint="is it damaged? Name another, such as sqlite:///study.db"
+        ) from error
+
+
+def _check_own(url: str) -> None:
+    """Refuse an SQLite file of another program, before Optuna puts its tables into it.
+
+    Raises:
+        InputError: It is one.
+    """
+    import sqlalchemy
+
+    if not url.startswith("sqlite"):
+        return  # a server's database may hold tables of several programs
+    engine = sqlalchemy.create_engine(url)
+    try:
+        tables = sqlalchemy.inspect(engine).get_table_names()
+    finally:
+        engine.dispose()
+    if tables and "version_info" not in tables:
+        raise InputError(
+            f"--storage {url!r} is no study's: it holds the tables {', '.join(sorted(tables)[:5])}",
+            hint="name a file that is not there yet, or one of an earlier tune",
+        )
+
+
+def _free_study(  # noqa: PLR0917 - what open_study was given
+    storage: RDBStorage, folder: Path, sampler: Any, trials: Sequence[Trial], space: Space, limit_bytes: int
+) -> optuna.Study:
+    """The study of a folder in a database; where one of its name holds other trials, the next free name's."""
     base = name = f"{STUDY}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}"
     number = 1
     while not _agrees(study := _load(storage, name, sampler), trials, space, limit_bytes):

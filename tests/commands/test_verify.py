@@ -125,3 +125,12 @@ def test_a_launch_is_held_to_the_ceiling_and_to_the_speed(promised):
     slow = replace(kept, samples_per_second=0.89 * promise.samples_per_second)
     (words,) = verify.judge(promise, slow, tolerance=0.1).broken
     assert "11% below the promised" in words
+
+
+def test_a_launch_below_an_estimate_broke_no_promise(promised):
+    run = next(trial.outcome for trial in promised.trials if trial.plan == promised.plan)
+    slow = replace(run, samples_per_second=promised.promise.samples_per_second / 4)
+    found = verify.judge(promised.promise, slow, tolerance=0.3, estimated=True)
+    assert found.estimated
+    assert "below the estimated" in found.broken[0]
+    assert "promised" not in found.broken[0]

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import logging
 import os
@@ -275,3 +276,22 @@ def test_journal_lines_are_json_objects(tmp_path):
 def test_a_plan_outside_the_space_is_left_out(tmp_path):
     strange = Trial(number=0, plan=Plan({"other": 1}), outcome=Crashed(reason="x"), wall_seconds=1.0)
     assert opened(tmp_path, [strange]).trials == []
+
+
+def test_a_foreign_or_damaged_database_is_refused_in_a_line_and_left_as_it_is(tmp_path):
+    import sqlite3
+
+    foreign, damaged, whole = (tmp_path / name for name in ("foreign.db", "damaged.db", "whole.db"))
+    with contextlib.closing(sqlite3.connect(foreign)) as base:
+        base.execute("create table people (name text)")
+    damaged.write_bytes(b"no database at all" * 100)
+    opened(tmp_path, storage=f"sqlite:///{whole}")
+    torn = whole.read_bytes()
+    whole.write_bytes(torn[:4096] + b"\xff" * (len(torn) - 4096))
+    for path, words in ((foreign, "holds the tables people"), (damaged, "not a database"), (whole, "can't be used")):
+        before = path.read_bytes()
+        with pytest.raises(InputError, match=words) as caught:
+            opened(tmp_path, storage=f"sqlite:///{path}")
+        assert len(caught.value.message.splitlines()) == 1
+        assert caught.value.hint
+        assert path.read_bytes() == before
