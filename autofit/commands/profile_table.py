@@ -20,10 +20,11 @@ def table(found: Profile) -> RenderableType:
         rows.add_column(name, justify="right", no_wrap=True, min_width=9 if name == "ms a step" else 6)
     rows.add_column("most of it", overflow="ellipsis", no_wrap=True)
     for row in where.rows:
+        seen = where.binds is not None or row.seconds > 0
         rows.add_row(
             Text(row.words),
-            f"{row.seconds * 1e3:,.2f}",
-            f"{row.share:.1%}",
+            f"{row.seconds * 1e3:,.2f}" if seen else "not seen",
+            f"{row.share:.1%}" if seen else "",
             f"{row.calls:,.0f}" if row.calls else "",
             Text(", ".join(name.removeprefix("aten::")[:26] for name in row.largest[:2])),
         )
