@@ -15,7 +15,8 @@ Trainer drops the logits of each batch anyway; with it, ``True`` would leave the
 (``Trainer.evaluate`` and ``evaluation_loop``). With ``compute_metrics`` the logits of all rows stay on the device until
 the end, or for ``eval_accumulation_steps`` batches: that is not measured.
 
-Not covered: a last, smaller micro-batch; rows of different lengths, which are probed at the longest.
+Not covered: a last, smaller micro-batch. Rows of different lengths fit by the longest, and are timed as
+they are to be expected where a script or ``--lengths`` tells them.
 """
 
 from __future__ import annotations

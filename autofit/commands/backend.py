@@ -124,7 +124,8 @@ class DeviceBackend:
         traces = Traces(facts, config, lambda: server, folder, cache_folder())
         try:
             found = forecast(space, traces, facts, card, say=say)
-            rated = Utilisation(space, traces, facts, card).rated
+            # traces are of the longest rows: what the usual ones take of the device's rate is less
+            rated = unrated if facts.workload.lengths else Utilisation(space, traces, facts, card).rated
         except AutofitError as error:
             note(f"memory is not forecast: {error.message}")
             return None, unrated

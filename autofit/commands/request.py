@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from autofit import space
 from autofit.cluster.nodes import check_address
+from autofit.commands.lengths import check_lengths, lengths_of, lengths_words
 from autofit.commands.scripts.named import is_script, named
 from autofit.contract.facts import Device, Facts, Hardware, LaunchPath, Model, Task, Workload
 from autofit.costmodel.jobs import RatesJob
@@ -52,6 +53,7 @@ class Request:
     trust_remote_code: bool = False
     seed: int = 0
     task: Task | None = None
+    lengths: str | None = None
     arguments: tuple[str, ...] = ()
     call: int = 1
 
@@ -131,6 +133,7 @@ def check_request(request: Request, settings: Search) -> None:
         )
     if request.seq_len is not None and not 2 <= request.seq_len <= 10**8:
         raise InputError(f"--seq-len {request.seq_len} is out of range", hint="a row has a length of 2 at least")
+    check_lengths(request.lengths, request.processes)
     if request.memory_limit is not None:
         units.parse_limit(request.memory_limit, 1 << 40)
         units.check_unit(request.memory_limit, "--memory-limit")
@@ -175,6 +178,7 @@ def check_script(request: Request) -> None:
     refused = {
         "--seq-len": request.seq_len is not None and "the length of its rows is the script's",
         "--processes": (request.processes or 1) > 1 and "a script is tuned on one process yet",
+        "--lengths": request.lengths is not None and "the length of its rows is the script's",
         "--task": request.task is not None and "what it trains for is the script's",
         "--launch-path": request.launch_path != "trainer" and "scripts with a transformers Trainer are tuned",
         "--trust-remote-code": request.trust_remote_code and "whether a model's code runs is the script's",
@@ -392,7 +396,13 @@ def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[
     Raises:
         InputError: The ceiling is more than the device has.
     """
-    seq_len = row_length(request.seq_len, model)
+    lengths: tuple[int, ...] = ()
+    if request.lengths is None:
+        seq_len = row_length(request.seq_len, model)
+    else:
+        longest = min(model.max_positions or 10**8, model.position_rows or 10**8)
+        seq_len, lengths = lengths_of(request.lengths, request.seq_len, longest, model, say)
+        say(lengths_words(lengths))
     for words in remarks(seq_len, model):
         say(words)
     return Workload(
@@ -403,6 +413,7 @@ def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[
         host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING) // (request.processes or 1),
         launch_path=request.launch_path,
         seed=request.seed,
+        lengths=lengths,
     )
 
 

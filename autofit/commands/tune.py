@@ -83,6 +83,7 @@ def tune(
     sampler: str = "autofit",
     launch_path: LaunchPath = "trainer",
     task: Task | None = None,
+    lengths: str | Path | None = None,
     trust_remote_code: bool = False,
     storage: str | None = None,
     record: str | Path | None = None,
@@ -115,6 +116,7 @@ def tune(
         sampler: ``autofit``, ``tpe``, ``gp``, ``random`` or ``grid``.
         launch_path: ``trainer`` or ``loop``: how the training will be run.
         task: What the model is to be trained for; by default what its config names.
+        lengths: File with the tokens of each row, or of a sample of them; by default all are as long as ``seq_len``.
         trust_remote_code: Whether the model's own code may run.
         storage: URL of an Optuna storage, instead of the journal in the output folder.
         record: File that gets a line of JSON for each trial.
@@ -149,6 +151,7 @@ def tune(
             "trust_remote_code": trust_remote_code,
             "seed": seed,
             "task": task,
+            "lengths": None if lengths is None else str(lengths),
             "arguments": tuple(arguments),
             "call": call,
         },
@@ -356,7 +359,9 @@ class _Tune:
         """The campaign with the trials that are known; it alone adds to them."""
         trials = TrialLog(finished(self.trials_folder))
         predicted = predicted_bytes(plans, found)
-        speeds = predicted_speeds(plans, found) if facts.workload.processes == 1 else {}  # else no range is known
+        speeds = (
+            predicted_speeds(plans, found) if facts.workload.processes == 1 and not facts.workload.lengths else {}
+        )  # else no range is known
         runner = self.backend.runner(
             self.trials_folder, facts, config, server, predicted, known=trials, note=self._note, rated=rated,
             speeds=speeds,

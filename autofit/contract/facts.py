@@ -280,6 +280,8 @@ class Workload:
         limit_bytes: The ceiling on each device; on the CPU of each process.
         host_limit_bytes: The ceiling on the host, for each process.
         script: The user's own training script; ``None`` where a model is tuned by its config.
+        lengths: Of rows that are to be expected, in tokens, the shortest first; none is above ``seq_len``. Empty: all
+            are as long.
     """
 
     seq_len: Annotated[int, Field(ge=2)]
@@ -291,6 +293,7 @@ class Workload:
     launch_path: LaunchPath = "trainer"
     seed: int = 0
     script: Script | None = None
+    lengths: tuple[Positive, ...] = ()
 
 
 def _version(text: str) -> Version:

@@ -360,11 +360,8 @@ def pace(document: Document) -> str:
     promise, said = document.promise, f"{speed(document)} samples/s"
     if document.model.sample_tokens:
         said += f", {number(promise.tokens_per_second)} tokens/s"
-        said += (
-            f" without padding ({percent(median(shares))} of a micro-batch)"
-            if any(shares := _padding(document))
-            else ""
-        )
+        shares = _padding(document)
+        said += f"; {percent(median(shares))} of a micro-batch is padding, not counted" if any(shares) else ""
     relative = promise.step_seconds_spread / promise.step_seconds
     if document.estimated is None and relative > _UNCERTAIN:
         said += f" (uncertain: runs of this plan took up to {1 + relative:.1f} times as long)"

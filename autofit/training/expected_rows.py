@@ -51,24 +51,24 @@ def tokens_of(inputs: Any) -> tuple[Any, int] | None:
 
 
 class Tokens:
-    """Counts the tokens of each step that are no padding, and the places for tokens."""
+    """Counts the tokens of each step that are no padding, and the places for tokens; without a clock nothing."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock | None) -> None:
         self.clock = clock
         self.totals: dict[int, Any] = defaultdict(int)
         self.places: dict[int, int] = defaultdict(int)
 
     def count(self, inputs: Any) -> None:
         """A micro-batch."""
-        found = tokens_of(inputs)
-        if found is not None:
+        found = None if self.clock is None else tokens_of(inputs)
+        if self.clock is not None and found is not None:
             self.totals[self.clock.done] += found[0]
             self.places[self.clock.done] += found[1]
 
     def tell(self) -> None:
         """Tell the clock the tokens of each timed step, and the share of padding of all of them."""
-        timed = self.clock.timed
-        if timed and all(step in self.totals for step in timed):
+        timed = [] if self.clock is None else self.clock.timed
+        if self.clock is not None and timed and all(step in self.totals for step in timed):
             self.clock.step_tokens = [float(self.totals[step]) for step in timed]
             self.clock.padding = 1 - sum(self.clock.step_tokens) / sum(self.places[step] for step in timed)
 
@@ -76,6 +76,8 @@ class Tokens:
 def mean_tokens(facts: Facts) -> float | None:
     """Tokens of a row without padding, the mean over the data set; ``None`` where that is not known."""
     work = facts.workload
+    if work.lengths:
+        return facts.model.sample_tokens * sum(work.lengths) / len(work.lengths)
     return work.script.tokens_a_row if work.script is not None else None
 
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.layout import data_parallel
 from autofit.contract.outcome import Evidence
+from autofit.training.expected_rows import Tokens
 from autofit.training.observer import Observer
 from autofit.training.tasks.rows import task_rows
 from autofit.training.tasks.table import kind_of
-from autofit.training.timing import Listener
+from autofit.training.timing import Clock, Listener
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
 
 
-def random_rows(recipe: Recipe, model: Any, rows: int) -> Dataset[Any]:
-    """Random rows of the model's task; ``rows`` is the length that the loader sees."""
+def random_rows(recipe: Recipe, model: Any, rows: int, steps: tuple[int, int] | None = None) -> Dataset[Any]:
+    """Random rows of the model's task; ``rows`` is the length that the loader sees. For ``steps`` see the rows."""
     facts = recipe.facts
     kind_of(facts.model.task).prepare(model)
-    return task_rows(facts, model.config, rows)
+    return task_rows(facts, model.config, rows, steps=steps)
 
 
 def run_trainer(
@@ -73,9 +74,10 @@ def run_trainer(
             return control
 
     class Listened(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            tokens.count(inputs)
             clock.forward_begin()
-            loss = super().compute_loss(*args, **kwargs)
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
             clock.forward_end()
             return loss
 
@@ -85,8 +87,11 @@ def run_trainer(
             return loss
 
     ranks = data_parallel(clock.recipe.plan, clock.recipe.facts.workload)
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks * args.max_steps
-    data = dataset or random_rows(clock.recipe, model, rows)
+    a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
+    data = dataset or random_rows(clock.recipe, model, a_step * args.max_steps, (a_step, clock.effort.warm_up))
+    tokens = _tokens(clock, dataset)
+    if tokens.clock is not None:
+        args.train_sampling_strategy = "sequential"  # the rows are in the order in which they are wanted
     trainer = Listened(
         model=model,
         args=args,
@@ -97,6 +102,7 @@ def run_trainer(
     )
     begin(trainer)
     trainer.train()
+    tokens.tell()
     return observer.with_later_state(seen[0], trainer.optimizer, trainer.accelerator, counted(clock))
 
 
@@ -142,12 +148,13 @@ def run_loop(
     evidence = None
     steps = clock.effort.warm_up + clock.effort.max_steps
     ranks = data_parallel(clock.recipe.plan, clock.recipe.facts.workload)
-    rows = clock.recipe.micro_batch * clock.accumulation * ranks * steps
-    data = dataset or random_rows(clock.recipe, model, rows)
+    a_step = clock.recipe.micro_batch * clock.accumulation * ranks
+    data = dataset or random_rows(clock.recipe, model, a_step * steps, (a_step, clock.effort.warm_up))
+    tokens = _tokens(clock, dataset)
     loader = DataLoader(
         data,
         batch_size=clock.recipe.micro_batch,
-        shuffle=shuffle,
+        shuffle=shuffle and tokens.clock is None,  # such rows are in the order in which they are wanted
         pin_memory=clock.on_cuda,
         collate_fn=getattr(data, "collate", None),
     )
@@ -155,6 +162,7 @@ def run_loop(
     model.train()
     fresh = True
     for batch in loader:
+        tokens.count(batch)
         if fresh:
             clock.step_begin()
         with accelerator.accumulate(model):
@@ -179,7 +187,14 @@ def run_loop(
                 break
     if evidence is None:
         raise RuntimeError("the loader ended before the warm-up did")
+    tokens.tell()
     return observer.with_later_state(evidence, optimizer, accelerator, counted(clock))
+
+
+def _tokens(clock: Listener, dataset: Any) -> Tokens:
+    """What counts tokens where random rows are as long as the workload tells; a trace's marks count none."""
+    told = isinstance(clock, Clock) and dataset is None and clock.recipe.facts.workload.lengths
+    return Tokens(clock if told and isinstance(clock, Clock) else None)
 
 
 def counted(clock: Listener) -> int | None:

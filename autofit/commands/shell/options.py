@@ -72,6 +72,9 @@ TUNE_OPTIONS: tuple[Option, ...] = (
     click.option("--sampler", default="autofit", show_default=True, help="autofit, tpe, gp, random or grid."),
     _LAUNCH_PATH,
     _TASK,
+    click.option(
+        "--lengths", metavar="FILE", help="Tokens of your rows, a number on each line.  [default: all as --seq-len]"
+    ),
     click.option("--record", help="Append each trial as a line of JSON to this file."),
     _TRUST,
     click.option("--storage", help="URL of an Optuna storage, instead of a journal in the folder."),

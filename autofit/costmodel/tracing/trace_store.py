@@ -199,6 +199,7 @@ def ground_of(facts: Facts, config: Path) -> list[object]:
         facts.hardware.device,
         kernels_of(facts.hardware.capability) if facts.hardware.device == "cuda" else None,
         work.seq_len,
+        bool(work.lengths),  # then there is a mask
         work.processes,
         work.launch_path,
         facts.model.trust_remote_code,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autofit.training.tasks.kind import MAIN, Kind, Spec
+from autofit.training.tasks.padding import Padding
 from autofit.training.tasks.table import kind_of
 
 if TYPE_CHECKING:
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
 _POOL_BYTES = 256 << 20
 
 
-def task_rows(facts: Facts, config: Any, rows: int, *, few: int | None = None) -> Dataset[dict[str, Any]]:
+def task_rows(
+    facts: Facts, config: Any, rows: int, *, few: int | None = None, steps: tuple[int, int] | None = None
+) -> Dataset[dict[str, Any]]:
     """Rows for the task of a model; its ``collate`` makes a batch of some of them.
+
+    Where the workload tells how long rows are, batches are padded, and have a mask that says so.
 
     A pool of one global batch is handed out again and again; one of images or sounds has no more than 256 MiB.
 
@@ -27,6 +32,8 @@ def task_rows(facts: Facts, config: Any, rows: int, *, few: int | None = None) -
         config: Of the model, as transformers holds it.
         rows: The length that a loader sees.
         few: Of how many different tokens the rows are; ``None``: of all.
+        steps: Rows of an optimizer step, and how many steps take the longest rows, before those to be expected come;
+            ``None``: all are the longest.
     """
     import torch
     from torch.utils.data import Dataset as TorchDataset
@@ -38,15 +45,18 @@ def task_rows(facts: Facts, config: Any, rows: int, *, few: int | None = None) -
     if not kind.tokens or kind.constants or "pixel_values" in kind.arguments or "input_features" in kind.arguments:
         count = max(1, min(count, _POOL_BYTES // _bytes(make_batch(kind, spec, 1, torch.Generator()))))
     pool = make_batch(kind, spec, count, generator)
+    padding = Padding(facts, config, pool, rows, steps) if facts.workload.lengths else None
 
     class Rows(TorchDataset[dict[str, Any]]):
         def __len__(self) -> int:
             return rows
 
         def __getitem__(self, index: int) -> dict[str, Any]:
-            return {name: column[index % count] for name, column in pool.items()}
+            row = {name: column[index % count] for name, column in pool.items()}
+            return row if padding is None else padding.cut(row, index)
 
         def collate(self, given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+            given = given if padding is None else padding.padded(given)
             return {**collate(given), **kind.constants}
 
     return Rows()
@@ -91,6 +101,8 @@ def collate(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def rows_words(facts: Facts) -> str:
     """What the rows are, in words."""
+    if facts.workload.lengths:
+        return "random tokens, rows of the lengths that were told: the longest while warming up, with a padding mask"
     what = {"row": "tokens", "image": "images", "clip": "sounds", "pair": "images and texts"}
     return f"random {what[facts.model.sample]}, every {facts.model.sample} at full length, no padding mask"
 
