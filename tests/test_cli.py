@@ -132,8 +132,9 @@ def test_the_command_line_is_the_one_that_was_designed():
     assert found == {
         "tune": [
             "--allow", "--among", "--call", "--config", "--device", "--fix", "--global-batch", "--guard", "--json",
-            "--launch-path", "--memory-limit", "--on", "--output", "--processes", "--record", "--resume", "--sampler",
-            "--seed", "--seq-len", "--storage", "--task", "--timeout", "--trials", "--trust-remote-code", "--verbose",
+            "--launch-path", "--lengths", "--memory-limit", "--on", "--output", "--processes", "--record", "--resume",
+            "--sampler", "--seed", "--seq-len", "--storage", "--task", "--timeout", "--trials", "--trust-remote-code",
+            "--verbose",
             "--wait",
         ],
         "estimate": [
