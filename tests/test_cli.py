@@ -87,6 +87,7 @@ def test_the_public_names_are_there_and_are_what_they_are_called():
         "__version__",
         "estimate",
         "load",
+        "profile",
         "tune",
         "verify",
     ]
