@@ -146,6 +146,7 @@ def test_the_command_line_is_the_one_that_was_designed():
         "run": [],
         "verify": ["--json", "--steps"],
         "doctor": ["--all", "--device", "--json", "--model", "--task"],
+        "profile": ["--json", "--output", "--steps"],
         "report": ["--json"],
         "export": ["--to"],
         "compare": [],
