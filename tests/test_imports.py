@@ -3,8 +3,12 @@
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 HEAVY = {"torch", "transformers", "accelerate", "optuna", "numpy", "pydantic", "rich", "jinja2", "yaml", "psutil"}
 FRESH = """
@@ -37,3 +41,15 @@ def test_help_is_light(words):
     assert "autofit" in said
     assert not HEAVY & set(names)
     assert len(names) < 120, names
+
+
+def test_every_package_is_installed():
+    """The tests run in the source tree, which has a package that an installed copy may lack."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    folders = [path.parent for top in ("autofit", "strategies") for path in (ROOT / top).rglob("__init__.py")]
+    names = [folder.relative_to(ROOT).as_posix().replace("/", ".") for folder in folders]
+    assert set(settings["packages"]) == {f"autofit.{name}" if name.startswith("strategies") else name for name in names}
+    for package, files in settings["package-data"].items():
+        folder = ROOT / settings["package-dir"].get(package, package.replace(".", "/"))
+        beside = {path.name for path in folder.iterdir() if path.is_file() and path.suffix not in {".py", ".md"}}
+        assert set(files) == beside

@@ -22,7 +22,7 @@ VALUES = {
 }
 DTYPES = {"fp32", "tf32", "bf16", "fp16", "fp8"}
 """What a device computes in; the catalogue of cards and the rates have them as their own words."""
-WORDS = {"none", "off", "default", "model", "full", "int8", "activations", "parameters"}
+WORDS = {"none", "off", "on", "default", "model", "full", "int8", "activations", "parameters"}
 """Values that are words of many meanings."""
 ALLOWED = {
     "optimizer": "the last part of a step: a phase of a trial, a part of a trace",
