@@ -203,8 +203,8 @@ def test_attention(dtype, backend, key_heads, dropout, width):
     name = f"attention {short(dtype)} {backend} heads {HEADS}/{key_heads} dropout {dropout} width {width}"
     make, program = attention(dtype, width, key_heads=key_heads, dropout=dropout, backend=BACKENDS[backend])
     kernel = run_attention(name, make, program, may_lack=backend != "default")
-    grouped_in_float32 = dtype == torch.float32 and key_heads != HEADS  # which no fused kernel does
-    assert ("ScaledDotProduct" in kernel) is not grouped_in_float32, kernel
+    unfused = dtype == torch.float32 and key_heads != HEADS and not cuda_kernels.GROUPED_EFFICIENT
+    assert ("ScaledDotProduct" in kernel) is not unfused, kernel
 
 
 def test_attention_whose_values_are_of_another_width():

@@ -22,6 +22,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.version import Version
 
 if TYPE_CHECKING:
     from autofit.costmodel.tracing.recorder import Recorder
@@ -32,6 +33,8 @@ _WARP, _MOST_THREADS, _VECTOR = 32, 512, 4
 _FEWEST_VALUES, _MOST_VALUES = 16, 256
 _FEW_PLACES, _PLACES_A_PART = 3072, 10
 _CHUNK = 1 << 16
+GROUPED_EFFICIENT = Version(torch.__version__).release >= (2, 14)
+"""Whether the memory-efficient kernel takes fewer heads of keys than of queries."""
 _RESIDENT_THREADS = {(7, 5): 80 * 2048, (8, 0): 132 * 2048, (8, 6): 142 * 1536}
 """Threads that a card runs at once, by :func:`~autofit.costmodel.tracing.trace_store.kernels_of`: those of a V100, an
 H100 and an L40S. A card with fewer splits a long sum over fewer blocks."""
@@ -71,7 +74,7 @@ def fused_attention(
 
     Args:
         query: ``(batch, heads, rows, width)``, as ``key`` and ``value``.
-        key: May have fewer heads; the memory-efficient kernel does not know that.
+        key: May have fewer heads; the memory-efficient kernel knows that from torch 2.14 on.
         value: May be of another width; FlashAttention does not know that.
         mask: FlashAttention takes none.
         dtype: In which it computes, which autocast may have changed.
@@ -88,7 +91,7 @@ def fused_attention(
         return "flash"
     aligned = 8 if sixteen else 4 if capability >= _AMPERE else 1
     same_heads = query.shape[1] == key.shape[1] == value.shape[1]
-    if same_heads and width % aligned == value.shape[-1] % aligned == 0:
+    if (same_heads or GROUPED_EFFICIENT) and width % aligned == value.shape[-1] % aligned == 0:
         return "efficient"
     return None
 
@@ -138,7 +141,7 @@ class _AttentionBackward:
     def __call__(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         gradient, query, key, value = args[:4]
         flash = "flash" in str(func) and query.dtype in SIXTEEN and self.capability >= _AMPERE
-        held = _flash_bytes(query, key) if flash else _efficient_bytes(query, value, self.capability)
+        held = _flash_bytes(query, key) if flash else _efficient_bytes(query, key, value, self.capability)
         if gradient.stride(-1) != 1:
             held.append(_copied_bytes(gradient))
         gradients = func(*args, **kwargs)
@@ -163,10 +166,13 @@ def _flash_bytes(query: torch.Tensor, key: torch.Tensor) -> list[int]:
     return held
 
 
-def _efficient_bytes(query: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> list[int]:
+def _efficient_bytes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]
+) -> list[int]:
     """The memory-efficient kernel keeps one float32 a row, and a tile of the query's gradient for every block of rows.
 
     In float32 that row's number is the sum of a product, as large as the query, which is gone when the tiles come.
+    With grouped queries it makes key's and value's gradients for every head first.
     """
     batch, heads, rows, width = query.shape
     sixteen = query.dtype in SIXTEEN
@@ -177,7 +183,10 @@ def _efficient_bytes(query: torch.Tensor, value: torch.Tensor, capability: tuple
     tile = 4 * (block * columns + 4)
     tiles = batch * heads * -(-rows // block) * -(-width // columns) * tile
     product = 0 if sixteen else 4 * batch * heads * rows * value.shape[-1]
-    return [4 * batch * heads * rows, max(tiles, product)]
+    held = [4 * batch * heads * rows, max(tiles, product)]
+    if key.shape[1] != heads:
+        held += [key.element_size() * batch * heads * key.shape[2] * each.shape[-1] for each in (key, value)]
+    return held
 
 
 def _dropout(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
