@@ -13,7 +13,9 @@ Source: ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h``
   becomes a free block: in the small pool always, in the large pool where more than 1 MiB is left. So a large block may
   be up to 1 MiB larger than what was asked for, and ``torch.cuda.max_memory_allocated`` counts it whole.
 * A freed block joins its free neighbours in the same segment.
-* No free block: a new segment. Over the capacity: every segment of both pools that is free as a whole goes back to
+* Each stream has pools of its own: what was allocated on one is never used again on another, until its segment has
+  gone back to the driver.
+* No free block: a new segment. Over the capacity: every segment of all pools that is free as a whole goes back to
   the driver, and the request for a segment is made once more (a *retry*); then it is out of memory.
 
 With ``expandable``, each pool is one range of addresses that grows by pages of 2 MiB (small) or 20 MiB (large); any
@@ -24,9 +26,9 @@ are mapped from the lowest address on; and what goes back to the driver is every
 must not exceed it. With ``expandable`` that is checked before a request is rounded up to pages, there as here, so
 reserved memory may end up to 18 MiB above the capacity.
 
-Not covered: more than one stream (``record_stream`` delays frees), CUDA graphs' and other private pools, settings other
-than the defaults (``max_split_size_mb``, ``garbage_collection_threshold``, ``roundup_power2_divisions``,
-``large_segment_size_mb``), ``empty_cache()``, memory outside the allocator (context, cuBLAS' own, NCCL). Simplified:
+Not covered: ``record_stream``, which delays frees; CUDA graphs' and other private pools; settings other than the
+defaults (``max_split_size_mb``, ``garbage_collection_threshold``, ``roundup_power2_divisions``,
+``large_segment_size_mb``); ``empty_cache()``; memory outside the allocator (context, cuBLAS' own, NCCL). Simplified:
 the driver's addresses are not known, so a newer segment lies above an older one, which matters only between free
 blocks of equal size; and an expandable range never ends (there: at 9/8 of the card, then a second range begins).
 """
@@ -58,9 +60,9 @@ _GRAIN = 2 * MIB // _UNIT  # kRoundLarge; every segment and every page is a mult
 
 _SHIFT = 48  # a free block is one number, size << _SHIFT | start, so that order is by size, then by address
 _START = (1 << _SHIFT) - 1
-MOST_BYTES = (1 << (_SHIFT - 4)) * _UNIT
-"""Of all requests together; beyond it the addresses would not do. That is 8 PiB."""
-_RANGE = _LARGE_SEGMENT << 30  # addresses of one expandable pool: 20 PiB, a multiple of both page sizes
+MOST_BYTES = (1 << (_SHIFT - 7)) * _UNIT
+"""Of all requests together; beyond it the addresses would not do. That is 1 PiB."""
+_RANGE = _LARGE_SEGMENT << 26  # addresses of one expandable pool: 1.25 PiB, a multiple of both page sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,12 @@ class Replay:
 
 
 def replay(
-    events: ArrayLike, sizes: ArrayLike, *, capacity_bytes: int | None = None, expandable: bool = False
+    events: ArrayLike,
+    sizes: ArrayLike,
+    streams: ArrayLike | None = None,
+    *,
+    capacity_bytes: int | None = None,
+    expandable: bool = False,
 ) -> Replay:
     """Follow the allocator through a sequence of events.
 
@@ -100,13 +107,14 @@ def replay(
         events: ``k`` allocates block ``k``, ``~k`` (that is ``-k - 1``) frees it. A block that was freed may be
             allocated again, so a training step is repeated by repeating its events.
         sizes: Bytes that block ``k`` asks for. Nothing is allocated for a block of no bytes, as in torch.
+        streams: Number of the stream, from 0, that block ``k`` is allocated on; by default there is one stream.
         capacity_bytes: What the allocator may reserve; no limit by default.
         expandable: ``expandable_segments:True``.
 
     Raises:
         ValueError: A live block is allocated, one that is not live is freed, or there is no such block.
     """
-    sequence = _Sequence(events, sizes)
+    sequence = _Sequence(events, sizes, streams)
     pools, failed_at = sequence.run(None if capacity_bytes is None else capacity_bytes // _UNIT, expandable=expandable)
     return Replay(
         fits=failed_at is None,
@@ -122,7 +130,12 @@ def replay(
 
 
 def smallest_capacity(
-    events: ArrayLike, sizes: ArrayLike, *, expandable: bool = False, resolution_bytes: int = 2 * MIB
+    events: ArrayLike,
+    sizes: ArrayLike,
+    streams: ArrayLike | None = None,
+    *,
+    expandable: bool = False,
+    resolution_bytes: int = 2 * MIB,
 ) -> int:
     """The smallest ``capacity_bytes`` on which the sequence runs.
 
@@ -138,13 +151,14 @@ def smallest_capacity(
     Args:
         events: As for :func:`replay`.
         sizes: As for :func:`replay`.
+        streams: As for :func:`replay`.
         expandable: As for :func:`replay`.
         resolution_bytes: How far above the edge the answer may lie; coarser is faster.
 
     Raises:
         ValueError: See :func:`replay`.
     """
-    sequence = _Sequence(events, sizes)
+    sequence = _Sequence(events, sizes, streams)
     pools, _ = sequence.run(None, expandable=expandable)
     fits = pools.granted
     fails = _round_up(sequence.peak(), _GRAIN) - 1
@@ -163,7 +177,7 @@ def smallest_capacity(
 class _Sequence:
     """Events that were checked, and what each block needs, as lists: they are read faster than arrays."""
 
-    def __init__(self, events: ArrayLike, sizes: ArrayLike) -> None:
+    def __init__(self, events: ArrayLike, sizes: ArrayLike, streams: ArrayLike | None = None) -> None:
         steps = np.asarray(events, dtype=np.int64)
         asked = np.asarray(sizes, dtype=np.int64)
         blocks = np.where(steps < 0, ~steps, steps)
@@ -172,9 +186,13 @@ class _Sequence:
         if blocks.size and blocks.max() >= asked.size:
             raise ValueError(f"event {int(blocks.argmax())} names block {int(blocks.max())} of {asked.size}")
         _check_turns(steps, blocks)
+        on = np.zeros(asked.size, dtype=np.int64) if streams is None else np.asarray(streams, dtype=np.int64)
+        if on.shape != asked.shape or (on.size and on.min() < 0):
+            raise ValueError(f"streams of shape {on.shape} from {on.min(initial=0)} on, for {asked.size} blocks")
         needs = -(-asked // _UNIT)
         self.events: list[int] = steps.tolist()
         self.needs: list[int] = needs.tolist()
+        self.pools: list[int] = (2 * on + (needs > _SMALL_SIZE)).tolist()
         self._live = np.cumsum(np.where(steps < 0, -needs[blocks], needs[blocks]))
 
     def peak(self, until: int | None = None) -> int:
@@ -183,7 +201,7 @@ class _Sequence:
 
     def run(self, capacity: int | None, *, expandable: bool) -> tuple[_Pools, int | None]:
         """Replay, and the index of the event that failed."""
-        pools = (_Expandable if expandable else _Segments)(self.needs, capacity)
+        pools = (_Expandable if expandable else _Segments)(self.needs, self.pools, capacity)
         allocate, free = pools.allocate, pools.free
         for index, event in enumerate(self.events):
             if event < 0:
@@ -222,24 +240,28 @@ def _segment(need: int) -> int:
 
 
 class _Pools(ABC):
-    """The two pools of free blocks, and the counters.
+    """The pools of free blocks, and the counters.
+
+    A pool is a number: twice that of its stream, and one more for the large pool.
 
     There is no list of neighbours: a free block is found by its start and by its end, and segments never touch, so
     that blocks of two segments do not join.
 
     Attributes:
+        pool_of: The pool of each block.
+        spare: The free blocks of each pool, sorted.
         live: Start and size by block.
         granted: The replay would have gone the same way on every capacity from this one up to its own ...
         refused: ... and from its own up to, but without, this one.
     """
 
-    large_rest: int  # a rest in the large pool is split off where it is larger than this
+    large_rest: int  # a rest in a large pool is split off where it is larger than this
 
-    def __init__(self, needs: Sequence[int], capacity: int | None) -> None:
+    def __init__(self, needs: Sequence[int], pool_of: Sequence[int], capacity: int | None) -> None:
         self.needs = needs
+        self.pool_of = pool_of
         self.capacity = sys.maxsize if capacity is None else capacity
-        self.small: list[int] = []
-        self.large: list[int] = []
+        self.spare: list[list[int]] = [[] for _ in range((max(pool_of, default=0) | 1) + 1)]
         self.size_at: dict[int, int] = {}
         self.start_before: dict[int, int] = {}
         self.live: dict[int, tuple[int, int]] = {}
@@ -254,14 +276,15 @@ class _Pools(ABC):
         need = self.needs[block]
         if need == 0:
             return True
-        pool, keep = (self.small, 0) if need <= _SMALL_SIZE else (self.large, self.large_rest)
-        index = bisect_left(pool, need << _SHIFT)
-        if index == len(pool):
+        pool = self.pool_of[block]
+        spare, keep = self.spare[pool], self.large_rest if pool % 2 else 0
+        index = bisect_left(spare, need << _SHIFT)
+        if index == len(spare):
             if not self._granted(_segment(need)):
                 return False
             start, size = self._grow(pool, need)
         else:
-            key = pool.pop(self._choose(pool, index))
+            key = spare.pop(self._choose(pool, index))
             start, size = key & _START, key >> _SHIFT
             del self.size_at[start], self.start_before[start + size]
         if size - need > keep:
@@ -274,12 +297,11 @@ class _Pools(ABC):
 
     def free(self, block: int) -> None:
         """Back into its pool, joined with its free neighbours."""
-        need = self.needs[block]
-        if need == 0:
+        if self.needs[block] == 0:
             return
         start, size = self.live.pop(block)
         self.allocated -= size
-        self._join(self.small if need <= _SMALL_SIZE else self.large, start, size)
+        self._join(self.pool_of[block], start, size)
 
     def _granted(self, segment: int) -> bool:
         """Whether a segment may be had, if need be after giving back what is free."""
@@ -299,18 +321,19 @@ class _Pools(ABC):
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
-    def _put(self, pool: list[int], start: int, size: int) -> None:
-        insort(pool, size << _SHIFT | start)
+    def _put(self, pool: int, start: int, size: int) -> None:
+        insort(self.spare[pool], size << _SHIFT | start)
         self.size_at[start] = size
         self.start_before[start + size] = start
 
-    def _take(self, pool: list[int], start: int) -> int:
+    def _take(self, pool: int, start: int) -> int:
         size = self.size_at.pop(start)
         del self.start_before[start + size]
-        del pool[bisect_left(pool, size << _SHIFT | start)]
+        spare = self.spare[pool]
+        del spare[bisect_left(spare, size << _SHIFT | start)]
         return size
 
-    def _join(self, pool: list[int], start: int, size: int) -> None:
+    def _join(self, pool: int, start: int, size: int) -> None:
         end = start + size
         if start in self.start_before:
             start = self.start_before[start]
@@ -320,11 +343,11 @@ class _Pools(ABC):
         self._put(pool, start, end - start)
 
     @abstractmethod
-    def _choose(self, pool: list[int], index: int) -> int:
+    def _choose(self, pool: int, index: int) -> int:
         """Which free block to use, from the first one on that is large enough."""
 
     @abstractmethod
-    def _grow(self, pool: list[int], need: int) -> tuple[int, int]:
+    def _grow(self, pool: int, need: int) -> tuple[int, int]:
         """Start and size of a new block that is in no pool."""
 
     @abstractmethod
@@ -337,15 +360,15 @@ class _Segments(_Pools):
 
     large_rest = _SMALL_SIZE
 
-    def __init__(self, needs: Sequence[int], capacity: int | None) -> None:
-        super().__init__(needs, capacity)
+    def __init__(self, needs: Sequence[int], pool_of: Sequence[int], capacity: int | None) -> None:
+        super().__init__(needs, pool_of, capacity)
         self.segments: dict[int, int] = {}
         self._next = 0
 
-    def _choose(self, pool: list[int], index: int) -> int:
+    def _choose(self, pool: int, index: int) -> int:
         return index
 
-    def _grow(self, pool: list[int], need: int) -> tuple[int, int]:
+    def _grow(self, pool: int, need: int) -> tuple[int, int]:
         start, size = self._next, _segment(need)
         self.segments[start] = size
         self._next += size + 1  # never touches the next one
@@ -353,8 +376,8 @@ class _Segments(_Pools):
         return start, size
 
     def _give_back(self) -> None:
-        for pool in (self.large, self.small):
-            for key in list(pool):
+        for pool, spare in enumerate(self.spare):
+            for key in list(spare):
                 start, size = key & _START, key >> _SHIFT
                 if self.segments.get(start) == size:
                     self._take(pool, start)
@@ -367,16 +390,16 @@ class _Expandable(_Pools):
 
     large_rest = 0
 
-    def __init__(self, needs: Sequence[int], capacity: int | None) -> None:
-        super().__init__(needs, capacity)
+    def __init__(self, needs: Sequence[int], pool_of: Sequence[int], capacity: int | None) -> None:
+        super().__init__(needs, pool_of, capacity)
         # what is not mapped, by start; sorted, and the last one never ends
-        self._holes: tuple[dict[int, int], dict[int, int]] = ({0: _RANGE}, {_RANGE: _RANGE})
+        self._holes: list[dict[int, int]] = [{pool * _RANGE: _RANGE} for pool in range(len(self.spare))]
 
-    def _choose(self, pool: list[int], index: int) -> int:
-        holes = self._holes[pool is self.large]
-        room = self._room(pool[index], holes)
-        while index + 1 < len(pool):
-            further = self._room(pool[index + 1], holes)
+    def _choose(self, pool: int, index: int) -> int:
+        holes, spare = self._holes[pool], self.spare[pool]
+        room = self._room(spare[index], holes)
+        while index + 1 < len(spare):
+            further = self._room(spare[index + 1], holes)
             if further >= room:
                 break
             index, room = index + 1, further
@@ -387,9 +410,9 @@ class _Expandable(_Pools):
         size = key >> _SHIFT
         return size + holes.get((key & _START) + size, 0)
 
-    def _grow(self, pool: list[int], need: int) -> tuple[int, int]:
+    def _grow(self, pool: int, need: int) -> tuple[int, int]:
         start = next(start for start in self._starts(pool) if self._reach(pool, start, need) >= need)
-        holes, page = self._pages(pool)
+        holes, page = self._holes[pool], _page(pool)
         while (size := self.size_at.get(start, 0)) < need:
             at = start + size
             hole = holes.pop(at)
@@ -400,18 +423,14 @@ class _Expandable(_Pools):
             self._join(pool, at, mapped)
         return start, self._take(pool, start)
 
-    def _pages(self, pool: list[int]) -> tuple[dict[int, int], int]:
-        large = pool is self.large
-        return self._holes[large], _LARGE_SEGMENT if large else _SMALL_SEGMENT
-
-    def _starts(self, pool: list[int]) -> Iterator[int]:
+    def _starts(self, pool: int) -> Iterator[int]:
         """Where free addresses begin that contain a hole, the lowest first, ``find_expandable_block``."""
-        for hole in sorted(self._holes[pool is self.large]):
+        for hole in sorted(self._holes[pool]):
             yield self.start_before.get(hole, hole)
 
-    def _reach(self, pool: list[int], start: int, need: int) -> int:
+    def _reach(self, pool: int, start: int, need: int) -> int:
         """How many addresses from ``start`` on are free or not mapped; counted up to ``need``."""
-        holes, reach = self._holes[pool is self.large], 0
+        holes, reach = self._holes[pool], 0
         while reach < need:
             at = start + reach
             step = self.size_at.get(at, 0) or holes.get(at, 0)
@@ -421,9 +440,9 @@ class _Expandable(_Pools):
         return reach
 
     def _give_back(self) -> None:
-        for pool in (self.large, self.small):
-            holes, page = self._pages(pool)
-            for key in list(pool):
+        for pool, spare in enumerate(self.spare):
+            holes, page = self._holes[pool], _page(pool)
+            for key in list(spare):
                 start, size = key & _START, key >> _SHIFT
                 first, last = _round_up(start, page), (start + size) // page * page
                 if first < last:
@@ -431,13 +450,18 @@ class _Expandable(_Pools):
                     holes[first] = last - first
             _merge(holes)
 
-    def _unmap(self, pool: list[int], start: int, first: int, last: int) -> None:
+    def _unmap(self, pool: int, start: int, first: int, last: int) -> None:
         end = start + self._take(pool, start)
         if start < first:
             self._put(pool, start, first - start)
         if last < end:
             self._put(pool, last, end - last)
         self.reserved -= last - first
+
+
+def _page(pool: int) -> int:
+    """What an expandable pool grows by."""
+    return _LARGE_SEGMENT if pool % 2 else _SMALL_SEGMENT
 
 
 def _merge(holes: dict[int, int]) -> None:

@@ -19,7 +19,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -318,6 +318,14 @@ def _queue(micro: MicroPart, rows: Ints, accumulation: Ints, *, waiting: bool) -
     return waiting_rows * micro.batch_bytes_per_row()
 
 
+class Requests(NamedTuple):
+    """Arguments of :func:`autofit.costmodel.allocator.replay`."""
+
+    events: list[int]
+    sizes: list[float]
+    streams: list[int]
+
+
 def requests(
     micro: MicroPart,
     optimizer: OptimizerPart,
@@ -327,7 +335,7 @@ def requests(
     steps: int = 3,
     evaluated_rows: int = 0,
     workspaces: Sequence[int] = (),
-) -> tuple[list[int], list[float]]:
+) -> Requests:
     """A whole run as allocations and frees for :mod:`autofit.costmodel.allocator`.
 
     Load, some optimizer steps, an evaluation step. Two micro-steps stand for any number above one: what more of them
@@ -343,6 +351,7 @@ def requests(
         workspaces: Bytes that cuBLAS keeps, from the first forward pass and from the first backward pass on.
     """
     sizes: list[float] = [*micro.weights.tolist(), *([micro.buckets_bytes] if micro.buckets_bytes else [])]
+    streams = [0] * (len(sizes) + len(workspaces))
     events = list(range(len(sizes)))
     kept = range(len(sizes), len(sizes) + len(workspaces))
     sizes += workspaces
@@ -360,6 +369,7 @@ def requests(
     for turn in range(steps):
         base = len(sizes)
         sizes += micro_sizes.tolist()
+        streams += tape.streams.tolist()
         done = 0
         for begin, workspace in zip(begins, kept, strict=True) if turn == 0 else ():
             events += [*_moved(tape, base, done, begin), workspace]
@@ -369,6 +379,7 @@ def requests(
         begin, past = step_tape.bounds(places[min(turn, len(places) - 1)])
         offset = len(sizes)
         sizes += step_tape.sizes.tolist()
+        streams += step_tape.streams.tolist()
         for event in step_tape.events[begin:past].tolist():
             block = event if event >= 0 else ~event
             if given[block] or elsewhere[block] or (state[block] and turn > 0):
@@ -379,8 +390,9 @@ def requests(
     if micro.evaluation is not None and evaluated_rows:
         base = len(sizes)
         sizes += micro.evaluation.bytes_at(evaluated_rows).tolist()
+        streams += micro.evaluation.streams.tolist()
         events += _moved(micro.evaluation, base, 0, len(micro.evaluation.events))
-    return _balanced(events), sizes
+    return Requests(_balanced(events), sizes, streams)
 
 
 def _first_product(tape: Tape, segment: str) -> int:

@@ -117,7 +117,7 @@ def test_best_fit_takes_the_smallest_that_is_large_enough():
 
 
 def test_of_equals_the_lowest_address_is_taken():
-    pools = _Segments([48 * KIB * 2] * 3, None)
+    pools = _Segments([48 * KIB * 2] * 3, [1] * 3, None)
     for block in (0, 1):
         assert pools.allocate(block)
     where = pools.live[0]
@@ -172,7 +172,7 @@ def test_a_range_grows_from_the_free_block_at_its_end():
 def test_the_free_block_at_the_end_counts_as_what_it_can_grow_to():
     # free: 6 MiB between live blocks, 5 MiB at the end (of 40); 4 MiB goes to the 6, and the end keeps its 5
     sizes = [10 * MIB, 6 * MIB, 19 * MIB, 4 * MIB]
-    pools = _Expandable([size // _UNIT for size in sizes], None)
+    pools = _Expandable([size // _UNIT for size in sizes], [1] * 4, None)
     for block in (0, 1, 2):
         assert pools.allocate(block)
     pools.free(1)
@@ -183,7 +183,7 @@ def test_the_free_block_at_the_end_counts_as_what_it_can_grow_to():
 def test_whole_pages_are_unmapped_and_mapped_again_from_the_lowest_hole():
     # 0 at 0..30, 1 at 30..60; freed 0 gives back page 0..20, and 20..30 stays, in a page that 1 holds
     sizes = [30 * MIB, 30 * MIB, 40 * MIB, 25 * MIB]
-    pools = _Expandable([size // _UNIT for size in sizes], 80 * MIB // _UNIT)
+    pools = _Expandable([size // _UNIT for size in sizes], [1] * 4, 80 * MIB // _UNIT)
     for block in (0, 1):
         assert pools.allocate(block)
     pools.free(0)
@@ -198,6 +198,20 @@ def test_whole_pages_are_unmapped_and_mapped_again_from_the_lowest_hole():
     assert pools.reserved * _UNIT == 40 * MIB
     assert pools.allocate(3)  # the hole at 0 and the rest behind it are 30 MiB
     assert starts(pools)[3] == 0
+
+
+@both
+def test_a_stream_does_not_use_what_another_has_freed(expandable):
+    events, sizes = [0, ~0, 1, ~1], [40 * MIB, 40 * MIB]
+    assert replay(events, sizes, [1, 1], expandable=expandable).peak_reserved_bytes == 40 * MIB
+    apart = replay(events, sizes, [0, 1], expandable=expandable)
+    assert apart.peak_reserved_bytes == 80 * MIB
+    assert apart.peak_allocated_bytes == 40 * MIB
+    short = replay(events, sizes, [0, 1], capacity_bytes=79 * MIB, expandable=expandable)
+    assert (short.fits, short.retries, short.peak_reserved_bytes) == (True, 1, 40 * MIB)
+    assert smallest_capacity(events, sizes, [0, 1], expandable=expandable) == 40 * MIB
+    with pytest.raises(ValueError, match="streams of shape"):
+        replay(events, sizes, [0])
 
 
 def test_with_pages_the_ceiling_is_checked_before_rounding():
@@ -281,9 +295,8 @@ def sequences(draw):
 
 def check(pools, expandable):
     """What must hold after every event."""
-    free = [(key & (1 << 48) - 1, key >> 48) for key in pools.small + pools.large]
-    assert pools.small == sorted(pools.small)
-    assert pools.large == sorted(pools.large)
+    free = [(key & (1 << 48) - 1, key >> 48) for spare in pools.spare for key in spare]
+    assert all(spare == sorted(spare) for spare in pools.spare)
     assert dict(free) == pools.size_at
     assert {start + size: start for start, size in free} == pools.start_before
     spans = sorted([*free, *pools.live.values()])
@@ -308,8 +321,9 @@ def check(pools, expandable):
 def test_after_every_event(expandable, sequence, capacity):
     """No overlap, no byte lost, never above the capacity; and a block is as large as asked, or just above."""
     events, sizes = sequence
-    needs = _Sequence(events, sizes).needs
-    pools = (_Expandable if expandable else _Segments)(needs, capacity * MIB // _UNIT)
+    checked = _Sequence(events, sizes, [index % 3 for index in range(len(sizes))])
+    needs = checked.needs
+    pools = (_Expandable if expandable else _Segments)(needs, checked.pools, capacity * MIB // _UNIT)
     for event in events:
         if event < 0:
             pools.free(~event)

@@ -219,7 +219,7 @@ def check_balance(events):
 @given(models(), st.integers(1, 16), st.integers(1, 3), st.integers(1, 4))
 def test_requests_are_the_run(model, rows, accumulation, steps):
     micro, optimizer = parts_of(model)
-    events, sizes = requests(micro, optimizer, rows=rows, accumulation=accumulation, steps=steps)
+    events, sizes, _ = requests(micro, optimizer, rows=rows, accumulation=accumulation, steps=steps)
     left = check_balance(events)
     live = np.cumsum([sizes[event] if event >= 0 else -sizes[~event] for event in events])
     found = need(micro, optimizer, rows=rows, accumulation=accumulation, waiting=False)
@@ -241,7 +241,7 @@ def test_an_allocator_holds_what_the_plan_needs(tmp_path, config, precision):
     lab = Lab(tmp_path / "config", config, device="cuda", seq_len=128)
     for optimizer, rows, accumulation in (("adamw", 1, 1), ("adamw", 8, 2), ("adamw_8bit", 4, 1)):
         plan = PLAIN.replaced(precision=precision, optimizer=optimizer, micro_batch=rows, accumulation=accumulation)
-        events, sizes = requests(lab.micro(plan), lab.optimizer(plan), rows=rows, accumulation=accumulation)
+        events, sizes, _ = requests(lab.micro(plan), lab.optimizer(plan), rows=rows, accumulation=accumulation)
         check_balance(events)
         rounded = replay(events, np.array(sizes)).rounded_bytes
         assert rounded == pytest.approx(lab.need(plan).peak_bytes, rel=0.01)
@@ -260,5 +260,5 @@ def test_an_allocator_also_holds_an_evaluation_step_and_the_workspaces(tmp_path)
     )
     assert without.rounded_bytes < 0.9 * found.peak_bytes
     assert with_all.rounded_bytes == pytest.approx(found.peak_bytes + 8 * MIB, rel=0.01)
-    events, _ = requests(*parts, rows=16, accumulation=1, evaluated_rows=16, workspaces=(4 * MIB, 4 * MIB))
+    events, _, _ = requests(*parts, rows=16, accumulation=1, evaluated_rows=16, workspaces=(4 * MIB, 4 * MIB))
     check_balance(events)

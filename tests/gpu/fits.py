@@ -327,7 +327,7 @@ def predicted_of(case, traces, model):
     rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
     held = workspaces(CAPABILITY)
     evaluated = evaluated_rows(plan, traces.facts)
-    events, sizes = peak.requests(
+    events, sizes, streams = peak.requests(
         *parts, rows=rows, accumulation=accumulation, steps=STEPS, evaluated_rows=evaluated, workspaces=held
     )
     whole = [round(size) for size in sizes]
@@ -335,10 +335,10 @@ def predicted_of(case, traces, model):
         **record,
         "allocated_bytes": need.peak_bytes + sum(held),
         "capacity_bytes": {
-            "default": allocator.smallest_capacity(events, whole),
-            "expandable": allocator.smallest_capacity(events, whole, expandable=True),
+            "default": allocator.smallest_capacity(events, whole, streams),
+            "expandable": allocator.smallest_capacity(events, whole, streams, expandable=True),
         },
-        "reserved_bytes": allocator.replay(events, whole).peak_reserved_bytes,
+        "reserved_bytes": allocator.replay(events, whole, streams).peak_reserved_bytes,
         "workspace_bytes": sum(held),
         "context_bytes": CONTEXT_BYTES,
         "elsewhere_bytes": need.elsewhere_bytes,

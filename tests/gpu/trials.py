@@ -117,14 +117,14 @@ class Bench:
             return traced
         need, parts = traced
         facts = self.facts_for(plan)
-        events, sizes = peak.requests(
+        events, sizes, streams = peak.requests(
             *parts,
             rows=int(plan["micro_batch"]),
             accumulation=int(plan["accumulation"]),
             evaluated_rows=evaluated_rows(plan, facts),
             workspaces=workspaces(facts.hardware.capability),
         )
-        replayed = allocator.replay(events, [round(size) for size in sizes])
+        replayed = allocator.replay(events, [round(size) for size in sizes], streams)
         return Compared(
             allocated=outcome.allocated_bytes,
             traced_allocated=replayed.peak_allocated_bytes,

@@ -45,6 +45,7 @@ class Writer:
             most=np.full(len(self.sizes), np.inf),
             categories=np.array(self.categories, dtype=np.int64),
             ops=np.array(self.ops, dtype=np.int64),
+            streams=np.zeros(len(self.ops), dtype=np.int64),
             names=tuple(self.names),
             segments=tuple(self.segments),
             starts=starts,

@@ -163,19 +163,19 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
 def _smallest_card(found: Need, parts: tuple[peak.MicroPart, peak.OptimizerPart], plan: Plan, facts: Facts) -> int:
     """On which a plan runs: its allocations replayed through the allocator, and what lies outside."""
     rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
-    events, sizes = peak.requests(
+    asked = peak.requests(
         *parts,
         rows=rows,
         accumulation=accumulation,
         evaluated_rows=evaluated_rows(plan, facts),
         workspaces=workspaces(facts.hardware.capability),
     )
-    rounded = [round(size) for size in sizes]
+    rounded = [round(size) for size in asked.sizes]
     resolution = max(2 * MIB, found.peak_bytes // 400)
     if sum(rounded) > allocator.MOST_BYTES:  # no card of this world
         capacity = found.peak_bytes + workspace_bytes(facts.hardware.capability)
     else:
-        capacity = allocator.smallest_capacity(events, rounded, resolution_bytes=resolution)
+        capacity = allocator.smallest_capacity(asked.events, rounded, asked.streams, resolution_bytes=resolution)
     return capacity + CONTEXT_BYTES + nccl_bytes(plan, facts.workload)
 
 

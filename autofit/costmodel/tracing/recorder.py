@@ -62,12 +62,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sizes: list[int] = []
         self.ops: list[int] = []
         self.categories: list[int] = []
+        self.streams: list[int] = []
         self.names: dict[str, int] = {}
         self.segments: list[str] = ["load"]
         self.starts: list[int] = [0]
         self.work: list[list[list[float]]] = [_nothing()]
         self.work_per_row: list[list[list[float]]] = [_nothing()]
         self.operators = OperatorTable(rows)
+        self._number_of: dict[Any, int] = {torch.cpu.current_stream(): 0}  # streams, which a trace has in name only
         self._block: dict[int, int] = {}
         self._made_in: list[int] = []
         self._died_in: dict[int, int] = {}
@@ -146,6 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sizes.append(size)
         self.ops.append(self.names.setdefault(name, len(self.names)))
         self.categories.append(category)
+        self.streams.append(self._number_of.setdefault(torch.cpu.current_stream(), len(self._number_of)))
         self._made_in.append(len(self.segments) - 1)
         self.events.append(block)
         if category == _COMMUNICATION:
@@ -351,6 +354,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             most=most,
             categories=categories[kept],
             ops=np.array(self.ops, dtype=np.int64)[kept],
+            streams=np.array(self.streams, dtype=np.int64)[kept],
             names=tuple(self.names),
             segments=tuple(self.segments[since:past]),
             starts=starts,

@@ -71,6 +71,7 @@ class Tape:
         most: Bytes that a block has at most, of any rows; infinite for most blocks.
         categories: Index into :data:`CATEGORIES` of each block.
         ops: Index into ``names`` of the operator that made each block.
+        streams: Number of the stream that each block was allocated on; 0 is the one that computes.
         names: Names of operators.
         segments: Name of each segment, in order.
         starts: Index into ``events`` at which each segment begins, in order.
@@ -89,6 +90,7 @@ class Tape:
     most: Floats
     categories: Ints
     ops: Ints
+    streams: Ints
     names: tuple[str, ...]
     segments: tuple[str, ...]
     starts: Ints
@@ -179,6 +181,7 @@ class Tape:
             "most": self.most,
             "categories": self.categories.astype(np.int8),
             "ops": self.ops.astype(np.int16),
+            "streams": self.streams.astype(np.int8),
             "names": np.array(self.names, dtype=np.str_),
             "segments": np.array(self.segments, dtype=np.str_),
             "starts": self.starts,
@@ -194,7 +197,7 @@ class Tape:
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[np.generic]]) -> Tape:
         """What :meth:`arrays` gave."""
         words = {name: tuple(str(word) for word in arrays[name]) for name in ("names", "segments", "kinds")}
-        ints = {name: arrays[name].astype(np.int64) for name in ("events", "categories", "ops", "starts")}
+        ints = {name: arrays[name].astype(np.int64) for name in ("events", "categories", "ops", "streams", "starts")}
         floats = {name: arrays[name].astype(np.float64) for name in _FLOATS}
         return cls(**words, **ints, **floats)  # type: ignore[arg-type]
 
@@ -273,6 +276,7 @@ class _Lengthened:
             most=old.most[origin],
             categories=old.categories[origin],
             ops=old.ops[origin],
+            streams=old.streams[origin],
             names=old.names,
             segments=tuple(self.segments),
             starts=np.array(self.starts, dtype=np.int64),
