@@ -74,6 +74,8 @@ class MicroPart:
             several: a sharded one that is followed by another leaves whole gradients on every rank.
         buckets_bytes: What DDP's reducer holds as long as the weights.
         host_bytes: Of the weights that wait on the host.
+        loading: How the weights get onto the device, as events and bytes of blocks, of which the first are they; empty
+            where one comes after the other.
     """
 
     tape: Tape
@@ -83,6 +85,7 @@ class MicroPart:
     alone: Tape | None = None
     buckets_bytes: int = 0
     host_bytes: int = 0
+    loading: tuple[Ints, Ints] | None = None
 
     @property
     def held_bytes(self) -> float:
@@ -350,9 +353,10 @@ def requests(
         evaluated_rows: Of the evaluation step; without any it is left out.
         workspaces: Bytes that cuBLAS keeps, from the first forward pass and from the first backward pass on.
     """
-    sizes: list[float] = [*micro.weights.tolist(), *([micro.buckets_bytes] if micro.buckets_bytes else [])]
+    load_events, loaded = micro.loading or (np.arange(len(micro.weights)), micro.weights)
+    sizes: list[float] = [*loaded.tolist(), *([micro.buckets_bytes] if micro.buckets_bytes else [])]
     streams = [0] * (len(sizes) + len(workspaces))
-    events = list(range(len(sizes)))
+    events = [*load_events.tolist(), *range(len(loaded), len(sizes))]
     kept = range(len(sizes), len(sizes) + len(workspaces))
     sizes += workspaces
     state = optimizer.tape.categories == _STATE
@@ -477,6 +481,8 @@ def pack(micro: MicroPart | None, optimizer: OptimizerPart | None) -> dict[str, 
     arrays: dict[str, Any] = dict(part.tape.arrays())
     if micro is not None:
         arrays["weights"] = micro.weights
+        if micro.loading is not None:
+            arrays["load_events"], arrays["load_sizes"] = micro.loading
         arrays["notes"] = np.array(micro.notes, dtype=np.str_)
         arrays["buckets"] = np.array([micro.buckets_bytes, micro.host_bytes])
         if micro.alone is not None:
@@ -508,5 +514,6 @@ def unpack(arrays: Mapping[str, Any]) -> MicroPart | OptimizerPart:
             alone=alone,
             buckets_bytes=int(arrays["buckets"][0]),
             host_bytes=int(arrays["buckets"][1]),
+            loading=(arrays["load_events"], arrays["load_sizes"]) if "load_events" in arrays else None,
         )
     return OptimizerPart(tape=tape, elsewhere_bytes=int(arrays["elsewhere"]))

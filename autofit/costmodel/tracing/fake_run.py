@@ -38,8 +38,10 @@ from autofit.costmodel.tracing.layers import Marks, TraceDone, find_layers, peri
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.shard_layout import (
     Layout,
+    Loading,
     cut,
     layout_of,
+    loading,
     local_bytes,
     on_device,
     one_process,
@@ -73,14 +75,14 @@ class MicroSteps:
 
     Attributes:
         tape: Segments are named ``0:F1`` for the first micro-step, ``1:F1`` for one that adds to gradients.
-        evaluation: One evaluation step with as many rows; ``None`` on the ``loop`` path, where the script evaluates,
-            and over several processes.
+        evaluation: One evaluation step with as many rows; ``None`` on the ``loop`` path, where the script evaluates.
         copies: Periods that are missing in it.
         weights: Bytes of each parameter and buffer of the whole model.
         notes: What was assumed, in words.
         buckets_bytes: Of DDP's reducer, of the whole model.
         host_bytes: Of the weights that wait on the host.
         gathers_late: Whether a micro-step that is followed by another leaves whole gradients on every rank.
+        loading: How a sharded model gets onto the device.
     """
 
     tape: Tape
@@ -91,6 +93,7 @@ class MicroSteps:
     buckets_bytes: int = 0
     host_bytes: int = 0
     gathers_late: bool = False
+    loading: Loading | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +166,7 @@ def micro_steps(
         layout = layout_of(recipe_of(plan, facts))
         model = recipe.model(None, config=config, device="meta" if fake else "cpu")
         weights, buckets_bytes = tuple(local_bytes(model, layout)), layout.buckets_bytes(model)
+        load = loading(model, layout) if layout.shards > 1 else None
         shares = share_bytes(model, layout) if layout.on_host else {}
         host_bytes = sum(shares.values())
         buckets_bytes += max(shares.values(), default=0)  # one share at a time is brought in to be gathered
@@ -188,6 +192,7 @@ def micro_steps(
         buckets_bytes=buckets_bytes,
         host_bytes=host_bytes,
         gathers_late=layout.gathers_late,
+        loading=load,
     )
 
 
@@ -385,9 +390,8 @@ def _run(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool) 
 
 
 def _evaluates(recipe: Recipe) -> bool:
-    """Whether an evaluation step is traced: a Trainer's, in one process."""
-    work = recipe.facts.workload
-    return work.launch_path == "trainer" and work.processes == 1
+    """Whether an evaluation step is traced: a Trainer's."""
+    return recipe.facts.workload.launch_path == "trainer"
 
 
 def _call_batch(recorder: Recorder) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from torch import nn
 from autofit.contract.emission import Emission
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from autofit.contract.facts import Facts
     from autofit.contract.recipe import Recipe
 
@@ -34,6 +36,7 @@ class Layout:
         gathers_late: Whether gradients stay whole on every rank between the micro-steps of an accumulation.
         engine: Whether an engine runs the model, so that a trace needs its world, also one of a single process.
         on_host: Whether shares of weights, gradients and optimizer state wait on the host (``fsdp_offload_params``).
+        units: Names of the classes of modules that are sharded one at a time.
     """
 
     shards: int = 1
@@ -42,6 +45,7 @@ class Layout:
     gathers_late: bool = False
     engine: bool = False
     on_host: bool = False
+    units: frozenset[str] = frozenset()
 
     def buckets_bytes(self, model: nn.Module) -> int:
         """Bytes of the reducer's buckets; a gradient is copied there and back, since it is no view of its bucket.
@@ -53,6 +57,16 @@ class Layout:
         return sum(trained) if self.bucketed else 0
 
 
+class Loading(NamedTuple):
+    """Allocations and frees while a model gets onto its device, and the bytes of their blocks.
+
+    See :func:`autofit.costmodel.allocator.replay`. The first blocks are those of :func:`local_bytes`, which stay.
+    """
+
+    events: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 def layout_of(recipe: Recipe) -> Layout:
     """The layout that a plan's files ask for."""
     world = recipe.facts.workload.processes
@@ -61,12 +75,14 @@ def layout_of(recipe: Recipe) -> Layout:
     if engine == "FSDP":
         sizes = written.get("parallelism_config") or {}
         replicas = int(sizes.get("parallelism_config_dp_replicate_size", 1))
+        config = written.get("fsdp_config") or {}
         return Layout(
             shards=world // replicas,
             upcast=recipe.mixed_precision != "no",
             gathers_late=not recipe.sync_each_batch,
             engine=True,
-            on_host=bool((written.get("fsdp_config") or {}).get("fsdp_offload_params")),
+            on_host=bool(config.get("fsdp_offload_params")),
+            units=frozenset(str(config.get("fsdp_transformer_layer_cls_to_wrap") or "").split(",")),
         )
     return Layout(bucketed=engine == "MULTI_GPU" and world > 1, engine=world > 1)
 
@@ -99,6 +115,67 @@ def share_bytes(model: nn.Module, layout: Layout) -> dict[int, int]:
         id(one): torch.empty(local_shape(one, layout), dtype=local_dtype(one, layout), device="meta").nbytes
         for one in model.parameters()
     }
+
+
+def loading(model: nn.Module, layout: Layout) -> Loading:
+    """How one rank's share of a model that is sharded gets onto its device.
+
+    Each unit is brought there whole and freed once its shares are made; the embeddings are held until the last unit is
+    done. Source: ``fully_shard``, and ``fsdp2_prepare_model`` of ``accelerate/utils/fsdp_utils.py`` (1.15), whose
+    variables hold them.
+    """
+    found = _Loading(model, layout)
+    embeddings = [
+        parameter
+        for name in ("get_input_embeddings", "get_output_embeddings")
+        if (module := getattr(model, name, lambda: None)()) is not None
+        for parameter in module.parameters()
+    ]
+    held = {id(one) for one in embeddings}
+    for module in model.modules():
+        if type(module).__name__ in layout.units:
+            found.shard(one for one in module.parameters() if id(one) not in held)
+    late = [block for one in embeddings for block in found.shard([one], free=False)]
+    found.shard(model.parameters())
+    found.events += [~block for block in late]
+    return found.done()
+
+
+class _Loading:
+    """Writes down allocations and frees; the first blocks are the parameters and buffers that stay."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.layout = layout
+        self.shares = share_bytes(model, layout)
+        kept = ({} if layout.on_host else self.shares) | {id(buffer): buffer.nbytes for buffer in model.buffers()}
+        self.number = {key: block for block, key in enumerate(kept)}
+        self.sizes = list(kept.values())
+        self.events: list[int] = []
+        self.sharded: set[int] = set()
+
+    def shard(self, parameters: Iterable[nn.Parameter], *, free: bool = True) -> list[int]:
+        """Bring parameters whole, make their shares, and free what was brought, or return its blocks."""
+        unit = {id(one): one for one in parameters if id(one) not in self.sharded}
+        self.sharded |= set(unit)
+        brought = [self._new(one.numel() * local_dtype(one, self.layout).itemsize) for one in unit.values()]
+        for key in unit:
+            if key in self.number:
+                self.events.append(self.number[key])
+            else:
+                self.events.append(~self._new(self.shares[key]))
+        if free:
+            self.events += [~block for block in brought]
+        return brought
+
+    def _new(self, size: int) -> int:
+        self.sizes.append(size)
+        self.events.append(len(self.sizes) - 1)
+        return len(self.sizes) - 1
+
+    def done(self) -> Loading:
+        """With what is not sharded."""
+        missing = set(self.number.values()) - set(self.events)
+        return Loading((*self.events, *sorted(missing)), tuple(self.sizes))
 
 
 def cut(model: nn.Module, layout: Layout) -> None:

@@ -116,6 +116,7 @@ def micro_part(plan: Plan, facts: Facts, config: Path, folder: Path) -> MicroPar
         alone=alone,
         buckets_bytes=found.buckets_bytes,
         host_bytes=found.host_bytes,
+        loading=(np.array(found.loading.events), np.array(found.loading.sizes)) if found.loading else None,
     )
 
 
