@@ -17,11 +17,21 @@ def without_values() -> dict[Any, StandIn]:
     ops = torch.ops.aten
     return {
         ops._grouped_mm.default: _grouped_mm,
+        ops.stack.default: _stack,
         ops.nonzero.default: _Nonzero(),
         ops.masked_select.default: _masked_select,
         ops._ctc_loss.Tensor: _ctc_loss,
         ops._ctc_loss_backward.Tensor: _ctc_loss_backward,
     }
+
+
+def _stack(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """One row many times: a batch, whose rows would be looked at one by one."""
+    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    first = tensors[0]
+    if dim != 0 or any(one is not first for one in tensors) or not first.is_contiguous():
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    return first.new_empty(len(tensors), *first.shape)  # type: ignore[no-any-return]
 
 
 def _grouped_mm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset
 
 from autofit.contract import placement
 from autofit.contract.emission import Emission
@@ -34,6 +34,7 @@ from autofit.contract.plan import Plan
 from autofit.costmodel.tracing.cuda_emulation import like_cuda
 from autofit.costmodel.tracing.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.fake_kernels import without_values
+from autofit.costmodel.tracing.fake_mode import FakeMode
 from autofit.costmodel.tracing.layers import Marks, TraceDone, find_layers, period_of, shorten, watch_layers
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.shard_layout import (
@@ -327,7 +328,7 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
             stack.enter_context(one.stand_in(recipe.plan[one.name], recipe.facts, recorder))
         if fake:
             stack.enter_context(without_packing())
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(FakeMode())
         if layout_of(recipe).engine:
             stack.enter_context(following(recorder))
         stack.enter_context(recorder)
@@ -366,9 +367,9 @@ def _run(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool) 
     recorder.call([*model.parameters(), *model.buffers()], "weights")
     rows = recipe.micro_batch * marks.accumulation * marks.effort.warm_up * recipe.facts.workload.processes
     on_cpu_itself = recipe.facts.hardware.device == "cpu"
-    dataset = None if on_cpu_itself else loops.random_rows(recipe, model, rows)  # of the host, where there is a device
+    dataset = None if on_cpu_itself else _rows(recipe, model, rows, fake=fake)  # of the host, where there is a device
     recorder.mark("begin")
-    dataset = dataset or loops.random_rows(recipe, model, rows)
+    dataset = dataset or _rows(recipe, model, rows, fake=fake)
     model.register_forward_pre_hook(_call_batch(recorder), with_kwargs=True)
     marks.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if recipe.facts.workload.launch_path == "trainer":
@@ -387,6 +388,25 @@ def _run(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool) 
         optimizer = recipe.optimizer(model, output_dir=str(folder))
         with contextlib.suppress(TraceDone):
             loops.run_loop(marks, accelerator, model, optimizer, dataset=dataset)
+
+
+def _rows(recipe: Recipe, model: Any, rows: int, *, fake: bool) -> Dataset[Any]:
+    """Random rows; without values the same tensors each time, unless rows differ in length."""
+    dataset = loops.random_rows(recipe, model, rows)
+    return _Alike(dataset) if fake and not recipe.facts.workload.lengths else dataset
+
+
+class _Alike(Dataset[Any]):
+    """The first row of a dataset as every row."""
+
+    def __init__(self, rows: Any) -> None:
+        self.row, self.count, self.collate = rows[0], len(rows), rows.collate
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, _: int) -> Any:
+        return self.row
 
 
 def _evaluates(recipe: Recipe) -> bool:

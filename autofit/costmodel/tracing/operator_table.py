@@ -58,8 +58,15 @@ class OperatorTable:
 
     def add(self, segment: int, one: Operator, moved: Sequence[float], calls: float = 1.0) -> None:
         """Write down an operator, and the bytes of each tensor that make up its ``moved_bytes``."""
+        self.call(segment, self.index_of(one, moved), calls)
+
+    def index_of(self, one: Operator, moved: Sequence[float]) -> int:
+        """The row of an operator; a new one where it has none."""
         fixed = float(sum(size for size in moved if not self.rows or size % self.rows))
-        index = self._index.setdefault((*row_of(one), fixed), len(self._index))
+        return self._index.setdefault((*row_of(one), fixed), len(self._index))
+
+    def call(self, segment: int, index: int, calls: float = 1.0) -> None:
+        """The operator of a row is called in a segment."""
         self._calls[segment, index] = self._calls.get((segment, index), 0.0) + calls
 
     def arrays(self, since: int, past: int) -> tuple[Floats, Floats, Floats]:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from autofit.contract.trace import Ints
 from autofit.costmodel.operator_time import Operator
 from autofit.costmodel.roofline import KINDS, Kind
+from autofit.costmodel.tracing.fake_mode import signature
 from autofit.costmodel.tracing.operator_table import OperatorTable, collective_of, operator_of
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape
 
@@ -31,7 +32,9 @@ _WEIGHTS, _COPIES, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _BATCH, _TEMPORARI
     len(CATEGORIES)
 )
 _HEAD = frozenset({"head", "loss", "headB"})
-_VALUES = {torch.ops.aten._local_scalar_dense.default}
+_DEVICE = torch.ops.prim.device.default
+"""Asked of a fake tensor by every call from Python: two of three dispatches of a trace."""
+_ASKED = {torch.ops.aten._local_scalar_dense.default, _DEVICE}
 ATTENTION = "attention_by_scores"
 """Name of the function that calls the attention whose scores are made."""
 _AUTOGRAD = "_engine_run_backward"
@@ -70,6 +73,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work_per_row: list[list[list[float]]] = [_nothing()]
         self.operators = OperatorTable(rows)
         self._number_of: dict[Any, int] = {torch.cpu.current_stream(): 0}  # streams, which a trace has in name only
+        self._counted: dict[Hashable, tuple[Kind, float, list[int], int]] = {}
         self._block: dict[int, int] = {}
         self._made_in: list[int] = []
         self._died_in: dict[int, int] = {}
@@ -93,13 +97,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator and write down what it made."""
+        if self.fake and func in _ASKED:
+            return args[0].device if func is _DEVICE else _one(args[0])
         kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented  # its own dispatch comes down to local tensors
         if self._closed or self._paused:
-            return _one(args[0]) if self.fake and func in _VALUES else func(*args, **kwargs)
-        if self.fake and func in _VALUES:
-            return _one(args[0])
+            return func(*args, **kwargs)
         stand_in = self.stand_ins.get(func)
         if stand_in is not None:
             result = stand_in(self, func, args, kwargs)
@@ -166,26 +170,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append(~block)
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, outputs: list[Any]) -> None:
-        """Add an operator's work to its segment."""
-        kind: Kind
-        moved = [tensor.nbytes for tensor in outputs if isinstance(tensor, torch.Tensor)]
-        first = None
-        for value in args:
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(tensor, torch.Tensor):
-                    moved.append(tensor.nbytes)
-                    first = tensor if first is None else first
-        flops, kind = 0.0, "other"
-        counter = flop_registry.get(func._overloadpacket)
-        if "flash_attention" in str(func):
-            flops = _attention_flops(func, args)
-            kind = _product(first) if first is None or first.dtype == torch.float32 else "attention"
-        elif counter is not None:
-            flops, kind = float(counter(*args, **kwargs, out_val=result)), _product(first)
-        elif func is torch.ops.aten._grouped_mm.default:  # which PyTorch's own counter does not know
-            flops, kind = 2.0 * args[0].numel() * args[1].shape[-1], _product(first)
-        self._add(kind, flops, moved)
-        self._describe(*operator_of(func, args, kwargs, outputs, flops))
+        """Add an operator's work to its segment; what it is of such tensors is worked out once."""
+        key = signature(func, (args, outputs), kwargs)
+        counted = None if key is None else self._counted.get(key)
+        if counted is None:
+            kind, flops, moved = _work_of(func, args, kwargs, result, outputs)
+            index = self.operators.index_of(*operator_of(func, args, kwargs, outputs, flops))
+            counted = kind, flops, moved, index
+            if key is not None:
+                self._counted[key] = counted
+        self._add(*counted[:3])
+        self.operators.call(len(self.segments) - 1, counted[3])
 
     def _send(self, one: Operator | None) -> None:
         """Add a collective; gathered weights don't grow with the rows, whatever divides them."""
@@ -451,6 +446,30 @@ def _one(tensor: torch.Tensor) -> Any:
     if tensor.dtype == torch.bool:
         return False
     return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _work_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, outputs: list[Any]
+) -> tuple[Kind, float, list[int]]:
+    """Of an operator its kind, its FLOPs, and the bytes of each tensor that it reads or writes."""
+    kind: Kind
+    moved = [tensor.nbytes for tensor in outputs if isinstance(tensor, torch.Tensor)]
+    first = None
+    for value in args:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                moved.append(tensor.nbytes)
+                first = tensor if first is None else first
+    flops, kind = 0.0, "other"
+    counter = flop_registry.get(func._overloadpacket)
+    if "flash_attention" in str(func):
+        flops = _attention_flops(func, args)
+        kind = _product(first) if first is None or first.dtype == torch.float32 else "attention"
+    elif counter is not None:
+        flops, kind = float(counter(*args, **kwargs, out_val=result)), _product(first)
+    elif func is torch.ops.aten._grouped_mm.default:  # which PyTorch's own counter does not know
+        flops, kind = 2.0 * args[0].numel() * args[1].shape[-1], _product(first)
+    return kind, flops, moved
 
 
 def _product(tensor: torch.Tensor | None) -> Kind:

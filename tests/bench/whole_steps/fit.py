@@ -2,8 +2,8 @@
 
 The kernels' coefficients are held but for those in :data:`WANTED`, which no measured kernel is of. Steps that differ in
 the accumulation alone are one row, the median of them; no source decides by its number of rows, since at most
-:data:`MOST` of each source and card are fitted to, and the interval is that of the median card of a source, each card
-left out in turn. The same minimizer as the kernels', no random numbers.
+:data:`MOST` of each source and card are fitted to, and the interval is the mean over the cards of each source, each
+card left out in turn. The same minimizer as the kernels', no random numbers.
 """
 
 from __future__ import annotations
@@ -154,13 +154,16 @@ def _origin(step: Step) -> tuple[str, str]:
 
 
 def _spread(errors: Numbers, steps: Sequence[Step]) -> float:
-    """The standard deviation whose 80 % interval holds 80 % of the steps of the median card of a source."""
+    """The mean, over the cards of each source, of the standard deviation whose 80 % interval holds 80 % of the steps.
+
+    A new card may be any of them. That of the median card is too narrow: half of the cards are farther off than it.
+    """
     origins: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for step, error in zip(steps, errors.tolist(), strict=True):
         if not np.isnan(error):
             origins[_origin(step)].append(abs(error))
     each = [float(np.quantile(its, 0.8)) for its in origins.values()]
-    return round(statistics.median(each) / step_time.EIGHTY, 3) if each else 0.0
+    return round(statistics.fmean(each) / step_time.EIGHTY, 3) if each else 0.0
 
 
 def _thinned(steps: Sequence[Step]) -> list[Step]:

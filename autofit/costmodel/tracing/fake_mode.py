@@ -1,0 +1,154 @@
+"""Fake tensors in less time: what an operator makes of given shapes is worked out once.
+
+A trace calls the same few hundred operators some thousand times. PyTorch's own mode remembers what they make too, but
+its look-up was more than half of a trace. What is remembered here depends on shapes, strides and storages alone;
+whatever can't be told by these (values, operators that write, tensors of other layouts) goes to PyTorch's mode.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+_PLAIN = frozenset({
+    int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout,
+})  # fmt: skip
+_UNTOLD = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+
+
+def signature(func: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
+    """All that an operator's result depends on but values; ``None`` where more may matter."""
+    key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+    told = _tell(key, args)
+    if told and kwargs:
+        key.extend(kwargs)
+        told = _tell(key, kwargs.values())
+    return tuple(key) if told else None
+
+
+def _tell(key: list[Any], values: Iterable[Any]) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            dtype = value.dtype
+            if value.layout is not torch.strided or dtype.is_complex or value.constant is not None:
+                return False
+            size = value.untyped_storage().nbytes()
+            key.extend((dtype, value.shape, value.stride(), value.storage_offset(), size, value.requires_grad))
+            key.append(value.fake_device)
+        elif kind in _PLAIN:
+            key.extend((kind, value))
+        elif kind is list or kind is tuple:
+            key.extend((kind, len(value)))
+            if not _tell(key, value):
+                return False
+        else:
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that an operator makes: its sizes, and the place among the tensors given of the one that it views."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    views: int | None
+
+
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """PyTorch's mode of fake tensors, which looks first whether an operator was called with such tensors before.
+
+    What is known holds for every trace of a process.
+    """
+
+    _known: ClassVar[dict[Hashable, tuple[type | None, tuple[Any, ...]]]] = {}
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one operator."""
+        kwargs = kwargs or {}
+        key = signature(func, args, kwargs) if _may_be_known(func) else None
+        if key is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        known = self._known.get(key)
+        if known is None:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            described = _described(result, _tensors(args, kwargs))
+            if described is not None:
+                self._known[key] = described
+            return result
+        kind, outputs = known
+        given = _tensors(args, kwargs) if any(type(one) is _Made and one.views is not None for one in outputs) else []
+        made = [self._make(one, given) if type(one) is _Made else one for one in outputs]
+        return made[0] if kind is None else kind(made)
+
+    def _make(self, one: _Made, given: list[torch.Tensor]) -> FakeTensor:
+        with in_kernel_invocation_manager(self):
+            if one.views is None:
+                bare = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
+            else:
+                bare = torch.empty(0, dtype=one.dtype, device="meta")
+                bare.set_(given[one.views].untyped_storage(), one.offset, one.shape, one.stride)
+        return FakeTensor(self, bare, one.device)
+
+
+@functools.cache
+def _may_be_known(func: Any) -> bool:
+    """Whether shapes tell what an operator makes, and it makes it without writing to what is given."""
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and func.namespace == "aten"
+        and not func._schema.is_mutable
+        and not any(tag in func.tags for tag in _UNTOLD)
+        and "lift" not in func._schema.name
+        and "resize" not in func._schema.name
+    )
+
+
+def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        found += (one for one in (value if isinstance(value, (list, tuple)) else (value,)) if type(one) is FakeTensor)
+    return found
+
+
+def _described(result: Any, given: list[torch.Tensor]) -> tuple[type | None, tuple[Any, ...]] | None:
+    """What was made, so that it can be made again; ``None`` where it can't."""
+    kind = type(result) if isinstance(result, (list, tuple)) else None
+    if kind not in {None, list, tuple}:
+        return None
+    outputs = [_one(value, given) for value in (result if kind is not None else (result,))]
+    return None if any(one is NotImplemented for one in outputs) else (kind, tuple(outputs))
+
+
+def _one(value: Any, given: list[torch.Tensor]) -> Any:
+    if type(value) is not FakeTensor:
+        return value if type(value) in {int, float, bool, type(None)} else NotImplemented
+    held = value.untyped_storage()
+    owners = [place for place, one in enumerate(given) if one.untyped_storage()._cdata == held._cdata]
+    plain = value.layout is torch.strided and not value.dtype.is_complex and not value.requires_grad
+    if any(value is one for one in given) or not plain or value.constant is not None:
+        return NotImplemented
+    made = _Made(
+        tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, value.fake_device,
+        owners[0] if owners else None,
+    )  # fmt: skip
+    if not owners:
+        last = sum((size - 1) * step for size, step in zip(made.shape, made.stride, strict=True))
+        spans = (last + 1 if value.numel() else 0) * value.itemsize
+        if made.offset or held.nbytes() != spans:
+            return NotImplemented
+    return made

@@ -1,0 +1,67 @@
+"""What is remembered of an operator is what PyTorch's own mode says of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from autofit.costmodel.tracing.fake_mode import FakeMode, signature
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "product": lambda: torch.empty(3, 4) @ torch.empty(5, 4).t(),
+    "product of a transposed": lambda: torch.empty(5, 4).t().transpose(0, 1) @ torch.empty(4, 7),
+    "views": lambda: torch.empty(6, 4)[2:4].unsqueeze(1).expand(2, 3, 4),
+    "several": lambda: torch.empty(6, 4).split(2),
+    "mixed dtypes": lambda: torch.empty(4, dtype=torch.bfloat16) + torch.empty(4),
+    "lists": lambda: torch.cat([torch.empty(2, 3), torch.empty(4, 3)]),
+    "a fused kernel": lambda: F.scaled_dot_product_attention(*(torch.empty(1, 2, 8, 16) for _ in range(3))),
+    "a norm": lambda: torch.native_layer_norm(torch.empty(3, 8), [8], torch.empty(8), None, 1e-5),
+    "channels last": lambda: F.conv2d(
+        torch.empty(2, 3, 8, 8).contiguous(memory_format=torch.channels_last), torch.empty(4, 3, 3, 3)
+    ),
+    "in place": lambda: torch.empty(4).add_(1),
+    "nothing": lambda: torch.empty(0, 4).sum(0),
+}
+
+
+def told(result: Any) -> list[Any]:
+    return [
+        (one.shape, one.stride(), one.storage_offset(), one.dtype, one.device, one.untyped_storage().nbytes())
+        if isinstance(one, torch.Tensor)
+        else one
+        for one in tree_leaves(result)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("name", CALLS)
+def test_it_answers_as_pytorch_does(name: str) -> None:
+    with FakeTensorMode():
+        expected = told(CALLS[name]())
+    with FakeMode():
+        assert [told(CALLS[name]()) for _ in range(3)] == [expected] * 3
+
+
+def test_a_view_shares_the_storage_of_the_tensor_that_was_given() -> None:
+    with FakeMode():
+        for _ in range(2):
+            given = torch.empty(6, 4)
+            seen = given[2:].t()
+            assert seen.untyped_storage()._cdata == given.untyped_storage()._cdata
+
+
+def test_operators_are_told_apart_by_all_that_matters() -> None:
+    add, view = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
+    with FakeMode():
+        one, other = torch.empty(4, 6), torch.empty(6, 4).t()
+        assert isinstance(one, FakeTensor)
+        assert signature(add, (one, 1), {}) != signature(add, (one, 1.0), {})
+        assert signature(add, (one, one), {}) != signature(add, (one, other), {})
+        assert signature(view, (one, [24]), {}) != signature(view, (one, (24,)), {})
+        assert signature(add, (one, one), {"alpha": 2}) != signature(add, (one, one), {})
+        assert signature(add, (one, torch.empty(4, 6, dtype=torch.complex64)), {}) is None
+    assert signature(add, (torch.ones(2), 1), {}) is None
