@@ -133,10 +133,9 @@ def test_the_command_line_is_the_one_that_was_designed():
     assert found == {
         "tune": [
             "--allow", "--among", "--call", "--config", "--device", "--fix", "--global-batch", "--guard", "--json",
-            "--launch-path", "--lengths", "--memory-limit", "--on", "--output", "--processes", "--record", "--resume",
-            "--sampler", "--seed", "--seq-len", "--storage", "--task", "--timeout", "--trials", "--trust-remote-code",
-            "--verbose",
-            "--wait",
+            "--launch-path", "--lengths", "--memory-limit", "--on", "--output", "--price", "--processes", "--record",
+            "--resume", "--sampler", "--seed", "--seq-len", "--storage", "--task", "--timeout", "--tokens", "--trials",
+            "--trust-remote-code", "--verbose", "--wait",
         ],
         "estimate": [
             "--all", "--allow", "--among", "--cache", "--fix", "--global-batch", "--gpu", "--gpus", "--json",

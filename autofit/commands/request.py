@@ -77,6 +77,8 @@ class Search:
     record: Path | None = None
     guard: bool = True
     on: str | None = None
+    tokens: float | None = None
+    price: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

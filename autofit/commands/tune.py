@@ -48,7 +48,7 @@ from autofit.search.loop import Campaign
 from autofit.search.searcher import open_searcher
 from autofit.search.trial_log import TrialLog
 from autofit.system import units
-from autofit.system.errors import Interrupted, MachineError, Stopped
+from autofit.system.errors import InputError, Interrupted, MachineError, Stopped
 from autofit.system.files import usable_folder
 from autofit.system.fork_server import ForkServer
 from autofit.system.locks import held, waited_for
@@ -94,6 +94,8 @@ def tune(
     call: int = 1,
     wait: bool = False,
     on: str | None = None,
+    tokens: str | float | None = None,
+    price: str | float | None = None,
     events: Events | None = None,
     backend: Backend | None = None,
 ) -> Result:
@@ -128,6 +130,8 @@ def tune(
         wait: Wait for a device that another tune holds, instead of giving up.
         on: Measure on the machines of a Ray cluster, several trials at once: ``auto``, ``HOST:PORT`` or
             ``ray://HOST[:PORT]``.
+        tokens: Tell how long a training on so many takes with the winner; 1e9 where a ``price`` is given alone.
+        price: Of an hour of all devices of the training, such as ``"2.5/h"``: tell what that training costs.
         events: Told of what happens.
         backend: Where to measure; by default this machine's device.
 
@@ -169,6 +173,8 @@ def tune(
             "record": record or None,
             "guard": guard,
             "on": on,
+            "tokens": None if tokens is None else units.parse_tokens(tokens),
+            "price": None if price is None else units.parse_price(str(price)),
         },
     )
     check_request(request, settings)
@@ -263,6 +269,7 @@ class _Tune:
                 facts = before.facts
             else:
                 facts = self.backend.facts(self.folder, self.request, device, server, self._note)
+            self._check_tokens(facts)
             plans = self._space(facts)
             for words in script_notes(facts):
                 self._note(words)
@@ -281,6 +288,14 @@ class _Tune:
             space.parse_allowed(self.settings.allowed),
             space.parse_knobs(self.settings.fix, self.settings.among, facts),
         )
+
+    def _check_tokens(self, facts: Facts) -> None:
+        """Refuse to tell the hours of tokens of a model that takes none."""
+        if (self.settings.tokens or self.settings.price) is not None and not facts.model.sample_tokens:
+            raise InputError(
+                f"--tokens and --price: {facts.model.name} is not trained on text",
+                hint="leave them out; the answer tells samples/s",
+            )
 
     @contextlib.contextmanager
     def _locked(self, facts: Facts) -> Iterator[bool]:
@@ -346,6 +361,8 @@ class _Tune:
             guard=self.guard,
             front=tradeoffs.front(decision),
             contributions=tradeoffs.contributions(decision, campaign.trials, plans, facts, searcher.expected),
+            tokens=self.settings.tokens,
+            price=self.settings.price,
         )
         result = write_result(document, self.folder, server)
         if stopped is not None:

@@ -59,6 +59,7 @@ def _promise(document: Document) -> list[str]:
     beside = "" if ratio is None else f"; {ratio:.2f} times the fastest baseline plan"
     return [
         f"{wording.pace(document)}{beside}",
+        *wording.training_words(document),
         f"peak memory {size(promise.peak_bytes)}, {share} of the ceiling of {size(promise.limit_bytes)}",
     ]
 

@@ -49,6 +49,35 @@ class Estimated:
     high: float
 
 
+TOKENS = 1e9
+"""That hours and costs are told of where none are asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How long a training takes at the promised speed, and what it costs; without evaluation and saving.
+
+    Attributes:
+        tokens: That it trains on.
+        hours: That it takes.
+        price: Of an hour of all its devices, where it was given.
+        cost: Of those hours.
+    """
+
+    tokens: float
+    hours: float
+    price: float | None = None
+    cost: float | None = None
+
+    @classmethod
+    def at(cls, tokens_per_second: float, tokens: float | None, price: float | None) -> Training | None:
+        """Of so many tokens, by default 1e9; ``None`` where neither they nor a price are asked about."""
+        if tokens is None and price is None:
+            return None
+        hours = (tokens or TOKENS) / tokens_per_second / 3600
+        return cls(tokens=tokens or TOKENS, hours=hours, price=price, cost=None if price is None else hours * price)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
     """The answer of one tune, or of an estimate.
@@ -65,6 +94,7 @@ class Document:
         contributions: What each value of the winner that is not the baseline is good for.
         guard: What a short training of the winner showed; ``None`` where there was none.
         seconds: Wall seconds of the whole tune; ``training_share`` of them went into training steps.
+        training: How long a training of so many tokens takes, where that was asked.
         estimated: Where the plan and the promise were predicted and not measured; ``None`` for a tune.
     """
 
@@ -89,6 +119,7 @@ class Document:
     seconds: float
     training_share: float
     median_trial_seconds: float
+    training: Training | None = None
     estimated: Estimated | None = None
 
     @property

@@ -129,6 +129,7 @@ def notebook(document: Document, *, folder: str | Path) -> str:
         ("plan", chosen_words(document.plan) or "the baseline plan"),
         ("batch", f"{SPLIT_WORDS}: {wording.product(document)}"),
         ("speed", wording.pace(document)),
+        *(("training", words) for words in wording.training_words(document)),
         ("peak memory", f"{size(promise.peak_bytes)}, {share} of the ceiling of {size(promise.limit_bytes)}"),
         *(("changes", sentence) for sentence in document.changes),
         ("launch", shlex.join(wording.launch_commands(document, folder)[0])),
@@ -172,6 +173,8 @@ def _promise_table(document: Document) -> Table:
     promise = document.promise
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("speed", wording.pace(document))
+    for words in wording.training_words(document):
+        table.add_row("training", words)
     table.add_row("step", f"{wording.promised_step(document)} for a whole optimizer step")
     share = promise.peak_bytes / promise.limit_bytes
     filled = min(_BAR_CELLS, max(1, round(_BAR_CELLS * share)))

@@ -14,7 +14,7 @@ from autofit._version import __version__
 from autofit.contract.outcome import Promise, Trial
 from autofit.contract.plan import Plan
 from autofit.output import report
-from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, Document, Estimated, Offer
+from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, Document, Estimated, Offer, Training
 from autofit.output.emit import ARGUMENTS, REPORT, YAML, emit
 from autofit.output.jobs import CheckJob
 from autofit.search.tradeoffs import Contribution, Point
@@ -123,6 +123,8 @@ def compose(
     guard: Guard | None = None,
     front: Sequence[Point] = (),
     contributions: Sequence[Contribution] = (),
+    tokens: float | None = None,
+    price: float | None = None,
 ) -> Document:
     """The winner and its evidence as a document.
 
@@ -135,6 +137,8 @@ def compose(
         guard: What a short training of the winner showed.
         front: What smaller ceilings would give.
         contributions: What each value of the winner is good for.
+        tokens: Of a training whose hours are asked about.
+        price: Of an hour of it.
     """
     measured = decision.measured
     walls = [trial.wall_seconds for trial in trials]
@@ -173,6 +177,7 @@ def compose(
         front=tuple(front),
         contributions=tuple(contributions),
         guard=guard,
+        training=Training.at(measured.tokens_per_second, tokens, price),
         seconds=seconds,
         training_share=sum(training_seconds(trial) for trial in trials) / max(spent, seconds, 1e-9),
         median_trial_seconds=median(walls) if walls else 0.0,

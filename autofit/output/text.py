@@ -56,5 +56,17 @@ def parameters(count: int) -> str:
     return f"{count} parameters"
 
 
+def count(value: float) -> str:
+    """A large number in few digits.
+
+    >>> count(8.03e9), count(512)
+    ('8.03B', '512')
+    """
+    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:g}"
+
+
 def _decimals(value: float) -> int:
     return min(6, max(0, 3 - math.floor(math.log10(abs(value))))) if value else 2

@@ -17,7 +17,7 @@ from autofit.contract.outcome import (
 from autofit.contract.plan import Plan
 from autofit.output.document import Document, Offer
 from autofit.output.plan_words import SPLIT, baseline_values, is_baseline, plan_words
-from autofit.output.text import number, one_line, percent, plural, with_spread
+from autofit.output.text import count, number, one_line, percent, plural, with_spread
 from autofit.registry import techniques
 from autofit.search.decision import pool
 from autofit.search.tradeoffs import Contribution
@@ -366,6 +366,17 @@ def pace(document: Document) -> str:
     if document.estimated is None and relative > _UNCERTAIN:
         said += f" (uncertain: runs of this plan took up to {1 + relative:.1f} times as long)"
     return said
+
+
+def training_words(document: Document) -> list[str]:
+    """``1B tokens take 5.200 hours at this speed``, and what they cost; empty where that was not asked."""
+    asked = document.training
+    if asked is None:
+        return []
+    said = f"{count(asked.tokens)} tokens take {number(asked.hours)} hours at this speed"
+    if asked.cost is None or asked.price is None:
+        return [said]
+    return [f"{said}, and cost {number(asked.cost)} at {number(asked.price)} an hour"]
 
 
 def _padding(document: Document) -> list[float]:

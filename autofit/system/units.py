@@ -1,4 +1,4 @@
-"""Sizes and durations: words to numbers and back."""
+"""Sizes, durations, prices and tokens: words to numbers and back."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _SIZES = {
     "t": TIB, "tib": TIB, "tb": 10**12,
 }  # fmt: skip
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PRICE = re.compile(r"\$?(\d+(?:\.\d+)?|\.\d+)(?:\s*/\s*h(?:our)?)?", re.ASCII)
 _NUMBER = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([a-z%]*)", re.ASCII)
 
 
@@ -79,6 +80,33 @@ def parse_duration(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise InputError(f"{text!r} is not a duration", hint="write it like 90s, 10m or 1.5h")
     return seconds
+
+
+def parse_price(text: str) -> float:
+    """The price of an hour from ``2.5/h``, ``$2.5/hour`` or ``2.5``, in whatever currency.
+
+    Raises:
+        InputError: It is no price.
+    """
+    match = _PRICE.fullmatch(text.strip())
+    if match is None or not math.isfinite(float(match[1])):
+        raise InputError(f"--price {text!r} is no price of an hour", hint="write it like 2.5/h")
+    return float(match[1])
+
+
+def parse_tokens(given: str | float) -> float:
+    """Tokens of a training from ``1e9`` or ``500000000``.
+
+    Raises:
+        InputError: They are no number above zero.
+    """
+    try:
+        tokens = float(given)
+    except (TypeError, ValueError):
+        tokens = math.nan
+    if not (tokens > 0 and math.isfinite(tokens)):
+        raise InputError(f"--tokens {given!r} is no number of tokens above zero", hint="write it like 1e9 or 500000000")
+    return tokens
 
 
 def size(count: float) -> str:

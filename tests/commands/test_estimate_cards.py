@@ -11,13 +11,13 @@ from autofit.commands.estimates.cards import (
     CARDS_ESTIMATE,
     asked_cards,
     asked_prices,
-    asked_tokens,
     estimate_cards,
 )
 from autofit.commands.estimates.cards_table import cards_table
 from autofit.commands.shell.terminal import data_console
 from autofit.machine import gpu_catalogue
 from autofit.system.errors import InputError
+from autofit.system.units import parse_tokens
 from tests.support.replay import Lent
 
 BOTH = ("H100", "4090")
@@ -71,11 +71,10 @@ def test_a_price_that_is_none_is_refused(prices, words):
 
 
 def test_tokens_are_a_number_above_zero():
-    assert asked_tokens(None) == 1e9
-    assert asked_tokens("2.5e8") == 2.5e8
+    assert parse_tokens("2.5e8") == 2.5e8
     for given in ("0", "-1", "nan", "inf", "many", ""):
         with pytest.raises(InputError, match="no number of tokens above zero"):
-            asked_tokens(given)
+            parse_tokens(given)
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,21 @@ from dataclasses import replace
 
 import optuna
 import pytest
+import yaml
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 import autofit
+from autofit.commands.backend import DeviceBackend
 from autofit.commands.output_folder import remove_unstarted_output
+from autofit.commands.shell.terminal import data_console
 from autofit.contract.outcome import Crashed, TimedOut, Unsupported
 from autofit.contract.plan import Plan
-from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST
+from autofit.output import text
+from autofit.output.brief import brief
+from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST, Training
 from autofit.output.emit import ARGUMENTS, REPORT, YAML
+from autofit.output.report import notebook, summary
 from autofit.search import study
 from autofit.search.journal import JOURNAL_FILE
 from autofit.search.recording import Landscape
@@ -401,6 +407,9 @@ def test_bad_input_leaves_the_folder_usable(tune, out, bad):
         ({"allow": 3}, "'3' is not a class"),
         ({"fix": 3}, "fix 3"),
         ({"record": 3}, "record 3"),
+        ({"tokens": "0"}, "tokens '0' is no number"),
+        ({"price": "cheap"}, "price 'cheap' is no price"),
+        ({"price": -2.5}, "price '-2.5' is no price"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(tmp_path, bad, words):
@@ -433,6 +442,37 @@ def test_what_a_failure_said_is_kept_where_the_folder_is_not(tmp_path):
         (tmp_path / name).write_text("said")
     remove_unstarted_output(tmp_path, whole=True, but=())
     assert [path.name for path in tmp_path.iterdir()] == ["failed-job.log"]
+
+
+def test_hours_and_cost_are_told_where_they_are_asked_about(tune, out):
+    asked = {"trials": 1, "tokens": "2e9"}
+    found = tune(Replay(out), **asked)
+    hours = 2e9 / found.promise.tokens_per_second / 3600
+    assert found.document.training == Training(tokens=2e9, hours=pytest.approx(hours))
+    again = tune(Replay(out), **asked, price="$2.5/h", resume=True).document
+    assert again.training == Training(tokens=2e9, hours=found.document.training.hours, price=2.5, cost=hours * 2.5)
+    said = (
+        f"2B tokens take {text.number(hours)} hours at this speed, and cost {text.number(hours * 2.5)} at 2.500 an hour"
+    )
+    console = data_console(width=200)
+    with console.capture() as captured:
+        console.print(brief(again, folder=out), summary(again, folder=str(out)))
+    for shown in (captured.get(), (out / "report.html").read_text("utf-8"), notebook(again, folder=str(out))):
+        assert said in shown
+    assert {"tokens": 2e9, "price": 2.5}.items() <= yaml.safe_load((out / "tune.yaml").read_text("utf-8")).items()
+    assert tune(Replay(out), trials=1, resume=True).document.training is None
+
+
+def test_hours_of_tokens_are_refused_where_the_samples_are_no_text(tune, out, monkeypatch):
+    def without_text(self, *given):
+        facts = DeviceBackend.facts(self, *given)
+        return replace(facts, model=replace(facts.model, sample_tokens=0))
+
+    monkeypatch.setattr(Played, "facts", without_text, raising=False)
+    replay = Replay(out)
+    with pytest.raises(InputError, match=r"tokens and price: .* is not trained on text"):
+        tune(replay, price=1)
+    assert replay.asked == []
 
 
 def test_the_answer_is_told_in_a_line(tune, out):

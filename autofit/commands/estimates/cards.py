@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,12 +31,11 @@ from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.costmodel.utilisation import model_flops, peak_flops
 from autofit.machine import gpu_catalogue
 from autofit.machine.gpu_catalogue import Card
+from autofit.output.document import TOKENS
+from autofit.system import units
 from autofit.system.errors import InputError, ModelError, NothingFits
 from autofit.system.fork_server import ForkServer
 
-TOKENS = 1e9
-"""That hours and costs are told of where none are asked for."""
-_PRICE = re.compile(r"\$?(\d+(?:\.\d+)?|\.\d+)(?:\s*/\s*h(?:our)?)?", re.ASCII)
 _MOST_CARDS = 64
 
 
@@ -162,7 +160,8 @@ def estimate_cards(
             hint="leave them out; the time of a card that trains with others is not predicted",
         )
     asked = asked_cards(gpu)
-    prices, wanted = asked_prices(price, asked), asked_tokens(tokens)
+    prices = asked_prices(price, asked)
+    wanted = TOKENS if tokens is None else units.parse_tokens(tokens)
     request, settings = asked_question(
         model,
         seq_len=seq_len,
@@ -252,7 +251,7 @@ def asked_prices(given: Sequence[str], cards: Sequence[Card]) -> dict[str, float
     found: dict[str, float] = {}
     for text in given:
         name, equals, amount = text.rpartition("=")
-        price = _price_of(amount, text)
+        price = units.parse_price(amount)
         if not equals:
             if general is not None:
                 raise InputError("--price is given twice for every card", hint="write CARD=PRICE/h for one of them")
@@ -268,30 +267,6 @@ def asked_prices(given: Sequence[str], cards: Sequence[Card]) -> dict[str, float
             raise InputError(f"--price is given twice for {card.name}", hint="leave one out")
         found[card.name] = price
     return found if general is None else {card.name: found.get(card.name, general) for card in cards}
-
-
-def _price_of(amount: str, text: str) -> float:
-    match = _PRICE.fullmatch(amount.strip())
-    if match is None or not math.isfinite(float(match[1])):
-        raise InputError(f"--price {text!r} is no price of an hour", hint="write it like 2.5/h, or H100=2.5/h")
-    return float(match[1])
-
-
-def asked_tokens(given: str | float | None) -> float:
-    """The tokens of the training.
-
-    Raises:
-        InputError: They are no number above zero.
-    """
-    if given is None:
-        return TOKENS
-    try:
-        tokens = float(given)
-    except (TypeError, ValueError):
-        tokens = math.nan
-    if not (tokens > 0 and math.isfinite(tokens)):
-        raise InputError(f"--tokens {given!r} is no number of tokens above zero", hint="write it like 1e9 or 500000000")
-    return tokens
 
 
 # -- what is predicted -----------------------------------------------------------------------------------------------

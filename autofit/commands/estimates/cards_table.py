@@ -8,6 +8,7 @@ from rich.text import Text
 
 from autofit.commands.estimates.cards import CardsEstimate, OnCard
 from autofit.output.plan_words import chosen_words
+from autofit.output.text import count
 from autofit.system import units
 
 
@@ -71,11 +72,3 @@ def _three(value: float | None) -> str:
     """Three digits."""
     assert value is not None
     return f"{float(f'{value:.3g}'):,g}"
-
-
-def count(number: float) -> str:
-    """A number of parameters or tokens in few digits, such as ``8.03B``."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:g}"

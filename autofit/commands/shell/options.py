@@ -89,6 +89,8 @@ TUNE_OPTIONS: tuple[Option, ...] = (
     click.option(
         "--on", metavar="ADDRESS", help="Measure on a Ray cluster, side by side: auto, HOST:PORT or ray://HOST."
     ),
+    click.option("--tokens", help="Tell the hours that a training of so many tokens takes: 1e9."),
+    click.option("--price", metavar="PRICE/h", help="Tell what they cost, at 2.5/h for all its devices."),
     click.option("--wait", is_flag=True, help="Wait for a device that another tune holds."),
     click.option(
         "--config",
