@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,19 +38,30 @@ def for_python(function: Call) -> Call:
         try:
             return function(*given, **named)
         except (AutofitError, Stopped) as error:
-            error.message = in_arguments(error.message, parameters)
-            error.hint = error.hint and in_arguments(error.hint, parameters)
+            known = {*parameters, *_arguments_of_calls()}
+            error.message = in_arguments(error.message, known)
+            error.hint = error.hint and in_arguments(error.hint, known)
             error.args = (error.message, *error.args[1:])
             raise
 
     return call  # type: ignore[return-value]
 
 
-def in_arguments(words: str, known: Any) -> str:
-    """Options of the command line as arguments of a function, where it has such.
+def _arguments_of_calls() -> set[str]:
+    """The arguments of every such function: an error of one may point to another."""
+    from autofit.commands.estimate import estimate
+    from autofit.commands.profile import profile
+    from autofit.commands.tune import tune
+    from autofit.commands.verify import verify
 
-    >>> in_arguments("--memory-limit 90GiB is too much; --no-guard, --gpu", {"memory_limit", "guard"})
-    'memory_limit 90GiB is too much; guard=False, --gpu'
+    return {name for call in (estimate, profile, tune, verify) for name in inspect.signature(call).parameters}
+
+
+def in_arguments(words: str, known: Collection[str]) -> str:
+    """Options of the command line as arguments of functions, where they have such.
+
+    >>> in_arguments("--memory-limit 90GiB is too much; --no-guard, --json", {"memory_limit", "guard"})
+    'memory_limit 90GiB is too much; guard=False, --json'
     """
 
     def replaced(found: re.Match[str]) -> str:

@@ -35,6 +35,13 @@ def test_errors_name_the_argument_and_not_the_option():
         autofit.tune("demo", global_batch=0)
     with pytest.raises(InputError, match=r"^steps 1 is out of range"):
         autofit.verify("nowhere", steps=1)
+
+
+def test_an_error_that_points_to_another_call_names_its_argument(tmp_path):
+    (tmp_path / "request.json").write_text("{}")
+    with pytest.raises(InputError, match=r"holds no autofit\.json") as caught:
+        autofit.verify(tmp_path)
+    assert caught.value.hint == "its tune has found no answer yet: go on with it by resume=True"
     with pytest.raises(InputError) as error:
         autofit.tune("demo", seq_len="x")
     assert "--" not in str(error.value)
