@@ -37,9 +37,9 @@ def tune(model: str, as_json: bool, verbose: bool, arguments: tuple[str, ...], *
     from autofit.commands.scripts.named import is_script
     from autofit.commands.shell.console import ConsoleEvents, StderrConsole
     from autofit.commands.tune import tune as run
-    from autofit.output.brief import brief
     from autofit.output.document import DOCUMENT
-    from autofit.output.report import summary
+    from autofit.output.reports.brief import brief
+    from autofit.output.reports.report import summary
     from autofit.system.strict_json import dump_json
 
     if arguments and not is_script(model):
@@ -199,7 +199,7 @@ def report(folder: str, as_json: bool) -> None:
 
     from autofit.output.document import DOCUMENT, read_document
     from autofit.output.emit import REPORT
-    from autofit.output.report import html, summary
+    from autofit.output.reports.report import html, summary
     from autofit.system.files import write_atomically
     from autofit.system.strict_json import dump_json
 
@@ -215,8 +215,8 @@ def report(folder: str, as_json: bool) -> None:
 @click.argument("folders", metavar="DIR DIR...", nargs=-1, required=True)
 def compare(folders: tuple[str, ...]) -> None:
     """Show the answers in several folders side by side: what was asked, what won, and what differs."""
-    from autofit.output.compare import comparison
     from autofit.output.document import read_document
+    from autofit.output.reports.compare import comparison
 
     data_console(120).print(comparison({folder: read_document(folder) for folder in folders}))
 
@@ -230,8 +230,8 @@ def export(folder: str, target: str) -> None:
     python: TrainingArguments(...). cli: flags of a script. sft: TRL's SFTConfig(...). axolotl, llamafactory: a YAML.
     """
     from autofit.output.document import read_document
-    from autofit.output.export import comments
-    from autofit.output.export import export as run
+    from autofit.output.exports.export import comments
+    from autofit.output.exports.export import export as run
 
     found = run(read_document(folder), target, folder=folder)
     click.echo("\n".join(part for part in (comments(found, target), found.text) if part), nl=False)

@@ -13,10 +13,10 @@ from autofit import registry, space
 from autofit._version import __version__
 from autofit.contract.outcome import Promise, Trial
 from autofit.contract.plan import Plan
-from autofit.output import report
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, Document, Estimated, Offer, Training
 from autofit.output.emit import ARGUMENTS, REPORT, YAML, emit
 from autofit.output.jobs import CheckJob
+from autofit.output.reports import report
 from autofit.search.tradeoffs import Contribution, Point
 from autofit.system.errors import EmissionError
 from autofit.system.files import usable_folder, writing

@@ -15,7 +15,7 @@ import traceback
 
 import yaml
 
-from autofit.output.export import export
+from autofit.output.exports.export import export
 from tests.output.test_export import PLANS, answer
 
 

@@ -45,8 +45,9 @@ from autofit.commands.request import STARTED, Request, Started
 from autofit.contract.outcome import OUTCOME, TRIAL
 from autofit.costmodel.tracing.trace_store import Traces
 from autofit.machine import gpu_catalogue
-from autofit.output import report, setup
+from autofit.output import setup
 from autofit.output.document import DOCUMENT, read_document
+from autofit.output.reports import report
 from autofit.registry import techniques
 from autofit.search import recording, replay
 from autofit.search.study import open_study, record

@@ -11,11 +11,11 @@ from autofit.commands import estimate, verify
 from autofit.contract.facts import Hardware
 from autofit.contract.outcome import TimedOut
 from autofit.machine import same_machine
-from autofit.output import report
-from autofit.output.compare import comparison
 from autofit.output.document import read_document
 from autofit.output.emit import check_files
-from autofit.output.export import comments, export
+from autofit.output.exports.export import comments, export
+from autofit.output.reports import report
+from autofit.output.reports.compare import comparison
 from autofit.output.wording import ESTIMATED, estimate_words
 from autofit.system.errors import EmissionError, InputError, MachineError
 from tests.support.replay import Lent

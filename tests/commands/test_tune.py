@@ -20,10 +20,10 @@ from autofit.commands.shell.terminal import data_console
 from autofit.contract.outcome import Crashed, TimedOut, Unsupported
 from autofit.contract.plan import Plan
 from autofit.output import text
-from autofit.output.brief import brief
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST, Training
 from autofit.output.emit import ARGUMENTS, REPORT, YAML
-from autofit.output.report import notebook, summary
+from autofit.output.reports.brief import brief
+from autofit.output.reports.report import notebook, summary
 from autofit.search import study
 from autofit.search.journal import JOURNAL_FILE
 from autofit.search.recording import Landscape

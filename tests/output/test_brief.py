@@ -9,7 +9,7 @@ from rich.console import Console
 from autofit.contract.facts import Loading, Script
 from autofit.contract.outcome import Measured
 from autofit.output import wording
-from autofit.output.brief import SCREEN_LINES, brief
+from autofit.output.reports.brief import SCREEN_LINES, brief
 from autofit.output.text import number
 from tests.output.test_report import DOCUMENTS, document, words
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.output.report import html
+from autofit.output.reports.report import html
 from autofit.training.guard.equivalence import Guard
 from tests.output.test_report import DOCUMENTS, document, plan
 

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from autofit.output.compare import comparison
+from autofit.output.reports.compare import comparison
 from tests.output.test_report import ON_CPU, document, measured, plan
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from autofit.output.export import TARGETS, comments, export
+from autofit.output.exports.export import TARGETS, comments, export
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError
 from tests.output.test_report import document, measured, plan

@@ -22,10 +22,11 @@ from autofit.contract.outcome import (
     Unsupported,
 )
 from autofit.contract.plan import Plan
-from autofit.output import charts, wording
+from autofit.output import wording
 from autofit.output.document import DOCUMENT, Document, Offer
 from autofit.output.plan_words import outcome_words
-from autofit.output.report import html, summary
+from autofit.output.reports import charts
+from autofit.output.reports.report import html, summary
 from autofit.output.text import number, one_line, parameters, percent
 from autofit.registry import changes, techniques
 from autofit.search import decision

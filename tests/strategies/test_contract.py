@@ -32,9 +32,10 @@ from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.machine.model import _attentions
 from autofit.machine.packages import installed
-from autofit.output import report, result
+from autofit.output import result
 from autofit.output.document import MODEL_FOLDER
 from autofit.output.emit import ARGUMENTS, YAML, check_files, emit
+from autofit.output.reports import report
 from autofit.output.setup import load
 from autofit.registry import changes, extra_seconds, recipe_of, technique, techniques
 from autofit.search.decision import changed_values, decide

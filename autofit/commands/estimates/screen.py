@@ -12,7 +12,7 @@ from autofit.commands.estimate import Estimate
 from autofit.commands.estimates.plans import Estimated
 from autofit.commands.estimates.table import amount, heading, written
 from autofit.commands.estimates.ways import AS_ASKED, Way
-from autofit.output.flags import flags
+from autofit.output.exports.flags import flags
 from autofit.output.plan_words import chosen_words
 from autofit.output.text import clean, one_line
 from autofit.output.wording import shell_lines

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
-from autofit.output.flags import flags
+from autofit.output.exports.flags import flags
 from autofit.output.wording import shell_lines
 from autofit.registry import recipe_of, techniques
 from autofit.system.errors import InputError, near

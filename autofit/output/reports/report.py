@@ -20,10 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from autofit.contract.outcome import Measured, Trial
-from autofit.output import charts, wording
+from autofit.output import wording
 from autofit.output.document import Document, Offer
-from autofit.output.export import comments, export
+from autofit.output.exports.export import comments, export
 from autofit.output.plan_words import SPLIT, SPLIT_WORDS, chosen_words, outcome_words, plan_words
+from autofit.output.reports import charts
 from autofit.output.text import clean, number, one_line, parameters, percent, plural
 from autofit.system.units import duration, size
 
@@ -89,7 +90,7 @@ def html(document: Document, *, folder: str | Path) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_finalize
     )
     environment.filters.update(size=size, duration=duration, percent=percent, number=number, plan_words=plan_words)
-    template = environment.from_string(files("autofit.output").joinpath(_TEMPLATE).read_text(encoding="utf-8"))
+    template = environment.from_string(files("autofit.output.reports").joinpath(_TEMPLATE).read_text(encoding="utf-8"))
     ranked = wording.standings(document)
     ratio, comparison = wording.against_baseline(document)
     return template.render(

@@ -1,0 +1,1 @@
+"""An answer for other programs: arguments, flags and YAML that people paste."""
