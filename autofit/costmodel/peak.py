@@ -459,10 +459,12 @@ def _at(rows: Floats, zero: Floats, slope: Floats, moments: Ints) -> tuple[Float
 def _hull(zero: Floats, slope: Floats) -> Ints:
     """Indices of the lines that are the highest somewhere at zero rows or more."""
     order = np.lexsort((zero, slope))
+    at_zero = zero[order]
+    steeper = np.maximum.accumulate(at_zero[::-1])[::-1]
+    # what is no higher at zero than a line that climbs as fast is not above it anywhere
+    order = order[np.append(at_zero[:-1] > steeper[1:], np.ones(len(order[-1:]), dtype=bool))]
     kept: list[int] = []
     for line in order.tolist():
-        while kept and zero[kept[-1]] <= zero[line]:
-            kept.pop()  # not above it anywhere: lower at zero, and it climbs no faster
         while len(kept) > 1 and _crossing(zero, slope, kept[-2], line) <= _crossing(zero, slope, kept[-2], kept[-1]):
             kept.pop()
         kept.append(line)
