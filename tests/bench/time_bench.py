@@ -124,7 +124,7 @@ def compared_sums(folder: Path) -> tuple[Compared | None, Counter[str]]:
     found = []
     cards: dict[str, Card | None] = {}
     for number, line, work in lines:
-        device = line["gpu_name"]
+        device = line.get("gpu_name") or ""
         card = cards.setdefault(device, card_or_none(device))
         if card is None:
             unexpressed[f"{device}: not in the catalogue, or a figure of it is missing"] += 1
@@ -194,6 +194,8 @@ def main() -> int:
     parser.add_argument("--only", choices=["kernels", "steps"], help="half of the bench")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args()
+    if not args.rows.is_dir():
+        parser.error(f"--rows {args.rows} is no folder; give the one of the measured rows")
     say = functools.partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
     said: dict[str, Any] = {"unexpressed": {}}
     if args.only != "steps":

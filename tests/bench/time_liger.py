@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -33,12 +34,15 @@ def read_liger(folder: Path) -> tuple[list[tuple[int, Line, Work]], Counter[str]
     found: list[tuple[int, Line, Work]] = []
     with path.open(encoding="utf-8", newline="") as file:
         for number, line in enumerate(csv.DictReader(file)):
-            if line["metric_name"] != "speed":
+            if line.get("metric_name") != "speed":
                 continue
-            if line["in_head"] != "True":
+            if line.get("in_head") != "True":
                 unexpressed["Liger: a kernel of an older version"] += 1
                 continue
-            work = operators_of(line)
+            try:
+                work = operators_of(line) if 0 < float(line["y_value_50"]) < math.inf else "Liger: no time"
+            except (ValueError, KeyError, TypeError) as error:
+                work = f"Liger: a row can't be read: {type(error).__name__}: {error}"
             if isinstance(work, str):
                 unexpressed[work] += 1
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ import numpy as np
 
 from autofit.costmodel.kernel_laws import Figures
 from autofit.costmodel.operator_time import Operator, Operators, bound_seconds, figures_of, groups_of
-from autofit.machine.gpu_catalogue import Card, find
+from autofit.machine.gpu_catalogue import Card
 from autofit.system.errors import InputError
+from tests.bench.whole_steps.cards import card_of
 
 KERNELS = ("neusight_ops.csv.gz", "neusight_ops.csv")
 _BINARY = frozenset({"add", "mul", "div", "pow"})
@@ -86,7 +88,7 @@ def read_kernels(folder: Path) -> tuple[Rows, Counter[str]]:
     cards: dict[str, Card | str] = {}
     by_card: dict[str, list[tuple[int, dict[str, str], Operator]]] = {}
     for number, line in enumerate(lines):
-        device = line["device"]
+        device = line.get("device") or ""
         card = cards.setdefault(device, _card(device))
         if isinstance(card, str):
             unexpressed[card] += 1
@@ -108,19 +110,21 @@ def operator_of(line: dict[str, str]) -> Operator | str:
 
     ``bmm`` multiplies ``(B, M, N) x (B, N, K)`` and ``linear`` ``(M, N) x (N, K)``: N is what is summed over.
     """
-    op = line["op"]
+    op = line.get("op") or ""
     try:
+        if not 0 < float(line["latency_ms"]) < math.inf:
+            return "no latency"
         if op in {"bmm", "linear"}:
             batch, m, k, n = (float(line[name] or 1) for name in ("B", "M", "N", "K"))
+            _above_zero(batch, m, k, n)
             return Operator(
                 kind="product", layout="nn" if op == "bmm" else "nt", flops=2 * batch * m * n * k,
                 moved_bytes=4 * batch * (m * k + k * n + m * n), batch=batch, m=m, n=n, k=k,
             )  # fmt: skip
         rows, width = float(line["B"]), float(line["H"])
-        if not float(line["latency_ms"]) > 0:
-            return "no latency"
-    except ValueError:
-        return f"{op}: a size is missing"
+        _above_zero(rows, width)
+    except (ValueError, KeyError, TypeError):
+        return f"{op}: a size is missing or no number, or the latency is"
     if op in {"ln", "softmax"}:
         kind = "norm" if op == "ln" else "softmax"
         return Operator(kind=kind, moved_bytes=8 * rows * width, m=rows, n=width)
@@ -130,13 +134,20 @@ def operator_of(line: dict[str, str]) -> Operator | str:
     return f"operator {op}: no law of it"
 
 
+def _above_zero(*sizes: float) -> None:
+    if not all(0 < size < math.inf for size in sizes):
+        raise ValueError(f"a size of {sizes}")
+
+
 def _card(device: str) -> Card | str:
     """The card of a device; of variants with the same name the first that has one."""
+    card = card_of(device)
+    if card is None:
+        return f"{device}: not in the catalogue"
     try:
-        card = find(device)
         figures_of(Operators.of([]), card)
     except InputError as error:
-        return f"{device}: {error}"
+        return f"{device}: {error.message}"
     return card
 
 

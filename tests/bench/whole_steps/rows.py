@@ -9,12 +9,15 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autofit.costmodel import operator_time
 from autofit.machine.gpu_catalogue import Card
+from autofit.system.errors import InputError
 
 from .cards import card_of
 from .programs import BERT, CAUSAL, Program
@@ -70,7 +73,31 @@ class Step:
 
 def read(folder: Path) -> list[Step]:
     """Every row of every known file in a folder, expressed or not."""
-    return [step for name, reader in _READERS.items() for step in reader(_raw(folder / name))]
+    return [step for name, reader in _READERS.items() for row in _raw(folder / name) for step in _read(reader, row)]
+
+
+def _read(reader: Callable[[Iterator[dict[str, str]]], Iterator[Step]], row: dict[str, str]) -> list[Step]:
+    """A row as its reader takes it; why not where a column is missing, or is no number."""
+    try:
+        return [_checked(step) for step in reader(iter([row]))]
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+        why = f"column {error} is missing" if isinstance(error, KeyError) else str(error)
+        return [Step(source=reader.__name__, model=row.get("model", ""), card_name="", reason=f"can't be read: {why}")]
+
+
+def _checked(step: Step) -> Step:
+    """The step, without its program where it has no time, or its card not all figures that the laws need."""
+    if step.program is None or step.card is None:
+        return step
+    reason = ""
+    if not (0 < step.seconds < math.inf and 0 < step.tokens < math.inf and step.rows > 0 and step.accumulation > 0):
+        reason = "its time or its sizes are no numbers above zero"
+    else:
+        try:
+            operator_time.figures_of(operator_time.Operators.of([]), step.card)
+        except InputError as error:
+            reason = error.message
+    return replace(step, program=None, reason=reason) if reason else step
 
 
 def keep(folder: Path, target: Path) -> None:
