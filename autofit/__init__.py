@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from autofit.commands.estimate import estimate
+    from autofit.commands.estimates.estimate import estimate
     from autofit.commands.profile import profile
     from autofit.commands.tune import tune
     from autofit.commands.verify import verify
@@ -40,7 +40,7 @@ _MODULE_OF = {
     "Promise": "autofit.contract.outcome",
     "Result": "autofit.output.result",
     "Setup": "autofit.output.setup",
-    "estimate": "autofit.commands.estimate",
+    "estimate": "autofit.commands.estimates.estimate",
     "load": "autofit.output.setup",
     "profile": "autofit.commands.profile",
     "tune": "autofit.commands.tune",

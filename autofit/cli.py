@@ -61,8 +61,8 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
 
     MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo.
     """
-    from autofit.commands.estimate import ESTIMATE, check_fits
-    from autofit.commands.estimate import estimate as run
+    from autofit.commands.estimates.estimate import ESTIMATE, check_fits
+    from autofit.commands.estimates.estimate import estimate as run
     from autofit.commands.estimates.screen import screen
     from autofit.commands.estimates.table import table
     from autofit.system.strict_json import dump_json
@@ -164,7 +164,7 @@ def profile(folder: str, steps: int, output: str | None, as_json: bool) -> None:
     """Run some steps of the plan in DIR under PyTorch's profiler, and tell what takes the time."""
     from autofit.commands.profile import PROFILE
     from autofit.commands.profile import profile as run
-    from autofit.commands.profile_table import table
+    from autofit.commands.shell.profile_table import table
     from autofit.system.strict_json import dump_json
 
     with terminable():
@@ -180,7 +180,7 @@ def profile(folder: str, steps: int, output: str | None, as_json: bool) -> None:
 def doctor(device: str, model: str, task: str | None, every: bool, as_json: bool) -> None:
     """Tell what this machine can use, and why not the rest."""
     from autofit.commands.doctor import DIAGNOSIS, examine
-    from autofit.commands.doctor_table import everything, screen
+    from autofit.commands.shell.doctor_table import everything, screen
     from autofit.system.strict_json import dump_json
 
     found = examine(device, model, task)

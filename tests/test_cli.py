@@ -19,8 +19,8 @@ from click.testing import CliRunner
 
 import autofit
 from autofit import cli
-from autofit.commands.doctor_table import SCREEN_LINES
 from autofit.commands.shell import terminal
+from autofit.commands.shell.doctor_table import SCREEN_LINES
 from autofit.commands.verify import VERIFICATION, Verification
 from autofit.contract.outcome import Crashed
 from autofit.machine import other_processes

@@ -49,7 +49,7 @@ def for_python(function: Call) -> Call:
 
 def _arguments_of_calls() -> set[str]:
     """The arguments of every such function: an error of one may point to another."""
-    from autofit.commands.estimate import estimate
+    from autofit.commands.estimates.estimate import estimate
     from autofit.commands.profile import profile
     from autofit.commands.tune import tune
     from autofit.commands.verify import verify

@@ -40,7 +40,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from autofit import cli, space
-from autofit.commands import backend, doctor, estimate, model_source, request, verify
+from autofit.commands import backend, doctor, model_source, request, verify
+from autofit.commands.estimates import estimate
 from autofit.commands.request import STARTED, Request, Started
 from autofit.contract.outcome import OUTCOME, TRIAL
 from autofit.costmodel.tracing.trace_store import Traces

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from autofit.commands.estimate import estimate  # noqa: E402 - the checkout is found first
+from autofit.commands.estimates.estimate import estimate  # noqa: E402 - the checkout is found first
 from autofit.costmodel.forecast import CONTEXT_BYTES  # noqa: E402
 from autofit.system.errors import AutofitError  # noqa: E402
 from autofit.system.units import MIB  # noqa: E402

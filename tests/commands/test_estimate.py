@@ -12,8 +12,8 @@ from rich.console import Console
 
 import autofit
 from autofit import cli
-from autofit.commands import estimate
-from autofit.commands.estimate import ESTIMATE, check_fits
+from autofit.commands.estimates import estimate
+from autofit.commands.estimates.estimate import ESTIMATE, check_fits
 from autofit.commands.estimates.other_card import counted_cards
 from autofit.commands.estimates.plans import cause
 from autofit.commands.estimates.screen import screen
@@ -38,7 +38,7 @@ SMALL = {"seq_len": 32, "global_batch": 8}
 
 @pytest.fixture
 def ask(server, monkeypatch):
-    """``autofit.commands.estimate.estimate`` with one server for all tests."""
+    """``autofit.commands.estimates.estimate.estimate`` with one server for all tests."""
     started = []
 
     def lend(*_, **__):

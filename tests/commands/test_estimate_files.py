@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 import autofit
-from autofit.commands import estimate, verify
+from autofit.commands import verify
+from autofit.commands.estimates import estimate
 from autofit.contract.facts import Hardware
 from autofit.contract.outcome import TimedOut
 from autofit.machine import same_machine

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autofit import space
-from autofit.commands import estimate, model_source, tune
+from autofit.commands import model_source, tune
+from autofit.commands.estimates import estimate
 from autofit.machine import meters, other_processes, select
 from autofit.output import wording
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, read_document

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autofit.commands.estimate import Estimate
+from autofit.commands.estimates.estimate import Estimate
 from autofit.commands.estimates.plans import Estimated
 from autofit.commands.estimates.table import amount, heading, written
 from autofit.commands.estimates.ways import AS_ASKED, Way

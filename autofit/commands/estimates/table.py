@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autofit.commands.estimate import Estimate
+from autofit.commands.estimates.estimate import Estimate
 from autofit.commands.estimates.plans import Estimated, cause
 from autofit.costmodel.tracing.timeline import Category
 from autofit.output.plan_words import chosen_words
