@@ -604,5 +604,7 @@ def test_the_table_of_trials_has_what_was_predicted_beside_what_was_measured():
     doc = document()
     told = PredictedSpeed(samples_per_second=48.1, low=42.3, high=54.7)
     first, *others = doc.trials
-    page = Page(html(replace(doc, trials=(replace(first, predicted_speed=told), *others)), folder="autofit-out"))
+    first = replace(first, predicted_speed=told, predicted_bytes=round(7.25 * GIB))
+    page = Page(html(replace(doc, trials=(first, *others)), folder="autofit-out"))
     assert page.words.count("48.10 (42.30 to 54.70)") == 1
+    assert page.words.count("7.25 GiB") == 1
