@@ -196,6 +196,19 @@ def workspaces(capability: tuple[int, int] | None) -> tuple[int, ...]:
     return (each,) * (_THREADS if kept else 1)
 
 
+def plans_to_trace(space: Space, facts: Facts) -> list[Plan]:
+    """Those whose traces :func:`forecast` asks for, so that those of several spaces can be made side by side."""
+    families = _families(space)
+    nearest = [_traceable(family, facts) for family in families]
+    unchecked = map(without_checkpointing, nearest) if peak_prior(facts.hardware).heap_share else ()
+    return [*families, *nearest, *unchecked]
+
+
+def _families(space: Space) -> dict[Plan, list[int]]:
+    families = families_of(space)
+    return families if len(families) > _FEW else families_of(space, one_row_apart=True)
+
+
 def forecast(
     space: Space, traces: Traces, facts: Facts, card: Card | None = None, say: Callable[[str], None] = lambda _: None
 ) -> Forecast:
@@ -204,13 +217,10 @@ def forecast(
     Raises:
         MachineError: No process can be started, or nothing can be written.
     """
-    families = families_of(space)
-    if len(families) <= _FEW:
-        families = families_of(space, one_row_apart=True)
+    families = _families(space)
     prior = peak_prior(facts.hardware)
     nearest_traceable = {family: _traceable(family, facts) for family in families}
-    unchecked = map(without_checkpointing, nearest_traceable.values()) if prior.heap_share else ()
-    traces.prepare([*families, *nearest_traceable.values(), *unchecked], say)
+    traces.prepare(plans_to_trace(space, facts), say)
     count = len(space.plans)
     tensors, seconds = np.full(count, np.nan), np.full(count, np.nan)
     work, approximate = np.full((count, len(WORK)), np.nan), np.zeros(count, dtype=bool)

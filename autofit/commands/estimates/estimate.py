@@ -20,7 +20,7 @@ from autofit.commands.estimates.files import check_card, estimate_folder, write_
 from autofit.commands.estimates.other_card import asked_card, counted_cards, described_model, elsewhere
 from autofit.commands.estimates.plans import Estimated, estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
-from autofit.commands.estimates.ways import Way, fixed_bytes, outside_bytes
+from autofit.commands.estimates.ways import Way, fixed_bytes, outside_bytes, spaces_by_way
 from autofit.commands.estimates.ways import ways as every_way
 from autofit.commands.estimates.world import World, asked_world
 from autofit.commands.model_source import modeling_module
@@ -28,7 +28,7 @@ from autofit.commands.request import read_facts, remarks
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.contract.plan import Plan
 from autofit.costmodel.collectives import links_of
-from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, families_of, forecast, workspace_bytes
+from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, families_of, forecast, plans_to_trace, workspace_bytes
 from autofit.costmodel.step_time import StepClock
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue
@@ -187,8 +187,11 @@ def estimate(
             allowed = space.parse_allowed(settings.allowed)
             plans = space.build(facts, allowed, knobs)
             traces = Traces(facts, config, lambda: server, folder, kept)
+            spaces = spaces_by_way(facts, knobs, allowed) if ways else {}
+            every = [plans, *(one for one in spaces.values() if not isinstance(one, str))]
+            traces.prepare([plan for one in every for plan in plans_to_trace(one, facts)], say)
             cast = forecast(plans, traces, facts, card, say)
-            by_way = every_way(facts, knobs, allowed, traces, card, say) if ways else ()
+            by_way = every_way(facts, spaces, traces, card, say)
             rows, kinds, recommended = estimated_plans(plans, cast, traces, facts, most, say)
             notes = _notes(facts, card, traces, plans, world)
             best = next((one for one in rows if one.plan == recommended), None)

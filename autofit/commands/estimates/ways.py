@@ -46,31 +46,45 @@ class Way:
     stops: str
 
 
-def ways(  # noqa: PLR0917 - what an estimate has found out
-    facts: Facts, given: Knobs, allowed: frozenset[Kind], traces: Traces, card: Card | None, say: Callable[[str], None]
+def ways(
+    facts: Facts,
+    spaces: Mapping[str, space.Space | str],
+    traces: Traces,
+    card: Card | None,
+    say: Callable[[str], None],
 ) -> tuple[Way, ...]:
     """Every way of training, in the order of the techniques that tell them apart.
 
     Args:
         facts: Model, card and sizes.
-        given: The values of the knobs that the user holds.
-        allowed: Classes of the other values.
+        spaces: Of :func:`spaces_by_way`.
         traces: Are made where they are missing.
         card: The catalogue's, where it is known.
         say: Called with a line of text for each stage.
     """
-    found = []
+    return tuple(
+        Way(name=name, fastest=None, smallest=None, stops=plans)
+        if isinstance(plans, str)
+        else _way(name, plans, facts, traces, card, say)
+        for name, plans in spaces.items()
+    )
+
+
+def spaces_by_way(facts: Facts, given: Knobs, allowed: frozenset[Kind]) -> dict[str, space.Space | str]:
+    """The plans of each way of training, or why it has none.
+
+    Args:
+        facts: Model, card and sizes.
+        given: The values of the knobs that the user holds.
+        allowed: Classes of the other values.
+    """
+    found: dict[str, space.Space | str] = {}
     for name, held in held_by_way(facts, given).items():
-        if isinstance(held, str):
-            found.append(Way(name=name, fastest=None, smallest=None, stops=held))
-            continue
         try:
-            plans = space.build(facts, allowed, held)
+            found[name] = held if isinstance(held, str) else space.build(facts, allowed, held)
         except InputError as error:  # of what the user holds and this way needs, one excludes the other
-            found.append(Way(name=name, fastest=None, smallest=None, stops=error.message))
-            continue
-        found.append(_way(name, plans, facts, traces, card, say))
-    return tuple(found)
+            found[name] = error.message
+    return found
 
 
 def smaller_way(facts: Facts, settings: Search) -> str | None:
