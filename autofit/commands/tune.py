@@ -42,9 +42,10 @@ from autofit.costmodel.forecast import Forecast
 from autofit.output.document import MODEL_FOLDER, REQUEST
 from autofit.output.plan_words import plan_words
 from autofit.output.result import Result, compose, write_result
-from autofit.search import recording, tradeoffs
+from autofit.search import tradeoffs
 from autofit.search.events import Events, Silent
 from autofit.search.loop import Campaign
+from autofit.search.recordings.writer import Writer
 from autofit.search.searcher import open_searcher
 from autofit.search.trial_log import TrialLog
 from autofit.system import units
@@ -393,7 +394,7 @@ class _Tune:
             left=self._left,
             seconds=self.settings.timeout_seconds,
             trials=trials,
-            record=recording.Writer(record, facts, plans, found) if record else None,
+            record=Writer(record, facts, plans, found) if record else None,
             workers=self.backend.workers(),
         )
 

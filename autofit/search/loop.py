@@ -20,7 +20,7 @@ from autofit.contract.plan import Plan
 from autofit.search import decision
 from autofit.search.decision import Decision
 from autofit.search.events import Events, Silent
-from autofit.search.recording import Writer
+from autofit.search.recordings.writer import Writer
 from autofit.search.searcher import Searcher
 from autofit.search.trial_log import TrialLog
 from autofit.search.workers import OneByOne, Workers

@@ -50,7 +50,8 @@ from autofit.output import setup
 from autofit.output.document import DOCUMENT, read_document
 from autofit.output.reports import report
 from autofit.registry import techniques
-from autofit.search import recording, replay
+from autofit.search.recordings import landscape, replay
+from autofit.search.recordings.writer import Writer
 from autofit.search.study import open_study, record
 from autofit.space import Space
 from autofit.system import units
@@ -222,7 +223,7 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
     good_started = json.loads(dump_json(STARTED, started))
     good_trial = json.loads(dump_json(TRIAL, some[0]))
     good_outcome = json.loads(dump_json(OUTCOME, some[0].outcome))
-    writer = recording.Writer(folder / "good.jsonl", small, a_space)
+    writer = Writer(folder / "good.jsonl", small, a_space)
     for trial in some:
         writer.add(trial)
     good_landscape = [json.loads(line) for line in (folder / "good.jsonl").read_text().splitlines()]
@@ -294,7 +295,7 @@ def targets(folder: Path) -> dict[str, Target]:  # noqa: C901, PLR0915 - a list
         runner._outcome(folder / "one", 0, 5.0, host_ran_out=False, lost="")
 
     def read_landscape(lines: bytes) -> None:
-        found = recording.Landscape.read(written("land.jsonl", lines))
+        found = landscape.Landscape.read(written("land.jsonl", lines))
         found.best(1 << 40)
         player = replay.Replay(found)
         for number, plan in enumerate(list(found.space.plans)[:3]):

@@ -35,10 +35,11 @@ from autofit.contract.outcome import TRIAL  # noqa: E402
 from autofit.costmodel.roofline import WORK  # noqa: E402
 from autofit.machine.packages import installed  # noqa: E402
 from autofit.output.document import read_document  # noqa: E402
-from autofit.search import recording, replay, risk, sampler, searcher  # noqa: E402
+from autofit.search import risk, sampler, searcher  # noqa: E402
 from autofit.search.events import Silent  # noqa: E402
 from autofit.search.journal import JOURNAL_FILE  # noqa: E402
-from autofit.search.recording import Run  # noqa: E402
+from autofit.search.recordings import landscape, replay  # noqa: E402
+from autofit.search.recordings.writer import Run  # noqa: E402
 from autofit.search.surrogate import posterior  # noqa: E402
 from autofit.system.files import write_atomically  # noqa: E402
 from autofit.system.statistics import median  # noqa: E402
@@ -58,7 +59,7 @@ BOUNDS = {
 }
 
 
-def land(seed: int = 0) -> recording.Landscape:
+def land(seed: int = 0) -> landscape.Landscape:
     """Some thousand plans on a card that nobody has, and what each of them gives."""
     facts = dataclasses.replace(synthetic.cuda_facts(global_batch=64), packages=installed())
     truth = synthetic.Landscape(facts=facts, seed=seed)
@@ -78,7 +79,7 @@ def land(seed: int = 0) -> recording.Landscape:
             work=tuple(shares.tolist()),
         )
         runs[plan] = (run,)
-    return recording.Landscape(facts, runs, {"made up": True})
+    return landscape.Landscape(facts, runs, {"made up": True})
 
 
 class Kept(replay.Replay):

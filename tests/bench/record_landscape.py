@@ -30,7 +30,8 @@ from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue
 from autofit.machine.select import choose_device, hardware_lock
 from autofit.registry import techniques
-from autofit.search.recording import Landscape, Writer, pack, traced
+from autofit.search.recordings.landscape import Landscape
+from autofit.search.recordings.writer import Writer, pack, traced
 from autofit.system import units
 from autofit.system.fork_server import ForkServer
 from autofit.training.runner import ProcessRunner

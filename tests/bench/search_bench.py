@@ -48,8 +48,8 @@ from autofit.costmodel.forecast import Forecast, nominal_of
 from autofit.registry import techniques
 from autofit.search import sampler as sampling
 from autofit.search.loop import HOPELESS, Campaign
-from autofit.search.recording import Landscape, needed
-from autofit.search.replay import Replay, ReplayWorkers
+from autofit.search.recordings.landscape import Landscape, needed
+from autofit.search.recordings.replay import Replay, ReplayWorkers
 from autofit.search.sampler import AutofitSampler
 from autofit.search.samplers import make_sampler
 from autofit.search.searcher import Searcher

@@ -40,7 +40,7 @@ from autofit.costmodel.roofline import WORK
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue
 from autofit.registry import technique
-from autofit.search.recording import Writer
+from autofit.search.recordings.writer import Writer
 from autofit.space import Space
 from autofit.system.fork_server import ForkServer
 from tests.support.synthetic import measured

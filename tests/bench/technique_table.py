@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autofit.contract.outcome import Measured
 from autofit.registry import techniques
-from autofit.search.recording import Landscape, needed
+from autofit.search.recordings.landscape import Landscape, needed
 from autofit.system.statistics import median
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "landscapes"

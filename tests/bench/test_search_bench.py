@@ -8,7 +8,7 @@ import pytest
 
 from autofit.contract.technique import Prior
 from autofit.search import sampler as sampling
-from autofit.search.recording import Landscape
+from autofit.search.recordings.landscape import Landscape
 from autofit.search.sampler import AutofitSampler
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from technique_table import PLAIN, SPLIT, read
 
 from autofit.registry import techniques
-from autofit.search.recording import Landscape
+from autofit.search.recordings.landscape import Landscape
 from tests.support.synthetic import cpu_facts, cuda_facts, model
 from tests.support.tiny import LANDSCAPES
 

@@ -26,7 +26,7 @@ from autofit.output.reports.brief import brief
 from autofit.output.reports.report import notebook, summary
 from autofit.search import study
 from autofit.search.journal import JOURNAL_FILE
-from autofit.search.recording import Landscape
+from autofit.search.recordings.landscape import Landscape
 from autofit.system.errors import InputError, Interrupted, MachineError, NothingFits, Terminated
 from tests.support.replay import Played, Replay
 from tests.support.synthetic import GIB, measured, out_of_memory

@@ -19,8 +19,8 @@ from autofit.search import loop, searcher
 from autofit.search.decision import decide
 from autofit.search.journal import JOURNAL_FILE
 from autofit.search.loop import CREDIT, Campaign, doubt
-from autofit.search.recording import Landscape as Recording
-from autofit.search.replay import Replay as Replayed
+from autofit.search.recordings.landscape import Landscape as Recording
+from autofit.search.recordings.replay import Replay as Replayed
 from autofit.search.risk import min_gain_if_infeasible
 from autofit.search.samplers import make_sampler
 from autofit.search.study import record

@@ -14,9 +14,10 @@ from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, peak_prior
 from autofit.costmodel.roofline import WORK
 from autofit.machine.packages import installed
-from autofit.search import recording
-from autofit.search.recording import Landscape, Writer
-from autofit.search.replay import Replay
+from autofit.search.recordings import landscape, writer
+from autofit.search.recordings.landscape import Landscape
+from autofit.search.recordings.replay import Replay
+from autofit.search.recordings.writer import Writer
 from autofit.system.errors import InputError
 from autofit.training.timing import Effort
 from tests.support.replay import Recorded
@@ -104,7 +105,7 @@ def test_one_measurement_of_each_plan_tells_no_noise(tmp_path, facts, plans):
 
 
 def test_a_packed_one_says_the_same(recorded, tmp_path):
-    recording.pack(recorded, tmp_path / "land.jsonl.gz")
+    writer.pack(recorded, tmp_path / "land.jsonl.gz")
     assert (tmp_path / "land.jsonl.gz").stat().st_size < recorded.stat().st_size / 5
     one, other = Landscape.read(recorded), Landscape.read(tmp_path / "land.jsonl.gz")
     assert (one.runs, one.facts, one.provenance) == (other.runs, other.facts, other.provenance)
@@ -163,8 +164,8 @@ def test_two_questions_in_one_file_are_refused(recorded, plans):
 
 def test_a_ceiling_cuts_what_needs_more(recorded):
     found = Landscape.read(recorded)
-    plan = max(found.runs, key=lambda plan: recording.needed(found.of(plan)[0].outcome))
-    need = recording.needed(found.of(plan)[0].outcome)
+    plan = max(found.runs, key=lambda plan: landscape.needed(found.of(plan)[0].outcome))
+    need = landscape.needed(found.of(plan)[0].outcome)
     for limit, kind in ((need, Measured), (need - 1, OutOfMemory)):
         replay = Replay(found, limit)
         trial = replay.run(0, plan, Effort(), purpose="search", limit_seconds=9)
@@ -255,7 +256,7 @@ def test_a_recording_that_is_gone_on_with_knows_the_plans_of_before(tmp_path, fa
 @pytest.mark.slow
 def test_a_tune_cannot_tell_the_difference(server, recorded, tmp_path):
     found = Landscape.read(recorded)
-    peaks = sorted(recording.needed(runs[0].outcome) for runs in found.runs.values())
+    peaks = sorted(landscape.needed(runs[0].outcome) for runs in found.runs.values())
     limit = peaks[len(peaks) // 2]
     replay = Replay(found, limit)
     result = autofit.tune("demo", output=tmp_path / "out", backend=Recorded(server, replay))
@@ -279,7 +280,7 @@ def test_a_recorded_landscape_is_whole(path):
     assert found.noise < 0.1
     assert not np.isnan(found.forecast.work).any()
     assert not np.isnan(found.forecast.tensor_bytes).any()
-    whole = max(recording.needed(run.outcome) for runs in found.runs.values() for run in runs if measurable(run))
+    whole = max(landscape.needed(run.outcome) for runs in found.runs.values() for run in runs if measurable(run))
     assert found.best(whole) is not None
 
 

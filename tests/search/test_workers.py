@@ -8,8 +8,8 @@ import pytest
 from autofit import space
 from autofit.contract.outcome import Crashed, Trial
 from autofit.search.loop import Campaign
-from autofit.search.recording import Landscape as Recording
-from autofit.search.replay import Replay, ReplayWorkers
+from autofit.search.recordings.landscape import Landscape as Recording
+from autofit.search.recordings.replay import Replay, ReplayWorkers
 from autofit.search.samplers import make_sampler
 from autofit.search.searcher import Searcher
 from autofit.search.study import quiet_optuna

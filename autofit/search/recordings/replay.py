@@ -9,7 +9,7 @@ from typing import Literal
 
 from autofit.contract.outcome import Measured, Outcome, OutOfMemory, Trial, Unsupported
 from autofit.contract.plan import Plan
-from autofit.search.recording import Landscape, needed
+from autofit.search.recordings.landscape import Landscape, needed
 from autofit.search.workers import Job
 from autofit.system.statistics import median, spread
 from autofit.training.timing import Effort

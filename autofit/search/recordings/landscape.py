@@ -1,11 +1,6 @@
-"""Landscapes: what every plan of a space gave on one device, kept in a file, and played back without the device.
+"""Landscapes: what every plan of a space gave on one device, read from recordings.
 
-A file is JSON lines, gzipped where its name ends in ``.gz``. A line with ``facts`` says what the lines below it were
-measured for; each of those is one measurement of one plan, with its raw step times. Measurements of one plan differ:
-that is the device's noise, and it is played back too::
-
-    {"facts": {...}, "provenance": {...}}
-    {"plan": {...}, "outcome": {"kind": "measured", "steps": [...], ...}, "wall_seconds": 1.3, "predicted_bytes": ...}
+Measurements of one plan differ: that is the device's noise, and it is played back too.
 
 A ceiling below the recorded one is judged by what a plan needs: at its peak, what was allocated and what lies outside
 of the allocator. What the allocator only kept would have been given back.
@@ -15,21 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gzip
 import itertools
 import json
 import math
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from autofit.contract.facts import FACTS, Facts
-from autofit.contract.outcome import Evidence, Measured, Outcome, Trial
+from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
 from autofit.costmodel import forecast as forecasts
 from autofit.costmodel.forecast import Forecast
@@ -38,146 +31,11 @@ from autofit.costmodel.tracing.timeline import Floats
 from autofit.costmodel.tracing.trace_store import untraceable
 from autofit.machine import gpu_catalogue
 from autofit.registry import check_values, techniques
+from autofit.search.recordings.writer import RUN, Run, open_recording
 from autofit.space import Space
 from autofit.system import strict_json
 from autofit.system.errors import InputError
-from autofit.system.files import writing
 from autofit.system.statistics import median
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One measurement of one plan.
-
-    Attributes:
-        at: Seconds since the recording began.
-        predicted_bytes: Peak on the device by its trace, before anything was measured.
-        traced_bytes: Peak of its tensors by its trace.
-        activation_bytes: What its micro-batch would keep for the backward pass without checkpointing, by a trace.
-        traced_seconds: Of a sample by roofline, where the card is known.
-        work: How much of each of :data:`~autofit.costmodel.roofline.WORK` a sample is, by the trace.
-    """
-
-    plan: Plan
-    outcome: Outcome
-    wall_seconds: float
-    at: float = 0.0
-    predicted_bytes: int | None = None
-    traced_bytes: int | None = None
-    activation_bytes: int | None = None
-    traced_seconds: float | None = None
-    work: tuple[float, ...] | None = None
-
-
-_RUN: TypeAdapter[Run] = TypeAdapter(Run)
-
-
-class Writer:
-    """Appends measurements to a file.
-
-    Args:
-        path: Made where it is missing.
-        facts: What the measurements are of; written first.
-        space: The plans.
-        cast: What their traces say.
-        provenance: Where they come from.
-
-    Raises:
-        MachineError: The file can't be written.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        facts: Facts,
-        space: Space,
-        cast: Forecast | None = None,
-        provenance: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.path = path
-        self.began = time.monotonic()
-        self.traced = {} if cast is None else traced(space, cast)
-        _append(
-            path, {"facts": FACTS.dump_python(facts, mode="json", by_alias=True), "provenance": dict(provenance or {})}
-        )
-
-    def add(self, trial: Trial) -> None:
-        """Write one measurement.
-
-        Raises:
-            MachineError: The file can't be written.
-        """
-        outcome = trial.outcome
-        if isinstance(outcome, Measured):  # what each knob was seen to do is the trial's own matter
-            outcome = dataclasses.replace(outcome, evidence=Evidence(), notes=())
-        run = Run(
-            plan=trial.plan,
-            outcome=outcome,
-            wall_seconds=trial.wall_seconds,
-            at=time.monotonic() - self.began,
-            **self.traced.get(trial.plan, {}),
-        )
-        self.write(run)
-
-    def write(self, run: Run) -> None:
-        """Write one measurement as it is.
-
-        Raises:
-            MachineError: The file can't be written.
-        """
-        line = _RUN.dump_python(run, mode="json", by_alias=True, exclude_none=True)
-        line["outcome"].pop("evidence", None)
-        _append(self.path, _rounded(line))
-
-
-def traced(space: Space, cast: Forecast) -> dict[Plan, dict[str, Any]]:
-    """What the traces say of each plan, as fields of a :class:`Run`."""
-    found, predicted = {}, cast.predicted_bytes
-    for place, plan in enumerate(space.plans):
-        tensors, seconds, work = cast.tensor_bytes[place], cast.seconds[place], cast.work[place]
-        found[plan] = {
-            "predicted_bytes": None if math.isnan(predicted[place]) else round(predicted[place]),
-            "traced_bytes": None if math.isnan(tensors) else round(tensors),
-            "activation_bytes": round(cast.activation_bytes[place]),
-            "traced_seconds": None if math.isnan(seconds) else float(seconds),
-            "work": None if np.isnan(work).any() else tuple(work.tolist()),
-        }
-    return found
-
-
-def _alike(runs: Mapping[Plan, list[Run]]) -> dict[Plan, tuple[Run, ...]]:
-    """The runs by plans that all name the same knobs: one that came later was plain before."""
-    names = {name: None for plan in runs for name in plan}
-    plain = {one.name: one.baseline for one in techniques()}
-    whole: dict[Plan, tuple[Run, ...]] = {}
-    for plan, every in runs.items():
-        alike = Plan({name: plan.get(name, plain.get(name, "")) for name in names})
-        named = every if alike == plan else [dataclasses.replace(run, plan=alike) for run in every]
-        whole[alike] = (*whole.get(alike, ()), *named)
-    return whole
-
-
-def _append(path: Path, line: Mapping[str, Any]) -> None:
-    text = json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
-    with writing(path), path.open("ab") as file:
-        data = text.encode()
-        file.write(gzip.compress(data) if path.suffix == ".gz" else data)
-
-
-def _rounded(value: Any) -> Any:
-    """Numbers to seven digits, which is more than a clock knows."""
-    if isinstance(value, float):
-        return float(f"{value:.7g}")
-    if isinstance(value, dict):
-        return {name: _rounded(inner) for name, inner in value.items()}
-    return [_rounded(inner) for inner in value] if isinstance(value, list) else value
-
-
-def pack(path: Path, target: Path) -> None:
-    """The same landscape as one gzip stream, which is several times smaller than one for each line."""
-    with _open(path) as file, writing(target), gzip.GzipFile(target, "wb", mtime=0) as packed:
-        for line in file:
-            packed.write(line)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +62,7 @@ class Landscape:
         provenance: dict[str, Any] = {}
         runs: dict[Plan, list[Run]] = {}
         try:
-            with _open(path) as file:
+            with open_recording(path) as file:
                 for number, text in enumerate(file, 1):
                     line = strict_json.loads(text)
                     if "facts" in line:
@@ -219,7 +77,7 @@ class Landscape:
                         facts = facts or found
                         provenance.update(line.get("provenance", {}))
                         continue
-                    run = strict_json.read(_RUN, text)
+                    run = strict_json.read(RUN, text)
                     if facts is not None and run.plan not in runs:
                         check_values(run.plan, facts)
                     runs.setdefault(run.plan, []).append(run)
@@ -348,5 +206,13 @@ def _order(choices: Iterable[Any]) -> Any:
     return lambda value: (places.get(value, len(places)), str(value))
 
 
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+def _alike(runs: Mapping[Plan, list[Run]]) -> dict[Plan, tuple[Run, ...]]:
+    """The runs by plans that all name the same knobs: one that came later was plain before."""
+    names = {name: None for plan in runs for name in plan}
+    plain = {one.name: one.baseline for one in techniques()}
+    whole: dict[Plan, tuple[Run, ...]] = {}
+    for plan, every in runs.items():
+        alike = Plan({name: plan.get(name, plain.get(name, "")) for name in names})
+        named = every if alike == plan else [dataclasses.replace(run, plan=alike) for run in every]
+        whole[alike] = (*whole.get(alike, ()), *named)
+    return whole
