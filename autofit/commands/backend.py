@@ -116,8 +116,9 @@ class DeviceBackend:
         self, space: Space, facts: Facts, config: Path, *, server: ForkServer, folder: Path, note: Note, say: Note
     ) -> tuple[Forecast | None, Rated]:
         """What traces say; a tune goes on without them where they fail."""
-        if facts.workload.script is not None:
-            note("memory and speed are not forecast: a script is not traced yet, so that the search learns from trials")
+        script = facts.workload.script
+        if script is not None and not script.trainer:
+            note("memory and speed are not forecast: a plain loop is not traced, so that the search learns from trials")
             return None, unrated
         hardware = facts.hardware
         card = gpu_catalogue.matching(hardware.name, hardware.total_bytes)
@@ -125,7 +126,11 @@ class DeviceBackend:
         try:
             found = forecast(space, traces, facts, card, say=say)
             # traces are of the longest rows: what the usual ones take of the device's rate is less
-            rated = unrated if facts.workload.lengths else Utilisation(space, traces, facts, card).rated
+            rated = (
+                unrated
+                if facts.workload.lengths or script is not None
+                else Utilisation(space, traces, facts, card).rated
+            )
         except AutofitError as error:
             note(f"memory is not forecast: {error.message}")
             return None, unrated

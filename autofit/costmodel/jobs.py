@@ -40,9 +40,12 @@ class TraceJob:
     def run(self, folder: Path) -> None:
         """Leave each trace in the file that its request names, and why others failed."""
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything is imported that asks for the device, and forked
-        from autofit.costmodel.tracing.trace_job import trace_all
+        if self.facts.workload.script is not None:
+            from autofit.costmodel.scripts.snapshot import trace_script as trace
+        else:
+            from autofit.costmodel.tracing.trace_job import trace_all as trace
 
-        write_atomically(folder / self.RESULT, json.dumps({"failed": trace_all(self, folder)}))
+        write_atomically(folder / self.RESULT, json.dumps({"failed": trace(self, folder)}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

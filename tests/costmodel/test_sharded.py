@@ -100,7 +100,7 @@ def test_the_shares_are_those_that_fsdp2_makes(world, monkeypatch):
 
     monkeypatch.setattr(fake_run.Marks, "step_begin", listening)
     five.micro_steps(whole=True)
-    with fake_run._prepared(MIXED, five.facts, five.folder) as recipe:
+    with fake_run.prepared(MIXED, five.facts, five.folder) as recipe:
         model = recipe.model(None, config=five.folder, device="meta")
         said = local_bytes(model, layout_of(recipe))
     assert seen[0] == sorted(said[: len(seen[0])])  # parameters come before buffers

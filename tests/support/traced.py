@@ -166,7 +166,7 @@ class Lab:
 
     def real(self, plan):
         """The tape of two whole optimizer steps of the plan on real tensors."""
-        with like_a_process_of_its_own(), fake_run._prepared(plan, self.facts, self.folder) as recipe:
+        with like_a_process_of_its_own(), fake_run.prepared(plan, self.facts, self.folder) as recipe:
             model = recipe.model(None, config=self.folder, device="cpu")
             with fake_run._recording(recipe, fake=False) as recorder:
                 marks = Marks(recipe, recorder, accumulation=plan["accumulation"], steps=2)

@@ -20,7 +20,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -117,8 +117,12 @@ def prime_micro_batch(model: nn.Module, seq_len: int) -> int:
     return next(prime for prime in _PRIMES if all(size % prime or not size for size in sizes))
 
 
-def make_fake(model: nn.Module) -> None:
-    """Put a fake tensor in the place of every parameter and buffer; shared ones stay shared."""
+def make_fake(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Put a fake tensor in the place of every parameter and buffer; shared ones stay shared.
+
+    Returns:
+        The fake tensors, by the ``id`` of those that they stand for.
+    """
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -131,6 +135,7 @@ def make_fake(model: nn.Module) -> None:
                     trainable = isinstance(tensor, nn.Parameter)
                     made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if trainable else fake
                 held[name] = made[id(tensor)]
+    return made
 
 
 # -- the run ------------------------------------------------------------------------------------------------------
@@ -145,6 +150,8 @@ def micro_steps(
     fake: bool = True,
     whole: bool = False,
     accumulation: int = 2,
+    source: Source | None = None,
+    any_rows: bool = True,
 ) -> MicroSteps:
     """Trace one accumulation of the plan; two micro-steps stand for any number above one.
 
@@ -156,34 +163,37 @@ def micro_steps(
         fake: ``False`` runs it on real tensors of the CPU, for comparison.
         whole: Keep every layer.
         accumulation: Micro-steps to trace.
+        source: What trains; the model of the config on random rows where none is given.
+        any_rows: Whether the trace is to hold for any number of rows above one; else for the plan's alone.
 
     Raises:
-        ModelError: No trace stands for a step of the model's task.
+        ModelError: No trace stands for a step of the model's task, or for the source's rows.
     """
-    untraced = kind_of(facts.model.task).untraced
-    if fake and untraced is not None:
-        raise ModelError(untraced)
-    with _prepared(plan, facts, folder) as recipe:
+    source = source or FromConfig(plan, facts, config, folder)
+    with source.prepared() as recipe:
         layout = layout_of(recipe_of(plan, facts))
-        model = recipe.model(None, config=config, device="meta" if fake else "cpu")
+        model = source.model(fake=fake)
         weights, buckets_bytes = tuple(local_bytes(model, layout)), layout.buckets_bytes(model)
         load = loading(model, layout) if layout.shards > 1 else None
         shares = share_bytes(model, layout) if layout.on_host else {}
         host_bytes = sum(shares.values())
         buckets_bytes += max(shares.values(), default=0)  # one share at a time is brought in to be gathered
-        layers = find_layers(model, period_of(plan)) if fake and not whole else None
+        weights += tuple(size for beside in source.beside for size in local_bytes(beside, layout))
+        layers = find_layers(model, period_of(plan)) if fake and not whole and not source.beside else None
         if layers is not None:
             shorten(model, layers)
-        rows = prime_micro_batch(model, facts.workload.seq_len) if fake and recipe.micro_batch > 1 else None
+        many = fake and any_rows and recipe.micro_batch > 1
+        rows = prime_micro_batch(model, facts.workload.seq_len) if many else None
         recipe.micro_batch = rows or recipe.micro_batch
+        source.take_rows(grows=rows is not None)
         with _recording(recipe, fake=fake, rows=rows) as recorder:
             marks = Marks(recipe, recorder, accumulation=accumulation, steps=1, only_micro_steps=True)
             marks.sharded = model if layout.engine else None
             if layers is not None:
                 watch_layers(model, layers, marks)
-            _run(recipe, model, marks, folder, fake=fake)
+            source.run(model, marks, fake=fake)
         tape = recorder.tape(since=1, until=marks.past)
-        evaluation = recorder.tape(since=marks.past) if marks.past and _evaluates(recipe) else None
+        evaluation = recorder.tape(since=marks.past) if marks.past and source.evaluates else None
     return MicroSteps(
         tape=_without_shares(tape, layout),
         evaluation=evaluation,
@@ -197,19 +207,23 @@ def micro_steps(
     )
 
 
-def optimizer_steps(plan: Plan, facts: Facts, *, config: Path, folder: Path, fake: bool = True) -> OptimizerSteps:
+def optimizer_steps(
+    plan: Plan, facts: Facts, *, config: Path, folder: Path, fake: bool = True, source: Source | None = None
+) -> OptimizerSteps:
     """Trace two optimizer steps of the plan, with every parameter and given gradients.
 
     Of a sharded plan each parameter is as large as its shard: optimizers treat a shard as they would a parameter.
     """
-    with _prepared(plan, facts, folder, alone=True) as recipe:
-        model = recipe.model(None, config=config, device="meta" if fake else "cpu")
+    source = source or FromConfig(plan, facts, config, folder, alone=True)
+    with source.prepared() as recipe:
+        model = source.model(fake=fake)
         layout = layout_of(recipe_of(plan, facts))
         cut(model, layout)
+        source.take_rows(grows=False, given=True)
         model.forward = _given_gradients(model)
         with _recording(recipe, fake=fake) as recorder:
             marks = Marks(recipe, recorder, accumulation=1, steps=2)
-            _run(recipe, model, marks, folder, fake=fake)
+            source.run(model, marks, fake=fake)
         tape = recorder.tape(since=1)
     if layout.on_host:
         tape = dataclasses.replace(tape, categories=np.full_like(tape.categories, ELSEWHERE))
@@ -245,8 +259,74 @@ def _given_gradients(model: nn.Module) -> Callable[..., Any]:
     return forward
 
 
+class Source(Protocol):
+    """What a trace trains: a model and how it takes its steps."""
+
+    evaluates: bool
+    """Whether an evaluation step is run after the micro-steps, and traced."""
+    beside: list[nn.Module]
+    """Further models that lie on the device and are not trained; known after :meth:`model`."""
+
+    def prepared(self) -> contextlib.AbstractContextManager[Recipe]:
+        """The recipe as it can run here, in the environment of its launch."""
+
+    def model(self, *, fake: bool) -> Any:
+        """The model, wrapped as the plan says; its tensors may be real ones."""
+
+    def take_rows(self, *, grows: bool, given: bool = False) -> None:
+        """Make ready a micro-batch of as many rows as the recipe says.
+
+        Args:
+            grows: The number of rows is a prime, which every tensor of the micro-batch has to grow with.
+            given: The gradients are given, and no loss is computed.
+
+        Raises:
+            ModelError: No trace stands for such rows.
+        """
+
+    def run(self, model: Any, marks: Marks, *, fake: bool) -> None:
+        """Train until the marks say enough; the model and its optimizer stand ready when segment 1 begins."""
+
+
+class FromConfig:
+    """The model of a config on random rows of its task.
+
+    Args:
+        plan: The plan.
+        facts: What it is for.
+        config: Folder that holds the ``config.json``.
+        folder: Where a Trainer may write.
+        alone: Without the others of its world.
+    """
+
+    def __init__(self, plan: Plan, facts: Facts, config: Path, folder: Path, *, alone: bool = False) -> None:
+        self.plan, self.facts, self.config, self.folder, self.alone = plan, facts, config, folder, alone
+        self.evaluates = _evaluates(facts)
+        self.beside: list[nn.Module] = []
+
+    @contextlib.contextmanager
+    def prepared(self) -> Iterator[Recipe]:
+        """The recipe as it can run here."""
+        with prepared(self.plan, self.facts, self.folder, alone=self.alone) as self.recipe:
+            yield self.recipe
+
+    def model(self, *, fake: bool) -> Any:
+        """The model, of which fake tensors need no storage."""
+        untraced = kind_of(self.facts.model.task).untraced
+        if fake and not self.alone and untraced is not None:
+            raise ModelError(untraced)
+        return self.recipe.model(None, config=self.config, device="meta" if fake else "cpu")
+
+    def take_rows(self, *, grows: bool, given: bool = False) -> None:
+        """Rows are made as they are wanted."""
+
+    def run(self, model: Any, marks: Marks, *, fake: bool) -> None:
+        """Train until the marks say enough."""
+        _run(self.recipe, model, marks, self.folder, fake=fake)
+
+
 @contextlib.contextmanager
-def _prepared(plan: Plan, facts: Facts, folder: Path, *, alone: bool = False) -> Iterator[Recipe]:
+def prepared(plan: Plan, facts: Facts, folder: Path, *, alone: bool = False) -> Iterator[Recipe]:
     """The recipe as it can run on a CPU, in the environment of its launch; alone, without the others of its world."""
     recipe = recipe_of(plan, facts)
     engine = layout_of(recipe).engine and not alone
@@ -370,7 +450,7 @@ def _run(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool) 
     dataset = None if on_cpu_itself else _rows(recipe, model, rows, fake=fake)  # of the host, where there is a device
     recorder.mark("begin")
     dataset = dataset or _rows(recipe, model, rows, fake=fake)
-    model.register_forward_pre_hook(_call_batch(recorder), with_kwargs=True)
+    model.register_forward_pre_hook(call_batch(recorder), with_kwargs=True)
     marks.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if recipe.facts.workload.launch_path == "trainer":
         args = recipe.training_arguments(**loops.untuned(marks, folder))
@@ -381,7 +461,7 @@ def _run(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool) 
         trainers: list[Any] = []
         with contextlib.suppress(TraceDone):
             loops.run_trainer(marks, args, model, optimizer, dataset=dataset, begin=trainers.append)
-        if marks.past is not None and _evaluates(recipe):
+        if marks.past is not None and _evaluates(recipe.facts):
             loops.evaluate_once(trainers[0])
     else:
         accelerator = recipe.accelerator(gradient_accumulation_steps=marks.accumulation)
@@ -409,12 +489,12 @@ class _Alike(Dataset[Any]):
         return self.row
 
 
-def _evaluates(recipe: Recipe) -> bool:
+def _evaluates(facts: Facts) -> bool:
     """Whether an evaluation step is traced: a Trainer's."""
-    return recipe.facts.workload.launch_path == "trainer"
+    return facts.workload.launch_path == "trainer"
 
 
-def _call_batch(recorder: Recorder) -> Callable[..., None]:
+def call_batch(recorder: Recorder) -> Callable[..., None]:
     """A hook that tells the recorder which tensors are the batch."""
 
     def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from autofit.contract.facts import Facts
     from autofit.contract.plan import Plan
     from autofit.costmodel.jobs import TraceJob, TraceRequest
+    from autofit.costmodel.tracing.fake_run import Source
 
 _NUMBER_BYTES = 4
 
@@ -98,16 +100,45 @@ def _trace(job: TraceJob, request: TraceRequest) -> None:
             arrays = peak.pack(micro_part(request.plan, job.facts, config, Path(scratch)), None)
         else:
             arrays = peak.pack(None, optimizer_part(request.plan, job.facts, config, Path(scratch)))
+    save(job, request, arrays)
+
+
+def save(job: TraceJob, request: TraceRequest, arrays: dict[str, Any]) -> None:
+    """Leave a trace in the file that its request names, whole or not at all."""
     target = Path(job.folder) / request.file
     aside = target.with_name(f".{target.stem}-{os.getpid()}.npz")
     np.savez_compressed(aside, **arrays)
     aside.replace(target)
 
 
-def micro_part(plan: Plan, facts: Facts, config: Path, folder: Path) -> MicroPart:
-    """The micro-steps of the plan, for any number of rows and with every layer."""
-    found, tape = _micro_steps(plan, facts, config, folder, accumulation=2)
-    alone = _micro_steps(plan, facts, config, folder, accumulation=1)[1] if found.gathers_late else None
+def micro_part(
+    plan: Plan,
+    facts: Facts,
+    config: Path,
+    folder: Path,
+    *,
+    source: Source | None = None,
+    whole: bool = False,
+    any_rows: bool = True,
+) -> MicroPart:
+    """The micro-steps of the plan, for any number of rows and with every layer.
+
+    Args:
+        plan: The plan.
+        facts: What it is for.
+        config: Folder that holds the ``config.json``.
+        folder: Where a Trainer may write.
+        source: What trains, once; the model of the config where none is given.
+        whole: Leave no layer out.
+        any_rows: Whether it is to hold for any number of rows above one; else for the plan's alone.
+
+    Raises:
+        UnlikeError: Layers of the source that were taken to be alike are not: it is to be traced whole, by another
+            source.
+    """
+    trace = functools.partial(_micro_steps, plan, facts, config, folder, source=source, whole=whole, any_rows=any_rows)
+    found, tape = trace(accumulation=2)
+    alone = trace(accumulation=1)[1] if found.gathers_late else None
     return MicroPart(
         tape=tape,
         evaluation=found.evaluation,
@@ -121,20 +152,40 @@ def micro_part(plan: Plan, facts: Facts, config: Path, folder: Path) -> MicroPar
 
 
 def _micro_steps(
-    plan: Plan, facts: Facts, config: Path, folder: Path, *, accumulation: int
+    plan: Plan,
+    facts: Facts,
+    config: Path,
+    folder: Path,
+    *,
+    accumulation: int,
+    source: Source | None,
+    whole: bool,
+    any_rows: bool,
 ) -> tuple[fake_run.MicroSteps, Tape]:
     """What was traced, its evaluation and the tape of the whole model."""
-    found = fake_run.micro_steps(plan, facts, config=config, folder=folder, accumulation=accumulation)
+    trace = functools.partial(
+        fake_run.micro_steps,
+        plan,
+        facts,
+        config=config,
+        folder=folder,
+        accumulation=accumulation,
+        source=source,
+        any_rows=any_rows,
+    )
+    found = trace(whole=whole)
     try:
         tape, evaluation = lengthen(found.tape, found.copies), found.evaluation
         found = dataclasses.replace(found, evaluation=evaluation and lengthen(evaluation, found.copies))
     except UnlikeError:
-        found = fake_run.micro_steps(plan, facts, config=config, folder=folder, accumulation=accumulation, whole=True)
+        if source is not None:
+            raise
+        found = trace(whole=True)
         tape = found.tape
     return found, tape
 
 
-def optimizer_part(plan: Plan, facts: Facts, config: Path, folder: Path) -> OptimizerPart:
+def optimizer_part(plan: Plan, facts: Facts, config: Path, folder: Path, source: Source | None = None) -> OptimizerPart:
     """The optimizer's step of the plan."""
-    found = fake_run.optimizer_steps(plan, facts, config=config, folder=folder)
+    found = fake_run.optimizer_steps(plan, facts, config=config, folder=folder, source=source)
     return OptimizerPart(tape=found.tape, elsewhere_bytes=found.elsewhere_bytes)

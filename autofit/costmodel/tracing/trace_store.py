@@ -29,13 +29,15 @@ from autofit.registry import recipe_of, source_folders, technique
 from autofit.system.files import writing
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Facts
+    from autofit.contract.facts import Facts, Script
     from autofit.system.fork_server import ForkServer
 
 PARTS: tuple[Part, ...] = ("micro_steps", "optimizer")
 MANY = 2
 """Rows whose trace stands for any number of them; what it says of one alone may be 3 % off."""
 _LONGEST_SECONDS = 900.0
+_SCRIPT_RUNS = 16
+"""A script runs once for each way of loading its model; there are not more."""
 _SPOILED = (
     OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, MemoryError, EOFError,
     zipfile.BadZipFile, zlib.error, struct.error,
@@ -121,7 +123,9 @@ class Traces:
             requests=tuple(wanted.values()),
             folder=str(self.cache.resolve()),
         )
-        with self.server().ask(self.scratch, job, kill_after_seconds=_LONGEST_SECONDS) as answer:
+        script = self.facts.workload.script
+        longest = _LONGEST_SECONDS if script is None else _LONGEST_SECONDS + _SCRIPT_RUNS * script.seconds
+        with self.server().ask(self.scratch, job, kill_after_seconds=longest) as answer:
             reasons = {} if answer is None else dict(answer["failed"])
         for key, request in wanted.items():
             if request.file in reasons:
@@ -177,8 +181,8 @@ class Traces:
 
 
 def evaluated_rows(plan: Plan, facts: Facts) -> int:
-    """Rows of an evaluation step of the plan, as it is written."""
-    return int(recipe_of(plan, facts).emission.training_args["per_device_eval_batch_size"])
+    """Rows of an evaluation step of the plan, as it is written; 0 where a script says how it evaluates."""
+    return int(recipe_of(plan, facts).emission.training_args.get("per_device_eval_batch_size", 0))
 
 
 def untraceable(plan: Plan) -> list[str]:
@@ -204,7 +208,16 @@ def ground_of(facts: Facts, config: Path) -> list[object]:
         work.launch_path,
         facts.model.trust_remote_code,
         facts.model.task,
+        *(script_of(work.script) if work.script is not None else ()),
     ]
+
+
+def script_of(script: Script) -> list[object]:
+    """What a script's step is made of: its text and that of the modules beside it, what it is told, its rows."""
+    path = Path(script.path)
+    beside = sorted((one.name, hashlib.sha256(one.read_bytes()).hexdigest()) for one in path.parent.glob("*.py"))
+    said = [script.path, script.arguments, script.call, script.sha256, beside, script.weights_dtype, script.adapter]
+    return [*said, sorted(script.batch.items()), script.longest_places[:1], script.own]
 
 
 def kernels_of(capability: tuple[int, int] | None) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from autofit.training.scripts.loop_entry import describing, measure_loop, train_
 from autofit.training.scripts.patches import Patches, loads_of
 from autofit.training.scripts.rows import sample_of, take_in_order
 from autofit.training.scripts.traits import longest_batch, traits
+from autofit.training.scripts.watched import watch, wrap
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Script
@@ -50,7 +51,7 @@ def keep_quiet() -> None:
     )
 
 
-def _construct(folder: Path) -> dict[str, Any]:
+def construct(folder: Path) -> dict[str, Any]:
     """Fields that keep a script's side effects out: it writes into the folder, and tells nobody."""
     return {
         "output_dir": str(folder / _OUTPUT),
@@ -60,7 +61,12 @@ def _construct(folder: Path) -> dict[str, Any]:
     }
 
 
-def _quiet() -> dict[str, Any]:
+def on_the_cpu(folder: Path) -> dict[str, Any]:
+    """The same for a script that is not to touch a device."""
+    return {**construct(folder), "use_cpu": True, "tf32": None}
+
+
+def quiet() -> dict[str, Any]:
     """Attributes that leave out what is beside the training steps, in the types that ``TrainingArguments`` keep."""
     from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
@@ -87,9 +93,9 @@ def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path) 
     patches = Patches(
         train=entry,
         call=call,
-        construct={**_construct(folder), "use_cpu": True, "tf32": None},
+        construct=on_the_cpu(folder),
         tuned={"bf16": False, "fp16": False, "torch_compile": False},
-        quiet=_quiet(),
+        quiet=quiet(),
     )
     patches.install()
     describing(patches, lambda: time.monotonic() - began).install()
@@ -145,7 +151,7 @@ def measure_steps(clock: Clock, script: Script, *, folder: Path, environment: Ma
     """
     recipe, effort = clock.recipe, clock.effort
     if not script.trainer:
-        return measure_loop(clock, script, construct=_construct(folder), environment=environment)
+        return measure_loop(clock, script, construct=construct(folder), environment=environment)
 
     def entry(trainer: Any, train: Callable[[], Any]) -> Any:
         raise Enough(_measured(clock, script, trainer, train))
@@ -155,9 +161,9 @@ def measure_steps(clock: Clock, script: Script, *, folder: Path, environment: Ma
     patches = Patches(
         train=entry,
         call=script.call,
-        construct=_construct(folder),
+        construct=construct(folder),
         tuned=tuned,
-        quiet=_quiet(),
+        quiet=quiet(),
         environment=environment,
         loads=loads_of(recipe),
     )
@@ -200,23 +206,8 @@ def train_with(
     run(path, arguments)
 
 
-def wrap(trainer: Any, recipe: Recipe) -> None:
-    """Put around a Trainer's model and optimizer what no argument carries."""
-    if recipe.model_wraps or recipe.optimizer_wraps:
-        trainer.model_init = None  # it has made the model, and would make another one
-    for around_model in recipe.model_wraps:
-        trainer.model = trainer.model_wrapped = around_model(trainer.model)
-    if recipe.optimizer_wraps:
-        optimizer = trainer.create_optimizer()
-        for around_optimizer in recipe.optimizer_wraps:
-            optimizer = around_optimizer(optimizer)
-        trainer.optimizer = optimizer
-
-
 def _measured(clock: Clock, script: Script, trainer: Any, train: Callable[[], Any]) -> Evidence:
     """Train until the clock says enough."""
-    from transformers import EarlyStoppingCallback, TrainerCallback
-
     recipe, effort = clock.recipe, clock.effort
     trainer.model_init = None
     wrap(trainer, recipe)
@@ -229,7 +220,6 @@ def _measured(clock: Clock, script: Script, trainer: Any, train: Callable[[], An
     arguments.max_steps = clock.most_steps
     steps = clock.most_steps - effort.warm_up
     take_in_order(trainer, script, a_step=a_step, warm_up=effort.warm_up, steps=steps)
-    compute_loss, training_step = trainer.compute_loss, trainer.training_step
     get_batch_samples = trainer.get_batch_samples
 
     def timed_batches(*args: Any, **kwargs: Any) -> Any:
@@ -238,38 +228,15 @@ def _measured(clock: Clock, script: Script, trainer: Any, train: Callable[[], An
         clock.waits.came(len(found[0]), inside=False)
         return found
 
-    def timed_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        tokens.count(inputs)
-        clock.forward_begin()
-        loss = compute_loss(model, inputs, *args, **kwargs)
-        clock.forward_end()
-        return loss
+    def stepped() -> None:
+        if clock.done == effort.warm_up:
+            observer.rows = rows_of(trainer)
+            observer.loader = trainer.callback_handler.train_dataloader
+            clock.waits.worker_bytes = workers_bytes()
+            seen.append(observer.evidence(trainer.optimizer, trainer.accelerator, counted(clock)))
+            observer.close()
 
-    def timed_step(*args: Any, **kwargs: Any) -> Any:
-        loss = training_step(*args, **kwargs)
-        clock.backward_end(loss)
-        return loss
-
-    class Told(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            clock.step_begin()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-            if trainer.accelerator.optimizer_step_was_skipped:
-                clock.step_skipped()
-            if clock.step_end():
-                control.should_training_stop = True
-            if clock.done == effort.warm_up:
-                observer.rows = rows_of(trainer)
-                observer.loader = trainer.callback_handler.train_dataloader
-                clock.waits.worker_bytes = workers_bytes()
-                seen.append(observer.evidence(trainer.optimizer, trainer.accelerator, counted(clock)))
-                observer.close()
-            return control
-
-    trainer.pop_callback(EarlyStoppingCallback)
-    trainer.add_callback(Told())
-    trainer.compute_loss, trainer.training_step = timed_loss, timed_step
+    watch(trainer, clock, count=tokens.count, stepped=stepped)
     trainer.get_batch_samples = timed_batches
     train()
     if not seen:

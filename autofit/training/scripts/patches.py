@@ -59,6 +59,7 @@ class Patches:
         call: Which call of ``train`` is meant.
         skips_earlier: Whether the calls before it are left out.
         rewrites: Whether the arguments of a Trainer are changed.
+        before_trainer: Called where a Trainer is about to be made, before its arguments are changed.
         random_weights: Whether models get random weights, and no file of weights is read or fetched.
         made: What each Trainer was made with, by its ``id``.
         said: What the script itself said where it loaded its model.
@@ -70,6 +71,7 @@ class Patches:
     quiet: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     loads: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    before_trainer: Callable[[], None] = lambda: None
     random_weights: bool = True
     call: int = 1
     skips_earlier: bool = True
@@ -141,6 +143,7 @@ class Patches:
         original = owner.train
 
         def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            self.before_trainer()
             trainer = object.__new__(cls)
             if self.rewrites:
                 self._rewrite(trainer, args, kwargs)

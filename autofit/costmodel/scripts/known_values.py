@@ -1,0 +1,131 @@
+"""Values of small tensors of numbers, kept beside fake tensors: what a script's loss asks of its batch is answered.
+
+A trainer's own loss looks at what a batch holds: how many tokens are no padding, where an answer begins. A fake tensor
+has no values, so those of the batch are kept here, and what is computed from them alone is computed once more for
+real. Of what is not known, a fraction that is asked for is 1, such as a loss that is logged; a condition does not hold,
+such as a loss that is not finite; where a whole number is asked for, which may be a size, the run fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autofit.system.errors import ModelError
+
+_LARGEST = 1 << 22
+_ASKED = torch.ops.aten._local_scalar_dense.default
+_BY_PLACES = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
+_NEW = {
+    torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step,
+    torch.ops.aten.full.default, torch.ops.aten.ones.default, torch.ops.aten.zeros.default,
+    torch.ops.aten.scalar_tensor.default,
+}  # fmt: skip
+_UNKNOWN = {
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+
+
+class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Knows the values of some fake tensors while it is entered, as the last of the modes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: Any = WeakIdKeyDictionary()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def tell(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Say what a fake tensor holds; large ones and fractions are not kept."""
+        if real.numel() <= _LARGEST and not real.is_floating_point():
+            self._known[fake] = real
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator on fake tensors, and on known values once more."""
+        kwargs = kwargs or {}
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+        known = {id(one): self._value(one) for one in tensors}
+        all_known = all(value is not None for value in known.values())
+        if func is _ASKED:
+            return self._asked(args[0], known[id(args[0])])
+        if func in _BY_PLACES:
+            args = (args[0], [*self._places(args[1])], *args[2:])
+        if not all_known or not (tensors or func in _NEW) or func in _UNKNOWN or _random(func):
+            if func._schema.is_mutable and not all_known:
+                self._forget(func, args)
+            return func(*args, **kwargs)
+        real_args, real_kwargs = tree_unflatten(
+            [known[id(one)] if isinstance(one, torch.Tensor) else one for one in leaves], spec
+        )
+        with _disable_current_modes(), torch.no_grad():
+            real = func(*real_args, **real_kwargs)
+        result = self._fake(func, args, kwargs, real)
+        for fake, value in zip(tree_leaves(result), tree_leaves(real), strict=True):
+            if isinstance(fake, FakeTensor) and value.numel() <= _LARGEST:
+                self._known[fake] = value
+        return result
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.numel() <= _LARGEST:
+            return tensor  # made from Python's numbers
+        found: torch.Tensor | None = self._known.get(tensor)
+        return found
+
+    def _forget(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Something unknown is written into a tensor: what shares its storage is unknown from now on."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = {_storage(one) for one in tree_leaves(value) if isinstance(one, torch.Tensor)}
+            for one in [one for one in self._known if _storage(one) in written]:
+                del self._known[one]
+
+    @staticmethod
+    def _asked(tensor: torch.Tensor, known: torch.Tensor | None) -> Any:
+        if known is not None:
+            with _disable_current_modes():
+                return known.item()
+        if tensor.dtype == torch.bool:
+            return False  # a layer that is dropped now and then, a loss that is not finite
+        if tensor.dtype.is_floating_point:
+            return 1.0
+        raise ModelError("its loss asks for a number that only a run on real weights tells")
+
+    def _places(self, indices: Any) -> Any:
+        """Masks whose values are known, as the places where they are true."""
+        for one in indices:
+            if one is not None and one.dtype == torch.bool and self._value(one) is not None:
+                yield from self._nonzero(one).unbind(1)
+            else:
+                yield one
+
+    def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
+        with self:
+            return torch.nonzero(mask)
+
+    @staticmethod
+    def _fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], real: Any) -> Any:
+        """The same of fake tensors; where the sizes depend on values, the real ones."""
+        if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+            return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
+        return func(*args, **kwargs)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags

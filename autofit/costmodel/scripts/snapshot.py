@@ -1,0 +1,264 @@
+"""Traces of a script: it runs once up to its Trainer, without a device; from there a process is forked for each trace.
+
+What a plan says where a model is loaded comes before that, so the script runs once for each such saying. Where threads
+of the script's own are alive, forking it is not safe: then it runs anew for each trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from autofit.costmodel import peak
+from autofit.costmodel.scripts.trainer_source import TrainerSource
+from autofit.costmodel.tracing import fake_run
+from autofit.costmodel.tracing.timeline import UnlikeError
+from autofit.costmodel.tracing.trace_job import micro_part, optimizer_part, save
+from autofit.registry import recipe_of
+from autofit.system.errors import AutofitError, ModelError
+from autofit.system.job import error_words
+from autofit.training.scripts.entry import keep_quiet, on_the_cpu, quiet
+from autofit.training.scripts.leave import Enough, Left, Refused, run_until_left
+from autofit.training.scripts.patches import Patches, loads_of
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Script
+    from autofit.contract.recipe import Recipe
+    from autofit.costmodel.jobs import TraceJob, TraceRequest
+    from autofit.costmodel.peak import MicroPart
+
+_LONGEST_TRACE = 300
+_APART = 0.05
+"""How far a trace of any number of rows may be off one of the script's own number, which is made to check it."""
+_UNLIKE = 3
+_UNSAFE = 4
+"""Exit codes: layers that were taken to be alike are not; the script can't be forked."""
+
+
+def trace_script(job: TraceJob, folder: Path) -> dict[str, str]:
+    """Trace every request.
+
+    Returns:
+        Why it failed, by the request's file.
+    """
+    for requests in _by_loading(job):
+        if in_child(Snapshot(job, tuple(requests), folder).run) == _UNSAFE:
+            for request in requests:
+                in_child(Snapshot(job, (request,), folder).run)
+    return {
+        request.file: _why(folder, request)
+        for request in job.requests
+        if not (Path(job.folder) / request.file).exists()
+    }
+
+
+def _by_loading(job: TraceJob) -> list[list[TraceRequest]]:
+    """The requests, those together that say the same where a model is loaded."""
+    groups: dict[str, list[TraceRequest]] = {}
+    for request in sorted(job.requests, key=lambda one: one.part):
+        recipe = recipe_of(request.plan, job.facts)
+        groups.setdefault(repr((sorted(recipe.model_arguments.items()), recipe.weights_dtype)), []).append(request)
+    return list(groups.values())
+
+
+def _why(folder: Path, request: TraceRequest) -> str:
+    with contextlib.suppress(OSError):
+        return f"its trace failed: {_report(folder, request).read_text('utf-8')}"
+    return "its trace took too long or was killed"
+
+
+def _report(folder: Path, request: TraceRequest) -> Path:
+    return folder / f"failed-{Path(request.file).stem}.txt"
+
+
+def in_child(run: Callable[[], int]) -> int:
+    """The exit code of a process that is forked to run something."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = run()
+        except BaseException:  # noqa: BLE001 - the top of a process
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Snapshot:
+    """One run of a script up to its Trainer, and the traces that are forked from there.
+
+    Args:
+        job: What to trace, of which script.
+        requests: Those of one way of loading the model; a single one is traced in the same process.
+        folder: Where the script and the traces may write.
+    """
+
+    def __init__(self, job: TraceJob, requests: tuple[TraceRequest, ...], folder: Path) -> None:
+        assert job.facts.workload.script is not None
+        self.job, self.requests, self.folder = job, requests, folder
+        self.script: Script = job.facts.workload.script
+        self.request: TraceRequest | None = None
+        self.whole = False
+        self.recipe: Recipe
+        self.patches = Patches(
+            train=self._trained,
+            call=self.script.call,
+            construct=on_the_cpu(folder),
+            quiet=quiet(),
+            loads=loads_of(recipe_of(requests[0].plan, job.facts)),
+            before_trainer=self._fork,
+        )
+
+    def run(self) -> int:
+        """Run the script; the exit code of this process."""
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        torch.set_num_threads(1)
+        keep_quiet()
+        _without_monitor()
+        self.patches.install()
+        try:
+            run_until_left(self.script.path, self.script.arguments)
+        except Enough as enough:
+            return int(enough.found)
+        except (AutofitError, Refused) as error:
+            for request in (self.request,) if self.request else self.requests:
+                _report(self.folder, request).write_text(error.message, "utf-8")
+        return 1
+
+    def _fork(self) -> None:
+        """Trace each request in a fork; only those come back from here, each with its plan put in."""
+        if self.request is not None:
+            return
+        if len(self.requests) > 1 and threading.active_count() > 1:
+            raise Enough(_UNSAFE)
+        if len(self.requests) == 1:
+            self._become(self.requests[0], whole=True)
+            return
+        waiting: list[tuple[TraceRequest, bool]] = [(request, False) for request in reversed(self.requests)]
+        running: dict[int, TraceRequest] = {}
+        while waiting or running:
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                request, whole = waiting.pop()
+                child = os.fork()
+                if child == 0:
+                    self._become(request, whole=whole)
+                    return
+                running[child] = request
+            child, status = os.wait()
+            done = running.pop(child, None)
+            if done is not None and os.waitstatus_to_exitcode(status) == _UNLIKE:
+                waiting.append((done, True))
+        raise Enough(0)
+
+    def _become(self, request: TraceRequest, *, whole: bool) -> None:
+        """Have this process trace one request where the script begins to train."""
+        signal.alarm(_LONGEST_TRACE)
+        self.request, self.whole = request, whole
+        scratch = self.folder / Path(request.file).stem
+        scratch.mkdir(exist_ok=True)
+        alone = request.part == "optimizer"
+        stack = contextlib.ExitStack()  # never left: the process ends with its trace
+        self.recipe = stack.enter_context(fake_run.prepared(request.plan, self.job.facts, scratch, alone=alone))
+        self.patches.construct = on_the_cpu(scratch)
+        self.patches.tuned = {
+            **self.recipe.emission.training_args,
+            "gradient_accumulation_steps": 1 if alone else 2,
+            "output_dir": str(scratch),
+        }
+        self.patches.environment = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+
+    def _trained(self, trainer: Any, train: Callable[[], Any]) -> Any:
+        """Trace the request, where the script would train."""
+        assert self.request is not None
+        source = TrainerSource(self.recipe, self.script, trainer, train)
+        code = 0
+        try:
+            self._trace(self.request, source)
+        except UnlikeError:
+            code = _UNLIKE
+        except Left:
+            raise
+        except Exception as error:  # noqa: BLE001 - a script's own code can raise anything; it is told
+            traceback.print_exc()
+            _report(self.folder, self.request).write_text(error_words(error), "utf-8")
+            code = 1
+        raise Enough(code)
+
+    def _trace(self, request: TraceRequest, source: TrainerSource) -> None:
+        config, scratch = Path(self.job.config), self.folder / Path(request.file).stem
+        facts = self.job.facts
+        if request.part == "micro_steps":
+            trace = functools.partial(micro_part, request.plan, facts, config, scratch, source=source, whole=self.whole)
+            exact = self._of_own_rows(source, trace, scratch) if int(request.plan["micro_batch"]) > 1 else None
+            found = trace()
+            if exact is not None:
+                _check(found, exact, self._own_rows)
+            save(self.job, request, peak.pack(found, None))
+        else:
+            save(self.job, request, peak.pack(None, optimizer_part(request.plan, facts, config, scratch, source)))
+
+    @property
+    def _own_rows(self) -> int:
+        return max(2, self.script.micro_batch)
+
+    def _of_own_rows(self, source: TrainerSource, trace: Callable[..., MicroPart], scratch: Path) -> float:
+        """Peak bytes of a micro-step of the script's own number of rows, traced in a fork.
+
+        Raises:
+            UnlikeError: The same as of any number of rows.
+            ModelError: It can't be traced.
+        """
+        told = scratch / "own-rows"
+
+        def traced() -> int:
+            source.recipe.micro_batch = self._own_rows
+            try:
+                told.write_text(repr(_peak(trace(any_rows=False), 0)), "utf-8")
+            except UnlikeError:
+                return _UNLIKE
+            return 0
+
+        code = in_child(traced)
+        if code == _UNLIKE:
+            raise UnlikeError("layers are not alike")
+        return float(told.read_text("utf-8")) if code == 0 else math.nan
+
+
+def _peak(part: MicroPart, rows: int) -> float:
+    return part.held_bytes + float(part.peaks(np.array([float(rows)]), adding=True)[0][0])
+
+
+def _check(part: MicroPart, exact: float, rows: int) -> None:
+    """Refuse a trace that does not hold for another number of rows: the script's step does not grow with them.
+
+    Raises:
+        ModelError: It does not.
+    """
+    said = _peak(part, rows)
+    if not abs(said - exact) <= _APART * exact:
+        raise ModelError(
+            f"its memory does not grow evenly with the rows: the trace of {rows} says {exact:,.0f} bytes, that of any "
+            f"number {said:,.0f}"
+        )
+
+
+def _without_monitor() -> None:
+    """Keep progress bars from starting a thread, beside which nothing is forked."""
+    import tqdm  # type: ignore[import-untyped]
+
+    tqdm.tqdm.monitor_interval = 0

@@ -1,0 +1,81 @@
+"""A script's Trainer: what is put around its model and optimizer, and how its steps are listened to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autofit.contract.recipe import Recipe
+    from autofit.training.timing import Listener
+
+
+def wrap(trainer: Any, recipe: Recipe) -> None:
+    """Put around a Trainer's model and optimizer what no argument carries."""
+    wrap_model(trainer, recipe)
+    wrap_optimizer(trainer, recipe)
+
+
+def wrap_model(trainer: Any, recipe: Recipe) -> None:
+    """Put around a Trainer's model what no argument carries."""
+    if recipe.model_wraps or recipe.optimizer_wraps:
+        trainer.model_init = None  # it has made the model, and would make another one
+    for around_model in recipe.model_wraps:
+        trainer.model = trainer.model_wrapped = around_model(trainer.model)
+
+
+def wrap_optimizer(trainer: Any, recipe: Recipe) -> None:
+    """Put around a Trainer's optimizer what no argument carries; its model is wrapped already."""
+    if recipe.optimizer_wraps:
+        optimizer = trainer.create_optimizer()
+        for around_optimizer in recipe.optimizer_wraps:
+            optimizer = around_optimizer(optimizer)
+        trainer.optimizer = optimizer
+
+
+def watch(
+    trainer: Any,
+    clock: Listener,
+    *,
+    count: Callable[[Any], None] = lambda _: None,
+    stepped: Callable[[], None] = lambda: None,
+) -> None:
+    """Have a clock told of each part of a Trainer's steps, which end when it says enough.
+
+    Args:
+        trainer: About to train; its own loss is kept.
+        clock: Listens.
+        count: Given each micro-batch.
+        stepped: Called after each optimizer step.
+    """
+    from transformers import EarlyStoppingCallback, TrainerCallback
+
+    compute_loss, training_step = trainer.compute_loss, trainer.training_step
+
+    def timed_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        count(inputs)
+        clock.forward_begin()
+        loss = compute_loss(model, inputs, *args, **kwargs)
+        clock.forward_end()
+        return loss
+
+    def timed_step(*args: Any, **kwargs: Any) -> Any:
+        loss = training_step(*args, **kwargs)
+        clock.backward_end(loss)
+        return loss
+
+    class Told(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            clock.step_begin()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            if trainer.accelerator.optimizer_step_was_skipped:
+                clock.step_skipped()
+            if clock.step_end():
+                control.should_training_stop = True
+            stepped()
+            return control
+
+    trainer.pop_callback(EarlyStoppingCallback)
+    trainer.add_callback(Told())
+    trainer.compute_loss, trainer.training_step = timed_loss, timed_step

@@ -1,0 +1,108 @@
+"""Traces of users' scripts against the same steps on real tensors."""
+
+from pathlib import Path
+
+import pytest
+
+from autofit import space
+from autofit.contract.plan import Plan
+from autofit.costmodel.tracing.trace_store import ground_of
+from tests.support.script_traces import facts_of_script, real_peak, traces_of
+from tests.support.scripted import SCRIPTS, preference_data, tiny_bert, tiny_llama
+
+pytestmark = pytest.mark.slow
+OWN = ("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2, "--max_length", 64)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_bert(tmp_path / "tiny")
+    return tmp_path
+
+
+def plans_of(facts):
+    """A plan of each checkpointing, of four rows twice."""
+    found: dict[object, Plan] = {}
+    for plan in space.build(facts).plans:
+        if (plan["micro_batch"], plan["accumulation"], plan["precision"]) == (4, 2, "fp32"):
+            found.setdefault(plan["checkpointing"], plan)
+    return list(found.values())
+
+
+def near(server, folder, facts):
+    """Every plan's peak by its trace is what real tensors need."""
+    plans = plans_of(facts)
+    traces = traces_of(server, folder, facts, plans)
+    assert not traces.failed
+    for number, plan in enumerate(plans):
+        here = folder / f"plan-{number}"
+        here.mkdir()
+        (here / "model").symlink_to(folder / "model")
+        assert traces.need(plan).peak_bytes == pytest.approx(real_peak(here, facts, plan), rel=0.02), plan
+
+
+def test_a_trace_of_a_script_needs_what_real_tensors_need(server, folder):
+    near(server, folder, facts_of_script(server, folder, SCRIPTS / "classify.py", "--model", folder / "tiny"))
+
+
+@pytest.mark.parametrize("family", ["token", "causal", "image", "seq2seq", "contrastive", "choice"])
+def test_a_trace_of_a_family_needs_what_real_tensors_need(server, folder, family):
+    near(server, folder, facts_of_script(server, folder, SCRIPTS / "families.py", "--family", family))
+
+
+@pytest.mark.parametrize(("name", "model", "data"), [("sft", "llama", "texts"), ("reward", "reward", "pairs")])
+def test_a_trace_of_a_trainer_of_trl_needs_what_real_tensors_need(server, tmp_path, name, model, data):
+    script = Path(pytest.importorskip("trl").__file__).parent / "scripts" / f"{name}.py"
+    tiny_llama(tmp_path)
+    preference_data(tmp_path)
+    words = (
+        "--model_name_or_path",
+        tmp_path / model,
+        "--dataset_name",
+        tmp_path / data,
+        "--output_dir",
+        tmp_path,
+        *OWN,
+    )
+    near(server, tmp_path, facts_of_script(server, tmp_path, script, *words))
+
+
+LOSS = """
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return outputs.loss + LOSS
+"""
+TRAINER = (SCRIPTS / "classify.py").read_text().replace("trainer = Trainer(", "trainer = Own(")
+
+
+def own_loss(folder, loss):
+    script = folder / "own.py"
+    text = TRAINER.replace('if __name__ == "__main__":', f"class Own(Trainer):{LOSS.replace('LOSS', loss)}\n\nif True:")
+    script.write_text(text)
+    return script
+
+
+def test_the_loss_of_the_script_counts_and_may_look_at_its_batch(server, folder):
+    kept = "outputs.logits.new_zeros(2 * inputs['attention_mask'].sum().item(), 4096).exp().mean() * outputs.loss"
+    script = own_loss(folder, kept)
+    facts = facts_of_script(server, folder, script, "--model", folder / "tiny")
+    near(server, folder, facts)
+    grounds = ground_of(facts, folder / "model")
+    script.write_text(script.read_text() + "\n# another\n")
+    changed = facts_of_script(server, folder, script, "--model", folder / "tiny")
+    assert ground_of(changed, folder / "model") != grounds
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        ("outputs.logits.new_zeros(outputs.logits.argmax(-1).sum().item()).sum()", "only a run on real weights tells"),
+        ("outputs.logits.new_zeros(min(8, len(outputs.logits)), 1 << 20).exp().sum()", "does not grow evenly"),
+    ],
+)
+def test_what_cant_be_traced_is_told(server, folder, loss, why):
+    facts = facts_of_script(server, folder, own_loss(folder, loss), "--model", folder / "tiny")
+    plans = plans_of(facts)[:1]
+    traces = traces_of(server, folder, facts, plans)
+    assert why in traces.untraced(plans[0])
+    assert traces.need(plans[0]) is None
