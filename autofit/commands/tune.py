@@ -278,7 +278,8 @@ class _Tune:
                 if waited and before is None:  # what was free then is not what is free now
                     facts = self.backend.facts(self.folder, self.request, device, server, self._note)
                     plans = self._space(facts)
-                if before is None and facts.workload.script is None:
+                script = facts.workload.script
+                if before is None and (script is None or script.trainer):  # a plain loop has no forecast
                     facts = self.backend.rates(self.folder, facts, server, self._note)
                 return self._tune(facts, plans, config, server)
 
@@ -377,9 +378,9 @@ class _Tune:
         """The campaign with the trials that are known; it alone adds to them."""
         trials = TrialLog(finished(self.trials_folder))
         predicted = predicted_bytes(plans, found)
-        speeds = (
-            predicted_speeds(plans, found) if facts.workload.processes == 1 and not facts.workload.lengths else {}
-        )  # else no range is known
+        work = facts.workload
+        alike = work.processes == 1 and not work.lengths and work.script is None  # else no range is known
+        speeds = predicted_speeds(plans, found) if alike else {}
         runner = self.backend.runner(
             self.trials_folder, facts, config, server, predicted, known=trials, note=self._note, rated=rated,
             speeds=speeds,
