@@ -7,6 +7,7 @@ predicted speed.
 from __future__ import annotations
 
 import contextlib
+import io
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -88,6 +89,16 @@ class Estimate:
     def __repr__(self) -> str:
         best = f"recommended {self.recommended.words()}" if self.recommended else "nothing fits"
         return f"Estimate({self.model} on {self.card}, {units.size(self.memory_bytes)}: {best})"
+
+    def _repr_html_(self) -> str:
+        """The estimate as a notebook shows it: what the command line prints."""
+        from rich.console import Console
+
+        from autofit.commands.estimates.table import table
+
+        console = Console(record=True, file=io.StringIO(), width=110)
+        console.print(table(self))
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 ESTIMATE: TypeAdapter[Estimate] = TypeAdapter(Estimate)
