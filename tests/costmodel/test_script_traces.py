@@ -106,3 +106,15 @@ def test_what_cant_be_traced_is_told(server, folder, loss, why):
     traces = traces_of(server, folder, facts, plans)
     assert why in traces.untraced(plans[0])
     assert traces.need(plans[0]) is None
+
+
+def test_a_script_with_threads_runs_anew_for_each_trace(server, folder):
+    script = folder / "threads.py"
+    begin = "import threading, time, pathlib\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    begin += f"with pathlib.Path({str(folder / 'runs')!r}).open('a') as runs:\n    runs.write('.')\n"
+    script.write_text(begin + (SCRIPTS / "classify.py").read_text())
+    facts = facts_of_script(server, folder, script, "--model", folder / "tiny")
+    plan, already = plans_of(facts)[0], len((folder / "runs").read_text())
+    traces = traces_of(server, folder, facts, [plan])
+    assert (traces.made, traces.failed) == (2, {})
+    assert len((folder / "runs").read_text()) - already == 1 + 2
