@@ -16,9 +16,9 @@ from autofit.contract.facts import Facts
 from autofit.contract.outcome import PredictedSpeed, Trial
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, forecast
-from autofit.costmodel.step_time import EIGHTY
+from autofit.costmodel.seconds.step_time import EIGHTY
+from autofit.costmodel.seconds.utilisation import Utilisation
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
-from autofit.costmodel.utilisation import Utilisation
 from autofit.machine import gpu_catalogue, other_processes
 from autofit.machine.select import choose_device, hardware_lock, left_unused
 from autofit.search.workers import OneByOne, Workers

@@ -308,8 +308,8 @@ class Facts:
     """All that a technique may look at when it says what it offers.
 
     Attributes:
-        rates: How much of each kind of work (:data:`autofit.costmodel.roofline.WORK`) the device did in a second, as
-            far as it was timed before the first trial.
+        rates: How much of each kind of work (:data:`autofit.costmodel.seconds.roofline.WORK`) the device did in a
+            second, as far as it was timed before the first trial.
         kernel_overhead_bytes: Device memory that the kernels of some of them take on top of the tensors, where that was
             measured; ``brought_bytes`` in files.
     """

@@ -71,8 +71,8 @@ class Measured:
         padding: Share of the micro-batches' places for tokens that was padding; ``None`` where rows were random.
         training_seconds: Seconds spent in training steps, warm-up included.
         warm_up_seconds: Seconds of the steps that were dropped; what a compiler takes is in them.
-        mfu: Model FLOPs utilisation (:mod:`autofit.costmodel.utilisation`), as a share of one; ``None`` where the
-            device's peak rate is not known or the plan can't be traced.
+        mfu: Model FLOPs utilisation (:mod:`autofit.costmodel.seconds.utilisation`), as a share of one; ``None`` where
+            the device's peak rate is not known or the plan can't be traced.
         disturbance: Share of the machine's CPU time that others took while the steps were timed: other processes,
             and other guests of the host.
     """

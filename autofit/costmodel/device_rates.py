@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from autofit.costmodel.roofline import WORK, Work, nominal_seconds
+from autofit.costmodel.seconds.roofline import WORK, Work, nominal_seconds
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.machine.meters import fault_in_libraries, status
 from autofit.system.units import MIB
@@ -58,7 +58,7 @@ _DTYPES: dict[Work, torch.dtype] = {
 
 
 def rates_of(facts: Facts) -> dict[Work, float]:
-    """Units of each kind of :data:`~autofit.costmodel.roofline.WORK` in a second, of those that this device has.
+    """Units of each kind of :data:`~autofit.costmodel.seconds.roofline.WORK` a second, of those that this device has.
 
     Raises:
         RuntimeError: The device can't (out of memory, a kernel that is missing).

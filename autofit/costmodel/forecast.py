@@ -22,10 +22,11 @@ from packaging.version import Version
 
 from autofit.contract.layout import PARALLEL, data_parallel
 from autofit.contract.plan import Plan
-from autofit.costmodel import peak, roofline
-from autofit.costmodel.collectives import exposed_seconds, links_of, nccl_bytes
-from autofit.costmodel.roofline import KINDS, WORK, Totals
-from autofit.costmodel.step_time import StepClock
+from autofit.costmodel import peak
+from autofit.costmodel.seconds import roofline
+from autofit.costmodel.seconds.collectives import exposed_seconds, links_of, nccl_bytes
+from autofit.costmodel.seconds.roofline import KINDS, WORK, Totals
+from autofit.costmodel.seconds.step_time import StepClock
 from autofit.costmodel.tracing.timeline import Bools, Floats
 from autofit.costmodel.tracing.trace_store import MANY, evaluated_rows, untraceable
 from autofit.registry import recipe_of, technique, techniques
@@ -116,8 +117,9 @@ class Forecast:
     Attributes:
         tensor_bytes: Peak of the tensors; NaN where a plan can't be traced.
         seconds: Of a sample, on a known card; NaN elsewhere.
-        work: How much of each of :data:`~autofit.costmodel.roofline.WORK` a sample is, of shape ``(plans, kinds)``;
-            NaN where that is not known. A value that can't be traced counts as its technique's baseline.
+        work: How much of each of :data:`~autofit.costmodel.seconds.roofline.WORK` a sample is, of shape
+            ``(plans, kinds)``; NaN where that is not known. A value that can't be traced counts as its technique's
+            baseline.
         nominal: Expected seconds for each unit of it.
         known_card: Whether they come from a card in the catalogue.
         timed: Whether they were timed on the device.
@@ -297,7 +299,7 @@ def _step_seconds(  # noqa: PLR0917 - of the loop above
 
 
 def nominal_of(facts: Facts, card: Card | None) -> Floats:
-    """Seconds for each unit of :data:`~autofit.costmodel.roofline.WORK`, before any trial."""
+    """Seconds for each unit of :data:`~autofit.costmodel.seconds.roofline.WORK`, before any trial."""
     hardware = facts.hardware
     return roofline.nominal_seconds(card, on_cpu=hardware.device == "cpu", threads=hardware.threads, rates=facts.rates)
 

@@ -25,8 +25,8 @@ import numpy as np
 
 from autofit.contract.outcome import Phase
 from autofit.contract.trace import Ints
-from autofit.costmodel.operator_time import Operators
-from autofit.costmodel.roofline import Totals
+from autofit.costmodel.seconds.operator_time import Operators
+from autofit.costmodel.seconds.roofline import Totals
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Floats, Tape
 
 _WEIGHTS, _STATE, _BATCH, _COMMUNICATION = (

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from autofit import space
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, peak_prior
-from autofit.costmodel.roofline import WORK
+from autofit.costmodel.seconds.roofline import WORK
 from autofit.registry import technique
 from autofit.search.sampler import AutofitSampler
 from autofit.search.surrogate.observation import Observation

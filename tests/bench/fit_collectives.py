@@ -2,8 +2,8 @@
 
     python tests/bench/fit_collectives.py --rows tests/data/collectives --steps tests/data/step_times
 
-writes autofit/costmodel/collective_coefficients.json. ``--keep FOLDER`` with the original files' folder as ``--rows``
-writes what is fitted to, compressed.
+writes autofit/costmodel/seconds/collective_coefficients.json. ``--keep FOLDER`` with the original files' folder as
+``--rows`` writes what is fitted to, compressed.
 
 The same minimizer as the operators', no random numbers: the same rows give the same file to the digit.
 """
@@ -26,16 +26,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from autofit.costmodel import collectives
-from autofit.costmodel.collectives import COLLECTIVES, Links, collective
-from autofit.costmodel.operator_time import Operators
-from autofit.costmodel.step_time import EIGHTY
+from autofit.costmodel.seconds import collectives
+from autofit.costmodel.seconds.collectives import COLLECTIVES, Links, collective
+from autofit.costmodel.seconds.operator_time import Operators
+from autofit.costmodel.seconds.step_time import EIGHTY
 from autofit.machine import gpu_catalogue
 from tests.bench.fit_time_model import _minimized
 from tests.bench.whole_steps import bench, exchanges
 from tests.bench.whole_steps.rows import Step, read
 
-TARGET = Path(__file__).resolve().parents[2] / "autofit" / "costmodel" / "collective_coefficients.json"
+TARGET = Path(__file__).resolve().parents[2] / "autofit" / "costmodel" / "seconds" / "collective_coefficients.json"
 NAME = "collectives.csv"
 START = {
     "start": 1.4e-5, "ramp": 0.7, "ring": 0.8, "summed": 1.0, "gathered": 0.6, "network": 0.9, "machines": 0.7,

@@ -2,7 +2,7 @@
 
     python tests/bench/fit_time_model.py
 
-writes all of autofit/costmodel/time_coefficients.json from the rows in tests/data. Where either kind of rows is
+writes all of autofit/costmodel/seconds/time_coefficients.json from the rows in tests/data. Where either kind of rows is
 missing, it writes nothing.
 
 The fit is a robust Gauss-Newton on the logarithm of seconds (pseudo-Huber, so that a tenth off counts in full and a
@@ -25,10 +25,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from autofit.costmodel import operator_time
+from autofit.costmodel.seconds import operator_time
 from tests.bench.time_rows import KERNELS, Rows, read_kernels, write_kernels
 
-TARGET = Path(__file__).resolve().parents[2] / "autofit" / "costmodel" / "time_coefficients.json"
+TARGET = Path(__file__).resolve().parents[2] / "autofit" / "costmodel" / "seconds" / "time_coefficients.json"
 DATA = Path(__file__).resolve().parents[1] / "data" / "operator_times"
 STEPS = DATA.with_name("step_times")
 MOST = 600

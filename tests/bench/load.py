@@ -32,7 +32,7 @@ from autofit import space  # noqa: E402
 from autofit.commands.request import TRIALS  # noqa: E402
 from autofit.commands.tune import tune  # noqa: E402
 from autofit.contract.outcome import TRIAL  # noqa: E402
-from autofit.costmodel.roofline import WORK  # noqa: E402
+from autofit.costmodel.seconds.roofline import WORK  # noqa: E402
 from autofit.machine.packages import installed  # noqa: E402
 from autofit.output.document import read_document  # noqa: E402
 from autofit.search import risk, sampler, searcher  # noqa: E402

@@ -36,7 +36,7 @@ from autofit.contract.facts import Facts
 from autofit.contract.outcome import Trial
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import CONTEXT_BYTES, Forecast, forecast, workspace_bytes
-from autofit.costmodel.roofline import WORK
+from autofit.costmodel.seconds.roofline import WORK
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue
 from autofit.registry import technique

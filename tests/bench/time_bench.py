@@ -26,8 +26,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-from autofit.costmodel import operator_time, roofline  # noqa: E402 - the checkout is found first
-from autofit.costmodel.kernel_laws import Figures  # noqa: E402
+from autofit.costmodel.seconds import operator_time, roofline  # noqa: E402 - the checkout is found first
+from autofit.costmodel.seconds.kernel_laws import Figures  # noqa: E402
 from autofit.machine.gpu_catalogue import Card  # noqa: E402
 from autofit.system.errors import InputError  # noqa: E402
 from tests.bench import fit_time_model, time_pictures  # noqa: E402

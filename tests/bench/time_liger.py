@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from autofit.costmodel.operator_time import Arithmetic, Operator
+from autofit.costmodel.seconds.operator_time import Arithmetic, Operator
 
 FILE = "liger_kernels.csv"
 _TORCH = frozenset({"torch", "huggingface"})

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from autofit.costmodel.kernel_laws import Figures
-from autofit.costmodel.operator_time import Operator, Operators, bound_seconds, figures_of, groups_of
+from autofit.costmodel.seconds.kernel_laws import Figures
+from autofit.costmodel.seconds.operator_time import Operator, Operators, bound_seconds, figures_of, groups_of
 from autofit.machine.gpu_catalogue import Card
 from autofit.system.errors import InputError
 from tests.bench.whole_steps.cards import card_of

@@ -4,7 +4,7 @@ import pytest
 
 from autofit.commands.estimates.world import asked_world
 from autofit.contract.plan import Plan
-from autofit.costmodel.collectives import nccl_bytes
+from autofit.costmodel.seconds.collectives import nccl_bytes
 from autofit.system.errors import InputError
 from tests.support.traced import facts_of
 

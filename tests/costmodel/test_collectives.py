@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from autofit.costmodel import collectives
-from autofit.costmodel.collectives import COLLECTIVES, collective, exposed, links_of, seconds
-from autofit.costmodel.operator_time import Operators
+from autofit.costmodel.seconds import collectives
+from autofit.costmodel.seconds.collectives import COLLECTIVES, collective, exposed, links_of, seconds
+from autofit.costmodel.seconds.operator_time import Operators
 from autofit.costmodel.tracing import trace_job
 from autofit.machine import gpu_catalogue
 from tests.support.tiny import write_config

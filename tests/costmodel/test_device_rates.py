@@ -10,7 +10,7 @@ from autofit import space
 from autofit.commands import request
 from autofit.costmodel import device_rates, forecast
 from autofit.costmodel.jobs import RatesJob, _timed
-from autofit.costmodel.roofline import WORK, nominal_seconds
+from autofit.costmodel.seconds.roofline import WORK, nominal_seconds
 from autofit.search.sampler import AutofitSampler
 from autofit.search.surrogate.peak_model import traced_posterior
 from autofit.search.surrogate.posterior import surrogate

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from autofit.costmodel.tracing.fake_mode import FakeMode, signature
+from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, signature
 
 CALLS: dict[str, Callable[[], Any]] = {
     "product": lambda: torch.empty(3, 4) @ torch.empty(5, 4).t(),

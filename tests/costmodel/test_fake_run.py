@@ -14,9 +14,10 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _foreach_utils
 
-from autofit.costmodel.roofline import KINDS
-from autofit.costmodel.tracing import cuda_kernels, fake_run
-from autofit.costmodel.tracing.cuda_emulation import like_cuda
+from autofit.costmodel.seconds.roofline import KINDS
+from autofit.costmodel.tracing import fake_run
+from autofit.costmodel.tracing.emulation import cuda_kernels
+from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.fake_run import prime_micro_batch
 from autofit.costmodel.tracing.layers import PERIODS, Layers, find_layers
 from autofit.costmodel.tracing.recorder import Recorder

@@ -11,7 +11,7 @@ from autofit.commands.backend import DeviceBackend, predicted_bytes, predicted_s
 from autofit.commands.shell.explanations import no_winner
 from autofit.contract.outcome import Trial
 from autofit.costmodel.forecast import Forecast, PeakPrior
-from autofit.costmodel.roofline import WORK
+from autofit.costmodel.seconds.roofline import WORK
 from autofit.search.sampler import AutofitSampler
 from autofit.search.searcher import open_searcher
 from autofit.search.surrogate.gp import truncated_normal_update

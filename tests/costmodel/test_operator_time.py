@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autofit.costmodel.operator_time import (
+from autofit.costmodel.seconds.operator_time import (
     ARITHMETICS,
     TIMED_KINDS,
     Operator,
@@ -247,6 +247,6 @@ def test_tf32_and_fp16_are_what_a_plan_computes_in():
 
 
 def test_the_laws_need_no_torch():
-    code = "import sys; import autofit.costmodel.operator_time; print(json.dumps('torch' in sys.modules))"
+    code = "import sys; import autofit.costmodel.seconds.operator_time; print(json.dumps('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) is False

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autofit.costmodel.operator_time import TIMED_KINDS, Operators
-from autofit.costmodel.roofline import KINDS
-from autofit.costmodel.tracing.fake_kernels import without_values
+from autofit.costmodel.seconds.operator_time import TIMED_KINDS, Operators
+from autofit.costmodel.seconds.roofline import KINDS
+from autofit.costmodel.tracing.emulation.fake_kernels import without_values
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.timeline import CATEGORIES
 

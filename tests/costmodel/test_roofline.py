@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autofit.costmodel import roofline
-from autofit.costmodel.roofline import (
+from autofit.costmodel.seconds import roofline
+from autofit.costmodel.seconds.roofline import (
     HOST_SECONDS_PER_OPERATOR,
     KINDS,
     WORK,

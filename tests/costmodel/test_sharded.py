@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autofit.contract.emission import Emission
-from autofit.costmodel.tracing import fake_run, trace_job
+from autofit.costmodel.tracing import fake_run, source, trace_job
 from autofit.costmodel.tracing.shard_layout import layout_of, local_bytes
 from autofit.costmodel.tracing.timeline import CATEGORIES, lengthen
 from autofit.registry import recipe_of
@@ -43,7 +43,8 @@ def world(tmp_path, monkeypatch):
             workload = dataclasses.replace(plain.workload, processes=processes, global_batch=64 * processes)
             self.facts = dataclasses.replace(plain, workload=workload)
             self.written = written
-            monkeypatch.setattr(fake_run, "recipe_of", self.recipe)
+            for module in (fake_run, source):
+                monkeypatch.setattr(module, "recipe_of", self.recipe)
 
         def recipe(self, plan, facts):
             recipe = recipe_of(plan, facts)
@@ -100,7 +101,7 @@ def test_the_shares_are_those_that_fsdp2_makes(world, monkeypatch):
 
     monkeypatch.setattr(fake_run.Marks, "step_begin", listening)
     five.micro_steps(whole=True)
-    with fake_run.prepared(MIXED, five.facts, five.folder) as recipe:
+    with source.prepared(MIXED, five.facts, five.folder) as recipe:
         model = recipe.model(None, config=five.folder, device="meta")
         said = local_bytes(model, layout_of(recipe))
     assert seen[0] == sorted(said[: len(seen[0])])  # parameters come before buffers

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from autofit.costmodel import step_time
-from autofit.costmodel.operator_time import Operator, Operators
-from autofit.costmodel.step_time import StepClock, device_seconds, host_seconds
+from autofit.costmodel.seconds import step_time
+from autofit.costmodel.seconds.operator_time import Operator, Operators
+from autofit.costmodel.seconds.step_time import StepClock, device_seconds, host_seconds
 from autofit.machine.gpu_catalogue import find
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from autofit.contract.outcome import Crashed, Measured, Trial
-from autofit.costmodel.utilisation import Utilisation
+from autofit.costmodel.seconds.utilisation import Utilisation
 from autofit.machine import gpu_catalogue
 from autofit.search import decision, loop
 from autofit.search.loop import Campaign

@@ -1,7 +1,7 @@
 """What a trace says of kernels, of optimizers and of whole steps, against the device itself.
 
 A small program runs twice: for real on the device, and on fake tensors of a CPU that behaves like CUDA
-(:mod:`autofit.costmodel.tracing.cuda_emulation`). The bytes that its tensors asked for at the peak must be the same.
+(:mod:`autofit.costmodel.tracing.emulation.cuda`). The bytes that its tensors asked for at the peak must be the same.
 Where the environment's ``AUTOFIT_GPU_CHECKS`` names a file, every comparison leaves a line of JSON there, the ones that
 fail too.
 """
@@ -24,10 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autofit.contract import placement
 from autofit.contract.outcome import Measured
-from autofit.costmodel.tracing import cuda_kernels
-from autofit.costmodel.tracing.cuda_emulation import like_cuda
-from autofit.costmodel.tracing.cuda_kernels import kernel_stand_ins
-from autofit.costmodel.tracing.fake_kernels import without_values
+from autofit.costmodel.tracing.emulation import cuda_kernels
+from autofit.costmodel.tracing.emulation.cuda import like_cuda
+from autofit.costmodel.tracing.emulation.cuda_kernels import kernel_stand_ins
+from autofit.costmodel.tracing.emulation.fake_kernels import without_values
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.trace_store import kernels_of
 from autofit.registry import technique

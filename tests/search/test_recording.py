@@ -12,7 +12,7 @@ from autofit import space
 from autofit.contract.outcome import Crashed, Measured, OutOfMemory, Trial, Unsupported
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, peak_prior
-from autofit.costmodel.roofline import WORK
+from autofit.costmodel.seconds.roofline import WORK
 from autofit.machine.packages import installed
 from autofit.search.recordings import landscape, writer
 from autofit.search.recordings.landscape import Landscape

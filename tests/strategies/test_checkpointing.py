@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit.contract import placement
-from autofit.costmodel.roofline import KINDS
+from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.registry import technique
 from tests.support.synthetic import cpu_facts, cuda_facts

@@ -6,7 +6,7 @@ import pytest
 
 from autofit import space
 from autofit.contract.plan import Plan
-from autofit.costmodel import collectives
+from autofit.costmodel.seconds import collectives
 from autofit.costmodel.tracing import trace_job
 from autofit.registry import converted, recipe_of, technique
 from tests.support.synthetic import cpu_facts, cuda_facts

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autofit.costmodel.operator_time import COLUMNS
-from autofit.costmodel.roofline import KINDS
+from autofit.costmodel.seconds.operator_time import COLUMNS
+from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.recorder import _ordered
 from autofit.costmodel.tracing.timeline import CATEGORIES, Tape
 

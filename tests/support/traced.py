@@ -9,7 +9,7 @@ from bitsandbytes.optim import GlobalOptimManager
 from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.plan import Plan
 from autofit.costmodel import peak
-from autofit.costmodel.tracing import fake_run, trace_job
+from autofit.costmodel.tracing import fake_run, source, trace_job
 from autofit.costmodel.tracing.layers import Marks
 from autofit.costmodel.tracing.trace_store import evaluated_rows
 from autofit.machine.packages import installed
@@ -166,11 +166,11 @@ class Lab:
 
     def real(self, plan):
         """The tape of two whole optimizer steps of the plan on real tensors."""
-        with like_a_process_of_its_own(), fake_run.prepared(plan, self.facts, self.folder) as recipe:
+        with like_a_process_of_its_own(), source.prepared(plan, self.facts, self.folder) as recipe:
             model = recipe.model(None, config=self.folder, device="cpu")
             with fake_run._recording(recipe, fake=False) as recorder:
                 marks = Marks(recipe, recorder, accumulation=plan["accumulation"], steps=2)
-                fake_run._run(recipe, model, marks, self.folder, fake=False)
+                source.train(recipe, model, marks, self.folder, fake=False)
             return recorder.tape()
 
 

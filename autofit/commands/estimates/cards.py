@@ -26,9 +26,9 @@ from autofit.commands.request import Search, remarks
 from autofit.contract.facts import Facts, LaunchPath, Model, Task
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, forecast, without_checkpointing
-from autofit.costmodel.step_time import EIGHTY
+from autofit.costmodel.seconds.step_time import EIGHTY
+from autofit.costmodel.seconds.utilisation import model_flops, peak_flops
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
-from autofit.costmodel.utilisation import model_flops, peak_flops
 from autofit.machine import gpu_catalogue
 from autofit.machine.gpu_catalogue import Card
 from autofit.output.document import TOKENS

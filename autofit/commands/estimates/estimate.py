@@ -28,9 +28,9 @@ from autofit.commands.model_source import modeling_module
 from autofit.commands.request import read_facts, remarks
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.contract.plan import Plan
-from autofit.costmodel.collectives import links_of
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, families_of, forecast, plans_to_trace, workspace_bytes
-from autofit.costmodel.step_time import StepClock
+from autofit.costmodel.seconds.collectives import links_of
+from autofit.costmodel.seconds.step_time import StepClock
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue
 from autofit.machine.gpu_catalogue import Card

@@ -11,7 +11,7 @@ from autofit.commands.estimates.plans import Estimated
 from autofit.commands.output_folder import BEGUN, CONFIG_FILES
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Promise
-from autofit.costmodel.step_time import StepClock
+from autofit.costmodel.seconds.step_time import StepClock
 from autofit.machine.gpu_catalogue import Card
 from autofit.output import document
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, read_document

@@ -12,9 +12,9 @@ from autofit import space
 from autofit.contract.facts import Facts
 from autofit.contract.plan import Plan
 from autofit.costmodel import allocator, peak
-from autofit.costmodel.collectives import nccl_bytes
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, Forecast, families_of, workspace_bytes, workspaces
 from autofit.costmodel.peak import Need
+from autofit.costmodel.seconds.collectives import nccl_bytes
 from autofit.costmodel.tracing.timeline import Floats
 from autofit.costmodel.tracing.trace_store import Traces, evaluated_rows
 from autofit.registry import changes, recipe_of, techniques
@@ -37,8 +37,8 @@ class Estimated:
         device_bytes: The smallest card on which it runs: allocator, workspaces and context included.
         outside_bytes: Of these, what lies outside the allocator.
         verdict: ``fits`` with the margin, ``tight`` without it, or ``too large``.
-        samples_per_second: By the laws of :mod:`autofit.costmodel.step_time`, or by roofline where they lack a figure
-            of the card; ``None`` on a card that is not in the catalogue.
+        samples_per_second: By the laws of :mod:`autofit.costmodel.seconds.step_time`, or by roofline where they lack a
+            figure of the card; ``None`` on a card that is not in the catalogue.
         changes: What the plan changes in the training.
         training_args: Fields of ``TrainingArguments`` that carry it.
         script: What no argument can carry, and a script must do, a sentence each.

@@ -24,7 +24,7 @@ import torch
 
 from autofit.costmodel import peak
 from autofit.costmodel.scripts.trainer_source import TrainerSource
-from autofit.costmodel.tracing import fake_run
+from autofit.costmodel.tracing.source import prepared
 from autofit.costmodel.tracing.timeline import UnlikeError
 from autofit.costmodel.tracing.trace_job import micro_part, optimizer_part, save
 from autofit.registry import recipe_of
@@ -173,7 +173,7 @@ class Snapshot:
         scratch.mkdir(exist_ok=True)
         alone = request.part == "optimizer"
         stack = contextlib.ExitStack()  # never left: the process ends with its trace
-        self.recipe = stack.enter_context(fake_run.prepared(request.plan, self.job.facts, scratch, alone=alone))
+        self.recipe = stack.enter_context(prepared(request.plan, self.job.facts, scratch, alone=alone))
         self.patches.construct = on_the_cpu(scratch)
         self.patches.tuned = {
             **self.recipe.emission.training_args,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from autofit.costmodel.scripts.known_values import KnownValues
-from autofit.costmodel.tracing.fake_run import call_batch, make_fake
 from autofit.costmodel.tracing.layers import Marks, TraceDone
+from autofit.costmodel.tracing.source import call_batch, make_fake
 from autofit.system.errors import ModelError
 from autofit.training.scripts.watched import watch, wrap_model, wrap_optimizer
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.utils.flop_counter import flop_registry
 
-from autofit.costmodel.collectives import CollectiveKind, collective
-from autofit.costmodel.operator_time import COLUMNS, Arithmetic, Layout, Operator, TimedKind, row_of
+from autofit.costmodel.seconds.collectives import CollectiveKind, collective
+from autofit.costmodel.seconds.operator_time import COLUMNS, Arithmetic, Layout, Operator, TimedKind, row_of
 from autofit.costmodel.tracing.timeline import Floats
 
 _CODES = 4

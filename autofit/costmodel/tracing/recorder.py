@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from autofit.contract.trace import Ints
-from autofit.costmodel.operator_time import Operator
-from autofit.costmodel.roofline import KINDS, Kind
-from autofit.costmodel.tracing.fake_mode import signature
+from autofit.costmodel.seconds.operator_time import Operator
+from autofit.costmodel.seconds.roofline import KINDS, Kind
+from autofit.costmodel.tracing.emulation.fake_mode import signature
 from autofit.costmodel.tracing.operator_table import OperatorTable, collective_of, operator_of
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape
 

@@ -79,7 +79,7 @@ class Tape:
         work_per_row: The same for each row of the micro-batch.
         kinds: What the rows of ``work`` are.
         operators: Each operator that differs from the others in kind or shape, of shape ``(operators, columns)``;
-            columns are those of :data:`autofit.costmodel.operator_time.COLUMNS`.
+            columns are those of :data:`autofit.costmodel.seconds.operator_time.COLUMNS`.
         operators_per_row: What a row of the micro-batch adds to them.
         calls: Index of the segment, index of the operator, and how often it is called there; of shape ``(calls, 3)``.
     """

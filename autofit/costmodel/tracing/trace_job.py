@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autofit.contract.facts import Facts
     from autofit.contract.plan import Plan
     from autofit.costmodel.jobs import TraceJob, TraceRequest
-    from autofit.costmodel.tracing.fake_run import Source
+    from autofit.costmodel.tracing.source import Source
 
 _NUMBER_BYTES = 4
 

@@ -26,7 +26,7 @@ from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
 from autofit.costmodel import forecast as forecasts
 from autofit.costmodel.forecast import Forecast
-from autofit.costmodel.roofline import WORK
+from autofit.costmodel.seconds.roofline import WORK
 from autofit.costmodel.tracing.timeline import Floats
 from autofit.costmodel.tracing.trace_store import untraceable
 from autofit.machine import gpu_catalogue

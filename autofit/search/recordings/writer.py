@@ -40,7 +40,7 @@ class Run:
         traced_bytes: Peak of its tensors by its trace.
         activation_bytes: What its micro-batch would keep for the backward pass without checkpointing, by a trace.
         traced_seconds: Of a sample by roofline, where the card is known.
-        work: How much of each of :data:`~autofit.costmodel.roofline.WORK` a sample is, by the trace.
+        work: How much of each of :data:`~autofit.costmodel.seconds.roofline.WORK` a sample is, by the trace.
     """
 
     plan: Plan

@@ -1,7 +1,8 @@
 """The model of the seconds per sample: what the traces counted, each part at a rate that the trials correct.
 
-Where plans were traced, :class:`TimeModel` sums the seconds of each kind of work (:data:`~autofit.costmodel.roofline.
-WORK`) and the effect of each value. Without traces, the logarithm of the seconds is the sum of the techniques' priors
+Where plans were traced, :class:`TimeModel` sums the seconds of each kind of work
+(:data:`~autofit.costmodel.seconds.roofline.WORK`) and the effect of each value. Without traces, the logarithm of the
+seconds is the sum of the techniques' priors
 and of a Gaussian process (:func:`additive_kernel`):
 
 =====================  ==============================================================================

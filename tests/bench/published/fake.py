@@ -14,10 +14,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autofit.costmodel import allocator
-from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing import layers as layering
-from autofit.costmodel.tracing.cuda_emulation import like_cuda
-from autofit.costmodel.tracing.cuda_kernels import kernel_stand_ins
+from autofit.costmodel.tracing import source
+from autofit.costmodel.tracing.emulation.cuda import like_cuda
+from autofit.costmodel.tracing.emulation.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.timeline import Tape, UnlikeError, lengthen
 from autofit.costmodel.tracing.trace_store import kernels_of
@@ -99,7 +99,7 @@ def run(
 def _traced(model: nn.Module, steps: Steps, layers: layering.Layers | None, capability: tuple[int, int]) -> Tape:
     recorder = Recorder(stand_ins=kernel_stand_ins(kernels_of(capability)))
     with _no_garbage(), FakeTensorMode(allow_non_fake_inputs=True):
-        fake_run.make_fake(model)  # not followed: weights are written down layer by layer
+        source.make_fake(model)  # not followed: weights are written down layer by layer
         with recorder, like_cuda(kernels_of(capability)):
             watch = Watch(recorder, model, layers)
             watch.in_layers("weights", lambda part: recorder.call([*part.parameters(), *part.buffers()], "weights"))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autofit.costmodel import operator_time, step_time
-from autofit.costmodel.roofline import Numbers
+from autofit.costmodel.seconds import operator_time, step_time
+from autofit.costmodel.seconds.roofline import Numbers
 from autofit.system.errors import InputError
 
 from . import clock, exchanges, fit, score

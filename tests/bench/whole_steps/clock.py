@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autofit.costmodel import roofline
-from autofit.costmodel.roofline import KINDS, Totals
+from autofit.costmodel.seconds import roofline
+from autofit.costmodel.seconds.roofline import KINDS, Totals
 
 from .rows import Step
 from .tracing import Traced

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from autofit.costmodel import collectives
-from autofit.costmodel.collectives import Links, collective
-from autofit.costmodel.operator_time import COLUMNS, Operator, Operators, row_of
-from autofit.costmodel.roofline import Numbers
+from autofit.costmodel.seconds import collectives
+from autofit.costmodel.seconds.collectives import Links, collective
+from autofit.costmodel.seconds.operator_time import COLUMNS, Operator, Operators, row_of
+from autofit.costmodel.seconds.roofline import Numbers
 
 from .rows import Step
 

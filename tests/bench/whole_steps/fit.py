@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from autofit.costmodel import operator_time, step_time
-from autofit.costmodel.kernel_laws import Figures
-from autofit.costmodel.operator_time import TIMED_KINDS, Operators
-from autofit.costmodel.roofline import Numbers
+from autofit.costmodel.seconds import operator_time, step_time
+from autofit.costmodel.seconds.kernel_laws import Figures
+from autofit.costmodel.seconds.operator_time import TIMED_KINDS, Operators
+from autofit.costmodel.seconds.roofline import Numbers
 
 from .rows import Step
 from .tracing import Traced

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autofit.costmodel import operator_time
+from autofit.costmodel.seconds import operator_time
 from autofit.machine.gpu_catalogue import Card
 from autofit.system.errors import InputError
 

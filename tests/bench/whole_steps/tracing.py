@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autofit.costmodel.roofline import Numbers, Totals
-from autofit.costmodel.tracing import fake_run
+from autofit.costmodel.seconds.roofline import Numbers, Totals
 from autofit.costmodel.tracing import layers as layering
-from autofit.costmodel.tracing.cuda_emulation import like_cuda
-from autofit.costmodel.tracing.cuda_kernels import kernel_stand_ins
+from autofit.costmodel.tracing import source
+from autofit.costmodel.tracing.emulation.cuda import like_cuda
+from autofit.costmodel.tracing.emulation.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.timeline import MIDDLE, Tape
 
@@ -80,7 +80,7 @@ def traced(program: Program, folder: Path | None = None) -> Traced:
 def _ground() -> str:
     """All that a trace depends on but its program: how programs are built, how operators are recorded, versions."""
     own = [Path(__file__).with_name(name) for name in ("models.py", "tracing.py")]
-    names = ("recorder.py", "operator_table.py", "cuda_emulation.py", "layers.py")
+    names = ("recorder.py", "operator_table.py", "emulation/cuda.py", "layers.py")
     recording = [Path(layering.__file__).with_name(name) for name in names]
     texts = [path.read_text("utf-8") for path in (*own, *recording)]
     return " ".join((version("torch"), version("transformers"), *texts))
@@ -105,7 +105,7 @@ def _run(program: Program, model: nn.Module, layers: layering.Layers | None, row
     """The tape of one micro-step, or with no rows of the optimizer's step."""
     recorder = Recorder(stand_ins=kernel_stand_ins(), rows=rows)
     with _no_garbage(), FakeTensorMode(allow_non_fake_inputs=True):
-        fake_run.make_fake(model)
+        source.make_fake(model)
         with recorder, like_cuda():
             watch = _Watch(recorder)
             if layers is not None:

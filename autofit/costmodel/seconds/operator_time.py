@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 import numpy as np
 import numpy.typing as npt
 
-from autofit.costmodel import kernel_laws
-from autofit.costmodel.kernel_laws import Coefficients, Figures, Products
+from autofit.costmodel.seconds import kernel_laws
+from autofit.costmodel.seconds.kernel_laws import Coefficients, Figures, Products
 from autofit.system.errors import InputError
 
 if TYPE_CHECKING:
     from autofit.contract.trace import Ints
-    from autofit.costmodel.roofline import Numbers
+    from autofit.costmodel.seconds.roofline import Numbers
     from autofit.machine.gpu_catalogue import Card
 
 TimedKind = Literal[
@@ -34,7 +34,7 @@ TimedKind = Literal[
 """``product`` is a matrix product or a convolution; ``attention`` a fused kernel; ``gather`` reads or writes rows by
 index; ``copy`` changes dtype or layout; ``optimizer`` updates lists of parameters in one launch or a few; ``transfer``
 goes over the bus; ``nothing`` launches no kernel; ``collective`` goes over the links to other ranks beside all else:
-:mod:`autofit.costmodel.collectives`."""
+:mod:`autofit.costmodel.seconds.collectives`."""
 TIMED_KINDS: tuple[TimedKind, ...] = get_args(TimedKind)
 Arithmetic = Literal["fp32", "tf32", "bf16", "fp16"]
 ARITHMETICS: tuple[Arithmetic, ...] = get_args(Arithmetic)
@@ -160,7 +160,7 @@ class Prediction:
 @functools.cache
 def coefficients() -> dict[str, Any]:
     """Those that ship, made by ``tests/bench/fit_time_model.py``."""
-    text = resources.files("autofit.costmodel").joinpath("time_coefficients.json").read_text("utf-8")
+    text = resources.files("autofit.costmodel.seconds").joinpath("time_coefficients.json").read_text("utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 

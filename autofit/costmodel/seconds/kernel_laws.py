@@ -1,6 +1,6 @@
-"""The laws behind :mod:`~autofit.costmodel.operator_time`: seconds of a kernel from its shape and the card's figures.
+"""The laws behind :mod:`autofit.costmodel.seconds.operator_time`: seconds of a kernel by its shape and its card.
 
-Each law is a sum of smooth, monotone terms; ``README.md`` beside this file derives them and shows how well they do.
+Each law is a sum of smooth, monotone terms; ``costmodel/README.md`` derives them and shows how well they do.
 Coefficients are natural logarithms, so that all of them are positive and a fit needs no bounds.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autofit.costmodel.roofline import Numbers
+from autofit.costmodel.seconds.roofline import Numbers
 
 Coefficients = Mapping[str, float]
 

@@ -6,10 +6,10 @@ the two::
     device  ▕██ product ██▏█ norm █▏███ attention ███▏...      sum of each operator's seconds by the laws
     host    ▕op▏op▏op▏op▏op▏op▏...                             sum of what each costs Python, autograd and the launch
 
-The laws are those of :mod:`autofit.costmodel.operator_time`. A card whose figures they need is not all in the catalogue
-(AMD's) gets the plain roofline.
+The laws are those of :mod:`autofit.costmodel.seconds.operator_time`. A card whose figures they need is not all in the
+catalogue (AMD's) gets the plain roofline.
 
-Not covered: data loading, collectives (:mod:`autofit.costmodel.collectives`), what the allocator costs where
+Not covered: data loading, collectives (:mod:`autofit.costmodel.seconds.collectives`), what the allocator costs where
 memory is short.
 """
 
@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from autofit.costmodel import operator_time, roofline
+from autofit.costmodel.seconds import operator_time, roofline
 from autofit.system.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from autofit.contract.trace import Ints
-    from autofit.costmodel.operator_time import Operators
     from autofit.costmodel.peak import MicroPart, OptimizerPart
-    from autofit.costmodel.roofline import Numbers
+    from autofit.costmodel.seconds.operator_time import Operators
+    from autofit.costmodel.seconds.roofline import Numbers
     from autofit.machine.gpu_catalogue import Card
 
 ROOFLINE_LOG_STD = 0.35

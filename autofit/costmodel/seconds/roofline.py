@@ -48,7 +48,7 @@ Work = Literal[
     "network",
 ]
 """What a step is made of, each part of it at a rate of its own: FLOPs, bytes read and written, bytes over the bus,
-operators; and the seconds of collectives that are expected not to hide (:mod:`autofit.costmodel.collectives`)."""
+operators; and the seconds of collectives that do not hide (:mod:`~autofit.costmodel.seconds.collectives`)."""
 WORK: tuple[Work, ...] = get_args(Work)
 
 MATMUL_SHARE = 0.75

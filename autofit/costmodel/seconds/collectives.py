@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from autofit.contract.layout import PARALLEL, engine_of, layout_of
-from autofit.costmodel.operator_time import TIMED_KINDS, Operator, Operators, row_of
+from autofit.costmodel.seconds.operator_time import TIMED_KINDS, Operator, Operators, row_of
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Workload
     from autofit.contract.plan import Value
     from autofit.contract.trace import Ints
     from autofit.costmodel.peak import MicroPart
-    from autofit.costmodel.roofline import Numbers
+    from autofit.costmodel.seconds.roofline import Numbers
     from autofit.machine.gpu_catalogue import Card
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -100,7 +100,7 @@ def _since(rates: Mapping[int, float], major: int) -> float:
 @functools.cache
 def coefficients() -> dict[str, Any]:
     """Those that ship."""
-    text = resources.files("autofit.costmodel").joinpath("collective_coefficients.json").read_text("utf-8")
+    text = resources.files("autofit.costmodel.seconds").joinpath("collective_coefficients.json").read_text("utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 

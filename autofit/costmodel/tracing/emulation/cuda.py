@@ -10,7 +10,7 @@ for-each kernels              the default of optimizers and of gradient clipping
 
 Sources: ``torch/docs/source/amp.md`` and ``aten/src/ATen/autocast_mode.h`` (lists); ``aten/src/ATen/native/
 Dropout.cpp``. Each has a test on a device that compares it with the real one. What kernels take for themselves:
-:mod:`autofit.costmodel.tracing.cuda_kernels`.
+:mod:`autofit.costmodel.tracing.emulation.cuda_kernels`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_map_only
 from transformers import modeling_utils
 
-from autofit.costmodel.tracing.cuda_kernels import SIXTEEN as _SIXTEEN
-from autofit.costmodel.tracing.cuda_kernels import fused_attention
+from autofit.costmodel.tracing.emulation.cuda_kernels import SIXTEEN as _SIXTEEN
+from autofit.costmodel.tracing.emulation.cuda_kernels import fused_attention
 
 _FLOAT32 = frozenset({
     "cross_entropy", "cross_entropy_loss",

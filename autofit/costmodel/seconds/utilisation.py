@@ -23,7 +23,7 @@ import numpy as np
 
 from autofit.contract.outcome import Crashed, Measured
 from autofit.costmodel.forecast import as_computed, families_of, without_checkpointing
-from autofit.costmodel.roofline import KINDS, Numbers, Totals
+from autofit.costmodel.seconds.roofline import KINDS, Numbers, Totals
 from autofit.registry import recipe_of
 
 if TYPE_CHECKING:
