@@ -185,5 +185,5 @@ def test_a_process_that_takes_the_device_in_the_middle_is_noticed_and_trials_are
     assert kinds == ["measured", "out_of_memory", "measured"]
     assert trials[1].outcome.external_pressure
     assert any("another process took memory" in note for note in notes)
-    assert any("trial 1 ran out of memory that others had taken" in note for note in notes)
+    assert any("trial 1 ran out of memory that other processes held" in note for note in notes)
     assert campaign.decide() is not None
