@@ -8,7 +8,7 @@ from rich.console import Console
 
 from autofit.contract.facts import Loading, Script
 from autofit.contract.outcome import Measured
-from autofit.output import wording
+from autofit.output import findings
 from autofit.output.reports.brief import SCREEN_LINES, brief
 from autofit.output.text import number
 from tests.output.test_report import DOCUMENTS, document, words
@@ -68,5 +68,5 @@ def test_a_loader_that_binds_is_said_first():
     assert "The script's loader takes 800 ms for the rows of a step" in said
     assert "neither another plan nor device" in said
     assert said.index("Loader") < said.index("Winner")
-    assert wording.findings(doc)[0][1] == wording.waiting(doc)
-    assert wording.waiting(replace(doc, trials=document().trials)) is None
+    assert findings.findings(doc)[0][1] == findings.waiting(doc)
+    assert findings.waiting(replace(doc, trials=document().trials)) is None

@@ -22,7 +22,7 @@ from autofit.contract.outcome import (
     Unsupported,
 )
 from autofit.contract.plan import Plan
-from autofit.output import wording
+from autofit.output import findings, standings, wording
 from autofit.output.document import DOCUMENT, Document, Offer
 from autofit.output.plan_words import outcome_words
 from autofit.output.reports import charts
@@ -338,7 +338,7 @@ class TestSummary:
             Contribution(**about, evidence="estimated", saved_bytes=GIB),
             Contribution(**about, evidence="none"),
         )
-        assert [one.partition(": ")[2] for one in wording.contributed(document(contributions=found))] == [
+        assert [one.partition(": ")[2] for one in findings.contributed(document(contributions=found))] == [
             "1.50 times the speed, and without it the peak is 1.00 GiB more (measured).",
             "without it the peak is 1.00 GiB less (measured; what it does for the speed is not known).",
             "about 1.50 times the speed, give or take 10 % (estimated).",
@@ -391,27 +391,27 @@ class TestSummary:
 
 class TestComparison:
     def test_with_the_fastest_and_the_largest_plain_plan(self):
-        ratio, said = wording.against_baseline(document())
+        ratio, said = standings.against_baseline(document())
         assert ratio == pytest.approx(52.0 / 16.9)
         assert "(4 x 8 fp32) makes 16.90 samples/s" in said[0]
         assert "3.08 times" in said[0]
         assert "(8 x 4 fp32) makes 16.20 samples/s" in said[1]
 
     def test_a_plain_winner(self):
-        ratio, said = wording.against_baseline(document(**ON_CPU))
+        ratio, said = standings.against_baseline(document(**ON_CPU))
         assert ratio is None
         assert "baseline plan itself" in said[0]
 
     def test_plain_plans_that_failed_and_none_at_all(self):
         only = [(WINNER, measured(51.9, 15.8))]
-        assert "No baseline plan was tried" in wording.against_baseline(document(only))[1][0]
+        assert "No baseline plan was tried" in standings.against_baseline(document(only))[1][0]
         tried = document([*only, (plan(16), out_of_memory())])
-        assert "1 baseline trial, and none was measured" in wording.against_baseline(tried)[1][0]
+        assert "1 baseline trial, and none was measured" in standings.against_baseline(tried)[1][0]
 
 
 class TestStandings:
     def test_winner_first_then_the_fastest_each_by_all_of_its_runs(self):
-        ranked = wording.standings(document())
+        ranked = standings.standings(document())
         assert [one.is_winner for one in ranked][:2] == [True, False]
         assert ranked[0].samples_per_second == 52.0
         assert ranked[0].runs == 3
@@ -423,7 +423,7 @@ class TestStandings:
         assert bnb.samples_per_second == decision.pool(runs).samples_per_second == pytest.approx(50.25, rel=1e-4)
 
     def test_pareto_front(self):
-        front = charts.pareto(wording.standings(document()))
+        front = charts.pareto(standings.standings(document()))
         assert [round(one.peak_bytes / GIB, 1) for one in front] == [4.9, 8.6, 11.2, 13.1, 15.8]
 
 
@@ -507,7 +507,7 @@ class TestPayback:
         doc = document(
             [*others, (self.winner, compiled(50.0, 61.28)), (self.winner, compiled(50.0, 5.0))], winner=self.winner
         )
-        said = wording.payback(doc)
+        said = findings.payback(doc)
         assert "take 1 min 0 s longer" in said
         assert "pays back after 375 optimizer steps" in said, "60 s over 0.8 s - 0.64 s"
         assert said in words(terminal(doc, width=500))
@@ -515,14 +515,14 @@ class TestPayback:
 
     def test_it_may_never_pay_back(self):
         doc = document([(WINNER, measured(51.0, 15.8)), (self.winner, compiled(50.0, 60.0))], winner=self.winner)
-        assert "never pays back" in wording.payback(doc)
+        assert "never pays back" in findings.payback(doc)
 
     def test_without_another_plan_nobody_knows(self):
         doc = document([(self.winner, compiled(50.0, 60.0))], winner=self.winner)
-        assert "is not known" in wording.payback(doc)
+        assert "is not known" in findings.payback(doc)
 
     def test_another_winner_has_nothing_to_pay_back(self):
-        assert wording.payback(document()) is None
+        assert findings.payback(document()) is None
         assert "pays back" not in terminal(document())
 
 
@@ -541,7 +541,7 @@ class TestAttended:
     def test_the_kernel_is_told(self, kernels, wanted):
         evidence = Evidence(techniques={"attention": {"implementation": "sdpa", "kernels": kernels}})
         doc = document([(WINNER, measured(50.0, 15.8, evidence=evidence))])
-        ((title, said),) = wording.findings(doc)
+        ((title, said),) = findings.findings(doc)
         assert title == "Which attention ran"
         assert wanted in said
         assert said in words(terminal(doc, width=500))
@@ -550,7 +550,7 @@ class TestAttended:
     def test_what_was_not_seen_is_not_told(self):
         evidence = Evidence(techniques={"attention": {"implementation": "sdpa", "kernels": None}})
         doc = document([(WINNER, measured(50.0, 15.8, evidence=evidence))])
-        assert wording.findings(doc) == []
+        assert findings.findings(doc) == []
         assert "Which attention ran" not in terminal(doc)
 
 

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autofit.output import wording
+from autofit.output import findings, standings, wording
 from autofit.output.document import Document
 from autofit.output.emit import REPORT
 from autofit.output.plan_words import SPLIT_WORDS, chosen_words
@@ -30,7 +30,7 @@ def brief(document: Document, *, folder: str | Path) -> Group:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    waits = wording.waiting(document)
+    waits = findings.waiting(document)
     if waits is not None:
         table.add_row("Loader", _text(waits))
     table.add_row("Winner", _text(chosen_words(document.plan) or "the baseline plan"))
@@ -54,7 +54,7 @@ def brief(document: Document, *, folder: str | Path) -> Group:
 def _promise(document: Document) -> list[str]:
     """The promised speed and memory, and the speed beside a search over the batch size alone."""
     promise = document.promise
-    ratio, _ = wording.against_baseline(document)
+    ratio, _ = standings.against_baseline(document)
     share = percent(promise.peak_bytes / promise.limit_bytes)
     beside = "" if ratio is None else f"; {ratio:.2f} times the fastest baseline plan"
     return [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autofit.contract.outcome import Measured
 from autofit.output.document import Document
 from autofit.output.plan_words import plan_words
-from autofit.output.wording import Standing, standings
+from autofit.output.standings import Standing, standings
 from autofit.system.units import GIB, KIB, MIB, TIB, size
 
 WIDTH, HEIGHT = 720, 400

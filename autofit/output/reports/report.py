@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autofit.contract.outcome import Measured, Trial
-from autofit.output import wording
+from autofit.output import findings, standings, wording
 from autofit.output.document import Document, Offer
 from autofit.output.exports.export import comments, export
 from autofit.output.plan_words import SPLIT, SPLIT_WORDS, chosen_words, outcome_words, plan_words
@@ -50,17 +50,17 @@ def summary(document: Document, *, folder: str | Path) -> Group:
         ("The promise" if measured else "The estimate", _promise_table(document)),
         ("What it changes in the training", _bullets(document.changes or same)),
         ("What your script must do", _bullets(script)),
-        ("Why this plan", Group(_text(document.reason), *_bulleted(wording.contributed(document)))),
-        *([("Against baseline plans", _bullets(wording.against_baseline(document)[1]))] if measured else []),
+        ("Why this plan", Group(_text(document.reason), *_bulleted(findings.contributed(document)))),
+        *([("Against baseline plans", _bullets(standings.against_baseline(document)[1]))] if measured else []),
         *([("The trials", _trials(document))] if measured else []),
         ("What it cost", _text(wording.cost(document))),
     ]
-    smaller = wording.ceilings(document)
+    smaller = findings.ceilings(document)
     if smaller:
         sections.insert(-2, ("With less memory", _bullets(smaller)))
-    guarded, payback = wording.guarded(document), wording.payback(document)
-    waits = wording.waiting(document)
-    for title, finding in wording.findings(document):
+    guarded, payback = findings.guarded(document), findings.payback(document)
+    waits = findings.waiting(document)
+    for title, finding in findings.findings(document):
         sections.insert(0 if finding == waits else -2, (title, _text(finding)))
     if payback:
         sections.insert(-2, ("When compiling pays back", _text(payback)))
@@ -91,11 +91,11 @@ def html(document: Document, *, folder: str | Path) -> str:
     )
     environment.filters.update(size=size, duration=duration, percent=percent, number=number, plan_words=plan_words)
     template = environment.from_string(files("autofit.output.reports").joinpath(_TEMPLATE).read_text(encoding="utf-8"))
-    ranked = wording.standings(document)
-    ratio, comparison = wording.against_baseline(document)
+    ranked = standings.standings(document)
+    ratio, comparison = standings.against_baseline(document)
     return template.render(
         document=document,
-        findings=wording,
+        wording=wording,
         outcome_words=outcome_words,
         parameters=parameters,
         plural=plural,
@@ -105,11 +105,11 @@ def html(document: Document, *, folder: str | Path) -> str:
         comparison=comparison,
         scatter=charts.scatter(document) if document.trials else None,
         losses=charts.losses(document),
-        contributed=wording.contributed(document),
-        ceilings=wording.ceilings(document),
-        guarded=wording.guarded(document),
-        payback=wording.payback(document),
-        told=wording.findings(document),
+        contributed=findings.contributed(document),
+        ceilings=findings.ceilings(document),
+        guarded=findings.guarded(document),
+        payback=findings.payback(document),
+        told=findings.findings(document),
         chart=charts,
         baseline_plan=next((one.plan for one in ranked if one.is_baseline), None),
         best_first=_best_first(document),
@@ -191,7 +191,7 @@ def _promise_table(document: Document) -> Table:
 
 def _trials(document: Document) -> Group:
     """The plans that ran, best first, then what failed and why; a handful of each."""
-    ranked, failed = wording.standings(document), wording.failures(document)
+    ranked, failed = standings.standings(document), standings.failures(document)
     table = _table("", "plan", "samples/s", "peak")
     table.columns[2].justify = "right"
     for one in ranked[:_SHOWN_PLANS]:
@@ -256,7 +256,7 @@ def _best_first(document: Document) -> list[Trial]:
     measured = [
         (trial.outcome.samples_per_second, trial) for trial in document.trials if isinstance(trial.outcome, Measured)
     ]
-    return [trial for _, trial in sorted(measured, key=lambda pair: (-pair[0], pair[1].number))] + wording.failures(
+    return [trial for _, trial in sorted(measured, key=lambda pair: (-pair[0], pair[1].number))] + standings.failures(
         document
     )
 

@@ -1,0 +1,108 @@
+"""The plans of an answer beside one another: the fastest first, and the winner beside a search over the batch size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autofit.contract.outcome import (
+    Measured,
+    Trial,
+)
+from autofit.contract.plan import Plan
+from autofit.output.document import Document
+from autofit.output.plan_words import baseline_values, is_baseline, plan_words
+from autofit.output.text import number, plural
+from autofit.output.wording import KINDS
+from autofit.search.decision import pool
+from autofit.system.units import size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One plan that ran inside the ceiling, all of its runs together.
+
+    Attributes:
+        samples_per_second: The promise's for the winner; else that of all its runs together, as the winner was chosen.
+        peak_bytes: The promise's for the winner; else the most of its runs.
+        runs: How many times it was measured.
+    """
+
+    plan: Plan
+    samples_per_second: float
+    peak_bytes: int
+    runs: int
+    is_winner: bool
+    is_baseline: bool
+
+
+def standings(document: Document) -> list[Standing]:
+    """The plans that were measured: the winner, then the fastest first."""
+    runs: dict[Plan, list[Measured]] = {document.plan: []}
+    for trial in document.trials:
+        if isinstance(trial.outcome, Measured):
+            runs.setdefault(trial.plan, []).append(trial.outcome)
+    baseline = baseline_values(document.facts)
+    found = []
+    for plan, seen in runs.items():
+        wins = plan == document.plan
+        shown = document.promise if wins else pool(seen)
+        found.append(
+            Standing(
+                plan=plan,
+                samples_per_second=shown.samples_per_second,
+                peak_bytes=shown.peak_bytes,
+                runs=len(seen),
+                is_winner=wins,
+                is_baseline=is_baseline(plan, baseline),
+            )
+        )
+    return sorted(found, key=lambda one: (not one.is_winner, -one.samples_per_second, one.peak_bytes))
+
+
+def failures(document: Document) -> list[Trial]:
+    """The trials that were not measured, the least expected kinds first."""
+    order = list(KINDS)
+    failed = [trial for trial in document.trials if not isinstance(trial.outcome, Measured)]
+    return sorted(failed, key=lambda trial: (order.index(trial.outcome.kind), trial.number))
+
+
+def against_baseline(document: Document) -> tuple[float | None, list[str]]:
+    """How the winner compares with the plans of a search over the batch size alone.
+
+    Returns:
+        The winner's speed as a multiple of the fastest measured baseline plan's (``None`` where there is no other
+        than the winner), and what is to be said, a sentence each.
+    """
+    if document.estimated is not None:
+        return None, ["Nothing was measured: there is no plan to compare with."]
+    ranked = standings(document)
+    winner, alike = ranked[0], [one for one in ranked if one.is_baseline]
+    values = " ".join(f"{name}={value}" for name, value in baseline_values(document.facts).items())
+    meaning = f"A baseline plan is what a search over the batch size alone can find: {values}."
+    if winner.is_baseline:
+        return None, [
+            "The winner is a baseline plan itself: nothing but the split of the batch was worth changing.",
+            meaning,
+        ]
+    if not alike:
+        failed = sum(is_baseline(trial.plan, baseline_values(document.facts)) for trial in document.trials)
+        if failed:
+            return None, [f"{plural(failed, 'baseline trial')}, and none was measured inside the ceiling.", meaning]
+        return None, ["No baseline plan was tried, so there is none to compare with."]
+
+    def compared(other: Standing) -> str:
+        return (
+            f"({plan_words(other.plan)}) makes {number(other.samples_per_second)} samples/s with a peak memory of "
+            f"{size(other.peak_bytes)}; the winner makes {times(winner, other)} that with {size(winner.peak_bytes)}"
+        )
+
+    fastest, largest = alike[0], max(alike, key=lambda one: int(one.plan["micro_batch"]))
+    said = [f"The fastest baseline plan {compared(fastest)}."]
+    if largest.plan != fastest.plan:
+        said.append(f"The baseline plan with the largest micro-batch that fits {compared(largest)}.")
+    return winner.samples_per_second / fastest.samples_per_second, [*said, meaning]
+
+
+def times(one: Standing, other: Standing) -> str:
+    """``3.10 times``: the speed of one as a multiple of the other's."""
+    return f"{one.samples_per_second / other.samples_per_second:.2f} times"
