@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
 
     found = getattr(import_module(_MODULE_OF[name]), name)
     if name in _CALLS:
-        from autofit.commands.python_calls import for_python
+        from autofit.commands.shell.python_calls import for_python
 
         found = for_python(found)
     globals()[name] = found

@@ -10,7 +10,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from autofit.commands.request import Request, read_facts, with_rates
+from autofit.commands.facts import read_facts, with_rates
+from autofit.commands.request import Request
 from autofit.commands.scripts.request import script_facts
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import PredictedSpeed, Trial

@@ -11,8 +11,9 @@ from pydantic import TypeAdapter
 
 from autofit import space
 from autofit._version import __version__
+from autofit.commands.facts import described
 from autofit.commands.model_source import DEMO, fetch
-from autofit.commands.request import Request, described, validated
+from autofit.commands.request import Request, validated
 from autofit.contract.facts import Device, Facts, Hardware, Model, Task, Workload
 from autofit.machine import other_processes
 from autofit.machine.other_processes import Neighbour

@@ -20,8 +20,9 @@ from pathlib import Path
 from tune_bench import MODELS
 
 from autofit import space
+from autofit.commands.facts import read_facts
 from autofit.commands.model_source import fetch, modeling_module
-from autofit.commands.request import Request, read_facts
+from autofit.commands.request import Request
 from autofit.commands.tune import tune
 from autofit.commands.verify import verify
 from autofit.contract.outcome import Measured

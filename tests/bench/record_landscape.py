@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 
 from autofit import space
+from autofit.commands.facts import read_facts, with_rates
 from autofit.commands.model_source import fetch, modeling_module
-from autofit.commands.request import Request, read_facts, with_rates
+from autofit.commands.request import Request
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan

@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autofit import space
 from autofit.commands.estimates.other_card import elsewhere
+from autofit.commands.facts import read_facts
 from autofit.commands.model_source import fetch, modeling_module
-from autofit.commands.request import Request, read_facts
+from autofit.commands.request import Request
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Trial
 from autofit.contract.plan import Plan

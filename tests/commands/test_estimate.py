@@ -275,11 +275,12 @@ def test_a_model_s_facts_come_back_under_its_name(ask):
 
 def test_peaks_of_many_agree_with_each_need(server, tmp_path):
     """The fast way and the slow way to a plan's peak."""
+    from autofit.commands import facts as facts_of
     from autofit.commands import request
     from autofit.commands.model_source import fetch
 
     config = fetch("demo", tmp_path / "model")
-    facts = request.read_facts(tmp_path, request.Request(model="demo", **SMALL), "cpu", server, print)
+    facts = facts_of.read_facts(tmp_path, request.Request(model="demo", **SMALL), "cpu", server, print)
     made = trace_store.Traces(facts, config, lambda: server, tmp_path, trace_store.cache_folder())
     plan = Plan(
         {one.name: one.baseline for one in techniques()}

@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from autofit import cli
-from autofit.commands.request import Request, shared_by, workload
+from autofit.commands.facts import shared_by, workload
+from autofit.commands.request import Request
 from autofit.commands.verify import verify
 from autofit.contract.outcome import Measured
 from autofit.output import wording

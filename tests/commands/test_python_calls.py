@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import autofit
-from autofit.commands.python_calls import as_source
+from autofit.commands.shell.python_calls import as_source
 from autofit.output.result import Result
 from autofit.system.errors import InputError
 from tests.output.test_report import HOSTILE, document

@@ -8,7 +8,8 @@ from pydantic import TypeAdapter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autofit
-from autofit.commands.request import Request, read_facts, remarks, row_length
+from autofit.commands.facts import read_facts, remarks, row_length
+from autofit.commands.request import Request
 from autofit.contract.facts import Model
 from autofit.system.errors import InputError, ModelError
 from autofit.training.tasks.choose import describe_model

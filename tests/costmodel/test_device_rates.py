@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autofit import space
-from autofit.commands import request
+from autofit.commands import facts as facts_of
 from autofit.costmodel import device_rates, forecast
 from autofit.costmodel.jobs import RatesJob, _timed
 from autofit.costmodel.seconds.roofline import WORK, nominal_seconds
@@ -116,16 +116,16 @@ class Server:
 
 def test_the_facts_take_what_was_timed_and_a_tune_does_without(tmp_path):
     said = []
-    facts = request.with_rates(
+    facts = facts_of.with_rates(
         tmp_path, small(), Server({"rates": {"memory": 2e10}, "kernel_overhead_bytes": {"matmul bf16": 5}}), said.append
     )
     assert facts.rates == {"memory": 2e10}
     assert facts.kernel_overhead_bytes == {"matmul bf16": 5}
     assert not said
     for answer, why in (({"error": "no kernel"}, "no kernel"), (None, "took too long")):
-        assert request.with_rates(tmp_path, small(), Server(answer), said.append).rates == {}
+        assert facts_of.with_rates(tmp_path, small(), Server(answer), said.append).rates == {}
         assert why in said[-1]
-    assert request.with_rates(tmp_path, small(), Server(MachineError("a helper was killed")), said.append).rates == {}
+    assert facts_of.with_rates(tmp_path, small(), Server(MachineError("a helper was killed")), said.append).rates == {}
     assert said[-1] == "the device was not timed before the first trial: a helper was killed"
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from autofit.commands import request
+from autofit.commands import facts as facts_of
 from autofit.commands.model_source import fetch, modeling_module
 from autofit.machine import gpu_catalogue
 from autofit.system.fork_server import ForkServer
@@ -24,7 +24,7 @@ def facts(tmp_path_factory):
     with contextlib.closing(ForkServer(folder / "server.log", "cuda", modeling_module(config))) as server:
         plain = facts_on_card(server, config)
         plain = dataclasses.replace(plain, workload=dataclasses.replace(plain.workload, seq_len=2048, global_batch=32))
-        found = request.with_rates(folder, plain, server, said.append)
+        found = facts_of.with_rates(folder, plain, server, said.append)
     print(json.dumps(dict(found.rates)))
     assert not said
     return found

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autofit.commands import doctor, request, verify
+from autofit.commands import doctor, verify
+from autofit.commands import facts as facts_of
 from autofit.contract import placement
 from autofit.contract.outcome import Evidence
 from autofit.costmodel.jobs import TraceJob
@@ -315,9 +316,9 @@ def test_a_device_that_is_there_and_can_t_be_used_is_the_machine_s_fault(tmp_pat
     work(tmp_path)
     answer = json.loads((tmp_path / "facts.json").read_text())
     with pytest.raises(MachineError, match=r"can't be used: RuntimeError: .* too old \(found version 12020\)\.\n"):
-        request.described(answer, "tiny", "cuda")
+        facts_of.described(answer, "tiny", "cuda")
     with pytest.raises(ModelError, match="of 'tiny': no such thing"):
-        request.described({"error": "no such thing"}, "tiny", "cuda")
+        facts_of.described({"error": "no such thing"}, "tiny", "cuda")
 
 
 def test_the_doctor_tells_of_a_card_that_can_t_be_used(monkeypatch):

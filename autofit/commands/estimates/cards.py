@@ -21,8 +21,9 @@ from autofit.commands.estimates.other_card import described_model, elsewhere
 from autofit.commands.estimates.plans import Estimated, Verdict, estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
 from autofit.commands.estimates.ways import smaller_way
+from autofit.commands.facts import remarks
 from autofit.commands.model_source import modeling_module
-from autofit.commands.request import Search, remarks
+from autofit.commands.request import Search
 from autofit.contract.facts import Facts, LaunchPath, Model, Task
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import Forecast, forecast, without_checkpointing

@@ -24,8 +24,8 @@ from autofit.commands.estimates.question import asked_question, fetched_config
 from autofit.commands.estimates.ways import Way, fixed_bytes, outside_bytes, spaces_by_way
 from autofit.commands.estimates.ways import ways as every_way
 from autofit.commands.estimates.world import World, asked_world
+from autofit.commands.facts import read_facts, remarks
 from autofit.commands.model_source import modeling_module
-from autofit.commands.request import read_facts, remarks
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, families_of, forecast, plans_to_trace, workspace_bytes

@@ -10,12 +10,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from autofit.commands.request import (
-    DEFAULT_GLOBAL_BATCH,
-    Request,
-    read_facts,
-    row_length,
-)
+from autofit.commands.facts import read_facts, row_length
+from autofit.commands.request import DEFAULT_GLOBAL_BATCH, Request
 from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.costmodel.tracing.trace_store import model_of, source_hash
 from autofit.machine import gpu_catalogue

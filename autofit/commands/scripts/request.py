@@ -11,7 +11,8 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from autofit import space
-from autofit.commands.request import DEFAULT_CEILING, Request, ceiling
+from autofit.commands.facts import DEFAULT_CEILING, ceiling
+from autofit.commands.request import Request
 from autofit.commands.scripts.named import named
 from autofit.contract.facts import Facts, Hardware, Model, Script, Workload
 from autofit.machine.jobs import HardwareJob
