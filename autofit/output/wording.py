@@ -163,10 +163,16 @@ def pace(document: Document) -> str:
         said += f", {number(promise.tokens_per_second)} tokens/s"
         shares = _padding(document)
         said += f"; {percent(median(shares))} of a micro-batch is padding, not counted" if any(shares) else ""
-    relative = promise.step_seconds_spread / promise.step_seconds
-    if document.estimated is None and relative > _UNCERTAIN:
-        said += f" (uncertain: runs of this plan took up to {1 + relative:.1f} times as long)"
-    return said
+    doubt = uncertain(document)
+    return f"{said} ({doubt})" if doubt else said
+
+
+def uncertain(document: Document) -> str:
+    """That runs of the winner differ too much for a spread, in words; empty where they don't."""
+    relative = document.promise.step_seconds_spread / document.promise.step_seconds
+    if document.estimated is not None or relative <= _UNCERTAIN:
+        return ""
+    return f"uncertain: runs of this plan took up to {1 + relative:.1f} times as long"
 
 
 def training_words(document: Document) -> list[str]:
@@ -198,9 +204,10 @@ def task_words(document: Document) -> str:
 
 def promised_step(document: Document) -> str:
     """The promised time of an optimizer step: ``776.7 ± 5.8 ms``, or ``~776.7 ms`` where it is estimated."""
+    said = step(document.promise)
     if document.estimated is None:
-        return step(document.promise)
-    figure, _, unit = step(document.promise).replace("± ", "").split(" ")
+        return said
+    figure, *_, unit = said.split(" ")
     return f"~{figure} {unit}"
 
 
@@ -230,6 +237,8 @@ def predicted_speed(trial: Trial) -> str:
 
 
 def step(of: Promise | Measured) -> str:
-    """The time of one optimizer step with its spread: ``776.7 ± 5.8 ms``."""
+    """The time of one optimizer step, with its spread where that says something: ``776.7 ± 5.8 ms``."""
     factor, unit = (1000, "ms") if of.step_seconds < 1 else (1, "s")
+    if of.step_seconds_spread > _UNCERTAIN * of.step_seconds:
+        return f"{number(of.step_seconds * factor)} {unit}"
     return f"{with_spread(of.step_seconds * factor, of.step_seconds_spread * factor)} {unit}"

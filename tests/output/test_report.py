@@ -372,6 +372,10 @@ class TestSummary:
         busy = [(WINNER, measured(51.9, 15.8, relative=1.5))]
         text = words(terminal(document(trials=busy)))
         assert "51.90 samples/s, 53,146 tokens/s (uncertain: runs of this plan took up to 2.5 times as long)" in text
+        assert "step 616.6 ms for a whole optimizer step" in text
+        shown = html(document(trials=busy), folder="out")
+        assert "uncertain: runs of this plan took up to 2.5 times as long" in shown
+        assert "± " not in shown[shown.index("One optimizer step") : shown.index("Peak memory")]
 
     def test_zero_spread_is_shown_as_such(self):
         assert "51.90 ± 0.00 samples/s" in terminal(document(**DOCUMENTS["zero spread"]))
