@@ -112,7 +112,7 @@ class Killer(Silent):
 
     def trial_begins(self, number, plan, purpose, seconds_left):
         if number == 1:  # the first one's machine runs trial 0
-            self.done = threading.Timer(1.5, self.local.remove_node, (self.local.second, False))
+            self.done = threading.Timer(0.3, self.local.remove_node, (self.local.second, False))
             self.done.start()
         elif self.done is not None and not self.done.is_alive() and not self.joined:
             self.joined = True
