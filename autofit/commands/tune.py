@@ -293,7 +293,8 @@ class _Tune:
 
     def _check_tokens(self, facts: Facts) -> None:
         """Refuse to tell the hours of tokens of a model that takes none."""
-        if (self.settings.tokens or self.settings.price) is not None and not facts.model.sample_tokens:
+        asked = self.settings.tokens is not None or self.settings.price is not None
+        if asked and not facts.model.sample_tokens:
             raise InputError(
                 f"--tokens and --price: {facts.model.name} is not trained on text",
                 hint="leave them out; the answer tells samples/s",
