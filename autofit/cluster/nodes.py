@@ -168,6 +168,8 @@ class Cluster:
             return self.ray.get(task, timeout=_ANSWER_SECONDS)
         except self.ray.exceptions.GetTimeoutError:
             return f"it gave no answer in {_ANSWER_SECONDS:g} s"
+        except (self.ray.exceptions.TaskUnschedulableError, self.ray.exceptions.NodeDiedError):
+            return "it left the cluster"
         except self.ray.exceptions.RayError as error:
             return f"autofit can't be run there: {last_line(error)}"
 
