@@ -393,7 +393,7 @@ def test_ctrl_c_before_the_tune_has_begun(run, monkeypatch):
     def interrupted(_wanted):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autofit.commands.backend.choose_device", interrupted)
+    monkeypatch.setattr("autofit.commands.tunes.backend.choose_device", interrupted)
     done = run("tune", "demo")
     assert done.exit_code == 130
     assert one_line(done.stderr)[0] == "interrupted"

@@ -40,9 +40,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from autofit import cli, space
-from autofit.commands import backend, doctor, model_source, request, verify
+from autofit.commands import doctor, model_source, request, verify
 from autofit.commands.estimates import estimate
 from autofit.commands.request import STARTED, Request, Started
+from autofit.commands.tunes import backend
 from autofit.contract.outcome import OUTCOME, TRIAL
 from autofit.costmodel.tracing.trace_store import Traces
 from autofit.machine import gpu_catalogue

@@ -14,9 +14,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 import autofit
-from autofit.commands.backend import DeviceBackend
-from autofit.commands.output_folder import remove_unstarted_output
 from autofit.commands.shell.terminal import data_console
+from autofit.commands.tunes.backend import DeviceBackend
+from autofit.commands.tunes.output_folder import remove_unstarted_output
 from autofit.contract.outcome import Crashed, TimedOut, Unsupported
 from autofit.contract.plan import Plan
 from autofit.output import text

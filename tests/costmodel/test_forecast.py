@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from autofit import space
-from autofit.commands.backend import DeviceBackend, predicted_bytes, predicted_speeds
 from autofit.commands.shell.explanations import no_winner
+from autofit.commands.tunes.backend import DeviceBackend, predicted_bytes, predicted_speeds
 from autofit.contract.outcome import Trial
 from autofit.costmodel.forecast import Forecast, PeakPrior
 from autofit.costmodel.seconds.roofline import WORK
@@ -242,7 +242,7 @@ def test_a_tune_goes_on_without_a_forecast(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise MachineError("the disk is full")
 
-    monkeypatch.setattr("autofit.commands.backend.forecast", fail)
+    monkeypatch.setattr("autofit.commands.tunes.backend.forecast", fail)
     config = tmp_path / "model"
     config.mkdir()
     (config / "config.json").write_text("{}")

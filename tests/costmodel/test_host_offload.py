@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autofit import space
-from autofit.commands.backend import predicted_bytes
+from autofit.commands.tunes.backend import predicted_bytes
 from autofit.costmodel.forecast import forecast
 from autofit.costmodel.tracing.trace_store import Traces, untraceable
 from autofit.machine import gpu_catalogue

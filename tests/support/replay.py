@@ -3,8 +3,8 @@
 import contextlib
 from pathlib import Path
 
-from autofit.commands.backend import DeviceBackend
 from autofit.commands.request import STARTED, TRIALS
+from autofit.commands.tunes.backend import DeviceBackend
 from autofit.contract.outcome import TRIAL
 from autofit.output.document import REQUEST
 from autofit.system.files import write_atomically

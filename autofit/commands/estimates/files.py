@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autofit.commands.estimates.plans import Estimated
-from autofit.commands.output_folder import BEGUN, CONFIG_FILES
+from autofit.commands.tunes.output_folder import BEGUN, CONFIG_FILES
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Promise
 from autofit.costmodel.seconds.step_time import StepClock

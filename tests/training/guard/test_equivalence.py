@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from autofit.commands import tune
-from autofit.commands.backend import DeviceBackend
 from autofit.commands.request import Request, Search
 from autofit.commands.shell.explanations import no_winner
+from autofit.commands.tunes import course
+from autofit.commands.tunes.backend import DeviceBackend
 from autofit.contract.outcome import Trial
 from autofit.contract.technique import Kind
 from autofit.registry import recipe_of
@@ -260,7 +260,7 @@ def guarded(tmp_path):
     plans = (BF16, FULL, PLAIN)
 
     def run(verdicts, timeout_seconds=None):
-        one = tune._Tune(
+        one = course.Course(
             tmp_path, Request(model="demo"), Search(timeout_seconds=timeout_seconds), Silent(), DeviceBackend()
         )
         trials = TrialLog(
@@ -294,7 +294,7 @@ def test_a_winner_that_differs_from_the_baseline_is_refused_and_the_next_one_tak
 def test_where_all_are_refused_there_is_no_winner(guarded):
     decision, _, seen, campaign = guarded(["other"] * 3)
     assert decision is None
-    assert len(seen) == tune.MOST_GUARDS
+    assert len(seen) == course.MOST_GUARDS
     error = no_winner(campaign.trials, campaign.refused, cpu_facts(), None, forecast=None, trials_folder=None)
     assert "float32 baseline" in error.message
     assert "--no-guard" in error.hint

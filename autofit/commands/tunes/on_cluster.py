@@ -10,7 +10,7 @@ from autofit.cluster.host import read_files
 from autofit.cluster.nodes import Cluster
 from autofit.cluster.remote import ClusterRunner, ClusterServer
 from autofit.cluster.slots import Slots
-from autofit.commands.backend import DeviceBackend, DeviceName, Note
+from autofit.commands.tunes.backend import DeviceBackend, DeviceName, Note
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import PredictedSpeed, Trial
 from autofit.contract.plan import Plan
