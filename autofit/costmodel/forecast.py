@@ -22,7 +22,7 @@ from packaging.version import Version
 
 from autofit.contract.layout import PARALLEL, data_parallel
 from autofit.contract.plan import Plan
-from autofit.costmodel import peak
+from autofit.costmodel.memory import peak
 from autofit.costmodel.seconds import roofline
 from autofit.costmodel.seconds.collectives import exposed_seconds, links_of, nccl_bytes
 from autofit.costmodel.seconds.roofline import KINDS, WORK, Totals
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from autofit.contract.facts import Facts, Hardware
     from autofit.contract.technique import HostOffload
     from autofit.contract.trace import Ints
-    from autofit.costmodel.peak import MicroPart, OptimizerPart
+    from autofit.costmodel.memory.parts import MicroPart, OptimizerPart
     from autofit.costmodel.tracing.trace_store import Traces
     from autofit.machine.gpu_catalogue import Card
     from autofit.space import Space

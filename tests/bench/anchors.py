@@ -32,7 +32,7 @@ import torch.utils.checkpoint
 from published import bert, fake
 
 from autofit.commands.estimates.estimate import estimate
-from autofit.costmodel import allocator
+from autofit.costmodel.memory import allocator
 from autofit.output.plan_words import chosen_words
 from autofit.system.units import GIB, MIB
 

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from autofit.costmodel.allocator import replay, smallest_capacity
+from autofit.costmodel.memory.allocator import replay, smallest_capacity
 from autofit.registry import techniques
 from autofit.system.units import GIB, MIB
 from tests.bench import fits_picture

@@ -20,8 +20,8 @@ from autofit.commands.estimates.screen import screen
 from autofit.commands.estimates.table import bar, table
 from autofit.commands.estimates.ways import held_by_way
 from autofit.contract.plan import Plan
-from autofit.costmodel import peak
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, workspace_bytes
+from autofit.costmodel.memory import peak
 from autofit.costmodel.tracing import trace_store
 from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.registry import techniques

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit.costmodel.allocator import _RANGE, _UNIT, _Expandable, _Segments, _Sequence, replay, smallest_capacity
+from autofit.costmodel.memory.allocator import _Sequence, replay, smallest_capacity
+from autofit.costmodel.memory.pools import RANGE, UNIT, Expandable, Segments
 from autofit.system.units import GIB, KIB, MIB
 
 
@@ -63,7 +64,7 @@ def both(test):
 
 def starts(pools):
     """Where in the range of its pool each live block begins, in bytes."""
-    return {block: start % _RANGE * _UNIT for block, (start, _) in pools.live.items()}
+    return {block: start % RANGE * UNIT for block, (start, _) in pools.live.items()}
 
 
 # one block, asked for and freed: (bytes, expandable) -> allocated, reserved
@@ -117,7 +118,7 @@ def test_best_fit_takes_the_smallest_that_is_large_enough():
 
 
 def test_of_equals_the_lowest_address_is_taken():
-    pools = _Segments([48 * KIB * 2] * 3, [1] * 3, None)
+    pools = Segments([48 * KIB * 2] * 3, [1] * 3, None)
     for block in (0, 1):
         assert pools.allocate(block)
     where = pools.live[0]
@@ -172,7 +173,7 @@ def test_a_range_grows_from_the_free_block_at_its_end():
 def test_the_free_block_at_the_end_counts_as_what_it_can_grow_to():
     # free: 6 MiB between live blocks, 5 MiB at the end (of 40); 4 MiB goes to the 6, and the end keeps its 5
     sizes = [10 * MIB, 6 * MIB, 19 * MIB, 4 * MIB]
-    pools = _Expandable([size // _UNIT for size in sizes], [1] * 4, None)
+    pools = Expandable([size // UNIT for size in sizes], [1] * 4, None)
     for block in (0, 1, 2):
         assert pools.allocate(block)
     pools.free(1)
@@ -183,19 +184,19 @@ def test_the_free_block_at_the_end_counts_as_what_it_can_grow_to():
 def test_whole_pages_are_unmapped_and_mapped_again_from_the_lowest_hole():
     # 0 at 0..30, 1 at 30..60; freed 0 gives back page 0..20, and 20..30 stays, in a page that 1 holds
     sizes = [30 * MIB, 30 * MIB, 40 * MIB, 25 * MIB]
-    pools = _Expandable([size // _UNIT for size in sizes], [1] * 4, 80 * MIB // _UNIT)
+    pools = Expandable([size // UNIT for size in sizes], [1] * 4, 80 * MIB // UNIT)
     for block in (0, 1):
         assert pools.allocate(block)
     pools.free(0)
     assert pools.allocate(2)  # 60 + 40 > 80: gives back 20, then maps behind 1
-    assert pools.reserved * _UNIT == 80 * MIB
+    assert pools.reserved * UNIT == 80 * MIB
     assert starts(pools)[2] == 60 * MIB
     pools.free(2)
     assert pools.allocate(3)  # fits into what 2 left: nothing is mapped
     assert starts(pools)[3] == 60 * MIB
     pools.free(3)
     pools._give_back()
-    assert pools.reserved * _UNIT == 40 * MIB
+    assert pools.reserved * UNIT == 40 * MIB
     assert pools.allocate(3)  # the hole at 0 and the rest behind it are 30 MiB
     assert starts(pools)[3] == 0
 
@@ -309,7 +310,7 @@ def check(pools, expandable):
     if expandable:
         every = sorted(spans + [hole for holes in pools._holes for hole in holes.items()])
         assert all(start + size == after for (start, size), (after, _) in itertools.pairwise(every)), "addresses lost"
-        assert pools.reserved < pools.capacity + 20 * MIB // _UNIT
+        assert pools.reserved < pools.capacity + 20 * MIB // UNIT
     else:
         assert sum(pools.segments.values()) == pools.reserved
         assert pools.reserved <= pools.capacity
@@ -323,7 +324,7 @@ def test_after_every_event(expandable, sequence, capacity):
     events, sizes = sequence
     checked = _Sequence(events, sizes, [index % 3 for index in range(len(sizes))])
     needs = checked.needs
-    pools = (_Expandable if expandable else _Segments)(needs, checked.pools, capacity * MIB // _UNIT)
+    pools = (Expandable if expandable else Segments)(needs, checked.pools, capacity * MIB // UNIT)
     for event in events:
         if event < 0:
             pools.free(~event)
@@ -332,7 +333,7 @@ def test_after_every_event(expandable, sequence, capacity):
             return
         elif needs[event]:
             slack = pools.live[event][1] - needs[event]
-            assert 0 <= slack <= (MIB // _UNIT if needs[event] > MIB // _UNIT and not expandable else 0)
+            assert 0 <= slack <= (MIB // UNIT if needs[event] > MIB // UNIT and not expandable else 0)
         check(pools, expandable)
     assert pools.allocated == 0
 
@@ -381,7 +382,7 @@ def test_a_replay_knows_how_far_it_holds(expandable, sequence, capacity):
         pools, failed_at = checked.run(units, expandable=expandable)
         return failed_at, pools.live, pools.peak_reserved, pools.peak_allocated, pools.retries, pools.mallocs
 
-    units = capacity * MIB // _UNIT
+    units = capacity * MIB // UNIT
     pools, _ = checked.run(units, expandable=expandable)
     assert pools.granted <= units < pools.refused
     same = outcome(units)

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit.costmodel.allocator import replay
-from autofit.costmodel.peak import MicroPart, OptimizerPart, _hull, need, pack, peaks, phase_of, requests, unpack
+from autofit.costmodel.memory.allocator import replay
+from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, _hull, pack, unpack
+from autofit.costmodel.memory.peak import need, peaks, phase_of
+from autofit.costmodel.memory.requests import requests
 from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.system.units import MIB
 from tests.support.layered import Layered, Writer

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import autofit
-from autofit.costmodel.peak import MicroPart, OptimizerPart, pack
+from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, pack
 from autofit.costmodel.tracing import trace_store
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.registry import techniques

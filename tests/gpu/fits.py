@@ -10,8 +10,8 @@ Every plan gets a process of its own, and in it whole fresh runs (model, optimiz
 The limit is ``torch.cuda.set_per_process_memory_fraction``. Between two runs everything is dropped, cuBLAS' workspaces
 too, and the cache is emptied; where something stays, the next run gets a new process. A run that reserved less than its
 limit would have gone the same way on a limit of just that, and no run fits into less than its tensors asked for: both
-shorten the search. Fitting is not strictly monotone in the limit (:mod:`autofit.costmodel.allocator`), so the answer
-is one edge from failing to running.
+shorten the search. Fitting is not strictly monotone in the limit (:mod:`autofit.costmodel.memory.allocator`), so the
+answer is one edge from failing to running.
 
 What is in ``--output`` already is skipped, and what is new is appended: run it again where time ran out. Plans without
 a line in ``--predictions`` are predicted first, by the versions installed here, and are added to that file.
@@ -38,7 +38,7 @@ if str(ROOT) not in sys.path:
 from autofit.registry import techniques  # noqa: E402 - the checkout is found first
 from autofit.system.units import GIB, MIB  # noqa: E402
 
-STEPS = 3  # as many as autofit.costmodel.peak.requests puts together
+STEPS = 3  # as many as autofit.costmodel.memory.requests puts together
 TOLERANCE = 0.005
 MOST_TRIES = 6
 LEFT_BYTES = 4 * MIB  # a process that keeps more than this between two runs is thrown away
@@ -315,8 +315,9 @@ def predicted_of(case, traces, model):
     from dataclasses import asdict as fields
 
     from autofit.contract.plan import Plan
-    from autofit.costmodel import allocator, peak
     from autofit.costmodel.forecast import CONTEXT_BYTES, workspaces
+    from autofit.costmodel.memory import allocator
+    from autofit.costmodel.memory.requests import requests
     from autofit.costmodel.tracing.trace_store import evaluated_rows
 
     plan = Plan(case.plan)
@@ -327,7 +328,7 @@ def predicted_of(case, traces, model):
     rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
     held = workspaces(CAPABILITY)
     evaluated = evaluated_rows(plan, traces.facts)
-    events, sizes, streams = peak.requests(
+    events, sizes, streams = requests(
         *parts, rows=rows, accumulation=accumulation, steps=STEPS, evaluated_rows=evaluated, workspaces=held
     )
     whole = [round(size) for size in sizes]

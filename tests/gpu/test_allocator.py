@@ -60,7 +60,7 @@ if __name__ == "__main__":
     main()
     sys.exit()
 
-from autofit.costmodel.allocator import replay, smallest_capacity  # noqa: E402 - the script needs torch alone
+from autofit.costmodel.memory.allocator import replay, smallest_capacity  # noqa: E402 - the script needs torch alone
 from autofit.system.units import KIB, MIB  # noqa: E402
 from tests.costmodel.test_allocator import training  # noqa: E402
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from autofit.commands.model_source import fetch, modeling_module
 from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
-from autofit.costmodel import allocator, peak
 from autofit.costmodel.forecast import workspaces
+from autofit.costmodel.memory import allocator
+from autofit.costmodel.memory.requests import requests
 from autofit.costmodel.tracing.trace_store import Traces, evaluated_rows
 from autofit.system.fork_server import ForkServer
 from autofit.system.units import GIB
@@ -117,7 +118,7 @@ class Bench:
             return traced
         need, parts = traced
         facts = self.facts_for(plan)
-        events, sizes, streams = peak.requests(
+        events, sizes, streams = requests(
             *parts,
             rows=int(plan["micro_batch"]),
             accumulation=int(plan["accumulation"]),

@@ -8,7 +8,7 @@ from bitsandbytes.optim import GlobalOptimManager
 
 from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.plan import Plan
-from autofit.costmodel import peak
+from autofit.costmodel.memory import peak
 from autofit.costmodel.tracing import fake_run, source, trace_job
 from autofit.costmodel.tracing.layers import Marks
 from autofit.costmodel.tracing.trace_store import evaluated_rows

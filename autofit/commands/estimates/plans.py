@@ -11,9 +11,11 @@ import numpy as np
 from autofit import space
 from autofit.contract.facts import Facts
 from autofit.contract.plan import Plan
-from autofit.costmodel import allocator, peak
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, Forecast, families_of, workspace_bytes, workspaces
-from autofit.costmodel.peak import Need
+from autofit.costmodel.memory import allocator, pools
+from autofit.costmodel.memory.parts import MicroPart, OptimizerPart
+from autofit.costmodel.memory.peak import Need
+from autofit.costmodel.memory.requests import requests
 from autofit.costmodel.seconds.collectives import nccl_bytes
 from autofit.costmodel.tracing.timeline import Floats
 from autofit.costmodel.tracing.trace_store import Traces, evaluated_rows
@@ -160,10 +162,10 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
     )
 
 
-def _smallest_card(found: Need, parts: tuple[peak.MicroPart, peak.OptimizerPart], plan: Plan, facts: Facts) -> int:
+def _smallest_card(found: Need, parts: tuple[MicroPart, OptimizerPart], plan: Plan, facts: Facts) -> int:
     """On which a plan runs: its allocations replayed through the allocator, and what lies outside."""
     rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
-    asked = peak.requests(
+    asked = requests(
         *parts,
         rows=rows,
         accumulation=accumulation,
@@ -172,7 +174,7 @@ def _smallest_card(found: Need, parts: tuple[peak.MicroPart, peak.OptimizerPart]
     )
     rounded = [round(size) for size in asked.sizes]
     resolution = max(2 * MIB, found.peak_bytes // 400)
-    if sum(rounded) > allocator.MOST_BYTES:  # no card of this world
+    if sum(rounded) > pools.MOST_BYTES:  # no card of this world
         capacity = found.peak_bytes + workspace_bytes(facts.hardware.capability)
     else:
         capacity = allocator.smallest_capacity(asked.events, rounded, asked.streams, resolution_bytes=resolution)

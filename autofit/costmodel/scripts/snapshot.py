@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from autofit.costmodel import peak
+from autofit.costmodel.memory.parts import pack
 from autofit.costmodel.scripts.trainer_source import TrainerSource
 from autofit.costmodel.tracing.source import prepared
 from autofit.costmodel.tracing.timeline import UnlikeError
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from autofit.contract.facts import Script
     from autofit.contract.recipe import Recipe
     from autofit.costmodel.jobs import TraceJob, TraceRequest
-    from autofit.costmodel.peak import MicroPart
+    from autofit.costmodel.memory.parts import MicroPart
 
 _LONGEST_TRACE = 300
 _APART = 0.05
@@ -208,9 +208,9 @@ class Snapshot:
             found = trace()
             if exact is not None:
                 _check(found, exact, self._own_rows)
-            save(self.job, request, peak.pack(found, None))
+            save(self.job, request, pack(found, None))
         else:
-            save(self.job, request, peak.pack(None, optimizer_part(request.plan, facts, config, scratch, source)))
+            save(self.job, request, pack(None, optimizer_part(request.plan, facts, config, scratch, source)))
 
     @property
     def _own_rows(self) -> int:

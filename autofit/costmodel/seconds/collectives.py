@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autofit.contract.facts import Workload
     from autofit.contract.plan import Value
     from autofit.contract.trace import Ints
-    from autofit.costmodel.peak import MicroPart
+    from autofit.costmodel.memory.parts import MicroPart
     from autofit.costmodel.seconds.roofline import Numbers
     from autofit.machine.gpu_catalogue import Card
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from autofit.contract.trace import Ints
-    from autofit.costmodel.peak import MicroPart, OptimizerPart
+    from autofit.costmodel.memory.parts import MicroPart, OptimizerPart
     from autofit.costmodel.seconds.operator_time import Operators
     from autofit.costmodel.seconds.roofline import Numbers
     from autofit.machine.gpu_catalogue import Card

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from autofit.contract.facts import Facts
     from autofit.contract.plan import Plan
     from autofit.contract.recipe import Recipe
-    from autofit.costmodel.peak import MicroPart
+    from autofit.costmodel.memory.parts import MicroPart
     from autofit.costmodel.tracing.trace_store import Traces
     from autofit.machine.gpu_catalogue import Card, Precision
     from autofit.space import Space

@@ -60,7 +60,8 @@ class Layout:
 class Loading(NamedTuple):
     """Allocations and frees while a model gets onto its device, and the bytes of their blocks.
 
-    See :func:`autofit.costmodel.allocator.replay`. The first blocks are those of :func:`local_bytes`, which stay.
+    See :func:`autofit.costmodel.memory.allocator.replay`. The first blocks are those of
+    :func:`local_bytes`, which stay.
     """
 
     events: tuple[int, ...]

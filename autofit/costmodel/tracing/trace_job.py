@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autofit.costmodel import peak
-from autofit.costmodel.peak import MicroPart, OptimizerPart
+from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, pack
 from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing.timeline import Tape, UnlikeError, lengthen
 from autofit.system.job import error_words
@@ -97,9 +96,9 @@ def _trace(job: TraceJob, request: TraceRequest) -> None:
     config = Path(job.config)
     with tempfile.TemporaryDirectory(prefix="autofit-trace-") as scratch:
         if request.part == "micro_steps":
-            arrays = peak.pack(micro_part(request.plan, job.facts, config, Path(scratch)), None)
+            arrays = pack(micro_part(request.plan, job.facts, config, Path(scratch)), None)
         else:
-            arrays = peak.pack(None, optimizer_part(request.plan, job.facts, config, Path(scratch)))
+            arrays = pack(None, optimizer_part(request.plan, job.facts, config, Path(scratch)))
     save(job, request, arrays)
 
 

@@ -22,9 +22,10 @@ import numpy as np
 
 from autofit.contract.plan import Plan, Value
 from autofit.contract.technique import Part
-from autofit.costmodel import peak
 from autofit.costmodel.jobs import TraceJob, TraceRequest
-from autofit.costmodel.peak import MicroPart, Need, OptimizerPart
+from autofit.costmodel.memory import peak
+from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, unpack
+from autofit.costmodel.memory.peak import Need
 from autofit.registry import recipe_of, source_folders, technique
 from autofit.system.files import writing
 
@@ -141,7 +142,7 @@ class Traces:
         try:
             # opened here: numpy leaves a file that is no whole archive open
             with (self.cache / f"{key}.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                self._parts[key] = peak.unpack(arrays)
+                self._parts[key] = unpack(arrays)
         except _SPOILED:
             return False  # not there, or cut off: it is made again
         return True

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from autofit.costmodel import allocator
+from autofit.costmodel.memory import allocator
 from autofit.costmodel.tracing.timeline import Tape
 from autofit.system.units import MIB
 

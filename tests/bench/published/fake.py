@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autofit.costmodel import allocator
+from autofit.costmodel.memory import allocator
 from autofit.costmodel.tracing import layers as layering
 from autofit.costmodel.tracing import source
 from autofit.costmodel.tracing.emulation.cuda import like_cuda

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
-from autofit.costmodel import allocator
+from autofit.costmodel.memory import allocator
 from autofit.costmodel.tracing.timeline import Tape
 
 from . import fake

@@ -1,0 +1,279 @@
+"""The caching allocator's pools of free blocks; the rules are told in :mod:`autofit.costmodel.memory.allocator`."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from typing import TYPE_CHECKING
+
+from autofit.system.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+# all below counts units of 512 bytes, kMinBlockSize
+UNIT = 512
+SMALL_SIZE = MIB // UNIT  # kSmallSize: the largest request of the small pool
+_SMALL_SEGMENT = 2 * MIB // UNIT  # kSmallBuffer
+_OWN_SEGMENT = 10 * MIB // UNIT  # kMinLargeAlloc: from here on a request gets a segment of its size
+LARGE_SEGMENT = 20 * MIB // UNIT  # large_segment_size
+GRAIN = 2 * MIB // UNIT  # kRoundLarge; every segment and every page is a multiple of it
+
+_SHIFT = 48  # a free block is one number, size << _SHIFT | start, so that order is by size, then by address
+_START = (1 << _SHIFT) - 1
+MOST_BYTES = (1 << (_SHIFT - 7)) * UNIT
+"""Of all requests together; beyond it the addresses would not do. That is 1 PiB."""
+RANGE = LARGE_SEGMENT << 26  # addresses of one expandable pool: 1.25 PiB, a multiple of both page sizes
+
+
+def round_up(count: int, step: int) -> int:
+    """The next multiple of ``step``."""
+    return -(-count // step) * step
+
+
+def _segment(need: int) -> int:
+    """What is asked of the driver for a request, ``get_allocation_size``."""
+    if need <= SMALL_SIZE:
+        return _SMALL_SEGMENT
+    if need < _OWN_SEGMENT:
+        return LARGE_SEGMENT
+    return round_up(need, GRAIN)
+
+
+class Pools(ABC):
+    """The pools of free blocks, and the counters.
+
+    A pool is a number: twice that of its stream, and one more for the large pool.
+
+    There is no list of neighbours: a free block is found by its start and by its end, and segments never touch, so
+    that blocks of two segments do not join.
+
+    Attributes:
+        pool_of: The pool of each block.
+        spare: The free blocks of each pool, sorted.
+        live: Start and size by block.
+        granted: The replay would have gone the same way on every capacity from this one up to its own ...
+        refused: ... and from its own up to, but without, this one.
+    """
+
+    large_rest: int  # a rest in a large pool is split off where it is larger than this
+
+    def __init__(self, needs: Sequence[int], pool_of: Sequence[int], capacity: int | None) -> None:
+        self.needs = needs
+        self.pool_of = pool_of
+        self.capacity = sys.maxsize if capacity is None else capacity
+        self.spare: list[list[int]] = [[] for _ in range((max(pool_of, default=0) | 1) + 1)]
+        self.size_at: dict[int, int] = {}
+        self.start_before: dict[int, int] = {}
+        self.live: dict[int, tuple[int, int]] = {}
+        self.allocated = self.peak_allocated = 0
+        self.reserved = self.peak_reserved = 0
+        self.retries = self.mallocs = 0
+        self.granted = 0
+        self.refused = sys.maxsize
+
+    def allocate(self, block: int) -> bool:
+        """Whether there was room."""
+        need = self.needs[block]
+        if need == 0:
+            return True
+        pool = self.pool_of[block]
+        spare, keep = self.spare[pool], self.large_rest if pool % 2 else 0
+        index = bisect_left(spare, need << _SHIFT)
+        if index == len(spare):
+            if not self._granted(_segment(need)):
+                return False
+            start, size = self._grow(pool, need)
+        else:
+            key = spare.pop(self._choose(pool, index))
+            start, size = key & _START, key >> _SHIFT
+            del self.size_at[start], self.start_before[start + size]
+        if size - need > keep:
+            self._put(pool, start + need, size - need)
+            size = need
+        self.live[block] = start, size
+        self.allocated += size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return True
+
+    def free(self, block: int) -> None:
+        """Back into its pool, joined with its free neighbours."""
+        if self.needs[block] == 0:
+            return
+        start, size = self.live.pop(block)
+        self.allocated -= size
+        self._join(self.pool_of[block], start, size)
+
+    def _granted(self, segment: int) -> bool:
+        """Whether a segment may be had, if need be after giving back what is free."""
+        for last in (False, True):
+            wanted = self.reserved + segment
+            if wanted <= self.capacity:
+                self.granted = max(self.granted, wanted)
+                return True
+            self.refused = min(self.refused, wanted)
+            if not last:
+                self._give_back()
+                self.retries += 1
+        return False
+
+    def _reserve(self, size: int) -> None:
+        self.mallocs += 1
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _put(self, pool: int, start: int, size: int) -> None:
+        insort(self.spare[pool], size << _SHIFT | start)
+        self.size_at[start] = size
+        self.start_before[start + size] = start
+
+    def _take(self, pool: int, start: int) -> int:
+        size = self.size_at.pop(start)
+        del self.start_before[start + size]
+        spare = self.spare[pool]
+        del spare[bisect_left(spare, size << _SHIFT | start)]
+        return size
+
+    def _join(self, pool: int, start: int, size: int) -> None:
+        end = start + size
+        if start in self.start_before:
+            start = self.start_before[start]
+            self._take(pool, start)
+        if end in self.size_at:
+            end += self._take(pool, end)
+        self._put(pool, start, end - start)
+
+    @abstractmethod
+    def _choose(self, pool: int, index: int) -> int:
+        """Which free block to use, from the first one on that is large enough."""
+
+    @abstractmethod
+    def _grow(self, pool: int, need: int) -> tuple[int, int]:
+        """Start and size of a new block that is in no pool."""
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """Return to the driver all that is free as a whole, ``release_cached_blocks``."""
+
+
+class Segments(Pools):
+    """Segments from ``cudaMalloc``."""
+
+    large_rest = SMALL_SIZE
+
+    def __init__(self, needs: Sequence[int], pool_of: Sequence[int], capacity: int | None) -> None:
+        super().__init__(needs, pool_of, capacity)
+        self.segments: dict[int, int] = {}
+        self._next = 0
+
+    def _choose(self, pool: int, index: int) -> int:
+        return index
+
+    def _grow(self, pool: int, need: int) -> tuple[int, int]:
+        start, size = self._next, _segment(need)
+        self.segments[start] = size
+        self._next += size + 1  # never touches the next one
+        self._reserve(size)
+        return start, size
+
+    def _give_back(self) -> None:
+        for pool, spare in enumerate(self.spare):
+            for key in list(spare):
+                start, size = key & _START, key >> _SHIFT
+                if self.segments.get(start) == size:
+                    self._take(pool, start)
+                    del self.segments[start]
+                    self.reserved -= size
+
+
+class Expandable(Pools):
+    """One range of addresses for each pool, mapped page by page."""
+
+    large_rest = 0
+
+    def __init__(self, needs: Sequence[int], pool_of: Sequence[int], capacity: int | None) -> None:
+        super().__init__(needs, pool_of, capacity)
+        # what is not mapped, by start; sorted, and the last one never ends
+        self._holes: list[dict[int, int]] = [{pool * RANGE: RANGE} for pool in range(len(self.spare))]
+
+    def _choose(self, pool: int, index: int) -> int:
+        holes, spare = self._holes[pool], self.spare[pool]
+        room = self._room(spare[index], holes)
+        while index + 1 < len(spare):
+            further = self._room(spare[index + 1], holes)
+            if further >= room:
+                break
+            index, room = index + 1, further
+        return index
+
+    @staticmethod
+    def _room(key: int, holes: dict[int, int]) -> int:
+        size = key >> _SHIFT
+        return size + holes.get((key & _START) + size, 0)
+
+    def _grow(self, pool: int, need: int) -> tuple[int, int]:
+        start = next(start for start in self._starts(pool) if self._reach(pool, start, need) >= need)
+        holes, page = self._holes[pool], _page(pool)
+        while (size := self.size_at.get(start, 0)) < need:
+            at = start + size
+            hole = holes.pop(at)
+            mapped = round_up(min(need - size, hole), page)
+            if mapped < hole:
+                holes[at + mapped] = hole - mapped
+            self._reserve(mapped)
+            self._join(pool, at, mapped)
+        return start, self._take(pool, start)
+
+    def _starts(self, pool: int) -> Iterator[int]:
+        """Where free addresses begin that contain a hole, the lowest first, ``find_expandable_block``."""
+        for hole in sorted(self._holes[pool]):
+            yield self.start_before.get(hole, hole)
+
+    def _reach(self, pool: int, start: int, need: int) -> int:
+        """How many addresses from ``start`` on are free or not mapped; counted up to ``need``."""
+        holes, reach = self._holes[pool], 0
+        while reach < need:
+            at = start + reach
+            step = self.size_at.get(at, 0) or holes.get(at, 0)
+            if step == 0:
+                break
+            reach += step
+        return reach
+
+    def _give_back(self) -> None:
+        for pool, spare in enumerate(self.spare):
+            holes, page = self._holes[pool], _page(pool)
+            for key in list(spare):
+                start, size = key & _START, key >> _SHIFT
+                first, last = round_up(start, page), (start + size) // page * page
+                if first < last:
+                    self._unmap(pool, start, first, last)
+                    holes[first] = last - first
+            _merge(holes)
+
+    def _unmap(self, pool: int, start: int, first: int, last: int) -> None:
+        end = start + self._take(pool, start)
+        if start < first:
+            self._put(pool, start, first - start)
+        if last < end:
+            self._put(pool, last, end - last)
+        self.reserved -= last - first
+
+
+def _page(pool: int) -> int:
+    """What an expandable pool grows by."""
+    return LARGE_SEGMENT if pool % 2 else _SMALL_SEGMENT
+
+
+def _merge(holes: dict[int, int]) -> None:
+    """Join holes that touch."""
+    joined: dict[int, int] = {}
+    end = begin = -1
+    for start in sorted(holes):
+        if start != end:
+            begin = start
+        end = start + holes[start]
+        joined[begin] = end - begin
+    holes.clear()
+    holes.update(joined)
