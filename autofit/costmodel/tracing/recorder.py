@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -19,14 +17,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from autofit.contract.trace import Ints
 from autofit.costmodel.seconds.operator_time import Operator
 from autofit.costmodel.seconds.roofline import KINDS, Kind
 from autofit.costmodel.tracing.emulation.fake_mode import signature
+from autofit.costmodel.tracing.in_place import add, only_writes
 from autofit.costmodel.tracing.operator_table import OperatorTable, collective_of, operator_of
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape
+from autofit.costmodel.tracing.work import work_of
 
 _WEIGHTS, _COPIES, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _BATCH, _TEMPORARIES, _COMMUNICATION, _ = range(
     len(CATEGORIES)
@@ -35,12 +34,6 @@ _HEAD = frozenset({"head", "loss", "headB"})
 _DEVICE = torch.ops.prim.device.default
 """Asked of a fake tensor by every call from Python: two of three dispatches of a trace."""
 _ASKED = {torch.ops.aten._local_scalar_dense.default, _DEVICE}
-ATTENTION = "attention_by_scores"
-"""Name of the function that calls the attention whose scores are made."""
-_AUTOGRAD = "_engine_run_backward"
-_HELD_HERE = 2
-"""Holders of a storage that one tensor alone has: the tensor, and the object that Python asks it by."""
-
 StandIn = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -60,7 +53,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.rows = rows
-        self.stand_ins = {torch.ops.aten.add.Tensor: _add, **(stand_ins or {})}
+        self.stand_ins = {torch.ops.aten.add.Tensor: add, **(stand_ins or {})}
         self.events: list[int] = []
         self.sizes: list[int] = []
         self.ops: list[int] = []
@@ -107,7 +100,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stand_in = self.stand_ins.get(func)
         if stand_in is not None:
             result = stand_in(self, func, args, kwargs)
-        elif self.fake and _only_writes(func):
+        elif self.fake and only_writes(func):
             result = args[0] if func._schema.returns else None
         else:
             result = func(*args, **kwargs)
@@ -174,7 +167,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = signature(func, (args, outputs), kwargs)
         counted = None if key is None else self._counted.get(key)
         if counted is None:
-            kind, flops, moved = _work_of(func, args, kwargs, result, outputs)
+            kind, flops, moved = work_of(func, args, kwargs, result, outputs)
             index = self.operators.index_of(*operator_of(func, args, kwargs, outputs, flops))
             counted = kind, flops, moved, index
             if key is not None:
@@ -379,52 +372,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-_WRITING = frozenset({
-    "add_", "sub_", "mul_", "div_", "copy_", "zero_", "fill_", "clamp_", "clamp_min_", "clamp_max_", "masked_fill_",
-    "lerp_", "addcmul_", "addcdiv_", "sqrt_", "neg_", "normal_", "uniform_", "bernoulli_", "pow_", "rsqrt_",
-    "optimizer_update_8bit_blockwise", "optimizer_update_32bit",
-})  # fmt: skip
-
-
-def _add(_: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sum, in place where PyTorch adds in place but for a dispatch mode.
-
-    Sources: gradients, ``torch/csrc/autograd/input_buffer.cpp`` (``can_accumulate_inplace``); the mask of scores,
-    ``aten/src/ATen/native/transformers/attention.cpp`` (``_scaled_dot_product_attention_math``).
-    """
-    caller = _caller()
-    there, added = args[:2]
-    if not isinstance(added, torch.Tensor):
-        return func(*args, **kwargs)
-    if caller == ATTENTION:
-        return torch.ops.aten.alias.default(there)
-    if caller == _AUTOGRAD and not torch.is_grad_enabled() and _may_be_added_to(there, added):
-        return there.add_(added)
-    return func(*args, **kwargs)
-
-
-def _caller() -> str:
-    """Name of the function in Python that called an operator; what is called in C++ has no frame."""
-    try:
-        return sys._getframe(3).f_code.co_name  # below this one, the stand-in and the dispatch mode
-    except ValueError:  # a device's thread of autograd has no Python below
-        return _AUTOGRAD
-
-
-def _may_be_added_to(there: torch.Tensor, added: torch.Tensor) -> bool:
-    """Whether autograd keeps a sum of gradients in the place of the first, which it holds alone."""
-    alike = there.shape == added.shape and there.dtype == added.dtype
-    alone = torch._C._storage_Use_Count(there.untyped_storage()._cdata) == _HELD_HERE
-    return alike and alone and bool(torch.ops.aten.is_non_overlapping_and_dense.default(there))
-
-
-@functools.cache
-def _only_writes(func: Any) -> bool:
-    """Whether an operator does nothing but change values in place, so that a trace need not call it."""
-    name = func._schema.name.rpartition("::")[2]
-    return name in _WRITING or (name.startswith(("_foreach_", "_fused_")) and name.endswith("_"))
-
-
 def _ordered(events: Ints, starts: Ints) -> Ints:
     """Frees that follow one another, by block: a cache lets go of what it holds in any order."""
     run = np.cumsum((events >= 0) | np.isin(np.arange(len(events)), starts))
@@ -446,47 +393,3 @@ def _one(tensor: torch.Tensor) -> Any:
     if tensor.dtype == torch.bool:
         return False
     return 1.0 if tensor.dtype.is_floating_point else 1
-
-
-def _work_of(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, outputs: list[Any]
-) -> tuple[Kind, float, list[int]]:
-    """Of an operator its kind, its FLOPs, and the bytes of each tensor that it reads or writes."""
-    kind: Kind
-    moved = [tensor.nbytes for tensor in outputs if isinstance(tensor, torch.Tensor)]
-    first = None
-    for value in args:
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, torch.Tensor):
-                moved.append(tensor.nbytes)
-                first = tensor if first is None else first
-    flops, kind = 0.0, "other"
-    counter = flop_registry.get(func._overloadpacket)
-    if "flash_attention" in str(func):
-        flops = _attention_flops(func, args)
-        kind = _product(first) if first is None or first.dtype == torch.float32 else "attention"
-    elif counter is not None:
-        flops, kind = float(counter(*args, **kwargs, out_val=result)), _product(first)
-    elif func is torch.ops.aten._grouped_mm.default:  # which PyTorch's own counter does not know
-        flops, kind = 2.0 * args[0].numel() * args[1].shape[-1], _product(first)
-    return kind, flops, moved
-
-
-def _product(tensor: torch.Tensor | None) -> Kind:
-    """The kind of a product of such tensors."""
-    kinds: dict[torch.dtype, Kind] = {torch.bfloat16: "matmul bf16", torch.float16: "matmul fp16"}
-    return "matmul fp32" if tensor is None else kinds.get(tensor.dtype, "matmul fp32")
-
-
-def _attention_flops(func: Any, args: tuple[Any, ...]) -> float:
-    """Two products forward, five backward, over the whole square: what PyTorch's own counter does for CUDA's.
-
-    Source: ``torch.utils.flop_counter.sdpa_flop_count`` and ``sdpa_backward_flop_count``.
-    """
-    backward = "backward" in str(func)
-    query, key, value = args[1:4] if backward else args[0:3]
-    batch, heads, rows, width = query.shape
-    columns, value_width = key.shape[-2], value.shape[-1]
-    scores = 2.0 * batch * heads * rows * columns * width
-    outputs = 2.0 * batch * heads * rows * columns * value_width
-    return float(3 * scores + 2 * outputs if backward else scores + outputs)

@@ -1,0 +1,54 @@
+"""The work of an operator: its FLOPs by kind, and the bytes that it reads and writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from autofit.costmodel.seconds.roofline import Kind
+
+
+def work_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, outputs: list[Any]
+) -> tuple[Kind, float, list[int]]:
+    """Of an operator its kind, its FLOPs, and the bytes of each tensor that it reads or writes."""
+    kind: Kind
+    moved = [tensor.nbytes for tensor in outputs if isinstance(tensor, torch.Tensor)]
+    first = None
+    for value in args:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                moved.append(tensor.nbytes)
+                first = tensor if first is None else first
+    flops, kind = 0.0, "other"
+    counter = flop_registry.get(func._overloadpacket)
+    if "flash_attention" in str(func):
+        flops = _attention_flops(func, args)
+        kind = _product(first) if first is None or first.dtype == torch.float32 else "attention"
+    elif counter is not None:
+        flops, kind = float(counter(*args, **kwargs, out_val=result)), _product(first)
+    elif func is torch.ops.aten._grouped_mm.default:  # which PyTorch's own counter does not know
+        flops, kind = 2.0 * args[0].numel() * args[1].shape[-1], _product(first)
+    return kind, flops, moved
+
+
+def _product(tensor: torch.Tensor | None) -> Kind:
+    """The kind of a product of such tensors."""
+    kinds: dict[torch.dtype, Kind] = {torch.bfloat16: "matmul bf16", torch.float16: "matmul fp16"}
+    return "matmul fp32" if tensor is None else kinds.get(tensor.dtype, "matmul fp32")
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...]) -> float:
+    """Two products forward, five backward, over the whole square: what PyTorch's own counter does for CUDA's.
+
+    Source: ``torch.utils.flop_counter.sdpa_flop_count`` and ``sdpa_backward_flop_count``.
+    """
+    backward = "backward" in str(func)
+    query, key, value = args[1:4] if backward else args[0:3]
+    batch, heads, rows, width = query.shape
+    columns, value_width = key.shape[-2], value.shape[-1]
+    scores = 2.0 * batch * heads * rows * columns * width
+    outputs = 2.0 * batch * heads * rows * columns * value_width
+    return float(3 * scores + 2 * outputs if backward else scores + outputs)
