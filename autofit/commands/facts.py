@@ -82,7 +82,7 @@ def described(answer: Mapping[str, Any], name: str, device: Device) -> tuple[Mod
     if "error" in answer:
         raise ModelError(
             f"no model can be built from the config of {name!r}: {answer['error']}",
-            hint="is the architecture known to the installed transformers?",
+            hint="check its config.json; is the architecture one that the installed transformers knows?",
         )
     if "device" in answer:
         raise MachineError(

@@ -32,6 +32,13 @@ def job_text(job: Job) -> str:
 
 
 def error_words(error: BaseException) -> str:
-    """An error in one line: its type and the first line of what it says."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:500] if text else 'no message'}"
+    """An error in one line: its type and the first line of what it says, and the next where that only introduces it.
+
+    >>> error_words(ValueError("field 'heads':\\n    it is 5\\n    see the page"))
+    "ValueError: field 'heads': it is 5"
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return f"{type(error).__name__}: no message"
+    words = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {words[:500]}"
