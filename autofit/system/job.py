@@ -32,9 +32,9 @@ def job_text(job: Job) -> str:
 
 
 def error_words(error: BaseException) -> str:
-    """An error in one line: its type and the first line of what it says, and the next where that only introduces it.
+    r"""An error in one line: its type and the first line of what it says, and the next where that only introduces it.
 
-    >>> error_words(ValueError("field 'heads':\\n    it is 5\\n    see the page"))
+    >>> error_words(ValueError("field 'heads':\n    it is 5\n    see the page"))
     "ValueError: field 'heads': it is 5"
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
