@@ -56,47 +56,19 @@ def measure(
         progress=progress,
         on_step=on_step,
     )
-    limit = facts.workload.limit_bytes
     try:
         evidence = run(clock)
-    except CeilingBroken as broken:
-        return OutOfMemory(
-            where=broken.where,
-            phase=clock.phase,
-            limit_bytes=limit if broken.where == "device" else facts.workload.host_limit_bytes,
-            peak_bytes=broken.peak_bytes,
-            training_seconds=clock.training_seconds,
-        )
-    except NotFinite as bad:
-        return Diverged(loss=str(bad.loss), step=bad.step, training_seconds=clock.training_seconds)
     except Exception as error:
-        found = out_of_memory(error)
-        if found is None:
+        failed = _failed(error, clock)
+        if failed is None:
             raise
-        where, asked = found
-        on_cpu = facts.hardware.device == "cpu"
-        reading = meter.read()
-        held = reading.peak_bytes if where == "device" or on_cpu else reading.host_bytes
-        return OutOfMemory(
-            where="device" if on_cpu else where,
-            phase=clock.phase,
-            limit_bytes=limit if where == "device" or on_cpu else facts.workload.host_limit_bytes,
-            peak_bytes=held + (asked or 0),
-            requested_bytes=asked,
-            training_seconds=clock.training_seconds,
-        )
+        return failed
     disturbance = clock.cpu.others()
     evidence = dataclasses.replace(evidence, recompiles=compiled_graphs() - evidence.compiled_graphs)
     reading = with_workers(meter.read(), clock.waits.worker_bytes, on_cuda=clock.on_cuda)
-    over = _broken(clock, reading)
-    if over is not None:
-        return over
-    for one in techniques():
-        if by_script(one, facts):
-            continue
-        ignored = one.in_effect(recipe.plan[one.name], evidence.of(one.name), facts)
-        if ignored is not None:
-            return Unsupported(reason=f"{one.name}={recipe.plan[one.name]} did not take effect: {ignored}")
+    refused = _broken(clock, reading) or _ignored(recipe, evidence)
+    if refused is not None:
+        return refused
     steps, tokens = usual_steps(clock)
     seconds = median(steps)
     rows = facts.workload.global_batch
@@ -110,7 +82,7 @@ def measure(
         reserved_bytes=reading.reserved_bytes,
         outside_bytes=reading.outside_bytes,
         host_bytes=reading.host_bytes,
-        limit_bytes=limit,
+        limit_bytes=facts.workload.limit_bytes,
         fidelity="parts" if shortened else "whole",
         steps=steps,
         loader_seconds=clock.waits.batch_wait(clock.accumulation) * recipe.accumulation,
@@ -123,6 +95,46 @@ def measure(
         evidence=evidence,
         notes=(words or rows_words(facts), *([RECOMPILED.format(evidence.recompiles)] if evidence.recompiles else [])),
     )
+
+
+def _failed(error: Exception, clock: Clock) -> OutOfMemory | Diverged | None:
+    """What an error of a run means; ``None`` where it is none of the expected ones."""
+    work = clock.recipe.facts.workload
+    if isinstance(error, NotFinite):
+        return Diverged(loss=str(error.loss), step=error.step, training_seconds=clock.training_seconds)
+    if isinstance(error, CeilingBroken):
+        return OutOfMemory(
+            where=error.where,
+            phase=clock.phase,
+            limit_bytes=work.limit_bytes if error.where == "device" else work.host_limit_bytes,
+            peak_bytes=error.peak_bytes,
+            training_seconds=clock.training_seconds,
+        )
+    found = out_of_memory(error)
+    if found is None:
+        return None
+    where, asked = found
+    device = where == "device" or not clock.on_cuda  # a CPU's memory is the host's
+    reading = clock.meter.read()
+    return OutOfMemory(
+        where="device" if device else where,
+        phase=clock.phase,
+        limit_bytes=work.limit_bytes if device else work.host_limit_bytes,
+        peak_bytes=(reading.peak_bytes if device else reading.host_bytes) + (asked or 0),
+        requested_bytes=asked,
+        training_seconds=clock.training_seconds,
+    )
+
+
+def _ignored(recipe: Recipe, evidence: Evidence) -> Unsupported | None:
+    """The first technique of the plan that did not take effect; what a script does itself is its own."""
+    for one in techniques():
+        if by_script(one, recipe.facts):
+            continue
+        why = one.in_effect(recipe.plan[one.name], evidence.of(one.name), recipe.facts)
+        if why is not None:
+            return Unsupported(reason=f"{one.name}={recipe.plan[one.name]} did not take effect: {why}")
+    return None
 
 
 def with_workers(reading: Reading, worker_bytes: int, *, on_cuda: bool) -> Reading:
