@@ -55,17 +55,24 @@ class MicroBatch(Technique):
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         shares = [facts.workload.global_batch // ranks for ranks in data_parallel_sizes(facts.workload)]
         found = {rows: share for share in shares for rows in divisors(share)}  # of the largest share last
-        why = facts.depends_on_rows
+        why, script = facts.depends_on_rows, facts.workload.script
+        own = {rows: share if script is None else script.micro_batch for rows, share in found.items()}
         return tuple(
             Choice(rows, Kind.EXACT, "offered", f"{share // rows} x {rows} rows make the {share} of a process")
-            if why is None or rows == share
-            else Choice(rows, Kind.METHOD, "offered", f"another training than {share} rows at once: {why}")
+            if why is None or rows == own[rows]
+            else Choice(rows, Kind.METHOD, "offered", f"another training than {own[rows]} rows at once: {why}")
             for rows, share in sorted(found.items())
         )
 
     def baseline_for(self, facts: Facts) -> Value:
-        """All rows of a process at once, where the loss of a row depends on the others: fewer are another training."""
-        return self.baseline if facts.depends_on_rows is None else max(int(one.value) for one in self.choices(facts))
+        """Where the loss of a row depends on the others fewer are another training.
+
+        Then it is all rows of a process at once, or as many as the script takes itself.
+        """
+        if facts.depends_on_rows is None:
+            return self.baseline
+        script = facts.workload.script
+        return max(int(one.value) for one in self.choices(facts)) if script is None else script.micro_batch
 
     def leanest(self, facts: Facts) -> Value:
         return self.baseline_for(facts)

@@ -30,13 +30,14 @@ from autofit.system.files import write_atomically
 from autofit.system.job import error_words
 from autofit.system.strict_json import dump_json
 from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
-from autofit.training.guard.loss_curve import CURVE, Curve, record
+from autofit.training.guard.loss_curve import CURVE, Curve, listener_of, record
 from autofit.training.guard.rounding import Rounding, rounded
 from autofit.training.joined import failure_words, joined, unwritten
 from autofit.training.launch_environment import launch_environment, write_yaml
 from autofit.training.loops import run_recipe
 from autofit.training.measure import measure
 from autofit.training.ranks import PROGRESS_FILE, own_rank, rank_folder, result_file, run_ranks
+from autofit.training.scripts.curve import script_curve
 from autofit.training.scripts.entry import describe, keep_quiet, measure_steps, rows_words
 from autofit.training.scripts.leave import Refused
 from autofit.training.timing import Effort
@@ -207,10 +208,17 @@ def _trained(job: CurveJob, folder: Path, rank: int | None = None) -> Curve:
     """The curve of a plan; whatever is unforeseen is told in words."""
     try:
         recipe = _launched(job.plan, job.facts, folder, rank)
+        script = job.facts.workload.script
+        if script is not None:
+            keep_quiet()
+            listener = listener_of(recipe, job.steps, meter(job.facts), _teller(folder))
+            return script_curve(listener, script, folder=folder, environment=_of_the_launch(), rounding=job.rounding)
         with rounded(job.rounding) if job.rounding else contextlib.nullcontext():
             return record(
                 recipe, job.steps, meter(job.facts), config=Path(job.config), folder=folder, beat=_teller(folder)
             )
+    except Refused as refused:
+        return Curve(failed=refused.message)
     except Exception as error:  # noqa: BLE001 - the top of the worker
         traceback.print_exc()
         return Curve(failed=error_words(error))
@@ -236,7 +244,7 @@ def _measured(job: TrialJob, folder: Path, trials: Path, rank: int | None, on_st
     effort = job.effort
     if script.own_split is not None:  # fewer micro-steps can't stand for its own
         effort = dataclasses.replace(effort, fidelity="whole")
-    environment = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+    environment = _of_the_launch()
     return measure(
         recipe,
         effort,
@@ -246,6 +254,11 @@ def _measured(job: TrialJob, folder: Path, trials: Path, rank: int | None, on_st
         words=rows_words(script),
         on_step=on_step,
     )
+
+
+def _of_the_launch() -> dict[str, str]:
+    """The variables by which a launch tells the plan."""
+    return {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
 
 
 def _teller(folder: Path) -> Callable[[str], None]:

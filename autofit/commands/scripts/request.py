@@ -134,6 +134,8 @@ def script_notes(facts: Facts) -> list[str]:
             f"rows differ: the mean is {script.mean_length / script.longest:.0%} of the longest of {seen}; fit is "
             "judged on the longest, and what counts is tokens/s without padding on the rows to be expected"
         )
+    if not script.trainer:
+        said.append("a plain loop is not run by the guard: no plan's gradients were compared with a float32 baseline's")
     if 0 < script.sampled < min(script.rows or 0, _ENOUGH_ROWS):
         said.append(
             f"the data set is slow: {script.sampled:,} of its {script.rows:,} rows were looked at, and longer ones may "

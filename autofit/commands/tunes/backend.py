@@ -163,7 +163,8 @@ class DeviceBackend:
 
     def look(self, folder: Path, facts: Facts, config: Path, server: ForkServer) -> Look | None:
         """Trains the winner and a baseline for a few steps."""
-        if facts.workload.script is not None:
+        script = facts.workload.script
+        if script is not None and not script.trainer:
             return None
         return Guards(folder, facts, config, server).look
 

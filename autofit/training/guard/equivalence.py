@@ -8,7 +8,9 @@ what that format does to this model; a few times that distance is what the winne
 (:mod:`autofit.training.guard.tolerance` has the formula, its source and what it does not cover).
 
 A winner of class ``method`` (another optimizer family, adapters, 16-bit weights) is another training method and has no
-such tolerance: its losses have to stay finite and must not grow to twice the first one.
+such tolerance: its losses have to stay finite, and must not grow to twice the first one unless the baseline's do.
+
+Of a script with a Trainer the short training is the script's own (:mod:`autofit.training.scripts.curve`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -29,6 +31,7 @@ from autofit.registry import extra_seconds, recipe_of, technique, techniques
 from autofit.system.errors import MachineError
 from autofit.training.guard.loss_curve import CURVE, NOT_FINITE, Curve
 from autofit.training.guard.rounding import Rounding
+from autofit.training.guard.sketch import distance
 from autofit.training.guard.tolerance import Comparison, compare, missing
 from autofit.training.jobs import CurveJob
 
@@ -43,6 +46,8 @@ _SLOWER, _ROUNDED_SLOWER = 3.0, 6.0
 """Step time of the baseline, and of the baseline in Monte Carlo arithmetic, in the winner's; bounds the steps only."""
 _PATIENCE = 40.0
 _EXPLODED = 2.0
+_SAME_WEIGHTS = 0.1
+"""Of the norm: weights of another draw lie 1.4 apart, those of a format of 8 bits less than 0.1."""
 _FLOAT32_BITS = 20
 """Of the mantissa, that stand for float32: 3 fewer than it has, for what the order of long sums does."""
 _SEED = 1
@@ -111,7 +116,9 @@ class Guards:
             if (one, steps, rounding) not in self._known:
                 gone = time.monotonic() - began
                 left = math.inf if left_seconds is None else left_seconds - gone
-                limit = 60 + 3 * extra_seconds(one, self.facts) + _PATIENCE * steps * measured.step_seconds
+                script = self.facts.workload.script
+                begin = 60 + 3 * extra_seconds(one, self.facts) + (0 if script is None else 3 * script.seconds)
+                limit = begin + _PATIENCE * steps * measured.step_seconds
                 limit_seconds = max(10.0, min(limit, left))
                 self._known[one, steps, rounding] = self._train(one, steps, limit_seconds, rounding)
             return self._known[one, steps, rounding]
@@ -168,8 +175,8 @@ def references(plan: Plan, facts: Facts) -> Iterator[Plan]:
     rows = int(plan["micro_batch"])
     accumulation = int(plan["accumulation"]) * data_parallel(plan, facts.workload)
     yield baseline.replaced(micro_batch=rows, accumulation=accumulation)
-    if facts.depends_on_rows is not None:
-        return  # other splits are other trainings
+    if facts.depends_on_rows is not None or facts.workload.script is not None:
+        return  # other splits are other trainings, or draw a script's random numbers in another order
     small = baseline.replaced(micro_batch=1, accumulation=rows * accumulation)
     lean = {one.name: one.leanest(facts_of(baseline, facts)) for one in techniques()}
     yield small.replaced(**{name: value for name, value in lean.items() if name not in {"micro_batch", "accumulation"}})
@@ -211,10 +218,13 @@ def judge(
         rounded: The baseline's in Monte Carlo arithmetic; needed beside ``theirs`` unless the plan is another method.
     """
     kind = kind_of(plan, facts)
-    verdict, words = _alone(plan, mine, reference if theirs is None else None)
+    verdict, words = _alone(plan, mine, theirs, reference if theirs is None else None)
     bound = difference = None
     if not verdict and theirs is not None:
-        if kind == Kind.METHOD or rounded is None:
+        unlike = next(filter(None, (_unlike(mine, one) for one in (theirs, rounded or theirs))), None)
+        if unlike is not None:
+            verdict, words = "unknown", unlike
+        elif kind == Kind.METHOD or rounded is None:
             pairs = zip(mine.losses, theirs.losses, strict=False)
             difference = max(abs(one - other) / max(abs(other), 1e-12) for one, other in pairs)
             words = "another training method: its losses stayed finite, and differ from the float32 baseline's by up to"
@@ -236,17 +246,33 @@ def judge(
     )
 
 
-def _alone(plan: Plan, mine: Curve, reference: Plan | None) -> tuple[Verdict | None, str]:
+def _unlike(mine: Curve, theirs: Curve) -> str | None:
+    """Why two trainings of a script can't be compared; rows and weights that are made for the guard are the same."""
+    if mine.rows != theirs.rows:
+        return "the script trains on other rows each time it is run"
+    both = [name for name in mine.began if name in theirs.began] if mine.rows else []
+    norm = math.hypot(*(math.hypot(*theirs.began[name]) for name in both))
+    if math.hypot(*(distance(mine.began[name], theirs.began[name]) for name in both)) > _SAME_WEIGHTS * norm:
+        return "the script begins with other weights each time it is run"
+    return None
+
+
+def _alone(plan: Plan, mine: Curve, theirs: Curve | None, reference: Plan | None) -> tuple[Verdict | None, str]:
     """What a curve says by itself: a verdict where it needs no other, and words."""
     losses, steps = mine.losses, len(mine.losses)
     if mine.failed == NOT_FINITE:
         return "other", f"its loss was not finite in optimizer step {steps + 1}"
     if mine.failed is not None:
         return "unknown", f"its short training failed: {mine.failed}"
-    if max(losses) > _EXPLODED * losses[0]:
+    if _exploded(losses) and not (theirs is not None and _exploded(theirs.losses)):
         return "other", f"its loss grew from {losses[0]:.3g} to {max(losses):.3g} in {steps} steps"
     same = "it is the baseline plan itself" if reference == plan else "no baseline plan fits to compare with"
     return None, f"its loss stayed finite in {steps} optimizer steps; {same}"
+
+
+def _exploded(losses: Sequence[float]) -> bool:
+    """Whether the loss grew by more than it was at first."""
+    return bool(losses) and max(losses) - losses[0] > (_EXPLODED - 1) * abs(losses[0])
 
 
 def _compared(found: list[Comparison], lacking: list[str], steps: int) -> tuple[Verdict, str]:

@@ -13,7 +13,8 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,8 @@ class Curve:
             an engine keeps them.
         vectors: Parameters of one dimension: their gradients are sums over tokens and no matrix products.
         updates: Sketch of how far each parameter moved in all steps; none where an engine keeps the weights.
+        began: Sketch of each parameter that is trained, before the first step; none where an engine keeps the weights.
+        rows: Checksum of what the first step trained on; 0 where the rows are made for the guard.
         failed: Why it did not come to its end: ``not finite``, ``out of memory`` or an error in words.
     """
 
@@ -64,6 +67,8 @@ class Curve:
     gradients: dict[str, Sketch] = field(default_factory=dict)
     vectors: frozenset[str] = frozenset()
     updates: dict[str, Sketch] = field(default_factory=dict)
+    began: dict[str, Sketch] = field(default_factory=dict)
+    rows: int = 0
     failed: str | None = None
 
 
@@ -94,8 +99,9 @@ class CurveListener:
     vectors: list[str] = field(default_factory=list)
     updates: dict[str, Sketch] = field(default_factory=dict)
     scale: float = 1.0
+    rows: int = 0
     _model: Any = None
-    _before: dict[str, Sketch] = field(default_factory=dict)
+    began: dict[str, Sketch] = field(default_factory=dict)
     _loss: torch.Tensor | None = None
     _raw_norm: float = 0.0
     _skipped: bool = False
@@ -109,8 +115,13 @@ class CurveListener:
         for module in model.modules():
             if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001 - the parent of all kinds
                 module.p = 0.0
-        self._before = self._weights()
+        self.began = self._weights()
         torch.manual_seed(self.recipe.facts.workload.seed)
+
+    def count(self, inputs: Any) -> None:
+        """A micro-batch of the first step adds to the checksum."""
+        if not self.losses:
+            self.rows = checksum(inputs, self.rows)
 
     def step_begin(self) -> None:
         """An optimizer step begins."""
@@ -171,9 +182,7 @@ class CurveListener:
             self.meter.settle()
         if len(self.losses) == self.steps:
             self.updates = {
-                name: minus(after, self._before[name])
-                for name, after in self._weights().items()
-                if name in self._before
+                name: minus(after, self.began[name]) for name, after in self._weights().items() if name in self.began
             }
         return len(self.losses) == self.steps or self.done >= self.effort.warm_up + self.effort.max_steps
 
@@ -209,6 +218,29 @@ def _finite(number: float) -> float:
     return number if math.isfinite(number) else 0.0
 
 
+def listener_of(
+    recipe: Recipe, steps: int, meter: Meter, beat: Callable[[str], None] = lambda _: None
+) -> CurveListener:
+    """What listens to so many optimizer steps; float16 may need more, since loss scaling skips some."""
+    most = steps + (_SKIPPED if recipe.mixed_precision == "fp16" else 0)
+    return CurveListener(
+        recipe,
+        Effort(fidelity="whole", warm_up=2, max_steps=most - 2),
+        meter,
+        steps,
+        recipe.accumulation,
+        recipe.facts.hardware.device == "cuda",
+        World(size=recipe.facts.workload.processes),
+        beat,
+    )
+
+
+def learning(recipe: Recipe) -> dict[str, Any]:
+    """Fields of ``TrainingArguments`` by which a few steps teach something."""
+    rate = _RATE * min(1.0, _WIDTH / (recipe.facts.model.hidden_size or _WIDTH))
+    return {"learning_rate": rate, "lr_scheduler_type": "constant"}
+
+
 def record(
     recipe: Recipe,
     steps: int,
@@ -228,25 +260,24 @@ def record(
         folder: Where a Trainer may write.
         beat: Told of each micro-step, for whoever waits.
     """
-    most = steps + (_SKIPPED if recipe.mixed_precision == "fp16" else 0)
-    effort = Effort(fidelity="whole", warm_up=2, max_steps=most - 2)
-    on_cuda = recipe.facts.hardware.device == "cuda"
-    world = World(size=recipe.facts.workload.processes)
-    listener = CurveListener(recipe, effort, meter, steps, recipe.accumulation, on_cuda, world, beat)
-    rate = _RATE * min(1.0, _WIDTH / (recipe.facts.model.hidden_size or _WIDTH))
+    listener = listener_of(recipe, steps, meter, beat)
+    rows = recipe.facts.workload.global_batch * (listener.effort.warm_up + listener.effort.max_steps)
     lesson = Lesson(
         begin=listener.begin,
-        rows=lambda model: learnable_rows(recipe, recipe.facts.workload.global_batch * most, model),
-        arguments={
-            "learning_rate": rate,
-            "lr_scheduler_type": "constant",
-            "train_sampling_strategy": "sequential",
-        },
+        rows=lambda model: learnable_rows(recipe, rows, model),
+        arguments={**learning(recipe), "train_sampling_strategy": "sequential"},
     )
+    return written(
+        listener, lambda: run_recipe(listener, config=without_dropout(config, folder), folder=folder, lesson=lesson)
+    )
+
+
+def written(listener: CurveListener, train: Callable[[], object]) -> Curve:
+    """The curve of a training that tells a listener of its steps."""
     failed = None
     try:
         with _steps_told(listener):
-            run_recipe(listener, config=without_dropout(config, folder), folder=folder, lesson=lesson)
+            train()
     except NotFinite:
         failed = NOT_FINITE
     except CeilingBroken:
@@ -255,7 +286,7 @@ def record(
         if out_of_memory(error) is None:
             raise
         failed = OUT_OF_MEMORY
-    if failed is None and len(listener.losses) < steps:
+    if failed is None and len(listener.losses) < listener.steps:
         failed = "the scaled gradients overflowed in too many steps"
     return Curve(
         losses=tuple(listener.losses),
@@ -264,8 +295,23 @@ def record(
         gradients=listener.gradients,
         vectors=frozenset(listener.vectors),
         updates=listener.updates,
+        began=listener.began,
+        rows=listener.rows,
         failed=failed,
     )
+
+
+def checksum(inputs: Any, before: int = 0) -> int:
+    """Of the numbers in a batch, whatever it is made of."""
+    import torch
+
+    if isinstance(inputs, torch.Tensor):
+        flat = inputs.detach().cpu().contiguous().reshape(-1)
+        return zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), before) if flat.numel() else before
+    parts = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, list | tuple) else ()
+    for part in parts:
+        before = checksum(part, before)
+    return before
 
 
 @contextlib.contextmanager

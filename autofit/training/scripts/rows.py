@@ -176,17 +176,34 @@ def take_in_order(trainer: Any, script: Script, *, a_step: int, warm_up: int, st
 
     A data set without a length keeps its order, and so does one whose sampler makes the micro-batches itself.
     """
+    _sample(trainer, script, lambda usual: order(usual, script, a_step=a_step, warm_up=warm_up, steps=steps))
+
+
+def take_the_same(trainer: Any, script: Script, *, a_step: int, steps: int) -> None:
+    """Have a Trainer train on the same rows in each of some optimizer steps, those that are to be expected.
+
+    What keeps its order in :func:`take_in_order` does so here.
+    """
+
+    def again(usual: Iterable[int]) -> Any:
+        first = [int(place) for place in order(usual, script, a_step=a_step, warm_up=0, steps=1)]
+        return in_order(first * steps)
+
+    _sample(trainer, script, again)
+
+
+def _sample(trainer: Any, script: Script, change: Callable[[Iterable[int]], Any]) -> None:
     from torch.utils.data import BatchSampler
 
     own = trainer._get_train_sampler  # noqa: SLF001 - a Trainer has no other place for it
 
-    def ordered(dataset: Any = None) -> Any:
+    def changed(dataset: Any = None) -> Any:
         usual = own(dataset)
         if usual is None or isinstance(usual, BatchSampler) or not script.longest_places:
             return usual
-        return order(usual, script, a_step=a_step, warm_up=warm_up, steps=steps)
+        return change(usual)
 
-    trainer._get_train_sampler = ordered  # noqa: SLF001 - as above
+    trainer._get_train_sampler = changed  # noqa: SLF001 - as above
 
 
 def order(usual: Iterable[int], script: Script, *, a_step: int, warm_up: int, steps: int) -> Any:
@@ -201,14 +218,19 @@ def order(usual: Iterable[int], script: Script, *, a_step: int, warm_up: int, st
         warm_up: Steps that are dropped.
         steps: Steps that follow.
     """
-    from torch.utils.data import RandomSampler, Sampler
+    from torch.utils.data import RandomSampler
 
     longest = [*itertools.islice(itertools.cycle(script.longest_places), a_step)]
     if isinstance(usual, RandomSampler) and script.places:
         then = expected(script.places, a_step, steps)
     else:
         then = [*itertools.islice(itertools.cycle([int(place) for place in usual]), steps * a_step)]
-    places = [*longest * warm_up, *then]
+    return in_order([*longest * warm_up, *then])
+
+
+def in_order(places: Sequence[int]) -> Any:
+    """A sampler of these places."""
+    from torch.utils.data import Sampler
 
     class Order(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
