@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from autofit.contract.plan import Plan
 from autofit.registry import recipe_of, technique
@@ -79,3 +80,12 @@ def test_no_more_rows_are_evaluated_than_trained_or_than_their_logits_allow():
     assert evaluated(4) == 4
     assert evaluated(64) == 2**29 // (4 * 64 * 128_256)
     assert evaluated(64, vocab_size=10**8) == 1
+
+
+@pytest.mark.parametrize("launch_path", ["trainer", "loop"])
+def test_a_step_that_loss_scaling_skips_is_told(forwards, monkeypatch, launch_path):
+    told = []
+    monkeypatch.setattr(Accelerator, "optimizer_step_was_skipped", property(lambda _: True))
+    monkeypatch.setattr(Clock, "step_skipped", lambda clock: told.append(clock.done))
+    forwards(PLAIN.replaced(micro_batch=4, accumulation=2), launch_path=launch_path)
+    assert told == [0, 1, 2]
