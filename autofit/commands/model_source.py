@@ -19,6 +19,7 @@ from autofit.system.files import writing
 
 DEMO = "demo"
 MAX_CONFIG_BYTES = 4 << 20
+_LAYERS = {f"{what}_layers" for what in ("num_hidden", "num", "n", "encoder", "decoder", "num_decoder")} | {"n_layer"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
@@ -157,7 +158,19 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
             f"{path} has no model_type, so {name!r} is not a transformers model",
             hint="autofit trains models that transformers can build from their config.json",
         )
+    _check_layers(config, str(path))
     return config
+
+
+def _check_layers(config: dict[str, Any], where: str) -> None:
+    """Refuse a number of layers below zero: transformers builds a model without layers of it, and says nothing."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _check_layers(value, f"{where}: {name}")
+        elif name in _LAYERS and isinstance(value, int) and value < 0:
+            raise ModelError(
+                f"{where}: {name} is {value}", hint="a model has no fewer layers than 0: is it the right file?"
+            )
 
 
 def _refuse_code(config: dict[str, Any], name: str) -> None:

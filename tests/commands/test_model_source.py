@@ -101,6 +101,8 @@ BAD_CONFIGS = {
     "null": ("null", "not an object"),
     "no model_type": ('{"hidden_size": 1}', "no model_type"),
     "empty model_type": ('{"model_type": ""}', "no model_type"),
+    "fewer than no layers": ('{"model_type": "llama", "num_hidden_layers": -2}', "num_hidden_layers is -2"),
+    "a part with fewer": ('{"model_type": "x", "text_config": {"n_layer": -1}}', "text_config: n_layer is -1"),
     "number model_type": ('{"model_type": 3}', "no model_type"),
 }
 

@@ -10,14 +10,41 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from autofit.system.errors import AutofitError, Interrupted, MachineError, NothingFits, Stopped, Terminated
+from autofit.system.errors import (
+    AutofitError,
+    InputError,
+    Interrupted,
+    MachineError,
+    NothingFits,
+    Stopped,
+    Terminated,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
+class Command(click.Command):
+    """Refuses an option without a text, such as an unset variable of the shell leaves: it would count as not given."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Read the command line."""
+        left = super().parse_args(context, args)
+        for option in self.params:
+            value = context.params.get(option.name or "")
+            if isinstance(option, click.Option) and any(one == "" for one in (value, *_several(value))):
+                raise InputError(f"{option.opts[0]} '' is empty", hint="give it a value, or leave it out")
+        return left
+
+
+def _several(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else ()
+
+
 class Commands(click.Group):
     """Turns errors into one line, a hint and an exit code."""
+
+    command_class = Command
 
     def invoke(self, context: click.Context) -> Any:
         """Run a command."""
