@@ -525,6 +525,8 @@ def test_the_doctor_tells_what_is_to_be_had(run, monkeypatch, server):
         assert wanted in full
     for wanted in ("memory:", "packages:", "paged_adamw_8bit", "not here: activations", "* of class method"):
         assert wanted in short
+    cut = [line.rstrip() for line in short.splitlines() if "not here:" in line]
+    assert all(line.endswith((")", "…")) for line in cut)
     assert "micro_batch" in full
     assert "micro_batch" not in short
     assert "checkpointing" in short

@@ -2,11 +2,13 @@
 
 import ast
 import shlex
+from dataclasses import replace
 
 import pytest
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
+from autofit.contract.facts import Script
 from autofit.output.exports.export import TARGETS, comments, export
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError
@@ -72,3 +74,14 @@ def test_an_unknown_target_is_refused():
     with pytest.raises(InputError, match="'axolotls' is not known") as error:
         export(answer("full"), "axolotls", folder="out")
     assert "axolotl" in error.value.hint
+
+
+@pytest.mark.parametrize("target", ["sft", "axolotl", "llamafactory"])
+def test_a_scripts_name_is_no_model(target):
+    doc = answer("full")
+    script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=1, adapter="lora of 8")
+    doc = replace(doc, workload=replace(doc.workload, script=script), model=replace(doc.model, name="train.py"))
+    found = export(doc, target, folder="out")
+    assert "what train.py does by itself" in comments(found, target)
+    assert "with an adapter (lora of 8)" in comments(found, target)
+    assert "train.py" not in str(found.settings)

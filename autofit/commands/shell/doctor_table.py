@@ -22,9 +22,9 @@ _HERE = {"offered": "yes", "on_request": "on request", "withheld": "no"}
 def screen(found: Diagnosis) -> Group:
     """The machine and its techniques on one screen; the batch split, which is arithmetic, is left out."""
     techniques = {name: offers for name, offers in _by_technique(found.choices).items() if name not in SPLIT}
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="bold", min_width=max(map(len, techniques), default=0))
-    table.add_column(no_wrap=True, overflow="ellipsis")
+    table = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    table.add_column(no_wrap=True, style="bold", width=max(map(len, techniques), default=0))
+    table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for name, offers in techniques.items():
         for place, line in enumerate(_technique_lines(offers)):
             table.add_row("" if place else name, _text(line))

@@ -15,6 +15,7 @@ from autofit.registry import recipe_of, techniques
 from autofit.system.errors import InputError, near
 
 if TYPE_CHECKING:
+    from autofit.contract.facts import Script
     from autofit.output.document import Document
 
 _BY_YAML_ONLY = {"distributed_type", "fsdp_config", "deepspeed_config", "parallelism_config", "fp8_config"}
@@ -80,7 +81,25 @@ def export(document: Document, target: str, *, folder: str | Path) -> Exported:
         raise InputError(
             f"--to {target}: it trains causal language models, and this answer is for {task}", hint="--to python"
         )
-    return TARGETS[target](_carried(document, target, str(folder)))
+    carried = _carried(document, target, str(folder))
+    script = document.workload.script
+    if script is not None and target in _NEXT_TOKEN_TRAINERS:
+        carried.lacking.insert(0, _of_script(document, script))
+    return TARGETS[target](carried)
+
+
+def _of_script(document: Document, script: Script) -> str:
+    """What of a script a project that brings its own training knows nothing of."""
+    adapter = f" with an adapter ({script.adapter})" if script.adapter else ""
+    return (
+        f"what {document.model.name} does by itself: it trains a {document.model.architecture}{adapter}, with its own "
+        "data and loss; the promise holds for that script"
+    )
+
+
+def _model(document: Document) -> str:
+    """The model as another project is told it; the script's name is no model."""
+    return document.model.name if document.workload.script is None else "YOUR_MODEL"
 
 
 def _carried(document: Document, target: str, folder: str) -> _Carried:
@@ -160,7 +179,7 @@ def _axolotl(carried: _Carried) -> Exported:
             arguments.pop(name, None)
     tuned = {_AXOLOTL.get(name, name): value for name, value in arguments.items() if value is not None}
     settings = {
-        "base_model": carried.document.model.name,
+        "base_model": _model(carried.document),
         "sequence_len": carried.document.workload.seq_len,
         "sample_packing": False,
         **tuned,
@@ -185,7 +204,7 @@ def _llamafactory(carried: _Carried) -> Exported:
     if liger[1]:
         lacking.append("the choice of Liger's kernels: LLaMA-Factory takes all of them")
     settings = {
-        "model_name_or_path": carried.document.model.name,
+        "model_name_or_path": _model(carried.document),
         "stage": "sft",
         "do_train": True,
         "finetuning_type": "full",
