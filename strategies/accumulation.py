@@ -6,7 +6,9 @@ through the whole step, and each micro-batch adds to them.
 Choices are the exact divisors of a process's share of the global batch, and only the one that completes the
 plan's micro-batch is ever planned: the global batch is a promise. A Trainer averages the loss over the tokens of
 the whole accumulated batch (``num_items_in_batch``); a plain loop that averages each micro-batch does the same
-where all rows are equally long.
+where all rows are equally long. Of many models the loss does not look at that number, and the Trainer takes it for
+divided all the same: the gradients of ``a`` micro-batches are ``a`` times as large. Such a model is told
+``accepts_loss_kwargs = False``, and the Trainer divides.
 
 Source: ``gradient_accumulation_steps`` of Trainer; a plain Accelerate loop has to pass it itself, since the
 Accelerate YAML carries it on the DeepSpeed path only.
@@ -24,6 +26,8 @@ from autofit.contract.technique import Choice, Held, Kind, Part, Technique, divi
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
     from autofit.contract.observation import Ran, Seen
@@ -68,6 +72,8 @@ class Accumulation(Technique):
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         recipe.accumulation = int(value)
+        if _adds_up(value, recipe.facts):
+            recipe.model_wraps.append(divided)
 
     def held(self, facts: Facts) -> Held | None:
         script = facts.workload.script
@@ -76,16 +82,33 @@ class Accumulation(Technique):
         return Held(script.accumulation, script.own_split, firm=True)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
-        return Emission(training_args={"gradient_accumulation_steps": int(value)})
+        line = "have the Trainer divide the loss over the accumulation: model = setup.model(...)"
+        return Emission(
+            training_args={"gradient_accumulation_steps": int(value)}, script=(line,) if _adds_up(value, facts) else ()
+        )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         return self.baseline  # a trace is continued to any number of rows, and adds to gradients in its second half
 
     def observe(self, ran: Ran) -> Seen:
-        return {"micro_steps": ran.accumulation}
+        return {"micro_steps": ran.accumulation, "divided": getattr(ran.model, "accepts_loss_kwargs", None) is False}
 
     def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
         counted = seen.get("micro_steps")
         if counted is not None and counted != value:
             return f"{counted} micro-batches went into an optimizer step, not {value}"
+        if _adds_up(value, facts) and seen.get("divided") is False:
+            return f"nobody divides the loss of {facts.model.architecture} by {value}: load it by setup.model(...)"
         return None
+
+
+def divided(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, of which a Trainer knows that it has to divide the loss itself."""
+    model.accepts_loss_kwargs = False  # type: ignore[assignment]
+    return model
+
+
+def _adds_up(value: Value, facts: Facts) -> bool:
+    """Whether the gradients of an accumulation would add up; a script's own training is left as it is."""
+    trainer = facts.workload.launch_path == "trainer" and facts.workload.script is None
+    return int(value) > 1 and trainer and facts.model.undivided

@@ -62,6 +62,8 @@ class Model:
         sample_tokens: Rows of tokens that make a sample; 0 where it is no text.
         depends_on_rows: Why the loss of a row depends on the others of its micro-batch, so that accumulation is not
             exact; ``None`` where it does not.
+        undivided: Whether a Trainer leaves it to the model to divide its loss over an accumulation, and the model does
+            not: gradients add up.
         attention: The implementation that transformers picks where none is asked for.
         attentions: Every implementation that the class says it supports.
         attention_dropout: Whether attention weights are dropped in training.
@@ -84,6 +86,7 @@ class Model:
     sample_tokens: int = 1
     length: Length = Length()
     depends_on_rows: str | None = None
+    undivided: bool = False
     architecture: str
     model_type: str
     parameters: int

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from autofit import space
 from autofit.commands import model_source, tune
 from autofit.commands.estimates import estimate
+from autofit.commands.tunes import backend
 from autofit.machine import meters, other_processes, select
 from autofit.output import wording
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, read_document
@@ -45,7 +46,7 @@ BEYOND = {
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", BEYOND.values(), ids=BEYOND)
 def test_a_model_of_petabytes_is_told_by_its_trace(tmp_path, server, monkeypatch, sizes):
-    for module in (estimate, tune):
+    for module in (estimate, backend):
         monkeypatch.setattr(module, "ForkServer", lambda *_, **__: Lent(server))
     config = write_config(tmp_path / "model", {**LLAMA, **sizes})
     found = estimate.estimate(str(config), memory="80GiB", fix=SIMPLE, seq_len=16, global_batch=4)

@@ -286,6 +286,8 @@ class Course:
             found = look(plan, decision.measured, spent_seconds=spent, left_seconds=left)
             if found.verdict != "other":
                 self.guard = found
+                if found.split is not None:
+                    self._note(found.split)
                 if found.verdict == "unknown":
                     self._note(f"the winner's training was not compared with the float32 baseline's: {found.words}")
                 return decision

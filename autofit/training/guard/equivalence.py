@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -67,6 +67,7 @@ class Guard:
         losses, reference_losses: Of each optimizer step.
         bound, difference: Of the loss in the step that comes nearest to its tolerance, as shares of the baseline's
             loss: the tolerance and the difference. For another method the largest difference.
+        split: Where the plan splits the batch otherwise than the script itself and that is another training, in words.
     """
 
     verdict: Verdict
@@ -76,6 +77,7 @@ class Guard:
     reference_losses: tuple[float, ...] = ()
     bound: float | None = None
     difference: float | None = None
+    split: str | None = None
     seconds: float = 0.0
 
 
@@ -137,7 +139,9 @@ class Guards:
                     found = judge(plan, self.facts, mine, reference, theirs, rounded=rounded)
                     break
         found = found or judge(plan, self.facts, mine, None, None)
-        return dataclasses.replace(found, seconds=time.monotonic() - began)
+        agrees = found.reference is not None and found.verdict in {"same", "method", "alone"}
+        split = split_words(found.reference, self.facts, train) if agrees and found.reference else None
+        return dataclasses.replace(found, split=split, seconds=time.monotonic() - began)
 
     def _train(self, plan: Plan, steps: int, limit_seconds: float, rounding: Rounding | None) -> Curve:
         config = str(self.config.resolve())
@@ -180,6 +184,40 @@ def references(plan: Plan, facts: Facts) -> Iterator[Plan]:
     small = baseline.replaced(micro_batch=1, accumulation=rows * accumulation)
     lean = {one.name: one.leanest(facts_of(baseline, facts)) for one in techniques()}
     yield small.replaced(**{name: value for name, value in lean.items() if name not in {"micro_batch", "accumulation"}})
+
+
+def split_words(baseline: Plan, facts: Facts, train: Callable[[Plan, Rounding | None], Curve]) -> str | None:
+    """Whether a script's training hangs on how the batch is split, where a plan splits it otherwise than the script.
+
+    Args:
+        baseline: The baseline plan with the plan's split.
+        facts: What the plan is for.
+        train: Gives the curve of a plan, in some rounding.
+
+    Returns:
+        By how much the two splits differ, in words; ``None`` where they do not, or it is not known.
+    """
+    script = facts.workload.script
+    if script is None or facts.workload.global_batch % script.micro_batch:
+        return None
+    own = baseline.replaced(
+        micro_batch=script.micro_batch, accumulation=facts.workload.global_batch // script.micro_batch
+    )
+    rounding = rounding_of(own, facts)
+    if own == baseline or rounding is None:
+        return None
+    curves = [train(baseline, None), train(own, None), train(own, rounding)]
+    if any(one.failed is not None for one in curves):
+        return None
+    worst = max(compare(*curves, single=False), key=lambda one: one.ratio)
+    if worst.ratio <= 1:
+        return None
+    return (
+        f"its micro-batch of {baseline['micro_batch']} rows is another training than the script's of "
+        f"{script.micro_batch}: {worst.what} differs by {_percent(worst.difference)} of {worst.scale}; a loss that is "
+        "a mean over each micro-batch does that, one that nobody divides by the accumulation, and random numbers that "
+        "are drawn for each"
+    )
 
 
 def kind_of(plan: Plan, facts: Facts) -> Kind:
@@ -248,7 +286,7 @@ def judge(
 
 def _unlike(mine: Curve, theirs: Curve) -> str | None:
     """Why two trainings of a script can't be compared; rows and weights that are made for the guard are the same."""
-    if mine.rows != theirs.rows:
+    if any(one != other for one, other in zip(mine.rows, theirs.rows, strict=False)):
         return "the script trains on other rows each time it is run"
     both = [name for name in mine.began if name in theirs.began] if mine.rows else []
     norm = math.hypot(*(math.hypot(*theirs.began[name]) for name in both))

@@ -57,7 +57,7 @@ class Curve:
         vectors: Parameters of one dimension: their gradients are sums over tokens and no matrix products.
         updates: Sketch of how far each parameter moved in all steps; none where an engine keeps the weights.
         began: Sketch of each parameter that is trained, before the first step; none where an engine keeps the weights.
-        rows: Checksum of what the first step trained on; 0 where the rows are made for the guard.
+        rows: A checksum of each micro-batch of a script; none where the rows are made for the guard.
         failed: Why it did not come to its end: ``not finite``, ``out of memory`` or an error in words.
     """
 
@@ -68,7 +68,7 @@ class Curve:
     vectors: frozenset[str] = frozenset()
     updates: dict[str, Sketch] = field(default_factory=dict)
     began: dict[str, Sketch] = field(default_factory=dict)
-    rows: int = 0
+    rows: tuple[int, ...] = ()
     failed: str | None = None
 
 
@@ -99,7 +99,7 @@ class CurveListener:
     vectors: list[str] = field(default_factory=list)
     updates: dict[str, Sketch] = field(default_factory=dict)
     scale: float = 1.0
-    rows: int = 0
+    rows: list[int] = field(default_factory=list)
     _model: Any = None
     began: dict[str, Sketch] = field(default_factory=dict)
     _loss: torch.Tensor | None = None
@@ -119,9 +119,8 @@ class CurveListener:
         torch.manual_seed(self.recipe.facts.workload.seed)
 
     def count(self, inputs: Any) -> None:
-        """A micro-batch of the first step adds to the checksum."""
-        if not self.losses:
-            self.rows = checksum(inputs, self.rows)
+        """A micro-batch is trained on next."""
+        self.rows.append(checksum(inputs))
 
     def step_begin(self) -> None:
         """An optimizer step begins."""
@@ -296,7 +295,7 @@ def written(listener: CurveListener, train: Callable[[], object]) -> Curve:
         vectors=frozenset(listener.vectors),
         updates=listener.updates,
         began=listener.began,
-        rows=listener.rows,
+        rows=tuple(listener.rows),
         failed=failed,
     )
 

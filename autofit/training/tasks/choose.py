@@ -12,11 +12,13 @@ from autofit.contract.facts import Task
 from autofit.machine.model import beside_the_base, describe_built, has_plain_head
 from autofit.system.errors import ModelError
 from autofit.training.tasks.inputs import INPUTS
-from autofit.training.tasks.kind import MAIN, Kind
+from autofit.training.tasks.kind import MAIN, Kind, Spec
+from autofit.training.tasks.loss_scale import leaves_undivided
 from autofit.training.tasks.table import TASKS
 
 _FIRST = ("causal-lm", "seq2seq-lm")
 """Looked for first: what a class does that is in several lists of transformers."""
+_SHORT_TOKENS = 8
 
 
 def describe_model(name: str, config: Path, *, trust_remote_code: bool, task: Task | None = None) -> dict[str, Any]:
@@ -66,10 +68,19 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool, task: Ta
         "sample_tokens": kind.tokens,
         "length": dataclasses.asdict(kind.length(settings, main)),
         "depends_on_rows": kind.depends_on_rows or built["depends_on_rows"],
+        "undivided": leaves_undivided(model, kind, _small(kind, settings, main, int(built["vocab_size"]))),
         "trust_remote_code": trust_remote_code,
         "plain_head": kind.name == "causal-lm" and has_plain_head(model),
         "new_modules": beside_the_base(model) if kind.new_head else (),
     }
+
+
+def _small(kind: Kind, settings: Any, main: str, vocabulary: int) -> Spec:
+    """Rows as short as the model takes them: their shapes alone are looked at."""
+    length = kind.length(settings, main).usual or _SHORT_TOKENS
+    if vocabulary < 2:  # its tokens are in a part of the model
+        vocabulary = int(getattr(settings.get_text_config(), "vocab_size", None) or 1)
+    return Spec(config=settings, main=main, length=length, vocabulary=vocabulary)
 
 
 def task_of(name: str, settings: Any, task: Task | None, *, trust_remote_code: bool) -> Kind:

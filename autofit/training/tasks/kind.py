@@ -60,6 +60,7 @@ class Kind:
         packages: That its loss needs, beside transformers: modules, and how pip calls them.
         depends_on_rows: Why the loss of a row depends on the others of its micro-batch; ``None`` where the task does
             not make it do so.
+        sums: Whether the loss is a sum over the rows, by the config: then gradients that add up are right.
         untraced: Why no trace on fake tensors stands for a step; ``None`` where one does.
         prepare: Given the model before it trains: what a user's script sets on its config.
     """
@@ -77,5 +78,6 @@ class Kind:
     new_head: bool = False
     packages: Mapping[str, str] = field(default_factory=dict)
     depends_on_rows: str | None = None
+    sums: Callable[[Any], bool] = lambda _config: False
     untraced: str | None = None
     prepare: Callable[[Any], None] = lambda _: None

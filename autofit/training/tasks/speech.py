@@ -64,6 +64,7 @@ KINDS = (
     ),
     Kind(
         name="ctc",
+        sums=lambda config: getattr(config, "ctc_loss_reduction", "mean") == "sum",
         new_head=True,
         auto="AutoModelForCTC",
         trained_on="texts of sounds, aligned by CTC",

@@ -32,12 +32,14 @@ OTHER_WEIGHTS = "torch.seed()\n"
 def looked(server, tmp_path):
     """``looked(script, **values)``: the guard's words on a plan of a script."""
 
-    def look(text, **values):
+    def look(text, micro_batch=4, **values):
         tiny_bert(tmp_path / "tiny")
         script = tmp_path / "train.py"
         script.write_text(text)
         facts = facts_of_script(server, tmp_path, script, "--model", tmp_path / "tiny", "--rows", 32)
-        plan = Plan({one.name: one.baseline for one in techniques()}).replaced(micro_batch=2, accumulation=4, **values)
+        plan = Plan({one.name: one.baseline for one in techniques()}).replaced(
+            micro_batch=micro_batch, accumulation=8 // micro_batch, **values
+        )
         guards = Guards(tmp_path, facts, tmp_path / "model", server)
         return guards.look(plan, measured([0.1] * 3, 2**20, facts), spent_seconds=0.0, left_seconds=None)
 
@@ -50,6 +52,7 @@ def test_an_honest_plan_passes(looked):
     assert found.verdict == "same", found.words
     assert len(found.losses) == len(found.reference_losses) == 3
     assert found.losses[-1] < found.losses[0]
+    assert found.split is None
 
 
 @pytest.mark.slow
@@ -64,3 +67,16 @@ def test_what_is_another_training_each_time_is_not_compared(looked, change, what
     found = looked(CLASSIFY.replace(HEAD, change + HEAD), precision="bf16")
     assert found.verdict == "unknown"
     assert what in found.words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divides", [False, True])
+def test_a_training_that_hangs_on_the_split_is_told(looked, divides):
+    """A Trainer takes BERT's loss for divided by the accumulation, and BERT does not divide it."""
+    made = "    arguments = TrainingArguments("
+    text = CLASSIFY.replace(made, f"    model.accepts_loss_kwargs = False\n{made}") if divides else CLASSIFY
+    found = looked(text, micro_batch=2)
+    assert found.verdict == "alone", "the baseline itself, split otherwise than the script"
+    assert (found.split is None) == divides
+    if not divides:
+        assert "its micro-batch of 2 rows is another training than the script's of 4" in found.split

@@ -7,8 +7,11 @@ import torch
 import transformers
 
 from autofit.contract.facts import Task
+from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
-from autofit.registry import recipe_of, technique
+from autofit.registry import recipe_of, technique, techniques
+from autofit.training.guard.loss_curve import CURVE
+from autofit.training.jobs import CurveJob
 from autofit.training.tasks.rows import task_rows
 from autofit.training.tasks.table import TASKS
 from tests.support.families import CONFIGS, LENGTHS, facts_for
@@ -60,3 +63,21 @@ def test_what_is_for_next_token_prediction_alone_is_withheld_with_a_reason(name,
         choice = technique(knob).choice(value, facts)
         assert choice.status == "withheld"
         assert facts.model.architecture in choice.reason
+
+
+@pytest.mark.parametrize("name", ["bert-classes", "t5", "wav2vec2", "vit", "clip"])
+def test_accumulated_gradients_are_those_of_the_whole_batch(name, server, tmp_path):
+    """Of BERT and T5 a Trainer takes the loss for divided, and the model does not divide it; wav2vec2's is a sum."""
+    (tmp_path / "config").mkdir()
+    facts = facts_for(name, tmp_path / "config")
+    assert facts.model.undivided == (name in {"bert-classes", "t5"})
+    norms = []
+    for rows in (4, 1):
+        plan = Plan({one.name: one.baseline for one in techniques()}).replaced(micro_batch=rows, accumulation=4 // rows)
+        job = CurveJob(plan=plan, facts=facts, config=str(tmp_path / "config"), steps=3)
+        with server.ask(tmp_path, job) as answer:
+            curve = CURVE.validate_python(answer)
+        assert curve.failed is None
+        norms.append(curve.raw_norms[0])
+    if facts.depends_on_rows is None:
+        assert norms[1] == pytest.approx(norms[0], rel=0.01)
