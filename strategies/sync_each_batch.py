@@ -58,6 +58,9 @@ class SyncEachBatch(Technique):
             return "a single micro-step is the last one"
         return None
 
+    def word(self, value: Value) -> str | None:
+        return self.name if value == "on" else None
+
     def apply(self, value: Value, recipe: Recipe) -> None:
         recipe.sync_each_batch = value == "on"
 

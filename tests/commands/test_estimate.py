@@ -355,6 +355,25 @@ def test_each_way_of_training_shows_its_fastest_and_its_smallest(ask):
 
 
 @pytest.mark.slow
+def test_of_several_cards_the_host_memory_is_each_one_s_and_what_no_argument_carries_is_said(ask):
+    held = (
+        "precision=fp32",
+        "optimizer=adamw",
+        "kernels=none",
+        "attention=default",
+        "compile=off",
+        "checkpointing=off",
+    )
+    sharded = ("parallel=fsdp", "sync_each_batch=on", "accumulation=2", "offload=parameters", "adapter=none")
+    found = ask(gpu="4090", gpus=2, fix=(*held, *sharded), ways=True, most=1, seq_len=128)
+    text = " ".join(shown(found).split())
+    assert "2 cards, each RTX 4090: " in text
+    assert " fsdp sync_each_batch fp32 offload parameters" in text
+    assert " on the host for each card)" in text
+    assert "no argument carries parallel=fsdp: --output DIR writes the recommended plan's accelerate.yaml" in text
+
+
+@pytest.mark.slow
 def test_a_way_that_can_not_fit_says_what_stops_it_and_no_shorter_sequence_is_hinted(ask):
     found = ask(memory="560MiB", fix=HELD, ways=True, most=1)
     assert [way.fastest for way in found.ways] == [None] * 3

@@ -24,6 +24,10 @@ def test_it_is_planned_where_fsdp_accumulates():
     assert not any(SYNC.conflict("off", plan, cuda_facts(processes=4)) for plan in plans)
 
 
+def test_in_a_table_of_plans_it_says_its_name():
+    assert (SYNC.word("on"), SYNC.word("off")) == ("sync_each_batch", None)
+
+
 @pytest.mark.parametrize(("facts", "why"), [(cuda_facts(), "one process"), (cpu_facts(processes=2), "CPU")])
 def test_where_it_can_not_be_had_it_says_why(facts, why):
     assert why in SYNC.choice("on", facts).reason

@@ -19,6 +19,7 @@ from autofit.costmodel.memory.requests import requests
 from autofit.costmodel.seconds.collectives import nccl_bytes
 from autofit.costmodel.tracing.timeline import Floats
 from autofit.costmodel.tracing.trace_store import Traces, evaluated_rows
+from autofit.output.exports.export import needs_yaml
 from autofit.registry import changes, recipe_of, techniques
 from autofit.search.decision import changed_values
 from autofit.system import units
@@ -43,6 +44,7 @@ class Estimated:
             figure of the card; ``None`` on a card that is not in the catalogue.
         changes: What the plan changes in the training.
         training_args: Fields of ``TrainingArguments`` that carry it.
+        by_yaml: Its values that only Accelerate's YAML carries, such as ``parallel=fsdp``.
         script: What no argument can carry, and a script must do, a sentence each.
     """
 
@@ -54,6 +56,7 @@ class Estimated:
     samples_per_second: float | None
     changes: tuple[str, ...]
     training_args: Mapping[str, Any]
+    by_yaml: tuple[str, ...]
     script: tuple[str, ...]
 
 
@@ -158,6 +161,9 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
         samples_per_second=None if np.isnan(seconds) else 1 / seconds,
         changes=tuple(changes(plan, facts)),
         training_args=dict(emission.training_args),
+        by_yaml=tuple(
+            f"{one.name}={plan[one.name]}" for one in techniques() if needs_yaml(one.emit(plan[one.name], plan, facts))
+        ),
         script=emission.script,
     )
 

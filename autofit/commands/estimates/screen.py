@@ -31,7 +31,7 @@ def screen(found: Estimate) -> Group:
         rows.columns[column].justify = "right"
         rows.columns[column].no_wrap = True
     for way in found.ways:
-        _add(rows, way)
+        _add(rows, way, found.processes)
     parts: list[RenderableType] = [Text(clean(heading(found))), Text(), rows, Text()]
     best = first_fitting(found)
     if best is not None and best.fastest is not None:
@@ -49,23 +49,24 @@ def first_fitting(found: Estimate) -> Way | None:
     return next((way for way in found.ways if way.fastest is not None), None)
 
 
-def _add(rows: Table, way: Way) -> None:
+def _add(rows: Table, way: Way, processes: int) -> None:
     """The lines of one way."""
     name = "" if way.name == AS_ASKED else way.name
     if way.fastest is not None:
-        rows.add_row(name, "fastest", *_cells(way.fastest))
+        rows.add_row(name, "fastest", *_cells(way.fastest, processes))
         name = ""
     if way.smallest is not None and way.fastest is not None and way.smallest.plan != way.fastest.plan:
-        rows.add_row(name, "smallest", *_cells(way.smallest))
+        rows.add_row(name, "smallest", *_cells(way.smallest, processes))
     if way.fastest is None:
         rows.add_row(name, "no", Text(clean(way.stops)), "", "")
     else:
         rows.add_row("", "", Text(clean(way.stops), style="dim"), "", "")
 
 
-def _cells(one: Estimated) -> tuple[RenderableType, str, str]:
+def _cells(one: Estimated, processes: int) -> tuple[RenderableType, str, str]:
     split = f"{one.plan['micro_batch']} x {one.plan['accumulation']}"
-    waiting = f" (and {units.size(one.need.elsewhere_bytes)} on the host)" if one.need.elsewhere_bytes else ""
+    each = " for each card" if processes > 1 else ""
+    waiting = f" (and {units.size(one.need.elsewhere_bytes)} on the host{each})" if one.need.elsewhere_bytes else ""
     return (
         Text(f"{split} {chosen_words(one.plan)}{waiting}"),
         units.size(one.device_bytes),
@@ -85,7 +86,19 @@ def _to_paste(way: Way, one: Estimated, found: Estimate) -> list[RenderableType]
     return [
         Text(f"To paste, {named} at its fastest:", style="bold"),
         *(Text(f"  {clean(line)}") for line in lines),
+        *_launched(one, found),
         *(Text(f"  and in the script: {clean(said)}") for said in one.script),
         Text(f"Measure it on the card: {shlex.join(['autofit', 'tune', found.model, *held])}"),
         Text(),
     ]
+
+
+def _launched(one: Estimated, found: Estimate) -> list[Text]:
+    """By what file the values are launched that no argument carries; nothing where the arguments are all."""
+    if not one.by_yaml:
+        return []
+    if found.folder is not None and found.recommended == one.plan:
+        file = f"launch by {found.folder}/accelerate.yaml"
+    else:
+        file = "--output DIR writes the recommended plan's accelerate.yaml"
+    return [Text(clean(f"  no argument carries {', '.join(one.by_yaml)}: {file}"))]

@@ -85,10 +85,11 @@ def written(found: Estimate) -> list[Text]:
 
 def heading(found: Estimate) -> str:
     """The question, in two lines."""
+    cards = f"{found.processes} cards, each {found.card}" if found.processes > 1 else found.card
     return (
         f"{found.model}: {_count(found.parameters)} parameters, {found.task} on {found.rows}, global batch "
-        f"{found.global_batch}\n{found.card}: {units.size(found.memory_bytes)}; a plan fits if it leaves "
-        f"{found.margin:.0%} free"
+        f"{found.global_batch}\n{cards}: {units.size(found.memory_bytes)}; a plan fits if the card has "
+        f"{found.margin:.0%} more than the plan needs"
     )
 
 

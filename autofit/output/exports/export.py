@@ -116,7 +116,7 @@ def _carried(document: Document, target: str, folder: str) -> _Carried:
                 found.extra[key] = {**found.extra[key], **value} if both else value
             continue
         said = list(emission.script)
-        if _needs_yaml(emission) and target != "cli":
+        if needs_yaml(emission) and target != "cli":
             said.append(f"launch by `accelerate launch --config_file {folder}/accelerate.yaml`")
         if emission.script and target in {"axolotl", "llamafactory"}:
             said[: len(emission.script)] = ["there is no setting for it"]
@@ -128,7 +128,7 @@ def _carried(document: Document, target: str, folder: str) -> _Carried:
     return found
 
 
-def _needs_yaml(emission: Emission) -> bool:
+def needs_yaml(emission: Emission) -> bool:
     """Whether only an Accelerate YAML carries the choice."""
     keys = {name for name, value in emission.accelerate.items() if value != "NO"}
     regions = emission.accelerate.get("dynamo_config", {}).get(_REGIONS, False)
