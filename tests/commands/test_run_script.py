@@ -1,10 +1,13 @@
 """``autofit run``: what it launches, and what it says where that is not the training that was tuned."""
 
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from autofit.commands.scripts import run as scripts
+from autofit.commands.scripts import run_script
+from autofit.contract.facts import Script
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE
 from autofit.system.errors import InputError
 from autofit.system.strict_json import dump_json
@@ -42,6 +45,28 @@ def test_the_script_gets_its_own_arguments_and_the_plan(launched):
     assert command[command.index("--config_file") + 1] == str(folder / "accelerate.yaml")
     assert command[-5:] == [str(folder), str(folder / "train.py"), "--lr", "1e-4", "two words"]
     assert "not for train.py" in " ".join(said)
+
+
+def test_of_a_changed_script_neither_speed_nor_memory_is_vouched_for(launched):
+    folder, _ = launched
+    tuned = a_document(hardware=CPU)
+    script = Script(path="train.py", sha256="0" * 64, trainer="Trainer", micro_batch=8, accumulation=4)
+    document = replace(tuned, workload=replace(tuned.workload, script=script))
+    (said,) = scripts.differences(document, scripts.named(str(folder / "train.py"), ()))
+    assert said == "train.py is not the text that was tuned: its speed and memory may be others"
+
+
+@pytest.mark.filterwarnings("ignore:.*tuned with other versions")
+def test_a_training_on_more_processes_than_the_answer_s_is_refused_without_a_traceback(launched, monkeypatch, capsys):
+    folder, _ = launched
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as stopped:
+        run_script.main(str(folder), str(folder / "train.py"), ())
+    assert stopped.value.code == InputError.exit_code
+    said = capsys.readouterr().err
+    assert said.startswith("error: this training runs on 2 processes")
+    assert "\nhint: " in said
+    assert "Traceback" not in said
 
 
 def test_a_folder_without_the_launchers_file_is_refused(launched):

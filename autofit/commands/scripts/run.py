@@ -91,7 +91,7 @@ def differences(document: Document, train: Named) -> list[str]:
         return [f"the plan was found for {document.model.name} on random rows, not for {train.name}"]
     said = []
     if hashlib.sha256(train.text.read_bytes()).hexdigest() != tuned.sha256:
-        said.append(f"{train.name} is not the text that was tuned: its speed may be another")
+        said.append(f"{train.name} is not the text that was tuned: its speed and memory may be others")
     if train.arguments != tuned.arguments:
         said.append("the script was tuned with other arguments: its speed and memory may be others")
     return said

@@ -17,11 +17,16 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
     import transformers
 
     from autofit.output.setup import load
+    from autofit.system.errors import AutofitError
     from autofit.training.scripts.entry import rows_of, train_with
 
     _ = transformers.Trainer  # what it imports, before the script is timed or anything is patched
-    setup = load(folder)
-    setup.check()
+    try:
+        setup = load(folder)
+        setup.check()
+    except AutofitError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - it is a program of its own
+        sys.exit(error.exit_code)
     environment = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
 
     def around(trainer: Any, train: Callable[[], Any]) -> Any:
