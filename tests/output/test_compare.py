@@ -26,6 +26,8 @@ def test_the_speed_the_memory_and_the_values_that_differ_stand_side_by_side():
     assert row(text, "micro_batch") == ["8", "4", "8"]
     assert "precision " not in text
     assert "the same for all: model Qwen/Qwen2.5-0.5B" in text
+    assert "rows rows of" not in text
+    assert ", rows of " in " ".join(text.split())
     assert "the questions differ" not in text
 
 

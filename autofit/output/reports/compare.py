@@ -32,7 +32,7 @@ def comparison(documents: Mapping[str, Document]) -> Group:
         if len(set(cells)) > 1:
             table.add_row(name, *map(_text, cells))
         else:
-            same.append(f"{name} {cells[0]}")
+            same.append(cells[0] if name == "rows" else f"{name} {cells[0]}")
     table.add_row()
     for name, cells in (*_promise(answers), *_plan(answers)):
         table.add_row(name, *map(_text, cells))
