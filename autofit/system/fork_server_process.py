@@ -41,6 +41,17 @@ def die_with_parent(parent: int, number: int) -> None:
         os._exit(1)
 
 
+def own_threads() -> None:
+    """Make PyTorch's pool of threads anew in a process that was just forked, while it has a single thread.
+
+    The first call after a fork does that, and nothing guards it: where autograd's threads of several devices begin at
+    once, all but one find no pool, and abort ("Invalid thread pool!", ``caffe2/utils/threadpool``, torch 2.13).
+    """
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "set_num_threads"):
+        torch.set_num_threads(torch.get_num_threads())
+
+
 class _Server:
     """The server's side: forks a child for each job until the socket closes."""
 
@@ -154,6 +165,7 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...], *, trains: boo
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(os.getppid(), signal.SIGTERM)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.register_at_fork(after_in_child=own_threads)
     if not trains:
         _leave_out("datasets", "scipy")
     first = [*_FIRST, *modules]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 from typing import ClassVar
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 from autofit.output.jobs import CheckJob
 from autofit.system.errors import MachineError
 from autofit.system.fork_server import ForkServer
+from autofit.system.fork_server_process import own_threads
 from autofit.system.job import job_text
 from tests.support.tiny import REPOSITORY, SUPPORT, alive, gone, offspring, wait_until
 
@@ -29,6 +31,19 @@ def quick_path(tmp_path):
     for name in ("torch", "transformers", "accelerate"):
         (stubs / f"{name}.py").write_text("raise ImportError('left out by a test')")
     return os.pathsep.join((str(stubs), str(SUPPORT)))
+
+
+def test_a_forked_process_makes_its_pool_of_threads_before_others_begin(monkeypatch):
+    asked = []
+    torch = SimpleNamespace(get_num_threads=lambda: 3, set_num_threads=asked.append)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    own_threads()
+    assert asked == [3]
+    monkeypatch.delitem(sys.modules, "torch")
+    own_threads()  # nothing to do
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    own_threads()  # being imported
+    assert asked == [3]
 
 
 @pytest.fixture
