@@ -81,6 +81,10 @@ class Accumulation(Technique):
             return None
         return Held(script.accumulation, script.own_split, firm=True)
 
+    def own(self, facts: Facts) -> Value:
+        script = facts.workload.script
+        return self.baseline_for(facts) if script is None else script.accumulation
+
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         line = "have the Trainer divide the loss over the accumulation: model = setup.model(...)"
         return Emission(

@@ -219,6 +219,8 @@ class Script:
         loader: Which of the loaders that it has prepared it trains on, from 0; in a plain loop.
         loading: How that loader loads; ``None`` where it was not looked at.
         depends_on_rows: Why its loss depends on the rows of a micro-batch, so that accumulation is not exact.
+        undivided: Whether its Trainer takes its loss for divided by the accumulation, and nobody divides it: the plan's
+            gradients are kept as large as those of its own accumulation.
         batch: Shapes of a micro-batch of its longest rows, by the names of the model's arguments.
         rows: In its data set; ``None`` where it has no length.
         sampled: Rows of it that were looked at, to find the longest.
@@ -248,6 +250,7 @@ class Script:
     loader: int = 0
     loading: Loading | None = None
     depends_on_rows: str | None = None
+    undivided: bool = False
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rows: int | None = None
     sampled: int = 0

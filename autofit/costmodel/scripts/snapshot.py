@@ -217,11 +217,10 @@ class Snapshot:
         return max(2, self.script.micro_batch)
 
     def _of_own_rows(self, source: TrainerSource, trace: Callable[..., MicroPart], scratch: Path) -> float:
-        """Peak bytes of a micro-step of the script's own number of rows, traced in a fork.
+        """Peak bytes of a micro-step of the script's own number of rows, traced in a fork; NaN where that failed.
 
         Raises:
             UnlikeError: The same as of any number of rows.
-            ModelError: It can't be traced.
         """
         told = scratch / "own-rows"
 
@@ -249,6 +248,8 @@ def _check(part: MicroPart, exact: float, rows: int) -> None:
     Raises:
         ModelError: It does not.
     """
+    if math.isnan(exact):
+        raise ModelError(f"the trace of {rows} rows failed or was killed, and only that of any number was made")
     said = _peak(part, rows)
     if not abs(said - exact) <= _APART * exact:
         raise ModelError(

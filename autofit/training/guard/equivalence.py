@@ -326,4 +326,4 @@ def _compared(found: list[Comparison], lacking: list[str], steps: int) -> tuple[
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"

@@ -19,8 +19,9 @@ from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop_entry import describing, measure_loop, train_loop_with, waits_of
 from autofit.training.scripts.patches import Patches, loads_of
 from autofit.training.scripts.rows import sample_of, take_in_order
-from autofit.training.scripts.traits import longest_batch, traits
+from autofit.training.scripts.traits import longest_batch, shapes, traits
 from autofit.training.scripts.watched import watch, wrap
+from autofit.training.tasks.loss_scale import script_leaves_undivided
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Script
@@ -112,6 +113,7 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
     made = patches.made[id(trainer)]
     loader: Any = trainer.get_train_dataloader()
     rows = sample_of(loader.dataset, loader.collate_fn)
+    batch = longest_batch(loader, rows, trainer.args.per_device_train_batch_size)
     found = traits(patches, trainer.model, rows, seconds)
     names = ("optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile",
              "use_liger_kernel", "per_device_eval_batch_size")  # fmt: skip
@@ -122,7 +124,8 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
         "own": json.loads(json.dumps({name: made.arguments.get(name) for name in names}, default=str)),
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
         "loading": loading_of(loader, int(made.arguments["per_device_train_batch_size"])),
-        "batch": longest_batch(loader, rows, trainer.args.per_device_train_batch_size),
+        "batch": shapes(batch),
+        "undivided": script_leaves_undivided(trainer, batch),
     }
     return found
 

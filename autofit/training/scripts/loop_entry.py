@@ -88,7 +88,9 @@ def _described(
         "own_split": _LOADER if loader.batch_size is None else own_split,
         "loader": seen.number,
         "loading": loading_of(loader, int(sized or first[0]), own_batches=loader.batch_size is None),
-        "batch": longest_batch(loader, rows, loader.batch_size) if loader.batch_size and rows.longest else batch,
+        "batch": shapes(longest_batch(loader, rows, loader.batch_size))
+        if loader.batch_size and rows.longest
+        else batch,
     }
     return found
 

@@ -56,12 +56,12 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
     return {"script": script, "model": inner, "config": json.loads(text)}
 
 
-def longest_batch(loader: Any, rows: Sample, micro_batch: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a micro-batch of the longest rows, as a script's own collator makes it; of its first, without them."""
+def longest_batch(loader: Any, rows: Sample, micro_batch: int) -> Any:
+    """A micro-batch of the longest rows, as a script's own collator makes it; its first, where they are not known."""
     if not rows.longest or loader.collate_fn is None:
-        return shapes(next(iter(loader)))
+        return next(iter(loader))
     places = [*itertools.islice(itertools.cycle(rows.longest), micro_batch)]
-    return shapes(loader.collate_fn([loader.dataset[place] for place in places]))
+    return loader.collate_fn([loader.dataset[place] for place in places])
 
 
 def shapes(batch: Any) -> dict[str, tuple[int, ...]]:

@@ -22,6 +22,22 @@ def wrap_model(trainer: Any, recipe: Recipe) -> None:
         trainer.model_init = None  # it has made the model, and would make another one
     for around_model in recipe.model_wraps:
         trainer.model = trainer.model_wrapped = around_model(trainer.model)
+    script = recipe.facts.workload.script
+    if script is not None and script.undivided:
+        keep_scale(trainer, script.accumulation)
+
+
+def keep_scale(trainer: Any, accumulation: int) -> None:
+    """Have gradients as large as a script's own accumulation leaves them, of a loss that nobody divides by it."""
+    compute_loss, times = trainer.compute_loss, accumulation / trainer.args.gradient_accumulation_steps
+
+    def scaled(model: Any, *args: Any, **kwargs: Any) -> Any:
+        found = compute_loss(model, *args, **kwargs)
+        if times == 1 or not model.training:
+            return found
+        return (found[0] * times, *found[1:]) if isinstance(found, tuple) else found * times
+
+    trainer.compute_loss = scaled
 
 
 def wrap_optimizer(trainer: Any, recipe: Recipe) -> None:

@@ -19,6 +19,14 @@ OTHER_LOSS = '''class Trainer(Trainer):
 
 
 '''
+SUMMED_LOSS = '''class Trainer(Trainer):
+    """Its loss is a sum over the rows of a micro-batch."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) * len(inputs["input_ids"])
+
+
+'''
 OTHER_ROWS = """import os
 _collate = collate
 def collate(rows):
@@ -70,13 +78,15 @@ def test_what_is_another_training_each_time_is_not_compared(looked, change, what
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("divides", [False, True])
-def test_a_training_that_hangs_on_the_split_is_told(looked, divides):
+def test_a_loss_that_nobody_divides_is_kept_as_large(looked):
     """A Trainer takes BERT's loss for divided by the accumulation, and BERT does not divide it."""
-    made = "    arguments = TrainingArguments("
-    text = CLASSIFY.replace(made, f"    model.accepts_loss_kwargs = False\n{made}") if divides else CLASSIFY
-    found = looked(text, micro_batch=2)
+    found = looked(CLASSIFY, micro_batch=2)
     assert found.verdict == "alone", "the baseline itself, split otherwise than the script"
-    assert (found.split is None) == divides
-    if not divides:
-        assert "its micro-batch of 2 rows is another training than the script's of 4" in found.split
+    assert found.split is None
+
+
+@pytest.mark.slow
+def test_a_training_that_hangs_on_the_split_is_told(looked):
+    found = looked(CLASSIFY.replace(HEAD, SUMMED_LOSS + HEAD), micro_batch=2)
+    assert found.verdict == "alone"
+    assert "its micro-batch of 2 rows is another training than the script's of 4" in found.split
