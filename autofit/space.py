@@ -38,6 +38,13 @@ class Space:
         priors = [self.priors[name][value] for name, value in plan.items()]
         return sum(prior.time[0] for prior in priors), sum(prior.memory[0] for prior in priors)
 
+    def own(self, facts: Facts) -> Plan | None:
+        """What the user's script does by itself; ``None`` where no script is tuned, or that may not be tried."""
+        if facts.workload.script is None:
+            return None
+        plan = Plan({name: technique(name).own(facts) for name in self.domains})
+        return plan if plan in self.plans else None
+
     def smallest(self) -> Plan:
         """The plan that is expected to need the least memory."""
         return min(self.plans, key=lambda plan: (self.expected(plan)[1], self.expected(plan)[0]))

@@ -108,6 +108,11 @@ class Checkpointing(Technique):
 
         return (off, *(choice(value, reason) for value, reason in reasons.items()))
 
+    def own(self, facts: Facts) -> Value:
+        script = facts.workload.script
+        asked = script is not None and script.own.get("activation_checkpointing")
+        return "full" if asked else super().own(facts)
+
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         new = facts.release("transformers") >= NEW_NAME_SINCE
         name = "activation_checkpointing" if new else "gradient_checkpointing"

@@ -107,6 +107,10 @@ class MicroBatch(Technique):
             return None
         return Held(script.micro_batch, f"{script.depends_on_rows}, so another micro-batch is another training")
 
+    def own(self, facts: Facts) -> Value:
+        script = facts.workload.script
+        return self.baseline_for(facts) if script is None else script.micro_batch
+
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         rows = int(value)
         arguments = {"per_device_train_batch_size": rows}

@@ -133,6 +133,11 @@ class Precision(Technique):
             return None
         return Held("bf16_weights", f"the script loads its model in {script.weights_dtype}")
 
+    def own(self, facts: Facts) -> Value:
+        script = facts.workload.script
+        said = () if script is None else [name for name in ("bf16", "fp16", "tf32") if script.own.get(name)]
+        return super().own(facts) if self.held(facts) or not said else said[0]
+
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         mixed = _AUTOCAST.get(str(value), "no")
         lines = {

@@ -186,6 +186,11 @@ class Technique(ABC):
         """The value that the user's script holds it at; ``None`` where a plan decides, or no script is tuned."""
         return None
 
+    def own(self, facts: Facts) -> Value:
+        """What the user's script does by itself; of no script the baseline."""
+        held = self.held(facts)
+        return self.baseline_for(facts) if held is None else held.value
+
     @classmethod
     def lacks(cls, facts: Facts, *packages: str) -> str | None:
         """What of some of its packages is missing or too old, in words, the first one; ``None`` where nothing is."""

@@ -13,6 +13,7 @@ from autofit.output.document import Document
 from autofit.output.plan_words import baseline_values, is_baseline, plan_words
 from autofit.output.text import number, plural
 from autofit.output.wording import KINDS
+from autofit.registry import techniques
 from autofit.search.decision import pool
 from autofit.system.units import size
 
@@ -101,6 +102,29 @@ def against_baseline(document: Document) -> tuple[float | None, list[str]]:
     if largest.plan != fastest.plan:
         said.append(f"The baseline plan with the largest micro-batch that fits {compared(largest)}.")
     return winner.samples_per_second / fastest.samples_per_second, [*said, meaning]
+
+
+def against_script(document: Document) -> tuple[float | None, str | None]:
+    """How the winner compares with what the user's script does by itself.
+
+    Returns:
+        The winner's speed as a multiple of the script's own, and a sentence; ``None`` where that is the winner, was not
+        measured, or no script was tuned.
+    """
+    if document.workload.script is None or document.estimated is not None:
+        return None, None
+    own = {one.name: one.own(document.facts) for one in techniques()}
+    ranked = standings(document)
+    found = next((one for one in ranked if all(own.get(name) == value for name, value in one.plan.items())), None)
+    if found is None:
+        return None, None
+    if found.is_winner:
+        return None, "The winner is what the script does by itself."
+    said = (
+        f"What the script does by itself ({plan_words(found.plan)}) makes {number(found.samples_per_second)} samples/s"
+    )
+    said += f" with a peak memory of {size(found.peak_bytes)}; the winner makes {times(ranked[0], found)} that."
+    return ranked[0].samples_per_second / found.samples_per_second, said
 
 
 def times(one: Standing, other: Standing) -> str:

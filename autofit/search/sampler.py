@@ -28,7 +28,7 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial
 
-from autofit.contract.plan import Value
+from autofit.contract.plan import Plan, Value
 from autofit.costmodel.forecast import Forecast
 from autofit.costmodel.tracing.timeline import Bools, Floats
 from autofit.search.risk import LIKELY_FITS, MIN_GAIN, RiskLimits, min_gain_if_infeasible, risk_limits
@@ -73,6 +73,7 @@ class AutofitSampler(optuna.samplers.BaseSampler):
     Args:
         space: The plans, and their priors.
         limit_bytes: The ceiling that the constraint ``memory`` is relative to.
+        own: What the user's script does by itself, which is tried before all else.
         not_first: Values by technique that the first trial avoids where it can.
         seed: For parameters that are not of the space, which are sampled at random.
         forecast: What the traces say of the plans' memory.
@@ -83,6 +84,7 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         space: Space,
         *,
         limit_bytes: int,
+        own: Plan | None = None,
         not_first: Mapping[str, Collection[Value]] | None = None,
         seed: int = 0,
         forecast: Forecast | None = None,
@@ -91,6 +93,7 @@ class AutofitSampler(optuna.samplers.BaseSampler):
         self.model = surrogate(space, forecast)
         self.limit_bytes = limit_bytes
         self._first = first_plan(self.model, self._without(not_first or {}), limit_bytes)
+        self._own = None if own is None else self.model.features.index[own]
         self._smallest = smallest_plan(self.model, space)
         names = enumerate(self.model.features.names)
         self._free_columns = [column for column, name in names if name not in {MICRO_BATCH, ACCUMULATION}]
@@ -131,6 +134,8 @@ class AutofitSampler(optuna.samplers.BaseSampler):
             if not observed:
                 return Suggestion(plan=None, reason="no plan fits, by its trace")
             return Suggestion(plan=None, reason="every plan was tried or is known not to fit")
+        if (opening := self._opening(observed, free)) is not None:
+            return opening
         if not fitting:
             return self._suggest_feasible(observed, free, peaks)
         return self._suggest_faster(observed, fitting, free, peaks)
@@ -200,10 +205,20 @@ class AutofitSampler(optuna.samplers.BaseSampler):
 
     # -- while nothing fits ---------------------------------------------------------------------------------------
 
+    def _opening(self, observed: Sequence[Observation], free: Bools) -> Suggestion | None:
+        """The script's own plan, then the first one; ``None`` where others were tried already."""
+        tried = {one.plan for one in observed if one.result != "running"}
+        if self._own is not None and not tried and free[self._own]:
+            return Suggestion(plan=self._own, reason="what the script does by itself")
+        if not tried - {self._own} and free[self._first]:
+            how = "the largest micro-batch that fits" if self.model.forecast else "the smallest sensible micro-batch"
+            return Suggestion(plan=self._first, reason=f"expected to be fast, with {how}")
+        return None
+
     def _suggest_feasible(
         self, observed: Sequence[Observation], free: Bools, peaks: PeakPosterior | None
     ) -> Suggestion:
-        """The first plan, one that likely fits, the smallest one, then a few small ones."""
+        """One that likely fits, the smallest one, then a few small ones."""
         tried = [one.plan for one in observed if one.result != "running"]
         ran = sum(one.result in {"out_of_memory", "measured"} for one in observed)
         belief = posterior(self.model, observed, self.limit_bytes, peaks)
@@ -214,9 +229,6 @@ class AutofitSampler(optuna.samplers.BaseSampler):
                 return Suggestion(plan=None, reason=reason)
         if len(tried) >= _MAX_FAILURES:
             return Suggestion(plan=None, reason=f"none of the {len(tried)} plans tried ran")
-        if not tried and free[self._first]:
-            how = "the largest micro-batch that fits" if self.model.forecast else "the smallest sensible micro-batch"
-            return Suggestion(plan=self._first, reason=f"expected to be fast, with {how}")
         speed = np.exp(belief.time.min() - belief.time) * belief.runs
         likely = free & (belief.fits >= LIKELY_FITS) if ran else free
         if ran < 2 and likely.any():

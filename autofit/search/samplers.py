@@ -58,7 +58,8 @@ def make_sampler(
     if name == "autofit":
         limit_bytes = facts.workload.limit_bytes
         methods = _other_methods(space, facts)
-        return AutofitSampler(space, limit_bytes=limit_bytes, not_first=methods, seed=seed, forecast=forecast)
+        own = space.own(facts)
+        return AutofitSampler(space, limit_bytes=limit_bytes, own=own, not_first=methods, seed=seed, forecast=forecast)
     if name == "tpe":
         return optuna.samplers.TPESampler(seed=seed)
     return optuna.samplers.GPSampler(seed=seed) if name == "gp" else optuna.samplers.RandomSampler(seed=seed)

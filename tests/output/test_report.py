@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from autofit.contract.facts import Facts, Hardware, Model, Workload
+from autofit.contract.facts import Facts, Hardware, Model, Script, Workload
 from autofit.contract.outcome import (
     Crashed,
     Diverged,
@@ -405,6 +405,18 @@ class TestComparison:
         ratio, said = standings.against_baseline(document(**ON_CPU))
         assert ratio is None
         assert "baseline plan itself" in said[0]
+
+    def test_with_what_a_script_does_by_itself(self):
+        shown = document()
+        assert standings.against_script(shown) == (None, None)
+        script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=8)
+        scripted = replace(shown, workload=replace(shown.workload, script=script))
+        ratio, said = standings.against_script(scripted)
+        assert ratio == pytest.approx(52.0 / 16.9)
+        assert "(4 x 8 fp32) makes 16.90 samples/s" in said
+        itself = replace(script, micro_batch=8, accumulation=4, own={"bf16": True})
+        won = replace(shown, workload=replace(shown.workload, script=itself))
+        assert standings.against_script(won) == (None, "The winner is what the script does by itself.")
 
     def test_plain_plans_that_failed_and_none_at_all(self):
         only = [(WINNER, measured(51.9, 15.8))]

@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from autofit import space
+from autofit.contract.facts import Script
 from autofit.contract.outcome import Crashed, OutOfMemory, TimedOut, Trial, Unsupported
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
+from autofit.registry import techniques
 from autofit.search.decision import decide
 from autofit.search.journal import JOURNAL_FILE
 from autofit.search.sampler import MIN_TRIALS, AutofitSampler
@@ -160,6 +162,19 @@ def test_the_first_plan_is_fast_small_and_keeps_the_method(tmp_path):
         "compile": "off",
         "loader": "default",
     }
+
+
+def test_what_a_script_does_by_itself_is_tried_before_the_first_plan(tmp_path):
+    said = {"path": "train.py", "sha256": "", "trainer": "Trainer", "micro_batch": 4, "accumulation": 8}
+    own = {"bf16": True, "activation_checkpointing": True}
+    work = dataclasses.replace(CUDA.workload, script=Script(**said, own=own))
+    facts = dataclasses.replace(CUDA, workload=work)
+    searcher = open_searcher(tmp_path, space.build(facts), facts)
+    first, second, *_ = [trial.plan for trial in play(searcher, Landscape(facts=facts, **CPU_SHAPE).outcome, limit=3)]
+    changed = {"micro_batch": 4, "accumulation": 8, "precision": "bf16", "checkpointing": "full"}
+    assert dict(first) == {one.name: changed.get(one.name, one.baseline) for one in techniques()}
+    assert second["micro_batch"] == 1
+    assert second["precision"] == "bf16"
 
 
 def test_it_stops_by_itself_and_says_why():

@@ -55,8 +55,10 @@ def _promise(document: Document) -> list[str]:
     """The promised speed and memory, and the speed beside a search over the batch size alone."""
     promise = document.promise
     ratio, _ = standings.against_baseline(document)
+    own, _ = standings.against_script(document)
     share = percent(promise.peak_bytes / promise.limit_bytes)
     beside = "" if ratio is None else f"; {ratio:.2f} times the fastest baseline plan"
+    beside = beside if own is None else f"; {own:.2f} times what the script does by itself"
     return [
         f"{wording.pace(document)}{beside}",
         *wording.training_words(document),

@@ -45,13 +45,14 @@ def summary(document: Document, *, folder: str | Path) -> Group:
     measured = document.estimated is None
     script = wording.script_lines(document, folder) or ["nothing beyond reading training_args.json"]
     same = ["nothing: the training is that of a baseline plan"]
+    own = [said for said in (standings.against_script(document)[1],) if said is not None]
     sections: list[tuple[str, RenderableType]] = [
         ("The winner", Group(_split(document), _text(""), _plan_table(document))),
         ("The promise" if measured else "The estimate", _promise_table(document)),
         ("What it changes in the training", _bullets(document.changes or same)),
         ("What your script must do", _bullets(script)),
         ("Why this plan", Group(_text(document.reason), *_bulleted(findings.contributed(document)))),
-        *([("Against baseline plans", _bullets(standings.against_baseline(document)[1]))] if measured else []),
+        *([("Against baseline plans", _bullets([*own, *standings.against_baseline(document)[1]]))] if measured else []),
         *([("The trials", _trials(document))] if measured else []),
         ("What it cost", _text(wording.cost(document))),
     ]
@@ -93,6 +94,7 @@ def html(document: Document, *, folder: str | Path) -> str:
     template = environment.from_string(files("autofit.output.reports").joinpath(_TEMPLATE).read_text(encoding="utf-8"))
     ranked = standings.standings(document)
     ratio, comparison = standings.against_baseline(document)
+    own, said = standings.against_script(document)
     return template.render(
         document=document,
         wording=wording,
@@ -102,7 +104,8 @@ def html(document: Document, *, folder: str | Path) -> str:
         split_words=SPLIT_WORDS,
         split=list(zip((*SPLIT, "processes"), wording.product(document).split(" = ")[0].split(" x "), strict=True)),
         ratio=ratio,
-        comparison=comparison,
+        own=own,
+        comparison=[*([said] if said else []), *comparison],
         scatter=charts.scatter(document) if document.trials else None,
         losses=charts.losses(document),
         contributed=findings.contributed(document),
