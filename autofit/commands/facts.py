@@ -191,8 +191,8 @@ def ceiling(request: Request, hardware: Hardware, say: Callable[[str], None]) ->
     limit = units.parse_limit(request.memory_limit or f"{DEFAULT_CEILING * 100:g}%", hardware.free_bytes)
     if limit > hardware.total_bytes:
         raise InputError(
-            f"--memory-limit {units.size(limit)} is more than the {units.size(hardware.total_bytes)} of "
-            f"{hardware.name}",
+            f"--memory-limit {request.memory_limit} is {units.size(limit)}, more than the "
+            f"{units.size(hardware.total_bytes)} of {hardware.name}",
             hint="give a smaller one",
         )
     if limit > hardware.free_bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from autofit.machine.packages import installed
 from autofit.output.document import REQUEST
 from autofit.search.samplers import check_sampler
 from autofit.system import strict_json, units
-from autofit.system.errors import InputError
+from autofit.system.errors import InputError, near
 from autofit.system.files import write_atomically
 from autofit.system.strict_json import dump_json
 from autofit.training.launch_environment import check_environment
@@ -99,7 +100,9 @@ def validated(kind: type[Asked], given: Mapping[str, Any]) -> Asked:
         first = error.errors()[0]
         option, got = _option(str(first["loc"][0])), first["input"]
         words = first["msg"][:1].lower() + first["msg"][1:]
-        raise InputError(f"{option} {got!r}: {words}", hint="help(autofit.tune) tells what each argument is") from None
+        choices = re.findall(r"'([^']+)'", first.get("ctx", {}).get("expected", ""))
+        hint = near(str(got), choices) if choices else "help(autofit.tune) tells what each argument is"
+        raise InputError(f"{option} {got!r}: {words}", hint=hint) from None
 
 
 def as_classes(allow: object) -> str:

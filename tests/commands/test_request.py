@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autofit
-from autofit.commands.facts import read_facts, remarks, row_length
+from autofit.commands.facts import ceiling, read_facts, remarks, row_length
 from autofit.commands.request import Request
 from autofit.contract.facts import Model
 from autofit.system.errors import InputError, ModelError
@@ -150,3 +150,13 @@ def test_a_length_is_refused_where_the_config_has_one(tmp_path):
 def test_another_task_than_the_supported_ones_is_refused(command):
     with pytest.raises(InputError, match=r"^task 'classification': input should be 'causal-lm'"):
         command("demo", task="classification")
+    with pytest.raises(InputError) as refused:
+        command("demo", task="causallm")
+    assert refused.value.hint == "did you mean causal-lm?"
+
+
+def test_a_ceiling_above_the_device_is_refused_by_the_words_it_was_given_in():
+    with pytest.raises(
+        InputError, match=r"^--memory-limit 22TB is 20\.01 TiB, more than the 64\.00 GiB of Synthetic CPU"
+    ):
+        ceiling(Request(model="demo", memory_limit="22TB"), cpu_facts().hardware, lambda _: None)
