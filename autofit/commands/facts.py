@@ -125,7 +125,9 @@ def remarks(seq_len: int, model: Model) -> list[str]:
         said.append(f"{model.rows_of(seq_len)} are longer than the {model.max_positions} the model was made for")
     if model.architecture not in model.named:
         what = f"is of {' and '.join(model.named)}" if model.named else "names no architecture"
-        said.append(f"the config {what}: it is trained as {model.architecture}, on {model.trained_on}")
+        said.append(
+            f"the config {what}: it is trained as {model.architecture}, on {model.trained_on}; --task chooses another"
+        )
     return said
 
 

@@ -73,6 +73,7 @@ def waited_for(
 
 def _opened(path: Path) -> int:
     """The lock's file, made where it is missing; one of another user can only be read, which is enough for flock(2)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     how = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe of that name would be waited for
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | how, 0o644)

@@ -4,13 +4,14 @@ import sys
 
 import pytest
 
+SIMPLE = ("precision=bf16", "kernels=none", "adapter=none", "optimizer=adamw", "compile=off")
 CELLS = (
     """
 import autofit
 found = autofit.tune("demo", output="out", trials=2, seq_len=64, global_batch=4, device="cpu", guard=False)
 found
 """,
-    'autofit.estimate("demo", gpu="H100")',
+    'autofit.estimate("demo", gpu="H100", fix=' + repr(SIMPLE) + ")",
     'autofit.tune("demo", output="out", global_batch=8)',
 )
 

@@ -64,10 +64,11 @@ def test_rows_that_a_model_can_not_be_run_on_are_refused():
 def test_a_model_of_another_task_is_said():
     known = dataclasses.replace(MODEL, architecture="BertLMHeadModel", named=())
     (said,) = remarks(16, known)
-    assert said == "the config names no architecture: it is trained as BertLMHeadModel, on next-token prediction"
+    trained = "it is trained as BertLMHeadModel, on next-token prediction; --task chooses another"
+    assert said == f"the config names no architecture: {trained}"
     assert remarks(16, dataclasses.replace(known, named=("BertLMHeadModel", "Other"))) == []
     (said,) = remarks(16, dataclasses.replace(known, named=("BertForMaskedLM",)))
-    assert said == "the config is of BertForMaskedLM: it is trained as BertLMHeadModel, on next-token prediction"
+    assert said == f"the config is of BertForMaskedLM: {trained}"
 
 
 SMALL_BERT = {**SMALL, "intermediate_size": 16, "vocab_size": 64}

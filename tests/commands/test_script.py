@@ -1,5 +1,6 @@
 """A user's own script: tuned as it stands, run with the plan, verified; and every way in which that can't be done."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -173,6 +174,10 @@ def test_what_a_script_holds_is_no_plans_to_change():
         space.build(facts, given={"adapter": ("ia3",)})
     emitted = recipe_of(plans[0], facts).emission.training_args
     assert emitted["per_device_train_batch_size"] == 4
+    assert not [note for note in script_notes(facts) if "evaluates" in note]
+    evaluates = dataclasses.replace(script, own={"eval_strategy": "steps", "per_device_eval_batch_size": 16})
+    notes = script_notes(cpu_facts(global_batch=8, script=evaluates))
+    assert "it evaluates 16 rows at once: that is not measured, nor held against the ceiling" in notes
     assert "use_liger_kernel" not in emitted
 
 

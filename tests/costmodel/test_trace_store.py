@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +35,8 @@ def canned(part):
 class Tracer:
     """Stands where the fork server stands: answers with canned parts, and counts what it was asked for."""
 
-    def __init__(self, *, fail=(), silent=False):
-        self.asked, self.fail, self.silent = [], fail, silent
+    def __init__(self, *, fail=(), silent=False, seconds=0.0):
+        self.asked, self.fail, self.silent, self.seconds = [], fail, silent, seconds
 
     def __call__(self):
         return self
@@ -45,6 +46,7 @@ class Tracer:
         assert folder.is_dir()
         assert kill_after_seconds >= 60
         failed = {}
+        time.sleep(self.seconds)
         for request in job.requests:
             self.asked.append((request.part, request.plan))
             if request.part in self.fail:
@@ -83,6 +85,14 @@ def test_plans_share_their_parts(lab):
     assert found.need(plans[0]) != found.need(plans[-1])
     found.prepare(plans, words.append)
     assert len(tracer.asked) == 4
+
+
+def test_how_many_are_made_is_told_meanwhile(lab, monkeypatch):
+    monkeypatch.setattr(trace_store, "_TOLD_EVERY_SECONDS", 0.005)
+    words = []
+    lab(Tracer(seconds=0.2)).prepare([PLAIN], words.append)
+    assert words[0] == "tracing 2 parts of a step"
+    assert "0 of 2 parts traced" in words
 
 
 def test_many_rows_stand_for_one_where_it_was_not_traced(lab):

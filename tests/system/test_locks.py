@@ -77,6 +77,7 @@ def test_a_child_process_does_not_inherit_it(tmp_path):
 
 
 def test_a_lock_that_cant_be_made_is_a_machine_error(tmp_path):
+    (tmp_path / "none").write_text("a file, and no folder")
     with pytest.raises(MachineError, match="no lock at") as caught:
         take(tmp_path / "none" / "lock")
     assert "AUTOFIT_LOCKS" in caught.value.hint

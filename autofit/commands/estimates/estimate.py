@@ -60,7 +60,7 @@ class Estimate:
         notes: What was assumed.
         processes: Cards that train together, in ``nodes`` machines; ``memory_bytes`` and plans' needs are of each.
         ways: Each way of training (full, LoRA, QLoRA), where they were asked for.
-        telling: The knobs that tell the ways apart.
+        telling: The knobs that tell the ways apart, and those that the question fixes.
         folder: Where the recommended plan's files were written; ``None`` where none were asked for, or nothing fits.
     """
 
@@ -231,7 +231,7 @@ def estimate(
             notes=notes,
             seconds=time.monotonic() - began,
             ways=by_way,
-            telling=tuple(one.name for one in techniques() if one.ways),
+            telling=tuple(one.name for one in techniques() if one.ways or one.name in knobs),
             folder=str(target) if target is not None and best is not None else None,
         )
 

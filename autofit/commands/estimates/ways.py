@@ -153,7 +153,7 @@ def _way(  # noqa: PLR0917 - as above
     if fastest is None:
         stops = what_stops(smallest, limit)
     elif count == len(traced):
-        stops = f"all of its {count} plans fit"
+        stops = f"all of its {count} plans fit" if count > 1 else "its one plan fits"
     else:
         stops = f"{count} of its {len(traced)} plans fit; the largest needs {units.size(float(need[traced].max()))}"
     return Way(name=name, fastest=fastest, smallest=smallest, stops=stops)

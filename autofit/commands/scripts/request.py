@@ -134,6 +134,9 @@ def script_notes(facts: Facts) -> list[str]:
             f"rows differ: the mean is {script.mean_length / script.longest:.0%} of the longest of {seen}; fit is "
             "judged on the longest, and what counts is tokens/s without padding on the rows to be expected"
         )
+    if script.own.get("eval_strategy", "no") != "no":
+        rows = script.own["per_device_eval_batch_size"]
+        said.append(f"it evaluates {rows} rows at once: that is not measured, nor held against the ceiling")
     if not script.trainer:
         said.append("a plain loop is not run by the guard: no plan's gradients were compared with a float32 baseline's")
     if 0 < script.sampled < min(script.rows or 0, _ENOUGH_ROWS):

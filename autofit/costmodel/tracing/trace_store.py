@@ -7,14 +7,16 @@ optimizer's step serves every sequence and every way of checkpointing. What a te
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import struct
+import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +39,7 @@ PARTS: tuple[Part, ...] = ("micro_steps", "optimizer")
 MANY = 2
 """Rows whose trace stands for any number of them; what it says of one alone may be 3 % off."""
 _LONGEST_SECONDS = 900.0
+_TOLD_EVERY_SECONDS = 20.0
 _SCRIPT_RUNS = 16
 """A script runs once for each way of loading its model; there are not more."""
 _SPOILED = (
@@ -126,7 +129,10 @@ class Traces:
         )
         script = self.facts.workload.script
         longest = _LONGEST_SECONDS if script is None else _LONGEST_SECONDS + _SCRIPT_RUNS * script.seconds
-        with self.server().ask(self.scratch, job, kill_after_seconds=longest) as answer:
+        with (
+            self._told_meanwhile([one.file for one in wanted.values()], say),
+            self.server().ask(self.scratch, job, kill_after_seconds=longest) as answer,
+        ):
             reasons = {} if answer is None else dict(answer["failed"])
         for key, request in wanted.items():
             if request.file in reasons:
@@ -135,6 +141,23 @@ class Traces:
                 self.made += 1
             else:
                 self.failed[key] = "its trace took too long or was killed"
+
+    @contextlib.contextmanager
+    def _told_meanwhile(self, names: Sequence[str], say: Callable[[str], None]) -> Iterator[None]:
+        """Say now and then how many of the traces are there."""
+        ended = threading.Event()
+
+        def tell() -> None:
+            while not ended.wait(_TOLD_EVERY_SECONDS):
+                say(f"{sum((self.cache / name).exists() for name in names)} of {len(names)} parts traced")
+
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            teller.join()
 
     def _known(self, key: str) -> bool:
         if key in self._parts or key in self.failed:

@@ -116,7 +116,7 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
     batch = longest_batch(loader, rows, trainer.args.per_device_train_batch_size)
     found = traits(patches, trainer.model, rows, seconds)
     names = ("optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile",
-             "use_liger_kernel", "per_device_eval_batch_size")  # fmt: skip
+             "use_liger_kernel", "per_device_eval_batch_size", "eval_strategy")  # fmt: skip
     found["script"] |= {
         "trainer": type(trainer).__name__,
         "micro_batch": int(made.arguments["per_device_train_batch_size"]),
