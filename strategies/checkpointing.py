@@ -33,7 +33,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
-from autofit.contract.placement import current
+from autofit.contract.placement import KeptOnHost
 from autofit.contract.technique import Choice, Kind, Part, Prior, Technique, replacing
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ _ATTENTION = frozenset({
 _SEEN_TO_WIN = {"cpu": {"full", "every_2"}, "cuda": {"full"}}
 """Values that were the fastest under a ceiling of a landscape recorded on such a device, and what every large model is
 trained with; the others are tried on request."""
-_SMALLEST_BYTES = 1 << 20  # smaller tensors cost more to move than they free
 _HOST_A_REGION, _HOST_A_SAVED_TENSOR, _HOST_A_SEEN_OPERATOR = 35.0, 2.5, 4.0
 """What the Python of a checkpointed region takes of the host, in operators: for the region itself, for each tensor that
 autograd would save, and for each operator that a selective one looks at, there and back. Measured with tiny models on
@@ -286,34 +285,14 @@ def keep_products(model: PreTrainedModel, kept: KeptOutputs) -> PreTrainedModel:
     return _switch_on(model, checkpoint=kept.checkpoint)
 
 
-class HostInputs:
-    """Checkpoints a layer, with its inputs on the host until they are needed.
+class HostInputs(KeptOnHost):
+    """Checkpoints a layer, with its inputs on the host until they are needed."""
 
-    Attributes:
-        moved_bytes: Bytes copied to the host so far.
-    """
-
-    def __init__(self) -> None:
-        self.moved_bytes = 0
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Copy to the host, or keep; what comes back is what ``unpack`` gets."""
-        if tensor.nbytes < _SMALLEST_BYTES or not tensor.is_floating_point() or not current().on_device(tensor):
-            return tensor
-        self.moved_bytes += tensor.nbytes
-        return (tensor.device, current().to_host(tensor))
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        """Bring back what ``pack`` moved."""
-        if isinstance(packed, tuple):
-            device, host = packed
-            return current().to_device(host, device)
-        kept: torch.Tensor = packed
-        return kept
+    def stays(self, tensor: torch.Tensor) -> bool:
+        """Of a layer's inputs those of floating point are its activations."""
+        return not tensor.is_floating_point() or super().stays(tensor)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer; what it saves inside is dropped before these hooks would see it."""
-        from torch.autograd.graph import saved_tensors_hooks
-
-        with saved_tensors_hooks(self.pack, self.unpack):
+        with self.waiting():
             return _checkpoint(function, *args, **kwargs)

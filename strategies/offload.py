@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
 from autofit.contract.layout import engine_of, layout_of
-from autofit.contract.placement import current
+from autofit.contract.placement import KeptOnHost, current
 from autofit.contract.technique import Choice, Held, HostOffload, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ _REFUSED = {
 }
 _SHARDED = {"adamw", "sgd"}
 """Optimizers whose kernels take a sharded tensor."""
-_SMALLEST_BYTES = 1 << 20  # smaller tensors cost more to move than they free
 _PLAIN_STATE = {"adamw", "adafactor", "sgd"}
 _CHUNK_BYTES = 256 << 20
 _HOST_STEP_PASSES = 7
@@ -227,43 +226,26 @@ def _under_engine(value: Value, others: Mapping[str, Value], facts: Facts) -> st
     return _REFUSED.get((engine, str(others["precision"])))
 
 
-class HostActivations:
-    """Keeps the tensors that one forward pass saves for its backward pass on the host.
+class HostActivations(KeptOnHost):
+    """Keeps the tensors that a forward pass of a model saves for its backward pass on the host.
 
     The model's parameters stay where they are, and so do tensors of a parameter's shape (autocast's copies).
-
-    Attributes:
-        moved_bytes: Bytes copied to the host so far.
     """
 
     def __init__(self) -> None:
-        self.moved_bytes = 0
-        self._keep: set[tuple[int, ...]] = set()
+        super().__init__()
+        self._shapes: set[tuple[int, ...]] = set()
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Copy to the host, or keep; what comes back is what ``unpack`` gets."""
-        small = tensor.nbytes < _SMALLEST_BYTES
-        if small or tuple(tensor.shape) in self._keep or not current().on_device(tensor):
-            return tensor
-        self.moved_bytes += tensor.nbytes
-        return (tensor.device, current().to_host(tensor))
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        """Bring back what ``pack`` moved."""
-        if isinstance(packed, tuple):
-            device, host = packed
-            return current().to_device(host, device)
-        kept: torch.Tensor = packed
-        return kept
+    def stays(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is left where it is."""
+        return tuple(tensor.shape) in self._shapes or super().stays(tensor)
 
     def hooks(self, model: nn.Module) -> torch.autograd.graph.saved_tensors_hooks:
         """The context to run a forward pass of the model in."""
-        from torch.autograd.graph import saved_tensors_hooks
-
-        if not self._keep:
+        if not self._shapes:
             for parameter in model.parameters():
-                self._keep.update({tuple(parameter.shape), tuple(reversed(parameter.shape))})
-        return saved_tensors_hooks(self.pack, self.unpack)
+                self._shapes.update({tuple(parameter.shape), tuple(reversed(parameter.shape))})
+        return self.waiting()
 
 
 def offload_activations(model: PreTrainedModel, keeper: HostActivations) -> PreTrainedModel:

@@ -79,6 +79,7 @@ class Traced:
         return torch.empty_like(host)
 
 
+_SMALLEST_BYTES = 1 << 20
 _CURRENT: list[Placement] = [Cuda()]
 
 
@@ -95,3 +96,39 @@ def use(placement: Placement) -> Iterator[None]:
         yield
     finally:
         _CURRENT.pop()
+
+
+class KeptOnHost:
+    """Tensors that autograd saves for a backward pass, kept on the host until they are needed.
+
+    Attributes:
+        moved_bytes: Bytes copied to the host so far.
+    """
+
+    def __init__(self) -> None:
+        self.moved_bytes = 0
+
+    def stays(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is left where it is: a small one costs more to move than it frees."""
+        return tensor.nbytes < _SMALLEST_BYTES or not current().on_device(tensor)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Copy to the host, or keep; what comes back is what ``unpack`` gets."""
+        if self.stays(tensor):
+            return tensor
+        self.moved_bytes += tensor.nbytes
+        return (tensor.device, current().to_host(tensor))
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Bring back what ``pack`` moved."""
+        if isinstance(packed, tuple):
+            device, host = packed
+            return current().to_device(host, device)
+        kept: torch.Tensor = packed
+        return kept
+
+    def waiting(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """The context in which tensors are saved so."""
+        from torch.autograd.graph import saved_tensors_hooks
+
+        return saved_tensors_hooks(self.pack, self.unpack)

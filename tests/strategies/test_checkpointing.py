@@ -16,6 +16,7 @@ from autofit.contract import placement
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.registry import technique
+from tests.support.copies import Copies
 from tests.support.synthetic import cpu_facts, cuda_facts
 from tests.support.tiny import CONFIGS as TINY
 from tests.support.traced import PLAIN, Lab
@@ -52,23 +53,6 @@ def same(ours, theirs):
     assert ours.keys() == theirs.keys()
     for name, gradient in ours.items():
         assert torch.equal(gradient, theirs[name]), name
-
-
-class Copies:
-    """A placement that copies: every tensor lies on the device until it was moved."""
-
-    def __init__(self):
-        self.moved = []
-
-    def on_device(self, tensor):
-        return all(tensor is not host for host in self.moved)
-
-    def to_host(self, tensor):
-        self.moved.append(tensor.clone())
-        return self.moved[-1]
-
-    def to_device(self, host, device):
-        return host.clone().to(device)
 
 
 def keep_products(model):
@@ -184,7 +168,7 @@ def test_inputs_wait_on_the_host(strategy, monkeypatch):
     kept = strategy._switch_on(copy.deepcopy(plain), checkpoint=keeper.checkpoint)
     same(gradients(kept), gradients(copy.deepcopy(plain)))
     assert keeper.moved_bytes == 0  # all of it is small
-    monkeypatch.setattr(strategy, "_SMALLEST_BYTES", 1)
+    monkeypatch.setattr(placement, "_SMALLEST_BYTES", 1)
     kept, copies, inputs = strategy._switch_on(copy.deepcopy(plain), checkpoint=keeper.checkpoint), Copies(), []
     for layer in kept.model.layers:
         layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))

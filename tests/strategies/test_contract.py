@@ -47,6 +47,7 @@ from autofit.training.observer import compiled_graphs, unwrapped
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
 from tests.support.cases import looped
+from tests.support.copies import Copies
 from tests.support.synthetic import GIB, Landscape, cpu_facts, cuda_facts, model
 from tests.support.tiny import describe, write_config
 from tests.support.traced import like_a_process_of_its_own
@@ -617,23 +618,6 @@ def test_state_kept_on_the_host_steps_as_the_plain_optimizer(offload, chunk_byte
         assert torch.equal(ours, theirs)
     assert len(kept.param_groups) == count
     assert not torch.equal(wanted[0], next(network().parameters()))
-
-
-class Copies:
-    """A placement that copies: every tensor lies on the device until it was moved."""
-
-    def __init__(self):
-        self.moved = []
-
-    def on_device(self, tensor):
-        return all(tensor is not host for host in self.moved)
-
-    def to_host(self, tensor):
-        self.moved.append(tensor.clone())
-        return self.moved[-1]
-
-    def to_device(self, host, device):
-        return host.clone().to(device)
 
 
 def test_activations_on_the_host_give_the_same_gradients(offload):

@@ -193,6 +193,5 @@ class Seen:
     model: Any = None
     number: int | None = None
     batch: Any = None
-    backwards: int = 0
     between: int = 0
     steps: int = 0
