@@ -65,7 +65,7 @@ class SyncEachBatch(Technique):
         recipe.sync_each_batch = value == "on"
 
     def held(self, facts: Facts) -> Held | None:
-        if facts.workload.script is None:
+        if facts.workload.script is None or facts.workload.processes == 1:
             return None
         return Held(self.baseline, "when a script sends its gradients is left to it", firm=True)
 
