@@ -153,6 +153,25 @@ def test_a_plan_that_breaks_the_ceiling_is_out_of_memory(server, folder, tmp_pat
     assert trial.outcome.kind == "out_of_memory", trial.outcome
 
 
+@pytest.mark.parametrize(("steps", "kind"), [(6, "measured"), (1, "unsupported")])
+def test_a_loop_that_ends_early_is_measured_by_what_it_did_and_writes_nothing(server, folder, tmp_path, steps, kind):
+    """Its weights are random there: nothing may be written over what was trained before."""
+    trained = tmp_path / "trained"
+    trained.mkdir()
+    arguments = ("--model", str(folder / "tiny"), "--steps", str(steps), "--output", str(trained))
+    request = Request(model=str(LOOP), device="cpu", global_batch=None, arguments=arguments, memory_limit="8GiB")
+    facts = script_facts(tmp_path, request, "cpu", server, lambda _: None)
+    runner = ProcessRunner(tmp_path / "trials", facts, tmp_path / "model", server)
+    effort = Effort(min_steps=20, max_steps=20)
+    outcome = runner.run(0, space.build(facts).own(facts), effort, purpose="search", limit_seconds=60.0).outcome
+    assert outcome.kind == kind, outcome
+    if kind == "measured":
+        assert outcome.evidence.of("accumulation")["micro_steps"] == 2
+    else:
+        assert "its loop ends after 1 optimizer steps:" in outcome.reason
+    assert not [*trained.iterdir()]
+
+
 def test_what_a_script_holds_is_no_plans_to_change():
     script = Script(
         path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2, weights_dtype="bfloat16",

@@ -25,7 +25,12 @@ _KEPT = (
     "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context",
     "generator", "prefetch_factor", "persistent_workers",
 )  # fmt: skip
-_SILENT = ("init_trackers", "log", "save_state", "save_model", "end_training")
+_SILENT = ("init_trackers", "log", "save", "save_state", "save_model")
+_AFTER = (
+    "wait_for_everyone", "gather", "gather_for_metrics", "reduce", "unwrap_model", "get_state_dict", "free_memory",
+    "print", "save", "save_state", "save_model", "end_training",
+)  # fmt: skip
+"""What a script may call once it has left its loop."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +45,8 @@ class LoopPatches:
         micro_step_ends: Given the number of a loader that is asked for the next one.
         before_backward, after_backward: Given the Accelerator and the loss.
         after_step: Given the optimizer that has stepped, or has left a step out while gradients accumulate.
+        left: Given the number of a loader whose loop is left before its end.
+        goes_on: Called where the script goes on outside of a micro-step: evaluates, saves, says something.
         quiet: Whether trackers and saving are left out.
         foreign: Whether an Accelerator is none of the script's own.
         accumulates: Whether the script has used ``accelerator.accumulate``.
@@ -53,6 +60,8 @@ class LoopPatches:
     before_backward: Callable[[Any, Any], None] = lambda *_: None
     after_backward: Callable[[Any, Any], None] = lambda *_: None
     after_step: Callable[[Any], None] = lambda _: None
+    left: Callable[[int], None] = lambda _: None
+    goes_on: Callable[[], None] = lambda: None
     quiet: bool = True
     foreign: Callable[[], bool] = lambda: False
     accumulates: bool = False
@@ -98,8 +107,29 @@ class LoopPatches:
             return accumulate(accelerator, *models)
 
         owner.__init__, owner.prepare, owner.backward, owner.accumulate = init, prepared, told_backward, told_accumulate
-        for name in _SILENT if self.quiet else ():
-            setattr(owner, name, lambda *_, **__: None)
+        if self.quiet:
+            self._keep_files(owner)
+        for name in _AFTER:
+            setattr(owner, name, self._told_of(getattr(owner, name)))
+
+    def _keep_files(self, owner: Any) -> None:
+        """Have nothing written over what the script has trained before: the weights here are random."""
+        import safetensors.torch
+        import torch
+        from transformers import PreTrainedModel
+
+        places = [(owner, name) for name in _SILENT]
+        places += [(PreTrainedModel, "save_pretrained"), (torch, "save"), (safetensors.torch, "save_file")]
+        for place, name in places:
+            setattr(place, name, self._told_of(lambda *_, **__: None))
+
+    def _told_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            self.goes_on()
+            return function(*args, **kwargs)
+
+        return told
 
     def _into_optimizer(self) -> None:
         from accelerate.optimizer import AcceleratedOptimizer
@@ -143,10 +173,17 @@ class LoopPatches:
         kind = type(loader)
 
         def iterate(_: Any) -> Iterator[Any]:
-            for batch in kind.__iter__(loader):
-                self.micro_step_begins(number, batch)
-                yield batch
-                self.micro_step_ends(number)
+            self.goes_on()
+            whole = False
+            try:
+                for batch in kind.__iter__(loader):
+                    self.micro_step_begins(number, batch)
+                    yield batch
+                    self.micro_step_ends(number)
+                whole = True
+            finally:
+                if not whole:
+                    self.left(number)
 
         members: dict[str, Any] = {"__iter__": iterate}
         if hasattr(own.dataset, "__len__"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from autofit.contract.recipe import Recipe
+from autofit.system.errors import InputError
 from autofit.training.expected_rows import Tokens
 from autofit.training.loader_waits import LoaderWaits
 from autofit.training.loops import counted
@@ -109,6 +110,7 @@ class _Measured:
     seen: list[Evidence] = field(default_factory=list)
     fresh: bool = True
     synced: bool = False
+    over: bool = False
 
     def loader(self, own: Any, number: int) -> Any:
         """The plan's loader: the longest rows first, then the order of the script's own sampler."""
@@ -174,10 +176,35 @@ class _Measured:
             self.seen.append(self.observer.evidence(self.optimizer, self.accelerator, counted(clock)))
             self.observer.close()
         if enough:
-            self.tokens.tell()
-            later = self.observer.with_later_state
-            raise Enough(later(self.seen[0], self.optimizer, self.accelerator, counted(clock)))
+            raise self.enough()
         clock.waits.asked()
+
+    def left(self, number: int) -> None:
+        """The script leaves a loop: it has made the steps that it wanted to."""
+        self.over = self.over or number == self.script.loader
+
+    def goes_on(self) -> None:
+        """The script evaluates or saves: where it has left its loop, the steps that were made are all."""
+        if self.over:
+            raise self.enough()
+
+    def enough(self) -> Enough:
+        """The evidence.
+
+        Raises:
+            Refused: Too few steps were made.
+        """
+        clock = self.clock
+        if not self.seen or not clock.timed:
+            made, warm_up = clock.done + self.synced, clock.effort.warm_up
+            raise Refused(
+                f"its loop ends after {made} optimizer steps: the first {warm_up} are not timed, nor is the last",
+                "give the script more rows, epochs or steps",
+            )
+        self.over = False
+        self.tokens.tell()
+        later = self.observer.with_later_state
+        return Enough(later(self.seen[0], self.optimizer, self.accelerator, counted(clock)))
 
 
 def waits_of(recipe: Recipe, workers: int, prefetch: int | None) -> LoaderWaits:
@@ -212,13 +239,17 @@ def measure_loop(
         before_backward=measured.before_backward,
         after_backward=measured.after_backward,
         after_step=measured.after_step,
+        left=measured.left,
+        goes_on=measured.goes_on,
     ).install()
     try:
         run_until_left(script.path, script.arguments, measured=True)
     except Enough as enough:
-        evidence: Evidence = enough.found
-        return evidence
-    raise AssertionError("a script was left without a reason")
+        return cast("Evidence", enough.found)
+    except InputError:
+        if not clock.done:
+            raise
+    return cast("Evidence", measured.enough().found)
 
 
 def _wrapped(model: Any, recipe: Recipe) -> Any:

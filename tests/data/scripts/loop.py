@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -11,6 +12,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=2)
+parser.add_argument("--steps", type=int, help="Leave the loop after so many optimizer steps.")
+parser.add_argument("--output", help="Save the model, and how it went, to a folder.")
 parser.add_argument("--by-hand", action="store_true", help="Count micro-steps without accelerator.accumulate.")
 
 
@@ -54,6 +57,12 @@ def main():
             schedule.step()
             optimizer.zero_grad()
         done += accelerator.sync_gradients
+        if done == options.steps:
+            break
+    if options.output:
+        accelerator.wait_for_everyone()
+        accelerator.unwrap_model(model).save_pretrained(options.output)
+        Path(options.output, "results.txt").write_text(f"{done} steps")
     print("micro-steps", micro_steps, "steps", done)
 
 

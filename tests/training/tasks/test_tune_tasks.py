@@ -11,6 +11,9 @@ from tests.support.families import CONFIGS, LENGTHS
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
+HELD = {"optimizer": "adamw", "attention": "default", "kernels": "none", "offload": "none", "checkpointing": "off"}
+"""Each value more is a trace or two of the model."""
+
 
 @pytest.mark.parametrize("name", ["bert-classes", "t5", "vit", "segformer", "wav2vec2", "whisper", "clip"])
 def test_a_model_of_each_family_is_tuned_and_launched(name, tmp_path):
@@ -19,7 +22,8 @@ def test_a_model_of_each_family_is_tuned_and_launched(name, tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(config), "utf-8")
     length = {"wav2vec2": LENGTHS["samples"], "segformer": LENGTHS["pixels"], "t5": 24}.get(name)
     folder = tmp_path / "out"
-    autofit.tune(str(tmp_path / "model"), output=folder, device="cpu", trials=3, global_batch=4, seq_len=length)
+    asked = {"device": "cpu", "trials": 3, "global_batch": 4, "seq_len": length}
+    autofit.tune(str(tmp_path / "model"), output=folder, **asked, fix=HELD, among={"precision": ("fp32", "bf16")})
     setup = autofit.load(folder)
     assert setup.document.model.task == task
     assert type(setup.model()).__name__ == config["architectures"][0]
