@@ -1,15 +1,17 @@
 """Tunes public and common training scripts, unmodified, on the CPU, and prints what came of each.
 
-``python tests/bench/scripts_bench.py [--only NAME...] [--json FILE] [--accelerate FOLDER]``. The scripts are TRL's, as
-installed (``trl/scripts``), those in ``tests/data/scripts``, and accelerate's examples where a checkout is given.
-Models and data are tiny and made here; nothing is fetched. A row's speed-up is against the script's own values (its
-micro-batch, accumulation, precision and checkpointing), measured under the same ceiling.
+``python tests/bench/scripts_bench.py [--only NAME...] [--json FILE] [--accelerate FOLDER] [--transformers FOLDER]``.
+The scripts are TRL's, as installed (``trl/scripts``), those in ``tests/data/scripts``, and the examples of accelerate
+and of transformers where a checkout is given (``public_scripts.py`` has what these need). Models and data are tiny and
+made here; nothing is fetched. A row's speed-up is against the script's own values (its micro-batch, accumulation,
+precision and checkpointing), measured under the same ceiling.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -19,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from autofit.output.document import read_document
+from tests.bench import public_scripts
 from tests.support.scripted import SCRIPTS, autofit, glue, preference_data, tiny_bert, tiny_llama
 
 FAMILIES = (
@@ -28,7 +31,7 @@ FAMILIES = (
 CPU = ("--output_dir", "trained", "--use_cpu", "--bf16", "False", "--report_to", "none")
 
 
-def rows(accelerate):
+def rows(accelerate, transformers=None):
     """Name, script and arguments of each row."""
     yield "classify", SCRIPTS / "classify.py", ("--model", "bert")
     for name in FAMILIES:
@@ -55,6 +58,8 @@ def rows(accelerate):
         yield "accelerate nlp_example", examples / "nlp_example.py", ("--cpu",)
         steps = ("--cpu", "--gradient_accumulation_steps", "2")
         yield "accelerate gradient_accumulation", examples / "by_feature" / "gradient_accumulation.py", steps
+    if transformers is not None:
+        yield from public_scripts.scripts(transformers)
 
 
 def own_values(script):
@@ -129,6 +134,7 @@ def main():
     parser.add_argument("--trials", type=int, default=6)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--accelerate", type=Path, help="A checkout of accelerate, for its examples.")
+    parser.add_argument("--transformers", type=Path, help="A checkout of transformers, for its examples.")
     options = parser.parse_args()
     table = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -138,10 +144,17 @@ def main():
         preference_data(folder)
         if options.accelerate:
             glue(folder)
-        for name, script, arguments in rows(options.accelerate):
-            if options.only and name not in options.only:
+        if options.transformers:
+            public = folder / "public"
+            public.mkdir()
+            public_scripts.models(public)
+            public_scripts.data(public)
+            os.environ |= {"HF_HOME": str(public / "hub"), "NLTK_DATA": str(public / "nltk")}
+        for name, script, arguments in rows(options.accelerate, options.transformers):
+            if options.only and not any(part in name for part in options.only):
                 continue
-            table.append(measured(folder, name, script, arguments, options.trials))
+            place = folder / "public" if name.startswith("transformers") else folder
+            table.append(measured(place, name, script, arguments, options.trials))
             print(json.dumps(table[-1]), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(table, indent=1) + "\n")
