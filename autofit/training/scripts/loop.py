@@ -26,11 +26,11 @@ _KEPT = (
     "generator", "prefetch_factor", "persistent_workers",
 )  # fmt: skip
 _SILENT = ("init_trackers", "log", "save", "save_state", "save_model")
-_AFTER = (
-    "wait_for_everyone", "gather", "gather_for_metrics", "reduce", "unwrap_model", "get_state_dict", "free_memory",
-    "print", "save", "save_state", "save_model", "end_training",
-)  # fmt: skip
-"""What a script may call once it has left its loop."""
+_AFTER = {
+    "wait_for_everyone": False, "gather": False, "gather_for_metrics": False, "reduce": False, "unwrap_model": False,
+    "get_state_dict": False, "free_memory": False, "print": False, "end_training": True,
+}  # fmt: skip
+"""What a script may call once it has left its loop, and whether that says that all of the training is over."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +46,8 @@ class LoopPatches:
         before_backward, after_backward: Given the Accelerator and the loss.
         after_step: Given the optimizer that has stepped, or has left a step out while gradients accumulate.
         left: Given the number of a loader whose loop is left before its end.
-        goes_on: Called where the script goes on outside of a micro-step: evaluates, saves, says something.
+        goes_on: Called where the script goes on outside of a micro-step; given whether it saves what it has trained, or
+            ends, where it may else evaluate before its next epoch.
         quiet: Whether trackers and saving are left out.
         foreign: Whether an Accelerator is none of the script's own.
         accumulates: Whether the script has used ``accelerator.accumulate``.
@@ -61,7 +62,7 @@ class LoopPatches:
     after_backward: Callable[[Any, Any], None] = lambda *_: None
     after_step: Callable[[Any], None] = lambda _: None
     left: Callable[[int], None] = lambda _: None
-    goes_on: Callable[[], None] = lambda: None
+    goes_on: Callable[[bool], None] = lambda _: None
     quiet: bool = True
     foreign: Callable[[], bool] = lambda: False
     accumulates: bool = False
@@ -109,8 +110,8 @@ class LoopPatches:
         owner.__init__, owner.prepare, owner.backward, owner.accumulate = init, prepared, told_backward, told_accumulate
         if self.quiet:
             self._keep_files(owner)
-        for name in _AFTER:
-            setattr(owner, name, self._told_of(getattr(owner, name)))
+        for name, ends in _AFTER.items():
+            setattr(owner, name, self._told_of(getattr(owner, name), ends))
 
     def _keep_files(self, owner: Any) -> None:
         """Have nothing written over what the script has trained before: the weights here are random."""
@@ -118,15 +119,15 @@ class LoopPatches:
         import torch
         from transformers import PreTrainedModel
 
-        places = [(owner, name) for name in _SILENT]
-        places += [(PreTrainedModel, "save_pretrained"), (torch, "save"), (safetensors.torch, "save_file")]
-        for place, name in places:
-            setattr(place, name, self._told_of(lambda *_, **__: None))
+        for name in _SILENT:
+            setattr(owner, name, lambda *_, **__: None)
+        for place, name in ((PreTrainedModel, "save_pretrained"), (torch, "save"), (safetensors.torch, "save_file")):
+            setattr(place, name, self._told_of(lambda *_, **__: None, True))
 
-    def _told_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _told_of(self, function: Callable[..., Any], ends: bool) -> Callable[..., Any]:
         @functools.wraps(function)
         def told(*args: Any, **kwargs: Any) -> Any:
-            self.goes_on()
+            self.goes_on(ends)
             return function(*args, **kwargs)
 
         return told
@@ -173,7 +174,7 @@ class LoopPatches:
         kind = type(loader)
 
         def iterate(_: Any) -> Iterator[Any]:
-            self.goes_on()
+            self.goes_on(False)
             whole = False
             try:
                 for batch in kind.__iter__(loader):

@@ -137,6 +137,7 @@ class _Measured:
         """A micro-step begins."""
         if number != self.script.loader:
             return
+        self.over = False
         self.clock.waits.came(inside=not self.fresh)
         self.tokens.count(batch)
         if self.fresh:
@@ -183,9 +184,9 @@ class _Measured:
         """The script leaves a loop: it has made the steps that it wanted to."""
         self.over = self.over or number == self.script.loader
 
-    def goes_on(self) -> None:
-        """The script evaluates or saves: where it has left its loop, the steps that were made are all."""
-        if self.over:
+    def goes_on(self, ends: bool) -> None:
+        """The script has left its loop, and saves, or evaluates: the steps that were made are all, or are enough."""
+        if self.over and (ends or (self.seen and self.clock.timed)):
             raise self.enough()
 
     def enough(self) -> Enough:
