@@ -95,13 +95,14 @@ class Accumulation(Technique):
         return self.baseline  # a trace is continued to any number of rows, and adds to gradients in its second half
 
     def observe(self, ran: Ran) -> Seen:
-        return {"micro_steps": ran.accumulation, "divided": getattr(ran.model, "accepts_loss_kwargs", None) is False}
+        told = getattr(ran.model, "accepts_loss_kwargs", None) is False
+        return {"micro_steps": ran.accumulation, **({"divided": True} if told else {})}
 
     def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
         counted = seen.get("micro_steps")
         if counted is not None and counted != value:
             return f"{counted} micro-batches went into an optimizer step, not {value}"
-        if _adds_up(value, facts) and seen.get("divided") is False:
+        if _adds_up(value, facts) and counted is not None and not seen.get("divided"):
             return f"nobody divides the loss of {facts.model.architecture} by {value}: load it by setup.model(...)"
         return None
 

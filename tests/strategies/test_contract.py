@@ -543,7 +543,7 @@ def test_rows_are_full_and_unpadded(run):
     for path in ("trainer", "loop"):
         evidence = run(path, technique("micro_batch"), 2).outcome.evidence
         assert evidence.of("micro_batch") == {"rows": 2}
-        assert evidence.of("accumulation") == {"micro_steps": 2, "divided": False}  # the loss is a mean of tokens
+        assert evidence.of("accumulation") == {"micro_steps": 2}
         assert evidence.seq_len == 16
         assert evidence.padding_mask is False
 
