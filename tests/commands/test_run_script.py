@@ -43,6 +43,7 @@ def test_the_script_gets_its_own_arguments_and_the_plan(launched):
     assert scripts.run(folder, folder / "train.py", ("--lr", "1e-4", "two words"), say=said.append) == 7
     (command,) = commands
     assert command[command.index("--config_file") + 1] == str(folder / "accelerate.yaml")
+    assert "--quiet" in command  # what the script says of its failure is not followed by Accelerate's traceback
     assert command[-5:] == [str(folder), str(folder / "train.py"), "--lr", "1e-4", "two words"]
     assert "not for train.py" in " ".join(said)
 

@@ -60,6 +60,7 @@ def run(
     launched = Path(__file__).with_name("run_script.py")
     command = (
         sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
+        "--quiet",  # what the script says of its end is all there is to tell
         "--config_file", str(folder / YAML), str(launched), str(folder), str(train.path), *train.arguments,
     )  # fmt: skip
     environment = helper_environment({**os.environ, **on_its_device(document, say)})

@@ -168,7 +168,7 @@ def _axolotl(carried: _Carried) -> Exported:
     """Axolotl's YAML."""
     arguments, lacking = dict(carried.arguments), list(carried.lacking)
     if arguments.pop("use_cpu", False):
-        lacking.append("the answer is for a CPU, and Axolotl trains on GPUs")
+        lacking.append("training on the CPU: Axolotl trains on GPUs, where another plan may be faster")
     if any(arguments.pop(name, None) for name in _LIGER):
         lacking.append("Liger kernels: add its plugin, axolotl.integrations.liger.LigerPlugin")
     kwargs = arguments.get("activation_checkpointing_kwargs") or arguments.get("gradient_checkpointing_kwargs") or {}
