@@ -133,9 +133,9 @@ def test_the_command_line_is_the_one_that_was_designed():
     assert found == {
         "tune": [
             "--allow", "--among", "--call", "--config", "--device", "--fix", "--global-batch", "--guard", "--json",
-            "--launch-path", "--lengths", "--memory-limit", "--on", "--output", "--price", "--processes", "--record",
-            "--resume", "--sampler", "--seed", "--seq-len", "--storage", "--task", "--timeout", "--tokens", "--trials",
-            "--trust-remote-code", "--verbose", "--wait",
+            "--launch-path", "--lengths", "--memory-limit", "--nodes", "--on", "--output", "--price", "--processes",
+            "--record", "--resume", "--sampler", "--seed", "--seq-len", "--storage", "--task", "--timeout", "--tokens",
+            "--trials", "--trust-remote-code", "--verbose", "--wait",
         ],
         "estimate": [
             "--all", "--allow", "--among", "--cache", "--fix", "--global-batch", "--gpu", "--gpus", "--json",
@@ -143,7 +143,7 @@ def test_the_command_line_is_the_one_that_was_designed():
             "--trust-remote-code",
         ],
         "run": [],
-        "verify": ["--json", "--steps"],
+        "verify": ["--json", "--on", "--steps"],
         "doctor": ["--all", "--device", "--json", "--model", "--task"],
         "profile": ["--json", "--output", "--steps"],
         "report": ["--json"],

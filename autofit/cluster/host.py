@@ -37,6 +37,7 @@ from autofit.system.errors import LockHeld, MachineError, ServerLost
 from autofit.system.fork_server import ForkServer
 from autofit.system.job import JOB
 from autofit.system.strict_json import dump_json
+from autofit.training.ranks import Share, free_port
 from autofit.training.runner import ProcessRunner, trial_folder
 from autofit.training.timing import Effort
 
@@ -84,6 +85,24 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         path.write_bytes(content)
 
 
+def passing_folder(stack: contextlib.ExitStack) -> Path:
+    """A folder on this machine, which is removed in the end, also where this process is killed.
+
+    A shell of its own waits for the end of a pipe that this process holds. It is no child of this process: Ray kills
+    those of a worker that it ends.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    waits = 'exec 3<&0; (read -r _ <&3; sleep 1; rm -rf -- "$1") &'
+    reads, writes = os.pipe()
+    null = subprocess.DEVNULL  # else it would hold what this process writes to
+    words = ["sh", "-c", waits, "sh", str(folder)]
+    subprocess.run(words, stdin=reads, stdout=null, stderr=null, start_new_session=True, check=True)
+    os.close(reads)
+    stack.callback(os.close, writes)
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 class Host:
     """Runs jobs and trials on its cards, one at a time.
 
@@ -93,32 +112,15 @@ class Host:
     """
 
     def __init__(self, device: str, modules: tuple[str, ...]) -> None:
-        _as_outside_ray()
+        as_outside_ray()
         self._device = device
         self._stack = contextlib.ExitStack()
-        self.folder = self._scratch()
+        self.folder = passing_folder(self._stack)
         self._server = ForkServer(self.folder / _LOG, device, modules)
         self._stack.callback(self._server.close)
         self._server.start()
         self._runner: ProcessRunner | None = None
         self._notes: list[str] = []
-
-    def _scratch(self) -> Path:
-        """A folder on this machine, which is removed in the end, also where this process is killed.
-
-        A shell of its own waits for the end of a pipe that this process holds. It is no child of this process: Ray
-        kills those of a worker that it ends.
-        """
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        waits = 'exec 3<&0; (read -r _ <&3; sleep 1; rm -rf -- "$1") &'
-        reads, writes = os.pipe()
-        null = subprocess.DEVNULL  # else it would hold what this process writes to
-        words = ["sh", "-c", waits, "sh", str(folder)]
-        subprocess.run(words, stdin=reads, stdout=null, stderr=null, start_new_session=True, check=True)
-        os.close(reads)
-        self._stack.callback(os.close, writes)
-        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        return folder
 
     def open(self, facts_text: str, config: Files) -> str:
         """Take the question and hold the card; returns why its card can't be used, in words, or nothing."""
@@ -145,8 +147,22 @@ class Host:
         self._notes += warnings(facts.hardware, self.folder)
         return ""
 
-    def job(self, files: Files, config: Files, *, seconds: float, early: bool) -> tuple[int | None, Files]:
-        """Run the job of a folder; returns its status, as :meth:`ForkServer.run` does, and the files after it."""
+    def port(self) -> int:
+        """A port of this machine that ranks of others can be told to come to."""
+        return free_port("")
+
+    def job(
+        self, files: Files, config: Files, share: Mapping[str, Any] | None, *, seconds: float, early: bool
+    ) -> tuple[int | None, Files]:
+        """Run the job of a folder; returns its status, as :meth:`ForkServer.run` does, and the files after it.
+
+        Args:
+            files: Of the folder.
+            config: Of the model's folder.
+            share: Of the ranks, those that run here; ``None`` where all do.
+            seconds: After which it is killed.
+            early: It needs the model's class alone.
+        """
         folder = Path(tempfile.mkdtemp(prefix="job-", dir=self.folder))
         try:
             write_files(self.folder / _CONFIG, config)
@@ -154,7 +170,9 @@ class Host:
             told = json.loads(files[JOB])
             if "config" in told:
                 told["config"] = str(self.folder / _CONFIG)
-                (folder / JOB).write_text(json.dumps(told), "utf-8")
+            if share is not None:
+                told["share"] = dict(share)
+            (folder / JOB).write_text(json.dumps(told), "utf-8")
             status = self._server.run(folder, kill_after_seconds=seconds, early=early)
             return status, read_files(folder)
         except ServerLost:
@@ -162,18 +180,20 @@ class Host:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def trial(self, told: Mapping[str, Any]) -> tuple[str, Files, list[str]]:
-        """Run a trial.
+    def trial(self, told: Mapping[str, Any], share: Mapping[str, Any] | None) -> tuple[str, Files, list[str]]:
+        """Run a trial, or this machine's part of it.
 
         Args:
             told: ``number``, ``plan``, ``effort``, ``purpose``, ``limit_seconds`` as a runner gets them, as JSON
                 values; ``predicted_bytes``; ``known``: trials to hold it against.
+            share: Of its ranks, those that run here; ``None`` where all do.
 
         Returns:
             The trial as JSON, the files of its folder, and what is worth a line.
         """
         assert self._runner is not None
         plan, number = Plan(told["plan"]), int(told["number"])
+        self._runner.share = None if share is None else Share(**share)
         self._runner.known = KNOWN.validate_json(told["known"])
         self._runner.predicted = {} if told["predicted_bytes"] is None else {plan: told["predicted_bytes"]}
         folder = trial_folder(self._runner.folder, number)
@@ -195,7 +215,7 @@ class Host:
         self._stack.close()
 
 
-def _as_outside_ray() -> None:
+def as_outside_ray() -> None:
     """Take back what Ray has put into the environment: a launch would find the threads that the machine gives.
 
     Raises:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autofit.cluster.host import Host, describe_node, versions
+from autofit.cluster.host import describe_node, versions
 from autofit.contract.facts import Device
 from autofit.system.errors import InputError, MachineError
 
@@ -49,12 +49,14 @@ class Node:
     """A machine of the cluster that trials may run on.
 
     Attributes:
+        address: By which the others reach it.
         cards: Its GPUs; on the CPU the machine counts as one.
         cpus: That Ray has of it.
     """
 
     id: str
     name: str
+    address: str
     cards: int
     cpus: float
 
@@ -135,7 +137,8 @@ class Cluster:
             cards = int(one["Resources"].get("GPU", 0)) if device == "cuda" else 1
             cpus = one["Resources"].get("CPU", 0)
             if cards and cpus >= 1 and one["NodeID"] not in self._refused:
-                fresh.append(Node(id=one["NodeID"], name=one["NodeManagerHostname"], cards=cards, cpus=cpus))
+                name, address = one["NodeManagerHostname"], one["NodeManagerAddress"]
+                fresh.append(Node(id=one["NodeID"], name=name, address=address, cards=cards, cpus=cpus))
         told = self._told
         told |= self._described([node for node in fresh if node.id not in told], device)
         here = versions()
@@ -181,6 +184,11 @@ class Cluster:
             hint="the same versions on every machine, and cards that nobody else holds; `ray status`",
         )
 
+    @staticmethod
+    def bundle(node: Node, device: Device, processes: int) -> dict[str, float]:
+        """What some processes on a machine hold of it: a GPU each; of a CPU all."""
+        return {"CPU": node.cpus} if device == "cpu" else {"CPU": 1.0, "GPU": float(processes)}
+
     @contextlib.contextmanager
     def group(self, nodes: Sequence[Node], bundles: Sequence[Mapping[str, float]]) -> Iterator[Any]:
         """A placement group on some machines, one bundle on each; gives ``None`` where others hold the cards."""
@@ -194,17 +202,21 @@ class Cluster:
             with contextlib.suppress(Exception):  # the connection may be what was lost
                 util.remove_placement_group(made)
 
-    def host(
-        self, group: Any, place: int, bundle: Mapping[str, float], device: Device, modules: tuple[str, ...]
-    ) -> Any:
-        """A :class:`~autofit.cluster.host.Host` in a bundle of a placement group."""
+    def host(self, kind: type, group: Any, place: int, bundle: Mapping[str, float], *given: Any) -> Any:
+        """An actor in a bundle of a placement group, such as a :class:`~autofit.cluster.host.Host`; it has all of it.
+
+        Args:
+            kind: The actor's class, whose calls may run two at a time.
+            group: The placement group.
+            place: Of the bundle in it.
+            bundle: What it holds.
+            given: The actor's arguments.
+        """
         inside = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         actor = self.ray.remote(
             num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=2
-        )(Host)
-        return actor.options(scheduling_strategy=inside(group, placement_group_bundle_index=place)).remote(
-            device, modules
-        )
+        )(kind)
+        return actor.options(scheduling_strategy=inside(group, placement_group_bundle_index=place)).remote(*given)
 
     def close(self) -> None:
         """Leave the cluster."""

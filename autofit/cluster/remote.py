@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autofit.cluster.host import KNOWN, Files, read_files, write_files
 from autofit.cluster.nodes import last_line
 from autofit.cluster.slots import Slot, Slots
+from autofit.cluster.together import answers, shares
 from autofit.contract.outcome import TRIAL, Crashed, Measured, PredictedSpeed, Trial
 from autofit.contract.plan import Plan
 from autofit.system import strict_json
@@ -21,6 +22,8 @@ from autofit.system.files import write_atomically, writing
 from autofit.system.fork_server import ForkServer
 from autofit.system.job import JOB
 from autofit.system.strict_json import dump_json
+from autofit.training.jobs import CurveJob
+from autofit.training.joined import joined
 from autofit.training.runner import TRIAL_FILE, Rated, trial_folder, unrated
 from autofit.training.timing import Effort
 
@@ -31,6 +34,8 @@ _MOST_LOST = 1
 """Hosts that a trial may be lost with: a plan that takes its machine down must not take down all of them."""
 _HERE = {"trace", "check"}
 """Jobs that need no device and read or write folders of this machine."""
+_BY_RANKS = {"curve"}
+"""Jobs that train, with all ranks."""
 
 
 class ClusterServer(ForkServer):
@@ -59,15 +64,23 @@ class ClusterServer(ForkServer):
             return self._here.run(folder, kill_after_seconds=kill_after_seconds, early=early)
         config: Files = read_files(Path(job["config"])) if "config" in job else {}
         slot, ray = self.slots.first(), self.slots.cluster.ray
+        hosts = slot.hosts if job["kind"] in _BY_RANKS else slot.hosts[:1]
         try:
-            status, back = ray.get(slot.host.job.remote(files, config, seconds=kill_after_seconds, early=early))
+            told = shares(hosts, self.slots.processes, slot.nodes[0].address, ray)
+            asked = [
+                host.job.remote(files, config, share, seconds=kill_after_seconds, early=early)
+                for host, share in zip(hosts, told, strict=True)
+            ]
+            found, failed = answers(asked, hosts, _job_failed, ray)
         except ray.exceptions.RayError as error:
             self.slots.lose(slot, last_line(error))
             raise MachineError(
-                f"{slot.node.name} was lost while a job ran on it: {last_line(error)}", hint="go on with --resume"
+                f"{slot.name} was lost while a job ran on it: {last_line(error)}", hint="go on with --resume"
             ) from error
+        status, _ = found[failed or 0]
         with writing(folder):
-            write_files(folder, back)
+            for place in (*range(len(found)), failed or 0):
+                write_files(folder, found[place][1])
         return None if status is None else int(status)
 
     def stop_job(self) -> None:
@@ -143,8 +156,8 @@ class ClusterRunner:
                 raise MachineError("the tune was stopped while the trial ran")
             if slot.alive or len(lost) == _MOST_LOST:
                 break
-            lost.append(slot.node.name)
-            self.note(f"trial {number} was lost with its host on {slot.node.name}: it is run again")
+            lost.append(slot.name)
+            self.note(f"trial {number} was lost with its host on {slot.name}: it is run again")
         outcome = trial.outcome
         trial = dataclasses.replace(
             trial,
@@ -160,16 +173,18 @@ class ClusterRunner:
         return trial
 
     def _asked(self, slot: Slot, told: Mapping[str, Any]) -> tuple[Trial, Files]:
-        """What a slot's host says of a trial, and its files."""
+        """What a slot's hosts say of a trial, and its files."""
         ray = self.slots.cluster.ray
         try:
-            text, files, notes = ray.get(slot.host.trial.remote(told))
+            parts = shares(slot.hosts, self.slots.processes, slot.nodes[0].address, ray)
+            asked = [host.trial.remote(told, share) for host, share in zip(slot.hosts, parts, strict=True)]
+            found, failed = answers(asked, slot.hosts, _trial_failed, ray)
         except ray.exceptions.RayTaskError as error:  # the host lives, and could not do it
-            raise MachineError(f"{slot.node.name}: {last_line(error)}", hint="go on with --resume") from error
+            raise MachineError(f"{slot.name}: {last_line(error)}", hint="go on with --resume") from error
         except ray.exceptions.RayError as error:
             if not self.slots.closing:
                 self.slots.lose(slot, last_line(error))
-            crashed = Crashed(reason=f"killed with its host on {slot.node.name}", log_tail=last_line(error))
+            crashed = Crashed(reason=f"killed with its host on {slot.name}", log_tail=last_line(error))
             plan: Plan = Plan(told["plan"])
             return (
                 Trial(
@@ -178,10 +193,16 @@ class ClusterRunner:
                 ),
                 {},
             )  # fmt: skip
-        for words in notes:
-            self.note(f"{slot.node.name}: {words}")
-        trial: Trial = strict_json.read(TRIAL, text.encode())
-        return trial, files
+        files: Files = {}
+        for node, (_, written, notes) in zip(slot.nodes, found, strict=True):
+            files = written | files
+            for words in notes:
+                self.note(f"{node.name}: {words}")
+        trials = [_read(text) for text, _, _ in found]
+        if failed is not None:
+            return trials[failed], files | found[failed][1]
+        measured = [one.outcome for one in trials if isinstance(one.outcome, Measured)]
+        return dataclasses.replace(trials[0], outcome=joined(measured)), files
 
     def _kin(self, plan: Plan) -> tuple[Trial, ...]:
         """The trials that a new one is held against: its plan with other rows."""
@@ -191,3 +212,19 @@ class ClusterRunner:
 
         wanted = others(plan)
         return tuple(trial for trial in tuple(self.known) if others(trial.plan) == wanted)
+
+
+def _read(text: str) -> Trial:
+    trial: Trial = strict_json.read(TRIAL, text.encode())
+    return trial
+
+
+def _trial_failed(answer: tuple[str, Files, list[str]]) -> bool:
+    """Whether a host's part of a trial ends the others': their ranks would wait for its."""
+    return not isinstance(_read(answer[0]).outcome, Measured)
+
+
+def _job_failed(answer: tuple[int | None, Files]) -> bool:
+    """The same of a job: it has left no curve, or one that says why there is none."""
+    curve = json.loads(answer[1].get(CurveJob.RESULT, b"{}") or b"{}")
+    return answer[0] != 0 or bool(curve.get("failed"))

@@ -1,4 +1,4 @@
-"""Slots of a cluster: each holds the cards of one trial, in a placement group, with a host on its machine."""
+"""Slots of a cluster: each holds the cards of one trial, in a placement group, with a host on each of its machines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import queue
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autofit.cluster.host import Files
+from autofit.cluster.host import Files, Host
 from autofit.cluster.nodes import Cluster, Node, Note, last_line
 from autofit.contract.facts import FACTS, Device
 from autofit.system.strict_json import dump_json
@@ -29,14 +30,20 @@ class Slot:
 
     Attributes:
         number: Slots with a smaller one are used first, so that trials that run alone run on the same card.
-        host: The actor on its machine.
+        nodes: The machines; one, where a trial is not spread.
+        hosts: The actors on them.
     """
 
     number: int
-    node: Node
-    host: Any
+    nodes: Sequence[Node]
+    hosts: Sequence[Any]
     held: contextlib.ExitStack
     alive: bool = True
+
+    @property
+    def name(self) -> str:
+        """Of its machines, for the words."""
+        return " and ".join(node.name for node in self.nodes)
 
 
 class Slots:
@@ -47,17 +54,26 @@ class Slots:
         device: ``cuda`` or ``cpu``.
         modules: To be loaded by the fork servers beforehand.
         note: Told of machines that are left out, join or are lost.
-        processes: Of a trial: as many GPUs of one machine.
+        processes: Of a trial.
+        machines: Over which each trial is spread evenly, one GPU for a process.
 
     Attributes:
         closing: Whether the tune ends: trials that run now are killed.
     """
 
     def __init__(
-        self, cluster: Cluster, device: Device, modules: tuple[str, ...], note: Note, processes: int = 1
+        self,
+        cluster: Cluster,
+        device: Device,
+        modules: tuple[str, ...],
+        note: Note,
+        *,
+        processes: int = 1,
+        machines: int = 1,
     ) -> None:
         self.cluster = cluster
         self.processes = processes
+        self.machines = machines
         self.device = device
         self.modules = modules
         self.note = note
@@ -112,9 +128,13 @@ class Slots:
             self.extend()
             if not self.slots:
                 raise self.cluster.none_left()
-            names = Counter(slot.node.name for slot in self.slots)
+            names = Counter(slot.name for slot in self.slots)
             self.note(
-                f"{len(self.slots)} trials run at once, on "
+                (
+                    "one trial runs at a time, on "
+                    if len(self.slots) == 1
+                    else f"{len(self.slots)} trials run at once, on "
+                )
                 + ", ".join(f"{name}{f' ({count})' if count > 1 else ''}" for name, count in names.items())
                 + "; finalists run alone"
             )
@@ -122,23 +142,30 @@ class Slots:
     def extend(self, most: int | None = None) -> None:
         """Make slots of the cards that have none."""
         self._looked = time.monotonic()
-        used = Counter(slot.node.id for slot in self._living())
-        added = 0
+        used = Counter(node.id for slot in self._living() for node in slot.nodes)
+        room = {}
         for node in self.cluster.nodes(self.device, self.note):
             if not self._fitting(node):
-                self._say(
-                    node, f"it has {node.cards} GPUs, and a trial is of {self.processes} processes on one machine"
-                )
-            for _ in range(self._fitting(node) - used[node.id] - self._refused[node.id]):
-                if most is not None and added >= most:
-                    return
-                if (slot := self._placed(node)) is None:
-                    break
-                added += 1
-                if self._question is None:
-                    self.slots.append(slot)
-                else:
-                    self._take_in(slot)
+                each = self.processes // self.machines
+                where = "on one machine" if self.machines == 1 else f"on each of {self.machines} machines"
+                self._say(node, f"it has {node.cards} GPUs, and a trial is of {each} processes {where}")
+            room[node] = self._fitting(node) - used[node.id] - self._refused[node.id]
+        added = 0
+        while most is None or added < most:
+            nodes = [node for node, free in room.items() if free > 0][: self.machines]
+            if len(nodes) < self.machines:
+                return
+            slot = self._placed(nodes)
+            if slot is None:
+                room[nodes[0]] = 0
+                continue
+            added += 1
+            for node in nodes:
+                room[node] -= 1
+            if self._question is None:
+                self.slots.append(slot)
+            else:
+                self._take_in(slot)
 
     def _say(self, node: Node, words: str) -> None:
         """Tell once why a machine runs no trial, or not all that it could."""
@@ -147,35 +174,40 @@ class Slots:
             self.note(f"{node.name}: {words}")
 
     def _fitting(self, node: Node) -> int:
-        """Trials that a machine has cards for; a CPU has room for one."""
-        return 1 if self.device == "cpu" else node.cards // self.processes
+        """Trials, or parts of them, that a machine has cards for; a CPU has room for one."""
+        return 1 if self.device == "cpu" else node.cards // (self.processes // self.machines)
 
-    def _placed(self, node: Node) -> Slot | None:
-        """A slot on a machine; ``None`` where others hold its cards."""
-        bundle = {"CPU": node.cpus} if self.device == "cpu" else {"CPU": 1.0, "GPU": float(self.processes)}
+    def _placed(self, nodes: Sequence[Node]) -> Slot | None:
+        """A slot on some machines; ``None`` where others hold their cards."""
+        bundles = [self.cluster.bundle(node, self.device, self.processes // self.machines) for node in nodes]
         stack = contextlib.ExitStack()
-        group = stack.enter_context(self.cluster.group([node], [bundle]))
+        group = stack.enter_context(self.cluster.group(nodes, bundles))
         if group is None:
             stack.close()
-            self._say(node, f"others of the cluster hold its {'CPUs' if self.device == 'cpu' else 'cards'}")
+            self._say(nodes[0], f"others of the cluster hold its {'CPUs' if self.device == 'cpu' else 'cards'}")
             return None
-        host = self.cluster.host(group, 0, bundle, self.device, self.modules)
-        stack.callback(self._end, host)
+        hosts = []
+        for place, bundle in enumerate(bundles):
+            hosts.append(self.cluster.host(Host, group, place, bundle, self.device, self.modules))
+            stack.callback(self._end, hosts[-1])
         self._made += 1
-        return Slot(number=self._made, node=node, host=host, held=stack)
+        return Slot(number=self._made, nodes=tuple(nodes), hosts=tuple(hosts), held=stack)
 
     def _take_in(self, slot: Slot) -> None:
-        """Give a slot the question; left out, and told, where it can't be used."""
+        """Give a slot the question; left out, and told, where one of its machines can't be used."""
         assert self._question is not None
-        try:
-            why = self.cluster.ray.get(slot.host.open.remote(*self._question))
-        except self.cluster.ray.exceptions.RayError as error:
-            why = last_line(error)
-        if why:
-            slot.alive = False
+        opened = [host.open.remote(*self._question) for host in slot.hosts]
+        for node, answer in zip(slot.nodes, opened, strict=True):
+            try:
+                why = self.cluster.ray.get(answer)
+            except self.cluster.ray.exceptions.RayError as error:
+                why = last_line(error)
+            if why:
+                slot.alive = False
+                self._refused[node.id] += 1
+                self.note(f"a device of {node.name} is left out: {why}")
+        if not slot.alive:
             slot.held.close()
-            self._refused[slot.node.id] += 1
-            self.note(f"a device of {slot.node.name} is left out: {why}")
             return
         self.slots.append(slot)
         self._free.put((slot.number, slot))
@@ -207,14 +239,14 @@ class Slots:
         with self._lock:
             slot.alive = False
             slot.held.close()
-            self.note(f"a host on {slot.node.name} was lost: {why}")
+            self.note(f"a host on {slot.name} was lost: {why}")
 
     def stop(self) -> None:
         """Kill what runs; what comes of it says nothing of its plan."""
         self.closing = True
-        for slot in self._living():
+        for host in (host for slot in self._living() for host in slot.hosts):
             with contextlib.suppress(Exception):  # it may be gone
-                slot.host.stop.remote()
+                host.stop.remote()
 
     def close(self) -> None:
         """End every host, and give the cards back."""

@@ -47,7 +47,7 @@ def read_facts(
                 f"{request.model!r} could not be built in a minute", hint="are the sizes in its config right?"
             )
         model, hardware = described(answer, request.model, device)
-    hardware = shared_by(hardware, request.processes or 1)
+    hardware = shared_by(hardware, (request.processes or 1) // (request.nodes or 1))
     if device == "cuda" and request.processes is None and hardware.count > 1:
         say(f"{hardware.count} GPUs are here, and one is trained on: --processes {hardware.count} uses them all")
     return Facts(model=model, hardware=hardware, workload=workload(request, model, hardware, say), packages=installed())
@@ -172,12 +172,14 @@ def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[
         say(lengths_words(lengths))
     for words in remarks(seq_len, model):
         say(words)
+    here = (request.processes or 1) // (request.nodes or 1)
     return Workload(
         seq_len=seq_len,
         global_batch=request.global_batch or DEFAULT_GLOBAL_BATCH,
         processes=request.processes or 1,
+        nodes=request.nodes or 1,
         limit_bytes=ceiling(request, hardware, say),
-        host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING) // (request.processes or 1),
+        host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING) // here,
         launch_path=request.launch_path,
         seed=request.seed,
         lengths=lengths,

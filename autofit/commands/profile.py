@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from autofit.commands.launching import on_its_device
 from autofit.commands.model_source import modeling_module
-from autofit.commands.verify import on_its_device
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan

@@ -31,6 +31,7 @@ from autofit.training.runner import finished
 TRIALS = "trials"
 MOST_PROCESSES = 64
 """Of one machine."""
+MOST_NODES = 64
 DEFAULT_GLOBAL_BATCH = 32
 
 
@@ -41,6 +42,7 @@ class Request:
     model: str
     device: str = "auto"
     processes: int | None = None
+    nodes: int | None = None
     seq_len: int | None = None
     global_batch: int | None = 32
     memory_limit: str | None = None
@@ -126,10 +128,12 @@ def check_request(request: Request, settings: Search) -> None:
         raise InputError(f"--seed {request.seed} is out of range", hint="give a whole number from 0 to 4294967295")
     if settings.timeout_seconds is not None and not 0 < settings.timeout_seconds < math.inf:
         raise InputError(f"--timeout {settings.timeout_seconds:g} is out of range", hint="write it like 90s or 10m")
-    if request.processes is not None and not 1 <= request.processes <= MOST_PROCESSES:
+    most = MOST_PROCESSES * min(max(1, request.nodes or 1), MOST_NODES)
+    if request.processes is not None and not 1 <= request.processes <= most:
         raise InputError(
-            f"--processes {request.processes} is out of range", hint=f"give a whole number from 1 to {MOST_PROCESSES}"
+            f"--processes {request.processes} is out of range", hint=f"give a whole number from 1 to {most}"
         )
+    _check_nodes(request, settings)
     if request.seq_len is not None and not 2 <= request.seq_len <= 10**8:
         raise InputError(f"--seq-len {request.seq_len} is out of range", hint="a row has a length of 2 at least")
     check_lengths(request.lengths, request.processes)
@@ -142,6 +146,29 @@ def check_request(request: Request, settings: Search) -> None:
     if settings.record is not None and not settings.record.absolute().parent.is_dir():
         raise InputError(f"--record {str(settings.record)!r}: no folder to write into", hint="make it first")
     space.parse_allowed(settings.allowed)
+
+
+def _check_nodes(request: Request, settings: Search) -> None:
+    """Refuse machines that a training can't be spread over.
+
+    Raises:
+        InputError: There are too many, one has no process or another number than the others, or there is no cluster.
+    """
+    nodes, processes = request.nodes, request.processes or 1
+    if nodes is None:
+        return
+    if not 1 <= nodes <= MOST_NODES:
+        raise InputError(f"--nodes {nodes} is out of range", hint=f"give a whole number from 1 to {MOST_NODES}")
+    if processes % nodes:
+        raise InputError(
+            f"--nodes {nodes}: {processes} process{'es' * (processes > 1)} can't be spread over them evenly",
+            hint=f"--processes {nodes * -(-processes // nodes)}: those of the whole training",
+        )
+    if nodes > 1 and settings.on is None:
+        raise InputError(
+            f"--nodes {nodes}: a tune over several machines runs on a Ray cluster",
+            hint="--on auto (this machine's cluster) or its address; `autofit estimate --nodes` needs none",
+        )
 
 
 def _check_cluster(address: str, request: Request) -> None:

@@ -41,6 +41,7 @@ def tune(
     output: str | Path | None = None,
     device: str = "auto",
     processes: int | None = None,
+    nodes: int | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
     memory_limit: str | int | None = None,
@@ -75,6 +76,7 @@ def tune(
         output: Folder for the answer and the trials; a temporary one by default.
         device: ``auto``, ``cuda`` or ``cpu``.
         processes: Of the whole training, one on each GPU; by default one.
+        nodes: Machines of the cluster (``on``) that they are spread over, as many on each; by default one.
         seq_len: Tokens in a row; by default the lesser of 1024 and the model's longest.
         global_batch: Rows to an optimizer step; by default 32, or what the script takes.
         memory_limit: The ceiling: bytes, a size (``"22GiB"``) or a share of what is free (``"90%"``); by default
@@ -117,6 +119,7 @@ def tune(
             "model": str(model),
             "device": device,
             "processes": processes,
+            "nodes": nodes,
             "seq_len": seq_len,
             "global_batch": default_batch if global_batch is None else global_batch,
             "memory_limit": None if memory_limit is None else str(memory_limit),
@@ -173,4 +176,4 @@ def _backend(request: Request, settings: Search) -> Backend:
         return DeviceBackend()
     from autofit.commands.tunes.on_cluster import ClusterBackend
 
-    return ClusterBackend(settings.on, request.processes or 1)
+    return ClusterBackend(settings.on, request.processes or 1, request.nodes or 1)

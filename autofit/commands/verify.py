@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from pydantic import TypeAdapter
 
-from autofit.contract.outcome import OUTCOME, Measured, Outcome, Promise
-from autofit.machine.nvml import on_device
-from autofit.machine.select import hardware_lock
+from autofit.cluster.nodes import check_address
+from autofit.commands.launching import Launch, launching
+from autofit.contract.outcome import Measured, Outcome, Promise
 from autofit.output.document import MODEL_FOLDER, Document, read_document
 from autofit.output.emit import ARGUMENTS, YAML
 from autofit.output.plan_words import outcome_words
-from autofit.system import strict_json, units
+from autofit.system import units
 from autofit.system.errors import InputError, MachineError
-from autofit.system.files import helper_environment
-from autofit.system.redact import redacted
-from autofit.training.joined import outcome_of_ranks
 from autofit.training.launch_environment import check_environment
 
 TOLERANCE = {"cuda": 0.10, "cpu": 0.30}
@@ -35,9 +25,6 @@ once more; one during which others took a large part of the processors says noth
 CALM_LAUNCHES = {"cuda": 1, "cpu": 2}
 MOST_LAUNCHES = 4
 MOST_STEPS = 1000
-_LONGEST_SECONDS = 3600.0
-_LOADING_SECONDS, _PATIENCE = 300.0, 100.0
-"""A launch of several ranks, one of which may hang, has so long to load, and so many times as long for its steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +60,7 @@ def verify(
     *,
     steps: int = 5,
     tolerance: float | None = None,
+    on: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Verification:
     """Run ``accelerate launch`` on the emitted files, and compare what it measures with the promise.
@@ -82,6 +70,7 @@ def verify(
         steps: Timed optimizer steps, from 2 to 1000, after two of warm-up.
         tolerance: The share of the promised samples/s that may be missing, from 0 to 1; by default 0.10 on a GPU and
             0.30 on a CPU. The memory ceiling has no tolerance.
+        on: Address of a Ray cluster whose machines launch, as many as the answer is for; by default this one does.
         say: Called with a line of text where a launch is repeated.
 
     Returns:
@@ -90,8 +79,8 @@ def verify(
 
     Raises:
         InputError: An argument is out of range, or the folder lacks a file.
-        MachineError: The launch can't be started, a tune is measuring on the device, or other processes used so much
-            of the CPU that no launch could be judged.
+        MachineError: The launch can't be started, a tune is measuring on the device, no cluster or too few machines
+            are there, or other processes used so much of the CPU that no launch could be judged.
     """
     if not 2 <= steps <= MOST_STEPS:
         raise InputError(f"--steps {steps} is out of range", hint=f"give a whole number from 2 to {MOST_STEPS}")
@@ -99,15 +88,21 @@ def verify(
         raise InputError(f"a tolerance of {tolerance} is out of range", hint="give a share from 0 to 1")
     check_environment()
     folder = Path(folder)
-    document = _launchable(folder)
+    document = _launchable(folder, on)
     device = document.hardware.device
     if tolerance is None:  # an estimate's speed is no nearer than what four trainings of five lie within
         tolerance = TOLERANCE[device] if document.estimated is None else 1 - document.estimated.low
+    with launching(folder, steps, document, on, say) as launch:
+        return _judged(launch, document, tolerance, say)
+
+
+def _judged(launch: Launch, document: Document, tolerance: float, say: Callable[[str], None]) -> Verification:
+    """Launch until the promise is kept, or can be said to be broken."""
+    device = document.hardware.device
     launched: list[Verification] = []
     calm = 0
     while calm < CALM_LAUNCHES[device] and len(launched) < MOST_LAUNCHES:
-        with hardware_lock(document.hardware):
-            command, outcome = _launch(folder, steps, document, on_its_device(document, say))
+        command, outcome = launch()
         found = judge(
             document.promise,
             outcome,
@@ -181,86 +176,19 @@ def judge(
     )
 
 
-def _launchable(folder: Path) -> Document:
-    """The answer in a folder that holds all that a launch on this machine reads."""
+def _launchable(folder: Path, on: str | None) -> Document:
+    """The answer in a folder that holds all that a launch reads, here or on a cluster."""
     document = read_document(folder)
     for name in (YAML, ARGUMENTS, f"{MODEL_FOLDER}/config.json"):
         if not (folder / name).is_file():
             raise InputError(f"{folder} holds no {name}", hint="give the whole folder that `autofit tune` wrote")
-    if document.workload.nodes > 1:
+    if on is not None:
+        check_address(on)
+        if document.workload.script is not None:
+            raise InputError(f"--on {on}: a script is launched where its data lies", hint="leave out --on")
+    elif document.workload.nodes > 1:
         raise InputError(
             f"{folder} is for {document.workload.nodes} machines, and verify launches on this one alone",
-            hint="run its launch line on each machine: autofit report tells it",
+            hint="--on auto launches on those of this machine's Ray cluster; or run the launch line on each by hand",
         )
     return document
-
-
-def on_its_device(document: Document, say: Callable[[str], None]) -> dict[str, str]:
-    """The environment that shows a launch of one process the device that was tuned on, and no other."""
-    hardware = document.hardware
-    if hardware.device != "cuda" or not hardware.uuid or document.workload.processes > 1:
-        return {}
-    try:
-        with on_device(hardware.uuid):
-            return {"CUDA_VISIBLE_DEVICES": hardware.uuid}
-    except MachineError as error:
-        say(f"the {hardware.name} that was tuned on is not here: {error.message}")
-        return {}
-
-
-def _launch(folder: Path, steps: int, document: Document, shown: Mapping[str, str]) -> tuple[tuple[str, ...], Outcome]:
-    """One ``accelerate launch``, with some more environment; all that it has started ends with it."""
-    from autofit.contract.outcome import Crashed, TimedOut
-
-    processes = document.workload.processes
-    patience = _PATIENCE * steps * document.promise.step_seconds
-    limit_seconds = _LONGEST_SECONDS if processes == 1 else min(_LONGEST_SECONDS, _LOADING_SECONDS + patience)
-    script = Path(__file__).with_name("verify_script.py")
-    with tempfile.TemporaryDirectory(prefix="autofit-verify-") as scratch:
-        result = Path(scratch) / "outcome.json"
-        command = (
-            sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
-            "--config_file", str(folder / YAML),
-            str(script), str(folder), str(result), str(steps),
-        )  # fmt: skip
-        environment = helper_environment({**os.environ, **shown})
-        log = Path(scratch) / "log"
-        try:
-            with log.open("wb") as output:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise MachineError(f"accelerate launch can't be started: {error}") from error
-        try:
-            status = process.wait(limit_seconds)
-        except subprocess.TimeoutExpired:
-            return command, TimedOut(limit_seconds=limit_seconds, phase="launch")
-        finally:
-            end_group(process)
-        try:
-            if processes > 1:
-                return command, outcome_of_ranks(Path(scratch), processes)
-            return command, strict_json.read(OUTCOME, result.read_bytes())
-        except (OSError, ValueError):
-            tail = redacted(log.read_text("utf-8", "replace").strip()[-4000:])
-            last = tail.splitlines()[-1] if tail else "no output"
-            return command, Crashed(reason=f"the launch ended with status {status}: {last}", log_tail=tail)
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a launch: its group, and its ranks, which are in sessions of their own."""
-    with contextlib.suppress(psutil.Error):
-        for one in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
-    process.wait()

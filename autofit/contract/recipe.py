@@ -43,8 +43,8 @@ def ground(facts: Facts) -> Emission:
         "num_processes": facts.workload.processes,
         "use_cpu": on_cpu,
     }
-    if hardware.count > facts.workload.processes and not on_cpu:
-        # without it one process sees every device and a Trainer makes it torch.nn.DataParallel
+    if hardware.count > 1 and facts.workload.processes == 1 and not on_cpu:
+        # without it the process sees every device and a Trainer makes it torch.nn.DataParallel
         accelerate["gpu_ids"] = hardware.visible_id
     script: tuple[str, ...] = ()
     if nodes > 1:  # each machine says on its command line which it is, and where the first one is

@@ -105,7 +105,8 @@ def launch_commands(document: Document, folder: str | Path) -> list[list[str]]:
     launch.append("your_script.py")
     if document.promise.launch_path == "trainer":
         launch.append(f"{shown}/training_args.json")
-    return [launch, ["autofit", "verify", shown]]
+    there = ["--on", "auto"] if document.workload.nodes > 1 else []
+    return [launch, ["autofit", "verify", shown, *there]]
 
 
 def shell_lines(words: list[str], width: int = 76) -> list[str]:

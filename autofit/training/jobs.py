@@ -36,7 +36,7 @@ from autofit.training.joined import failure_words, joined, unwritten
 from autofit.training.launch_environment import launch_environment, write_yaml
 from autofit.training.loops import run_recipe
 from autofit.training.measure import measure
-from autofit.training.ranks import PROGRESS_FILE, own_rank, rank_folder, result_file, run_ranks
+from autofit.training.ranks import PROGRESS_FILE, Share, all_here, own_rank, rank_folder, result_file, run_ranks
 from autofit.training.scripts.curve import script_curve
 from autofit.training.scripts.entry import describe, keep_quiet, measure_steps, rows_words
 from autofit.training.scripts.leave import Refused
@@ -53,6 +53,7 @@ class TrialJob:
     facts: Facts
     config: str
     effort: Effort
+    share: Share | None = None
 
     def run(self, folder: Path) -> None:
         """Leave the plan's outcome; every failure that can be caught is one."""
@@ -64,7 +65,7 @@ class TrialJob:
         if is_rank(train):
             return
         alone = self.facts.workload.processes == 1
-        outcome = tried(self, folder, folder.parent) if alone else tried_by_ranks(self.facts, folder, train)
+        outcome = tried(self, folder, folder.parent) if alone else tried_by_ranks(self.facts, folder, train, self.share)
         write_atomically(folder / self.RESULT, dump_json(OUTCOME, outcome))
 
 
@@ -94,6 +95,7 @@ class CurveJob:
     config: str
     steps: int
     rounding: Rounding | None = None
+    share: Share | None = None
 
     def run(self, folder: Path) -> None:
         """Leave the curve; every failure that can be caught stands in it in words."""
@@ -105,7 +107,7 @@ class CurveJob:
         if is_rank(train):
             return
         alone = self.facts.workload.processes == 1
-        curve = _trained(self, folder) if alone else _trained_by_ranks(self.facts, folder, train)
+        curve = _trained(self, folder) if alone else _trained_by_ranks(self.facts, folder, train, self.share)
         write_atomically(folder / self.RESULT, dump_json(CURVE, curve))
 
 
@@ -117,8 +119,16 @@ def is_rank(train: Callable[[int], None]) -> bool:
     return rank is not None
 
 
-def tried_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None]) -> Outcome:
-    """The one outcome of a plan that several ranks train: the first failure, or the worst rank's figures."""
+def tried_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None], share: Share | None = None) -> Outcome:
+    """The one outcome of a plan that several ranks train: the first failure, or the worst rank's figures.
+
+    Args:
+        facts: What the plan is for.
+        folder: Of the job.
+        train: Done in each rank's process.
+        share: The ranks that run here; ``None`` where all do.
+    """
+    share = share or all_here(facts.workload.processes)
 
     def outcome(rank: int) -> Outcome:
         found: Outcome = strict_json.read(OUTCOME, result_file(folder, rank).read_bytes())
@@ -127,17 +137,18 @@ def tried_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None]) -> 
     def failed(rank: int) -> bool:
         return not isinstance(outcome(rank), Measured)
 
-    count, kills_before = facts.workload.processes, memory_kills()
-    failure = run_ranks(folder, count, train, failed, on_cuda=facts.hardware.device == "cuda")
+    kills_before = memory_kills()
+    failure = run_ranks(folder, share, train, failed, on_cuda=facts.hardware.device == "cuda")
     if failure is None:
-        return joined([found for rank in range(count) if isinstance(found := outcome(rank), Measured)])
+        return joined([found for rank in share.ranks if isinstance(found := outcome(rank), Measured)])
     if failure.wrote:
         return outcome(failure.rank)
     return unwritten(failure, folder, facts, host_ran_out=memory_kills() > kills_before)
 
 
-def _trained_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None]) -> Curve:
+def _trained_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None], share: Share | None) -> Curve:
     """The one curve of a plan that several ranks train: each has the same, or has failed."""
+    share = share or all_here(facts.workload.processes)
 
     def curve(rank: int) -> Curve:
         return strict_json.read(CURVE, result_file(folder, rank).read_bytes())
@@ -145,9 +156,9 @@ def _trained_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None]) 
     def failed(rank: int) -> bool:
         return curve(rank).failed is not None
 
-    failure = run_ranks(folder, facts.workload.processes, train, failed, on_cuda=facts.hardware.device == "cuda")
+    failure = run_ranks(folder, share, train, failed, on_cuda=facts.hardware.device == "cuda")
     if failure is None:
-        return curve(0)
+        return curve(share.first)
     return curve(failure.rank) if failure.wrote else Curve(failed=failure_words(failure, folder))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from autofit.system.errors import InputError
-from autofit.training.ranks import free_port, rank_environment
+from autofit.training.ranks import all_here, rank_environment
 
 
 def check_environment() -> None:
@@ -69,4 +69,4 @@ def launch_environment(config_file: Path, rank: int | None = None) -> dict[str, 
     else:
         _, environment = prepare_simple_launcher_cmd_env(args)
         return dict(environment)
-    return {"OMP_NUM_THREADS": "1", **environment, **(rank_environment(0, 1, free_port()) if rank is None else {})}
+    return {"OMP_NUM_THREADS": "1", **environment, **(rank_environment(0, all_here(1)) if rank is None else {})}

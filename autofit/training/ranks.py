@@ -10,6 +10,9 @@ reaches another collective, in which the rest would wait for it. A rank that sta
 it is found where no rank has told anything for a while, and on the CPU none uses the processor.
 
 Ranks die with the job's process, and are in its group: whoever kills that group ends them all.
+
+Where a training is spread over machines, each runs such a job with its :class:`Share` of the ranks. They wait for those
+of other machines then, whose work nobody sees here: only a long silence after some steps says that one stands still.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ RANK = "AUTOFIT_RANK"
 PROGRESS_FILE = "progress"
 _TICK_SECONDS = 0.2
 _STILL_SECONDS = 5.0
+_STILL_ELSEWHERE_SECONDS = 60.0
+"""The same where other machines have ranks, too."""
 _GAPS = 5.0
 """Times as long as the longest silence so far, which a rank on a GPU may be silent for."""
 _SETTLED = 6
@@ -60,24 +65,55 @@ def rank_folder(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}"
 
 
-def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank on one machine."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The ranks of a training that one machine runs.
+
+    Attributes:
+        first: The lowest of them.
+        count: How many.
+        world: Ranks of the whole training.
+        machine: Which machine it is, counted from 0.
+        address: Of the first machine, as the others reach it.
+        port: That rank 0 listens to there.
+    """
+
+    first: int
+    count: int
+    world: int
+    machine: int
+    address: str
+    port: int
+
+    @property
+    def ranks(self) -> range:
+        """The numbers of the ranks."""
+        return range(self.first, self.first + self.count)
+
+
+def all_here(count: int) -> Share:
+    """All ranks of a training, on this machine."""
+    return Share(first=0, count=count, world=count, machine=0, address="127.0.0.1", port=free_port())
+
+
+def rank_environment(rank: int, share: Share) -> dict[str, str]:
+    """What torchrun tells a rank."""
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "LOCAL_RANK": str(rank - share.first),
+        "WORLD_SIZE": str(share.world),
+        "LOCAL_WORLD_SIZE": str(share.count),
+        "GROUP_RANK": str(share.machine),
+        "MASTER_ADDR": share.address,
+        "MASTER_PORT": str(share.port),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens to now."""
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this machine that nobody listens to now; of all its addresses where ``host`` is empty."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
@@ -115,6 +151,7 @@ class _Beats:
 
     files: tuple[Path, ...]
     on_cuda: bool
+    spread: bool = False
     silent_seconds: float = 0.0
     longest_seconds: float = 0.0
     _newest: int = 0
@@ -140,6 +177,9 @@ class _Beats:
         self._ticks.append((lived, busy))
         while sum(seconds for seconds, _ in self._ticks) - self._ticks[0][0] > _STILL_SECONDS:
             self._ticks.popleft()
+        if self.spread:
+            longest = max(_STILL_ELSEWHERE_SECONDS, _GAPS * self.longest_seconds)
+            return self._told > _SETTLED and self.silent_seconds > longest
         if self.on_cuda:  # waiting for a GPU keeps a CPU busy
             return self._told > _SETTLED and self.silent_seconds > max(_STILL_SECONDS, _GAPS * self.longest_seconds)
         seen = sum(seconds for seconds, _ in self._ticks)
@@ -170,13 +210,13 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def run_ranks(
-    folder: Path, count: int, work: Callable[[int], None], failed: Callable[[int], bool], *, on_cuda: bool
+    folder: Path, share: Share, work: Callable[[int], None], failed: Callable[[int], bool], *, on_cuda: bool
 ) -> Failure | None:
     """Fork the ranks of a job, and wait until all have ended or one has failed.
 
     Args:
         folder: Of the job.
-        count: Ranks.
+        share: The ranks.
         work: Done in each rank's process, with its number; leaves :func:`result_file`.
         failed: Whether the result of a rank is a failure that ends the others.
         on_cuda: Whether ranks wait for GPUs.
@@ -184,15 +224,16 @@ def run_ranks(
     Returns:
         The rank that failed first; ``None`` where none has.
     """
-    port, pids = free_port(), {}
+    pids: dict[int, int] = {}
     try:
-        for rank in range(count):
+        for rank in share.ranks:
             rank_folder(folder, rank).mkdir(exist_ok=True)
             parent, pid = os.getpid(), os.fork()
             if pid == 0:
-                _become(folder, rank, count, parent=parent, port=port, work=work)
+                _become(folder, rank, share, parent=parent, work=work)
             pids[pid] = rank
-        beats = _Beats(tuple(rank_folder(folder, rank) / PROGRESS_FILE for rank in range(count)), on_cuda)
+        files = tuple(rank_folder(folder, rank) / PROGRESS_FILE for rank in share.ranks)
+        beats = _Beats(files, on_cuda, spread=share.count < share.world)
         while pids:
             _wait(pids)
             found = _ended(folder, pids, failed)
@@ -207,7 +248,7 @@ def run_ranks(
         _kill(pids)
 
 
-def _become(folder: Path, rank: int, count: int, *, parent: int, port: int, work: Callable[[int], None]) -> NoReturn:
+def _become(folder: Path, rank: int, share: Share, *, parent: int, work: Callable[[int], None]) -> NoReturn:
     """The process of a rank; never returns."""
     code = 1
     try:
@@ -216,7 +257,7 @@ def _become(folder: Path, rank: int, count: int, *, parent: int, port: int, work
             handle = os.open(rank_folder(folder, rank) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(handle, stream)
             os.close(handle)
-        os.environ.update({RANK: str(rank), **rank_environment(rank, count, port)})
+        os.environ.update({RANK: str(rank), **rank_environment(rank, share)})
         if device_is_spoilt():
             os.execv(sys.executable, [sys.executable, "-m", "autofit.worker", str(folder)])  # noqa: S606 - a list
         work(rank)

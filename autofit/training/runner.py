@@ -44,7 +44,7 @@ from autofit.system.strict_json import dump_json
 from autofit.system.units import MIB, size
 from autofit.training.jobs import TrialJob
 from autofit.training.joined import killed_for_memory, log_tail
-from autofit.training.ranks import PROGRESS_FILE, phase_of
+from autofit.training.ranks import PROGRESS_FILE, Share, phase_of
 from autofit.training.timing import Effort
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ class ProcessRunner:
         self.config = config
         self.server = server
         work, hardware = facts.workload, facts.hardware
+        self.share: Share | None = None
+        """Of a trial's ranks, those that run on this machine; ``None`` where all do."""
         self.room_bytes = min(work.limit_bytes, hardware.free_bytes)
         """What was free for trials; less where others have taken some of it since, and were reported."""
         self._idle_bytes = hardware.free_bytes if hardware.device == "cuda" else self.room_bytes
@@ -138,7 +140,7 @@ class ProcessRunner:
             if folder.exists():  # one that was cut off
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
-        job = TrialJob(plan=plan, facts=self.facts, config=str(self.config.resolve()), effort=effort)
+        job = TrialJob(plan=plan, facts=self.facts, config=str(self.config.resolve()), effort=effort, share=self.share)
         write_atomically(folder / JOB, job_text(job))
         self.settle()
         kills_before = memory_kills()

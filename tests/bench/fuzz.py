@@ -40,7 +40,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from autofit import cli, space
-from autofit.commands import doctor, model_source, request, verify
+from autofit.commands import doctor, launching, model_source, request
 from autofit.commands.estimates import estimate
 from autofit.commands.request import STARTED, Request, Started
 from autofit.commands.tunes import backend
@@ -493,8 +493,8 @@ def fuzz(inputs: int, seed: int, only: str | None = None, say: Callable[[str], N
         for module in (backend, estimate, doctor):
             stack.callback(setattr, module, "ForkServer", module.ForkServer)
             module.ForkServer = Stopped  # type: ignore[attr-defined]
-        stack.callback(setattr, verify, "_launch", verify._launch)
-        verify._launch = lambda *_: (("accelerate",), test_report.measured(50.0, 15.0))
+        stack.callback(setattr, launching, "launch_here", launching.launch_here)
+        launching.launch_here = lambda *_: (("accelerate",), test_report.measured(50.0, 15.0))
         every = targets(Path(scratch))
         if only:
             every = {name: target for name, target in every.items() if only in name}

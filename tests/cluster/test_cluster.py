@@ -93,13 +93,21 @@ def hosts():
         with contextlib.suppress(psutil.Error):
             words, held = " ".join(process.cmdline()), process.environ()
             ours = held.get("TMPDIR") == os.environ.get("TMPDIR") and any(name.startswith("RAY_") for name in held)
-            if ours and ("ray::Host" in words or "fork_server_process" in words):
+            if ours and (any(name in words for name in ("ray::Host", "ray::Launcher", "fork_server_process"))):
                 found.add(process.pid)
     return found
 
 
 def folders():
     return list(Path(tempfile.gettempdir()).glob("autofit-node-*"))
+
+
+def nothing_is_left():
+    """Neither a process nor a file of a host."""
+    deadline = time.monotonic() + 20
+    while (folders() or hosts()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert (folders(), hosts()) == ([], set())
 
 
 class Killer(Silent):
@@ -136,10 +144,50 @@ def test_a_tune_goes_on_where_a_machine_dies_and_leaves_nothing_behind(machines,
     assert (tmp_path / "out" / "trials" / f"{found.document.trials[0].number:05d}" / "stderr.log").exists()
     assert any(words.startswith("2 trials run at once") for words in killer.notes)
     assert re.search(r"trial [01] was lost with its host on", " ".join(killer.notes))
-    deadline = time.monotonic() + 20
-    while (folders() or hosts()) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert (folders(), hosts()) == ([], set())
+    nothing_is_left()
+
+
+class PairKiller(Silent):
+    """Kills the first of the machines that a trial is spread over, once, while it runs."""
+
+    def __init__(self, local):
+        self.local, self.notes, self.done = local, [], None
+
+    def note(self, words):
+        self.notes.append(words)
+
+    def trial_begins(self, number, plan, purpose, seconds_left):
+        if self.done is None:
+            import ray
+
+            first = next(one for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU"))["NodeID"]
+            node = next(one for one in self.local.worker_nodes if one.node_id == first)
+            self.done = threading.Timer(0.3, self.local.remove_node, (node, False))
+            self.done.start()
+
+
+@with_ray
+def test_a_trial_over_two_machines_outlives_one_of_them_and_is_launched_on_two(machines, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    while len(machines.worker_nodes) < 3:
+        machines.joins("another")
+    killer, out = PairKiller(machines), tmp_path / "out"
+    found = autofit.tune(
+        "demo", output=out, on=machines.address, device="cpu", seq_len=32, global_batch=16, trials=1, processes=2,
+        nodes=2, memory_limit="2GiB", fix=[*(one for one in HELD if "parallel" not in one), "parallel=ddp"],
+        among={"micro_batch": [8]}, events=killer,
+    )  # fmt: skip
+    killer.done.join()
+    assert {type(one.outcome) for one in found.document.trials} == {Measured}
+    assert (found.document.workload.processes, found.document.workload.nodes) == (2, 2)
+    assert found.plan["parallel"] == "ddp"
+    assert re.search(r"trial 0 was lost with its host on \S+ and \S+: it is run again", " ".join(killer.notes))
+    assert found.document.guard.verdict == "same"
+    assert {path.name for path in (out / "trials" / "00000").glob("rank-?")} == {"rank-0", "rank-1"}
+    kept = autofit.verify(out, on=machines.address, tolerance=0.9)
+    assert isinstance(kept.outcome, Measured)
+    assert kept.broken == ()
+    nothing_is_left()
 
 
 @with_ray

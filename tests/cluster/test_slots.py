@@ -1,15 +1,17 @@
 """Slots and the runner on them, with a cluster that is played: machines that are lost, join or are left out."""
 
 import contextlib
+import dataclasses
+import json
 import types
 
 import pytest
 
 from autofit import space
 from autofit.cluster.nodes import Node
-from autofit.cluster.remote import ClusterRunner
+from autofit.cluster.remote import ClusterRunner, ClusterServer
 from autofit.cluster.slots import Slots
-from autofit.contract.outcome import TRIAL, Crashed, Measured, Trial
+from autofit.contract.outcome import TRIAL, Crashed, Measured, OutOfMemory, Trial
 from autofit.search.loop import FINAL
 from autofit.system.errors import MachineError
 from autofit.system.strict_json import dump_json
@@ -28,14 +30,38 @@ class TaskError(LostError):
     """As Ray's error of a task that raised."""
 
 
-class PlayedHost:
-    """A host; ``dies`` says whether its machine does while it runs a trial."""
+class Task:
+    """A call of a host; ready when the host has said what there is to say."""
 
-    def __init__(self, refuses="", dies=False):
-        self.refuses, self.dies, self.closed = refuses, dies, False
+    def __init__(self, call, ready):
+        self.call, self.ready, self.found = call, ready, None
+
+    def get(self):
+        self.found = self.found or (self.call(),)  # asked twice, done once
+        return self.found[0]
+
+
+class PlayedHost:
+    """A host.
+
+    Args:
+        dies: Its machine does while it runs a trial.
+        outcome: Of a trial; by default what the landscape says.
+        waits: Its ranks wait for others, until it is stopped.
+    """
+
+    def __init__(self, refuses="", *, dies=False, outcome=None, waits=False):
+        self.refuses, self.dies, self.outcome, self.waits = refuses, dies, outcome, waits
+        self.closed, self.stopped, self.shares = False, 0, []
 
     def __getattr__(self, name):
-        return types.SimpleNamespace(remote=lambda *given: lambda: getattr(self, f"do_{name}")(*given))
+        def remote(*given, **named):
+            task = Task(lambda: getattr(self, f"do_{name}")(*given, **named), lambda: not self.waits)
+            if name == "stop":
+                task.get()
+            return task
+
+        return types.SimpleNamespace(remote=remote)
 
     def do_open(self, facts, config):
         return self.refuses
@@ -43,38 +69,66 @@ class PlayedHost:
     def do_close(self):
         self.closed = True
 
-    def do_trial(self, told):
+    def do_port(self):
+        return 1234
+
+    def do_stop(self):
+        self.stopped += 1
+        self.waits = self.stopped < 2  # its job has not begun when it is told the first time
+
+    def do_trial(self, told, share):
+        self.shares.append(share)
         if self.dies:
             raise LostError("the node died")
         plan = SPACE.plans[0].replaced(**told["plan"])
-        trial = Trial(number=told["number"], plan=plan, outcome=LAND.outcome(plan), wall_seconds=1.0)
+        outcome = Crashed(reason="killed by SIGKILL") if self.stopped else self.outcome or LAND.outcome(plan)
+        trial = Trial(number=told["number"], plan=plan, outcome=outcome, wall_seconds=1.0)
         return dump_json(TRIAL, trial), {"stderr.log": b"a log"}, ["a word"]
+
+    def do_job(self, files, config, share, *, seconds, early):
+        self.shares.append(share)
+        failed = "killed" if self.stopped else self.outcome
+        return 0, {"curve.json": json.dumps({"failed": failed}).encode(), "by": self.refuses.encode()}
 
 
 class PlayedCluster:
     def __init__(self, *hosts):
         self.hosts, self.left = list(hosts), []
         errors = types.SimpleNamespace(RayError=LostError, RayTaskError=TaskError)
-        self.ray = types.SimpleNamespace(get=lambda task, **_: task(), exceptions=errors, kill=lambda _: None)
+        self.ray = types.SimpleNamespace(
+            get=lambda task, **_: task.get(), wait=self.wait, exceptions=errors, kill=lambda _: None
+        )
+
+    @staticmethod
+    def wait(tasks, *, num_returns, timeout):
+        done = [task for task in tasks if task.ready()][:num_returns]
+        assert done or timeout is not None, "it would wait for ever"
+        return done, [task for task in tasks if task not in done]
 
     def nodes(self, device, note):
-        return [Node(id=str(place), name=f"node{place}", cards=1, cpus=1.0) for place, _ in enumerate(self.hosts)]
+        return [
+            Node(id=str(place), name=f"node{place}", address=f"10.0.0.{place}", cards=1, cpus=1.0)
+            for place, _ in enumerate(self.hosts)
+        ]
+
+    def bundle(self, node, device, processes):
+        return {"CPU": 1.0}
 
     @contextlib.contextmanager
     def group(self, nodes, bundles):
-        yield nodes[0]
-        self.left.append(nodes[0].name)
+        yield nodes
+        self.left += [node.name for node in nodes]
 
-    def host(self, group, place, bundle, device, modules):
-        return self.hosts[int(group.id)]
+    def host(self, kind, group, place, bundle, device, modules):
+        return self.hosts[int(group[place].id)]
 
     def none_left(self):
         return MachineError("none is left")
 
 
-def slots_of(*hosts):
+def slots_of(*hosts, machines=1):
     notes, cluster = [], PlayedCluster(*hosts)
-    slots = Slots(cluster, "cpu", (), notes.append)
+    slots = Slots(cluster, "cpu", (), notes.append, processes=2 * machines, machines=machines)
     slots.open(FACTS, {})
     return slots, cluster, notes
 
@@ -121,3 +175,53 @@ def test_where_no_machine_is_left_it_says_so(tmp_path):
     cluster.nodes = lambda *_: []
     with pytest.raises(MachineError, match="none is left"):
         run(slots, tmp_path, notes)
+
+
+def test_a_trial_over_two_machines_is_as_slow_and_as_large_as_its_worst_part(tmp_path):
+    fine = LAND.outcome(SPACE.plans[0])
+    slow = dataclasses.replace(fine, step_seconds=2 * fine.step_seconds)
+    large = dataclasses.replace(fine, peak_bytes=fine.peak_bytes + 1)
+    first, second = PlayedHost(outcome=slow), PlayedHost(outcome=large)
+    slots, _, notes = slots_of(first, second, PlayedHost(), machines=2)
+    assert slots.count == 1, "the third machine has no other to train with"
+    found = run(slots, tmp_path, notes)
+    assert (found.outcome.step_seconds, found.outcome.peak_bytes) == (slow.step_seconds, large.peak_bytes)
+    (one,), (other,) = first.shares, second.shares
+    assert one == {"first": 0, "count": 2, "world": 4, "machine": 0, "address": "10.0.0.0", "port": 1234}
+    assert other == {**one, "first": 2, "machine": 1}
+    assert {"node0: a word", "node1: a word"} <= set(notes)
+
+
+def test_a_part_that_fails_ends_the_others_and_is_the_outcome(tmp_path):
+    out = OutOfMemory(where="device", phase="forward", limit_bytes=2, peak_bytes=3)
+    waits = PlayedHost(waits=True)
+    slots, _, notes = slots_of(waits, PlayedHost(outcome=out), machines=2)
+    assert run(slots, tmp_path, notes).outcome == out
+    assert waits.stopped == 2, "it was told until it ended"
+
+
+def test_a_machine_that_dies_takes_the_slot_with_it_and_the_trial_goes_to_others(tmp_path):
+    waits = PlayedHost(waits=True)
+    slots, _, notes = slots_of(waits, PlayedHost(dies=True), PlayedHost(), PlayedHost(), machines=2)
+    assert slots.count == 2
+    assert isinstance(run(slots, tmp_path, notes).outcome, Measured)
+    assert (slots.count, waits.stopped, waits.closed) == (1, 2, True)
+    assert "trial 7 was lost with its host on node0 and node1: it is run again" in notes
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_a_curve_of_several_machines_is_the_first_one_s_or_says_what_failed(tmp_path, failing):
+    hosts = [PlayedHost(outcome="no such thing" if place == failing else None) for place in range(2)]
+    slots, _, _ = slots_of(*hosts, machines=2)
+    (tmp_path / "job.json").write_text(json.dumps({"kind": "curve"}))
+    assert ClusterServer(tmp_path / "log", slots).run(tmp_path, kill_after_seconds=1) == 0
+    assert json.loads((tmp_path / "curve.json").read_text()) == {"failed": None if failing is None else "no such thing"}
+    assert [host.shares[0]["first"] for host in hosts] == [0, 2]
+
+
+def test_other_jobs_run_on_the_first_machine_alone(tmp_path):
+    hosts = [PlayedHost(), PlayedHost()]
+    slots, _, _ = slots_of(*hosts, machines=2)
+    (tmp_path / "job.json").write_text(json.dumps({"kind": "rates"}))
+    ClusterServer(tmp_path / "log", slots).run(tmp_path, kill_after_seconds=1)
+    assert [host.shares for host in hosts] == [[None], []]

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 import autofit
-from autofit.commands import verify
+from autofit.commands import launching, verify
 from autofit.commands.estimates import estimate
 from autofit.contract.facts import Hardware
 from autofit.contract.outcome import TimedOut
@@ -80,7 +80,7 @@ def test_an_estimate_writes_what_a_tune_writes_and_says_everywhere_that_it_is_on
     with pytest.raises(EmissionError, match="optimus"):
         check_files(folder)
 
-    monkeypatch.setattr(verify, "_launch", lambda *_: ((), TimedOut(limit_seconds=1, phase="launch")))
+    monkeypatch.setattr(launching, "launch_here", lambda *_: ((), TimedOut(limit_seconds=1, phase="launch")))
     launched = verify.verify(folder)
     assert launched.estimated
     assert launched.tolerance == pytest.approx(1 - document.estimated.low)

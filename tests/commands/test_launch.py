@@ -12,7 +12,7 @@ import sys
 import pytest
 from pydantic import TypeAdapter
 
-from autofit.commands import verify
+from autofit.commands import launching, verify
 from autofit.commands.request import STARTED
 from autofit.commands.verify import VERIFICATION, judge
 from autofit.contract.facts import Facts
@@ -383,7 +383,7 @@ def test_a_launch_beside_others_says_nothing(tuned, monkeypatch, launches, answe
         for speed, others in launches
     ]
     waiting, said = list(outcomes), []
-    monkeypatch.setattr(verify, "_launch", lambda *_: (("accelerate",), waiting.pop(0)))
+    monkeypatch.setattr(launching, "launch_here", lambda *_: (("accelerate",), waiting.pop(0)))
     if answer == "others":
         with pytest.raises(MachineError, match=r"in each of 4 launches other processes .* came to 30%"):
             verify.verify(folder, say=said.append)
@@ -404,6 +404,6 @@ def test_who_computes_on_the_host_is_no_excuse_on_a_gpu(tuned, monkeypatch):
     slow = synthetic.measured((10 * document.promise.step_seconds,) * 3, MIB, facts, **BUSY)
     launched = []
     monkeypatch.setattr(verify, "read_document", lambda _: there)
-    monkeypatch.setattr(verify, "_launch", lambda *_: launched.append(1) or (("accelerate",), slow))
+    monkeypatch.setattr(launching, "launch_here", lambda *_: launched.append(1) or (("accelerate",), slow))
     assert verify.verify(folder).broken
     assert len(launched) == 1

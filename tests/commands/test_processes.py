@@ -56,6 +56,10 @@ def test_processes_on_the_cpu_share_its_memory_and_threads(monkeypatch):
         (["0"], "--processes 0 is out of range"),
         (["1000"], "--processes 1000 is out of range"),
         (["two"], "not a valid"),
+        (["4", "--nodes", "0"], "--nodes 0 is out of range"),
+        (["128", "--nodes", "1"], "--processes 128 is out of range"),
+        (["5", "--nodes", "2"], "--nodes 2: 5 processes can't be spread over them evenly"),
+        (["4", "--nodes", "2"], "--nodes 2: a tune over several machines runs on a Ray cluster"),
     ],
 )
 def test_a_number_that_is_none_is_refused_in_a_line(tmp_path, more, words):
@@ -103,8 +107,9 @@ def test_an_answer_for_several_machines_says_what_each_runs_and_is_not_verified_
     facts = of_machines(cuda_facts(global_batch=64), nodes=4, processes=32)
     folder = output_folder(tmp_path)
     document = a_document(a_plan(facts, parallel="ddp"), facts)
-    launch, _ = wording.launch_commands(document, folder)
+    launch, check = wording.launch_commands(document, folder)
     assert "--machine_rank 0 --main_process_ip ADDRESS" in " ".join(launch)
+    assert check[-2:] == ["--on", "auto"]
     assert "on each of the 4 machines" in " ".join(document.script)
     written(folder, facts, check=lambda *_: None, parallel="ddp")
     with pytest.raises(InputError, match="is for 4 machines"):

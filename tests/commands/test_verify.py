@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import autofit
-from autofit.commands import verify
+from autofit.commands import launching, verify
 from autofit.contract.outcome import Crashed
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER
 from autofit.output.emit import ARGUMENTS, YAML
@@ -54,7 +54,7 @@ def launches(monkeypatch, promised):
                 )
             return ("accelerate", "launch"), found
 
-        monkeypatch.setattr(verify, "_launch", launch)
+        monkeypatch.setattr(launching, "launch_here", launch)
         return made
 
     return play

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autofit.commands import doctor, verify
+from autofit.commands import doctor, launching
 from autofit.commands import facts as facts_of
 from autofit.contract import placement
 from autofit.contract.outcome import Evidence
@@ -268,7 +268,7 @@ def test_verify_shows_a_launch_of_one_process_the_device_that_was_tuned_on(card,
     hardware = dataclasses.replace(cuda_facts().hardware, uuid=uuid)
     tuned = SimpleNamespace(hardware=hardware, workload=SimpleNamespace(processes=processes))
     shown = {"CUDA_VISIBLE_DEVICES": uuid} if here and processes == 1 else {}
-    assert verify.on_its_device(tuned, said.append) == shown
+    assert launching.on_its_device(tuned, said.append) == shown
     assert bool(said) is not here
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from autofit.training import ranks
-from autofit.training.ranks import PROGRESS_FILE, free_port, phase_of, rank_folder, result_file, run_ranks
+from autofit.training.ranks import PROGRESS_FILE, all_here, free_port, phase_of, rank_folder, result_file, run_ranks
 from tests.support.tiny import gone
 
 
@@ -26,7 +26,7 @@ def run(folder, work, count=3, *, on_cuda=False):
         return "bad" in result_file(folder, rank).read_text()
 
     began = time.monotonic()
-    found = run_ranks(folder, count, told, failed, on_cuda=on_cuda)
+    found = run_ranks(folder, all_here(count), told, failed, on_cuda=on_cuda)
     seconds = time.monotonic() - began
     assert gone(*(int(path.read_text()) for path in folder.glob("pid-*")), seconds=1)
     return found, seconds

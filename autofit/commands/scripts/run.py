@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from autofit.commands.launching import on_its_device
 from autofit.commands.scripts.named import Named, named
-from autofit.commands.verify import end_group, on_its_device
 from autofit.output.document import Document, read_document
 from autofit.output.emit import YAML
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import helper_environment
+from autofit.system.processes import end_group
 from autofit.training.launch_environment import check_environment
 
 INTERRUPTED_SECONDS = 30.0

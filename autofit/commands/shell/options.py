@@ -55,6 +55,7 @@ TUNE_OPTIONS: tuple[Option, ...] = (
     click.option("--output", default="autofit-out", show_default=True, help="Folder for the files and the trials."),
     click.option("--device", default="auto", show_default=True, help="auto, cuda or cpu."),
     click.option("--processes", type=int, help="Processes of the training, one on each GPU.  [default: 1]"),
+    click.option("--nodes", type=int, help="Machines of a cluster (--on) that they are spread over.  [default: 1]"),
     _SEQ_LEN,
     click.option("--global-batch", type=int, help="Rows to an optimizer step.  [default: 32, or the script's]"),
     click.option("--memory-limit", help="Ceiling: 22GiB, or 90% of what is free.  [default: 92%]"),

@@ -24,11 +24,12 @@ class ClusterBackend(DeviceBackend):
 
     Args:
         address: ``auto``, ``HOST:PORT`` or ``ray://HOST[:PORT]``.
-        processes: Of a trial, which runs on one machine.
+        processes: Of a trial.
+        machines: Over which each trial is spread.
     """
 
-    def __init__(self, address: str, processes: int = 1) -> None:
-        self._processes = processes
+    def __init__(self, address: str, processes: int = 1, machines: int = 1) -> None:
+        self._processes, self._machines = processes, machines
         self._cluster = Cluster(address)
         self._slots: Slots | None = None
         self._note: Note = lambda _: None
@@ -44,7 +45,9 @@ class ClusterBackend(DeviceBackend):
 
     def server(self, log: Path, device: DeviceName, modules: tuple[str, ...]) -> ForkServer:
         """The fork servers of the machines; the tune closes them."""
-        self._slots = Slots(self._cluster, device, modules, self._note, self._processes)
+        self._slots = Slots(
+            self._cluster, device, modules, self._note, processes=self._processes, machines=self._machines
+        )
         return ClusterServer(log, self._slots, modules)
 
     def lock(self, facts: Facts) -> contextlib.AbstractContextManager[None]:

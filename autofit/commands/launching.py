@@ -1,0 +1,147 @@
+"""A launch of an answer's files, once: here, or on machines of a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autofit.contract.outcome import OUTCOME, Crashed, Outcome, TimedOut
+from autofit.machine.nvml import on_device
+from autofit.machine.select import hardware_lock
+from autofit.output.document import MODEL_FOLDER, Document
+from autofit.output.emit import YAML
+from autofit.system import strict_json
+from autofit.system.errors import MachineError
+from autofit.system.files import helper_environment
+from autofit.system.processes import end_group
+from autofit.system.redact import redacted
+from autofit.training.joined import outcome_of_ranks
+
+if TYPE_CHECKING:
+    from autofit.cluster.launch import Launchers
+
+Launch = Callable[[], tuple[tuple[str, ...], Outcome]]
+"""Launches once; returns the command, and what it measured or how it failed."""
+_SCRIPT = Path(__file__).with_name("verify_script.py")
+_LONGEST_SECONDS = 3600.0
+_LOADING_SECONDS, _PATIENCE = 300.0, 100.0
+"""A launch of several ranks, one of which may hang, has so long to load, and so many times as long for its steps."""
+
+
+@contextlib.contextmanager
+def launching(
+    folder: Path, steps: int, document: Document, on: str | None, say: Callable[[str], None]
+) -> Iterator[Launch]:
+    """What launches once, here or on a cluster."""
+    if on is None:
+
+        def here() -> tuple[tuple[str, ...], Outcome]:
+            with hardware_lock(document.hardware):
+                return launch_here(folder, steps, document, on_its_device(document, say))
+
+        yield here
+        return
+    from autofit.cluster.launch import launchers
+
+    work = document.workload
+    held = launchers(on, document.hardware.device, processes=work.processes, machines=work.nodes, note=say)
+    with held as found:
+        yield functools.partial(launch_there, found, folder, steps, document)
+
+
+def on_its_device(document: Document, say: Callable[[str], None]) -> dict[str, str]:
+    """The environment that shows a launch of one process the device that was tuned on, and no other."""
+    hardware = document.hardware
+    if hardware.device != "cuda" or not hardware.uuid or document.workload.processes > 1:
+        return {}
+    try:
+        with on_device(hardware.uuid):
+            return {"CUDA_VISIBLE_DEVICES": hardware.uuid}
+    except MachineError as error:
+        say(f"the {hardware.name} that was tuned on is not here: {error.message}")
+        return {}
+
+
+def launch_here(
+    folder: Path, steps: int, document: Document, shown: Mapping[str, str]
+) -> tuple[tuple[str, ...], Outcome]:
+    """One ``accelerate launch``, with some more environment; all that it has started ends with it."""
+    limit_seconds = _limit_seconds(steps, document)
+    with tempfile.TemporaryDirectory(prefix="autofit-verify-") as scratch:
+        result = Path(scratch) / "outcome.json"
+        command = (
+            sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
+            "--config_file", str(folder / YAML),
+            str(_SCRIPT), str(folder), str(result), str(steps),
+        )  # fmt: skip
+        environment = helper_environment({**os.environ, **shown})
+        log = Path(scratch) / "log"
+        try:
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise MachineError(f"accelerate launch can't be started: {error}") from error
+        status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(limit_seconds)
+        finally:
+            end_group(process)
+        tail = redacted(log.read_text("utf-8", "replace").strip()[-4000:])
+        return command, _outcome(Path(scratch), document, status, tail, limit_seconds)
+
+
+def launch_there(held: Launchers, folder: Path, steps: int, document: Document) -> tuple[tuple[str, ...], Outcome]:
+    """One ``accelerate launch`` on each of some machines of a cluster."""
+    limit_seconds = _limit_seconds(steps, document)
+    files = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in (*folder.iterdir(), *(folder / MODEL_FOLDER).iterdir())
+        if path.is_file()
+    }
+    found, first = held.launch(files, _SCRIPT, [str(steps)], limit_seconds)
+    with tempfile.TemporaryDirectory(prefix="autofit-verify-") as scratch:
+        for one in (found[first], *found):  # the oldest failure tells
+            for name, content in one.results.items():
+                if not (Path(scratch) / name).exists():
+                    (Path(scratch) / name).write_bytes(content)
+        outcome = _outcome(Path(scratch), document, found[first].status, found[first].log_tail, limit_seconds)
+    return ("accelerate", "launch", "--config_file", str(folder / YAML), str(_SCRIPT)), outcome
+
+
+def _limit_seconds(steps: int, document: Document) -> float:
+    patience = _PATIENCE * steps * document.promise.step_seconds
+    alone = document.workload.processes == 1
+    return _LONGEST_SECONDS if alone else min(_LONGEST_SECONDS, _LOADING_SECONDS + patience)
+
+
+def _outcome(results: Path, document: Document, status: int | None, tail: str, limit_seconds: float) -> Outcome:
+    """What a launch has left in a folder; in other words how it ended. A status of ``None``: it took too long."""
+    if status is None:
+        return TimedOut(limit_seconds=limit_seconds, phase="launch")
+    try:
+        if document.workload.processes > 1:
+            return outcome_of_ranks(results, document.workload.processes)
+        return _read(results)
+    except (OSError, ValueError):
+        last = tail.splitlines()[-1] if tail else "no output"
+        return Crashed(reason=f"the launch ended with status {status}: {last}", log_tail=tail)
+
+
+def _read(results: Path) -> Outcome:
+    outcome: Outcome = strict_json.read(OUTCOME, (results / "outcome.json").read_bytes())
+    return outcome
