@@ -30,6 +30,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
+from autofit.contract.layout import engine_of
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Technique
 
 from .chunked_loss import CHUNKS, ChunkedLoss, chunk_loss
@@ -97,6 +98,9 @@ class Kernels(Technique):
         if value in _LIGER and whole and mixed and (facts.hardware.capability or (8, 0)) >= (8, 0):
             # torch.addmm with out_dtype; as of Liger 0.8.5, with PyTorch 2.13
             return "Liger's loss adds 16-bit products to a float32 gradient, which Inductor can't compile"
+        if value in _LIGER and whole and engine_of(others.get("parallel", "none")) == "ddp":
+            # AssertionError of gen_alias_from_base, with PyTorch 2.13
+            return "DDP cuts a compiled graph where its buckets end, and Liger's loss can't be cut so"
         return None
 
     def held(self, facts: Facts) -> Held | None:

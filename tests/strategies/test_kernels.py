@@ -297,3 +297,11 @@ def test_ligers_loss_is_not_compiled_where_its_gradient_is_wider_than_its_produc
     technique = kernels.Kernels()
     assert bool(technique.conflict("liger_fused_ce", changed, cuda_facts())) is refused
     assert technique.conflict("chunked_ce", changed, cuda_facts()) is None
+
+
+@pytest.mark.parametrize(
+    ("parallel", "whole", "refused"), [("ddp", "model", True), ("ddp", "regions", False), ("none", "model", False)]
+)
+def test_ligers_loss_is_not_in_a_graph_that_ddp_cuts(parallel, whole, refused):
+    changed = {"compile": whole, "parallel": parallel, "precision": "tf32", "adapter": "none"}
+    assert bool(kernels.Kernels().conflict("liger", changed, cuda_facts())) is refused

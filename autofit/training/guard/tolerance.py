@@ -68,7 +68,9 @@ class Comparison:
     @property
     def ratio(self) -> float:
         """Of the difference to the tolerance: above 1 the plan is refused."""
-        return self.difference / self.tolerance if math.isfinite(self.difference) else math.inf
+        if not self.difference:  # also where both are nothing, of which no tolerance is a share
+            return 0.0
+        return self.difference / self.tolerance if math.isfinite(self.difference) and self.tolerance else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,3 +101,12 @@ def test_a_gradient_that_is_nothing_but_noise_may_be_zero():
     noisy = replace(BASELINE, gradients={**BASELINE.gradients, "key": (1e-7, 0.0)})
     zero = replace(BASELINE, gradients={**BASELINE.gradients, "key": (0.0, 0.0)})
     assert missing(zero, noisy) == []
+
+
+def test_losses_of_nothing_agree_and_any_other_is_outside():
+    nothing = replace(BASELINE, losses=(0.0, 0.0, 0.0))
+    (same,) = (one for one in compare(nothing, nothing, nothing, single=True) if "loss" in one.what)
+    assert same.ratio == 0
+    some = replace(nothing, losses=(0.0, 0.0, 1e-3))
+    (other,) = (one for one in compare(some, nothing, nothing, single=True) if "loss" in one.what)
+    assert other.ratio > 1
