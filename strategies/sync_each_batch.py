@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
 from autofit.contract.layout import PARALLEL, engine_of
-from autofit.contract.technique import Choice, Held, Kind, Prior, Technique
+from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Technique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,6 +60,9 @@ class SyncEachBatch(Technique):
 
     def word(self, value: Value) -> str | None:
         return self.name if value == "on" else None
+
+    def traced_as(self, value: Value, part: Part) -> Value | None:
+        return self.baseline if part == "optimizer" else value  # gradients have been sent by then, either way
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         recipe.sync_each_batch = value == "on"

@@ -84,7 +84,10 @@ class Parallel(Technique):
         return {self.name: value, **plan} | ({} if offload is None else {"offload": offload})
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
-        return None if engine_of(value) == "deepspeed" else value  # its flat buffers are no tensors of the model's
+        if engine_of(value) == "deepspeed":  # its flat buffers are no tensors of the model's
+            return None
+        # an optimizer has its share of the weights, whenever they are gathered
+        return "fsdp" if part == "optimizer" and value == "fsdp:noreshard" else value
 
     def observe(self, ran: Ran) -> Seen:
         plugin = getattr(getattr(ran.accelerator, "state", None), "deepspeed_plugin", None)

@@ -51,6 +51,8 @@ _SAME_WEIGHTS = 0.1
 _FLOAT32_BITS = 20
 """Of the mantissa, that stand for float32: 3 fewer than it has, for what the order of long sums does."""
 _SEED = 1
+_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+"""What autocast gives a LayerNorm on a CPU; on a GPU it gives float32."""
 
 
 Verdict = Literal["same", "other", "method", "alone", "unknown"]
@@ -233,7 +235,8 @@ def rounding_of(plan: Plan, facts: Facts) -> Rounding | None:
         return None
     filled = recipe_of(plan, facts)
     bits = min(_FLOAT32_BITS, filled.product_bits)
-    return Rounding(product_bits=bits, state_bits=filled.state_bits, seed=_SEED)
+    rows = _AUTOCAST.get(filled.mixed_precision, "float32") if facts.hardware.device == "cpu" else "float32"
+    return Rounding(product_bits=bits, state_bits=filled.state_bits, seed=_SEED, norm_dtype=rows)
 
 
 def judge(

@@ -23,7 +23,7 @@ from autofit.training.guard.loss_curve import NOT_FINITE, OUT_OF_MEMORY, Curve, 
 from autofit.training.guard.rounding import Rounding
 from tests.support.faulty import FAULT
 from tests.support.guard_cases import Bench, defects, honest
-from tests.support.synthetic import cpu_facts, measured
+from tests.support.synthetic import cpu_facts, cuda_facts, measured
 from tests.support.tiny import CONFIGS, MIB, PLAIN, describe, write_config
 
 FULL = PLAIN.replaced(micro_batch=2, accumulation=2, checkpointing="full")
@@ -212,7 +212,8 @@ def test_it_takes_about_a_tenth_of_the_time_that_was_spent():
 def test_the_arithmetic_follows_the_format_of_the_plan():
     here = cpu_facts(global_batch=4)
     assert rounding_of(FULL, here) == Rounding(product_bits=20, state_bits=32, seed=1)
-    assert rounding_of(BF16, here) == Rounding(product_bits=7, state_bits=32, seed=1)
+    assert rounding_of(BF16, here) == Rounding(product_bits=7, state_bits=32, seed=1, norm_dtype="bfloat16")
+    assert rounding_of(BF16, cuda_facts(global_batch=4)) == Rounding(product_bits=7, state_bits=32, seed=1)
     assert rounding_of(FULL.replaced(optimizer="adamw_8bit"), here).state_bits == 8
     assert rounding_of(BF16.replaced(optimizer="sgd"), here) is None
 

@@ -1,5 +1,8 @@
 """Monte Carlo arithmetic: what is rounded, and by how much."""
 
+import contextlib
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -85,3 +88,24 @@ def test_codes_are_coarse_where_values_are_small():
     assert float((found[1::4] - 0.5).abs().max()) < 0.02
     assert 0 < float((found[2::4] - 1e-3).abs().max()) < 1e-3
     assert torch.equal(found[3::4], torch.zeros(64))
+
+
+def test_layer_norm_adds_its_gradients_up_as_its_kernel_for_a_cpu_does(noise):
+    rows, outwards = noise(8192, 16), noise(8192, 16) * 1e-3 + 1e-4
+
+    def gradients(dtype="float32", rounding=None):
+        norm, given = torch.nn.LayerNorm(16), rows.clone().to(getattr(torch, dtype)).detach().requires_grad_()
+        with rounded(rounding) if rounding else contextlib.nullcontext():
+            torch.nn.functional.layer_norm(given, (16,), norm.weight, norm.bias).backward(outwards.to(given.dtype))
+        return given.grad.float(), norm.weight.grad, norm.bias.grad
+
+    def apart(one, other):
+        return float((one - other).norm() / other.norm())
+
+    exact, real = gradients(), gradients("bfloat16")
+    found = gradients(rounding=replace(BF16, norm_dtype="bfloat16"))
+    assert apart(real[2], exact[2]) > 0.05, "the kernel loses a part of it"
+    assert apart(found[2], real[2]) < 1e-6
+    assert apart(found[1], real[1]) < 0.5 * apart(real[1], exact[1])
+    assert torch.equal(found[0], exact[0]), "what goes further back is not its fault"
+    assert torch.equal(gradients(rounding=BF16)[2], exact[2])
