@@ -24,9 +24,9 @@ gradient's signs, a relative error flips about that share of them, and a distanc
 one half at most, and one half for parameters of one dimension, where a single flip shows: a weight that does not move
 is outside. ``E`` and ``E_u`` are no less than :data:`LEAST`, since the order of a sum is no matter of the format.
 
-Of these tolerances 72 honest plans over 12 architectures reach at most 0.41. Defects in 16-bit plans exceed them 1.5
-(weights without a float32 copy) to 770 times, those in exact plans 120 to 430,000 times, but for gradients that are
-absent, which are refused by :func:`missing` (``tests/bench/guard_bench.py``, 2026-11-22). Distances are those of
+Of these tolerances 72 honest plans over 12 architectures reach at most 0.40. Defects in 16-bit plans exceed them 1.5
+(weights without a float32 copy) to 700 times, those in exact plans 80 to 430,000 times, but for gradients that are
+absent, which are refused by :func:`missing` (``tests/bench/guard_bench.py``, 2026-11-23). Distances are those of
 sketches (:mod:`autofit.training.guard.sketch`).
 
 Not covered: a defect below the rounding of the plan's own format; clipping, where the norm is below the limit; a
