@@ -116,6 +116,14 @@ def test_an_answer_for_several_machines_says_what_each_runs_and_is_not_verified_
         verify(folder)
 
 
+@pytest.mark.parametrize(("processes", "shown"), [(1, "3"), (2, None), (8, None)])
+def test_one_process_is_shown_its_own_card_and_several_find_theirs(processes, shown):
+    facts = cuda_facts(global_batch=64, processes=processes)
+    facts = dataclasses.replace(facts, hardware=dataclasses.replace(facts.hardware, count=8, visible_id="3"))
+    plan = a_plan(facts, parallel="ddp" if processes > 1 else "none")
+    assert recipe_of(plan, facts).emission.accelerate.get("gpu_ids") == shown
+
+
 @pytest.mark.slow
 @pytest.mark.serial
 def test_two_launchers_of_one_file_make_one_world(tmp_path):
