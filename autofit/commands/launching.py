@@ -18,7 +18,7 @@ from autofit.machine.select import hardware_lock
 from autofit.output.document import MODEL_FOLDER, Document
 from autofit.output.emit import YAML
 from autofit.system import strict_json
-from autofit.system.errors import MachineError
+from autofit.system.errors import InputError, MachineError
 from autofit.system.files import helper_environment
 from autofit.system.processes import end_group
 from autofit.system.redact import redacted
@@ -33,6 +33,17 @@ _SCRIPT = Path(__file__).with_name("verify_script.py")
 _LONGEST_SECONDS = 3600.0
 _LOADING_SECONDS, _PATIENCE = 300.0, 100.0
 """A launch of several ranks, one of which may hang, has so long to load, and so many times as long for its steps."""
+
+
+def check_one_machine(document: Document, folder: Path, what: str, hint: str) -> None:
+    """Refuse an answer for several machines where a command uses this one alone.
+
+    Raises:
+        InputError: It is such an answer.
+    """
+    nodes = document.workload.nodes
+    if nodes > 1:
+        raise InputError(f"{folder} is for {nodes} machines, and {what} on this one alone", hint=hint)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from autofit.commands.launching import on_its_device
+from autofit.commands.launching import check_one_machine, on_its_device
 from autofit.commands.model_source import modeling_module
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Measured
@@ -92,6 +92,7 @@ def profile(
         raise InputError(
             f"{folder} holds no {MODEL_FOLDER}/config.json", hint="give the whole folder that `autofit tune` wrote"
         )
+    check_one_machine(document, folder, "profile runs", "tune for one machine to see where the time of a step goes")
     choose_device(document.hardware.device)
     target = folder / FOLDER if output is None else Path(output)
     usable_folder(target)

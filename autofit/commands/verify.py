@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from autofit.cluster.nodes import check_address
-from autofit.commands.launching import Launch, launching
+from autofit.commands.launching import Launch, check_one_machine, launching
 from autofit.contract.outcome import Measured, Outcome, Promise
 from autofit.output.document import MODEL_FOLDER, Document, read_document
 from autofit.output.emit import ARGUMENTS, YAML
@@ -186,9 +186,7 @@ def _launchable(folder: Path, on: str | None) -> Document:
         check_address(on)
         if document.workload.script is not None:
             raise InputError(f"--on {on}: a script is launched where its data lies", hint="leave out --on")
-    elif document.workload.nodes > 1:
-        raise InputError(
-            f"{folder} is for {document.workload.nodes} machines, and verify launches on this one alone",
-            hint="--on auto launches on those of this machine's Ray cluster; or run the launch line on each by hand",
-        )
+    else:
+        there = "--on auto launches on those of this machine's Ray cluster; or run the launch line on each by hand"
+        check_one_machine(document, folder, "verify launches", there)
     return document

@@ -10,7 +10,9 @@ from click.testing import CliRunner
 
 from autofit import cli
 from autofit.commands.facts import shared_by, workload
+from autofit.commands.profile import profile
 from autofit.commands.request import Request
+from autofit.commands.scripts.run import run
 from autofit.commands.verify import verify
 from autofit.contract.outcome import Measured
 from autofit.output import wording
@@ -112,8 +114,11 @@ def test_an_answer_for_several_machines_says_what_each_runs_and_is_not_verified_
     assert check[-2:] == ["--on", "auto"]
     assert "on each of the 4 machines" in " ".join(document.script)
     written(folder, facts, check=lambda *_: None, parallel="ddp")
-    with pytest.raises(InputError, match="is for 4 machines"):
-        verify(folder)
+    script = tmp_path / "train.py"
+    script.write_text("")
+    for command in (verify, profile, lambda folder: run(folder, script)):
+        with pytest.raises(InputError, match=r"is for 4 machines, and (verify|profile|run) "):
+            command(folder)
 
 
 @pytest.mark.parametrize(("processes", "shown"), [(1, "3"), (2, None), (8, None)])

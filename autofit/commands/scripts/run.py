@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autofit.commands.launching import on_its_device
+from autofit.commands.launching import check_one_machine, on_its_device
 from autofit.commands.scripts.named import Named, named
 from autofit.output.document import Document, read_document
 from autofit.output.emit import YAML
@@ -50,6 +50,8 @@ def run(
     document = read_document(folder)
     if not (folder / YAML).is_file():
         raise InputError(f"{folder} holds no {YAML}", hint="give the whole folder that `autofit tune` wrote")
+    by_hand = "`autofit report` tells the line to run on each, for a script that reads the answer by autofit.load"
+    check_one_machine(document, folder, "run launches", by_hand)
     train = named(str(script), arguments)
     if document.promise.launch_path != "trainer" and document.workload.script is None:
         raise InputError(
