@@ -17,6 +17,10 @@ from autofit.system.errors import InputError, MachineError
 
 Note = Callable[[str], None]
 _ADDRESS = re.compile(r"(ray://)?(?P<host>[^\s/:]+|\[[0-9a-fA-F:]+\])(:(?P<port>\d{1,5}))?")
+LOCAL = "local"
+"""The address of a cluster of this machine alone, which is started for the tune and ends with it."""
+_LOCAL_STORE_BYTES = 100 * 2**20
+"""Of Ray's memory for what is sent: facts and logs."""
 _CLIENT_PORT = 10001
 _ANSWER_SECONDS, _PLACED_SECONDS = 60.0, 20.0
 _SAME_MEMORY = 0.05
@@ -31,9 +35,10 @@ def check_address(address: str) -> None:
     """
     found = _ADDRESS.fullmatch(address)
     bare = found is not None and not address.startswith("ray://") and found["port"] is None
-    if address != "auto" and (found is None or bare):
+    if address not in {"auto", LOCAL} and (found is None or bare):
         raise InputError(
-            f"--on {address!r} is no address", hint="auto (this machine's cluster), HOST:PORT, or ray://HOST[:PORT]"
+            f"--on {address!r} is no address",
+            hint="local (this machine alone), auto (the cluster it belongs to), HOST:PORT, or ray://HOST[:PORT]",
         )
     if importlib.util.find_spec("ray") is None:
         raise InputError(f"--on {address}: Ray is not installed", hint="pip install 'autofit-train[ray]'")
@@ -66,7 +71,7 @@ class Cluster:
     """A connection to a Ray cluster.
 
     Args:
-        address: ``auto``, ``HOST:PORT`` or ``ray://HOST[:PORT]``.
+        address: ``local``, ``auto``, ``HOST:PORT`` or ``ray://HOST[:PORT]``.
     """
 
     address: str
@@ -87,7 +92,9 @@ class Cluster:
         if self.ray.is_initialized():
             return
         try:
-            self.ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR)
+            own = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
+            more = own if self.address == LOCAL else {}
+            self.ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR, **more)
         except (ConnectionError, RuntimeError, OSError, ValueError) as error:
             first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise self._none(first) from error
@@ -95,7 +102,7 @@ class Cluster:
 
     def _reach(self) -> None:
         """Knock at the address: Ray itself waits for minutes."""
-        found = None if self.address == "auto" else _ADDRESS.fullmatch(self.address)
+        found = None if self.address in {"auto", LOCAL} else _ADDRESS.fullmatch(self.address)
         if found is None:
             return
         port = int(found["port"] or _CLIENT_PORT)

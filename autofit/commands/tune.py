@@ -99,8 +99,8 @@ def tune(
         arguments: What stands behind the script on its command line.
         call: Which of the script's calls of ``train()`` is tuned.
         wait: Wait for a device that another tune holds, instead of giving up.
-        on: Measure on the machines of a Ray cluster, several trials at once: ``auto``, ``HOST:PORT`` or
-            ``ray://HOST[:PORT]``.
+        on: Measure several trials at once: on the cards of this machine (``local``), or on the machines of a Ray
+            cluster (``auto``, ``HOST:PORT`` or ``ray://HOST[:PORT]``).
         tokens: Tell how long a training on so many takes with the winner; 1e9 where a ``price`` is given alone.
         price: Of an hour of all devices of the training, such as ``"2.5/h"``: tell what that training costs.
         events: Told of what happens.

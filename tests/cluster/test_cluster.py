@@ -6,9 +6,11 @@ import os
 import re
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -47,6 +49,19 @@ def test_no_cluster_at_the_address():
         bound.bind(("127.0.0.1", 0))  # and nobody listens
         with pytest.raises(MachineError, match="no Ray cluster could be used there: Connection refused"):
             Cluster(f"127.0.0.1:{bound.getsockname()[1]}").connect()
+
+
+def test_the_cluster_of_this_machine_alone_is_started_and_ended(monkeypatch):
+    asked, ended = [], []
+    played = types.SimpleNamespace(
+        is_initialized=lambda: False, init=lambda **given: asked.append(given), shutdown=lambda: ended.append(True)
+    )
+    monkeypatch.setitem(sys.modules, "ray", played)
+    cluster = Cluster("local")
+    cluster.connect()
+    assert (asked[0]["address"], asked[0]["include_dashboard"]) == ("local", False)
+    cluster.close()
+    assert ended == [True]
 
 
 def test_machines_with_other_versions_or_devices_are_told_apart():

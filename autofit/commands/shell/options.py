@@ -88,7 +88,9 @@ TUNE_OPTIONS: tuple[Option, ...] = (
         help="Refuse a winner whose losses or gradients differ from a float32 baseline's.",
     ),
     click.option(
-        "--on", metavar="ADDRESS", help="Measure on a Ray cluster, side by side: auto, HOST:PORT or ray://HOST."
+        "--on",
+        metavar="ADDRESS",
+        help="Measure side by side: local (this machine's cards), or a Ray cluster: auto, HOST:PORT, ray://HOST.",
     ),
     click.option("--tokens", help="Tell the hours that a training of so many tokens takes: 1e9."),
     click.option("--price", metavar="PRICE/h", help="Tell what they cost, at 2.5/h for all its devices."),

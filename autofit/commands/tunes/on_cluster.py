@@ -23,7 +23,7 @@ class ClusterBackend(DeviceBackend):
     """The machines of a Ray cluster; plans are traced, and files are checked, on this one.
 
     Args:
-        address: ``auto``, ``HOST:PORT`` or ``ray://HOST[:PORT]``.
+        address: ``local``, ``auto``, ``HOST:PORT`` or ``ray://HOST[:PORT]``.
         processes: Of a trial.
         machines: Over which each trial is spread.
     """
