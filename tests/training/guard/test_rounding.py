@@ -104,7 +104,7 @@ def test_layer_norm_adds_its_gradients_up_as_its_kernel_for_a_cpu_does(noise):
 
     exact, real = gradients(), gradients("bfloat16")
     found = gradients(rounding=replace(BF16, norm_dtype="bfloat16"))
-    assert apart(real[2], exact[2]) > 0.05, "the kernel loses a part of it"
+    assert apart(real[2], exact[2]) > 0.01, "the kernel loses a part of it: the more, the fewer threads share the rows"
     assert apart(found[2], real[2]) < 1e-6
     assert apart(found[1], real[1]) < 0.5 * apart(real[1], exact[1])
     assert torch.equal(found[0], exact[0]), "what goes further back is not its fault"
