@@ -113,7 +113,8 @@ State& state() {
   return state;
 }
 
-// When a process started, in ticks; 0: it is gone. A zombie has given its memory back.
+}  // namespace
+
 long long start_of(int pid) {
   char path[32], text[1024];
   snprintf(path, sizeof path, "/proc/%d/stat", pid);
@@ -129,6 +130,8 @@ long long start_of(int pid) {
     return 0;
   return status == 'Z' || status == 'X' ? 0 : ticks;
 }
+
+namespace {
 
 bool alive(const Slot& slot) {
   int pid = slot.pid.load();

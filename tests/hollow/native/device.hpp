@@ -50,6 +50,9 @@ void fill(void* address, int value, size_t bytes);
 // The processes that hold memory of a card; the number of them, of which `room` at most are written down.
 int processes(int device, int* pids, size_t* bytes, int room);
 
+// When a process started, in ticks; 0: it is gone. A zombie has given its memory back.
+long long start_of(int pid);
+
 // The device's clock: work is queued behind what runs, and a synchronization waits for it.
 double now();
 void wait_until(double then);
