@@ -19,7 +19,9 @@ def run(folder, work, count=3, *, on_cuda=False):
     """Run ranks that leave their pid beside their work; also how long it took and whether all are gone."""
 
     def told(rank):
-        (folder / f"pid-{rank}").write_text(str(os.getpid()))
+        aside = folder / f"aside-{rank}"  # a rank may be killed while it writes
+        aside.write_text(str(os.getpid()))
+        aside.rename(folder / f"pid-{rank}")
         work(rank)
 
     def failed(rank):
@@ -84,13 +86,15 @@ def test_the_rank_that_was_killed_is_told_and_not_the_one_whose_connection_broke
 
 
 def test_of_two_failures_the_first_one_counts(tmp_path):
-    def work(rank):
+    pids = {os.posix_spawn("/bin/true", ["true"], {}): rank for rank in range(3)}
+    for pid, rank in pids.items():
         result_file(tmp_path, rank).write_text("bad")
         os.utime(result_file(tmp_path, rank), (100 - rank, 100 - rank))
-
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has taken it away
     assert ranks._ended(tmp_path, {}, lambda _: True) is None
-    found, _ = run(tmp_path, work)
-    assert found.wrote
+    found = ranks._ended(tmp_path, pids, lambda _: True)
+    assert (found.rank, found.wrote) == (2, True)
+    assert pids == {}
 
 
 @pytest.mark.parametrize("on_cuda", [False, True])
