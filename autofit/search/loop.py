@@ -145,15 +145,20 @@ class Campaign:
             self._settled(last, FINAL if last.purpose == "final" else self._effort())
 
     def _settled(self, trial: Trial, effort: Effort) -> Trial:
-        """The trial; or a second one of its plan, where the first may say nothing of it."""
-        if not self._repeats(trial):
-            return trial
-        second = self.run(trial.plan, effort, trial.purpose, again=True)
-        self._learn(trial, second)
-        return second
+        """The trial; or another one of its plan, where the first may say nothing of it."""
+        first = None
+        while self._repeats(trial, first):
+            first, trial = trial, self.run(trial.plan, effort, trial.purpose, again=True)
+            self._learn(first, trial)
+        return trial
 
-    def _repeats(self, trial: Trial) -> bool:
-        """Whether a trial may say nothing of its plan, and is repeated, which is told."""
+    def _repeats(self, trial: Trial, first: Trial | None) -> bool:
+        """Whether a trial may say nothing of its plan, and is repeated, which is told.
+
+        One that itself repeats the trial ``first`` is only where that was measured and this one failed.
+        """
+        if first is not None and (isinstance(trial.outcome, Measured) or not isinstance(first.outcome, Measured)):
+            return False
         doubt = self._doubt(trial)
         if doubt is None:
             if isinstance(trial.outcome, Measured):
@@ -232,11 +237,11 @@ class Campaign:
             trial = self._ended(self.workers.ended())
             was = next(one for one in self._running if one.number == trial.number)
             self._running.remove(was)
-            if was.first is None and self._repeats(trial):
-                self._begin(trial.plan, trial)
-                continue
             if was.first is not None:
                 self._learn(was.first, trial)
+            if self._repeats(trial, was.first):
+                self._begin(trial.plan, trial)
+                continue
             searcher.tell(trial)
             return True
         return False

@@ -93,6 +93,14 @@ def test_a_failure_is_looked_at_once_more_and_an_accident_is_forgiven():
     assert one.credit == CREDIT
 
 
+def test_an_accident_of_a_repeat_is_forgiven_too():
+    one, runner, notes = held(STILL, CRASH, CRASH, plans=SPACE.plans[:1])
+    assert runner.asked == [SPACE.plans[0]] * 3
+    assert [note.split(" (")[0] for note in notes] == ["trial 0 disturbed", "trial 1 crashed"]
+    one, runner, notes = held(STILL, CRASH, plans=SPACE.plans[:1])
+    assert decide(one.trials, one.limit_bytes).plan == SPACE.plans[0]
+
+
 def test_final_trials_that_differ_are_named_by_their_numbers():
     one, runner, notes = held(plans=SPACE.plans[:1])
     fast, slow = (measured((seconds,) * 3, GIB, FACTS) for seconds in (0.1, 0.5))
