@@ -58,6 +58,17 @@ _PEFT_TASKS = {
     "question-answering": "QUESTION_ANS",
 }
 """What PEFT calls tasks; of the others it has no class of its own."""
+_SAID = {
+    f"lora:r={_RANK}": f"two matrices of rank {_RANK} beside each linear layer are trained",
+    f"rslora:r={_RANK}": "LoRA with another scale: as fast, and as large",
+    f"dora:r={_RANK}": "LoRA and a trained magnitude: slower, for the norm of each weight is computed anew",
+    "ia3": "a factor for each output is trained: smaller than LoRA, and seldom better",
+}
+"""What is said of each value that is listed."""
+_STATE_SPACE = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
+_UNTOUCHED = {"out_proj", "conv1d"}
+"""Modules that PEFT takes no LoRA on in these models, since their fused kernels would pass it by: PEFT's
+``_check_lora_target_modules_mamba``."""
 _WORD = re.compile(r"(?P<name>r|alpha|dropout|targets)=(?P<value>[\w.+]+)", re.ASCII)
 
 
@@ -70,44 +81,35 @@ class Adapter(Technique):
     ways = {"full": "none", "LoRA": f"lora:r={_RANK}"}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
-        said = {
-            f"lora:r={_RANK}": f"two matrices of rank {_RANK} beside each linear layer are trained",
-            f"rslora:r={_RANK}": "LoRA with another scale: as fast, and as large",
-            f"dora:r={_RANK}": "LoRA and a trained magnitude: slower, for the norm of each weight is computed anew",
-            "ia3": "a factor for each output is trained: smaller than LoRA, and seldom better",
-        }
-        choices = [Choice("none", Kind.EXACT, "offered", "every weight is trained")]
-        for value, reason in said.items():
-            products = sum(count for _, _, count in facts.model.products)
-            if 0 < products <= len(facts.model.new_modules):
-                none = f"{facts.model.architecture} has no linear layers but those that are learned anew"
-                choices.append(Choice(value, Kind.METHOD, "withheld", none))
-            elif lacking := self.lacks(facts, "peft"):
-                choices.append(Choice(value, Kind.METHOD, "withheld", lacking))
-            else:
-                choices.append(
-                    Choice(value, Kind.METHOD, "offered" if value.startswith("lora") else "on_request", reason)
-                )
-        return tuple(choices)
+        return tuple(self.choice(value, facts) for value in ("none", *_SAID))
 
     def choice(self, value: Value, facts: Facts) -> Choice:
-        wanted = None if value == "none" else _wanted(value)
-        alike = {value if wanted is None else f"{wanted.method}:r={_RANK}" if wanted.rank else wanted.method}
-        found = next(one for one in self.choices(facts) if one.value in alike)
-        if found.value == value:
-            return found
-        return Choice(value, found.kind, found.status, f"{found.reason} (here with settings of its own)")
+        if value == "none":
+            return Choice("none", Kind.EXACT, "offered", "every weight is trained")
+        wanted = _wanted(value)
+        if reason := self._missing(wanted, facts):
+            return Choice(value, Kind.METHOD, "withheld", reason)
+        listed = f"{wanted.method}:r={_RANK}" if wanted.rank else wanted.method
+        said = _SAID[listed] if value == listed else f"{_SAID[listed]} (here with settings of its own)"
+        return Choice(value, Kind.METHOD, "offered" if wanted.method == "lora" else "on_request", said)
+
+    def _missing(self, wanted: Wanted, facts: Facts) -> str | None:
+        """Why an adapter can't be had."""
+        model, products = facts.model, sum(count for _, _, count in facts.model.products)
+        if 0 < products <= len(model.new_modules):
+            return f"{model.architecture} has no linear layers but those that are learned anew"
+        return self.lacks(facts, "peft") or _refused(wanted, model.model_type)
 
     def parse(self, text: str, facts: Facts) -> Value:
         """Any rank, and the other settings after colons; written in one way only.
 
         Raises:
-            InputError: There is no such adapter, or PEFT is missing.
+            InputError: There is no such adapter, or not here.
         """
         wanted = _read(text)
-        if wanted is None or self.lacks(facts, "peft"):
+        if wanted is None:
             return super().parse(text, facts)
-        return wanted.words()
+        return self.allow(self.choice(wanted.words(), facts), facts)
 
     def knows(self, value: object, facts: Facts) -> bool:
         return super().knows(value, facts) or (isinstance(value, str) and _read(value) is not None)
@@ -293,6 +295,15 @@ def _fused(rank: int, config: Any) -> int:
     """
     patterns = getattr(config, "rank_pattern", None) or {}
     return rank // config.r if rank in patterns.values() and rank % config.r == 0 else 1
+
+
+def _refused(wanted: Wanted, kind: str) -> str | None:
+    """Why PEFT does not put the adapter on its targets in a model of this kind."""
+    if kind not in _STATE_SPACE or wanted.method == "ia3" or (wanted.targets and not _UNTOUCHED & set(wanted.targets)):
+        return None
+    return (
+        f"PEFT puts no LoRA on the output projections of {kind}: ask for others, as adapter=lora:r=16:targets=in_proj"
+    )
 
 
 def _read(text: str) -> Wanted | None:

@@ -261,11 +261,19 @@ class Technique(ABC):
             value = int(text)
         for choice in choices:
             if choice.value == value:
-                if choice.status == "withheld":
-                    here = ", ".join(str(one.value) for one in choices if one.status != "withheld")
-                    raise InputError(f"{self.name}={text} can't be had here: {choice.reason}", hint=f"here: {here}")
-                return choice.value
+                return self.allow(choice, facts)
         raise InputError(f"{self.name} has no value {text!r}", hint=self.suggest(value, facts))
+
+    def allow(self, choice: Choice, facts: Facts) -> Value:
+        """The value of a choice that was asked for.
+
+        Raises:
+            InputError: It can't be had here.
+        """
+        if choice.status != "withheld":
+            return choice.value
+        here = ", ".join(str(one.value) for one in self.choices(facts) if one.status != "withheld")
+        raise InputError(f"{self.name}={choice.value} can't be had here: {choice.reason}", hint=f"here: {here}")
 
     def knows(self, value: object, facts: Facts) -> bool:
         """Whether this is one of its values, to be had here or not; for plans that come out of a file.

@@ -72,6 +72,25 @@ def test_what_is_said_of_a_value_that_is_not_listed():
     assert first["adapter"] == "none", "another training method is not tried first"
 
 
+def test_peft_puts_no_lora_on_mambas_output_projections():
+    from peft import LoraConfig, get_peft_model
+
+    mamba = dataclasses.replace(FACTS, model=dataclasses.replace(FACTS.model, model_type="mamba"))
+    for value in ("lora:r=16", "dora:r=4", "lora:r=16:targets=in_proj+out_proj"):
+        found = ADAPTER.choice(value, mamba)
+        assert found.status == "withheld"
+        assert "targets=in_proj" in found.reason
+        with pytest.raises(InputError, match="output projections of mamba"):
+            ADAPTER.parse(value, mamba)
+    for value in ("none", "ia3", "lora:r=16:targets=in_proj"):
+        assert ADAPTER.choice(value, mamba).status != "withheld"
+        assert ADAPTER.parse(value, mamba) == value
+    config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1, vocab_size=32)
+    with pytest.raises(ValueError, match="out_proj"):
+        get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules="all-linear"))
+    get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules=["in_proj"]))
+
+
 def test_without_peft_there_is_no_adapter():
     with pytest.raises(InputError, match="peft is not installed"):
         ADAPTER.parse("lora:r=16", dataclasses.replace(FACTS, packages={}))
