@@ -18,7 +18,7 @@ from autofit.commands.estimates.other_card import counted_cards
 from autofit.commands.estimates.plans import cause
 from autofit.commands.estimates.screen import screen
 from autofit.commands.estimates.table import bar, table
-from autofit.commands.estimates.ways import held_by_way
+from autofit.commands.estimates.ways import _smallest, held_by_way
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, workspace_bytes
 from autofit.costmodel.memory import peak
@@ -334,6 +334,19 @@ def shown(found):
     console = Console(width=100, file=io.StringIO(), color_system=None)
     console.print(screen(found))
     return console.file.getvalue()
+
+
+def test_the_smallest_plan_is_the_one_that_runs_on_the_smallest_card():
+    tensors = np.array([10.0, 12.0, 11.0, 40.0])  # with what is to spare
+    cards = [13.0, 11.5, 12.5, 39.0]  # as the allocator's replay says
+    asked = []
+
+    def judged(place):
+        asked.append(place)
+        return SimpleNamespace(place=place, device_bytes=cards[place])
+
+    assert _smallest([0, 1, 2, 3], tensors, judged).place == 1
+    assert asked == [0, 2, 1], "a plan whose tensors alone are larger is not replayed"
 
 
 @pytest.mark.slow

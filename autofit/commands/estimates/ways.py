@@ -14,7 +14,7 @@ from autofit.contract.facts import Facts
 from autofit.contract.plan import Value
 from autofit.contract.technique import Kind
 from autofit.costmodel.forecast import MARGIN, forecast
-from autofit.costmodel.tracing.timeline import Category
+from autofit.costmodel.tracing.timeline import Category, Floats
 from autofit.costmodel.tracing.trace_store import Traces
 from autofit.machine.gpu_catalogue import Card
 from autofit.registry import techniques
@@ -134,7 +134,7 @@ def _way(  # noqa: PLR0917 - as above
     def rank(place: int) -> tuple[float, ...]:
         return changed_values(plans.plans[place]), float(pace[place]), float(need[place])
 
-    smallest = judged(int(traced[np.argmin(need[traced])]))
+    smallest = _smallest([int(place) for place in traced], need, judged)
     fitting = sorted((int(place) for place in traced if need[place] <= limit), key=lambda place: float(pace[place]))
     fastest = None
     for _ in range(_MOST_REPLAYS):  # the allocator's replay may say that what seemed to fit does not
@@ -149,7 +149,8 @@ def _way(  # noqa: PLR0917 - as above
         fitting.remove(best)
     if fastest is None and smallest.verdict == "fits":
         fastest = smallest
-    count = int((need[traced] <= limit).sum())
+    smallest = min(smallest, fastest or smallest, key=lambda one: one.device_bytes)
+    count = max(len(fitting), int(fastest is not None))
     if fastest is None:
         stops = what_stops(smallest, limit)
     elif count == len(traced):
@@ -157,6 +158,17 @@ def _way(  # noqa: PLR0917 - as above
     else:
         stops = f"{count} of its {len(traced)} plans fit; the largest needs {units.size(float(need[traced].max()))}"
     return Way(name=name, fastest=fastest, smallest=smallest, stops=stops)
+
+
+def _smallest(places: list[int], need: Floats, judged: Callable[[int], Estimated]) -> Estimated:
+    """Of plans the one that runs on the smallest card: their tensors alone may put them in another order."""
+    first, *others = sorted(places, key=lambda place: float(need[place]))[:_MOST_REPLAYS]
+    smallest = judged(first)
+    for place in others:
+        if need[place] >= smallest.device_bytes * (1 + MARGIN):
+            break
+        smallest = min(smallest, judged(place), key=lambda one: one.device_bytes)
+    return smallest
 
 
 def what_stops(smallest: Estimated, limit_bytes: int) -> str:
