@@ -64,7 +64,13 @@ class Ran:
 
     @property
     def engine(self) -> str:
-        """What runs the model, as Accelerate calls it: ``NO``, ``MULTI_GPU``, ``DEEPSPEED``, ``FSDP``, ``FSDP2``..."""
+        """What runs the model, as Accelerate calls it: ``NO``, ``MULTI_GPU``, ``DEEPSPEED``, ``FSDP``, ``FSDP2``...
+
+        ``DataParallel``, of which Accelerate knows nothing: a Trainer of one process that sees several devices splits
+        its batches over them.
+        """
+        if getattr(self.running, "_is_replica", False):  # torch.nn.parallel.replicate says so
+            return "DataParallel"
         kind = str(getattr(self.accelerator, "distributed_type", "NO")).rsplit(".", 1)[-1]
         return kind + "2" * bool(kind == "FSDP" and getattr(self.accelerator, "is_fsdp2", False))
 

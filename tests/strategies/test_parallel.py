@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from autofit import space
 from autofit.contract.layout import data_parallel, layout_of
+from autofit.contract.observation import Ran
 from autofit.contract.plan import Plan
 from autofit.registry import converted, recipe_of, technique
 from autofit.system.errors import InputError
@@ -115,6 +117,19 @@ SEEN = {"engine": "FSDP2", "processes": 4, "mesh": [4], "shards": 4, "units": 3,
 def test_what_was_ignored_is_told(value, seen, why):
     found = PARALLEL.in_effect(value, seen, world(4))
     assert found is None if why is None else why in found
+
+
+def test_a_model_that_one_process_splits_over_its_devices_is_told():
+    model, facts = torch.nn.Linear(2, 2), world(1)
+    seen = {
+        "model": model, "optimizer": None, "accelerator": None, "recipe": recipe_of(PLAIN, facts), "rows": 2,
+        "accumulation": 1, "products": (model,), "layer_forwards": (1,), "forwards_in_graph": None,
+        "output": ("float32", model), "in_graph": False, "compiled_graphs": 0,
+    }  # fmt: skip
+    whole, part = Ran(running=model, **seen), Ran(running=model._replicate_for_data_parallel(), **seen)
+    assert PARALLEL.in_effect("none", PARALLEL.observe(whole), facts) is None
+    found = PARALLEL.in_effect("none", PARALLEL.observe(part), facts)
+    assert found == "the model runs under DataParallel, not no engine"
 
 
 @pytest.mark.parametrize(
