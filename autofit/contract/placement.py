@@ -79,7 +79,8 @@ class Traced:
         return torch.empty_like(host)
 
 
-_SMALLEST_BYTES = 1 << 20
+_SMALLEST_BYTES = 1 << 16
+"""Copying less takes no less time. Many small ones are much: Mamba's scan saves two tensors for each position."""
 _CURRENT: list[Placement] = [Cuda()]
 
 
@@ -109,8 +110,11 @@ class KeptOnHost:
         self.moved_bytes = 0
 
     def stays(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is left where it is: a small one costs more to move than it frees."""
-        return tensor.nbytes < _SMALLEST_BYTES or not current().on_device(tensor)
+        """Whether a tensor is left where it is: a small one costs more to move than it frees.
+
+        A part of a large one holds the whole of it: Mamba's scan saves each position of its states for itself.
+        """
+        return tensor.untyped_storage().nbytes() < _SMALLEST_BYTES or not current().on_device(tensor)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Copy to the host, or keep; what comes back is what ``unpack`` gets."""

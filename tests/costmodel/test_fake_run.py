@@ -747,7 +747,7 @@ def test_activations_on_the_host(wide):
     need, less = wide.need(plan), wide.need(plan.replaced(offload="activations"))
     assert less.elsewhere_bytes == outside.max() > 0
     assert outside[-1] == pytest.approx(0)
-    assert less.by_category["activations"] < need.by_category["activations"]
+    assert less.by_category.get("activations", 0) < need.by_category["activations"]
     # all of it goes out in the forward pass and comes back in the backward pass
     tape = host.tape
     moved = (tape.work + tape.work_per_row * rows)[:, KINDS.index("transfer"), 1]

@@ -656,6 +656,9 @@ def test_what_is_small_or_a_weight_or_elsewhere_stays(offload):
         assert keeper.moved_bytes == large.nbytes
         assert torch.equal(keeper.unpack(moved), large)
         assert keeper.unpack(moved).data_ptr() != large.data_ptr()
+        part = keeper.pack(large[:4])
+        assert isinstance(part, tuple), "a small part would keep the whole of a large tensor on the device"
+        assert part[1].untyped_storage().nbytes() == large[:4].nbytes
     elsewhere = offload.HostActivations()
     elsewhere.hooks(net)
     assert elsewhere.pack(large) is large
