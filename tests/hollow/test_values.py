@@ -167,3 +167,33 @@ def test_cudnns_attention_is_refused_as_on_a_card_without_it():
     query = torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.bfloat16)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cudnns_convolutions_take_the_bytes_of_their_tensors(dtype):
+    """Of one dimension, of each channel by itself, of two; cuDNN's normalization takes none either."""
+    sound = torch.ones(2, 64, 100, device="cuda", dtype=dtype, requires_grad=True)
+    picture = torch.ones(2, 3, 64, 64, device="cuda", dtype=dtype, requires_grad=True)
+    for layer, rows in (
+        (torch.nn.Conv1d(64, 32, 4), sound),
+        (torch.nn.Conv1d(64, 64, 4, groups=64), sound),
+        (torch.nn.ConvTranspose1d(64, 32, 4), sound),
+        (torch.nn.Conv2d(3, 32, 4, stride=4), picture),
+        (torch.nn.BatchNorm2d(3), picture),
+    ):
+        layer.to("cuda", dtype)
+        before = torch.cuda.memory_allocated()
+        made = layer(rows)
+        assert torch.cuda.memory_allocated() - before <= made.nbytes + 4096, layer
+        made.sum().backward()
+        assert rows.grad.shape == rows.shape
+        assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+def test_cudnns_loss_of_alignments_runs_and_its_recurrent_layers_say_that_they_do_not():
+    scores = torch.zeros(20, 2, 8, device="cuda", requires_grad=True)
+    words, lengths = torch.ones(8, dtype=torch.int), (torch.tensor([20, 20]), torch.tensor([4, 4]))
+    torch.nn.functional.ctc_loss(scores.log_softmax(-1), words, *lengths).backward()
+    assert scores.grad.shape == scores.shape
+    with pytest.raises(RuntimeError, match="cuDNN error"):
+        torch.nn.LSTM(8, 8).cuda()(torch.ones(3, 2, 8, device="cuda"))

@@ -186,6 +186,8 @@ CONFIGS = {
 }
 
 LENGTHS = {"tokens": 24, "pixels": 64, "samples": 2000, "frames": 40}
+ASKED_LENGTHS = {"wav2vec2": LENGTHS["samples"], "segformer": LENGTHS["pixels"], "t5": LENGTHS["tokens"]}
+"""Those that a tune is asked for, where what it would choose itself takes long."""
 
 
 def facts_for(name, folder):

@@ -23,7 +23,9 @@
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <utility>
+#include <vector>
 
 namespace hollow {
 namespace {
@@ -49,7 +51,8 @@ struct Graph {
 
 struct State {
   Card card;
-  int devices;
+  int cards;
+  std::vector<int> visible;  // the card of each device
   size_t context_bytes, copied_bytes;
   bool clocked;
   Shared* shared;
@@ -103,9 +106,28 @@ Shared* open_shared() {
   return (Shared*)at;
 }
 
+std::vector<int> visible_cards(int cards) {
+  std::vector<int> visible;
+  const char* text = getenv("CUDA_VISIBLE_DEVICES");
+  for (int i = 0; !text && i < cards; i++) visible.push_back(i);
+  std::stringstream names(text ? text : "");
+  for (std::string name; std::getline(names, name, ',');) {
+    int card = 0;
+    if (name.rfind("GPU-", 0) == 0)
+      while (card < cards && uuid_text_of(card).rfind(name, 0) != 0) card++;
+    else if (sscanf(name.c_str(), "%d", &card) != 1)
+      break;
+    if (card < 0 || card >= cards) break;  // CUDA ignores what follows a name that is no card's
+    visible.push_back(card);
+  }
+  return visible;
+}
+
 State& state() {
+  static int cards = (int)std::min<long>(number("HOLLOW_GPUS", 1), MAX_DEVICES);
   static State state{read_card(),
-                     (int)std::min<long>(number("HOLLOW_GPUS", 1), MAX_DEVICES),
+                     cards,
+                     visible_cards(cards),
                      (size_t)number("HOLLOW_CONTEXT_MIB", 450) << 20,
                      (size_t)number("HOLLOW_COPIED_BYTES", 1 << 20),
                      number("HOLLOW_CLOCK", 1) != 0,
@@ -174,8 +196,15 @@ size_t size_of_range(const size_t& bytes) { return bytes; }
 }  // namespace
 
 const Card& card() { return state().card; }
-int device_count() { return state().devices; }
-std::string uuid_of(int device) { return std::string(15, 0x5e) + (char)device; }
+int card_count() { return state().cards; }
+int device_count() { return (int)state().visible.size(); }
+int card_of(int device) { return state().visible[device]; }
+std::string uuid_of(int device) { return std::string(15, 0x5e) + (char)card_of(device); }
+std::string uuid_text_of(int card) {
+  char text[64];
+  snprintf(text, sizeof text, "GPU-5e5e5e5e-5e5e-5e5e-5e5e-5e5e5e5e5e%02x", card);
+  return text;
+}
 int& current_device() { return current; }
 size_t copied_bytes() { return state().copied_bytes; }
 bool has_context(int device) { return contexts[device]; }
@@ -185,23 +214,23 @@ void open_context(int device) {
   Slot& mine = slot();
   if (contexts[device]) return;
   contexts[device] = true;
-  mine.used[device] += state().context_bytes;
+  mine.used[card_of(device)] += state().context_bytes;
 }
 
-size_t used_bytes(int device) {
+size_t used_bytes(int card) {
   long long sum = 0;
   for (Slot& each : state().shared->slots)
-    if (each.used[device].load() && alive(each)) sum += each.used[device].load();
+    if (each.used[card].load() && alive(each)) sum += each.used[card].load();
   return (size_t)std::max(sum, 0ll);
 }
 
-int processes(int device, int* pids, size_t* bytes, int room) {
+int processes(int card, int* pids, size_t* bytes, int room) {
   int found = 0;
   for (Slot& each : state().shared->slots) {
-    if (!each.used[device].load() || !alive(each)) continue;
+    if (!each.used[card].load() || !alive(each)) continue;
     if (found < room) {
       pids[found] = each.pid.load();
-      bytes[found] = (size_t)each.used[device].load();
+      bytes[found] = (size_t)each.used[card].load();
     }
     found++;
   }
@@ -211,12 +240,12 @@ int processes(int device, int* pids, size_t* bytes, int room) {
 bool take(size_t bytes, int device) {
   Guard guard(lock);
   open_context(device);
-  if (used_bytes(device) + whole_pages(bytes) > card().total_bytes) return false;
-  slot().used[device] += (long long)whole_pages(bytes);
+  if (used_bytes(card_of(device)) + whole_pages(bytes) > card().total_bytes) return false;
+  slot().used[card_of(device)] += (long long)whole_pages(bytes);
   return true;
 }
 
-void give(size_t bytes, int device) { slot().used[device] -= (long long)whole_pages(bytes); }
+void give(size_t bytes, int device) { slot().used[card_of(device)] -= (long long)whole_pages(bytes); }
 
 char* map_pages(size_t bytes) {
   int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;

@@ -24,9 +24,13 @@ struct Card {
 
 const int MAX_DEVICES = 16;
 
+// Devices are what this process sees: CUDA_VISIBLE_DEVICES, cards by their number or the beginning of their uuid.
 const Card& card();
+int card_count();
 int device_count();
-std::string uuid_of(int device);  // 16 bytes
+int card_of(int device);
+std::string uuid_of(int device);     // 16 bytes
+std::string uuid_text_of(int card);  // GPU-...
 int& current_device();            // of this thread
 size_t copied_bytes();            // larger copies take their time and move nothing
 void open_context(int device);    // the first call of a process on a card takes the context's memory
@@ -37,7 +41,7 @@ void* allocate(size_t bytes, int device);  // nullptr: the card is full
 bool release(void* address);               // false: no such allocation
 bool take(size_t bytes, int device);       // counts memory that has no address (cuMemCreate)
 void give(size_t bytes, int device);
-size_t used_bytes(int device);
+size_t used_bytes(int card);
 char* map_pages(size_t bytes);      // zeros that take no memory before they are written
 void* allocate_host(size_t bytes);  // pinned memory, real
 bool release_host(void* address);
@@ -48,7 +52,7 @@ bool is_pinned(const void* address);
 void fill(void* address, int value, size_t bytes);
 
 // The processes that hold memory of a card; the number of them, of which `room` at most are written down.
-int processes(int device, int* pids, size_t* bytes, int room);
+int processes(int card, int* pids, size_t* bytes, int room);
 
 // When a process started, in ticks; 0: it is gone. A zombie has given its memory back.
 long long start_of(int pid);

@@ -75,7 +75,7 @@ STAND_IN CUresult hollow_cuCtxGetDevice(CUdevice* d) {
   return CUDA_SUCCESS;
 }
 STAND_IN CUresult hollow_cuMemGetInfo_v2(size_t* free, size_t* total) {
-  size_t used = used_bytes(current_device());
+  size_t used = used_bytes(card_of(current_device()));
   *total = card().total_bytes;
   *free = *total > used ? *total - used : 0;
   return CUDA_SUCCESS;

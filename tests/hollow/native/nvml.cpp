@@ -1,4 +1,4 @@
-// NVML: what nvidia-smi shows.
+// NVML: what nvidia-smi shows, whatever CUDA_VISIBLE_DEVICES says.
 #include <nvml.h>
 
 #include <cstdio>
@@ -12,22 +12,17 @@ static nvmlDevice_t handle_of(int device) { return (nvmlDevice_t)(size_t)(0x200 
 static int index_of(nvmlDevice_t d) { return (int)((size_t)d - 0x200); }
 
 STAND_IN nvmlReturn_t hollow_nvmlDeviceGetCount_v2(unsigned* n) {
-  *n = device_count();
+  *n = card_count();
   return NVML_SUCCESS;
 }
 STAND_IN nvmlReturn_t hollow_nvmlDeviceGetHandleByIndex_v2(unsigned i, nvmlDevice_t* d) {
-  if ((int)i >= device_count()) return NVML_ERROR_INVALID_ARGUMENT;
+  if ((int)i >= card_count()) return NVML_ERROR_INVALID_ARGUMENT;
   *d = handle_of((int)i);
   return NVML_SUCCESS;
 }
-static std::string uuid_text(int d) {
-  char s[64];
-  snprintf(s, sizeof s, "GPU-5e5e5e5e-5e5e-5e5e-5e5e-5e5e5e5e5e%02x", d);
-  return s;
-}
 STAND_IN nvmlReturn_t hollow_nvmlDeviceGetHandleByUUID(const char* u, nvmlDevice_t* d) {
-  for (int i = 0; i < device_count(); i++)
-    if (uuid_text(i) == u) {
+  for (int i = 0; i < card_count(); i++)
+    if (uuid_text_of(i) == u) {
       *d = handle_of((int)i);
       return NVML_SUCCESS;
     }
@@ -40,7 +35,7 @@ STAND_IN nvmlReturn_t hollow_nvmlDeviceGetHandleByPciBusId_v2(const char* s, nvm
   return NVML_SUCCESS;
 }
 STAND_IN nvmlReturn_t hollow_nvmlDeviceGetUUID(nvmlDevice_t d, char* s, unsigned n) {
-  snprintf(s, n, "%s", uuid_text(index_of(d)).c_str());
+  snprintf(s, n, "%s", uuid_text_of(index_of(d)).c_str());
   return NVML_SUCCESS;
 }
 STAND_IN nvmlReturn_t hollow_nvmlDeviceGetIndex(nvmlDevice_t d, unsigned* i) {

@@ -34,8 +34,46 @@ STAND_IN int hollow_cublasGetPointerMode_v2(void*, int* m) {
 }
 STAND_IN size_t hollow_cublasLtGetVersion() { return 130200; }
 STAND_IN size_t hollow_cudnnGetVersion() { return 92600; }
+STAND_IN int hollow_cudnnGetProperty(int which, int* value) {
+  const int version[] = {9, 26, 0};
+  *value = version[which];
+  return 0;
+}
 STAND_IN size_t hollow_cudnnGetCudartVersion() { return 13020; }
 STAND_IN const char* hollow_cudnnGetErrorString(int) { return "hollow"; }
+// cuDNN's planner knows one engine for each graph, which needs no workspace. By the numbers of cudnn_graph.h.
+const int KNOB_CHOICES = 302, WORKSPACE_SIZE = 402, NUMERICAL_NOTE = 1303, BEHAVIOR_NOTE = 1305;
+STAND_IN int hollow_cudnnBackendCreateDescriptor(int, void** d) { return give_handle(d); }
+STAND_IN int hollow_cudnnBackendGetAttribute(void*, int name, int, int64_t, int64_t* count, void* found) {
+  bool none = name == KNOB_CHOICES || name == NUMERICAL_NOTE || name == BEHAVIOR_NOTE;
+  if (count) *count = none ? 0 : 1;
+  if (name == WORKSPACE_SIZE && found) *(int64_t*)found = 0;
+  return 0;
+}
+static int no_bytes(size_t* bytes) {
+  *bytes = 0;
+  return 0;
+}
+STAND_IN int hollow_cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(
+    void*, int, int, void*, void*, void*, void*, void*, size_t* bytes) {
+  return no_bytes(bytes);
+}
+STAND_IN int hollow_cudnnGetBatchNormalizationBackwardExWorkspaceSize(
+    void*, int, int, void*, void*, void*, void*, void*, void*, void*, size_t* bytes) {
+  return no_bytes(bytes);
+}
+STAND_IN int hollow_cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void*, int, int, void*, void*, size_t* bytes) {
+  return no_bytes(bytes);
+}
+STAND_IN int hollow_cudnnGetCTCLossWorkspaceSize(
+    void*, void*, void*, const int*, const int*, const int*, int, void*, size_t* bytes) {
+  return no_bytes(bytes);
+}
+STAND_IN int hollow_cudnnGetCTCLossWorkspaceSize_v8(void*, int, void*, void*, void*, size_t* bytes) {
+  return no_bytes(bytes);
+}
+// how it lays out the weights of recurrent layers is not known
+STAND_IN int hollow_cudnnGetRNNWeightSpaceSize(void*, void*, size_t*) { return 3000; }  // CUDNN_STATUS_NOT_SUPPORTED
 // cuBLASLt, by the numbers of its header.
 const int COMPUTE_32F_FAST_TF32 = 77, LAYOUT_BATCH_COUNT = 5;
 struct Layout {

@@ -61,7 +61,7 @@ STAND_IN const char* hollow_cudaGetErrorString(cudaError_t error) {
   }
 }
 STAND_IN cudaError_t hollow_cudaDeviceGetPCIBusId(char* s, int n, int d) {
-  snprintf(s, n, "00000000:%02X:00.0", d + 1);
+  snprintf(s, n, "00000000:%02X:00.0", card_of(d) + 1);
   return cudaSuccess;
 }
 STAND_IN cudaError_t hollow_cudaDeviceGetStreamPriorityRange(int* least, int* most) {
@@ -101,7 +101,7 @@ STAND_IN cudaError_t hollow_cudaGetDeviceProperties(cudaDeviceProp* p, int d) {
   p->minor = card().minor;
   p->multiProcessorCount = card().multiprocessors;
   p->concurrentKernels = 1;
-  p->pciBusID = d + 1;
+  p->pciBusID = card_of(d) + 1;
   p->unifiedAddressing = 1;
   p->memoryBusWidth = 5120;
   p->l2CacheSize = (int)L2_BYTES;
@@ -164,7 +164,7 @@ int hollow::attribute(int which, int d) {
     case cudaDevAttrGlobalMemoryBusWidth:
       return 5120;
     case cudaDevAttrPciBusId:
-      return d + 1;
+      return card_of(d) + 1;
     case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:  // for expandable segments
     case cudaDevAttrConcurrentKernels:
     case cudaDevAttrUnifiedAddressing:
@@ -213,7 +213,7 @@ STAND_IN cudaError_t hollow_cudaFreeHost(void* p) {
 }
 STAND_IN cudaError_t hollow_cudaMemGetInfo(size_t* free, size_t* total) {
   open_context(current_device());
-  size_t used = used_bytes(current_device());
+  size_t used = used_bytes(card_of(current_device()));
   *total = card().total_bytes;
   *free = *total > used ? *total - used : 0;
   return cudaSuccess;

@@ -7,7 +7,7 @@ import pytest
 import autofit
 from autofit.commands.verify import verify
 from autofit.contract.outcome import Measured
-from tests.support.families import CONFIGS, LENGTHS
+from tests.support.families import ASKED_LENGTHS, CONFIGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
@@ -20,9 +20,8 @@ def test_a_model_of_each_family_is_tuned_and_launched(name, tmp_path):
     task, config = CONFIGS[name]
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config), "utf-8")
-    length = {"wav2vec2": LENGTHS["samples"], "segformer": LENGTHS["pixels"], "t5": 24}.get(name)
     folder = tmp_path / "out"
-    asked = {"device": "cpu", "trials": 3, "global_batch": 4, "seq_len": length}
+    asked = {"device": "cpu", "trials": 3, "global_batch": 4, "seq_len": ASKED_LENGTHS.get(name)}
     autofit.tune(str(tmp_path / "model"), output=folder, **asked, fix=HELD, among={"precision": ("fp32", "bf16")})
     setup = autofit.load(folder)
     assert setup.document.model.task == task
