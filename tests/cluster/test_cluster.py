@@ -2,18 +2,11 @@
 
 import contextlib
 import importlib.util
-import os
 import re
-import shutil
 import socket
 import sys
-import tempfile
-import threading
-import time
 import types
-from pathlib import Path
 
-import psutil
 import pytest
 
 import autofit
@@ -21,8 +14,8 @@ from autofit.cluster import nodes
 from autofit.cluster.nodes import Cluster, check_address
 from autofit.contract.outcome import Measured
 from autofit.registry import techniques
-from autofit.search.events import Silent
 from autofit.system.errors import InputError, MachineError
+from tests.support.machines import Killer, local_cluster, nothing_is_left
 
 HELD = [f"{one.name}={one.baseline}" for one in techniques() if one.name not in {"micro_batch", "accumulation"}]
 
@@ -80,73 +73,16 @@ def test_machines_with_other_versions_or_devices_are_told_apart():
 @pytest.fixture(scope="module")
 def machines():
     """A cluster: a head without processors, and two machines with one each."""
-    from ray.cluster_utils import Cluster as Local
-
-    held, before = {"object_store_memory": 80 * 2**20}, dict(os.environ)
-    os.environ["RAY_TMPDIR"] = place = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the path of a socket is short
-    local = Local(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **held})
-
-    def joins(name):
-        locks = tempfile.mkdtemp(prefix="locks-")  # as of a machine of its own
-        return local.add_node(num_cpus=1, node_name=name, env_vars={"AUTOFIT_LOCKS": locks}, **held)
-
-    local.joins = joins
-    local.second = [joins("first"), joins("second")][1]
-    try:
+    with local_cluster() as local:
+        local.joins("first")
+        local.joins("second")
         yield local
-    finally:
-        local.shutdown()
-        shutil.rmtree(place, ignore_errors=True)
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def hosts():
-    """Processes of hosts and of their fork servers in this test's cluster; other people's are left out."""
-    found = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            words, held = " ".join(process.cmdline()), process.environ()
-            ours = held.get("TMPDIR") == os.environ.get("TMPDIR") and any(name.startswith("RAY_") for name in held)
-            if ours and (any(name in words for name in ("ray::Host", "ray::Launcher", "fork_server_process"))):
-                found.add(process.pid)
-    return found
-
-
-def folders():
-    return list(Path(tempfile.gettempdir()).glob("autofit-node-*"))
-
-
-def nothing_is_left():
-    """Neither a process nor a file of a host."""
-    deadline = time.monotonic() + 20
-    while (folders() or hosts()) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert (folders(), hosts()) == ([], set())
-
-
-class Killer(Silent):
-    """Kills a machine while it runs a trial, and has another one join."""
-
-    def __init__(self, local):
-        self.local, self.notes, self.done, self.joined = local, [], None, False
-
-    def note(self, words):
-        self.notes.append(words)
-
-    def trial_begins(self, number, plan, purpose, seconds_left):
-        if number == 1:  # each of the two machines runs a trial then
-            self.done = threading.Timer(0.3, self.local.remove_node, (self.local.second, False))
-            self.done.start()
-        elif self.done is not None and not self.done.is_alive() and not self.joined:
-            self.joined = True
-            self.local.joins("third")
 
 
 @with_ray
 def test_a_tune_goes_on_where_a_machine_dies_and_leaves_nothing_behind(machines, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    killer = Killer(machines)
+    killer = Killer(machines, at=1, joins="third")  # each of the two machines runs a trial then
     found = autofit.tune(
         "demo", output=tmp_path / "out", on=machines.address, device="cpu", seq_len=32, global_batch=16, trials=2,
         memory_limit="2GiB", fix=HELD, among={"micro_batch": [1, 16]}, guard=False, events=killer,
@@ -162,31 +98,12 @@ def test_a_tune_goes_on_where_a_machine_dies_and_leaves_nothing_behind(machines,
     nothing_is_left()
 
 
-class PairKiller(Silent):
-    """Kills the first of the machines that a trial is spread over, once, while it runs."""
-
-    def __init__(self, local):
-        self.local, self.notes, self.done = local, [], None
-
-    def note(self, words):
-        self.notes.append(words)
-
-    def trial_begins(self, number, plan, purpose, seconds_left):
-        if self.done is None:
-            import ray
-
-            first = next(one for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU"))["NodeID"]
-            node = next(one for one in self.local.worker_nodes if one.node_id == first)
-            self.done = threading.Timer(0.3, self.local.remove_node, (node, False))
-            self.done.start()
-
-
 @with_ray
 def test_a_trial_over_two_machines_outlives_one_of_them_and_is_launched_on_two(machines, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     while len(machines.worker_nodes) < 3:
         machines.joins("another")
-    killer, out = PairKiller(machines), tmp_path / "out"
+    killer, out = Killer(machines, at=0), tmp_path / "out"
     found = autofit.tune(
         "demo", output=out, on=machines.address, device="cpu", seq_len=32, global_batch=16, trials=1, processes=2,
         nodes=2, memory_limit="2GiB", fix=[*(one for one in HELD if "parallel" not in one), "parallel=ddp"],
