@@ -70,6 +70,14 @@ def test_what_can_not_be_had_says_why(loading, value, why):
         LOADER.parse(f"{value}:prefetch=4", facts)
 
 
+def test_workers_of_every_process_hold_the_hosts_memory():
+    facts = facts_of(cores=16, worker_bytes=2**30)
+    one = replace(facts, workload=replace(facts.workload, host_limit_bytes=7 * 2**30))
+    assert LOADER.choice("workers_4", one).status != "withheld"
+    both = replace(one, workload=replace(one.workload, processes=2))
+    assert "they would hold 8.0 GiB" in LOADER.choice("workers_4", both).reason
+
+
 def test_a_model_alone_has_no_loader_to_tune():
     assert offered(cuda_facts()) == {"default"}
     assert "tune the training script" in LOADER.choice("workers_2", cuda_facts()).reason

@@ -5,10 +5,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from autofit.machine.meters import Reading
 from autofit.training import loader_waits, timing
 from autofit.training.loader_waits import LoaderWaits
+from autofit.training.measure import with_workers
 from autofit.training.timing import Clock, Effort
 from tests.training.test_timing import NoMeter
+
+
+def test_the_memory_of_workers_counts_on_the_host_which_is_the_device_of_a_cpu():
+    read = Reading(peak_bytes=10, allocated_bytes=8, reserved_bytes=9, outside_bytes=2, host_bytes=10)
+    card = with_workers(read, 5, on_cuda=True)
+    assert (card.peak_bytes, card.allocated_bytes, card.host_bytes) == (10, 8, 15)
+    cpu = with_workers(read, 5, on_cuda=False)
+    assert (cpu.peak_bytes, cpu.allocated_bytes, cpu.reserved_bytes, cpu.host_bytes) == (15, 15, 15, 15)
+    assert with_workers(read, 0, on_cuda=False) == read
 
 
 @pytest.fixture

@@ -197,6 +197,22 @@ def test_without_any_reference_only_the_winner_is_looked_at():
     assert "no baseline plan fits" in found.words
 
 
+@pytest.mark.parametrize(
+    ("theirs", "verdict", "words"),
+    [
+        ({"rows": (7, 8)}, "same", "rounding"),
+        ({"rows": (7, 9)}, "unknown", "other rows each time"),
+        ({"rows": (7, 8), "began": {"a": (2.0, 0.0)}}, "unknown", "other weights each time"),
+    ],
+)
+def test_trainings_of_a_script_that_began_otherwise_are_not_compared(theirs, verdict, words):
+    mine = replace(GOOD, rows=(7, 8), began={"a": (1.0, 0.0)})
+    other = replace(mine, **theirs)
+    found = Played(lambda plan: mine if plan == BF16 else other).see(BF16)
+    assert found.verdict == verdict
+    assert words in found.words
+
+
 def test_it_takes_no_more_time_than_is_left():
     guards = Played(lambda _: GOOD)
     guards.see(BF16, left_seconds=30.0)
