@@ -61,10 +61,10 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
 
     MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo.
     """
-    from autofit.commands.estimates.estimate import ESTIMATE, check_fits
+    from autofit.commands.estimates.answer import ESTIMATE, table
+    from autofit.commands.estimates.estimate import check_fits
     from autofit.commands.estimates.estimate import estimate as run
     from autofit.commands.estimates.screen import screen
-    from autofit.commands.estimates.table import table
     from autofit.system.strict_json import dump_json
 
     if _asks_about_cards(options):

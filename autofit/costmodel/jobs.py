@@ -10,32 +10,18 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from autofit.contract.facts import Facts
-from autofit.contract.plan import Plan
-from autofit.contract.technique import Part
+from autofit.costmodel.tracing.trace_request import TraceRequests
 from autofit.machine.meters import warm_up_threads
 from autofit.system.files import write_atomically
 from autofit.system.job import error_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceRequest:
-    """One trace: which part of a plan's step, and the file that takes it."""
-
-    part: Part
-    plan: Plan
-    file: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceJob:
+class TraceJob(TraceRequests):
     """Trace parts of plans."""
 
     RESULT: ClassVar[str] = "traced.json"
     kind: Literal["trace"] = "trace"
-    facts: Facts
-    config: str
-    requests: tuple[TraceRequest, ...]
-    folder: str
 
     def run(self, folder: Path) -> None:
         """Leave each trace in the file that its request names, and why others failed."""

@@ -13,11 +13,11 @@ from rich.console import Console
 import autofit
 from autofit import cli
 from autofit.commands.estimates import estimate
-from autofit.commands.estimates.estimate import ESTIMATE, check_fits
+from autofit.commands.estimates.answer import ESTIMATE, bar, table
+from autofit.commands.estimates.estimate import check_fits
 from autofit.commands.estimates.other_card import counted_cards
 from autofit.commands.estimates.plans import cause
 from autofit.commands.estimates.screen import screen
-from autofit.commands.estimates.table import bar, table
 from autofit.commands.estimates.ways import _smallest, held_by_way
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, workspace_bytes

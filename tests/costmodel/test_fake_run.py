@@ -22,7 +22,7 @@ from autofit.costmodel.tracing.fake_run import prime_micro_batch
 from autofit.costmodel.tracing.layers import PERIODS, Layers, find_layers
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.timeline import CATEGORIES, lengthen
-from autofit.costmodel.tracing.trace_store import kernels_of
+from autofit.costmodel.tracing.trace_request import kernels_of
 from autofit.registry import technique, techniques
 from tests.support.cases import some_slow
 from tests.support.traced import CONFIGS, PLAIN, Lab, every_choice, facts_of, traced_plan

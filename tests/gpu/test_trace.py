@@ -29,7 +29,7 @@ from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.emulation.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.emulation.fake_kernels import without_values
 from autofit.costmodel.tracing.recorder import Recorder
-from autofit.costmodel.tracing.trace_store import kernels_of
+from autofit.costmodel.tracing.trace_request import kernels_of
 from autofit.registry import technique
 from autofit.system.units import KIB, MIB
 from tests.gpu.models import LLAMA

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from autofit.commands.request import Request
 from autofit.commands.scripts.request import script_facts
-from autofit.costmodel.jobs import TraceJob, TraceRequest
 from autofit.costmodel.scripts import snapshot
 from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing.layers import Marks
+from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
 from autofit.costmodel.tracing.trace_store import Traces
 
 
@@ -45,7 +45,7 @@ def real_peak(folder, facts, plan):
     here = folder / "real"
     here.mkdir()
     request = TraceRequest(part="micro_steps", plan=plan, file="real.npz")
-    job = TraceJob(facts=facts, config=str(folder / "model"), requests=(request,), folder=str(here))
+    job = TraceRequests(facts=facts, config=str(folder / "model"), requests=(request,), folder=str(here))
     code = snapshot.in_child(lambda: _Real(job, (request,), here).run())
     assert code == 0, [path.read_text() for path in here.glob("failed-*")]
     return int(Path(here / "live").read_text())

@@ -7,27 +7,23 @@ predicted speed.
 from __future__ import annotations
 
 import contextlib
-import io
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from autofit import space
+from autofit.commands.estimates.answer import Estimate
 from autofit.commands.estimates.files import check_card, estimate_folder, write_estimate
 from autofit.commands.estimates.other_card import asked_card, counted_cards, described_model, elsewhere
-from autofit.commands.estimates.plans import Estimated, estimated_plans
+from autofit.commands.estimates.plans import estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
-from autofit.commands.estimates.ways import Way, fixed_bytes, outside_bytes, spaces_by_way
+from autofit.commands.estimates.ways import fixed_bytes, outside_bytes, spaces_by_way
 from autofit.commands.estimates.ways import ways as every_way
 from autofit.commands.estimates.world import World, asked_world
 from autofit.commands.facts import read_facts, remarks
 from autofit.commands.model_source import modeling_module
 from autofit.contract.facts import Facts, LaunchPath, Task
-from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, families_of, forecast, plans_to_trace, workspace_bytes
 from autofit.costmodel.seconds.collectives import links_of
 from autofit.costmodel.seconds.step_time import StepClock
@@ -39,69 +35,6 @@ from autofit.registry import techniques
 from autofit.system import units
 from autofit.system.errors import ModelError, NothingFits
 from autofit.system.fork_server import ForkServer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Estimate:
-    """The answer of ``autofit estimate``.
-
-    Attributes:
-        card: The catalogue's name of the card, or of this machine's device.
-        memory_bytes: What a process can have of it.
-        plans: For each family of plans its largest micro-batch that fits, or its smallest where none does; the ones
-            that fit first, the fastest of them first.
-        recommended: The simplest of those that fit and are as fast as the fastest, by 3 %; ``None`` where none fits. By
-            roofline, with nominal rates on a card that is not in the catalogue.
-        task: What the model is trained for.
-        rows: The rows, in words.
-        counted: Plans that were judged.
-        kinds: Families of plans that can be estimated: those that differ in more than the micro-batch.
-        untraced: Why some values have no estimate.
-        notes: What was assumed.
-        processes: Cards that train together, in ``nodes`` machines; ``memory_bytes`` and plans' needs are of each.
-        ways: Each way of training (full, LoRA, QLoRA), where they were asked for.
-        telling: The knobs that tell the ways apart, and those that the question fixes.
-        folder: Where the recommended plan's files were written; ``None`` where none were asked for, or nothing fits.
-    """
-
-    model: str
-    parameters: int
-    card: str
-    memory_bytes: int
-    seq_len: int
-    task: str
-    rows: str
-    global_batch: int
-    margin: float
-    plans: tuple[Estimated, ...]
-    recommended: Plan | None
-    counted: int
-    kinds: int
-    untraced: tuple[str, ...]
-    notes: tuple[str, ...]
-    seconds: float
-    processes: int = 1
-    nodes: int = 1
-    ways: tuple[Way, ...] = ()
-    telling: tuple[str, ...] = ()
-    folder: str | None = None
-
-    def __repr__(self) -> str:
-        best = f"recommended {self.recommended.words()}" if self.recommended else "nothing fits"
-        return f"Estimate({self.model} on {self.card}, {units.size(self.memory_bytes)}: {best})"
-
-    def _repr_html_(self) -> str:
-        """The estimate as a notebook shows it: what the command line prints."""
-        from rich.console import Console
-
-        from autofit.commands.estimates.table import table
-
-        console = Console(record=True, file=io.StringIO(), width=110)
-        console.print(table(self))
-        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-
-
-ESTIMATE: TypeAdapter[Estimate] = TypeAdapter(Estimate)
 
 
 def estimate(

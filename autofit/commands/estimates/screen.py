@@ -8,9 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autofit.commands.estimates.estimate import Estimate
+from autofit.commands.estimates.answer import Estimate, amount, heading, written
 from autofit.commands.estimates.plans import Estimated
-from autofit.commands.estimates.table import amount, heading, written
 from autofit.commands.estimates.ways import AS_ASKED, Way
 from autofit.output.exports.flags import flags
 from autofit.output.plan_words import chosen_words

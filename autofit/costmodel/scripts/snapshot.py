@@ -37,8 +37,8 @@ from autofit.training.scripts.patches import Patches, loads_of
 if TYPE_CHECKING:
     from autofit.contract.facts import Script
     from autofit.contract.recipe import Recipe
-    from autofit.costmodel.jobs import TraceJob, TraceRequest
     from autofit.costmodel.memory.parts import MicroPart
+    from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
 
 _LONGEST_TRACE = 300
 _APART = 0.05
@@ -48,7 +48,7 @@ _UNSAFE = 4
 """Exit codes: layers that were taken to be alike are not; the script can't be forked."""
 
 
-def trace_script(job: TraceJob, folder: Path) -> dict[str, str]:
+def trace_script(job: TraceRequests, folder: Path) -> dict[str, str]:
     """Trace every request.
 
     Returns:
@@ -65,7 +65,7 @@ def trace_script(job: TraceJob, folder: Path) -> dict[str, str]:
     }
 
 
-def _by_loading(job: TraceJob) -> list[list[TraceRequest]]:
+def _by_loading(job: TraceRequests) -> list[list[TraceRequest]]:
     """The requests, those together that say the same where a model is loaded."""
     groups: dict[str, list[TraceRequest]] = {}
     for request in sorted(job.requests, key=lambda one: one.part):
@@ -107,7 +107,7 @@ class Snapshot:
         folder: Where the script and the traces may write.
     """
 
-    def __init__(self, job: TraceJob, requests: tuple[TraceRequest, ...], folder: Path) -> None:
+    def __init__(self, job: TraceRequests, requests: tuple[TraceRequest, ...], folder: Path) -> None:
         assert job.facts.workload.script is not None
         self.job, self.requests, self.folder = job, requests, folder
         self.script: Script = job.facts.workload.script

@@ -44,7 +44,7 @@ from autofit.costmodel.tracing.shard_layout import (
 from autofit.costmodel.tracing.sharded import following
 from autofit.costmodel.tracing.source import FromConfig, Source
 from autofit.costmodel.tracing.timeline import ELSEWHERE, Tape
-from autofit.costmodel.tracing.trace_store import kernels_of
+from autofit.costmodel.tracing.trace_request import kernels_of
 from autofit.registry import recipe_of, techniques
 
 if TYPE_CHECKING:

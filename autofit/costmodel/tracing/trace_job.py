@@ -26,13 +26,13 @@ from autofit.system.job import error_words
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
     from autofit.contract.plan import Plan
-    from autofit.costmodel.jobs import TraceJob, TraceRequest
     from autofit.costmodel.tracing.source import Source
+    from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
 
 _NUMBER_BYTES = 4
 
 
-def trace_all(job: TraceJob, folder: Path) -> dict[str, str]:
+def trace_all(job: TraceRequests, folder: Path) -> dict[str, str]:
     """Trace every request, one process to a core.
 
     Returns:
@@ -70,7 +70,7 @@ def _taken(ordered: list[TraceRequest], waiting: int) -> Iterator[TraceRequest]:
         yield ordered[int.from_bytes(number, "big")]
 
 
-def _child(job: TraceJob, requests: Iterable[TraceRequest], report: Path) -> None:
+def _child(job: TraceRequests, requests: Iterable[TraceRequest], report: Path) -> None:
     """Trace some requests and end the process."""
     code = 1
     try:
@@ -92,7 +92,7 @@ def _child(job: TraceJob, requests: Iterable[TraceRequest], report: Path) -> Non
         os._exit(code)
 
 
-def _trace(job: TraceJob, request: TraceRequest) -> None:
+def _trace(job: TraceRequests, request: TraceRequest) -> None:
     config = Path(job.config)
     with tempfile.TemporaryDirectory(prefix="autofit-trace-") as scratch:
         if request.part == "micro_steps":
@@ -102,7 +102,7 @@ def _trace(job: TraceJob, request: TraceRequest) -> None:
     save(job, request, arrays)
 
 
-def save(job: TraceJob, request: TraceRequest, arrays: dict[str, Any]) -> None:
+def save(job: TraceRequests, request: TraceRequest, arrays: dict[str, Any]) -> None:
     """Leave a trace in the file that its request names, whole or not at all."""
     target = Path(job.folder) / request.file
     aside = target.with_name(f".{target.stem}-{os.getpid()}.npz")

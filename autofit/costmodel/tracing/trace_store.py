@@ -24,10 +24,11 @@ import numpy as np
 
 from autofit.contract.plan import Plan, Value
 from autofit.contract.technique import Part
-from autofit.costmodel.jobs import TraceJob, TraceRequest
+from autofit.costmodel.jobs import TraceJob
 from autofit.costmodel.memory import peak
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, unpack
 from autofit.costmodel.memory.peak import Need
+from autofit.costmodel.tracing.trace_request import TraceRequest, kernels_of
 from autofit.registry import recipe_of, source_folders, technique
 from autofit.system.files import writing
 
@@ -242,16 +243,6 @@ def script_of(script: Script) -> list[object]:
     beside = sorted((one.name, hashlib.sha256(one.read_bytes()).hexdigest()) for one in path.parent.glob("*.py"))
     said = [script.path, script.arguments, script.call, script.sha256, beside, script.weights_dtype, script.adapter]
     return [*said, sorted(script.batch.items()), script.longest_places[:1], script.own]
-
-
-def kernels_of(capability: tuple[int, int] | None) -> tuple[int, int]:
-    """The capability that stands for all whose kernels take the same memory; an A100's where it is not told.
-
-    Below 8.0 there is no FlashAttention; some have less shared memory, and the kernels smaller tiles.
-    """
-    if capability is None or capability in {(8, 0), (8, 7)} or (9, 0) <= capability < (12, 0):
-        return (8, 0)
-    return (7, 5) if capability < (8, 0) else (8, 6)
 
 
 def model_of(config: Path) -> list[object]:

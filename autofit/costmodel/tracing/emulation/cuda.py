@@ -53,7 +53,7 @@ class CudaFunctions(TorchFunctionMode):
     """Calls of PyTorch's functions, as a CUDA device would answer them.
 
     Args:
-        capability: Of :func:`~autofit.costmodel.tracing.trace_store.kernels_of`.
+        capability: Of :func:`~autofit.costmodel.tracing.trace_request.kernels_of`.
     """
 
     def __init__(self, capability: tuple[int, int] = _AMPERE) -> None:

@@ -36,7 +36,7 @@ _CHUNK = 1 << 16
 GROUPED_EFFICIENT = Version(torch.__version__).release >= (2, 14)
 """Whether the memory-efficient kernel takes fewer heads of keys than of queries."""
 _RESIDENT_THREADS = {(7, 5): 80 * 2048, (8, 0): 132 * 2048, (8, 6): 142 * 1536}
-"""Threads that a card runs at once, by :func:`~autofit.costmodel.tracing.trace_store.kernels_of`: those of a V100, an
+"""Threads that a card runs at once, by :func:`~autofit.costmodel.tracing.trace_request.kernels_of`: those of a V100, an
 H100 and an L40S. A card with fewer splits a long sum over fewer blocks."""
 
 
@@ -44,7 +44,7 @@ def kernel_stand_ins(capability: tuple[int, int] = _AMPERE) -> dict[Any, Any]:
     """What kernels hold beyond the CPU's, which keeps the same for the backward pass.
 
     Args:
-        capability: Of :func:`~autofit.costmodel.tracing.trace_store.kernels_of`.
+        capability: Of :func:`~autofit.costmodel.tracing.trace_request.kernels_of`.
     """
     ops = torch.ops.aten
     attention = _AttentionBackward(capability)

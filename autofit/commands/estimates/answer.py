@@ -1,13 +1,18 @@
-"""An estimate for a person: the table, and the bar of where the memory goes."""
+"""The answer of an estimate, and how a person sees it: the table, and the bar of where the memory goes."""
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+import io
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autofit.commands.estimates.estimate import Estimate
 from autofit.commands.estimates.plans import Estimated, cause
+from autofit.commands.estimates.ways import Way
+from autofit.contract.plan import Plan
 from autofit.costmodel.tracing.timeline import Category
 from autofit.output.plan_words import chosen_words
 from autofit.output.text import clean
@@ -25,6 +30,65 @@ _LETTERS: dict[Category, tuple[str, str]] = {
     "communication": ("n", "bright_blue"),
 }
 _WIDTH = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Estimate:
+    """The answer of ``autofit estimate``.
+
+    Attributes:
+        card: The catalogue's name of the card, or of this machine's device.
+        memory_bytes: What a process can have of it.
+        plans: For each family of plans its largest micro-batch that fits, or its smallest where none does; the ones
+            that fit first, the fastest of them first.
+        recommended: The simplest of those that fit and are as fast as the fastest, by 3 %; ``None`` where none fits. By
+            roofline, with nominal rates on a card that is not in the catalogue.
+        task: What the model is trained for.
+        rows: The rows, in words.
+        counted: Plans that were judged.
+        kinds: Families of plans that can be estimated: those that differ in more than the micro-batch.
+        untraced: Why some values have no estimate.
+        notes: What was assumed.
+        processes: Cards that train together, in ``nodes`` machines; ``memory_bytes`` and plans' needs are of each.
+        ways: Each way of training (full, LoRA, QLoRA), where they were asked for.
+        telling: The knobs that tell the ways apart, and those that the question fixes.
+        folder: Where the recommended plan's files were written; ``None`` where none were asked for, or nothing fits.
+    """
+
+    model: str
+    parameters: int
+    card: str
+    memory_bytes: int
+    seq_len: int
+    task: str
+    rows: str
+    global_batch: int
+    margin: float
+    plans: tuple[Estimated, ...]
+    recommended: Plan | None
+    counted: int
+    kinds: int
+    untraced: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+    processes: int = 1
+    nodes: int = 1
+    ways: tuple[Way, ...] = ()
+    telling: tuple[str, ...] = ()
+    folder: str | None = None
+
+    def __repr__(self) -> str:
+        best = f"recommended {self.recommended.words()}" if self.recommended else "nothing fits"
+        return f"Estimate({self.model} on {self.card}, {units.size(self.memory_bytes)}: {best})"
+
+    def _repr_html_(self) -> str:
+        """The estimate as a notebook shows it: what the command line prints."""
+        console = Console(record=True, file=io.StringIO(), width=110)
+        console.print(table(self))
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+ESTIMATE: TypeAdapter[Estimate] = TypeAdapter(Estimate)
 
 
 def table(found: Estimate) -> RenderableType:
