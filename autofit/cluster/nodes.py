@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +18,16 @@ from autofit.system.errors import InputError, MachineError
 
 Note = Callable[[str], None]
 _ADDRESS = re.compile(r"(ray://)?(?P<host>[^\s/:]+|\[[0-9a-fA-F:]+\])(:(?P<port>\d{1,5}))?")
-LOCAL = "local"
-"""The address of a cluster of this machine alone, which is started for the tune and ends with it."""
+AUTO, LOCAL = "auto", "local"
+"""The cluster that this machine belongs to; one that is started for the tune, of this machine alone."""
 _LOCAL_STORE_BYTES = 100 * 2**20
 """Of Ray's memory for what is sent: facts and logs."""
 _CLIENT_PORT = 10001
+_KNOCK_SECONDS = 10
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What a client of gRPC, which Ray speaks, says first: HTTP/2's preface and empty settings."""
+_FRAME_BYTES, _KIND, _SETTINGS = 9, 3, 4
+"""Of a frame of HTTP/2: the length of its head, where its kind stands in it, and the kind that a server says first."""
 _ANSWER_SECONDS, _PLACED_SECONDS = 60.0, 20.0
 _SAME_MEMORY = 0.05
 _NODE_LABEL = "ray.io/node-id"
@@ -35,7 +41,7 @@ def check_address(address: str) -> None:
     """
     found = _ADDRESS.fullmatch(address)
     bare = found is not None and not address.startswith("ray://") and found["port"] is None
-    if address not in {"auto", LOCAL} and (found is None or bare):
+    if address not in {AUTO, LOCAL} and (found is None or bare):
         raise InputError(
             f"--on {address!r} is no address",
             hint="local (this machine alone), auto (the cluster it belongs to), HOST:PORT, or ray://HOST[:PORT]",
@@ -87,29 +93,34 @@ class Cluster:
         Raises:
             MachineError: There is none, or its Ray or Python is another version.
         """
-        self._reach()
         self.ray = importlib.import_module("ray")
         if self.ray.is_initialized():
             return
         try:
+            where = _found_by_ray() if self.address == AUTO else self.address
+            self._reach(where)
             own = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
             more = own if self.address == LOCAL else {}
-            self.ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR, **more)
+            self.ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **more)
         except (ConnectionError, RuntimeError, OSError, ValueError) as error:
             first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise self._none(first) from error
         self._own = True
 
-    def _reach(self) -> None:
-        """Knock at the address: Ray itself waits for minutes."""
-        found = None if self.address in {"auto", LOCAL} else _ADDRESS.fullmatch(self.address)
+    def _reach(self, where: str) -> None:
+        """Knock at an address: Ray itself waits for minutes."""
+        found = None if where in {AUTO, LOCAL} else _ADDRESS.fullmatch(where)
         if found is None:
             return
         port = int(found["port"] or _CLIENT_PORT)
+        at = "" if where == self.address else f"{where}: "
         try:
-            socket.create_connection((found["host"].strip("[]"), port), timeout=10).close()
+            with socket.create_connection((found["host"].strip("[]"), port), timeout=_KNOCK_SECONDS) as there:
+                other = not _hidden_by_tls() and not _speaks_grpc(there)
         except (OSError, OverflowError) as error:
-            raise self._none(getattr(error, "strerror", None) or str(error)) from error
+            raise self._none(at + (getattr(error, "strerror", None) or str(error))) from error
+        if other:
+            raise self._none(f"{at}what listens on port {port} is not Ray")
 
     def _none(self, why: str) -> MachineError:
         return MachineError(
@@ -230,6 +241,31 @@ class Cluster:
         if self._own:
             self.ray.shutdown()
             self._own = False
+
+
+def _found_by_ray() -> str:
+    """The cluster that this machine belongs to: as its variable says, else the one that was joined last.
+
+    Raises:
+        ConnectionError: There is none.
+    """
+    if (told := os.environ.get("RAY_ADDRESS", AUTO)) not in {"", AUTO, LOCAL}:
+        return told
+    services = importlib.import_module("ray._private.services")
+    return str(services.canonicalize_bootstrap_address(AUTO))
+
+
+def _hidden_by_tls() -> bool:
+    """Whether Ray's connections are encrypted, as Ray itself asks."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in {"1", "true"}
+
+
+def _speaks_grpc(there: socket.socket) -> bool:
+    """Whether the other end answers as a gRPC server does."""
+    there.sendall(_GREETING)
+    with there.makefile("rb") as answer:
+        head = answer.read(_FRAME_BYTES)
+    return len(head) == _FRAME_BYTES and head[_KIND] == _SETTINGS
 
 
 def last_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ import importlib.util
 import re
 import socket
 import sys
+import threading
 import types
 
 import pytest
@@ -42,6 +43,38 @@ def test_no_cluster_at_the_address():
         bound.bind(("127.0.0.1", 0))  # and nobody listens
         with pytest.raises(MachineError, match="no Ray cluster could be used there: Connection refused"):
             Cluster(f"127.0.0.1:{bound.getsockname()[1]}").connect()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
+@pytest.mark.parametrize("told", ["variable", "file"])
+def test_the_cluster_that_this_machine_belonged_to_is_gone(told, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        gone = f"127.0.0.1:{bound.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", gone if told == "variable" else "")
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(gone)
+        monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)  # of other people
+        with pytest.raises(MachineError, match=r"auto: no Ray cluster could be used there: [\d.]+:\d+: Connection"):
+            Cluster("auto").connect()
+
+
+@pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.2p1", b"HTTP/1.1 400 Bad Request", b""])
+def test_what_listens_at_the_address_and_is_not_ray_is_told_at_once(says):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer():
+            with server.accept()[0] as there:
+                there.recv(1024)
+                there.sendall(says)
+
+        listening = threading.Thread(target=answer)
+        listening.start()
+        with pytest.raises(MachineError, match=f"what listens on port {port} is not Ray"):
+            Cluster(f"127.0.0.1:{port}").connect()
+        listening.join()
 
 
 def test_the_cluster_of_this_machine_alone_is_started_and_ended(monkeypatch):
