@@ -158,6 +158,12 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
             f"{path} has no model_type, so {name!r} is not a transformers model",
             hint="autofit trains models that transformers can build from their config.json",
         )
+    named = config.get("architectures")
+    if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
+        raise ModelError(
+            f"{path}: architectures is {json.dumps(named)[:40]}, not a list of names",
+            hint='as transformers writes it: "architectures": ["LlamaForCausalLM"]; or leave it out',
+        )
     _check_layers(config, str(path))
     return config
 

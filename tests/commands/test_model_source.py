@@ -103,6 +103,8 @@ BAD_CONFIGS = {
     "empty model_type": ('{"model_type": ""}', "no model_type"),
     "fewer than no layers": ('{"model_type": "llama", "num_hidden_layers": -2}', "num_hidden_layers is -2"),
     "a part with fewer": ('{"model_type": "x", "text_config": {"n_layer": -1}}', "text_config: n_layer is -1"),
+    "architectures in a word": ('{"model_type": "bert", "architectures": "BertForMaskedLM"}', "not a list of names"),
+    "architectures of numbers": ('{"model_type": "bert", "architectures": [3]}', "is [3], not a list of names"),
     "number model_type": ('{"model_type": 3}', "no model_type"),
 }
 

@@ -98,6 +98,15 @@ def test_a_config_is_trained_for_what_it_names_unless_another_task_is_asked_for(
     assert (found["task"], found["architecture"]) == ("causal-lm", built)
 
 
+def test_a_config_that_names_models_for_different_tasks_is_refused_unless_one_is_asked_for(tmp_path):
+    named = ["BertForSequenceClassification", "BertForMaskedLM"]
+    config = {"model_type": "bert", **SMALL_BERT, "architectures": named}
+    with pytest.raises(ModelError, match="which are models for different tasks") as caught:
+        described(tmp_path, config)
+    assert caught.value.hint == "--task says which: sequence-classification, masked-lm"
+    assert described(tmp_path, config, task="masked-lm")["architecture"] == "BertForMaskedLM"
+
+
 @pytest.mark.parametrize(
     ("model_type", "named"),
     [

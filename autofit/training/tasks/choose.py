@@ -112,10 +112,13 @@ def task_of(name: str, settings: Any, task: Task | None, *, trust_remote_code: b
             f"{what}, and autofit knows no task that transformers has a model of the type {settings.model_type} for",
             hint=f"the tasks that it knows: {', '.join(TASKS)}; a script of yours can be tuned: autofit tune train.py",
         )
-    for kind in here:
-        classes = {own.get(kind.auto, "").rpartition(".")[2], *_classes(kind, settings)}
-        if classes & set(named):
-            return kind
+    classes = {kind.name: {own.get(kind.auto, "").rpartition(".")[2], *_classes(kind, settings)} for kind in here}
+    first = [next((kind for kind in here if one in classes[kind.name]), None) for one in named]
+    found = {kind.name: kind for kind in first if kind is not None}
+    if len(found) > 1:
+        raise ModelError(f"{what}, which are models for different tasks", hint=f"--task says which: {', '.join(found)}")
+    if found:
+        return next(iter(found.values()))
     bases = {base for entry in MODEL_MAPPING_NAMES.values() for base in ((entry,) if isinstance(entry, str) else entry)}
     causal = TASKS["causal-lm"]
     if causal in here and any(one.endswith(("ForCausalLM", "LMHeadModel")) for one in named):
