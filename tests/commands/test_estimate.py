@@ -401,11 +401,13 @@ def test_a_way_that_can_not_fit_says_what_stops_it_and_no_shorter_sequence_is_hi
 
 @pytest.mark.slow
 def test_who_holds_an_adapter_has_one_way(ask):
-    found = ask(gpu="4090", fix=(*HELD, "adapter=lora:r=8"), ways=True, most=1)
+    found = ask(gpu="4090", fix=(*HELD, "adapter=lora:r=8"), ways=True, most=1, seq_len=144)
     (way,) = found.ways
     assert way.name == "as asked"
     assert way.fastest.plan["adapter"].startswith("lora:r=8")
-    assert "train an adapter" in shown(found)
+    text = shown(found)
+    assert "train an adapter" in text
+    assert "rows of 144 tokens are longer than the 128 the model was made for" in text
 
 
 def test_a_number_of_cards_may_stand_with_the_name():

@@ -49,6 +49,7 @@ class Estimate:
         kinds: Families of plans that can be estimated: those that differ in more than the micro-batch.
         untraced: Why some values have no estimate.
         notes: What was assumed.
+        remarks: Those of the notes that tell what is not as one would expect of the model.
         processes: Cards that train together, in ``nodes`` machines; ``memory_bytes`` and plans' needs are of each.
         ways: Each way of training (full, LoRA, QLoRA), where they were asked for.
         telling: The knobs that tell the ways apart, and those that the question fixes.
@@ -71,6 +72,7 @@ class Estimate:
     untraced: tuple[str, ...]
     notes: tuple[str, ...]
     seconds: float
+    remarks: tuple[str, ...] = ()
     processes: int = 1
     nodes: int = 1
     ways: tuple[Way, ...] = ()

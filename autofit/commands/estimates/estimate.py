@@ -162,6 +162,7 @@ def estimate(
             processes=world.processes,
             nodes=world.nodes,
             notes=notes,
+            remarks=tuple(remarks(facts.workload.seq_len, facts.model)),
             seconds=time.monotonic() - began,
             ways=by_way,
             telling=tuple(one.name for one in techniques() if one.ways or one.name in knobs),

@@ -31,13 +31,15 @@ def screen(found: Estimate) -> Group:
         rows.columns[column].no_wrap = True
     for way in found.ways:
         _add(rows, way, found.processes)
-    parts: list[RenderableType] = [Text(clean(heading(found))), Text(), rows, Text()]
+    parts: list[RenderableType] = [Text(clean(heading(found))), *(Text(clean(said)) for said in found.remarks)]
+    parts += [Text(), rows, Text()]
     best = first_fitting(found)
     if best is not None and best.fastest is not None:
         parts += _to_paste(best, best.fastest, found)
     else:
         parts.append(Text(f"nothing fits in {units.size(found.memory_bytes)}"))
-    parts += [Text(one_line(note, _WIDTH), style="dim") for note in found.notes[-_MOST_NOTES:]]
+    others = [note for note in found.notes if note not in found.remarks]
+    parts += [Text(one_line(note, _WIDTH), style="dim") for note in others[-_MOST_NOTES:]]
     parts += written(found)
     parts.append(Text(f"every kind of plan: --all; {units.duration(found.seconds)}", style="dim"))
     return Group(*parts)
