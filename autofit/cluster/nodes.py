@@ -93,12 +93,15 @@ class Cluster:
         Raises:
             MachineError: There is none, or its Ray or Python is another version.
         """
+        self._reach(self.address)
         self.ray = importlib.import_module("ray")
         if self.ray.is_initialized():
             return
         try:
-            where = _found_by_ray() if self.address == AUTO else self.address
-            self._reach(where)
+            where = self.address
+            if where == AUTO:
+                where = _found_by_ray()
+                self._reach(where)
             own = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
             more = own if self.address == LOCAL else {}
             self.ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **more)
