@@ -45,6 +45,17 @@ def test_python_and_flags_come_back_as_the_emitted_arguments(name):
     assert getattr(args.optim, "value", args.optim) == wanted["optim"]
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_trl_takes_what_is_exported_for_it(name):
+    trl = pytest.importorskip("trl")
+    found = export(answer(name), "sft", folder="out")
+    given = {**found.settings, "bf16": False, "tf32": False, "use_cpu": True}  # what a CPU refuses
+    args = trl.SFTConfig(**given)
+    for field, value in given.items():
+        came = getattr(args, field)
+        assert getattr(came, "value", came) == value, field
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_value_is_carried_or_said_not_to_be(name, target):
