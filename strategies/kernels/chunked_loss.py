@@ -65,7 +65,9 @@ def chunk_loss(model: PreTrainedModel, chunked: ChunkedLoss) -> PreTrainedModel:
     import torch
 
     head: Any = cast("Any", model).get_output_embeddings()
-    forward, head_forward, whole_loss = model.forward, type(head).forward, model.loss_function
+    own: Any = model.forward
+    forward = getattr(own, "__func__", None)
+    head_forward, whole_loss = type(head).forward, model.loss_function
 
     def head_or_hidden(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = chunked.hand_on(self, hidden) if chunked.on else head_forward(self, hidden)
@@ -82,12 +84,12 @@ def chunk_loss(model: PreTrainedModel, chunked: ChunkedLoss) -> PreTrainedModel:
         result: torch.Tensor = whole_loss(logits, labels, vocab_size, **others)
         return result
 
-    @functools.wraps(forward)
-    def with_chunked_loss(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(forward or own)
+    def with_chunked_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         keep = kwargs.get("logits_to_keep", 0)
-        chunked.on = model.training and kwargs.get("labels") is not None and isinstance(keep, int) and keep == 0
+        chunked.on = self.training and kwargs.get("labels") is not None and isinstance(keep, int) and keep == 0
         try:
-            output = forward(*args, **kwargs)
+            output = forward(self, *args, **kwargs) if forward else own(*args, **kwargs)
             if chunked.on and hasattr(output, "logits"):
                 # what stands there is the hidden state, and nobody shall take it for logits
                 output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
@@ -98,7 +100,9 @@ def chunk_loss(model: PreTrainedModel, chunked: ChunkedLoss) -> PreTrainedModel:
     head.forward = types.MethodType(head_or_hidden, head)  # bound, so that a copy of the layer calls its own
     # a graph that is compiled ends before it: unrolled chunks take long to compile
     model.loss_function = cast("Any", torch.compiler).disable(loss)
-    model.forward = with_chunked_loss
+    # bound to the model, so that a copy whose layers are compiled (Accelerate's) calls its own layers
+    by_itself = functools.update_wrapper(functools.partial(with_chunked_loss, model), own)
+    model.forward = types.MethodType(with_chunked_loss, model) if forward else by_itself
     return model
 
 

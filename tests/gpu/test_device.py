@@ -102,6 +102,17 @@ def test_every_choice_runs_and_takes_effect(bench, path, name, value):
     assert outcome.allocated_bytes <= outcome.reserved_bytes < outcome.peak_bytes <= outcome.limit_bytes
 
 
+@pytest.mark.parametrize("kernels", ["chunked_ce", "liger"])
+def test_layers_are_compiled_beside_a_loss_of_another_kind(bench, kernels):
+    offers = {(name, choice.value): choice for name, choice in space.offers(bench.facts)}
+    for wanted in (("kernels", kernels), ("compile", "regions")):
+        if offers[wanted].status == "withheld":
+            pytest.skip(offers[wanted].reason)
+    half = next(name for name in ("bf16", "fp16") if name in bench.facts.hardware.precisions)
+    outcome = bench.run(bench.plan(precision=half, kernels=kernels, compile="regions", checkpointing="full"))
+    assert isinstance(outcome, Measured), outcome
+
+
 def test_checkpointing_and_offload_save_what_they_are_for(bench):
     big = {"micro_batch": 8, "accumulation": 1}
     plain = bench.run(bench.plan(**big))

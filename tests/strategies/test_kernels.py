@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils.other import compile_regions
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from autofit.machine import model as described
@@ -157,6 +159,24 @@ def test_a_compiled_model_is_broken_once():
     output.loss.backward()
     assert chunked.lm_head.weight.grad.abs().sum() > 0
     assert sum(torch._dynamo.utils.counters["graph_break"].values()) <= 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # what follows a break is asked for its gradient
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_layers_of_a_model_are_compiled_and_not_those_that_it_was_copied_from(precision):
+    plain, chunked = pair()
+    if precision == "bf16":  # as Accelerate prepares a model
+        for one in (plain, chunked):
+            forward = torch.autocast("cpu", torch.bfloat16)(one.forward.__func__)
+            one.forward = types.MethodType(convert_outputs_to_fp32(types.MethodType(forward, one).__func__), one)
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    compiled = compile_regions(chunked.train(), backend=counter)
+    compiled(**batch()).loss.backward()
+    plain.train()(**batch()).loss.backward()
+    assert counter.frame_count > 0
+    for name, weight in plain.named_parameters():
+        torch.testing.assert_close(chunked.get_parameter(name).grad, weight.grad, rtol=0.03, atol=2e-3)
 
 
 def test_a_sharded_model_trains_as_before(tmp_path):
