@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def machine_error(error: OSError, path: Path) -> MachineError:
             hint="was it deleted or moved? --resume begins anew without it",
         )
     return MachineError(f"{path} can't be written: {error.strerror or error}", hint="check the folder, then --resume")
+
+
+def refuse_a_full_disk(folder: Path) -> None:
+    """Say that the disk is full where it is: what failed there seldom says so itself.
+
+    Raises:
+        MachineError: Nothing more can be written.
+    """
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(folder).free == 0:
+            raise machine_error(OSError(errno.ENOSPC, ""), folder)
 
 
 @contextlib.contextmanager

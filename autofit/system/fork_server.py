@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.system.errors import MachineError, ServerLost
-from autofit.system.files import helper_environment, write_atomically, writing
+from autofit.system.files import helper_environment, refuse_a_full_disk, write_atomically, writing
 from autofit.system.job import JOB, Job, job_text
 from autofit.system.redact import harmless
 
@@ -174,6 +174,7 @@ class ForkServer:
             try:
                 text = (scratch / job.RESULT).read_text("utf-8")
             except FileNotFoundError:
+                refuse_a_full_disk(folder)
                 log = scratch / "stderr.log"
                 with contextlib.suppress(OSError):
                     shutil.copyfile(log, folder / FAILED_JOB_LOG)

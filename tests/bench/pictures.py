@@ -3,9 +3,9 @@
     python tests/bench/pictures.py tune .github/pictures/tune.svg [--printed FILE] [-- OPTION ...]
     python tests/bench/pictures.py contest .github/pictures/contest.svg [--json tests/bench/search_bench.DATE.json]
 
-``tune`` runs ``autofit tune demo`` with these options in a folder of its own and draws what it printed, as far as the
-promise; or what such a run has printed to a file (stdout and stderr together). ``contest`` draws figures that
-``search_bench.py --json`` wrote; it measures nothing.
+``tune`` runs ``autofit tune demo`` with these options in a folder of its own and draws what it printed, or what such a
+run has printed to a file (stdout and stderr together). ``contest`` draws figures that ``search_bench.py --json`` wrote;
+it measures nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ NAMES = {
     "lightning_binary": "Lightning's finder, binary",
     "deepspeed": "DeepSpeed's fast mode",
 }
-AFTER_THE_PROMISE = "What it changes in the training"
 WIDTH, LABEL, BAR, ROW = 860, 240, 300, 30
 
 
@@ -108,8 +107,7 @@ def main() -> None:
     if given.what == "tune":
         words = ["autofit tune demo", *given.options]
         printed = given.printed.read_text("utf-8") if given.printed else run_tune(given.options)
-        shown = printed.partition(AFTER_THE_PROMISE)[0].rstrip()
-        drawn = drawn_terminal(" ".join(words), f"$ {' '.join(words)}\n{shown}")
+        drawn = drawn_terminal(" ".join(words), f"$ {' '.join(words)}\n{printed.rstrip()}")
     else:
         drawn = drawn_contest(json.loads(given.json.read_text("utf-8"))["searchers"])
     given.file.parent.mkdir(parents=True, exist_ok=True)

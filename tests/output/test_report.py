@@ -272,6 +272,14 @@ DOCUMENTS = {
 }
 
 
+def test_a_narrow_terminal_breaks_no_techniques_name_apart():
+    text = terminal(document(), width=40)
+    assert max(map(len, text.splitlines())) <= 40
+    for name in document().plan:
+        assert re.search(rf"^ +{name} ", text, re.MULTILINE), name
+    assert re.search(r"^ +precision .* numeric ", text, re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 class TestEveryDocument:
     def test_terminal_keeps_to_80_columns(self, name):

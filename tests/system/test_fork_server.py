@@ -451,6 +451,26 @@ def test_ask_gives_the_answer_and_leaves_nothing(server, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["config"]
 
 
+def test_ask_without_an_answer_on_a_full_disk_says_that_it_is_full(server, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        fill = "handle = open(folder.parent / 'filler', 'wb', buffering=0)\nwhile True: handle.write(bytes(4096))"
+        (tmp_path / "fault.py").write_text(fill)
+        with (
+            pytest.raises(MachineError, match=f"^the disk is full: {disk} can't be written") as caught,
+            server.ask(disk, Question(config=str(tmp_path))),
+        ):
+            pass
+        assert "free some space" in caught.value.hint
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
 def test_ask_without_an_answer_is_an_error_that_names_the_log(server, tmp_path):
     (tmp_path / "fault.py").write_text("import sys; print('its last words', file=sys.stderr); sys.exit(3)")
     with (

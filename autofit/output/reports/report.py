@@ -168,6 +168,7 @@ def _split(document: Document) -> Text:
 
 def _plan_table(document: Document) -> Table:
     table = _table("technique", "value", "class", "what it does")
+    table.columns[0].no_wrap = table.columns[2].no_wrap = True  # a narrow terminal breaks no name apart
     for offer in wording.chosen(document):
         table.add_row(*(_text(str(word)) for word in (offer.technique, offer.value, offer.kind, offer.reason)))
     return table
