@@ -27,10 +27,11 @@ from autofit.commands.tunes.output_folder import (
     remove_unstarted_output,
 )
 from autofit.contract.facts import LaunchPath, Task
-from autofit.output.document import REQUEST
+from autofit.output.document import DOCUMENT_FILE, REQUEST
 from autofit.output.result import Result
 from autofit.search.events import Events, Silent
 from autofit.system import units
+from autofit.system.errors import Stopped
 from autofit.system.files import usable_folder
 from autofit.system.locks import held
 
@@ -162,6 +163,11 @@ def tune(
             found = Course(folder, request, settings, teller, backend or _backend(request, settings), wait).run(
                 resume=resume
             )
+        except Stopped:
+            if (folder / DOCUMENT_FILE).exists():  # the best so far is an answer too
+                write_config(folder, request, settings)
+            raise
+        else:
             write_config(folder, request, settings)
             return found
         finally:

@@ -176,6 +176,7 @@ def test_sigterm_in_the_middle_writes_the_best_so_far(start, tmp_path):
     no_words_of_a_bug(process)
     assert "error: stopped by SIGTERM" in process.said()
     check_answer(output)
+    assert f"output: {output}" in (output / "tune.yaml").read_text("utf-8")  # the best so far can be repeated too
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
