@@ -75,6 +75,7 @@ class Precision(Technique):
     baseline = "fp32"
     packages = {"torchao": ""}
     says_itself = True
+    saves = {"weights": ("bf16_weights", "weights in 16 bits")}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         hardware = facts.hardware

@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,15 +13,16 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import autofit
-from autofit import cli
+from autofit import cli, space
 from autofit.commands.estimates import estimate
 from autofit.commands.estimates.answer import ESTIMATE, bar, table
 from autofit.commands.estimates.estimate import check_fits
 from autofit.commands.estimates.other_card import counted_cards
 from autofit.commands.estimates.plans import cause
 from autofit.commands.estimates.screen import screen
-from autofit.commands.estimates.ways import _smallest, held_by_way
+from autofit.commands.estimates.ways import _smallest, _untried, held_by_way
 from autofit.contract.plan import Plan
+from autofit.contract.technique import Kind
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, workspace_bytes
 from autofit.costmodel.memory import peak
 from autofit.costmodel.tracing import trace_store
@@ -29,7 +32,7 @@ from autofit.search.decision import changed_values
 from autofit.system.errors import InputError, ModelError, NothingFits
 from autofit.system.units import GIB, MIB
 from tests.support.replay import Lent
-from tests.support.synthetic import cpu_facts
+from tests.support.synthetic import cpu_facts, cuda_facts
 from tests.support.tiny import REPOSITORY
 
 HELD = ("precision=fp32", "optimizer=adamw", "offload=none", "kernels=none", "attention=default", "compile=off")
@@ -349,6 +352,15 @@ def test_the_smallest_plan_is_the_one_that_runs_on_the_smallest_card():
     assert asked == [0, 2, 1], "a plan whose tensors alone are larger is not replayed"
 
 
+def test_weights_that_are_too_large_are_told_what_was_not_tried():
+    facts = cuda_facts(global_batch=4)
+    said = _untried(space.build(facts, frozenset({Kind.EXACT, Kind.NUMERIC})), facts)
+    assert said == "; not tried: weights in 16 bits (--fix precision=bf16_weights, class method)"
+    assert _untried(space.build(facts, frozenset(Kind)), facts) == ""
+    old = replace(facts, hardware=replace(facts.hardware, precisions=("fp32",)))
+    assert _untried(space.build(old, frozenset({Kind.EXACT, Kind.NUMERIC})), old) == ""
+
+
 @pytest.mark.slow
 def test_each_way_of_training_shows_its_fastest_and_its_smallest(ask):
     found = ask(gpu="4090", fix=HELD, ways=True, most=1, seq_len=128)
@@ -392,7 +404,7 @@ def test_of_several_cards_the_host_memory_is_each_one_s_and_what_no_argument_car
 def test_a_way_that_can_not_fit_says_what_stops_it_and_no_shorter_sequence_is_hinted(ask):
     found = ask(memory="560MiB", fix=HELD, ways=True, most=1)
     assert [way.fastest for way in found.ways] == [None] * 3
-    assert "weights and gradients alone are " in found.ways[0].stops
+    assert re.search("weights and gradients alone are .*; not tried: weights in 16 bits", found.ways[0].stops)
     assert "nothing fits in 560 MiB" in shown(found)
     with pytest.raises(NothingFits) as error:
         check_fits(found)

@@ -152,7 +152,7 @@ def _way(  # noqa: PLR0917 - as above
     smallest = min(smallest, fastest or smallest, key=lambda one: one.device_bytes)
     count = max(len(fitting), int(fastest is not None))
     if fastest is None:
-        stops = what_stops(smallest, limit)
+        stops = what_stops(smallest, limit, plans, facts)
     elif count == len(traced):
         stops = f"all of its {count} plans fit" if count > 1 else "its one plan fits"
     else:
@@ -171,15 +171,25 @@ def _smallest(places: list[int], need: Floats, judged: Callable[[int], Estimated
     return smallest
 
 
-def what_stops(smallest: Estimated, limit_bytes: int) -> str:
+def what_stops(smallest: Estimated, limit_bytes: int, plans: space.Space, facts: Facts) -> str:
     """Why not even the smallest plan fits, in words."""
     needs = f"its smallest plan needs {units.size(smallest.device_bytes)}"
     alone = fixed_bytes(smallest)
     if alone + outside_bytes(smallest) > limit_bytes:
-        return f"{needs}: weights and gradients alone are {units.size(alone)}"
+        return f"{needs}: weights and gradients alone are {units.size(alone)}{_untried(plans, facts)}"
     parts = smallest.need.by_category
     largest = max(parts, key=lambda one: parts[one])
     return f"{needs}, of which {largest} take {units.size(parts[largest])}"
+
+
+def _untried(plans: space.Space, facts: Facts) -> str:
+    """What would make weights smaller and is in none of the plans, in words."""
+    for one in techniques():
+        value, words = one.saves.get("weights", (one.baseline, ""))
+        choice, tried = one.choice(value, facts), {plan[one.name] for plan in plans.plans}
+        if words and choice.status != "withheld" and value not in tried:
+            return f"; not tried: {words} (--fix {one.name}={value}, class {choice.kind})"
+    return ""
 
 
 def fixed_bytes(one: Estimated) -> int:
