@@ -7,6 +7,7 @@ before it when it says what it conflicts with.
 from .accumulation import Accumulation
 from .adapter import Adapter
 from .attention import Attention
+from .batching import Batching
 from .checkpointing import Checkpointing
 from .compile import Compile
 from .kernels import Kernels
@@ -33,5 +34,6 @@ ALL = (
     Optimizer(),
     Offload(),
     Compile(),
+    Batching(),
     Loader(),
 )

@@ -13,8 +13,8 @@ MOST = 500
 _HINT = "write the tokens of each row, a whole number on each line, or a JSON list of them"
 
 
-def read_lengths(path: str) -> list[int]:
-    """The lengths in a file, the shortest first; of more than 500 as many that stand for them, the longest among them.
+def told_lengths(path: str) -> list[int]:
+    """All lengths in a file, the shortest first.
 
     Raises:
         InputError: It can't be read, or holds something else than lengths.
@@ -30,6 +30,16 @@ def read_lengths(path: str) -> list[int]:
     lengths = sorted(_length(one, place, path) for place, one in enumerate(found, 1))
     if not lengths:
         raise InputError(f"--lengths {path!r} holds no lengths", hint=_HINT)
+    return lengths
+
+
+def read_lengths(path: str) -> list[int]:
+    """The lengths in a file, the shortest first; of more than 500 as many that stand for them, the longest among them.
+
+    Raises:
+        InputError: It can't be read, or holds something else than lengths.
+    """
+    lengths = told_lengths(path)
     if len(lengths) <= MOST:
         return lengths
     return [*(lengths[int((one + 0.5) / (MOST - 1) * len(lengths))] for one in range(MOST - 1)), lengths[-1]]

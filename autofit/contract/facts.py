@@ -221,6 +221,7 @@ class Script:
         depends_on_rows: Why its loss depends on the rows of a micro-batch, so that accumulation is not exact.
         undivided: Whether its Trainer takes its loss for divided by the accumulation, and nobody divides it: the plan's
             gradients are kept as large as those of its own accumulation.
+        ungrouped: Why its Trainer can't take rows of about the same length together; ``None`` where it can.
         batch: Shapes of a micro-batch of its longest rows, by the names of the model's arguments.
         rows: In its data set; ``None`` where it has no length.
         sampled: Rows of it that were looked at, to find the longest.
@@ -251,6 +252,7 @@ class Script:
     loading: Loading | None = None
     depends_on_rows: str | None = None
     undivided: bool = False
+    ungrouped: str | None = None
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rows: int | None = None
     sampled: int = 0
@@ -288,6 +290,7 @@ class Workload:
         script: The user's own training script; ``None`` where a model is tuned by its config.
         lengths: Of rows that are to be expected, in tokens, the shortest first; none is above ``seq_len``. Empty: all
             are as long.
+        told_rows: Rows that these lengths were told of, before they were thinned out.
     """
 
     seq_len: Annotated[int, Field(ge=2)]
@@ -300,6 +303,7 @@ class Workload:
     seed: int = 0
     script: Script | None = None
     lengths: tuple[Positive, ...] = ()
+    told_rows: Annotated[int, Field(ge=0)] = 0
 
 
 def _version(text: str) -> Version:

@@ -39,7 +39,7 @@ class Ran:
         output: The dtype of what the last product gave, and the product; no product inside of a compiled graph.
         in_graph: Whether the model's whole forward pass is inside of a compiled graph.
         compiled_graphs: Graphs that ``torch.compile`` has made in this process.
-        loader: The loader of a user's script that gave the micro-batches; ``None`` where rows are random.
+        loader: The loader that gave the micro-batches; ``None`` where it is not known.
     """
 
     model: nn.Module

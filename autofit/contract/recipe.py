@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autofit.contract.plan import Plan
 
 ModelWrap = Callable[["PreTrainedModel"], "PreTrainedModel"]
+Collate = Callable[..., Any]
 OptimizerWrap = Callable[["torch.optim.Optimizer"], "torch.optim.Optimizer"]
 
 
@@ -75,6 +76,7 @@ class Recipe:
         tensor_cache: Holds what takes long to make and is the same in every trial; without a folder it holds nothing.
         loader_arguments: Arguments of PyTorch's ``DataLoader`` in place of the script's own; only the loop path reads
             them here, a Trainer reads its arguments.
+        collate_wraps: Applied in order to what makes a batch of rows.
         model_wraps: Applied in order to the loaded model.
         optimizer_wraps: Applied in order to the optimizer that the arguments name.
         state: What a technique's own code counts while it runs, by the technique's name; it alone reads it.
@@ -97,6 +99,7 @@ class Recipe:
     random_model: Callable[[Callable[[], PreTrainedModel]], PreTrainedModel] | None = None
     tensor_cache: TensorCache = field(default_factory=TensorCache)
     loader_arguments: dict[str, Any] = field(default_factory=dict)
+    collate_wraps: list[Callable[[Collate], Collate]] = field(default_factory=list)
     model_wraps: list[ModelWrap] = field(default_factory=list)
     optimizer_wraps: list[OptimizerWrap] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
@@ -162,6 +165,12 @@ class Recipe:
         for wrap in self.model_wraps:
             built = wrap(built)
         return built
+
+    def collator(self, own: Collate) -> Collate:
+        """What makes a batch of rows, wrapped as the plan says."""
+        for wrap in self.collate_wraps:
+            own = wrap(own)
+        return own
 
     def optimizer(self, model: PreTrainedModel, **others: Any) -> torch.optim.Optimizer:
         """The optimizer that a Trainer with these arguments builds, wrapped as the plan says.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,14 @@ class Setup:
                 f"{str(source)!r} can't be loaded: {str(error).splitlines()[0]}",
                 hint="it is to be a hub id, or a folder with trained weights; without it the weights are random",
             ) from error
+
+    def collator(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """What makes a batch of rows, as the plan says: a data collator for a Trainer, or for a loop's ``DataLoader``.
+
+        Args:
+            own: The script's own.
+        """
+        return self.recipe.collator(own)
 
     def optimizer(self, model: PreTrainedModel, **others: Any) -> torch.optim.Optimizer:
         """The optimizer that the plan names, as a Trainer builds it.

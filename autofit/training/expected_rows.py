@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import random
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from autofit.system.statistics import median
+
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
+    from autofit.training.row_order import Unlike
     from autofit.training.timing import Clock
-
-_GOLDEN = (math.sqrt(5) - 1) / 2
-_MEAN_OF_A_TAIL = 1 - 1 / math.e
-"""The quantile of an exponential tail that its mean is at: where the first step looks in each group of rows."""
-
-
-def expected(places: Sequence[int], a_step: int, steps: int) -> list[int]:
-    """Rows of some steps: each step's evenly from the short to the long ones, in a random order.
-
-    So a few steps see what many would on the average, where rows drawn at random would see more short or long ones.
-
-    Args:
-        places: Of rows, the shortest first.
-        a_step: Rows of a step.
-        steps: How many steps.
-    """
-    numbers = random.Random(0)
-    taken: list[int] = []
-    for step in range(steps):
-        shift = (_MEAN_OF_A_TAIL + step * _GOLDEN) % 1
-        rows = [places[int((one + shift) / a_step * len(places))] for one in range(a_step)]
-        numbers.shuffle(rows)
-        taken += rows
-    return taken
 
 
 def tokens_of(inputs: Any) -> tuple[Any, int] | None:
@@ -50,27 +28,67 @@ def tokens_of(inputs: Any) -> tuple[Any, int] | None:
     return counted, ids.numel()
 
 
+def without_padding(inputs: Any) -> Any:
+    """A batch without the columns that are padding in every row, at its end: how far it is padded does not count."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    ids: Any = inputs.get("input_ids")
+    mask: Any = inputs.get("attention_mask")
+    if getattr(mask, "ndim", 0) < 2 or getattr(ids, "shape", None) != mask.shape:
+        return inputs
+    used = mask.reshape(-1, mask.shape[-1]).any(0).nonzero()
+    width = int(used[-1]) + 1 if len(used) else 0
+    return {name: one[..., :width] if getattr(one, "shape", None) == ids.shape else one for name, one in inputs.items()}
+
+
 class Tokens:
     """Counts the tokens of each step that are no padding, and the places for tokens; without a clock nothing."""
 
     def __init__(self, clock: Clock | None) -> None:
         self.clock = clock
         self.totals: dict[int, Any] = defaultdict(int)
-        self.places: dict[int, int] = defaultdict(int)
+        self.places: dict[int, list[int]] = defaultdict(list)
+        self.unlike: Unlike | None = None
 
-    def count(self, inputs: Any) -> None:
-        """A micro-batch."""
-        found = None if self.clock is None else tokens_of(inputs)
+    def take(self, unlike: Unlike) -> None:
+        """Micro-batches that differ much are to be trained on."""
+        self.unlike = unlike
+
+    def count(self, inputs: Any, *, training: bool = True) -> None:
+        """A micro-batch; one that is evaluated does not count."""
+        found = tokens_of(inputs) if self.clock is not None and training else None
         if self.clock is not None and found is not None:
             self.totals[self.clock.done] += found[0]
-            self.places[self.clock.done] += found[1]
+            self.places[self.clock.done].append(found[1])
 
     def tell(self) -> None:
         """Tell the clock the tokens of each timed step, and the share of padding of all of them."""
         timed = [] if self.clock is None else self.clock.timed
-        if self.clock is not None and timed and all(step in self.totals for step in timed):
-            self.clock.step_tokens = [float(self.totals[step]) for step in timed]
-            self.clock.padding = 1 - sum(self.clock.step_tokens) / sum(self.places[step] for step in timed)
+        if self.clock is None or not timed or not all(step in self.totals for step in timed):
+            return
+        self.clock.step_tokens = [float(self.totals[step]) for step in timed]
+        places = [self.places[step] for step in timed]
+        self.clock.padding = 1 - sum(self.clock.step_tokens) / sum(map(sum, places))
+        if self.unlike is not None:
+            self._tell_unlike(self.clock, self.unlike, places)
+
+    def _tell_unlike(self, clock: Clock, unlike: Unlike, places: Sequence[Sequence[int]]) -> None:
+        """Tell the places of each whole step, and of one in the mean: the epoch's, by how the collator pads."""
+        first = clock.effort.warm_up
+        said = sum(sum(unlike.places[step - first]) for step in clock.timed)
+        usual = unlike.usual * sum(map(sum, places)) / said
+        recipe = clock.recipe
+        clock.step_places = [whole_step(one, recipe.accumulation) for one in places]
+        clock.usual_places = usual * recipe.accumulation
+        tokens = mean_tokens(recipe.facts)
+        if tokens is not None:
+            clock.padding = max(0.0, 1 - tokens * recipe.micro_batch / usual)
+
+
+def whole_step(micro_steps: Sequence[float], accumulation: int) -> float:
+    """What micro-steps come to that stand for more of them: the first, and the others in its place."""
+    first, *later = micro_steps
+    return first + (accumulation - 1) * sum(later) / len(later) if later else accumulation * first
 
 
 def mean_tokens(facts: Facts) -> float | None:
@@ -90,9 +108,25 @@ def usual_steps(clock: Clock) -> tuple[tuple[float, ...], float]:
     facts, steps, counted = clock.recipe.facts, clock.waited_steps(), clock.step_tokens
     if len(counted) != len(steps) or not all(counted):
         return steps, float(facts.tokens_a_sample)
+    if clock.usual_places is not None:
+        tokens = mean_tokens(facts)
+        return _of_usual_places(steps, clock.step_places, clock.usual_places), tokens or float(facts.tokens_a_sample)
     rows = clock.recipe.micro_batch * clock.accumulation
     timed = sum(counted) / len(counted) / rows
     usual = mean_tokens(facts) or timed
     rates = [step / tokens for step, tokens in zip(steps, counted, strict=True)]
     level = sum(steps) / sum(rates) * usual / timed
     return tuple(rate * level for rate in rates), usual
+
+
+def _of_usual_places(steps: Sequence[float], places: Sequence[float], usual: float) -> tuple[float, ...]:
+    """Seconds of each step if it had as many places for tokens as is usual.
+
+    What a place takes is the median of the slopes between any two steps (Theil and Sen), no less than nothing and no
+    more than the quickest step took for each of its places.
+    """
+    pairs = itertools.combinations(zip(steps, places, strict=True), 2)
+    slopes = [(one[0] - other[0]) / (one[1] - other[1]) for one, other in pairs if one[1] != other[1]]
+    most = min(step / place for step, place in zip(steps, places, strict=True))
+    slope = min(most, max(0.0, median(slopes))) if slopes else 0.0
+    return tuple(step + slope * (usual - place) for step, place in zip(steps, places, strict=True))

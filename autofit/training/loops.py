@@ -15,7 +15,8 @@ from autofit.contract.layout import data_parallel
 from autofit.contract.outcome import Evidence
 from autofit.training.expected_rows import Tokens
 from autofit.training.observer import Observer
-from autofit.training.tasks.rows import task_rows
+from autofit.training.row_order import order, sample, wanted
+from autofit.training.tasks.rows import rows_of_an_epoch, task_rows
 from autofit.training.tasks.table import kind_of
 from autofit.training.timing import Clock, Listener
 
@@ -26,11 +27,26 @@ if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
 
 
-def random_rows(recipe: Recipe, model: Any, rows: int, steps: tuple[int, int] | None = None) -> Dataset[Any]:
-    """Random rows of the model's task; ``rows`` is the length that the loader sees. For ``steps`` see the rows."""
+def random_rows(recipe: Recipe, model: Any, rows: int, *, differ: bool = False) -> Dataset[Any]:
+    """Random rows of the model's task; ``rows`` is the length that the loader sees. For ``differ`` see the rows."""
     facts = recipe.facts
     kind_of(facts.model.task).prepare(model)
-    return task_rows(facts, model.config, rows, steps=steps)
+    return task_rows(facts, model.config, rows, differ=differ)
+
+
+def _rows(clock: Listener, model: Any, steps: int, *, differ: bool) -> Dataset[Any]:
+    """Random rows of so many steps, or of an epoch that they stand for."""
+    if differ:
+        return random_rows(clock.recipe, model, rows_of_an_epoch(clock.recipe.facts), differ=True)
+    ranks = data_parallel(clock.recipe.plan, clock.recipe.facts.workload)
+    return random_rows(clock.recipe, model, clock.recipe.micro_batch * clock.accumulation * ranks * steps)
+
+
+def _in_order(usual: Any, clock: Listener, tokens: Tokens) -> Any:
+    """A sampler of random rows that differ in length; ``usual`` is the training's own, none draws at random."""
+    count = rows_of_an_epoch(clock.recipe.facts)
+    asked = wanted(clock, clock.effort.max_steps, longest=(count,), places=range(count))
+    return order(usual, asked, tokens.take)
 
 
 def run_trainer(
@@ -67,6 +83,7 @@ def run_trainer(
             if clock.step_end():
                 control.should_training_stop = True
             if clock.done == clock.effort.warm_up:
+                observer.loader = trainer.callback_handler.train_dataloader
                 seen.append(observer.evidence(trainer.optimizer, trainer.accelerator, counted(clock)))
                 observer.close()
                 if dataset is None:
@@ -75,7 +92,7 @@ def run_trainer(
 
     class Listened(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            tokens.count(inputs)
+            tokens.count(inputs, training=model.training)
             clock.forward_begin()
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             clock.forward_end()
@@ -86,20 +103,20 @@ def run_trainer(
             clock.backward_end(loss)
             return loss
 
-    ranks = data_parallel(clock.recipe.plan, clock.recipe.facts.workload)
-    a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
-    data = dataset or random_rows(clock.recipe, model, a_step * args.max_steps, (a_step, clock.effort.warm_up))
     tokens = _tokens(clock, dataset)
-    if tokens.clock is not None:
-        args.train_sampling_strategy = "sequential"  # the rows are in the order in which they are wanted
+    differ = tokens.clock is not None
+    data = dataset or _rows(clock, model, args.max_steps, differ=differ)
+    collate = getattr(data, "collate", None)
     trainer = Listened(
         model=model,
         args=args,
         train_dataset=data,
-        data_collator=getattr(data, "collate", None),
+        data_collator=None if collate is None else clock.recipe.collator(collate),
         callbacks=[Told()],
         optimizers=(optimizer, None),
     )
+    if differ:
+        sample(trainer, lambda usual: _in_order(usual, clock, tokens))
     begin(trainer)
     trainer.train()
     tokens.tell()
@@ -114,7 +131,8 @@ def evaluate_once(trainer: Any) -> None:
     import torch
 
     model, rows = trainer.model, trainer.train_dataset
-    batch = trainer.data_collator([rows[index] for index in range(trainer.args.per_device_eval_batch_size)])
+    first = len(rows)  # where rows differ in length, the longest ones lie behind the last
+    batch = trainer.data_collator([rows[first + one] for one in range(trainer.args.per_device_eval_batch_size)])
     model.eval()
     with torch.compiler.set_stance("force_eager"):
         trainer.prediction_step(model, batch, prediction_loss_only=True)
@@ -146,17 +164,17 @@ def run_loop(
 
     observer = Observer(model, clock.recipe)
     evidence = None
-    steps = clock.effort.warm_up + clock.effort.max_steps
-    ranks = data_parallel(clock.recipe.plan, clock.recipe.facts.workload)
-    a_step = clock.recipe.micro_batch * clock.accumulation * ranks
-    data = dataset or random_rows(clock.recipe, model, a_step * steps, (a_step, clock.effort.warm_up))
     tokens = _tokens(clock, dataset)
+    differ = tokens.clock is not None
+    data = dataset or _rows(clock, model, clock.effort.warm_up + clock.effort.max_steps, differ=differ)
+    collate = getattr(data, "collate", None)
     loader = DataLoader(
         data,
         batch_size=clock.recipe.micro_batch,
-        shuffle=shuffle and tokens.clock is None,  # such rows are in the order in which they are wanted
+        shuffle=shuffle and not differ,
+        sampler=_in_order(None, clock, tokens) if differ else None,
         pin_memory=clock.on_cuda,
-        collate_fn=getattr(data, "collate", None),
+        collate_fn=None if collate is None else clock.recipe.collator(collate),
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
@@ -181,6 +199,7 @@ def run_loop(
                 clock.step_skipped()
             enough = clock.step_end()
             if clock.done == clock.effort.warm_up:
+                observer.loader = loader
                 evidence = observer.evidence(optimizer, accelerator, counted(clock))
                 observer.close()
             if enough:
@@ -239,6 +258,8 @@ def run_recipe(clock: Listener, *, config: Path, folder: Path, lesson: Lesson | 
     if trainer:
         args = recipe.training_arguments(**{**untuned(clock, folder), **given})
         args.gradient_accumulation_steps = clock.accumulation
+        if lesson is not None:
+            args.train_sampling_strategy = "sequential"  # whatever a plan says: the same rows for all of them
     model = recipe.model(None, config=config, device=device)
     if clock.on_cuda:
         torch.cuda.empty_cache()  # a script's weights come from the host: what making random ones took goes back

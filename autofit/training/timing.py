@@ -121,6 +121,10 @@ class Clock:
     """Which steps were timed, from 0."""
     step_tokens: list[float] = field(default_factory=list)
     """Tokens without padding of each timed step, where rows differ; empty where all are as the workload says."""
+    step_places: list[float] = field(default_factory=list)
+    """Places for tokens of each timed step, where micro-batches are unlike."""
+    usual_places: float | None = None
+    """The same of a step in the mean; ``None`` where steps are alike."""
     padding: float | None = None
     """Share of the timed micro-batches' places for tokens that is padding; ``None`` where rows are none of tokens."""
     _started: float = 0.0

@@ -66,6 +66,7 @@ def plain(rows: int) -> Plan:
             "optimizer": "adamw",
             "offload": "none",
             "compile": "off",
+            "batching": "pad",
             "loader": "default",
         }
     )

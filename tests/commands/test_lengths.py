@@ -69,12 +69,10 @@ def test_batches_are_padded_with_a_mask_and_the_longest_come_first(facts):
     from transformers import AutoConfig
 
     folder, found = facts
-    rows = task_rows(found, AutoConfig.from_pretrained(folder), 16, steps=(4, 2))
-    lengths = [len(rows[place]["input_ids"]) for place in range(16)]
-    assert lengths[:8] == [64] * 8
-    assert set(lengths[8:]) <= {4, 64}
-    short = [rows[place] for place in range(8, 16) if lengths[place] == 4]
-    batch = rows.collate([short[0], rows[0]])
+    rows = task_rows(found, AutoConfig.from_pretrained(folder), 16, differ=True)
+    lengths = [len(rows[place]["input_ids"]) for place in range(17)]
+    assert lengths == [4] * 15 + [64, 64], "the shortest first, and the longest behind the last"
+    batch = rows.collate([rows[0], rows[16]])
     assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape == (2, 64)
     assert batch["attention_mask"].sum(1).tolist() == [4, 64]
     assert (batch["labels"][0, 4:] == -100).all()

@@ -281,6 +281,7 @@ def test_the_combinations_are_all_that_a_cpu_can_have(labs):
     assert offered.pop("parallel") == offered.pop("offload") == ["none"]
     assert offered.pop("sync_each_batch") == ["off"]
     assert offered.pop("loader") == ["default"]
+    assert offered.pop("batching") == ["pad"]
     offered["optimizer"] = [value for value in offered["optimizer"] if value not in FOREIGN]
     assert offered.pop("compile") == ["off", "model"]
     for name, values in offered.items():

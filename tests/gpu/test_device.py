@@ -23,7 +23,8 @@ from tests.gpu.models import LLAMA
 QUICK = Effort(min_steps=2, max_steps=3, seconds=1.0)
 PLAIN = trials.PLAIN.replaced(micro_batch=4, accumulation=2)
 
-NO_KNOBS = {"parallel", "sync_each_batch", "micro_batch", "accumulation", "loader"}  # of several cards, or of scripts
+NO_KNOBS = {"parallel", "sync_each_batch", "micro_batch", "accumulation", "batching", "loader"}
+"""Of several cards, or of scripts and their rows."""
 KNOBS = tuple(name for name in PLAIN if name not in NO_KNOBS)
 
 

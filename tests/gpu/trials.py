@@ -32,6 +32,7 @@ PLAIN = Plan(
         "optimizer": "adamw",
         "offload": "none",
         "compile": "off",
+        "batching": "pad",
         "loader": "default",
     }
 )

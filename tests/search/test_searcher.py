@@ -160,6 +160,7 @@ def test_the_first_plan_is_fast_small_and_keeps_the_method(tmp_path):
         "optimizer": "adamw",
         "offload": "none",
         "compile": "off",
+        "batching": "pad",
         "loader": "default",
     }
 

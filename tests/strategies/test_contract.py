@@ -79,6 +79,10 @@ def cuda(capability, *, packages=HERE, host_limit_bytes=100 * GIB, launch_path="
     )
 
 
+def rows_that_differ(facts):
+    return replace(facts, workload=replace(facts.workload, lengths=(8, 8, 9, 30, 64), told_rows=5_000))
+
+
 EXTRAS = {
     "bitsandbytes": "0.50.0",
     "deepspeed": "0.18.0",
@@ -107,6 +111,9 @@ FACTS = {
     ),
     "cuda 8.0, a small host": cuda((8, 0), packages={**BARE, **EXTRAS}, host_limit_bytes=GIB),
     "cuda 8.0, older transformers": cuda((8, 0), packages={**BARE, "transformers": "5.17.2"}),
+    "cpu, rows that differ": rows_that_differ(cpu()),
+    "cuda 8.0, rows that differ": rows_that_differ(cuda((8, 0))),
+    "cuda 8.0, rows that differ, loop": rows_that_differ(cuda((8, 0), launch_path="loop")),
     "three processes": replace(cpu(), workload=replace(cpu().workload, processes=3)),
     "a batch that can't be split": replace(cpu(), workload=replace(cpu().workload, processes=5)),
 }
@@ -370,7 +377,9 @@ def test_what_a_cpu_refuses_is_run_on_a_gpu(facts):
         if one.name in KNOBS:
             assert set(values(one.name)) == known
         else:
-            assert not refused or one.name in {"parallel", "sync_each_batch", "loader"}, "of several cards, of scripts"
+            assert not refused or one.name in {"parallel", "sync_each_batch", "loader", "batching"}, (
+                "of several cards, of scripts, of rows that differ"
+            )
 
 
 # --- what really happens --------------------------------------------------------------------------------------------

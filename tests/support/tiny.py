@@ -54,6 +54,7 @@ PLAIN = Plan(
         "optimizer": "adamw",
         "offload": "none",
         "compile": "off",
+        "batching": "pad",
         "loader": "default",
     }
 )

@@ -10,6 +10,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from autofit.contract.facts import Script
 from autofit.system.statistics import median
 from autofit.training.expected_rows import Tokens, usual_steps
+from autofit.training.row_order import Wanted, expected, order
 from autofit.training.scripts import rows
 from tests.support.synthetic import cpu_facts
 
@@ -27,6 +28,19 @@ def padded(given):
 
 def script_of(**changed):
     return Script(path="t.py", sha256="", trainer="Trainer", micro_batch=2, accumulation=1, **changed)
+
+
+def asked(script, *, a_step, warm_up, steps, micro_batch=2):
+    """Rows as a measurement of the script wants them."""
+    return Wanted(
+        micro_batch=micro_batch,
+        accumulation=a_step // micro_batch,
+        micro_steps=a_step // micro_batch,
+        warm_up=warm_up,
+        steps=steps,
+        longest=script.longest_places,
+        places=script.places,
+    )
 
 
 def test_rows_are_as_long_as_the_collator_makes_them():
@@ -77,10 +91,10 @@ def test_a_data_set_without_a_length_is_not_looked_at():
 
 def test_each_warm_up_step_takes_the_longest_and_then_come_the_expected():
     script = script_of(places=tuple(range(100)), longest_places=(500, 400, 300))
-    drawn = list(rows.order(RandomSampler(range(1000)), script, a_step=2, warm_up=2, steps=3))
+    drawn = list(order(RandomSampler(range(1000)), asked(script, a_step=2, warm_up=2, steps=3)))
     assert drawn[:4] == [500, 400, 500, 400]
     assert all(low < 50 <= high for low, high in (sorted(drawn[at : at + 2]) for at in (4, 6, 8)))
-    own = list(rows.order(SequentialSampler(range(7)), script, a_step=2, warm_up=1, steps=4))
+    own = list(order(SequentialSampler(range(7)), asked(script, a_step=2, warm_up=1, steps=4)))
     assert own == [500, 400, 0, 1, 2, 3, 4, 5, 6, 0]
 
 
@@ -90,7 +104,7 @@ def test_few_steps_see_what_many_would(a_step):
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randn(500, generator=generator).mul(0.7).exp().mul(100).long().sort().values
     mean, count = float(lengths.float().mean()), 3 * a_step
-    seen = float(lengths[rows.expected(range(500), a_step, 3)].float().mean())
+    seen = float(lengths[expected(range(500), a_step, 3)].float().mean())
     drawn = lengths[torch.randint(0, 500, (200, count), generator=generator)].float().mean(1)
     assert abs(seen / mean - 1) < 0.5 * median((drawn / mean - 1).abs().tolist()) + 0.02
 
@@ -105,7 +119,7 @@ def test_a_few_steps_tell_what_an_epoch_of_skewed_rows_is_like(micro_batch):
     found = rows.sample_of(data, padded)
     script = script_of(places=found.spread, longest_places=found.longest)
     steps = 4
-    drawn = list(rows.order(RandomSampler(data), script, a_step=32, warm_up=1, steps=steps))
+    drawn = list(order(RandomSampler(data), asked(script, a_step=32, warm_up=1, steps=steps)))
 
     def micro_batches(places):
         taken = [lengths[list(places[at : at + micro_batch])] for at in range(0, len(places), micro_batch)]
@@ -126,6 +140,7 @@ def test_tokens_and_padding_of_the_timed_steps_are_counted():
     tokens.count(padded([{"text": 9, "answer": 1}]))
     clock.done = 1
     tokens.count(padded([{"text": 2, "answer": 1}, {"text": 6, "answer": 1}]))
+    tokens.count(padded([{"text": 90, "answer": 1}]), training=False)
     tokens.tell()
     assert (clock.step_tokens, clock.padding) == ([8.0], pytest.approx(4 / 12))
 
@@ -137,6 +152,7 @@ def test_steps_of_short_and_long_rows_are_told_as_steps_of_usual_ones():
         recipe=SimpleNamespace(facts=facts, micro_batch=2),
         accumulation=1,
         step_tokens=[5.0, 5.0, 80.0],
+        usual_places=None,
         waited_steps=lambda: (5.0, 5.0, 80.0),
     )
     assert usual_steps(clock) == (pytest.approx((20.0, 20.0, 20.0)), 10.0)

@@ -167,6 +167,7 @@ def _sft(carried: _Carried) -> Exported:
 def _axolotl(carried: _Carried) -> Exported:
     """Axolotl's YAML."""
     arguments, lacking = dict(carried.arguments), list(carried.lacking)
+    arguments.pop("train_sampling_strategy", None)  # by an older name, which a technique says
     if arguments.pop("use_cpu", False):
         lacking.append("training on the CPU: Axolotl trains on GPUs, where another plan may be faster")
     if any(arguments.pop(name, None) for name in _LIGER):

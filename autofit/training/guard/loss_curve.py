@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 from autofit.contract.technique import replacing
 from autofit.machine.meters import CeilingBroken, Meter, out_of_memory
+from autofit.training.expected_rows import without_padding
 from autofit.training.guard.sketch import Sketch, minus, sketch
 from autofit.training.loops import Lesson, run_recipe
 from autofit.training.tasks.rows import task_rows
@@ -120,7 +121,7 @@ class CurveListener:
 
     def count(self, inputs: Any) -> None:
         """A micro-batch is trained on next."""
-        self.rows.append(checksum(inputs))
+        self.rows.append(checksum(without_padding(inputs)))
 
     def step_begin(self) -> None:
         """An optimizer step begins."""
@@ -264,7 +265,7 @@ def record(
     lesson = Lesson(
         begin=listener.begin,
         rows=lambda model: learnable_rows(recipe, rows, model),
-        arguments={**learning(recipe), "train_sampling_strategy": "sequential"},
+        arguments=learning(recipe),
     )
     return written(
         listener, lambda: run_recipe(listener, config=without_dropout(config, folder), folder=folder, lesson=lesson)

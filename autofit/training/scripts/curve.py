@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.training.guard.loss_curve import Curve, CurveListener, learning, written
 from autofit.training.guard.rounding import Rounding, rounded
+from autofit.training.row_order import wanted
 from autofit.training.scripts.entry import construct, quiet
 from autofit.training.scripts.leave import Enough, run_until_left
 from autofit.training.scripts.patches import Patches, loads_of
@@ -59,7 +60,7 @@ def script_curve(
         drop_nothing(trainer.model)
         set_seed(recipe.facts.workload.seed)
         listener.begin(trainer.model)
-        take_the_same(trainer, script, a_step=recipe.micro_batch * recipe.accumulation, steps=most)
+        take_the_same(trainer, wanted(listener, most, longest=script.longest_places, places=script.places))
         watch(trainer, listener, count=listener.count)
         with rounded(rounding) if rounding else contextlib.nullcontext():
             train()

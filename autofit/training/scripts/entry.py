@@ -14,11 +14,12 @@ from autofit.contract.recipe import Recipe
 from autofit.training.expected_rows import Tokens
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
+from autofit.training.row_order import wanted
 from autofit.training.scripts.leave import Enough, Refused, run, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop_entry import describing, measure_loop, train_loop_with, waits_of
 from autofit.training.scripts.patches import Patches, loads_of
-from autofit.training.scripts.rows import sample_of, take_in_order
+from autofit.training.scripts.rows import sample_of, take_in_order, why_ungrouped
 from autofit.training.scripts.traits import longest_batch, shapes, traits
 from autofit.training.scripts.watched import watch, wrap
 from autofit.training.tasks.loss_scale import script_leaves_undivided
@@ -115,15 +116,18 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
     rows = sample_of(loader.dataset, loader.collate_fn)
     batch = longest_batch(loader, rows, trainer.args.per_device_train_batch_size)
     found = traits(patches, trainer.model, rows, seconds)
+    loading = loading_of(loader, int(made.arguments["per_device_train_batch_size"]))
+    rate = dict(loading["rows_per_second"]).get(0)
     names = ("optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile",
-             "use_liger_kernel", "per_device_eval_batch_size", "eval_strategy")  # fmt: skip
+             "use_liger_kernel", "per_device_eval_batch_size", "eval_strategy", "train_sampling_strategy")  # fmt: skip
     found["script"] |= {
         "trainer": type(trainer).__name__,
         "micro_batch": int(made.arguments["per_device_train_batch_size"]),
         "accumulation": int(made.arguments["gradient_accumulation_steps"]),
         "own": json.loads(json.dumps({name: made.arguments.get(name) for name in names}, default=str)),
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
-        "loading": loading_of(loader, int(made.arguments["per_device_train_batch_size"])),
+        "loading": loading,
+        "ungrouped": why_ungrouped(trainer, loader.dataset, 1 / rate if rate else None),
         "batch": shapes(batch),
         "undivided": script_leaves_undivided(trainer, batch),
     }
@@ -217,12 +221,11 @@ def _measured(clock: Clock, script: Script, trainer: Any, train: Callable[[], An
     observer = Observer(trainer.model, recipe)
     seen: list[Evidence] = []
     tokens = Tokens(clock)
-    a_step = recipe.micro_batch * clock.accumulation
     arguments = trainer.args
     clock.waits = waits_of(recipe, arguments.dataloader_num_workers, arguments.dataloader_prefetch_factor)
     arguments.max_steps = clock.most_steps
     steps = clock.most_steps - effort.warm_up
-    take_in_order(trainer, script, a_step=a_step, warm_up=effort.warm_up, steps=steps)
+    take_in_order(trainer, wanted(clock, steps, longest=script.longest_places, places=script.places), tokens)
     get_batch_samples = trainer.get_batch_samples
 
     def timed_batches(*args: Any, **kwargs: Any) -> Any:

@@ -13,11 +13,12 @@ from autofit.training.expected_rows import Tokens
 from autofit.training.loader_waits import LoaderWaits
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
+from autofit.training.row_order import order, wanted
 from autofit.training.scripts.leave import Enough, Refused, run, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop import LoopPatches, Seen, constructed, rebuilt
 from autofit.training.scripts.patches import Patches, loads_of
-from autofit.training.scripts.rows import order, sample_of
+from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch, shapes, traits
 
 if TYPE_CHECKING:
@@ -117,13 +118,15 @@ class _Measured:
         if number != self.script.loader or own.batch_size is None:
             return own
         recipe, effort = self.clock.recipe, self.clock.effort
-        a_step, changed = recipe.micro_batch * self.clock.accumulation, recipe.loader_arguments
+        changed = _changed(own, recipe)
         prefetch = changed.get("prefetch_factor", own.prefetch_factor)
         self.clock.waits = waits_of(recipe, changed.get("num_workers", own.num_workers), prefetch)
         ordered = None
-        if self.script.longest_places:
+        script = self.script
+        if script.longest_places:
             steps = self.clock.most_steps - effort.warm_up
-            ordered = order(own.sampler, self.script, a_step=a_step, warm_up=effort.warm_up, steps=steps)
+            asked = wanted(self.clock, steps, longest=script.longest_places, places=script.places)
+            ordered = order(own.sampler, asked, self.tokens.take)
         self.loaded_by = rebuilt(own, rows=recipe.micro_batch, sampler=ordered, changed=changed)
         return self.loaded_by
 
@@ -253,6 +256,13 @@ def measure_loop(
     return cast("Evidence", measured.enough().found)
 
 
+def _changed(own: Any, recipe: Recipe) -> dict[str, Any]:
+    """Arguments of a loader in place of its own."""
+    if not recipe.collate_wraps or own.collate_fn is None:
+        return recipe.loader_arguments
+    return {**recipe.loader_arguments, "collate_fn": recipe.collator(own.collate_fn)}
+
+
 def _wrapped(model: Any, recipe: Recipe) -> Any:
     """A model with what no argument carries around it."""
     for around in recipe.model_wraps:
@@ -271,7 +281,7 @@ def train_loop_with(recipe: Recipe, script: Script, path: str, arguments: tuple[
     def loader(own: Any, number: int) -> Any:
         if number != script.loader:
             return own
-        return rebuilt(own, rows=recipe.micro_batch, changed=recipe.loader_arguments)
+        return rebuilt(own, rows=recipe.micro_batch, changed=_changed(own, recipe))
 
     def plain(_trainer: Any, train: Callable[[], Any]) -> Any:
         return train()

@@ -10,18 +10,18 @@ the script is described.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autofit.training.expected_rows import expected, tokens_of
-
-if TYPE_CHECKING:
-    from autofit.contract.facts import Script
+from autofit.system.units import duration
+from autofit.training.expected_rows import Tokens, tokens_of
+from autofit.training.row_order import Wanted, in_order, order, sample
 
 SAMPLED_ROWS = 500
 """Rows that are put through the collator to know what is to be expected."""
@@ -171,72 +171,85 @@ def _numbers(value: Any) -> int:
     return int(isinstance(value, int | float))
 
 
-def take_in_order(trainer: Any, script: Script, *, a_step: int, warm_up: int, steps: int) -> None:
-    """Have a Trainer train on the longest rows first, then on those that are to be expected; see :func:`order`.
+def take_in_order(trainer: Any, asked: Wanted, tokens: Tokens) -> None:
+    """Have a Trainer train on the longest rows first, then on those that are to be expected.
 
     A data set without a length keeps its order, and so does one whose sampler makes the micro-batches itself.
-    """
-    _sample(trainer, script, lambda usual: order(usual, script, a_step=a_step, warm_up=warm_up, steps=steps))
-
-
-def take_the_same(trainer: Any, script: Script, *, a_step: int, steps: int) -> None:
-    """Have a Trainer train on the same rows in each of some optimizer steps, those that are to be expected.
-
-    What keeps its order in :func:`take_in_order` does so here.
-    """
-
-    def again(usual: Iterable[int]) -> Any:
-        first = [int(place) for place in order(usual, script, a_step=a_step, warm_up=0, steps=1)]
-        return in_order(first * steps)
-
-    _sample(trainer, script, again)
-
-
-def _sample(trainer: Any, script: Script, change: Callable[[Iterable[int]], Any]) -> None:
-    from torch.utils.data import BatchSampler
-
-    own = trainer._get_train_sampler  # noqa: SLF001 - a Trainer has no other place for it
-
-    def changed(dataset: Any = None) -> Any:
-        usual = own(dataset)
-        if usual is None or isinstance(usual, BatchSampler) or not script.longest_places:
-            return usual
-        return change(usual)
-
-    trainer._get_train_sampler = changed  # noqa: SLF001 - as above
-
-
-def order(usual: Iterable[int], script: Script, *, a_step: int, warm_up: int, steps: int) -> Any:
-    """A sampler of the longest rows in each step of the warm-up, and then of the rows to be expected.
-
-    Rows come again where there are too few.
 
     Args:
-        usual: The script's own sampler.
-        script: Knows the places of its rows.
-        a_step: Rows of an optimizer step, as many as are run.
-        warm_up: Steps that are dropped.
-        steps: Steps that follow.
+        trainer: Before it trains.
+        asked: Which rows.
+        tokens: Told where micro-batches are unlike.
     """
-    from torch.utils.data import RandomSampler
-
-    longest = [*itertools.islice(itertools.cycle(script.longest_places), a_step)]
-    if isinstance(usual, RandomSampler) and script.places:
-        then = expected(script.places, a_step, steps)
-    else:
-        then = [*itertools.islice(itertools.cycle([int(place) for place in usual]), steps * a_step)]
-    return in_order([*longest * warm_up, *then])
+    if asked.longest:
+        sample(trainer, lambda usual: order(usual, asked, tokens.take))
 
 
-def in_order(places: Sequence[int]) -> Any:
-    """A sampler of these places."""
-    from torch.utils.data import Sampler
+def take_the_same(trainer: Any, asked: Wanted) -> None:
+    """Have a Trainer train on the same rows in each of some optimizer steps, those that are to be expected.
 
-    class Order(Sampler[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(places)
+    They are the same whether or not its sampler puts rows of about the same length together. What keeps its order in
+    :func:`take_in_order` does so here.
 
-        def __len__(self) -> int:
-            return len(places)
+    Args:
+        trainer: Before it trains.
+        asked: Which rows, of steps alike.
+    """
+    from transformers.trainer_pt_utils import LengthGroupedSampler
 
-    return Order()
+    def again(usual: Iterable[int]) -> Any:
+        once = dataclasses.replace(asked, warm_up=0, steps=1)
+        at_random = isinstance(usual, LengthGroupedSampler) and once.places
+        return in_order([*order(None if at_random else usual, once)] * asked.steps, of=usual)
+
+    if asked.longest:
+        sample(trainer, again)
+
+
+LENGTHS_SECONDS = 60.0
+"""Reading the lengths of all rows takes no longer, or rows are not grouped by them."""
+
+
+def why_ungrouped(trainer: Any, dataset: Any, row_seconds: float | None) -> str | None:
+    """Why a Trainer can't take rows of about the same length together, in words; ``None`` where it can.
+
+    Args:
+        trainer: The script's.
+        dataset: What its loader reads.
+        row_seconds: What making a row takes; ``None``: not known.
+    """
+    from transformers import Trainer
+
+    kind = type(trainer)
+    for name in ("_get_train_sampler", "get_train_dataloader"):
+        if getattr(kind, name) is not getattr(Trainer, name):
+            return f"{kind.__name__} chooses its rows itself"
+    if not hasattr(dataset, "__len__") or not len(dataset):
+        return "its data set tells no number of rows"
+    if trainer.args.length_column_name in (getattr(dataset, "column_names", None) or ()):
+        return None
+    seconds = (row_seconds or 0.0) * len(dataset)
+    if seconds > LENGTHS_SECONDS:
+        return f"a Trainer would read all {len(dataset):,} rows for their lengths first, in {duration(seconds)}"
+    return _why_unread(dataset, next(iter(getattr(trainer.processing_class, "model_input_names", ())), "input_ids"))
+
+
+def _why_unread(dataset: Any, name: str) -> str | None:
+    """Why a Trainer can't read the lengths of all rows, in words."""
+    first = dataset[0]
+    if not isinstance(first, Mapping) or name not in first:
+        return f"a row of its data set has no {name}, whose length a Trainer looks at"
+    if not hasattr(dataset, "__iter__") and not _ends(dataset):
+        return "a Trainer would read its rows for ever: its data set raises no IndexError behind the last one"
+    return None
+
+
+def _ends(dataset: Any) -> bool:
+    """Whether going through a data set by its numbers comes to an end."""
+    try:
+        dataset[len(dataset)]
+    except IndexError:
+        return True
+    except Exception:  # noqa: BLE001 - a data set's own code can raise anything; going through it raises the same
+        return False
+    return False

@@ -14,10 +14,13 @@ def wrap(trainer: Any, recipe: Recipe) -> None:
     """Put around a Trainer's model and optimizer what no argument carries."""
     wrap_model(trainer, recipe)
     wrap_optimizer(trainer, recipe)
+    keep_evaluated_order(trainer, recipe)
 
 
 def wrap_model(trainer: Any, recipe: Recipe) -> None:
-    """Put around a Trainer's model what no argument carries."""
+    """Put around a Trainer's model, and around its collator, what no argument carries."""
+    if recipe.collate_wraps:
+        trainer.data_collator = recipe.collator(trainer.data_collator)
     if recipe.model_wraps or recipe.optimizer_wraps:
         trainer.model_init = None  # it has made the model, and would make another one
     for around_model in recipe.model_wraps:
@@ -25,6 +28,27 @@ def wrap_model(trainer: Any, recipe: Recipe) -> None:
     script = recipe.facts.workload.script
     if script is not None and script.undivided:
         keep_scale(trainer, script.accumulation)
+
+
+def keep_evaluated_order(trainer: Any, recipe: Recipe) -> None:
+    """Have a Trainer evaluate rows in the order in which its script does: a plan is about those it trains on.
+
+    A Trainer takes the argument for both, and a script may hold predictions against the rows of its data set.
+    """
+    script = recipe.facts.workload.script
+    own = "random" if script is None else script.own.get("train_sampling_strategy", "random")
+    if trainer.args.train_sampling_strategy == own:
+        return
+    sampler = trainer._get_eval_sampler  # noqa: SLF001 - a Trainer has no other place for it
+
+    def as_the_script(*args: Any, **kwargs: Any) -> Any:
+        planned, trainer.args.train_sampling_strategy = trainer.args.train_sampling_strategy, own
+        try:
+            return sampler(*args, **kwargs)
+        finally:
+            trainer.args.train_sampling_strategy = planned
+
+    trainer._get_eval_sampler = as_the_script  # noqa: SLF001 - as above
 
 
 def keep_scale(trainer: Any, accumulation: int) -> None:

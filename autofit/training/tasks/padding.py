@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autofit.training.expected_rows import expected
-
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
 
@@ -22,28 +20,26 @@ class Padding:
         config: Of the model; names its padding token.
         pool: Columns of rows at full length; those whose last dimension is as long are cut.
         rows: The length that a loader sees.
-        steps: Rows of an optimizer step, and how many steps take the longest rows; ``None``: all rows are the longest.
+        differ: Whether these rows are of the lengths that are told, the shortest first; else all are the longest.
     """
 
-    def __init__(
-        self, facts: Facts, config: Any, pool: Mapping[str, Any], rows: int, steps: tuple[int, int] | None
-    ) -> None:
+    def __init__(self, facts: Facts, config: Any, pool: Mapping[str, Any], rows: int, *, differ: bool) -> None:
         full, lengths = facts.workload.seq_len, facts.workload.lengths
         self.cut_names = {
             name for name, column in pool.items() if getattr(column, "ndim", 0) > 1 and column.shape[-1] == full
         }
         self.full = full
         self.fill = int(getattr(config.get_text_config(), "pad_token_id", None) or 0)
-        self.lengths: list[int] = []
-        if steps is not None:
-            a_step, longest = steps
-            self.lengths = [full] * (a_step * longest) + expected(lengths, a_step, max(1, rows // a_step - longest))
+        self.lengths = [lengths[int(row / rows * len(lengths))] for row in range(rows)] if differ else []
 
     def cut(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """A row at its own length; its last token, which may end the text, stays the last one."""
+        """A row at its own length; its last token, which may end the text, stays the last one.
+
+        A row behind the last one is as long as can be.
+        """
         import torch
 
-        length = self.lengths[index % len(self.lengths)] if self.lengths else self.full
+        length = self.lengths[index] if index < len(self.lengths) else self.full
         cut = {
             name: torch.cat([value[..., : length - 1], value[..., -1:]], -1) if name in self.cut_names else value
             for name, value in row.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autofit.training.tasks.kind import MAIN, Kind, Spec
@@ -19,7 +19,7 @@ _POOL_BYTES = 256 << 20
 
 
 def task_rows(
-    facts: Facts, config: Any, rows: int, *, few: int | None = None, steps: tuple[int, int] | None = None
+    facts: Facts, config: Any, rows: int, *, few: int | None = None, differ: bool = False
 ) -> Dataset[dict[str, Any]]:
     """Rows for the task of a model; its ``collate`` makes a batch of some of them.
 
@@ -32,8 +32,8 @@ def task_rows(
         config: Of the model, as transformers holds it.
         rows: The length that a loader sees.
         few: Of how many different tokens the rows are; ``None``: of all.
-        steps: Rows of an optimizer step, and how many steps take the longest rows, before those to be expected come;
-            ``None``: all are the longest.
+        differ: Whether they are of the lengths that are told, the shortest first, and a row behind the last one is the
+            longest; else all are the longest.
     """
     import torch
     from torch.utils.data import Dataset as TorchDataset
@@ -45,7 +45,7 @@ def task_rows(
     if not kind.tokens or kind.constants or "pixel_values" in kind.arguments or "input_features" in kind.arguments:
         count = max(1, min(count, _POOL_BYTES // _bytes(make_batch(kind, spec, 1, torch.Generator()))))
     pool = make_batch(kind, spec, count, generator)
-    padding = Padding(facts, config, pool, rows, steps) if facts.workload.lengths else None
+    padding = Padding(facts, config, pool, rows, differ=differ) if facts.workload.lengths else None
 
     class Rows(TorchDataset[dict[str, Any]]):
         def __len__(self) -> int:
@@ -55,11 +55,23 @@ def task_rows(
             row = {name: column[index % count] for name, column in pool.items()}
             return row if padding is None else padding.cut(row, index)
 
+        def __iter__(self) -> Iterator[dict[str, Any]]:  # a row behind the last one is no error
+            return (self[index] for index in range(rows))
+
         def collate(self, given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             given = given if padding is None else padding.padded(given)
             return {**collate(given), **kind.constants}
 
     return Rows()
+
+
+def rows_of_an_epoch(facts: Facts) -> int:
+    """Rows that stand for a data set of the lengths that are told: no more than a sampler looks at together.
+
+    ``LengthGroupedSampler`` sorts the rows of 50 steps, and of fewer where there are fewer than 200 steps.
+    """
+    work = facts.workload
+    return max(len(work.lengths), min(work.told_rows, 200 * work.global_batch))
 
 
 def spec_of(facts: Facts, config: Any, *, few: int | None = None) -> Spec:

@@ -22,6 +22,8 @@ class Reviews(torch.utils.data.Dataset):
         return options.rows
 
     def __getitem__(self, place):
+        if place >= options.rows:
+            raise IndexError(place)
         numbers = torch.Generator().manual_seed(place)
         length = int(torch.randint(4, 33, (), generator=numbers))
         if options.skewed:
