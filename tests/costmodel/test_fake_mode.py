@@ -65,3 +65,23 @@ def test_operators_are_told_apart_by_all_that_matters() -> None:
         assert signature(add, (one, one), {"alpha": 2}) != signature(add, (one, one), {})
         assert signature(add, (one, torch.empty(4, 6, dtype=torch.complex64)), {}) is None
     assert signature(add, (torch.ones(2), 1), {}) is None
+
+
+def test_what_is_made_again_has_all_that_pytorch_gives_it() -> None:
+    with FakeMode() as mode:
+        made = [torch.empty(4, 6) * 3 for _ in range(2)]  # by PyTorch, then anew
+        assert all(vars(one) == vars(made[0]) for one in made)
+        assert all(one.fake_mode is mode for one in made)
+    with pytest.raises((RuntimeError, ValueError)) if not mode._allow_unsafe_data_ptr_access else pytest.warns():
+        made[1].data_ptr()
+
+
+def test_what_is_known_is_made_without_the_dispatcher() -> None:
+    multiply = torch.ops.aten.mul.Tensor
+    with FakeMode() as mode:
+        given = torch.empty(5, 3)
+        first, unknown = mode.run(multiply, (given, 7), {})
+        second, known = mode.run(multiply, (given, 7), {})
+    assert unknown is None
+    assert known == signature(multiply, (given, 7), {})
+    assert told(first) == told(second)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit.costmodel.tracing.recorder import _ordered
-from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Tape, UnlikeError, lengthen
+from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Tape, UnlikeError, lengthen, ordered
 from tests.support.layered import Layered, Writer
 
 SIZES = st.integers(0, 1 << 40)
@@ -96,7 +95,7 @@ def same(long, whole):
     """The same events, sizes, kinds and work; only frees that follow one another may stand in another order."""
     assert long.segments == whole.segments
     np.testing.assert_array_equal(long.starts, whole.starts)
-    np.testing.assert_array_equal(_ordered(long.events, long.starts), _ordered(whole.events, whole.starts))
+    np.testing.assert_array_equal(ordered(long.events, long.starts), ordered(whole.events, whole.starts))
     for name in ("sizes", "per_row", "categories", "work", "work_per_row"):
         np.testing.assert_array_equal(getattr(long, name), getattr(whole, name))
     assert [long.names[op] for op in long.ops] == [whole.names[op] for op in whole.ops]

@@ -6,8 +6,7 @@ import numpy as np
 
 from autofit.costmodel.seconds.operator_time import COLUMNS
 from autofit.costmodel.seconds.roofline import KINDS
-from autofit.costmodel.tracing.recorder import _ordered
-from autofit.costmodel.tracing.timeline import CATEGORIES, Tape
+from autofit.costmodel.tracing.timeline import CATEGORIES, Tape, ordered
 
 
 class Writer:
@@ -39,7 +38,7 @@ class Writer:
     def tape(self):
         starts = np.array(self.starts, dtype=np.int64)
         return Tape(
-            events=_ordered(np.array(self.events, dtype=np.int64), starts),
+            events=ordered(np.array(self.events, dtype=np.int64), starts),
             sizes=np.array(self.sizes, dtype=np.float64),
             per_row=np.array(self.per_row, dtype=np.float64),
             most=np.full(len(self.sizes), np.inf),

@@ -230,13 +230,14 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
     """A recorder, and around it what stands in for the device and for the techniques' own kernels."""
     on_cuda, capability = recipe.facts.hardware.device == "cuda", kernels_of(recipe.facts.hardware.capability)
     stand_ins = {**(without_values() if fake else {}), **(kernel_stand_ins(capability) if on_cuda else {})}
-    recorder = Recorder(stand_ins=stand_ins, fake=fake, rows=rows)
+    mode = FakeMode() if fake else None
+    recorder = Recorder(stand_ins=stand_ins, fake=fake, mode=mode, rows=rows)
     with contextlib.ExitStack() as stack:
         for one in techniques():
             stack.enter_context(one.stand_in(recipe.plan[one.name], recipe.facts, recorder))
-        if fake:
+        if mode is not None:
             stack.enter_context(without_packing())
-            stack.enter_context(FakeMode())
+            stack.enter_context(mode)
         if layout_of(recipe).engine:
             stack.enter_context(following(recorder))
         stack.enter_context(recorder)

@@ -17,11 +17,12 @@ _HELD_HERE = 2
 _WRITING = frozenset({
     "add_", "sub_", "mul_", "div_", "copy_", "zero_", "fill_", "clamp_", "clamp_min_", "clamp_max_", "masked_fill_",
     "lerp_", "addcmul_", "addcdiv_", "sqrt_", "neg_", "normal_", "uniform_", "bernoulli_", "pow_", "rsqrt_",
+    "exp_", "scatter_add_",
     "optimizer_update_8bit_blockwise", "optimizer_update_32bit",
 })  # fmt: skip
 
 
-def add(_: object, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def add(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum, in place where PyTorch adds in place but for a dispatch mode.
 
     Sources: gradients, ``torch/csrc/autograd/input_buffer.cpp`` (``can_accumulate_inplace``); the mask of scores,
@@ -34,7 +35,7 @@ def add(_: object, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if caller == ATTENTION:
         return torch.ops.aten.alias.default(there)
     if caller == _AUTOGRAD and not torch.is_grad_enabled() and _may_be_added_to(there, added):
-        return there.add_(added)
+        return there if recorder.fake else there.add_(added)
     return func(*args, **kwargs)
 
 

@@ -18,13 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autofit.contract.trace import Ints
 from autofit.costmodel.seconds.operator_time import Operator
 from autofit.costmodel.seconds.roofline import KINDS, Kind
-from autofit.costmodel.tracing.emulation.fake_mode import signature
+from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, called, signature
 from autofit.costmodel.tracing.in_place import add, only_writes
 from autofit.costmodel.tracing.operator_table import OperatorTable, collective_of, operator_of
-from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape
+from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape, ordered
 from autofit.costmodel.tracing.work import work_of
 
 _WEIGHTS, _COPIES, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _BATCH, _TEMPORARIES, _COMMUNICATION, _ = range(
@@ -43,15 +42,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         stand_ins: What is called instead of an operator, with this recorder, the operator and its arguments.
         fake: Whether tensors have no values; then one that is asked for is 1.
+        mode: The mode of fake tensors right below this one.
         rows: The micro-batch, if it is a prime that divides no other dimension: then what it divides grows with the
             rows, and the rest does not, and the tape holds for any number of them.
     """
 
     def __init__(
-        self, *, stand_ins: dict[Any, StandIn] | None = None, fake: bool = True, rows: int | None = None
+        self,
+        *,
+        stand_ins: dict[Any, StandIn] | None = None,
+        fake: bool = True,
+        mode: FakeMode | None = None,
+        rows: int | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
+        self._run = called if mode is None else mode.run
         self.rows = rows
         self.stand_ins = {torch.ops.aten.add.Tensor: add, **(stand_ins or {})}
         self.events: list[int] = []
@@ -97,13 +103,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # its own dispatch comes down to local tensors
         if self._closed or self._paused:
             return func(*args, **kwargs)
-        stand_in = self.stand_ins.get(func)
+        stand_in, key = self.stand_ins.get(func), None
         if stand_in is not None:
             result = stand_in(self, func, args, kwargs)
         elif self.fake and only_writes(func):
             result = args[0] if func._schema.returns else None
         else:
-            result = func(*args, **kwargs)
+            result, key = self._run(func, args, kwargs)
         outputs = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
         made = stand_in is not None  # which may have written down what it made
         for tensor in outputs:
@@ -112,7 +118,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in {"c10d", "_c10d_functional"}:
             self._send(collective_of(func, args, outputs))
         elif made or func._schema.is_mutable:
-            self._count(func, args, kwargs, result, outputs)
+            self._count(key, func, args, kwargs, result, outputs)
         return result
 
     def follow(self, tensor: torch.Tensor, func: Any, args: tuple[Any, ...]) -> bool:
@@ -162,9 +168,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._died_in[block] = len(self.segments) - 1
         self.events.append(~block)
 
-    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, outputs: list[Any]) -> None:
+    def _count(self, key: Hashable | None, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Any]) -> None:  # noqa: PLR0917
         """Add an operator's work to its segment; what it is of such tensors is worked out once."""
-        key = signature(func, (args, outputs), kwargs)
+        key = key or signature(func, (args, outputs), kwargs)
         counted = None if key is None else self._counted.get(key)
         if counted is None:
             kind, flops, moved = work_of(func, args, kwargs, result, outputs)
@@ -336,7 +342,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         most = np.array([self._most.get(int(block), np.inf) for block in np.flatnonzero(kept)], dtype=np.float64)
         operators, operators_per_row, calls = self.operators.arrays(since, past)
         return Tape(
-            events=_ordered(renamed[mine], starts),
+            events=ordered(renamed[mine], starts),
             sizes=sizes,
             per_row=per_row,
             most=most,
@@ -370,13 +376,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif not backward[made] and died < len(names) and backward[died] and names[made] != "step":
                 found[block] = _ACTIVATIONS
         return found
-
-
-def _ordered(events: Ints, starts: Ints) -> Ints:
-    """Frees that follow one another, by block: a cache lets go of what it holds in any order."""
-    run = np.cumsum((events >= 0) | np.isin(np.arange(len(events)), starts))
-    key = np.where(events >= 0, -1, ~events)
-    return events[np.lexsort((key, run))]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,9 @@ class CudaFunctions(TorchFunctionMode):
     ) -> Any:
         """Run one call."""
         kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
+        name = _habit(func)
+        if name is None:
+            return func(*args, **kwargs)
         if func in _DROPOUTS:
             return _dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
@@ -73,15 +75,22 @@ class CudaFunctions(TorchFunctionMode):
         if func is F.cross_entropy and torch.is_autocast_enabled("cpu") and _plain_cross_entropy(*args, **kwargs):
             with torch.autocast("cpu", enabled=False):
                 return _cross_entropy(*args, **kwargs)
-        if name in _TO_FLOAT32 and torch.is_autocast_enabled("cpu") and args and args[0].dtype in _SIXTEEN:
-            if kwargs.get("dtype") is None:
-                kwargs["dtype"] = torch.float32
-            return func(*args, **kwargs)
+        sums = name in _TO_FLOAT32 and torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None
+        if sums and args and args[0].dtype in _SIXTEEN:
+            kwargs["dtype"] = torch.float32
         if name in _FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(torch.Tensor, _float32, (args, kwargs))
             with torch.autocast("cpu", enabled=False):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+@functools.cache
+def _habit(func: Any) -> str | None:
+    """The name of a function that CUDA may answer otherwise; ``None`` for most."""
+    name: str = getattr(func, "__name__", "")
+    own = (*_DROPOUTS, F.scaled_dot_product_attention, F.cross_entropy)
+    return name if name in _FLOAT32 or name in _TO_FLOAT32 or func in own else None
 
 
 def _float32(tensor: torch.Tensor) -> torch.Tensor:

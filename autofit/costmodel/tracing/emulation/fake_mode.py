@@ -8,16 +8,18 @@ whatever can't be told by these (values, operators that write, tensors of other 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _PLAIN = frozenset({
     int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout,
 })  # fmt: skip
+_BY_SHAPE = frozenset({"aten", "bitsandbytes"})
+"""Libraries whose operators make the same of the same shapes, unless they say that they write."""
 _UNTOLD = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 
@@ -64,16 +66,29 @@ class _Made:
     views: int | None
 
 
+_Known = tuple[type | None, tuple[Any, ...]]
+"""What holds the results, ``None`` where there is one alone; and they."""
+
+
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """PyTorch's mode of fake tensors, which looks first whether an operator was called with such tensors before.
 
     What is known holds for every trace of a process.
     """
 
-    _known: ClassVar[dict[Hashable, tuple[type | None, tuple[Any, ...]]]] = {}
+    _known: ClassVar[dict[Hashable | None, _Known]] = {}
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._patterns: dict[torch.device, FakeTensor] = {}
+        unsafe = self._allow_unsafe_data_ptr_access
+        guards = torch._C._set_warn_deprecated_on_mutable_data_ptr, torch._C._set_throw_on_mutable_data_ptr
+        self._guard: Callable[[torch.Tensor], None] = guards[0 if unsafe else 1]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: the wrapper that keeps a compiler out takes time on every operator."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -84,25 +99,51 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if key is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
         known = self._known.get(key)
-        if known is None:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            described = _described(result, _tensors(args, kwargs))
-            if described is not None:
-                self._known[key] = described
-            return result
+        if known is not None:
+            return self._made_again(known, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        described = _described(result, _tensors(args, kwargs))
+        if described is not None:
+            self._known[key] = described
+        return result
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Hashable | None]:
+        """What an operator makes, for the mode right above this one; and its key, where it was known.
+
+        What is known is not asked for by way of PyTorch's dispatcher.
+        """
+        key = signature(func, args, kwargs) if _may_be_known(func) else None
+        known = self._known.get(key)
+        return (func(*args, **kwargs), None) if known is None else (self._made_again(known, args, kwargs), key)
+
+    def _made_again(self, known: _Known, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         kind, outputs = known
         given = _tensors(args, kwargs) if any(type(one) is _Made and one.views is not None for one in outputs) else []
         made = [self._make(one, given) if type(one) is _Made else one for one in outputs]
         return made[0] if kind is None else kind(made)
 
     def _make(self, one: _Made, given: list[torch.Tensor]) -> FakeTensor:
-        with in_kernel_invocation_manager(self):
+        """A fake tensor with the attributes of one that PyTorch made, whose constructor was a fifth of a trace."""
+        with torch._C._DisableTorchDispatch():
             if one.views is None:
                 bare = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
             else:
                 bare = torch.empty(0, dtype=one.dtype, device="meta")
                 bare.set_(given[one.views].untyped_storage(), one.offset, one.shape, one.stride)
-        return FakeTensor(self, bare, one.device)
+            pattern = self._patterns.get(one.device)
+            if pattern is None:
+                self._patterns[one.device] = pattern = FakeTensor(self, torch.empty(0, device="meta"), one.device)
+            made: FakeTensor = torch.Tensor._make_subclass(
+                FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=one.device
+            )
+            self._guard(made)
+        vars(made).update(vars(pattern))
+        return made
+
+
+def called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Hashable | None]:
+    """The same as :meth:`FakeMode.run` where no such mode is."""
+    return func(*args, **kwargs), None
 
 
 @functools.cache
@@ -110,7 +151,7 @@ def _may_be_known(func: Any) -> bool:
     """Whether shapes tell what an operator makes, and it makes it without writing to what is given."""
     return (
         isinstance(func, torch._ops.OpOverload)
-        and func.namespace == "aten"
+        and func.namespace in _BY_SHAPE
         and not func._schema.is_mutable
         and not any(tag in func.tags for tag in _UNTOLD)
         and "lift" not in func._schema.name
@@ -125,7 +166,7 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Tenso
     return found
 
 
-def _described(result: Any, given: list[torch.Tensor]) -> tuple[type | None, tuple[Any, ...]] | None:
+def _described(result: Any, given: list[torch.Tensor]) -> _Known | None:
     """What was made, so that it can be made again; ``None`` where it can't."""
     kind = type(result) if isinstance(result, (list, tuple)) else None
     if kind not in {None, list, tuple}:
