@@ -135,7 +135,7 @@ def estimate(
             every = [plans, *(one for one in spaces.values() if not isinstance(one, str))]
             traces.prepare([plan for one in every for plan in plans_to_trace(one, facts)], say)
             cast = forecast(plans, traces, facts, card, say)
-            by_way = every_way(facts, spaces, traces, card, say)
+            by_way = every_way(facts, spaces, traces, card)
             rows, kinds, recommended = estimated_plans(plans, cast, traces, facts, most, say)
             notes = _notes(facts, card, traces, plans, world)
             best = next((one for one in rows if one.plan == recommended), None)

@@ -21,6 +21,7 @@ from autofit.registry import techniques
 from autofit.search.decision import changed_values
 from autofit.system import units
 from autofit.system.errors import InputError
+from autofit.system.parallel import on_every_core
 
 Knobs = Mapping[str, tuple[Value, ...]]
 AS_ASKED = "as asked"
@@ -51,23 +52,23 @@ def ways(
     spaces: Mapping[str, space.Space | str],
     traces: Traces,
     card: Card | None,
-    say: Callable[[str], None],
 ) -> tuple[Way, ...]:
-    """Every way of training, in the order of the techniques that tell them apart.
+    """Every way of training, in the order of the techniques that tell them apart; each in a process of its own.
 
     Args:
         facts: Model, card and sizes.
         spaces: Of :func:`spaces_by_way`.
-        traces: Are made where they are missing.
+        traces: Made already: a process that is forked here can't ask for one.
         card: The catalogue's, where it is known.
-        say: Called with a line of text for each stage.
     """
-    return tuple(
-        Way(name=name, fastest=None, smallest=None, stops=plans)
-        if isinstance(plans, str)
-        else _way(name, plans, facts, traces, card, say)
-        for name, plans in spaces.items()
-    )
+
+    def found(name: str) -> Way:
+        plans = spaces[name]
+        if isinstance(plans, str):
+            return Way(name=name, fastest=None, smallest=None, stops=plans)
+        return _way(name, plans, facts, traces, card)
+
+    return tuple(on_every_core(found, list(spaces)))
 
 
 def spaces_by_way(facts: Facts, given: Knobs, allowed: frozenset[Kind]) -> dict[str, space.Space | str]:
@@ -116,10 +117,8 @@ def held_by_way(facts: Facts, given: Knobs) -> dict[str, Knobs | str]:
     return found
 
 
-def _way(  # noqa: PLR0917 - as above
-    name: str, plans: space.Space, facts: Facts, traces: Traces, card: Card | None, say: Callable[[str], None]
-) -> Way:
-    cast = forecast(plans, traces, facts, card, say)
+def _way(name: str, plans: space.Space, facts: Facts, traces: Traces, card: Card | None) -> Way:
+    cast = forecast(plans, traces, facts, card)
     limit = facts.workload.limit_bytes
     need = cast.predicted_bytes * (1 + MARGIN)
     pace = cast.seconds if cast.known_card else cast.work @ cast.nominal
