@@ -42,7 +42,7 @@ class Accumulation(Technique):
     baseline = 1
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
-        shares = [facts.workload.global_batch // ranks for ranks in data_parallel_sizes(facts.workload)]
+        shares = [facts.workload.global_batch // ranks for ranks in data_parallel_sizes(facts)]
         found = {steps: share for share in shares for steps in divisors(share)}  # of the largest share last
         why = None if facts.workload.script else facts.depends_on_rows  # a script's own split is the training
         return tuple(

@@ -88,7 +88,10 @@ class Compile(Technique):
         by_trainer = facts.workload.launch_path == "trainer" and "tf32" in facts.hardware.precisions
         if by_trainer and others.get("precision") == "fp32":
             return "Accelerate switches TF32 on for a compiled model, which is precision=tf32"
-        if engine_of(others.get("parallel", "none")) in {"fsdp", "deepspeed"}:
+        engine = engine_of(others.get("parallel", "none"))
+        if engine == "tensor":
+            return "compiling weights that several processes have a part of was not tried"
+        if engine in {"fsdp", "deepspeed"}:
             return f"{others['parallel']} brings weights in by hooks that a compiled model passes by"
         if offload == "activations":
             return "the hooks that move saved tensors to the host are none that a graph can hold"

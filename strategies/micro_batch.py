@@ -53,7 +53,7 @@ class MicroBatch(Technique):
     baseline = 1
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
-        shares = [facts.workload.global_batch // ranks for ranks in data_parallel_sizes(facts.workload)]
+        shares = [facts.workload.global_batch // ranks for ranks in data_parallel_sizes(facts)]
         found = {rows: share for share in shares for rows in divisors(share)}  # of the largest share last
         why, script = facts.depends_on_rows, facts.workload.script
         own = {rows: share if script is None else script.micro_batch for rows, share in found.items()}

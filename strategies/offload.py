@@ -91,6 +91,8 @@ class Offload(Technique):
         engine = engine_of(parallel)
         if engine in {"fsdp", "deepspeed"}:
             return _under_engine(value, others, facts)
+        if engine == "tensor":
+            return _under_tensor(value, others, facts)
         if value == "parameters":
             return "parallel=fsdp or zero3 keeps parameters on the host"
         if value == "activations" and others["checkpointing"] != "off":
@@ -224,6 +226,29 @@ def _under_engine(value: Value, others: Mapping[str, Value], facts: Facts) -> st
     if value == "parameters" and engine == "fsdp" and others["precision"] == "fp16":
         return "gradients on the host can't be scaled with those on the device"
     return _REFUSED.get((engine, str(others["precision"])))
+
+
+_SPLIT = {
+    "adapter": {"none"},
+    "quantization": {"none"},
+    "optimizer": {"adamw", "sgd"},
+    "kernels": {"none"},
+    "checkpointing": {"off", "full"},
+    "precision": {"fp32", "tf32", "bf16", "bf16_weights"},
+}
+"""What was tried beside weights that several processes have a part of each, by technique."""
+
+
+def _under_tensor(value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
+    """Why tensor parallelism can't go with a value, or with what else the plan has."""
+    layout = layout_of(others["parallel"], facts.workload.processes)
+    if others["optimizer"] == "sgd" and (layout is None or layout.shard == 1):
+        # the gradient of a table whose rows are split is whole, and the momentum begins as its copy
+        return f"sgd keeps the momentum of a whole vocabulary in each process of {others['parallel']}: no trace has it"
+    untried = [f"{name}={others[name]}" for name, tried in _SPLIT.items() if others[name] not in tried]
+    if value != "none":
+        untried.append(f"offload={value}")
+    return f"{', '.join(untried)} was not tried under {others['parallel']}" if untried else None
 
 
 class HostActivations(KeptOnHost):

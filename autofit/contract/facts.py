@@ -75,6 +75,10 @@ class Model:
         named: What the config itself says that it is of.
         products: Inputs, outputs and number of its linear layers, the output layer among them.
         new_modules: Its modules that are learned anew, which pretrained weights have nothing for: a classifier's head.
+        tensor_split: The ways in which its class splits its modules over ranks that share a micro-batch, as
+            transformers calls them (``tp_plan``); empty where it has no such plan.
+        tensor_sizes: What each of those ranks has a part of, and how many there are: attention heads, entries of the
+            vocabulary.
     """
 
     name: str
@@ -107,6 +111,8 @@ class Model:
     named: tuple[str, ...] = ()
     products: tuple[tuple[int, int, int], ...] = ()
     new_modules: tuple[str, ...] = ()
+    tensor_split: tuple[str, ...] = ()
+    tensor_sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def plain_module(self) -> bool:

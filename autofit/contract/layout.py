@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 from autofit.contract.plan import Value
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Workload
+    from autofit.contract.facts import Facts, Workload
 
 PARALLEL = "parallel"
-Engine = Literal["none", "ddp", "fsdp", "deepspeed"]
+Engine = Literal["none", "ddp", "fsdp", "deepspeed", "tensor"]
 _PURE = re.compile(r"none|ddp|fsdp|fsdp:noreshard|zero[123]")
 _HYBRID = re.compile(r"hsdp:([1-9]\d{0,5})x([1-9]\d{0,5})")
 _MODEL = re.compile(r"(tp|cp)([1-9]\d{0,5})xfsdp([1-9]\d{0,5})")
@@ -51,8 +51,12 @@ def engine_of(parallel: Value) -> Engine:
 
     >>> engine_of("hsdp:2x4")
     'fsdp'
+    >>> engine_of("tp2xfsdp4")
+    'tensor'
     """
     name = str(parallel)
+    if name.startswith("tp"):
+        return "tensor"
     if name.startswith("zero"):
         return "deepspeed"
     if "fsdp" in name or name.startswith("hsdp"):
@@ -91,6 +95,40 @@ def data_parallel(plan: Mapping[str, Value], work: Workload) -> int:
     return work.processes if found is None else found.data_parallel
 
 
-def data_parallel_sizes(work: Workload) -> list[int]:
+def data_parallel_sizes(facts: Facts) -> list[int]:
     """Data-parallel ranks that some layout of the processes makes and that divide the global batch, the most first."""
-    return [work.processes] if work.global_batch % work.processes == 0 else []
+    work = facts.workload
+    a_machine = work.processes // work.nodes
+    shared = [ranks for ranks in range(2, a_machine + 1) if a_machine % ranks == 0]
+    ranks = [1, *(one for one in shared if why_not_split(facts, one) is None)]
+    return [work.processes // one for one in ranks if work.global_batch % (work.processes // one) == 0]
+
+
+_TENSOR_FROM = "5.23"
+"""Of transformers, whose tensor parallelism was tried."""
+_SPLITS = {"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"}
+"""Ways to split a module (``transformers.distributed.tensor_parallel``) that train as one process does."""
+_SUMS_ANEW = "replicated_with_grad_allreduce"
+
+
+def why_not_split(facts: Facts, ranks: int) -> str | None:  # noqa: PLR0911 - a rule each
+    """Why so many ranks can't share the products of one micro-batch, in words; ``None`` where they can."""
+    model = facts.model
+    if facts.hardware.device == "cpu":
+        return "Accelerate refuses tensor parallelism on a CPU"
+    if lacking := facts.lacks("transformers", _TENSOR_FROM):
+        return lacking
+    if facts.workload.script is not None:
+        return "the script loads its model itself, and tensor parallelism splits it as it is loaded"
+    if not model.tensor_split or not model.tensor_sizes:
+        return f"{model.architecture} has no plan of tensor parallelism"
+    if model.task != "causal-lm":
+        return f"tensor parallelism was not tried with {model.task}"
+    if _SUMS_ANEW in model.tensor_split:
+        # ReplicatedWithGradAllReduce of transformers/distributed/tensor_parallel.py (5.23): its hook sums what has
+        # been accumulated, so that each micro-step sums the gradients of those before it once more
+        return f"transformers adds the gradients of {model.architecture}'s norms up anew in each micro-step"
+    if others := sorted(set(model.tensor_split) - _SPLITS):
+        return f"{model.architecture}'s plan splits by {', '.join(others)}, which was not tried"
+    uneven = (f"{size} {what}" for what, size in model.tensor_sizes.items() if size % ranks)
+    return next((f"{ranks} processes can't share {words} evenly" for words in uneven), None)

@@ -73,6 +73,8 @@ class Recipe:
         model_arguments: Further arguments of ``from_config`` and ``from_pretrained``.
         load_arguments: Further arguments of ``from_pretrained``, asked for when a model is loaded.
         random_model: Given what makes the plain model, makes random weights as those arguments would load them.
+        spread: Given a model that stands, with storage or without, splits it over the ranks of the world as loading it
+            with those arguments does; a trace has it split what it has made.
         tensor_cache: Holds what takes long to make and is the same in every trial; without a folder it holds nothing.
         loader_arguments: Arguments of PyTorch's ``DataLoader`` in place of the script's own; only the loop path reads
             them here, a Trainer reads its arguments.
@@ -97,6 +99,7 @@ class Recipe:
     model_arguments: dict[str, Any] = field(default_factory=dict)
     load_arguments: list[Callable[[], dict[str, Any]]] = field(default_factory=list)
     random_model: Callable[[Callable[[], PreTrainedModel]], PreTrainedModel] | None = None
+    spread: ModelWrap | None = None
     tensor_cache: TensorCache = field(default_factory=TensorCache)
     loader_arguments: dict[str, Any] = field(default_factory=dict)
     collate_wraps: list[Callable[[Collate], Collate]] = field(default_factory=list)
@@ -158,6 +161,8 @@ class Recipe:
             make = functools.partial(auto.from_config, settings, **given)
             with torch.device(device or "cpu"), quick_random_weights():
                 built = make() if self.random_model is None else self.random_model(make)
+            if self.spread is not None and device != "meta":
+                built = self.spread(built)
         else:
             given |= {name: value for arguments in self.load_arguments for name, value in arguments().items()}
             built = auto.from_pretrained(source, **given)

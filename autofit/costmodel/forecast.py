@@ -260,7 +260,7 @@ def forecast(
         step = None if clock is None else _step_seconds(clock, nearest, family, facts, rows, accumulation)
         amounts[:, _NETWORK] = sent = exposed_seconds(
             micro, family.get(PARALLEL, "none"), facts.workload, links,
-            accumulation=accumulation, computed=amounts @ nominal if step is None else step,
+            accumulation=accumulation, rows=rows, computed=amounts @ nominal if step is None else step,
             half=recipe_of(family, facts).mixed_precision != "no",
         )  # fmt: skip
         work[members] = amounts / samples[:, None]

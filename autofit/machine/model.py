@@ -43,6 +43,8 @@ def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
         "depends_on_rows": depends_on_rows(model),
         "named": tuple(settings.architectures or ()),
         "products": _products(model),
+        "tensor_split": tuple(sorted(set((getattr(model, "tp_plan", None) or {}).values()))),
+        "tensor_sizes": _tensor_sizes(model, text),
     }
 
 
@@ -106,6 +108,20 @@ def _products(model: Any) -> list[tuple[int, int, int]]:
     ]
     counted = Counter((int(weight.shape[1]), int(weight.shape[0])) for weight in weights)
     return [(*shape, count) for shape, count in sorted(counted.items())]
+
+
+def _tensor_sizes(model: Any, config: Any) -> dict[str, int]:
+    """What ranks that share a micro-batch each have a part of; empty where no heads are told."""
+    heads = _number(config, "num_attention_heads")
+    pairs = _number(config, "num_key_value_heads") or heads
+    width = _number(config, "intermediate_size")
+    found = {
+        "attention heads": heads,
+        "key-value heads": pairs,
+        "columns of the feed-forward layers": width,
+        "entries of the vocabulary": _vocabulary(model),
+    }
+    return found if all(found.values()) else {}
 
 
 def _input_embeddings(model: Any) -> Any:

@@ -249,7 +249,8 @@ def run_recipe(clock: Listener, *, config: Path, folder: Path, lesson: Lesson | 
 
     recipe = clock.recipe
     torch.manual_seed(recipe.facts.workload.seed)
-    sharded = recipe.emission.accelerate["distributed_type"] not in {"NO", "MULTI_GPU"}
+    engine = recipe.emission.accelerate["distributed_type"]
+    sharded = engine not in {"NO", "MULTI_GPU"} or recipe.spread is not None
     # a device's random numbers are others than the host's
     device = "cuda" if clock.on_cuda and not sharded and lesson is None else "cpu"
     trainer = recipe.facts.workload.launch_path == "trainer"

@@ -10,6 +10,8 @@
   one gather less, all weights at once.
 - ``hsdp:RxS``: R copies of the model, each split over S processes: gathers stay inside S, gradients are averaged
   over R.
+- ``tpNxfsdpM``: N processes share the products of each micro-batch, M such groups train on rows of their own:
+  :mod:`.tensor`. By ``--fix`` or ``--among``, since no speed of it was measured yet.
 - ``zero1``, ``zero2``, ``zero3``: DeepSpeed's, where it is installed: the optimizer's state is split, the gradients too
   (2), the weights too (3). Rajbhandari et al. (arXiv 1910.02054).
 
@@ -19,8 +21,8 @@ what it can't do: under the launcher's ``MULTI_GPU`` on a machine without CUDA t
 unless ``cpu=True`` is said in the script, and under its ``FSDP`` a CPU trains as ``ddp``.
 
 Sources: ``accelerate.Accelerator.prepare_model``, ``accelerate/state.py``, ``accelerate/utils/fsdp_utils.py`` (1.15).
-Carried by the Accelerate YAML.
-Not covered: tensor and context parallelism, which no file carries for a Trainer; DeepSpeed's own settings of buckets.
+Carried by the Accelerate YAML; tensor parallelism by ``setup.model(...)``, too.
+Not covered: context parallelism; DeepSpeed's own settings of buckets.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
-from autofit.contract.layout import engine_of, layout_of
-from autofit.contract.technique import Choice, Kind, Part, Prior, Technique, divisors
+from autofit.contract.layout import engine_of, layout_of, why_not_split
+from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique, divisors
 
+from . import tensor
 from .emitted import accelerate_keys
 
 if TYPE_CHECKING:
@@ -39,8 +42,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autofit.contract.facts import Facts
-    from autofit.contract.observation import Ran, Seen
+    from autofit.contract.observation import Hooks, Ran, Read, Seen
     from autofit.contract.plan import Value
+    from autofit.contract.recipe import Recipe
 
 _ENGINES = {"MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "NO": "none", "FSDP2": "fsdp", "DEEPSPEED": "deepspeed"}
 """Engines by what Accelerate calls them."""
@@ -63,7 +67,7 @@ class Parallel(Technique):
         found = _of_one_process() if count == 1 else _of_several(facts)
         lacking = self.lacks(facts, "deepspeed")
         return tuple(
-            Choice(value, Kind.EXACT, "withheld" if why_not else "offered", why_not or reason)
+            Choice(value, Kind.EXACT, "withheld" if why_not else _status(value), why_not or reason)
             for value, reason, never in found
             for why_not in [never or _refused(str(value), facts, lacking)]
         )
@@ -75,7 +79,12 @@ class Parallel(Technique):
         return hybrid or super().knows(value, facts)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
-        return Emission(accelerate=accelerate_keys(value, plan, facts))
+        script = (tensor.LINE,) if engine_of(value) == "tensor" else ()
+        return Emission(accelerate=accelerate_keys(value, plan, facts), script=script)
+
+    def apply(self, value: Value, recipe: Recipe) -> None:
+        if engine_of(value) == "tensor":
+            tensor.apply(value, recipe)
 
     def converted(self, plan: Mapping[str, Value]) -> Mapping[str, Value]:
         if self.name in plan:
@@ -88,6 +97,13 @@ class Parallel(Technique):
             return None
         # an optimizer has its share of the weights, whenever they are gathered
         return "fsdp" if part == "optimizer" and value == "fsdp:noreshard" else value
+
+    def watch(self, model: nn.Module, recipe: Recipe, hooks: Hooks) -> Read:
+        """Of processes that share each product, see that they train on the same rows."""
+        if engine_of(recipe.plan[self.name]) != "tensor":
+            return self.observe
+        rows = tensor.watched(model, hooks)
+        return lambda ran: {**self.observe(ran), **tensor.split(ran.model, rows)}
 
     def observe(self, ran: Ran) -> Seen:
         plugin = getattr(getattr(ran.accelerator, "state", None), "deepspeed_plugin", None)
@@ -103,6 +119,8 @@ class Parallel(Technique):
         if found != wanted:
             return f"{found} process(es) trained together, not {wanted}"
         engine, runs = engine_of(value), str(seen.get("engine"))
+        if engine == "tensor" and runs == "MULTI_GPU":  # of its own accord Accelerate wraps nothing then
+            return tensor.not_split(value, seen, facts)
         if _ENGINES.get(runs) != engine:
             return f"the model runs under {runs}, not {_NAMES[engine]}"
         if engine == "deepspeed" and seen.get("zero_stage") != int(str(value)[-1]):
@@ -130,7 +148,13 @@ _NAMES = {
     "ddp": "DistributedDataParallel",
     "fsdp": "fully sharded data parallel",
     "deepspeed": "DeepSpeed",
+    "tensor": "tensor parallelism",
 }
+
+
+def _status(value: Value) -> Status:
+    """Tensor parallelism has to be asked for."""
+    return "on_request" if engine_of(value) == "tensor" else "offered"
 
 
 def _of_one_process() -> list[tuple[Value, str, str | None]]:
@@ -162,7 +186,9 @@ def _of_several(facts: Facts) -> list[tuple[Value, str, str | None]]:
         found.append((f"hsdp:{copies}x{shard}", f"{copies} copies, each split over {shard} processes", None))
     found += [(f"zero{stage}", f"DeepSpeed's stage {stage} over {count} processes", None) for stage in (1, 2, 3)]
     for ranks in divisors(here)[1:]:
-        found.append((f"tp{ranks}xfsdp{count // ranks}", "", "no file carries tensor parallelism for a Trainer"))
+        groups = count // ranks
+        shared = f"{ranks} processes share each product, and {groups} such group(s) have rows of their own"
+        found.append((f"tp{ranks}xfsdp{groups}", shared, why_not_split(facts, ranks)))
         found.append((f"cp{ranks}xfsdp{count // ranks}", "", "context parallelism was not tried yet"))
     return found
 

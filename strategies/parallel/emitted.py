@@ -20,6 +20,8 @@ def accelerate_keys(value: Value, plan: Mapping[str, Value], facts: Facts) -> di
         return {"distributed_type": "FSDP", "fsdp_config": _fsdp(value, plan, facts)} | _mesh(value, facts)
     if engine == "deepspeed":
         return {"distributed_type": "DEEPSPEED", "deepspeed_config": _deepspeed(value, plan)}
+    if engine == "tensor":
+        return {"distributed_type": "MULTI_GPU"} | _mesh(value, facts)
     # on a machine without CUDA, too, the launcher starts several processes for this type only
     return {"distributed_type": "MULTI_GPU" if engine == "ddp" else "NO"}
 
@@ -38,11 +40,11 @@ def _fsdp(value: Value, plan: Mapping[str, Value], facts: Facts) -> dict[str, An
 
 
 def _mesh(value: Value, facts: Facts) -> dict[str, Any]:
-    """The sizes of hybrid sharding; every size is written, since Accelerate reads one that is not as a word."""
+    """The sizes of a mesh; every size is written, since Accelerate reads one that is not as a word."""
     layout = layout_of(value, facts.workload.processes)
-    if layout is None or layout.replicate == 1:
+    if layout is None or (layout.replicate == 1 and layout.tensor == 1):
         return {}
-    sizes = {"dp_replicate": layout.replicate, "dp_shard": layout.shard, "tp": 1, "cp": 1, "sp": 1}
+    sizes = {"dp_replicate": layout.replicate, "dp_shard": layout.shard, "tp": layout.tensor, "cp": 1, "sp": 1}
     return {"parallelism_config": {f"parallelism_config_{name}_size": size for name, size in sizes.items()}}
 
 

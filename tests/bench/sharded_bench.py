@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "bench")]
 
 from allocator_bench import ARCHITECTURES, document, refusal, row_of, show, summary, words  # noqa: E402
 
+from autofit.contract.layout import data_parallel  # noqa: E402
 from tests.gpu.trials import PLAIN, Bench  # noqa: E402 - the checkout is found first
 
 EACH = (
@@ -43,6 +44,15 @@ EACH = (
     {"parallel": "fsdp", "optimizer": "sgd", "micro_batch": 1},
 )
 """What every architecture is tried with; four cards and more get hybrid sharding, too."""
+TENSOR = (
+    {},
+    {"precision": "fp32"},
+    {"precision": "bf16_weights", "micro_batch": 2},
+    {"checkpointing": "full"},
+    {"accumulation": 2, "micro_batch": 2},
+    {"optimizer": "sgd", "micro_batch": 1},
+)
+"""What tensor parallelism is tried with: over two cards, and over two of four and more."""
 
 
 class Ranks(Bench):
@@ -54,15 +64,18 @@ class Ranks(Bench):
 
     def facts_for(self, plan):
         """The facts of one card, for as many processes as there are cards."""
-        whole = int(plan["micro_batch"]) * int(plan["accumulation"]) * self.processes
-        facts = self.facts(whole)
-        return dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, processes=self.processes))
+        rows = int(plan["micro_batch"]) * int(plan["accumulation"])
+        facts = self.facts(rows)
+        work = dataclasses.replace(facts.workload, processes=self.processes)
+        whole = rows * data_parallel(plan, work)
+        return dataclasses.replace(facts, workload=dataclasses.replace(work, global_batch=whole))
 
 
 def plans(processes):
     """The changes to the plain plan that are tried on so many cards."""
     halves = [{"parallel": f"hsdp:2x{processes // 2}", **more} for more in ({}, {"accumulation": 2, "micro_batch": 2})]
-    return [*EACH, *(halves if processes >= 4 else [])]
+    split = [{"parallel": f"tp2xfsdp{processes // 2}", **more} for more in TENSOR if processes % 2 == 0]
+    return [*EACH, *(halves if processes >= 4 else []), *split]
 
 
 def main():

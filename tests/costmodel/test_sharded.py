@@ -5,7 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from autofit.contract import layout as contract_layout
 from autofit.contract.emission import Emission
+from autofit.costmodel.seconds.collectives import COLLECTIVES
 from autofit.costmodel.tracing import fake_run, source, trace_job
 from autofit.costmodel.tracing.shard_layout import layout_of, local_bytes
 from autofit.costmodel.tracing.timeline import CATEGORIES, lengthen
@@ -143,3 +145,40 @@ def test_offloaded_shares_of_weights_state_and_gradients_wait_on_the_host(world,
     assert micro.host_bytes == pytest.approx(share, rel=0.01)
     assert optimizer.elsewhere_bytes >= state
     assert micro.held_bytes < here.held_bytes
+
+
+@pytest.fixture
+def split(tmp_path):
+    """Traces of a plan of tensor parallelism."""
+    write_config(tmp_path, CONFIGS["llama"])
+
+    def facts_for(processes):
+        plain = facts_of("llama", device="cuda")
+        workload = dataclasses.replace(plain.workload, processes=processes, global_batch=64)
+        return dataclasses.replace(plain, workload=workload)
+
+    return tmp_path, facts_for
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["tp2xfsdp1", "tp2xfsdp2", "tp2xfsdp4"])
+def test_a_rank_of_tensor_parallelism_holds_its_part_of_weights_state_and_gradients(split, value):
+    folder, facts_for = split
+    layout = contract_layout.layout_of(value, int(value[2]) * int(value[-1]))
+    facts, plan = facts_for(layout.world), MIXED.replaced(parallel=value)
+    with like_a_process_of_its_own():
+        micro = trace_job.micro_part(plan, facts, folder, folder)
+    with like_a_process_of_its_own():
+        optimizer = trace_job.optimizer_part(plan, facts, folder, folder)
+    share = micro.weights.sum()
+    assert optimizer.state_bytes == pytest.approx(2 * share, rel=0.01)
+    left = micro.tape_of(1).by_category(len(micro.tape_of(1).events) - 1)[0]
+    # transformers leaves the gradient of a table whose rows are split whole in each process, until FSDP splits it
+    table = 4 * facts.model.vocab_size * facts.model.hidden_size
+    more = table - table / layout.tensor if layout.shard == 1 else 0
+    assert left[CATEGORIES.index("gradients")] == pytest.approx(share + more, rel=0.01)
+    few, sent = (micro.exchanges(1, rows) for rows in (2.0, 4.0))
+    grow = (sent.m == layout.tensor) & (sent.n == COLLECTIVES.index("all_reduce")) & (sent.k == 1)
+    activations = grow & (sent.moved_bytes >= 4 * facts.workload.seq_len * facts.model.hidden_size * 2)
+    assert sent.moved_bytes[activations].sum() == 2 * few.moved_bytes[activations].sum()
+    assert np.sum(sent.calls[(sent.m == layout.tensor) & (sent.n == COLLECTIVES.index("all_reduce"))]) > 4

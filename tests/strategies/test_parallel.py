@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autofit import space
-from autofit.contract.layout import data_parallel, layout_of
+from autofit.contract.layout import data_parallel, data_parallel_sizes, layout_of
 from autofit.contract.observation import Ran
 from autofit.contract.plan import Plan
 from autofit.registry import converted, recipe_of, technique
@@ -62,6 +62,61 @@ def test_a_batch_that_the_processes_can_not_share_is_refused():
     assert "30 or 35" in caught.value.hint
 
 
+LLAMA = {
+    "tensor_split": ("colwise", "colwise_gather_output", "embedding_rowwise", "rowwise"),
+    "tensor_sizes": {"attention heads": 32, "key-value heads": 4, "entries of the vocabulary": 32000},
+}
+
+
+def split_world(processes, *, model=LLAMA, nodes=1, device="cuda", transformers="5.23.0", **work):
+    facts = world(processes, nodes=nodes, device=device, transformers=transformers)
+    workload = replace(facts.workload, **work)
+    return replace(facts, model=replace(facts.model, **model), workload=workload)
+
+
+@pytest.mark.parametrize(
+    ("facts", "value", "why"),
+    [
+        (split_world(2), "tp2xfsdp1", None),
+        (split_world(8), "tp4xfsdp2", None),
+        (split_world(8), "tp8xfsdp1", "8 processes can't share 4 key-value heads"),
+        (split_world(2, device="cpu"), "tp2xfsdp1", "refuses tensor parallelism on a CPU"),
+        (split_world(2, transformers="5.22.1"), "tp2xfsdp1", "5.22.1 is too old, 5.23 is needed"),
+        (split_world(2, model={}), "tp2xfsdp1", "no plan of tensor parallelism"),
+        (split_world(2, model={**LLAMA, "task": "ctc"}), "tp2xfsdp1", "not tried with ctc"),
+        (
+            split_world(2, model={**LLAMA, "tensor_split": ("colwise", "replicated_with_grad_allreduce")}),
+            "tp2xfsdp1",
+            "anew in each micro-step",
+        ),
+        (split_world(2, model={**LLAMA, "tensor_split": ("moe_tp_experts",)}), "tp2xfsdp1", "moe_tp_experts"),
+    ],
+)
+def test_products_are_shared_where_heads_and_vocabulary_divide(facts, value, why):
+    choice = PARALLEL.choice(value, facts)
+    assert (choice.status, why is None) in {("on_request", True), ("withheld", False)}
+    assert why is None or why in choice.reason
+
+
+def test_products_are_shared_inside_a_machine_only():
+    values = {choice.value for choice in PARALLEL.choices(split_world(8, nodes=4))}
+    assert "tp2xfsdp4" in values
+    assert not any(str(value).startswith(("tp4", "tp8")) for value in values)
+
+
+def test_processes_that_share_products_count_once_in_the_global_batch():
+    facts = split_world(4)
+    assert data_parallel_sizes(facts) == [4, 2, 1]
+    assert data_parallel_sizes(world(4)) == [4]
+    for value, ranks in (("tp2xfsdp2", 2), ("tp4xfsdp1", 1)):
+        given = {"parallel": (value,)}
+        plans = space.build(facts, given=given).plans
+        assert plans
+        assert {plan["micro_batch"] * plan["accumulation"] * ranks for plan in plans} == {32}
+        assert {plan["offload"] for plan in plans} == {"none"}
+        assert {plan["compile"] for plan in plans} == {"off"}
+
+
 def yaml_of(value, facts, **others):
     return recipe_of(PLAIN.replaced(parallel=value, **others), facts).emission.accelerate
 
@@ -76,6 +131,9 @@ def test_what_is_written():
     assert yaml_of("fsdp", four, offload="parameters")["fsdp_config"]["fsdp_offload_params"] is True
     sizes = yaml_of("hsdp:2x2", four)["parallelism_config"]
     assert sizes["parallelism_config_dp_replicate_size"] * sizes["parallelism_config_dp_shard_size"] == 4
+    tensor = yaml_of("tp2xfsdp2", four)
+    assert (tensor["distributed_type"], tensor["parallelism_config"]["parallelism_config_tp_size"]) == ("MULTI_GPU", 2)
+    assert "setup.model" in " ".join(recipe_of(PLAIN.replaced(parallel="tp2xfsdp2"), four).emission.script)
     zero = yaml_of("zero2", four, offload="optimizer")
     assert (zero["deepspeed_config"]["zero_stage"], zero["deepspeed_config"]["offload_optimizer_device"]) == (2, "cpu")
 
@@ -96,6 +154,7 @@ def test_a_plan_of_an_earlier_version_becomes_one_of_today(before, now):
 
 
 SEEN = {"engine": "FSDP2", "processes": 4, "mesh": [4], "shards": 4, "units": 3, "freed_units": 2}
+SPLIT = {"engine": "MULTI_GPU", "processes": 4, "tensor": 2, "split_weights": 9, "fsdp": 2, "same_rows": True}
 
 
 @pytest.mark.parametrize(
@@ -112,6 +171,11 @@ SEEN = {"engine": "FSDP2", "processes": 4, "mesh": [4], "shards": 4, "units": 3,
         ("hsdp:2x2", {**SEEN, "shards": 2}, "a mesh of [4]"),
         ("ddp", {**SEEN, "engine": "NO"}, "not DistributedDataParallel"),
         ("zero2", {"engine": "DEEPSPEED", "processes": 4, "zero_stage": 3}, "stage 3"),
+        ("tp2xfsdp2", SPLIT, None),
+        ("tp2xfsdp2", {**SPLIT, "engine": "FSDP2"}, "not tensor parallelism"),
+        ("tp2xfsdp2", {**SPLIT, "tensor": 1, "split_weights": 0}, "1 processes share each product, not 2"),
+        ("tp2xfsdp2", {**SPLIT, "fsdp": 1}, "split over 1 groups, not 2"),
+        ("tp2xfsdp2", {**SPLIT, "same_rows": False}, "train on different rows"),
     ],
 )
 def test_what_was_ignored_is_told(value, seen, why):
@@ -144,6 +208,11 @@ def test_a_model_that_one_process_splits_over_its_devices_is_told():
         (2, {"parallel": "fsdp", "offload": "none", "quantization": "int8"}, "leaves weights of int8 whole"),
         (2, {"parallel": "zero2", "offload": "optimizer"}, None),
         (2, {"parallel": "ddp", "offload": "none", "optimizer": "adamw_8bit"}, None),
+        (2, {"parallel": "tp2xfsdp1", "offload": "none"}, None),
+        (2, {"parallel": "tp2xfsdp1", "offload": "none", "optimizer": "sgd"}, "momentum of a whole vocabulary"),
+        (4, {"parallel": "tp2xfsdp2", "offload": "none", "optimizer": "sgd"}, None),
+        (2, {"parallel": "tp2xfsdp1", "offload": "activations"}, "offload=activations was not tried"),
+        (2, {"parallel": "tp2xfsdp1", "offload": "none", "quantization": "nf4"}, "quantization=nf4 was not tried"),
     ],
 )
 def test_what_does_not_go_together_is_told(processes, plan, why):

@@ -226,14 +226,40 @@ def test_gradients_are_sent_in_each_micro_step_and_seen_to_be(shimmed, facts, tm
     assert last["deferred"] == last["micro_steps"] / 2
 
 
+@pytest.mark.parametrize(
+    ("value", "launch_path", "others"),
+    [
+        ("tp2xfsdp1", "trainer", {}),
+        ("tp2xfsdp1", "loop", {"precision": "bf16", "checkpointing": "full"}),
+        ("tp2xfsdp2", "trainer", {"precision": "bf16", "checkpointing": "full"}),
+        ("tp2xfsdp2", "loop", {"optimizer": "sgd"}),
+    ],
+)
+def test_a_tensor_parallel_plan_trains_and_is_seen_to_be_split(shimmed, facts, tmp_path, value, launch_path, others):
+    config, known = facts
+    groups = int(value[-1])
+    work = dataclasses.replace(known.workload, processes=2 * groups, launch_path=launch_path)
+    runner = ProcessRunner(tmp_path / "trials", dataclasses.replace(known, workload=work), config, shimmed)
+    plan = PLAIN.replaced(parallel=value, accumulation=4 // groups, **others)
+    found = runner.run(0, plan, QUICK, purpose="search", limit_seconds=300).outcome
+    assert isinstance(found, Measured), found
+    for rank in range(2 * groups):
+        one = json.loads((tmp_path / f"trials/00000/rank-{rank}.json").read_text())
+        seen = one["evidence"]["techniques"]["parallel"]
+        assert (seen["engine"], seen["processes"]) == ("MULTI_GPU", 2 * groups)
+        assert (seen["tensor"], seen["fsdp"], seen["same_rows"]) == (2, groups, True)
+        assert seen["split_weights"] > 4
+
+
 def test_an_fsdp_yaml_on_a_cpu_is_ddp_and_is_told(try_plan):
     found = try_plan(plan=DDP.replaced(parallel="fsdp"))
     assert "MULTI_CPU, not fully sharded data parallel" in found.reason
 
 
-def test_the_guard_passes_a_sharded_plan(shimmed, facts, alone, tmp_path):
+@pytest.mark.parametrize("value", ["fsdp", "tp2xfsdp1"])
+def test_the_guard_passes_a_sharded_plan(shimmed, facts, alone, tmp_path, value):
     config, known = facts
-    plan = DDP.replaced(parallel="fsdp")
+    plan = DDP.replaced(parallel=value, accumulation=2 if value == "fsdp" else 4)
     reference, theirs, rounded = alone
     assert (next(references(plan, known)), rounding_of(plan, known)) == (reference, rounding_of(DDP, known))
     mine = Guards(tmp_path, known, config, shimmed)._train(plan, 3, 300.0, None)

@@ -112,15 +112,15 @@ class MicroPart:
         """The operators of one micro-step that finds gradients, each shape once."""
         return _operators(self.tape, _of(self.tape, "1:"), rows)
 
-    def exchanges(self, accumulation: int) -> Operators:
+    def exchanges(self, accumulation: int, rows: float = 1.0) -> Operators:
         """The operators of all micro-steps of an optimizer step, of which the last alone may send gradients.
 
-        Their sizes are those of one row: for what does not grow with the rows, as collectives.
+        Their sizes are those of one row where none are given: for what does not grow with the rows, as FSDP's.
         """
         if accumulation == 1:
             tape = self.tape_of(1)
-            return _operators(tape, _of(tape, "0:" if tape is self.alone else "1:"), 1.0)
-        first, last = (_operators(self.tape, _of(self.tape, name), 1.0) for name in ("0:", "1:"))
+            return _operators(tape, _of(tape, "0:" if tape is self.alone else "1:"), rows)
+        first, last = (_operators(self.tape, _of(self.tape, name), rows) for name in ("0:", "1:"))
         times = first.calls * (accumulation - 1)
         return Operators(
             **{

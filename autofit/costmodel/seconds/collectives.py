@@ -149,13 +149,13 @@ def seconds(operators: Operators, links: Links, fit: Mapping[str, float] | None 
 
 
 def step_collectives(
-    micro: MicroPart, parallel: Value, work: Workload, accumulation: int, *, half: bool = False
+    micro: MicroPart, parallel: Value, work: Workload, accumulation: int, *, half: bool = False, rows: float = 1.0
 ) -> Operators:
     """The collectives of a whole optimizer step, with all of their calls.
 
-    Those of FSDP are traced. DDP's reducer is not: it reduces the gradients in buckets, in the last micro-step. Nor is
-    DeepSpeed, which reduces them in buckets of 16 bits where it computes in 16 bits, in each micro-step from stage 2
-    on, and gathers the weights: after each step, in stage 3 in each pass.
+    Those of FSDP and of tensor parallelism are traced. DDP's reducer is not: it reduces the gradients in buckets, in
+    the last micro-step. Nor is DeepSpeed, which reduces them in buckets of 16 bits where it computes in 16 bits, in
+    each micro-step from stage 2 on, and gathers the weights: after each step, in stage 3 in each pass.
 
     Args:
         micro: The micro-steps.
@@ -163,6 +163,7 @@ def step_collectives(
         work: The world.
         accumulation: Micro-steps to an optimizer step.
         half: Whether it computes in 16 bits.
+        rows: Of a micro-batch, which tensor parallelism sends activations of.
     """
     if engine_of(parallel) == "ddp":
         return _in_buckets([("all_reduce", float(micro.buckets_bytes), 1)], _BUCKET_BYTES, work.processes)
@@ -173,7 +174,7 @@ def step_collectives(
         gathers = 2 * accumulation if stage == 3 else 1
         found = [(reduces[0], whole, reduces[1]), ("all_gather", whole, gathers)]
         return _in_buckets(found, _ZERO_BUCKET_BYTES, work.processes)
-    return collectives_of(micro.exchanges(accumulation))
+    return collectives_of(micro.exchanges(accumulation, rows))
 
 
 def _in_buckets(found: list[tuple[Any, float, int]], bucket_bytes: float, ranks: int) -> Operators:
@@ -211,6 +212,7 @@ def exposed_seconds(
     links: Links,
     *,
     accumulation: Ints,
+    rows: Numbers,
     computed: Numbers,
     half: bool,
 ) -> Numbers:
@@ -222,19 +224,25 @@ def exposed_seconds(
         work: The world.
         links: What its ranks talk over.
         accumulation: Micro-steps to an optimizer step, of each plan.
+        rows: Of a micro-batch, of each plan.
         computed: Seconds of each step without collectives.
         half: Whether they compute in 16 bits.
     """
     if work.processes == 1:
         return np.zeros(len(accumulation))
-    whole = dict[int, float]()
-    for times in np.unique(accumulation).tolist():
-        found = step_collectives(micro, parallel, work, times, half=half)
-        whole[times] = float(found.calls @ seconds(found, links))
-    exchanged = np.array([whole[times] for times in accumulation.tolist()])
+    layout = layout_of(parallel, work.processes)
+    tensor = 1 if layout is None else layout.tensor
+    plans = list(zip(accumulation.tolist(), (rows if tensor > 1 else np.ones_like(rows)).tolist(), strict=True))
+    beside, between = dict[tuple[int, float], float](), dict[tuple[int, float], float]()
+    for times, each in set(plans):
+        found = step_collectives(micro, parallel, work, times, half=half, rows=each)
+        took = found.calls * seconds(found, links)
+        waits = (tensor > 1) & (found.m == tensor) & (found.k == 1)  # the next product needs what it gives
+        beside[times, each], between[times, each] = float(took[~waits].sum()), float(took[waits].sum())
+    exchanged, waited = (np.array([sums[plan] for plan in plans]) for sums in (beside, between))
     if links.plain_start is not None:
-        return exchanged  # the cores that would hide it are the ones that send
-    return exposed(exchanged, computed, parallel, accumulation)
+        return np.asarray(exchanged + waited)  # the cores that would hide it are the ones that send
+    return np.asarray(exposed(exchanged, computed, parallel, accumulation) + waited)
 
 
 def nccl_bytes(plan: Mapping[str, Value], work: Workload) -> int:

@@ -140,7 +140,8 @@ def micro_steps(
         layout = layout_of(recipe_of(plan, facts))
         model = source.model(fake=fake)
         weights, buckets_bytes = tuple(local_bytes(model, layout)), layout.buckets_bytes(model)
-        load = loading(model, layout) if layout.shards > 1 else None
+        # a model that is split as it is loaded comes to its device in shares
+        load = loading(model, layout) if layout.shards > 1 and layout.tensor == 1 else None
         shares = share_bytes(model, layout) if layout.on_host else {}
         host_bytes = sum(shares.values())
         buckets_bytes += max(shares.values(), default=0)  # one share at a time is brought in to be gathered
@@ -184,9 +185,9 @@ def optimizer_steps(
     with source.prepared() as recipe:
         model = source.model(fake=fake)
         layout = layout_of(recipe_of(plan, facts))
-        cut(model, layout)
+        wholes = _names_of(model, cut(model, layout))
         source.take_rows(grows=False, given=True)
-        model.forward = _given_gradients(model)
+        model.forward = _given_gradients(model, wholes)
         with _recording(recipe, fake=fake) as recorder:
             marks = Marks(recipe, recorder, accumulation=1, steps=2)
             source.run(model, marks, fake=fake)
@@ -203,8 +204,18 @@ def _without_shares(tape: Tape, layout: Layout) -> Tape:
     return tape.without("weights", "gradients") if layout.on_host else tape.without("weights")
 
 
-def _given_gradients(model: nn.Module) -> Callable[..., Any]:
-    """A forward pass that gives every trainable parameter a gradient and costs nothing else."""
+def _names_of(model: nn.Module, by_id: dict[int, int]) -> dict[str, int]:
+    """Numbers by the name of a parameter, which outlives it: fake ones take its place."""
+    return {name: by_id[id(one)] for name, one in model.named_parameters() if id(one) in by_id}
+
+
+def _given_gradients(model: nn.Module, wholes: dict[str, int]) -> Callable[..., Any]:
+    """A forward pass that gives every trainable parameter a gradient and costs nothing else.
+
+    Args:
+        model: The model.
+        wholes: How many numbers lie behind the gradient of a parameter, where they are more than it has.
+    """
     from transformers.modeling_outputs import CausalLMOutput
 
     class Given(torch.autograd.Function):
@@ -214,8 +225,11 @@ def _given_gradients(model: nn.Module) -> Callable[..., Any]:
 
         @staticmethod
         def backward(ctx: Any, *_: Any) -> None:
-            for parameter in model.parameters():
-                if parameter.requires_grad:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and name in wholes:
+                    held = torch.empty(wholes[name], dtype=parameter.dtype)
+                    parameter.grad = held[: parameter.numel()].view(parameter.shape)
+                elif parameter.requires_grad:
                     parameter.grad = torch.empty_like(parameter)
 
     def forward(*_: Any, **__: Any) -> CausalLMOutput:

@@ -30,6 +30,7 @@ class Layout:
 
     Attributes:
         shards: Ranks that share a parameter, by its first dimension.
+        tensor: Ranks that share the products, each with a part of the weights; FSDP splits those parts.
         upcast: Whether trainable parameters of fewer bits become float32 (``accelerate/utils/fsdp_utils.py``,
             ``fsdp2_prepare_model`` of 1.15, under mixed precision).
         bucketed: Whether DDP's reducer keeps a copy of all gradients in its buckets.
@@ -40,6 +41,7 @@ class Layout:
     """
 
     shards: int = 1
+    tensor: int = 1
     upcast: bool = False
     bucketed: bool = False
     gathers_late: bool = False
@@ -85,18 +87,58 @@ def layout_of(recipe: Recipe) -> Layout:
             on_host=bool(config.get("fsdp_offload_params")),
             units=frozenset(str(config.get("fsdp_transformer_layer_cls_to_wrap") or "").split(",")),
         )
+    tensor = int((written.get("parallelism_config") or {}).get("parallelism_config_tp_size", 1))
+    if tensor > 1:  # transformers' own FSDP keeps the weights' dtype, and in a plain loop nobody defers its gradients
+        by_trainer = recipe.facts.workload.launch_path == "trainer"
+        return Layout(shards=world // tensor, tensor=tensor, gathers_late=by_trainer and world > tensor, engine=True)
     return Layout(bucketed=engine == "MULTI_GPU" and world > 1, engine=world > 1)
 
 
-def local_shape(parameter: torch.Tensor, layout: Layout) -> tuple[int, ...]:
+def local_shape(parameter: torch.Tensor, layout: Layout, split: int | None = None) -> tuple[int, ...]:
     """Shape of one rank's share: FSDP2 pads every share to that of the first rank.
 
     Weights in integers are left whole, as Accelerate leaves 4-bit weights whose storage is no float.
+
+    Args:
+        parameter: The whole one.
+        layout: How it is spread.
+        split: The dimension along which the ranks that share its products each have a part.
     """
-    shape = tuple(parameter.shape)
-    if layout.shards == 1 or not shape or not (parameter.is_floating_point() or parameter.requires_grad):
-        return shape
-    return -(-shape[0] // layout.shards), *shape[1:]
+    shape = list(parameter.shape)
+    if split is not None:
+        shape[split] = -(-shape[split] // layout.tensor)
+    if layout.shards > 1 and shape and (parameter.is_floating_point() or parameter.requires_grad):
+        shape[0] = -(-shape[0] // layout.shards)
+    return tuple(shape)
+
+
+_SPLITS = {
+    "colwise": (-2, -1),
+    "colwise_gather_output": (-2, -1),
+    "embedding_rowwise": (0, None),
+    "rowwise": (-1, None),
+}
+"""The dimensions along which a matrix and a vector are split, by transformers' names of the ways to
+(``shard_param`` in ``transformers/distributed/tensor_parallel.py`` of 5.23)."""
+
+
+def split_dimensions(model: nn.Module, layout: Layout) -> dict[int, int]:
+    """Of each parameter that ranks which share its products have a part of, the dimension; by the parameter's id."""
+    found = {}
+    for parameter, way in _split_ways(model, layout):
+        dimension = _SPLITS.get(way, (None, None))[parameter.ndim == 1]
+        if dimension is not None:
+            found[id(parameter)] = dimension
+    return found
+
+
+def _split_ways(model: Any, layout: Layout) -> list[tuple[nn.Parameter, str]]:
+    """Parameters of transformers' plan, and how each is split."""
+    if layout.tensor == 1:
+        return []
+    parameters = dict(model.named_parameters())
+    expanded = model._expand_parallel_plan(model.tp_plan)  # as it is split in earnest
+    return [(parameters[name], way) for name, way in expanded.items() if name in parameters]
 
 
 def local_dtype(parameter: torch.Tensor, layout: Layout) -> torch.dtype:
@@ -112,10 +154,9 @@ def local_bytes(model: nn.Module, layout: Layout) -> list[int]:
 
 def share_bytes(model: nn.Module, layout: Layout) -> dict[int, int]:
     """Bytes of one rank's share of each parameter, by the parameter's id."""
-    return {
-        id(one): torch.empty(local_shape(one, layout), dtype=local_dtype(one, layout), device="meta").nbytes
-        for one in model.parameters()
-    }
+    splits = split_dimensions(model, layout)
+    shapes = ((one, local_shape(one, layout, splits.get(id(one)))) for one in model.parameters())
+    return {id(one): torch.empty(shape, dtype=local_dtype(one, layout), device="meta").nbytes for one, shape in shapes}
 
 
 def loading(model: nn.Module, layout: Layout) -> Loading:
@@ -179,19 +220,31 @@ class _Loading:
         return Loading((*self.events, *sorted(missing)), tuple(self.sizes))
 
 
-def cut(model: nn.Module, layout: Layout) -> None:
-    """Put one rank's share in the place of each parameter of a model on the meta device; shared ones stay shared."""
+def cut(model: nn.Module, layout: Layout) -> dict[int, int]:
+    """Put one rank's share in the place of each parameter of a model on the meta device; shared ones stay shared.
+
+    Returns:
+        By the id of a share how many numbers its gradient has, where it has more: PyTorch leaves that of a table whose
+        rows are split whole in each rank, until FSDP splits it.
+    """
     if not layout.engine:
-        return
+        return {}
+    tables = {id(one) for one, way in _split_ways(model, layout) if way == "embedding_rowwise" and layout.shards == 1}
+    whole: dict[int, int] = {}
     made: dict[int, nn.Parameter] = {}
+    splits = split_dimensions(model, layout)
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                share = torch.empty(local_shape(parameter, layout), dtype=local_dtype(parameter, layout), device="meta")
+                shape = local_shape(parameter, layout, splits.get(id(parameter)))
+                share = torch.empty(shape, dtype=local_dtype(parameter, layout), device="meta")
                 made[id(parameter)] = nn.Parameter(share, parameter.requires_grad)
+                if id(parameter) in tables:
+                    whole[id(made[id(parameter)])] = parameter.numel()
             module._parameters[name] = made[id(parameter)]
+    return whole
 
 
 def one_process(facts: Facts) -> Facts:

@@ -117,6 +117,7 @@ def prepared(plan: Plan, facts: Facts, folder: Path, *, alone: bool = False) -> 
     if alone:
         recipe.facts = one_process(facts)
         recipe.emission = without_engine(recipe.emission)
+        recipe.spread = None
     recipe.emission = on_cpu(on_device(recipe.emission), engine=engine)
     recipe.mixed_precision = _FP16_AS_BF16.get(recipe.mixed_precision, recipe.mixed_precision)
     config_file = folder / "traced.yaml"
@@ -186,6 +187,8 @@ def train(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool)
     recorder = marks.recorder
     if fake:
         make_fake(model)
+        if recipe.spread is not None:
+            model = recipe.spread(model)
         model.to = lambda *_, **__: model  # it is where it should be, and fake parameters can't be moved
     recorder.call([*model.parameters(), *model.buffers()], "weights")
     rows = recipe.micro_batch * marks.accumulation * marks.effort.warm_up * recipe.facts.workload.processes
