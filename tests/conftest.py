@@ -44,7 +44,7 @@ def pytest_configure():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all-faults", action="store_true", help="inject every fault, not a part of them: ten minutes")
+    parser.addoption("--all-faults", action="store_true", help="every fault and every tune of a table, not a part")
 
 
 FAULT_TABLE = pytest.StashKey()
