@@ -1,6 +1,7 @@
 """``autofit run``: what it launches, and what it says where that is not the training that was tuned."""
 
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from autofit.contract.facts import Script
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE
 from autofit.system.errors import InputError
 from autofit.system.strict_json import dump_json
+from autofit.training.scripts.leave import run_to_its_end
 from tests.output.test_report import CPU
 from tests.output.test_report import document as a_document
 
@@ -68,6 +70,33 @@ def test_a_training_on_more_processes_than_the_answer_s_is_refused_without_a_tra
     assert said.startswith("error: this training runs on 2 processes")
     assert "\nhint: " in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "trained", "error", "words"),
+    [
+        ("print('hello')", False, InputError, r"never\.py ended without training: the plan was put into nothing"),
+        ("import sys; sys.exit(0)", False, InputError, "ended without training"),
+        ("import sys; sys.exit(3)", False, SystemExit, "3"),
+        ("import sys; sys.exit()", True, SystemExit, "^$"),
+    ],
+)
+def test_a_script_that_never_trains_is_told(text, trained, error, words, tmp_path, monkeypatch):
+    script = tmp_path / "never.py"
+    script.write_text(text)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(error, match=words):
+        run_to_its_end(str(script), (), lambda: trained)
+
+
+def test_a_script_that_trained_ends_as_it_would(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("import pathlib, sys; pathlib.Path(sys.argv[1]).touch()")
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run_to_its_end(str(script), (str(tmp_path / "done"),), lambda: True)
+    assert (tmp_path / "done").exists()
 
 
 def test_a_folder_without_the_launchers_file_is_refused(launched):

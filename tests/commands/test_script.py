@@ -268,6 +268,11 @@ def test_a_script_is_tuned_run_and_verified(folder):
     assert "micro-batch 8 1" in ran.stdout
     assert "took no effect" not in ran.stderr
     assert (folder / "mine" / "config.json").exists()
+    (folder / "never.py").write_text("print('no training here')")
+    never = autofit(folder, "run", "out", "never.py")
+    assert never.returncode == 1, never.stderr  # Accelerate's for every script that fails
+    assert "never.py ended without training: the plan was put into nothing" in never.stderr
+    assert "Traceback" not in never.stderr
 
 
 @pytest.mark.slow

@@ -9,7 +9,10 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from autofit.system.errors import AutofitError
 
 
 def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
@@ -25,8 +28,7 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
         setup = load(folder)
         setup.check()
     except AutofitError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - it is a program of its own
-        sys.exit(error.exit_code)
+        _stop(error)
     environment = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
 
     def around(trainer: Any, train: Callable[[], Any]) -> Any:
@@ -38,7 +40,15 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
             print(f"autofit: took no effect: {words}", file=sys.stderr)  # noqa: T201 - beside what the script prints
         return result
 
-    train_with(setup.recipe, script, arguments, environment=environment, around=around)
+    try:
+        train_with(setup.recipe, script, arguments, environment=environment, around=around)
+    except AutofitError as error:
+        _stop(error)
+
+
+def _stop(error: AutofitError) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)  # noqa: T201 - it is a program of its own
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

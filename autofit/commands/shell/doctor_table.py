@@ -29,7 +29,7 @@ def screen(found: Diagnosis) -> Group:
         for place, line in enumerate(_technique_lines(offers)):
             table.add_row("" if place else name, _text(line))
     said = "* of class method: --allow exact,numeric,method. On request: --fix KNOB=VALUE. Every value: --all"
-    return Group(*_machine(found), Text(), table, Text(), Text(said))
+    return Group(*_machine(found), Text(), table, Text(said))
 
 
 def everything(found: Diagnosis) -> Group:

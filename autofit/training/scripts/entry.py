@@ -15,7 +15,7 @@ from autofit.training.expected_rows import Tokens
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
 from autofit.training.row_order import wanted
-from autofit.training.scripts.leave import Enough, Refused, run, run_until_left
+from autofit.training.scripts.leave import Enough, Refused, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop_entry import describing, measure_loop, train_loop_with, waits_of
 from autofit.training.scripts.patches import Patches, loads_of
@@ -191,13 +191,20 @@ def train_with(
     environment: Mapping[str, str],
     around: Callable[[Any, Callable[[], Any]], Any],
 ) -> None:
-    """Run a script as it is, with the recipe's plan put in: real weights, every step, all that it does besides."""
+    """Run a script as it is, with the recipe's plan put in: real weights, every step, all that it does besides.
+
+    Raises:
+        InputError: It never trained.
+    """
     tuned = recipe.facts.workload.script
     if tuned is not None and not tuned.trainer:
         train_loop_with(recipe, tuned, path, arguments)
         return
 
+    entered: list[Any] = []
+
     def entry(trainer: Any, train: Callable[[], Any]) -> Any:
+        entered.append(trainer)
         wrap(trainer, recipe)
         return around(trainer, train)
 
@@ -210,7 +217,7 @@ def train_with(
         loads=loads_of(recipe),
         random_weights=False,
     ).install()
-    run(path, arguments)
+    run_to_its_end(path, arguments, lambda: bool(entered))
 
 
 def _measured(clock: Clock, script: Script, trainer: Any, train: Callable[[], Any]) -> Evidence:

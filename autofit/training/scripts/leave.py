@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,29 @@ def run(path: str, arguments: Sequence[str]) -> None:
     if sys.path[0] != folder:
         sys.path.insert(0, folder)
     runpy.run_path(path, run_name="__main__")
+
+
+def run_to_its_end(path: str, arguments: Sequence[str], trained: Callable[[], bool]) -> None:
+    """Run a script as it is, with a plan put in.
+
+    Args:
+        path: Of the script.
+        arguments: What stands behind it on its command line.
+        trained: Whether the plan was put into a training.
+
+    Raises:
+        InputError: It ended well, and trained nothing.
+    """
+    try:
+        run(path, arguments)
+    except SystemExit as end:
+        if end.code or trained():
+            raise
+    if not trained():
+        raise InputError(
+            f"{Path(path).name} ended without training: the plan was put into nothing",
+            hint="does it need an argument for that, such as --do_train?",
+        )
 
 
 def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = False) -> None:

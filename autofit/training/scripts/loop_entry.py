@@ -14,7 +14,7 @@ from autofit.training.loader_waits import LoaderWaits
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
 from autofit.training.row_order import order, wanted
-from autofit.training.scripts.leave import Enough, Refused, run, run_until_left
+from autofit.training.scripts.leave import Enough, Refused, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop import LoopPatches, Seen, constructed, rebuilt
 from autofit.training.scripts.patches import Patches, loads_of
@@ -276,11 +276,17 @@ def _accumulation(script: Script, wanted: int) -> int | None:
 
 
 def train_loop_with(recipe: Recipe, script: Script, path: str, arguments: tuple[str, ...]) -> None:
-    """Run a script with a plain loop as it is, with the recipe's plan put in."""
+    """Run a script with a plain loop as it is, with the recipe's plan put in.
+
+    Raises:
+        InputError: It never prepared the loader that it trains on.
+    """
+    entered: list[Any] = []
 
     def loader(own: Any, number: int) -> Any:
         if number != script.loader:
             return own
+        entered.append(own)
         return rebuilt(own, rows=recipe.micro_batch, changed=_changed(own, recipe))
 
     def plain(_trainer: Any, train: Callable[[], Any]) -> Any:
@@ -293,4 +299,4 @@ def train_loop_with(recipe: Recipe, script: Script, path: str, arguments: tuple[
         model=lambda own: _wrapped(own, recipe),
         quiet=False,
     ).install()
-    run(str(Path(path).absolute()), arguments)
+    run_to_its_end(str(Path(path).absolute()), arguments, lambda: bool(entered))
