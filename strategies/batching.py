@@ -91,7 +91,7 @@ class Batching(Technique):
 
     def held(self, facts: Facts) -> Held | None:
         script = facts.workload.script
-        own = "random" if script is None else script.own.get(_STRATEGY, "random")
+        own = _own_strategy(script)
         if own in {"random", "sequential"}:
             return None
         value = _GROUPS if own == _GROUPS else self.baseline
@@ -116,8 +116,7 @@ class Batching(Technique):
             return Emission()
         script = facts.workload.script
         padded = value == "pad_to_multiple"
-        own = "random" if script is None else script.own.get(_STRATEGY, "random")
-        arguments = {_STRATEGY: _GROUPS if value == _GROUPS else own}
+        arguments = {_STRATEGY: _GROUPS if value == _GROUPS else _own_strategy(script)}
         elsewhere: dict[str, Mapping[str, Any]] = {"axolotl": {_GROUPS: True}} if value == _GROUPS else {}
         return Emission(
             training_args=arguments if facts.workload.launch_path == "trainer" else {},
@@ -234,6 +233,11 @@ def _of_loader(loader: Any) -> dict[str, Any]:
         "sampler": getattr(sampler, "own", None) or type(sampler).__name__,
         "pads_on": any(isinstance(one, ToMultiple) for one in within),
     }
+
+
+def _own_strategy(script: Script | None) -> str:
+    """In which order a script itself takes its rows, as its Trainer calls it."""
+    return "random" if script is None else str(script.own.get(_STRATEGY, "random"))
 
 
 def _alike(facts: Facts) -> str | None:

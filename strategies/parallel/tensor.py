@@ -102,7 +102,7 @@ def split(model: nn.Module, rows: list[Any]) -> Seen:
     for parameter in model.parameters():
         part: Any = parameter
         names = tuple(getattr(getattr(part, "device_mesh", None), "mesh_dim_names", None) or ())
-        if "tp" in names and any(one.is_shard() for one in [part.placements[names.index("tp")]]):
+        if "tp" in names and part.placements[names.index("tp")].is_shard():
             cut, mesh = cut + 1, part.device_mesh["tp"]
         if "fsdp" in names:
             shard = part.device_mesh["fsdp"].size()

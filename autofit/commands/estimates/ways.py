@@ -151,7 +151,7 @@ def _way(name: str, plans: space.Space, facts: Facts, traces: Traces, card: Card
     smallest = min(smallest, fastest or smallest, key=lambda one: one.device_bytes)
     count = max(len(fitting), int(fastest is not None))
     if fastest is None:
-        stops = what_stops(smallest, limit, plans, facts)
+        stops = what_stops(smallest, plans, facts)
     elif count == len(traced):
         stops = f"all of its {count} plans fit" if count > 1 else "its one plan fits"
     else:
@@ -170,11 +170,11 @@ def _smallest(places: list[int], need: Floats, judged: Callable[[int], Estimated
     return smallest
 
 
-def what_stops(smallest: Estimated, limit_bytes: int, plans: space.Space, facts: Facts) -> str:
+def what_stops(smallest: Estimated, plans: space.Space, facts: Facts) -> str:
     """Why not even the smallest plan fits, in words."""
     needs = f"its smallest plan needs {units.size(smallest.device_bytes)}"
     alone = fixed_bytes(smallest)
-    if alone + outside_bytes(smallest) > limit_bytes:
+    if alone + outside_bytes(smallest) > facts.workload.limit_bytes:
         return f"{needs}: weights and gradients alone are {units.size(alone)}{_untried(plans, facts)}"
     parts = smallest.need.by_category
     largest = max(parts, key=lambda one: parts[one])
