@@ -7,7 +7,9 @@ import importlib
 import logging
 import os
 import re
+import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +106,8 @@ class Cluster:
                 self._reach(where)
             own = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
             more = own if self.address == LOCAL else {}
-            self.ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **more)
+            with _signals_kept():
+                self.ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **more)
         except (ConnectionError, RuntimeError, OSError, ValueError) as error:
             first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise self._none(first) from error
@@ -244,6 +247,17 @@ class Cluster:
         if self._own:
             self.ray.shutdown()
             self._own = False
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """``ray.init`` has SIGTERM end the process: what stood there before, which writes the best so far, is put back."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # no other may set it, and Ray leaves it alone there
+            signal.signal(signal.SIGTERM, before)
 
 
 def _found_by_ray() -> str:

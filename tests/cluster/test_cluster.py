@@ -5,10 +5,14 @@ Four ranks take half a minute more: ``--all-faults`` runs them, too.
 
 import contextlib
 import importlib.util
+import os
 import re
+import signal
 import socket
+import subprocess
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -93,6 +97,20 @@ def test_the_cluster_of_this_machine_alone_is_started_and_ended(monkeypatch):
     assert ended == [True]
 
 
+def test_ray_does_not_take_sigterm_from_who_connects(monkeypatch):
+    def init(**_given):
+        signal.signal(signal.SIGTERM, lambda *_: None)
+
+    played = types.SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setitem(sys.modules, "ray", played)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        Cluster("local").connect()
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_machines_with_other_versions_or_devices_are_told_apart():
     here = {"torch": "2.13.0", "trl": "1.16.0"}
     assert nodes._other_versions(here, {"versions": here}) == ""
@@ -160,6 +178,25 @@ def test_a_trial_over_two_machines_outlives_one_of_them(processes, guarded, mach
         kept = autofit.verify(out, on=machines.address, tolerance=0.9)
         assert isinstance(kept.outcome, Measured)
         assert kept.broken == ()
+    nothing_is_left()
+
+
+@with_ray
+def test_a_tune_that_is_ended_by_sigterm_writes_the_best_so_far_and_leaves_nothing_behind(machines, tmp_path):
+    out, held = tmp_path / "out", [word for one in HELD for word in ("--fix", one)]
+    said = tmp_path / "said"
+    with said.open("w") as stderr:
+        tune = subprocess.Popen(
+            [sys.executable, "-m", "autofit", "tune", "demo", "--device", "cpu", "--seq-len", "32",
+             "--global-batch", "16", "--on", machines.address, "--no-guard", "--output", str(out), *held],
+            stderr=stderr, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        while tune.poll() is None and "best so far" not in said.read_text():
+            time.sleep(0.2)
+        tune.terminate()
+        assert tune.wait(60) == 143, said.read_text()
+    assert "error: stopped by SIGTERM" in said.read_text()
+    assert autofit.load(out).plan["micro_batch"]
     nothing_is_left()
 
 

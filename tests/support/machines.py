@@ -51,17 +51,29 @@ def hosts():
     return found
 
 
+def ports():
+    """On which a process of these tests listens, but for this one's and Ray's own."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            ours = process.environ().get("TMPDIR") == os.environ.get("TMPDIR") and process.pid != os.getpid()
+            if ours and not any("ray" in word for word in process.cmdline()[:3]):
+                listening = process.net_connections()
+                found |= {one.laddr.port for one in listening if one.status == psutil.CONN_LISTEN}
+    return found
+
+
 def folders():
     """The folders that hosts write into."""
     return list(Path(tempfile.gettempdir()).glob("autofit-node-*"))
 
 
 def nothing_is_left():
-    """Neither a process nor a file of a host."""
+    """Neither a process nor a file of a host, nor a port of a rank's."""
     deadline = time.monotonic() + 20
-    while (folders() or hosts()) and time.monotonic() < deadline:
+    while (folders() or hosts() or ports()) and time.monotonic() < deadline:
         time.sleep(0.5)
-    assert (folders(), hosts()) == ([], set())
+    assert (folders(), hosts(), ports()) == ([], set(), set())
 
 
 class Killer(Silent):
