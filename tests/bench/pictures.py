@@ -1,11 +1,12 @@
-"""The README's two pictures: a real tune as a terminal shows it, and the contest of the searchers as a chart.
+"""Pictures of the README and its pages: a real tune as a terminal shows it, its report, the contest of the searchers.
 
     python tests/bench/pictures.py tune .github/pictures/tune.svg [--printed FILE] [-- OPTION ...]
     python tests/bench/pictures.py contest .github/pictures/contest.svg [--json tests/bench/search_bench.DATE.json]
+    python tests/bench/pictures.py report .github/pictures --report autofit-out/report.html
 
 ``tune`` runs ``autofit tune demo`` with these options in a folder of its own and draws what it printed, or what such a
 run has printed to a file (stdout and stderr together). ``contest`` draws figures that ``search_bench.py --json`` wrote;
-it measures nothing.
+it measures nothing. ``report`` needs Chromium.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.support.browser import photograph
 
 HERE = Path(__file__).resolve().parent
 NAMES = {
@@ -98,12 +103,17 @@ def drawn_contest(searchers: dict[str, dict[str, float | None]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tune", "contest"))
+    parser.add_argument("what", choices=("tune", "contest", "report"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--json", type=Path, default=max(HERE.glob("search_bench.2*.json")))
     parser.add_argument("--printed", type=Path, help="what a tune of the demo printed, instead of running one")
+    parser.add_argument("--report", type=Path, default=Path("autofit-out/report.html"))
     parser.add_argument("options", nargs="*", help="of autofit tune demo, after --")
     given = parser.parse_args()
+    if given.what == "report":
+        for name, width, dark in (("desk", 1200, False), ("dark", 1200, True), ("phone", 390, False)):
+            photograph(given.report, given.file / f"report-{name}.png", width, dark=dark, height=1500)
+        return
     if given.what == "tune":
         words = ["autofit tune demo", *given.options]
         printed = given.printed.read_text("utf-8") if given.printed else run_tune(given.options)

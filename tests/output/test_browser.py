@@ -2,8 +2,6 @@
 
 import os
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +10,13 @@ import pytest
 from autofit.output.reports.report import html
 from autofit.training.guard.equivalence import Guard
 from tests.output.test_report import DOCUMENTS, document, plan
+from tests.support.browser import BROWSER, WIDTHS, browse, photograph
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium"),
 ]
 PICTURES = os.environ.get("AUTOFIT_PICTURES")
-WIDTHS = {"phone": 390, "desk": 1200}
 GUARD = Guard(
     verdict="same", words="losses agree", losses=(9.49, 9.46, 9.42, 9.38), reference_losses=(9.49, 9.46, 9.42, 9.37),
     reference=plan(8), seconds=12.0,
@@ -50,23 +47,6 @@ parent.postMessage(text, "*");
 """
 
 
-FRAME = """<!doctype html><style>body {{ margin: 0 }} iframe {{ border: 0; display: block }}</style>
-<script>onmessage = event => {{ document.title = event.data; }};</script>
-<iframe src="{page}" width="{width}" height="4000"></iframe>"""
-
-
-def browse(page, width, *words):
-    """What Chromium prints; the page is in a frame, since a window of it is never as narrow as a phone's."""
-    frame = page.with_name("frame.html")
-    frame.write_text(FRAME.format(page=page.name, width=width), encoding="utf-8")
-    words = (*words, "--virtual-time-budget=3000")
-    how = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},4000"]
-    return subprocess.run(
-        [BROWSER, *how, *words, frame.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    ).stdout  # fmt: skip
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["cuda", "cpu", "long words", "an adapter"])
 def test_nothing_overflows_and_no_word_is_broken(tmp_path, name, width):
@@ -86,13 +66,8 @@ def test_nothing_overflows_and_no_word_is_broken(tmp_path, name, width):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_picture_is_taken(tmp_path, width, scheme):
     page = tmp_path / "report.html"
-    doc = document(guard=replace(GUARD))
-    text = html(doc, folder="autofit-out")
-    if scheme == "dark":  # headless Chromium has no switch for it that holds in every version
-        text = text.replace("@media (prefers-color-scheme: dark)", "@media all")
-    page.write_text(text, encoding="utf-8")
-    folder = Path(PICTURES) if PICTURES else tmp_path
-    picture = folder / f"report-{width}-{scheme}.png"
-    browse(page, WIDTHS[width], f"--screenshot={picture}")
+    page.write_text(html(document(guard=replace(GUARD)), folder="autofit-out"), encoding="utf-8")
+    picture = (Path(PICTURES) if PICTURES else tmp_path) / f"report-{width}-{scheme}.png"
+    photograph(page, picture, WIDTHS[width], dark=scheme == "dark")
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert picture.stat().st_size > 20_000
