@@ -1,4 +1,8 @@
 import contextlib
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait for one another crawl where other tests compute too
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
@@ -34,7 +38,7 @@ def server(tmp_path_factory):
     with contextlib.closing(started):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(SUPPORT))
-            patch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for one another crawl where others compute too
+            patch.setenv("OMP_NUM_THREADS", "1")
             started.start()
         yield started
 

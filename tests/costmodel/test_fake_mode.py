@@ -68,12 +68,17 @@ def test_operators_are_told_apart_by_all_that_matters() -> None:
 
 
 def test_what_is_made_again_has_all_that_pytorch_gives_it() -> None:
+    before = torch.is_warn_always_enabled()
     with FakeMode() as mode:
         made = [torch.empty(4, 6) * 3 for _ in range(2)]  # by PyTorch, then anew
         assert all(vars(one) == vars(made[0]) for one in made)
         assert all(one.fake_mode is mode for one in made)
-    with pytest.raises((RuntimeError, ValueError)) if not mode._allow_unsafe_data_ptr_access else pytest.warns():
-        made[1].data_ptr()
+    torch.set_warn_always(True)  # another test may have heard it before
+    try:
+        with pytest.raises((RuntimeError, ValueError)) if not mode._allow_unsafe_data_ptr_access else pytest.warns():
+            made[1].data_ptr()
+    finally:
+        torch.set_warn_always(before)
 
 
 def test_what_is_known_is_made_without_the_dispatcher() -> None:
