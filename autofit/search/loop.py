@@ -213,10 +213,9 @@ class Campaign:
     def _fill(self, searcher: Searcher, most_trials: int) -> str:
         """Give each free worker a plan that is worth trying; returns why one got none, in words, if there are any."""
         while len(self._running) < self.workers.count:
-            left = self.left()
             if self._tried() >= most_trials:
                 return ""
-            if self.trials and left is not None and left < self._playoff_seconds():
+            if self.trials and self.is_spent():
                 return "the time is spent: the search was cut short"
             plan = searcher.ask()
             if plan is None:
@@ -304,6 +303,11 @@ class Campaign:
         allowed = set(self.space.plans)
         eligible = tuple(trial for trial in self.trials if trial.plan in allowed)
         return decision.decide(eligible, self.limit_bytes, self.refused)
+
+    def is_spent(self) -> bool:
+        """Whether the time budget leaves no room for another trial of the search."""
+        left = self.left()
+        return left is not None and left < self._playoff_seconds()
 
     def _playoff_seconds(self) -> float:
         """What the playoff will take, from what trials took; half of the time at most."""

@@ -29,7 +29,7 @@ from autofit.search.journal import JOURNAL_FILE
 from autofit.search.recordings.landscape import Landscape
 from autofit.system.errors import InputError, Interrupted, MachineError, NothingFits, Terminated
 from tests.support.replay import Played, Replay
-from tests.support.synthetic import GIB, measured, out_of_memory
+from tests.support.synthetic import GIB, cpu_facts, measured, out_of_memory
 
 FILES = [YAML, ARGUMENTS, REPORT, DOCUMENT_FILE]
 PROMISED = {"fix": ["precision=fp32"], "memory_limit": "1GiB", "global_batch": 16, "seq_len": 32, "device": "cpu"}
@@ -509,6 +509,24 @@ def test_where_every_plan_fails_the_failure_is_shown(tune, out, outcome, words):
     number, plan, _ = replay.asked[-1]
     assert plan.words() in caught.value.message or "every plan that was tried crashed alike" in caught.value.message
     assert f"{number:05d}" in caught.value.hint
+
+
+@pytest.mark.parametrize("trials", [1, 3])
+def test_a_time_that_is_too_short_is_named(tune, out, trials):
+    """What came, what was wanted, what to do; the logs alone would not tell."""
+    late = TimedOut(limit_seconds=10.0, phase="load")
+    with pytest.raises(MachineError) as caught:
+        tune(Replay(out, dict.fromkeys(range(trials), late)), trials=trials, timeout=0.001)
+    assert caught.value.message.startswith("timeout 1 ms is spent, and no plan was measured: the only trial, ")
+    assert caught.value.message.endswith(" was ended in load after 10.0 s")
+    assert "longer timeout" in caught.value.hint
+    assert "00000" in caught.value.hint
+
+
+def test_where_nothing_fits_in_a_short_time_the_time_is_named(tune, out):
+    with pytest.raises(NothingFits) as caught:
+        tune(Replay(out, {0: out_of_memory(cpu_facts())}), timeout=0.001)
+    assert "timeout 1 ms ended the search after 1 of " in caught.value.hint
 
 
 def test_one_plan_is_tried_however_short_the_time(tune, out):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autofit.contract.outcome import Crashed, Measured, Outcome, OutOfMemory, Trial
+from autofit.contract.outcome import Crashed, Measured, Outcome, OutOfMemory, TimedOut, Trial
+from autofit.output.plan_words import plan_words
 from autofit.search.decision import nearest_change
 from autofit.system import units
 from autofit.system.errors import AutofitError, MachineError, NothingFits
@@ -76,8 +77,19 @@ def no_winner(
     *,
     forecast: Forecast | None,
     trials_folder: Path,
+    timeout: float | None = None,
 ) -> AutofitError:
-    """Why there is no winner: no plan fits, or none could be measured."""
+    """Why there is no winner: no plan fits, or none could be measured.
+
+    Args:
+        trials: All that was tried.
+        refused: Plans that were measured and do not train like the baseline, with the reason.
+        facts: What the tune was about.
+        space: The plans that might have been tried.
+        forecast: What their traces say.
+        trials_folder: Where the logs are.
+        timeout: The time budget in seconds, where it is spent.
+    """
     limit_bytes = facts.workload.limit_bytes
     if refused:
         plan, why = next(iter(refused.items()))
@@ -94,8 +106,33 @@ def no_winner(
             f"{needed} (--memory-limit), a shorter sequence (--seq-len), or --allow exact,numeric,method."
         )
     if not trials or any(_shows_memory(trial.outcome) for trial in trials):
-        return NothingFits(f"Nothing fits. {nearest_change(trials, space, limit_bytes, facts)}")
+        said = f"Nothing fits. {nearest_change(trials, space, limit_bytes, facts)}"
+        return NothingFits(said, hint=None if timeout is None else _cut_short(trials, space, timeout))
+    if timeout is not None and isinstance(trials[-1].outcome, TimedOut):
+        return _deadline(trials, trials_folder, timeout)
     return _none_measured(trials, trials_folder)
+
+
+def _cut_short(trials: Sequence[Trial], space: Space, timeout: float) -> str:
+    """What a short time has left out, in a sentence."""
+    tried = len({trial.plan for trial in trials})
+    return (
+        f"--timeout {units.duration(timeout)} ended the search after {tried} of {len(space.plans)} plans: give it "
+        "more, and --resume, to try the others"
+    )
+
+
+def _deadline(trials: Sequence[Trial], trials_folder: Path, timeout: float) -> MachineError:
+    """The time budget was spent before a plan was measured."""
+    last = trials[-1]
+    assert isinstance(last.outcome, TimedOut)
+    which = "the only trial" if len(trials) == 1 else f"the last of {len(trials)} trials"
+    return MachineError(
+        f"--timeout {units.duration(timeout)} is spent, and no plan was measured: {which}, {plan_words(last.plan)}, "
+        f"was ended in {last.outcome.phase} after {units.duration(last.outcome.limit_seconds)}",
+        hint="give a longer --timeout with --resume, or none; "
+        f"the trial's logs are in {trial_folder(trials_folder, last.number)}",
+    )
 
 
 def _none_measured(trials: Sequence[Trial], trials_folder: Path) -> MachineError:

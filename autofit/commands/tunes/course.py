@@ -188,7 +188,13 @@ class Course:
             self._note(words)
         if decision is None:
             raise no_winner(
-                campaign.trials, campaign.refused, facts, plans, forecast=found, trials_folder=self.trials_folder
+                campaign.trials,
+                campaign.refused,
+                facts,
+                plans,
+                forecast=found,
+                trials_folder=self.trials_folder,
+                timeout=self.settings.timeout_seconds if campaign.is_spent() else None,
             )
         correction = peak_correction(searcher.peak_posterior(), facts)
         if correction:
