@@ -117,6 +117,9 @@ class Adapter(Technique):
     def suggest(self, value: Value, facts: Facts) -> str:
         return f"write it like adapter=lora:r={_RANK} or adapter=lora:r=8:alpha=16:targets=q_proj+v_proj"
 
+    def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
+        return self.not_tried_split(value, others, {"none"})
+
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value != "none":
             model = recipe.facts.model

@@ -49,6 +49,8 @@ _MODES = {
     "model_max_autotune": "max-autotune",
     "cuda_graphs": "reduce-overhead",
 }
+_LIGER = {"liger", "liger_fused_ce"}
+_MIXED = {"bf16", "fp16"}
 _OLDEST = (7, 0)  # torch.utils._triton: older devices lack what Triton's code needs
 
 
@@ -82,20 +84,19 @@ class Compile(Technique):
         )
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
-        offload = others.get("offload", "none")
         if value == "off":
             return None
         by_trainer = facts.workload.launch_path == "trainer" and "tf32" in facts.hardware.precisions
         if by_trainer and others.get("precision") == "fp32":
             return "Accelerate switches TF32 on for a compiled model, which is precision=tf32"
         engine = engine_of(others.get("parallel", "none"))
-        if engine == "tensor":
-            return "compiling weights that several processes have a part of was not tried"
         if engine in {"fsdp", "deepspeed"}:
             return f"{others['parallel']} brings weights in by hooks that a compiled model passes by"
-        if offload == "activations":
+        if others.get("offload") == "activations":
             return "the hooks that move saved tensors to the host are none that a graph can hold"
-        return None
+        if value != "regions" and others.get("kernels") in _LIGER:
+            return _beside_liger(others, facts)
+        return self.not_tried_split(value, others, {"off"})
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value != self.baseline:
@@ -186,6 +187,18 @@ def _lacking(facts: Facts) -> str | None:
     if hardware.capability and hardware.capability < _OLDEST:
         return f"{hardware.name} is too old for Triton"
     return facts.lacks_triton()
+
+
+def _beside_liger(others: Mapping[str, Value], facts: Facts) -> str | None:
+    """Why Liger's kernels can't be in the graph of a whole model."""
+    mixed = others.get("precision") in _MIXED and others.get("adapter", "none") == "none"
+    if mixed and (facts.hardware.capability or (8, 0)) >= (8, 0):
+        # torch.addmm with out_dtype; as of Liger 0.8.5, with PyTorch 2.13
+        return "Liger's loss adds 16-bit products to a float32 gradient, which Inductor can't compile"
+    if engine_of(others.get("parallel", "none")) == "ddp":
+        # AssertionError of gen_alias_from_base, with PyTorch 2.13
+        return "DDP cuts a compiled graph where its buckets end, and Liger's loss can't be cut so"
+    return None
 
 
 def _compiled(ran: Ran) -> str:

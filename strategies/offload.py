@@ -41,13 +41,6 @@ if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
     from autofit.contract.trace import Ints
 
-_REFUSED = {
-    ("deepspeed", "bf16_weights"): "DeepSpeed keeps a float32 copy of its own",
-    ("deepspeed", "fp8"): "float8 layers were not tried under DeepSpeed",
-    ("fsdp", "fp8"): "float8 layers were not tried under FSDP",
-}
-_SHARDED = {"adamw", "sgd"}
-"""Optimizers whose kernels take a sharded tensor."""
 _PLAIN_STATE = {"adamw", "adafactor", "sgd"}
 _CHUNK_BYTES = 256 << 20
 _HOST_STEP_PASSES = 7
@@ -91,8 +84,8 @@ class Offload(Technique):
         engine = engine_of(parallel)
         if engine in {"fsdp", "deepspeed"}:
             return _under_engine(value, others, facts)
-        if engine == "tensor":
-            return _under_tensor(value, others, facts)
+        if not_tried := self.not_tried_split(value, others, {"none"}):
+            return not_tried
         if value == "parameters":
             return "parallel=fsdp or zero3 keeps parameters on the host"
         if value == "activations" and others["checkpointing"] != "off":
@@ -202,7 +195,7 @@ class Offload(Technique):
 
 
 def _under_engine(value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:  # noqa: PLR0911 - a rule each
-    """Why an engine can't go with a value, or with what else the plan has."""
+    """Why an engine can't go with a value, or with what else steps on the host."""
     parallel, optimizer, engine = others["parallel"], others["optimizer"], engine_of(others["parallel"])
     alone = facts.workload.processes == 1
     if value == "activations":
@@ -217,38 +210,9 @@ def _under_engine(value: Value, others: Mapping[str, Value], facts: Facts) -> st
     if value != "none" and (optimizer != "adamw" or frozen):
         what = optimizer if optimizer != "adamw" else "an adapter beside frozen weights"
         return f"{parallel} steps on the host, where {what} does not run"
-    if optimizer not in (_SHARDED if engine == "fsdp" else {"adamw"}):
-        return f"{optimizer} was not tried on weights that {parallel} has split"
-    if others["quantization"] not in ({"none", "nf4"} if engine == "fsdp" else {"none"}):
-        return f"Accelerate leaves weights of {others['quantization']} whole under {parallel}"
-    if parallel == "zero3" and others["kernels"] == "chunked_ce":
-        return "DeepSpeed holds the output layer's weight only while that layer runs"
     if value == "parameters" and engine == "fsdp" and others["precision"] == "fp16":
         return "gradients on the host can't be scaled with those on the device"
-    return _REFUSED.get((engine, str(others["precision"])))
-
-
-_SPLIT = {
-    "adapter": {"none"},
-    "quantization": {"none"},
-    "optimizer": {"adamw", "sgd"},
-    "kernels": {"none"},
-    "checkpointing": {"off", "full"},
-    "precision": {"fp32", "tf32", "bf16", "bf16_weights"},
-}
-"""What was tried beside weights that several processes have a part of each, by technique."""
-
-
-def _under_tensor(value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
-    """Why tensor parallelism can't go with a value, or with what else the plan has."""
-    layout = layout_of(others["parallel"], facts.workload.processes)
-    if others["optimizer"] == "sgd" and (layout is None or layout.shard == 1):
-        # the gradient of a table whose rows are split is whole, and the momentum begins as its copy
-        return f"sgd keeps the momentum of a whole vocabulary in each process of {others['parallel']}: no trace has it"
-    untried = [f"{name}={others[name]}" for name, tried in _SPLIT.items() if others[name] not in tried]
-    if value != "none":
-        untried.append(f"offload={value}")
-    return f"{', '.join(untried)} was not tried under {others['parallel']}" if untried else None
+    return None
 
 
 class HostActivations(KeptOnHost):

@@ -34,6 +34,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
+from autofit.contract.layout import engine_of
 from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Status, Technique
 
@@ -60,6 +61,14 @@ _COMPUTES = {
 _MANTISSA = {"fp32": 23, "tf32": 10, "bf16": 7, "fp16": 10, "bf16_weights": 7, "fp8": 2}
 """Bits, without the leading one; of float8 the gradients' (e5m2)."""
 _FLOAT8 = (8, 9)
+_SPLIT = {"fp32", "tf32", "bf16", "bf16_weights"}
+"""What was tried under tensor parallelism."""
+_REFUSED = {
+    ("deepspeed", "bf16_weights"): "DeepSpeed keeps a float32 copy of its own",
+    ("deepspeed", "fp8"): "float8 layers were not tried under DeepSpeed",
+    ("fsdp", "fp8"): "float8 layers were not tried under FSDP",
+}
+"""Why an engine can't go with a value."""
 _PURE: dict[str, dict[str, Any]] = {
     "sft": {"model_init_kwargs": {"dtype": "bfloat16"}},
     "axolotl": {"bfloat16": True},
@@ -118,6 +127,10 @@ class Precision(Technique):
             ),
             _float8(facts),
         )  # fmt: skip
+
+    def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
+        refused = _REFUSED.get((engine_of(others.get("parallel", "none")), str(value)))
+        return refused or self.not_tried_split(value, others, _SPLIT)
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         recipe.mixed_precision = _AUTOCAST.get(str(value), "no")

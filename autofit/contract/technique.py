@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from autofit.contract.emission import Emission
+from autofit.contract.layout import PARALLEL, engine_of
 from autofit.contract.observation import Hooks, Ran, Read, Seen
 from autofit.contract.plan import Value
 from autofit.system.errors import InputError as InputError  # noqa: PLC0414 - techniques raise it
@@ -236,6 +237,13 @@ class Technique(ABC):
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         """Why the value can't go with the values of the techniques before it in ``ALL``, or ``None``."""
         return None
+
+    def not_tried_split(self, value: Value, others: Mapping[str, Value], tried: Collection[Value]) -> str | None:
+        """Why the value can't go with weights that several processes have a part of each, but where it was tried."""
+        parallel = others.get(PARALLEL, "none")
+        if value in tried or engine_of(parallel) != "tensor":
+            return None
+        return f"{self.name}={value} was not tried under {parallel}"
 
     def changes(self, value: Value, facts: Facts) -> str | None:
         """What the value changes in the training, in one sentence; ``None`` where nothing worth saying."""

@@ -30,7 +30,6 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
-from autofit.contract.layout import engine_of
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Technique
 
 from .chunked_loss import CHUNKS, ChunkedLoss, chunk_loss
@@ -53,7 +52,6 @@ _LOSS_ALONE = {
 """Liger leaves out what an architecture's function does not take."""
 _LIGER: dict[str, dict[str, bool] | None] = {"liger": None, "liger_fused_ce": _LOSS_ALONE}
 _LIGERS_LOSS = "liger_kernel.transformers.model."
-_MIXED = {"bf16", "fp16"}
 
 
 _NEXT_TOKEN = {"causal-lm", "script"}
@@ -93,14 +91,10 @@ class Kernels(Technique):
         )
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
-        whole = others.get("compile", "off") not in {"off", "regions"}
-        mixed = others.get("precision") in _MIXED and others.get("adapter", "none") == "none"
-        if value in _LIGER and whole and mixed and (facts.hardware.capability or (8, 0)) >= (8, 0):
-            # torch.addmm with out_dtype; as of Liger 0.8.5, with PyTorch 2.13
-            return "Liger's loss adds 16-bit products to a float32 gradient, which Inductor can't compile"
-        if value in _LIGER and whole and engine_of(others.get("parallel", "none")) == "ddp":
-            # AssertionError of gen_alias_from_base, with PyTorch 2.13
-            return "DDP cuts a compiled graph where its buckets end, and Liger's loss can't be cut so"
+        if value == "chunked_ce" and others.get("parallel") == "zero3":
+            return "DeepSpeed holds the output layer's weight only while that layer runs"
+        if not_tried := self.not_tried_split(value, others, {"none"}):
+            return not_tried
         return None
 
     def held(self, facts: Facts) -> Held | None:

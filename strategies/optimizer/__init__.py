@@ -51,6 +51,7 @@ import math
 from typing import TYPE_CHECKING
 
 from autofit.contract.emission import Emission
+from autofit.contract.layout import engine_of, layout_of
 from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Held, Part, Prior, Technique, replacing
 
@@ -72,6 +73,10 @@ if TYPE_CHECKING:
 
 _OF_TRAINER = {"adamw_torch", "adamw_torch_fused"}
 """What a Trainer steps with where nobody asks for another: a script has not chosen it."""
+
+
+_SHARDED = {"adamw", "sgd"}
+"""Optimizers whose kernels take a sharded tensor."""
 
 
 class Optimizer(Technique):
@@ -99,7 +104,9 @@ class Optimizer(Technique):
             return f"{value} steps before the gradients of a scaled loss are scaled back"
         if (row.in_backward or row.low_rank) and others.get("adapter", "none") != "none":
             return f"{value} saves on the gradients of all weights, and an adapter leaves few"
-        return None
+        return _where_split(str(value), others.get("parallel", "none"), facts) or self.not_tried_split(
+            value, others, _SHARDED
+        )
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         recipe.state_bits = ROWS[str(value)].bits
@@ -206,6 +213,18 @@ class Optimizer(Technique):
             return Prior(time=(0.0, 0.01), memory=(0.0, 0.01))
         slower = 0.05 if facts.hardware.device == "cuda" else 0.15
         return Prior(time=(slower, 0.15), memory=(memory, 0.15))
+
+
+def _where_split(value: str, parallel: Value, facts: Facts) -> str | None:
+    """Why an optimizer can't step on weights that several processes have a part of each."""
+    engine = engine_of(parallel)
+    if engine in {"fsdp", "deepspeed"} and value not in (_SHARDED if engine == "fsdp" else {"adamw"}):
+        return f"{value} was not tried on weights that {parallel} has split"
+    layout = layout_of(parallel, facts.workload.processes)
+    if value == "sgd" and engine == "tensor" and (layout is None or layout.shard == 1):
+        # the gradient of a table whose rows are split is whole, and the momentum begins as its copy
+        return f"sgd keeps the momentum of a whole vocabulary in each process of {parallel}: no trace has it"
+    return None
 
 
 def _why_not(row: Row, facts: Facts) -> str | None:

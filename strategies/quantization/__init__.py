@@ -32,6 +32,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
+from autofit.contract.layout import engine_of
 from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Technique
 
@@ -102,6 +103,12 @@ class Quantization(Technique):
         adapter = str(others["adapter"])
         if value in _TORCHAO and others["precision"] in _AUTOCAST:
             return "autocast passes torchao's weights by, and what they are multiplied with stays float32"
+        parallel = others.get("parallel", "none")
+        engine = engine_of(parallel)
+        if engine in {"fsdp", "deepspeed"} and value not in ({"none", "nf4"} if engine == "fsdp" else {"none"}):
+            return f"Accelerate leaves weights of {value} whole under {parallel}"
+        if not_tried := self.not_tried_split(value, others, {"none"}):
+            return not_tried
         if value == "none" or "lora" in adapter:
             return None
         if adapter == "none":

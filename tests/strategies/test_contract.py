@@ -230,6 +230,37 @@ def test_a_conflict_has_words(one, facts):
             assert said is None or (said.strip() and "\n" not in said)
 
 
+class Watched(dict):
+    """Keeps the names that were asked for."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.asked = set()
+
+    def __getitem__(self, name):
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.asked.add(name)
+        return super().get(name, default)
+
+
+@each_machine
+@each_technique
+def test_a_conflict_looks_at_the_techniques_before_it_alone(one, facts):
+    """The space is built one technique after the other: a conflict with a later one would never be seen."""
+    plain = {other.name: other.baseline_for(facts) for other in techniques()}
+    names = list(plain)
+    before = set(names[: names.index(one.name)])
+    for parallel in ("none", "ddp", "fsdp", "zero3", "tp2xfsdp1"):
+        for values in ({}, {"offload": "parameters"}, {"kernels": "liger", "precision": "bf16"}):
+            plan = Watched({**plain, "parallel": parallel, **values})
+            for choice in one.choices(facts):
+                one.conflict(choice.value, plan, facts)
+            assert plan.asked <= before
+
+
 # --- what is emitted ------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from accelerate.utils.other import compile_regions
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from autofit import space
 from autofit.machine import model as described
 from autofit.registry import technique
 from tests.support.synthetic import cuda_facts, model
@@ -314,14 +315,24 @@ def test_liger_is_withheld_with_what_is_missing():
     ],
 )
 def test_ligers_loss_is_not_compiled_where_its_gradient_is_wider_than_its_products(changed, refused):
-    technique = kernels.Kernels()
-    assert bool(technique.conflict("liger_fused_ce", changed, cuda_facts())) is refused
-    assert technique.conflict("chunked_ce", changed, cuda_facts()) is None
+    whole = changed.pop("compile")
+    compiling = technique("compile")
+    assert bool(compiling.conflict(whole, {**changed, "kernels": "liger_fused_ce"}, cuda_facts())) is refused
+    assert compiling.conflict(whole, {**changed, "kernels": "chunked_ce"}, cuda_facts()) is None
+
+
+def test_a_space_has_no_plan_that_compiles_ligers_loss_in_vain():
+    base = cuda_facts()
+    packages = {**base.packages, "liger-kernel": "0.8.5", "triton": "3.7.0"}
+    facts = replace(base, packages=packages, model=replace(base.model, liger=True))
+    knobs = space.parse_knobs(("kernels=liger", "precision=bf16"), ("compile=off,model",), facts)
+    found = space.build(facts, space.parse_allowed("exact,numeric"), knobs)
+    assert found.domains["compile"] == ("off",)
 
 
 @pytest.mark.parametrize(
     ("parallel", "whole", "refused"), [("ddp", "model", True), ("ddp", "regions", False), ("none", "model", False)]
 )
 def test_ligers_loss_is_not_in_a_graph_that_ddp_cuts(parallel, whole, refused):
-    changed = {"compile": whole, "parallel": parallel, "precision": "tf32", "adapter": "none"}
-    assert bool(kernels.Kernels().conflict("liger", changed, cuda_facts())) is refused
+    others = {"kernels": "liger", "parallel": parallel, "precision": "tf32", "adapter": "none"}
+    assert bool(technique("compile").conflict(whole, others, cuda_facts())) is refused
