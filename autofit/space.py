@@ -62,7 +62,8 @@ def parse_allowed(text: str) -> frozenset[Kind]:
             allowed.add(Kind(word.strip().lower()))
         except ValueError:
             raise InputError(
-                f"{word!r} is not a class of techniques", hint="known: " + ", ".join(kind.value for kind in Kind)
+                f"--allow {word!r} is not a class of techniques",
+                hint="known: " + ", ".join(kind.value for kind in Kind),
             ) from None
     if Kind.EXACT not in allowed:
         raise InputError(

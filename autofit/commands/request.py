@@ -22,7 +22,7 @@ from autofit.machine.packages import installed
 from autofit.output.document import REQUEST
 from autofit.search.samplers import check_sampler
 from autofit.system import strict_json, units
-from autofit.system.errors import InputError, near
+from autofit.system.errors import InputError, near, of_option
 from autofit.system.files import write_atomically
 from autofit.system.strict_json import dump_json
 from autofit.training.launch_environment import check_environment
@@ -138,7 +138,8 @@ def check_request(request: Request, settings: Search) -> None:
         raise InputError(f"--seq-len {request.seq_len} is out of range", hint="a row has a length of 2 at least")
     check_lengths(request.lengths, request.processes)
     if request.memory_limit is not None:
-        units.parse_limit(request.memory_limit, 1 << 40)
+        with of_option("--memory-limit"):
+            units.parse_limit(request.memory_limit, 1 << 40)
         units.check_unit(request.memory_limit, "--memory-limit")
     check_sampler(settings.sampler)
     if settings.on is not None:

@@ -31,7 +31,7 @@ from autofit.output.document import DOCUMENT_FILE, REQUEST
 from autofit.output.result import Result
 from autofit.search.events import Events, Silent
 from autofit.system import units
-from autofit.system.errors import Stopped
+from autofit.system.errors import Stopped, of_option
 from autofit.system.files import usable_folder
 from autofit.system.locks import held
 
@@ -133,11 +133,13 @@ def tune(
             "call": call,
         },
     )
+    with of_option("--timeout"):
+        seconds = units.parse_duration(timeout) if isinstance(timeout, str) else timeout
     settings = validated(
         Search,
         {
             "trials": trials,
-            "timeout_seconds": units.parse_duration(timeout) if isinstance(timeout, str) else timeout,
+            "timeout_seconds": seconds,
             "allowed": as_classes(allow),
             "fix": as_knobs(fix),
             "among": as_knobs(among),

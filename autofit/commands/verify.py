@@ -85,7 +85,7 @@ def verify(
     if not 2 <= steps <= MOST_STEPS:
         raise InputError(f"--steps {steps} is out of range", hint=f"give a whole number from 2 to {MOST_STEPS}")
     if tolerance is not None and not 0 <= tolerance <= 1:
-        raise InputError(f"a tolerance of {tolerance} is out of range", hint="give a share from 0 to 1")
+        raise InputError(f"--tolerance {tolerance} is out of range", hint="give a share from 0 to 1")
     check_environment()
     folder = Path(folder)
     document = _launchable(folder, on)

@@ -129,13 +129,15 @@ def find(name: str) -> Card:
 def count_and_name(text: str) -> tuple[int, str]:
     """How many cards, and of which name: ``2x 4090``, ``8xH100``, ``H100 x8``.
 
-    >>> count_and_name("2x 4090"), count_and_name("H100 x8"), count_and_name("RTX 4090")
-    ((2, '4090'), (8, 'H100'), (1, 'RTX 4090'))
+    >>> count_and_name("2x 4090"), count_and_name("4090 x2"), count_and_name("RTX 4090")
+    ((2, '4090'), (2, '4090'), (1, 'RTX 4090'))
     """
     before = re.fullmatch(r"\s*([0-9]{1,5})\s*[x×*]\s*(\S.*)", text, re.IGNORECASE)
+    after = re.fullmatch(r"(.*[0-9a-z])\s+[x×*]\s?([0-9]{1,3})\s*", text, re.IGNORECASE)
+    if before and after:  # "4090 x2": the one that is a card
+        before = None if _named(_tokens(after[1])) else before
     if before:
         return int(before[1]), before[2]
-    after = re.fullmatch(r"(.*[0-9a-z])\s+[x×*]\s?([0-9]{1,3})\s*", text, re.IGNORECASE)
     return (int(after[2]), after[1]) if after else (1, text)
 
 
@@ -178,14 +180,14 @@ def _named(tokens: list[str]) -> tuple[Card, ...]:
 
 def _hint(tokens: list[str]) -> str:
     if _LAPTOP.intersection(tokens):
-        return "a laptop's chip is not the desktop card of that name; give its memory instead"
+        return "a laptop's chip is not the desktop card of that name; give its memory instead: --memory 16GiB"
     close = difflib.get_close_matches(_key(tokens), _by_name(), n=10, cutoff=0.7)
     numbers = [token for token in tokens if token.isdigit() and len(token) > 2]
     close.sort(key=lambda key: not any(number in key for number in numbers))
     names = dict.fromkeys(card.name for key in close for card in _by_name()[key])
     if names:
         return f"did you mean {' or '.join(list(names)[:3])}?"
-    return "write it as nvidia-smi does, like RTX 4090 or A100-SXM4-80GB, or give its memory instead"
+    return "write it as nvidia-smi does, like RTX 4090 or A100-SXM4-80GB, or give its memory instead: --memory 24GiB"
 
 
 @functools.cache

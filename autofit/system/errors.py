@@ -19,13 +19,14 @@ values: see :mod:`autofit.contract.outcome`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from typing import TYPE_CHECKING
 
 from autofit.system.redact import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 
 class _Told(BaseException):
@@ -105,6 +106,15 @@ class Terminated(Stopped):
     """SIGTERM or SIGHUP. What was known until then has been written."""
 
     exit_code = 143
+
+
+@contextlib.contextmanager
+def of_option(option: str) -> Iterator[None]:
+    """Name the option whose text can't be read: the error begins with that text."""
+    try:
+        yield
+    except InputError as error:
+        raise type(error)(f"{option} {error.message}", hint=error.hint) from error
 
 
 def near(word: str, known: Iterable[object]) -> str:

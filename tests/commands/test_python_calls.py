@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import autofit
-from autofit.commands.shell.python_calls import as_source
+from autofit.commands.shell.python_calls import as_source, in_arguments
 from autofit.output.result import Result
 from autofit.system.errors import InputError
 from tests.output.test_report import HOSTILE, document
@@ -31,10 +31,47 @@ def test_a_config_and_a_model_object_become_a_folder_the_same_each_time():
 
 
 def test_errors_name_the_argument_and_not_the_option():
-    with pytest.raises(InputError, match=r"^global_batch 0 is out of range"):
+    with pytest.raises(InputError, match=r"^global_batch=0 is out of range"):
         autofit.tune("demo", global_batch=0)
-    with pytest.raises(InputError, match=r"^steps 1 is out of range"):
+    with pytest.raises(InputError, match=r"^steps=1 is out of range"):
         autofit.verify("nowhere", steps=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "value"),
+    [
+        ("tune", "memory_limit", "much"),
+        ("tune", "memory_limit", "120%"),
+        ("tune", "allow", "magic"),
+        ("tune", "timeout", "soon"),
+        ("estimate", "gpu", "4091"),
+        ("estimate", "gpu", "A100"),
+        ("estimate", "gpu", "0x 4090"),
+        ("estimate", "memory", "much"),
+    ],
+)
+def test_a_text_that_can_not_be_read_is_told_with_its_argument(call, argument, value):
+    with pytest.raises(InputError) as caught:
+        getattr(autofit, call)("demo", **{argument: value})
+    assert caught.value.message.startswith(f"{argument}={value!r} ")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ('name it, like --gpu "RTX 3090" or --memory 24GiB', 'name it, like gpu="RTX 3090" or memory="24GiB"'),
+        ("write it like --fix precision=fp32.", 'write it like fix="precision=fp32".'),
+        ("--allow exact,numeric,method, or --on auto", 'allow="exact,numeric,method", or on auto'),
+        ("--gpus 8 --nodes 2 are 16 cards; --no-guard, --json", "gpus=8 nodes=2 are 16 cards; guard=False, --json"),
+        ("--processes 2.", "processes=2."),
+        ("give it more (--resume)", "give it more (resume=True)"),
+    ],
+)
+def test_what_an_option_is_given_is_written_as_python_does(words, wanted):
+    assert (
+        in_arguments(words, {"gpu", "memory", "fix", "allow", "on", "gpus", "nodes", "guard", "resume", "processes"})
+        == wanted
+    )
 
 
 def test_an_error_that_points_to_another_call_names_its_argument(tmp_path):

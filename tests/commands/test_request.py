@@ -158,7 +158,7 @@ def test_a_length_is_refused_where_the_config_has_one(tmp_path):
 
 @pytest.mark.parametrize("command", [autofit.tune, autofit.estimate])
 def test_another_task_than_the_supported_ones_is_refused(command):
-    with pytest.raises(InputError, match=r"^task 'classification': input should be 'causal-lm'"):
+    with pytest.raises(InputError, match=r"^task='classification': input should be 'causal-lm'"):
         command("demo", task="classification")
     with pytest.raises(InputError) as refused:
         command("demo", task="causallm")

@@ -34,7 +34,7 @@ from autofit.machine import gpu_catalogue
 from autofit.machine.gpu_catalogue import Card
 from autofit.output.document import TOKENS
 from autofit.system import units
-from autofit.system.errors import InputError, ModelError, NothingFits
+from autofit.system.errors import InputError, ModelError, NothingFits, of_option
 from autofit.system.fork_server import ForkServer
 
 _MOST_CARDS = 64
@@ -235,7 +235,8 @@ def asked_cards(gpu: str) -> tuple[Card, ...]:
         raise InputError(f"--gpu names {len(names)} cards", hint=f"ask about no more than {_MOST_CARDS}")
     found: dict[Card, str] = {}
     for name in names:
-        card = gpu_catalogue.find(name)
+        with of_option("--gpu"):
+            card = gpu_catalogue.find(name)
         if card in found:
             raise InputError(f"--gpu names {card.name} twice: {found[card]!r} and {name!r}", hint="leave one out")
         found[card] = name
@@ -258,7 +259,8 @@ def asked_prices(given: Sequence[str], cards: Sequence[Card]) -> dict[str, float
                 raise InputError("--price is given twice for every card", hint="write CARD=PRICE/h for one of them")
             general = price
             continue
-        card = gpu_catalogue.find(name.strip())
+        with of_option(f"--price {text!r}:"):
+            card = gpu_catalogue.find(name.strip())
         if card not in cards:
             known = ", ".join(one.name for one in cards)
             raise InputError(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from autofit.commands.estimates.world import MOST_CARDS
 from autofit.commands.facts import read_facts, row_length
 from autofit.commands.request import DEFAULT_GLOBAL_BATCH, Request
 from autofit.contract.facts import Facts, Hardware, Model, Workload
@@ -19,7 +20,7 @@ from autofit.machine.describe import host_memory
 from autofit.machine.gpu_catalogue import Card
 from autofit.machine.packages import installed
 from autofit.system import units
-from autofit.system.errors import InputError, MachineError
+from autofit.system.errors import InputError, MachineError, of_option
 from autofit.system.files import write_atomically
 from autofit.system.fork_server import ForkServer
 from autofit.system.strict_json import dump_json
@@ -34,9 +35,11 @@ def counted_cards(gpu: str | None, gpus: int | None) -> tuple[str | None, int | 
     """The name and the number of cards, where the name says the number: ``2x 4090``.
 
     Raises:
-        InputError: Both say a number, and not the same.
+        InputError: The number is out of range, or both say one, and not the same.
     """
     count, name = gpu_catalogue.count_and_name(gpu) if gpu is not None else (1, None)
+    if not 1 <= count <= MOST_CARDS:
+        raise InputError(f"--gpu {gpu!r} says {count} cards", hint=f"give 1 to {MOST_CARDS} of them, like 2x {name}")
     if count == 1:
         return name, gpus
     if gpus not in {None, count}:
@@ -49,11 +52,13 @@ def asked_card(gpu: str | None, memory: str | int | None) -> tuple[Card | None, 
     if gpu is not None and memory is not None:
         raise InputError("--gpu and --memory both say how large the card is", hint="give one of them")
     if gpu is not None:
-        card = gpu_catalogue.find(gpu)
+        with of_option("--gpu"):
+            card = gpu_catalogue.find(gpu)
         return card, card.memory_bytes
     if memory is not None:
         units.check_unit(str(memory), "--memory")
-        return None, units.parse_size(memory) if isinstance(memory, str) else int(memory)
+        with of_option("--memory"):
+            return None, units.parse_size(memory) if isinstance(memory, str) else int(memory)
     return None, None
 
 

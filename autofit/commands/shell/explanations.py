@@ -117,8 +117,8 @@ def _cut_short(trials: Sequence[Trial], space: Space, timeout: float) -> str:
     """What a short time has left out, in a sentence."""
     tried = len({trial.plan for trial in trials})
     return (
-        f"--timeout {units.duration(timeout)} ended the search after {tried} of {len(space.plans)} plans: give it "
-        "more, and --resume, to try the others"
+        f"the search ended after {tried} of {len(space.plans)} plans, by --timeout ({units.duration(timeout)}): give "
+        "it more, and --resume, to try the others"
     )
 
 
@@ -128,8 +128,9 @@ def _deadline(trials: Sequence[Trial], trials_folder: Path, timeout: float) -> M
     assert isinstance(last.outcome, TimedOut)
     which = "the only trial" if len(trials) == 1 else f"the last of {len(trials)} trials"
     return MachineError(
-        f"--timeout {units.duration(timeout)} is spent, and no plan was measured: {which}, {plan_words(last.plan)}, "
-        f"was ended in {last.outcome.phase} after {units.duration(last.outcome.limit_seconds)}",
+        f"--timeout: {units.duration(timeout)} are spent, and no plan was measured: {which}, "
+        f"{plan_words(last.plan)}, was ended in {last.outcome.phase} "
+        f"after {units.duration(last.outcome.limit_seconds)}",
         hint="give a longer --timeout with --resume, or none; "
         f"the trial's logs are in {trial_folder(trials_folder, last.number)}",
     )

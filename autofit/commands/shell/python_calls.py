@@ -17,7 +17,17 @@ from autofit.system.errors import AutofitError, InputError, Stopped
 from autofit.system.files import write_atomically, writing
 
 Call = TypeVar("Call", bound=Callable[..., Any])
-_OPTION = re.compile(r"--(no-)?([a-z][a-z-]*[a-z])(?![\w-])")
+_OPTION = re.compile(
+    r"""--(no-)?([a-z][a-z-]*[a-z])(?![\w-])          # an option
+    (?:[ ](                                         # and what is given to it:
+        "[^"]*" | '[^']*'                           # in quotation marks
+        | -?\d(?:[\w.]*\w)?(?:/h|%)? | None | nan    # a number, with a unit or without, or none
+        | [a-z_]+=[\w:.+-]*\w                       # KNOB=VALUE
+        | [a-z]+(?:,[a-z]+)+                        # words with commas
+    )(?![\w'"]))?""",
+    re.VERBOSE,
+)
+_PLAIN = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|None|nan|'.*'|\".*\"")
 
 
 def for_python(function: Call) -> Call:
@@ -61,16 +71,17 @@ def in_arguments(words: str, known: Collection[str]) -> str:
     """Options of the command line as arguments of functions, where they have such.
 
     >>> in_arguments("--memory-limit 90GiB is too much; --no-guard, --json", {"memory_limit", "guard"})
-    'memory_limit 90GiB is too much; guard=False, --json'
+    'memory_limit="90GiB" is too much; guard=False, --json'
     """
 
     def replaced(found: re.Match[str]) -> str:
-        name = found[2].replace("-", "_")
+        name, given = found[2].replace("-", "_"), found[3]
         if name not in known:
             return found[0]
-        if found[1]:
-            return f"{name}=False"
-        return f"{name}=True" if name == "resume" else name
+        if found[1] or given is None:
+            said = f"{name}=False" if found[1] else f"{name}=True" if name == "resume" else name
+            return said if given is None else f"{said} {given}"
+        return f"{name}={given}" if _PLAIN.fullmatch(given) else f'{name}="{given}"'
 
     return _OPTION.sub(replaced, words)
 
