@@ -144,7 +144,14 @@ def read_document(folder: str | Path) -> Document:
     except FileNotFoundError:
         begun = path.with_name(REQUEST).exists()
         hint = "its tune has found no answer yet: go on with it by --resume" if begun else "give the folder of a tune"
-        raise InputError(f"{folder} holds no {DOCUMENT_FILE}", hint=hint) from None
+        missing = "" if Path(folder).is_dir() else ": there is no such folder"
+        raise InputError(f"{folder} holds no {DOCUMENT_FILE}{missing}", hint=hint) from None
+    except NotADirectoryError:
+        parent = Path(folder).parent
+        raise InputError(
+            f"{str(folder)!r} is a file, and the output folder of a tune is wanted",
+            hint=f"give its folder: {parent}" if (parent / DOCUMENT_FILE).is_file() else "give the folder of a tune",
+        ) from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} can't be read: {error}", hint="tune again, or with --resume in that folder") from None
     found = raw.get("format") if isinstance(raw, dict) else None

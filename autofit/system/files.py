@@ -85,6 +85,12 @@ def usable_folder(path: Path) -> Path:
         probe.unlink()
     except (OSError, ValueError) as error:
         words = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            file = next((one for one in (path, *path.parents) if one.exists()), path)
+            raise InputError(
+                f"--output {str(path)!r}: {str(file)!r} is a file, and a folder is wanted",
+                hint="name a folder; a new one is made",
+            ) from error
         if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise machine_error(error, path) from error
         raise InputError(f"--output {str(path)!r} can't be written: {words}", hint="name a folder you own") from error
