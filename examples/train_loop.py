@@ -8,6 +8,7 @@ random and so is the text, so that the example runs anywhere.
 """
 
 import argparse
+import sys
 
 import torch
 from torch.utils.data import DataLoader
@@ -22,6 +23,9 @@ parser.add_argument("--learning-rate", type=float, default=5e-5)
 options = parser.parse_args()
 
 setup = autofit.load(options.folder)
+task = setup.document.model.task
+if task not in {"causal-lm", "masked-lm", "seq2seq-lm", "script"}:  # setup.model says what to do with a script's
+    sys.exit(f"the answer in {setup.folder} is for {task}, and the rows here are tokens: put rows of your own there")
 accelerator = setup.accelerator()
 model = setup.model(options.model)
 optimizer = setup.optimizer(model, learning_rate=options.learning_rate)

@@ -8,6 +8,7 @@ the text, so that the example runs anywhere.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -24,6 +25,9 @@ parser.add_argument("--learning-rate", type=float, default=5e-5)
 options = parser.parse_args()
 
 setup = autofit.load(options.training_args.parent)
+task = setup.document.model.task
+if task not in {"causal-lm", "masked-lm", "seq2seq-lm", "script"}:  # setup.model says what to do with a script's
+    sys.exit(f"the answer in {setup.folder} is for {task}, and the rows here are tokens: put rows of your own there")
 (args,) = HfArgumentParser(TrainingArguments).parse_json_file(options.training_args)
 args.output_dir = options.output_dir
 args.max_steps = options.max_steps

@@ -346,6 +346,29 @@ def test_the_loop_example_runs_by_the_files(request, which):
     check_trained(launched(folder, "train_loop.py", folder.name), folder)
 
 
+@pytest.mark.parametrize("launch_path", PATHS)
+def test_an_example_says_that_its_rows_are_tokens(tuned, tmp_path, launch_path):
+    folder = copied(tuned(launch_path), tmp_path / "out")
+    document = json.loads((folder / DOCUMENT_FILE).read_text("utf-8"))
+    document["model"] |= {"task": "image-classification", "auto": "AutoModelForImageClassification"}
+    (folder / DOCUMENT_FILE).write_text(json.dumps(document), "utf-8")
+    given = folder / "training_args.json" if launch_path == "trainer" else folder
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "examples" / f"train_{launch_path}.py"), str(given)],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1
+    said = f"the answer in {folder} is for image-classification, and the rows here are tokens: "
+    assert done.stderr.splitlines()[-1].startswith(said)
+    no_words_of_a_bug(done)
+
+
 def test_the_example_says_which_knob_was_ignored(every_knob, tmp_path):
     folder = copied(every_knob("trainer"), tmp_path / "out")
     arguments = json.loads((folder / "training_args.json").read_text())
