@@ -154,14 +154,18 @@ def _cli(carried: _Carried) -> Exported:
 
 def _sft(carried: _Carried) -> Exported:
     """``SFTConfig(...)``, and the adapter that ``SFTTrainer`` is given."""
-    extra = dict(carried.extra)
+    extra, lacking, work = dict(carried.extra), list(carried.lacking), carried.document.workload
     adapter = extra.pop("peft_config", None)
-    settings = {"output_dir": "run", "max_length": carried.document.workload.seq_len, **carried.arguments, **extra}
+    length = {"max_length": work.seq_len}
+    if work.script is not None:  # the longest row that was seen is no bound to cut others by
+        length = {}
+        lacking.append(f"max_length: keep the script's own; its longest row, as tuned, has {work.seq_len} tokens")
+    settings = {"output_dir": "run", **length, **carried.arguments, **extra}
     lines = ["from trl import SFTConfig", "", f"args = {_call('SFTConfig', settings)}"]
     if adapter is not None:
         lines.insert(0, "from peft import LoraConfig")
         lines += ["", f"peft_config = {_call('LoraConfig', adapter)}  # SFTTrainer(..., peft_config=peft_config)"]
-    return Exported(text="\n".join(lines) + "\n", settings=settings, lacking=tuple(carried.lacking))
+    return Exported(text="\n".join(lines) + "\n", settings=settings, lacking=tuple(lacking))
 
 
 def _axolotl(carried: _Carried) -> Exported:
