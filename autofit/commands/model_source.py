@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -49,6 +50,17 @@ def fetch(name: str, into: Path, *, trust_remote_code: bool = False) -> Path:
             for code in folder.glob("*.py"):
                 shutil.copyfile(code, into / code.name)
     return into
+
+
+def local_config(name: str) -> Path | None:
+    """The config that a name means on this machine, of a folder or a file; ``None`` for a hub id."""
+    if name == DEMO:
+        return Path(__file__).with_name("demo.json")
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # as :func:`_source` says
+        path = Path(name).expanduser()
+        path = path / "config.json" if path.is_dir() else path
+        return path if path.is_file() else None
+    return None
 
 
 def _source(name: str, *, trust_remote_code: bool) -> Path:

@@ -16,10 +16,11 @@ from pydantic import TypeAdapter, ValidationError
 from autofit import space
 from autofit.cluster.nodes import check_address
 from autofit.commands.lengths import check_lengths
+from autofit.commands.model_source import local_config, read_config
 from autofit.commands.scripts.named import is_script, named
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.machine.packages import installed
-from autofit.output.document import REQUEST
+from autofit.output.document import MODEL_FOLDER, REQUEST
 from autofit.search.samplers import check_sampler
 from autofit.system import strict_json, units
 from autofit.system.errors import InputError, near, of_option
@@ -235,11 +236,12 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
             f"{folder} holds a tune of {then.model!r} already",
             hint="go on with it by --resume, choose another --output, or delete it",
         )
-    for name in [one.name for one in dataclasses.fields(Request) if one.name != "device"]:
+    _check_same_model(then, now, folder)
+    for name in [one.name for one in dataclasses.fields(Request) if one.name not in {"device", "model"}]:
         if getattr(then, name) != getattr(now, name):
             raise InputError(
                 f"{folder} was begun {_as_given(name, then)}, this is {_as_given(name, now)}",
-                hint="repeat the first command with --resume, or choose another --output",
+                hint=_OTHERWISE,
             )
     _check_same_script(started.facts, now, folder)
     if now.device not in {"auto", started.facts.hardware.device}:
@@ -255,6 +257,34 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
             hint="measurements would not compare: choose another --output",
         )
     return started
+
+
+_OTHERWISE = "repeat the first command with --resume, or choose another --output"
+
+
+def _check_same_model(then: Request, now: Request, folder: Path) -> None:
+    """Refuse to go on with another model; a folder, its config and a copy of it are one and the same.
+
+    Raises:
+        InputError: It is another one, or its config was changed since.
+    """
+    source, kept = local_config(now.model), folder / MODEL_FOLDER / "config.json"
+    if now.is_script or then.is_script or source is None or not kept.is_file():
+        same = then.model == now.model
+    else:
+        same = read_config(source, now.model) == read_config(kept, now.model)
+        if same and now.trust_remote_code and then.model != now.model:  # the code is what lies beside the config
+            began = local_config(then.model)
+            same = began is not None and began.resolve().parent == source.resolve().parent
+        if not same and then.model == now.model:
+            raise InputError(
+                f"the config of {now.model!r} has changed since {folder} was begun",
+                hint="measurements would not compare: choose another --output",
+            )
+    if not same:
+        raise InputError(
+            f"{folder} was begun {_as_given('model', then)}, this is {_as_given('model', now)}", hint=_OTHERWISE
+        )
 
 
 def _check_same_script(facts: Facts, now: Request, folder: Path) -> None:

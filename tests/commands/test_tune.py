@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import optuna
 import pytest
@@ -163,13 +164,13 @@ def test_a_trial_that_was_cut_off_is_run_again(tune, out):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"memory_limit": "2GiB"}, "begun with memory_limit 1GiB, this is with memory_limit 2GiB"),
-        ({"seq_len": 64}, "begun with seq_len 32, this is with seq_len 64"),
-        ({"seq_len": None}, "begun with seq_len 32, this is without seq_len"),
-        ({"global_batch": 32}, "begun with global_batch 16, this is with global_batch 32"),
+        ({"memory_limit": "2GiB"}, 'begun with memory_limit="1GiB", this is with memory_limit="2GiB"'),
+        ({"seq_len": 64}, "begun with seq_len=32, this is with seq_len=64"),
+        ({"seq_len": None}, "begun with seq_len=32, this is without seq_len"),
+        ({"global_batch": 32}, "begun with global_batch=16, this is with global_batch=32"),
         ({"launch_path": "loop"}, "begun with launch_path trainer, this is with launch_path loop"),
         ({"trust_remote_code": True}, "begun without trust_remote_code, this is with trust_remote_code"),
-        ({"seed": 7}, "begun with seed 0, this is with seed 7"),
+        ({"seed": 7}, "begun with seed=0, this is with seed=7"),
         ({"task": "causal-lm"}, "begun without task, this is with task causal-lm"),
     ],
 )
@@ -182,6 +183,28 @@ def test_another_question_is_not_a_resumed_one(tune, out, change, word):
     assert "resume=True" in caught.value.hint
     assert replay.asked == []
     assert {name: (out / name).read_bytes() for name in FILES} == before
+
+
+def test_one_model_has_many_paths(tune, out, tmp_path, monkeypatch):
+    """A folder, its config, and a copy elsewhere; what they hold says whether it is the same."""
+    folder, copy = tmp_path / "llama", tmp_path / "copy.json"
+    folder.mkdir()
+    text = (Path(autofit.__file__).parent / "commands" / "demo.json").read_text("utf-8")
+    (folder / "config.json").write_text(text, "utf-8")
+    copy.write_text(text, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    tune(Replay(out), model="llama", trials=1)
+    for name in ("llama", "llama/config.json", str(folder), Path("copy.json")):
+        replay = Replay(out)
+        assert tune(replay, model=name, trials=1, resume=True).plan
+        assert replay.asked == [], "nothing is measured again"
+    changed = json.loads(text)
+    changed["num_hidden_layers"] += 1
+    (folder / "config.json").write_text(json.dumps(changed), "utf-8")
+    with pytest.raises(InputError, match="the config of 'llama' has changed since"):
+        tune(Replay(out), model="llama", resume=True)
+    with pytest.raises(InputError, match=r"the model 'llama', this is for the model 'llama/config\.json'"):
+        tune(Replay(out), model="llama/config.json", resume=True)
 
 
 def test_another_model_or_device_is_not_a_resumed_one(tune, out, tmp_path):
