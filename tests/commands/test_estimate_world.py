@@ -1,10 +1,14 @@
 """The world of an estimate: --gpus and --nodes."""
 
+import types
+
 import pytest
 
+from autofit.commands.estimates.estimate import _notes
 from autofit.commands.estimates.world import asked_world
 from autofit.contract.plan import Plan
 from autofit.costmodel.seconds.collectives import nccl_bytes
+from autofit.machine import gpu_catalogue
 from autofit.system.errors import InputError
 from tests.support.traced import facts_of
 
@@ -28,6 +32,18 @@ def test_each_card_of_each_machine_is_a_process():
 def test_what_is_no_world_is_refused(gpus, nodes, elsewhere, said):
     with pytest.raises(InputError, match=said):
         asked_world(gpus, nodes, elsewhere=elsewhere)
+
+
+def test_the_range_of_one_card_is_not_that_of_several():
+    card, nothing = gpu_catalogue.find("H100 SXM"), types.SimpleNamespace(plans=())
+    one, two = (asked_world(gpus, None, elsewhere=True) for gpus in (1, 2))
+    alone = _notes(facts_of("llama", device="cuda"), card, nothing, nothing, one)
+    several = _notes(two.of(facts_of("llama", device="cuda")), card, nothing, nothing, two)
+    assert "four trainings of five lie within" in alone[-1]
+    assert "four trainings of five on one card lie within" in several[-1]
+    assert "how far the link between cards is off is not known" in several[-1]
+    assert "at a link of" in several[-2], "the screen shows the last two"
+    assert max(len(words) for words in several) < 200, "and cuts none of them"
 
 
 def test_each_group_of_a_rank_has_a_communicator():

@@ -178,6 +178,9 @@ def why_recommended(first: bool) -> str:
 def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space, world: World) -> tuple[str, ...]:
     """What was assumed."""
     said = remarks(facts.workload.seq_len, facts.model)
+    if facts.hardware.device == "cuda":
+        workspace = units.size(workspace_bytes(facts.hardware.capability))
+        said.append(f"{units.size(CONTEXT_BYTES)} for the CUDA context and {workspace} for cuBLAS are included")
     if world.processes > 1:
         links = links_of(card, processes=world.processes, nodes=world.nodes)
         over = f" and {links.across / 1e9:.4g} GB/s between machines" if world.nodes > 1 else ""
@@ -188,16 +191,15 @@ def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space, 
                 f"{links.inside / 1e9:.4g} GB/s a card{over}, which such machines usually have"
             ),
         ]
-    if facts.hardware.device == "cuda":
-        workspace = units.size(workspace_bytes(facts.hardware.capability))
-        said.append(f"{units.size(CONTEXT_BYTES)} for the CUDA context and {workspace} for cuBLAS are included")
     if facts.hardware.device == "cuda" and card is None:
         said.append("the order is that of a nominal card's speed: --gpu NAME tells samples/s")
     if card is not None:
         low, high = StepClock(card).range
+        one_card = " on one card" if world.processes > 1 else ""
+        links_too = "; how far the link between cards is off is not known" if one_card else ""
         said.append(
-            "samples/s are predicted, not measured: four trainings of five lie within "
-            f"{low:.2f} to {high:.2f} times them"
+            f"samples/s are predicted, not measured: four trainings of five{one_card} lie within {low:.2f} to "
+            f"{high:.2f} times them{links_too}"
         )
         if card.usable_bytes is None:
             said.append(f"the memory of {card.name} is the nominal one; its driver keeps some of it")

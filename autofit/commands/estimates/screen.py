@@ -39,7 +39,7 @@ def screen(found: Estimate) -> Group:
     else:
         parts.append(Text(f"nothing fits in {units.size(found.memory_bytes)}"))
     others = [note for note in found.notes if note not in found.remarks]
-    parts += [Text(one_line(note, _WIDTH), style="dim") for note in others[-_MOST_NOTES:]]
+    parts += [Text(one_line(note, 2 * _WIDTH), style="dim") for note in others[-_MOST_NOTES:]]
     parts += written(found)
     parts.append(Text(f"every kind of plan: --all; {units.duration(found.seconds)}", style="dim"))
     return Group(*parts)
