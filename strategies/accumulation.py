@@ -35,6 +35,15 @@ if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
 
 
+def _made(steps: int, share: int) -> str:
+    return f"{steps} x {share // steps} rows make the {share} of a process"
+
+
+def _steps(steps: int) -> str:
+    """Where the rows of a process depend on what else the plan has."""
+    return f"{steps} micro-batch{'es' * (steps > 1)} to an optimizer step"
+
+
 class Accumulation(Technique):
     """Micro-batches to one optimizer step."""
 
@@ -46,7 +55,7 @@ class Accumulation(Technique):
         found = {steps: share for share in shares for steps in divisors(share)}  # of the largest share last
         why = None if facts.workload.script else facts.depends_on_rows  # a script's own split is the training
         return tuple(
-            Choice(steps, Kind.EXACT, "offered", f"{steps} x {share // steps} rows make the {share} of a process")
+            Choice(steps, Kind.EXACT, "offered", _made(steps, share) if len(shares) == 1 else _steps(steps))
             if why is None or steps == 1
             else Choice(steps, Kind.METHOD, "offered", f"{steps} micro-batches are another training than one: {why}")
             for steps, share in sorted(found.items())

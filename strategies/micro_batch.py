@@ -46,6 +46,15 @@ def evaluated_rows(rows: int, facts: Facts) -> int:
     return max(1, min(rows, _EVALUATED_LOGITS_BYTES // logits_bytes))
 
 
+def _made(rows: int, share: int) -> str:
+    return f"{share // rows} x {rows} rows make the {share} of a process"
+
+
+def _at_once(rows: int) -> str:
+    """Where the rows of a process depend on what else the plan has."""
+    return f"{rows} row{'s' * (rows > 1)} at once"
+
+
 class MicroBatch(Technique):
     """Rows that go through the model at once."""
 
@@ -58,7 +67,7 @@ class MicroBatch(Technique):
         why, script = facts.depends_on_rows, facts.workload.script
         own = {rows: share if script is None else script.micro_batch for rows, share in found.items()}
         return tuple(
-            Choice(rows, Kind.EXACT, "offered", f"{share // rows} x {rows} rows make the {share} of a process")
+            Choice(rows, Kind.EXACT, "offered", _made(rows, share) if len(shares) == 1 else _at_once(rows))
             if why is None or rows == own[rows]
             else Choice(rows, Kind.METHOD, "offered", f"another training than {own[rows]} rows at once: {why}")
             for rows, share in sorted(found.items())

@@ -154,6 +154,16 @@ def test_a_plan_of_an_earlier_version_becomes_one_of_today(before, now):
 
 
 SEEN = {"engine": "FSDP2", "processes": 4, "mesh": [4], "shards": 4, "units": 3, "freed_units": 2}
+
+
+def test_the_rows_of_a_process_are_told_where_every_layout_has_as_many():
+    """Where groups of processes may share a micro-batch, a value alone does not say how many they are."""
+    for name in ("micro_batch", "accumulation"):
+        said = [choice.reason for choice in technique(name).choices(split_world(2))]
+        assert not any("of a process" in words for words in said)
+        assert all("of a process" in choice.reason for choice in technique(name).choices(world(2)))
+
+
 SPLIT = {"engine": "MULTI_GPU", "processes": 4, "tensor": 2, "split_weights": 9, "fsdp": 2, "same_rows": True}
 
 
