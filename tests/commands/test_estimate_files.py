@@ -91,6 +91,14 @@ def test_an_estimate_writes_what_a_tune_writes_and_says_everywhere_that_it_is_on
         estimated(folder, server, monkeypatch)
 
 
+def test_what_waits_on_the_host_is_told_in_the_files(server, tmp_path, monkeypatch):
+    waiting = [text.replace("offload=none", "offload=optimizer") for text in QUESTION["fix"]]
+    monkeypatch.setitem(QUESTION, "fix", waiting)
+    estimated(tmp_path / "out", server, monkeypatch, among=["micro_batch=8"])
+    said = read_document(tmp_path / "out").notes
+    assert any("wait on the host for each process: so much of its memory is to be free" in words for words in said)
+
+
 def test_no_file_is_written_where_the_speed_is_not_known_or_another_wrote(tmp_path):
     with pytest.raises(InputError, match="how fast this device is"):
         autofit.estimate("demo", memory="24GiB", output=tmp_path / "out")

@@ -16,6 +16,7 @@ from autofit.machine.gpu_catalogue import Card
 from autofit.output import document
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, read_document
 from autofit.output.result import compose_estimate, write_result
+from autofit.system import units
 from autofit.system.errors import InputError
 from autofit.system.files import usable_folder, writing
 from autofit.system.fork_server import ForkServer
@@ -95,6 +96,10 @@ def write_estimate(  # noqa: PLR0917 - what an estimate has found out
         outside_bytes=one.outside_bytes,
         limit_bytes=work.limit_bytes,
     )
+    if one.need.elsewhere_bytes:
+        each = f", {units.size(one.need.elsewhere_bytes * work.processes)} in all" if work.processes > 1 else ""
+        waiting = f"{units.size(one.need.elsewhere_bytes)} wait on the host for each process{each}"
+        notes = [*notes, f"{waiting}: so much of its memory is to be free"]
     found = compose_estimate(
         one.plan, promise, facts,
         estimated=document.Estimated(low=low, high=high), reason=why, notes=notes, seconds=seconds,
