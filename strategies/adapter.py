@@ -156,7 +156,7 @@ class Adapter(Technique):
             return value
         wanted = _wanted(value)
         method = "lora" if wanted.method == "rslora" else wanted.method
-        dropout = wanted.dropout if part == "micro_steps" else 0.0
+        dropout = wanted.dropout if part != "optimizer" else 0.0
         return dataclasses.replace(wanted, method=method, alpha=2 * wanted.rank, dropout=dropout).words()
 
     def observe(self, ran: Ran) -> Seen:

@@ -126,7 +126,7 @@ class Batching(Technique):
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         """The longest rows are traced, whatever stands beside them."""
-        return value if value == "pad_to_multiple" and part == "micro_steps" else self.baseline
+        return value if value == "pad_to_multiple" and part != "optimizer" else self.baseline
 
     def converted(self, plan: Mapping[str, Value]) -> Mapping[str, Value]:
         return plan if self.name in plan else {**plan, self.name: self.baseline}

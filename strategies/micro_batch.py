@@ -129,7 +129,7 @@ class MicroBatch(Technique):
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         """Two rows stand for any number above one; one alone is contiguous however it is turned, and copied less."""
-        return min(int(value), 2) if part == "micro_steps" else self.baseline
+        return min(int(value), 2) if part != "optimizer" else self.baseline
 
     def observe(self, ran: Ran) -> Seen:
         return {"rows": ran.rows}

@@ -124,10 +124,13 @@ class Offload(Technique):
         return Emission(script=lines.get(str(value), ()))
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
-        if value == "parameters":
+        if value == "parameters" and part != "evaluation":
             return value  # FSDP's shares are counted on the host; DeepSpeed's engine is not traced at all
-        matters = {"micro_steps": "activations", "optimizer": "optimizer"}[part]
+        matters = {"micro_steps": "activations", "optimizer": "optimizer"}.get(part)
         return value if value == matters else "none"
+
+    def runs_as(self, value: Value) -> Value:
+        return "none" if value == "parameters" else value
 
     def host_offload(self, value: Value, plan: Mapping[str, Value], facts: Facts, weights: Ints) -> HostOffload | None:
         engine = engine_of(plan["parallel"])

@@ -166,7 +166,7 @@ class Precision(Technique):
         )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
-        if part == "micro_steps":
+        if part != "optimizer":
             if value == "fp8":
                 return None
             return {"tf32": "fp32", "fp16": "bf16"}.get(str(value), value)

@@ -62,7 +62,7 @@ class SyncEachBatch(Technique):
         return self.name if value == "on" else None
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
-        return self.baseline if part == "optimizer" else value  # gradients have been sent by then, either way
+        return value if part == "micro_steps" else self.baseline  # gradients have been sent by then, either way
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         recipe.sync_each_batch = value == "on"

@@ -57,8 +57,8 @@ class Held:
 
 
 Status = Literal["offered", "on_request", "withheld"]
-Part = Literal["micro_steps", "optimizer"]
-"""What a trace looks at: forward and backward passes, or the optimizer's step."""
+Part = Literal["micro_steps", "optimizer", "evaluation"]
+"""What a trace looks at: forward and backward passes, or the optimizer's step; behind the micro-steps an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,10 @@ class Technique(ABC):
 
         ``None`` says that this part can't be traced.
         """
+        return value
+
+    def runs_as(self, value: Value) -> Value:
+        """The value whose micro-steps make the same tensors in the same order, wherever weights and gradients wait."""
         return value
 
     def host_offload(self, value: Value, plan: Mapping[str, Value], facts: Facts, weights: Ints) -> HostOffload | None:

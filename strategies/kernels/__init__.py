@@ -120,8 +120,8 @@ class Kernels(Technique):
             recipe.model_wraps.append(functools.partial(_apply_liger, settings=_LIGER[str(value)] or {}))
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
-        if part == "optimizer":
-            return self.baseline
+        if part == "optimizer" or (part == "evaluation" and value == "chunked_ce"):
+            return self.baseline  # an evaluation makes all logits
         return None if value in _LIGER else value
 
     def watch(self, model: nn.Module, recipe: Recipe, hooks: Hooks) -> Read:

@@ -15,17 +15,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _foreach_utils
 
 from autofit.costmodel.seconds.roofline import KINDS
-from autofit.costmodel.tracing import fake_run
+from autofit.costmodel.tracing import fake_run, trace_job
 from autofit.costmodel.tracing.emulation import cuda_kernels
 from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.fake_run import prime_micro_batch
-from autofit.costmodel.tracing.layers import PERIODS, Layers, find_layers
+from autofit.costmodel.tracing.layers import PERIODS, Layers, find_layers, period_of, wrapped_in_part
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.timeline import CATEGORIES, lengthen
-from autofit.costmodel.tracing.trace_request import kernels_of
+from autofit.costmodel.tracing.trace_request import kernels_of, traced_plan
 from autofit.registry import technique, techniques
 from tests.support.cases import some_slow
-from tests.support.traced import CONFIGS, PLAIN, Lab, every_choice, facts_of, traced_plan
+from tests.support.traced import CONFIGS, PLAIN, Lab, every_choice, facts_of, like_a_process_of_its_own
 
 THREE = ("llama", "gpt2", "gemma2")
 MIB = 2**20
@@ -55,6 +55,51 @@ def test_the_middle_periods_are_left_out():
     assert layers.copies == 2
     assert layers.kept() == [0, 1, 2, 3, 4, 9, 10, 11]
     assert len(layers.kept()) == layers.count - layers.copies * layers.period
+
+
+WRAPPED = [
+    ("llama", {"adapter": "lora:r=16", "kernels": "chunked_ce"}),
+    ("llama", {"adapter": "dora:r=8", "checkpointing": "every_2"}),
+    ("llama", {"adapter": "lora:r=16", "quantization": "nf4", "precision": "bf16"}),
+    ("gpt2", {"adapter": "lora:r=4"}),
+    ("gemma2", {"adapter": "lora:r=4", "checkpointing": "full"}),
+    ("mixtral", {"adapter": "lora:r=4"}),
+    ("deepseek_v3", {"adapter": "lora:r=4"}),
+]
+
+
+@pytest.mark.parametrize(("config", "values"), WRAPPED, ids=str)
+def test_a_model_that_is_wrapped_in_part_has_the_weights_of_one_that_is_wrapped_whole(labs, config, values):
+    lab, plan, found = labs(config, device="cuda"), PLAIN.replaced(**values), []
+    for whole in (True, False):
+        one = fake_run.FromConfig(plan, lab.facts, lab.folder, lab.folder, whole=whole)
+        with like_a_process_of_its_own(), one.prepared():
+            found.append(one.model(fake=True))
+    whole, part = found
+    assert find_layers(part, period_of(plan)) == find_layers(whole, period_of(plan))
+    for tensors in ("named_parameters", "named_buffers"):
+        first, second = (
+            [(name, one.shape, one.dtype, one.requires_grad) for name, one in getattr(model, tensors)()]
+            for model in found
+        )
+        assert first == second
+    assert [name for name, _ in whole.named_modules()] == [name for name, _ in part.named_modules()]
+
+
+def test_copies_stand_for_the_layers_that_no_trace_runs():
+    layers = [torch.nn.Linear(4, 4, device="meta") for _ in range(9)]
+    model, wrapped = torch.nn.Sequential(torch.nn.ModuleList(layers)), []
+    found = wrapped_in_part(model, [lambda one: wrapped.extend(one[0]) or one], 1)
+    assert wrapped == [*layers[:3], *layers[8:]]
+    assert len(found[0]) == 9
+    assert len({id(one) for one in found.parameters()}) == 18
+
+
+def test_a_model_whose_layers_share_weights_is_wrapped_whole():
+    layers = [torch.nn.Linear(4, 4, device="meta") for _ in range(9)]
+    for one in layers:
+        one.weight = layers[0].weight
+    assert wrapped_in_part(torch.nn.Sequential(torch.nn.ModuleList(layers)), [], 1) is None
 
 
 class Block(torch.nn.Module):
@@ -377,6 +422,52 @@ def test_a_value_needs_what_the_one_that_it_is_traced_as_needs(labs, config, dev
                 assert peak_of(mine, rows) == pytest.approx(peak_of(other, rows), abs=4096), (name, value, part)
             seen += 1
     assert seen >= 8
+
+
+def alike(mine, other, rows=8):
+    """Whether two tapes have the same blocks, in the same order."""
+    same = np.array_equal(mine.events, other.events) and np.array_equal(mine.bytes_at(rows), other.bytes_at(rows))
+    return same and [mine.names[one] for one in mine.ops] == [other.names[one] for one in other.ops]
+
+
+EVALUATED_ALIKE = [
+    {"checkpointing": "full"},
+    {"checkpointing": "selective"},
+    {"checkpointing": "full_offload"},
+    {"checkpointing": "every_2"},
+    {"kernels": "chunked_ce"},
+    {"offload": "activations"},
+    {"precision": "bf16", "kernels": "chunked_ce", "checkpointing": "full"},
+    {"precision": "bf16", "adapter": "lora:r=16", "quantization": "nf4", "checkpointing": "full"},
+]
+
+
+@pytest.mark.parametrize("values", EVALUATED_ALIKE, ids=str)
+def test_an_evaluation_is_that_of_the_plan_that_it_is_traced_as(labs, values):
+    lab = labs("llama", device="cuda")
+    plan = PLAIN.replaced(micro_batch=2, **values)
+    other = traced_plan(plan, "evaluation")
+    assert other != plan
+    assert alike(lab.micro(plan, as_it_is=True).evaluation, lab.micro(other, as_it_is=True).evaluation)
+
+
+def test_an_evaluation_is_traced_once(labs, monkeypatch):
+    lab, evaluated = labs("gpt2", device="cuda"), []
+    monkeypatch.setattr(fake_run.FromConfig, "run", watched(fake_run.FromConfig.run, evaluated))
+    plans, known = [PLAIN.replaced(micro_batch=2, checkpointing=value) for value in ("off", "full")], trace_job.Known()
+    with like_a_process_of_its_own():
+        first, second = (trace_job.micro_part(one, lab.facts, lab.folder, lab.folder, known=known) for one in plans)
+    assert evaluated == [True, False]
+    assert first.evaluation is second.evaluation
+    assert alike(second.tape, lab.micro(plans[1], as_it_is=True).tape)
+
+
+def watched(run, evaluated):
+    def running(source, *args, **kwargs):
+        evaluated.append(source.evaluates)
+        return run(source, *args, **kwargs)
+
+    return running
 
 
 # -- CUDA's habits ------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 import autofit
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, pack
 from autofit.costmodel.tracing import trace_store
+from autofit.costmodel.tracing.trace_request import traced_plan
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.registry import techniques
 from autofit.system.errors import MachineError
@@ -237,7 +238,7 @@ def test_what_can_not_be_traced_has_a_reason(lab, value, offload):
     found.prepare([plan])
     assert found.untraced(plan) == f"parallel={value} can't be traced"
     assert found.need(plan) is None
-    assert found.traced_plan(plan, "micro_steps") is None
+    assert traced_plan(plan, "micro_steps") is None
 
 
 def test_a_failed_trace_has_its_reason_and_is_not_tried_again(lab):

@@ -7,13 +7,13 @@ import torch
 from bitsandbytes.optim import GlobalOptimManager
 
 from autofit.contract.facts import Facts, Hardware, Model, Workload
-from autofit.contract.plan import Plan
 from autofit.costmodel.memory import peak
 from autofit.costmodel.tracing import fake_run, source, trace_job
 from autofit.costmodel.tracing.layers import Marks
+from autofit.costmodel.tracing.trace_request import traced_plan
 from autofit.costmodel.tracing.trace_store import evaluated_rows
 from autofit.machine.packages import installed
-from autofit.registry import technique, techniques
+from autofit.registry import techniques
 from tests.support import tiny
 from tests.support.tiny import GIB, write_config
 
@@ -106,11 +106,6 @@ def like_a_process_of_its_own():
     finally:
         torch.set_num_threads(threads)
         torch.backends.fp32_precision = precision
-
-
-def traced_plan(plan, part):
-    """The plan whose trace stands for this one."""
-    return Plan({name: technique(name).traced_as(value, part) for name, value in plan.items()})
 
 
 class Lab:

@@ -58,30 +58,39 @@ _PRIMES = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MicroSteps:
+class Held:
+    """What a model holds, before it takes a step.
+
+    Attributes:
+        weights: Bytes of each parameter and buffer of the whole model.
+        buckets_bytes: Of DDP's reducer, of the whole model.
+        host_bytes: Of the weights that wait on the host.
+        loading: How a sharded model gets onto the device.
+    """
+
+    weights: tuple[int, ...]
+    buckets_bytes: int = 0
+    host_bytes: int = 0
+    loading: Loading | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MicroSteps(Held):
     """What a trace of micro-steps gives.
 
     Attributes:
         tape: Segments are named ``0:F1`` for the first micro-step, ``1:F1`` for one that adds to gradients.
         evaluation: One evaluation step with as many rows; ``None`` on the ``loop`` path, where the script evaluates.
         copies: Periods that are missing in it.
-        weights: Bytes of each parameter and buffer of the whole model.
         notes: What was assumed, in words.
-        buckets_bytes: Of DDP's reducer, of the whole model.
-        host_bytes: Of the weights that wait on the host.
         gathers_late: Whether a micro-step that is followed by another leaves whole gradients on every rank.
-        loading: How a sharded model gets onto the device.
     """
 
     tape: Tape
     evaluation: Tape | None
     copies: int
-    weights: tuple[int, ...]
     notes: tuple[str, ...] = ()
-    buckets_bytes: int = 0
-    host_bytes: int = 0
     gathers_late: bool = False
-    loading: Loading | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +127,7 @@ def micro_steps(
     accumulation: int = 2,
     source: Source | None = None,
     any_rows: bool = True,
+    evaluates: bool = True,
 ) -> MicroSteps:
     """Trace one accumulation of the plan; two micro-steps stand for any number above one.
 
@@ -131,21 +141,17 @@ def micro_steps(
         accumulation: Micro-steps to trace.
         source: What trains; the model of the config on random rows where none is given.
         any_rows: Whether the trace is to hold for any number of rows above one; else for the plan's alone.
+        evaluates: Whether an evaluation step is traced too, if one belongs to the training.
 
     Raises:
         ModelError: No trace stands for a step of the model's task, or for the source's rows.
     """
-    source = source or FromConfig(plan, facts, config, folder)
+    source = source or FromConfig(plan, facts, config, folder, whole=whole)
+    source.evaluates &= evaluates
     with source.prepared() as recipe:
         layout = layout_of(recipe_of(plan, facts))
         model = source.model(fake=fake)
-        weights, buckets_bytes = tuple(local_bytes(model, layout)), layout.buckets_bytes(model)
-        # a model that is split as it is loaded comes to its device in shares
-        load = loading(model, layout) if layout.shards > 1 and layout.tensor == 1 else None
-        shares = share_bytes(model, layout) if layout.on_host else {}
-        host_bytes = sum(shares.values())
-        buckets_bytes += max(shares.values(), default=0)  # one share at a time is brought in to be gathered
-        weights += tuple(size for beside in source.beside for size in local_bytes(beside, layout))
+        holds = _held(model, layout, source.beside)
         layers = find_layers(model, period_of(plan)) if fake and not whole and not source.beside else None
         if layers is not None:
             shorten(model, layers)
@@ -165,12 +171,28 @@ def micro_steps(
         tape=_without_shares(tape, layout),
         evaluation=evaluation,
         copies=layers.copies if layers else 0,
-        weights=weights,
         notes=tuple(sorted(recorder.notes)),
-        buckets_bytes=buckets_bytes,
-        host_bytes=host_bytes,
         gathers_late=layout.gathers_late,
-        loading=load,
+        **{one.name: getattr(holds, one.name) for one in dataclasses.fields(holds)},
+    )
+
+
+def held(plan: Plan, facts: Facts, *, config: Path, folder: Path) -> Held:
+    """What the plan's model holds, without a run; the arguments are those of :func:`micro_steps`."""
+    source = FromConfig(plan, facts, config, folder)
+    with source.prepared():
+        return _held(source.model(fake=True), layout_of(recipe_of(plan, facts)), source.beside)
+
+
+def _held(model: nn.Module, layout: Layout, beside: list[nn.Module]) -> Held:
+    shares = share_bytes(model, layout) if layout.on_host else {}
+    return Held(
+        weights=tuple(size for one in (model, *beside) for size in local_bytes(one, layout)),
+        # one share at a time is brought in to be gathered
+        buckets_bytes=layout.buckets_bytes(model) + max(shares.values(), default=0),
+        host_bytes=sum(shares.values()),
+        # a model that is split as it is loaded comes to its device in shares
+        loading=loading(model, layout) if layout.shards > 1 and layout.tensor == 1 else None,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from autofit.registry import techniques
 from autofit.training.timing import Effort
 
 if TYPE_CHECKING:
-    from autofit.contract.recipe import Recipe
+    from autofit.contract.recipe import ModelWrap, Recipe
     from autofit.costmodel.tracing.recorder import Recorder
 
 PERIODS = 3
@@ -53,23 +53,27 @@ class Layers:
         return [*range(first), *range(first + self.copies * self.period, self.count)]
 
 
-def find_layers(model: nn.Module, multiple: int = 1) -> Layers | None:
+def find_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The longest list of layers, with its name."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda one: len(one[1]), default=None)
+
+
+def find_layers(model: nn.Module, multiple: int = 1, *, frozen: bool = False) -> Layers | None:
     """The longest list of layers, and how its kinds repeat; ``None`` where nothing can be left out.
 
     Args:
         model: The whole model.
         multiple: The period is one of this number, since the plan treats layers otherwise that are no further apart.
+        frozen: Whether something of it will be frozen, if it is not yet.
     """
-    found: tuple[str, nn.ModuleList] | None = None
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and (found is None or len(module) > len(found[1])):
-            found = name, module
+    found = find_list(model)
     if found is None or len(found[1]) < _MIN_LAYERS:
         return None
     kinds = [_kind(layer, _declared(model, index)) for index, layer in enumerate(found[1])]
     count = len(kinds)
     # below an adapter's first layer nothing is trained: it keeps less than those above it
-    frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    frozen = frozen or any(not parameter.requires_grad for parameter in model.parameters())
     for before in range(int(frozen), count):
         for period in range(multiple, (count - before) // (PERIODS + 1) + 1, multiple):
             if all(kinds[i] == kinds[i + period] for i in range(before, count - period)):
@@ -103,11 +107,70 @@ def period_of(plan: Plan) -> int:
 
 def shorten(model: nn.Module, layers: Layers) -> None:
     """Take the middle layers out."""
-    whole = model.get_submodule(layers.path)
-    assert isinstance(whole, nn.ModuleList)
-    kept = nn.ModuleList([whole[index] for index in layers.kept()])
-    owner, _, name = layers.path.rpartition(".")
-    setattr(model.get_submodule(owner), name, kept)
+    whole = cast("nn.ModuleList", model.get_submodule(layers.path))
+    _put(model, layers.path, [whole[index] for index in layers.kept()])
+
+
+def _put(model: nn.Module, path: str, layers: Sequence[nn.Module]) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(model.get_submodule(owner), name, nn.ModuleList(layers))
+
+
+def wrapped_in_part(model: Any, wraps: Sequence[ModelWrap], multiple: int) -> Any | None:
+    """A model on the meta device, wrapped, but for the layers that a trace leaves out: they are copies of wrapped ones.
+
+    To put an adapter on every layer takes longer than to trace those that are traced. Of the others a trace needs the
+    names, the kinds and the weights' sizes.
+
+    Args:
+        model: The whole model; it is spent.
+        wraps: What wraps it, one after the other.
+        multiple: As in :func:`find_layers`.
+
+    Returns:
+        The model with all layers; ``None`` where it has to be wrapped whole.
+    """
+    layers = find_layers(model, multiple, frozen=True)
+    if layers is None:
+        return None
+    kept, whole = layers.kept(), list(cast("nn.ModuleList", model.get_submodule(layers.path)))
+    shorten(model, layers)
+    left_out = [id(one) for index in {*range(len(whole))} - {*kept} for one in _tensors(whole[index])]
+    if len({*left_out}) < len(left_out) or not {*left_out}.isdisjoint(map(id, _tensors(model))):
+        return None  # layers share weights
+    for wrap in wraps:
+        model = wrap(model)
+    found = find_list(model)
+    if found is None or len(found[1]) != len(kept):
+        return None
+    first = layers.before + (PERIODS - 1) * layers.period
+    ran = list(found[1])
+    copies = [_copied(ran[first + place], {}) for _ in range(layers.copies) for place in range(layers.period)]
+    _put(model, found[0], [*ran[:first], *copies, *ran[first:]])
+    after = find_layers(model, multiple)
+    return model if after is not None and {*after.kept()} <= {*kept} else None
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _copied(module: nn.Module, made: dict[int, torch.Tensor]) -> nn.Module:
+    """A module of the same kind with weights of its own, on the meta device; never run."""
+
+    def own(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is not None and id(tensor) not in made:
+            bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            made[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+        return None if tensor is None else made[id(tensor)]
+
+    copy = object.__new__(type(module))
+    vars(copy).update(vars(module))
+    for name, mine in (("_parameters", module._parameters), ("_buffers", module._buffers)):
+        vars(copy)[name] = {key: own(tensor) for key, tensor in mine.items()}
+    children = module._modules.items()
+    vars(copy)["_modules"] = {key: None if child is None else _copied(child, made) for key, child in children}
+    return copy
 
 
 class Marks:

@@ -7,6 +7,7 @@ its launch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from torch.utils.data import Dataset
 
 from autofit.contract.emission import Emission
 from autofit.contract.plan import Plan
-from autofit.costmodel.tracing.layers import Marks, TraceDone
+from autofit.costmodel.tracing.layers import Marks, TraceDone, period_of, wrapped_in_part
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.shard_layout import (
     layout_of,
@@ -81,11 +82,15 @@ class FromConfig:
         config: Folder that holds the ``config.json``.
         folder: Where a Trainer may write.
         alone: Without the others of its world.
+        whole: Wrap every layer, also those that no trace runs.
     """
 
-    def __init__(self, plan: Plan, facts: Facts, config: Path, folder: Path, *, alone: bool = False) -> None:
-        self.plan, self.facts, self.config, self.folder, self.alone = plan, facts, config, folder, alone
-        self.evaluates = _evaluates(facts)
+    def __init__(
+        self, plan: Plan, facts: Facts, config: Path, folder: Path, *, alone: bool = False, whole: bool = False
+    ) -> None:
+        self.plan, self.facts, self.config, self.folder = plan, facts, config, folder
+        self.alone, self.whole = alone, whole
+        self.evaluates = facts.workload.launch_path == "trainer"  # else the script evaluates
         self.beside: list[nn.Module] = []
 
     @contextlib.contextmanager
@@ -99,14 +104,23 @@ class FromConfig:
         untraced = kind_of(self.facts.model.task).untraced
         if fake and not self.alone and untraced is not None:
             raise ModelError(untraced)
-        return self.recipe.model(None, config=self.config, device="meta" if fake else "cpu")
+        build, wraps = functools.partial(self.recipe.model, None, config=self.config), self.recipe.model_wraps
+        if fake and wraps and not self.whole:
+            self.recipe.model_wraps = []
+            try:
+                found = wrapped_in_part(build(device="meta"), wraps, period_of(self.plan))
+            finally:
+                self.recipe.model_wraps = wraps
+            if found is not None:
+                return found
+        return build(device="meta" if fake else "cpu")
 
     def take_rows(self, *, grows: bool, given: bool = False) -> None:
         """Rows are made as they are wanted."""
 
     def run(self, model: Any, marks: Marks, *, fake: bool) -> None:
         """Train until the marks say enough."""
-        train(self.recipe, model, marks, self.folder, fake=fake)
+        train(self.recipe, model, marks, self.folder, fake=fake, evaluates=self.evaluates)
 
 
 @contextlib.contextmanager
@@ -182,7 +196,7 @@ def on_cpu(emission: Emission, *, engine: bool = False) -> Emission:
     return Emission(accelerate=accelerate, training_args=arguments, script=emission.script)
 
 
-def train(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool) -> None:
+def train(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool, evaluates: bool = False) -> None:
     """Train until the marks say enough; the model and its optimizer stand ready when segment 1 begins."""
     recorder = marks.recorder
     if fake:
@@ -207,7 +221,7 @@ def train(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool)
         trainers: list[Any] = []
         with contextlib.suppress(TraceDone):
             loops.run_trainer(marks, args, model, optimizer, dataset=dataset, begin=trainers.append)
-        if marks.past is not None and _evaluates(recipe.facts):
+        if marks.past is not None and evaluates:
             loops.evaluate_once(trainers[0])
     else:
         accelerator = recipe.accelerator(gradient_accumulation_steps=marks.accumulation)
@@ -233,11 +247,6 @@ class _Alike(Dataset[Any]):
 
     def __getitem__(self, _: int) -> Any:
         return self.row
-
-
-def _evaluates(facts: Facts) -> bool:
-    """Whether an evaluation step is traced: a Trainer's."""
-    return facts.workload.launch_path == "trainer"
 
 
 def call_batch(recorder: Recorder) -> Callable[..., None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import numpy as np
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, pack
 from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing.timeline import Tape, UnlikeError, lengthen
+from autofit.costmodel.tracing.trace_request import run_plan, traced_plan
 from autofit.system.job import error_words
 
 if TYPE_CHECKING:
@@ -38,9 +40,8 @@ def trace_all(job: TraceRequests, folder: Path) -> dict[str, str]:
     Returns:
         Why it failed, by the request's file.
     """
-    cores = max(1, min(len(os.sched_getaffinity(0)), len(job.requests)))
-    # the dear ones first, so that the cores end together
-    ordered = sorted(job.requests, key=lambda request: request.part)
+    ordered = _in_groups(job.requests)
+    cores = max(1, min(len(os.sched_getaffinity(0)), len(ordered)))
     waiting, feed = os.pipe()  # a child takes a number out when it has time
     children = []
     for core in range(cores):
@@ -59,27 +60,43 @@ def trace_all(job: TraceRequests, folder: Path) -> dict[str, str]:
             failed.update(json.loads((folder / f"failed-{core}.json").read_text("utf-8")))
         except (OSError, ValueError):
             code = os.waitstatus_to_exitcode(status)
-            failed = {one.file: f"its trace ended with status {code}" for one in ordered} | failed
+            failed = {one.file: f"its trace ended with status {code}" for one in job.requests} | failed
     done = {request.file for request in job.requests if (Path(job.folder) / request.file).exists()}
     return {file: reason for file, reason in failed.items() if file not in done}
 
 
-def _taken(ordered: list[TraceRequest], waiting: int) -> Iterator[TraceRequest]:
+def _in_groups(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
+    """Those whose micro-steps are the same together, the one that is run first.
+
+    The dear ones come first, so that the cores end together; those with the same evaluation follow one another.
+    """
+
+    def key(request: TraceRequest) -> tuple[str, ...]:
+        evaluation = traced_plan(request.plan, "evaluation") or request.plan
+        return request.part, evaluation.words(), run_plan(request.plan).words()
+
+    def place(request: TraceRequest) -> tuple[object, ...]:
+        return *key(request), run_plan(request.plan) != request.plan
+
+    return [list(group) for _, group in itertools.groupby(sorted(requests, key=place), key)]
+
+
+def _taken(ordered: list[list[TraceRequest]], waiting: int) -> Iterator[list[TraceRequest]]:
     """Requests as this process comes to them; the others take theirs from the same pipe."""
     while number := os.read(waiting, _NUMBER_BYTES):
         yield ordered[int.from_bytes(number, "big")]
 
 
-def _child(job: TraceRequests, requests: Iterable[TraceRequest], report: Path) -> None:
+def _child(job: TraceRequests, groups: Iterable[list[TraceRequest]], report: Path) -> None:
     """Trace some requests and end the process."""
     code = 1
     try:
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
-        failed = {}
-        for request in requests:
+        failed, known = {}, Known()
+        for request in itertools.chain.from_iterable(groups):
             try:
-                _trace(job, request)
+                _trace(job, request, known)
             except Exception as error:  # noqa: BLE001 - a model's own code can raise anything; it is told
                 traceback.print_exc()
                 failed[request.file] = f"its trace failed: {error_words(error)}"
@@ -92,11 +109,11 @@ def _child(job: TraceRequests, requests: Iterable[TraceRequest], report: Path) -
         os._exit(code)
 
 
-def _trace(job: TraceRequests, request: TraceRequest) -> None:
+def _trace(job: TraceRequests, request: TraceRequest, known: Known) -> None:
     config = Path(job.config)
     with tempfile.TemporaryDirectory(prefix="autofit-trace-") as scratch:
         if request.part == "micro_steps":
-            arrays = pack(micro_part(request.plan, job.facts, config, Path(scratch)), None)
+            arrays = pack(micro_part(request.plan, job.facts, config, Path(scratch), known=known), None)
         else:
             arrays = pack(None, optimizer_part(request.plan, job.facts, config, Path(scratch)))
     save(job, request, arrays)
@@ -110,6 +127,19 @@ def save(job: TraceRequests, request: TraceRequest, arrays: dict[str, Any]) -> N
     aside.replace(target)
 
 
+@dataclasses.dataclass(slots=True)
+class Known:
+    """What a process has traced that other plans of the same question share.
+
+    Attributes:
+        run: The last plan that was run, and what came of it.
+        evaluations: Evaluation steps, by the plan that is traced for them.
+    """
+
+    run: tuple[Plan, MicroPart] | None = None
+    evaluations: dict[Plan | None, Tape] = dataclasses.field(default_factory=dict)
+
+
 def micro_part(
     plan: Plan,
     facts: Facts,
@@ -119,6 +149,7 @@ def micro_part(
     source: Source | None = None,
     whole: bool = False,
     any_rows: bool = True,
+    known: Known | None = None,
 ) -> MicroPart:
     """The micro-steps of the plan, for any number of rows and with every layer.
 
@@ -130,24 +161,33 @@ def micro_part(
         source: What trains, once; the model of the config where none is given.
         whole: Leave no layer out.
         any_rows: Whether it is to hold for any number of rows above one; else for the plan's alone.
+        known: What was traced before of the config's model, and takes what is traced now.
 
     Raises:
         UnlikeError: Layers of the source that were taken to be alike are not: it is to be traced whole, by another
             source.
     """
+    known = known or Known()
+    if known.run is not None and known.run[0] == run_plan(plan):
+        held = fake_run.held(plan, facts, config=config, folder=folder)
+        ran = known.run[1].without("gradients") if held.host_bytes else known.run[1]
+        return dataclasses.replace(ran, **_held(held))
     trace = functools.partial(_micro_steps, plan, facts, config, folder, source=source, whole=whole, any_rows=any_rows)
-    found, tape = trace(accumulation=2)
+    found, tape = trace(accumulation=2, evaluations=known.evaluations)
     alone = trace(accumulation=1)[1] if found.gathers_late else None
-    return MicroPart(
-        tape=tape,
-        evaluation=found.evaluation,
-        weights=np.array(found.weights, dtype=np.int64),
-        notes=found.notes,
-        alone=alone,
-        buckets_bytes=found.buckets_bytes,
-        host_bytes=found.host_bytes,
-        loading=(np.array(found.loading.events), np.array(found.loading.sizes)) if found.loading else None,
-    )
+    part = MicroPart(tape=tape, evaluation=found.evaluation, notes=found.notes, alone=alone, **_held(found))
+    known.run = plan, part
+    return part
+
+
+def _held(found: fake_run.Held) -> dict[str, Any]:
+    """What a model holds, as fields of :class:`MicroPart`."""
+    return {
+        "weights": np.array(found.weights, dtype=np.int64),
+        "buckets_bytes": found.buckets_bytes,
+        "host_bytes": found.host_bytes,
+        "loading": (np.array(found.loading.events), np.array(found.loading.sizes)) if found.loading else None,
+    }
 
 
 def _micro_steps(
@@ -160,8 +200,12 @@ def _micro_steps(
     source: Source | None,
     whole: bool,
     any_rows: bool,
+    evaluations: dict[Plan | None, Tape] | None = None,
 ) -> tuple[fake_run.MicroSteps, Tape]:
-    """What was traced, its evaluation and the tape of the whole model."""
+    """What was traced, its evaluation and the tape of the whole model.
+
+    No evaluation is traced without a place for it among ``evaluations``, or where it is there already.
+    """
     trace = functools.partial(
         fake_run.micro_steps,
         plan,
@@ -172,16 +216,23 @@ def _micro_steps(
         source=source,
         any_rows=any_rows,
     )
-    found = trace(whole=whole)
+    evaluated = traced_plan(plan, "evaluation")
+    evaluation = (evaluations or {}).get(evaluated)
+    found = trace(whole=whole, evaluates=evaluations is not None and evaluation is None)
     try:
-        tape, evaluation = lengthen(found.tape, found.copies), found.evaluation
-        found = dataclasses.replace(found, evaluation=evaluation and lengthen(evaluation, found.copies))
+        tape, evaluation = lengthen(found.tape, found.copies), evaluation or _lengthened(found)
     except UnlikeError:
         if source is not None:
             raise
-        found = trace(whole=True)
-        tape = found.tape
-    return found, tape
+        found = trace(whole=True, evaluates=evaluations is not None)
+        return found, found.tape
+    if evaluations is not None and evaluation is not None:
+        evaluations[evaluated] = evaluation
+    return dataclasses.replace(found, evaluation=evaluation), tape
+
+
+def _lengthened(found: fake_run.MicroSteps) -> Tape | None:
+    return found.evaluation and lengthen(found.evaluation, found.copies)
 
 
 def optimizer_part(plan: Plan, facts: Facts, config: Path, folder: Path, source: Source | None = None) -> OptimizerPart:

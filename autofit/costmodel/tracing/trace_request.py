@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autofit.contract.facts import Facts
-from autofit.contract.plan import Plan
+from autofit.contract.plan import Plan, Value
 from autofit.contract.technique import Part
+from autofit.registry import technique
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,22 @@ class TraceRequests:
     config: str
     requests: tuple[TraceRequest, ...]
     folder: str
+
+
+def traced_plan(plan: Plan, part: Part) -> Plan | None:
+    """The plan whose trace serves this one; ``None`` where a technique can't be traced."""
+    values: dict[str, Value] = {}
+    for name, value in plan.items():
+        traced = technique(name).traced_as(value, part)
+        if traced is None:
+            return None
+        values[name] = traced
+    return Plan(values)
+
+
+def run_plan(plan: Plan) -> Plan:
+    """The plan whose micro-steps make the same tensors in the same order."""
+    return Plan({name: technique(name).runs_as(value) for name, value in plan.items()})
 
 
 def kernels_of(capability: tuple[int, int] | None) -> tuple[int, int]:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autofit.contract.plan import Plan, Value
+from autofit.contract.plan import Plan
 from autofit.contract.technique import Part
 from autofit.costmodel.jobs import TraceJob
 from autofit.costmodel.memory import peak
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, unpack
 from autofit.costmodel.memory.peak import Need
-from autofit.costmodel.tracing.trace_request import TraceRequest, kernels_of
+from autofit.costmodel.tracing.trace_request import TraceRequest, kernels_of, traced_plan
 from autofit.registry import recipe_of, source_folders, technique
 from autofit.system.files import writing
 
@@ -83,22 +83,12 @@ class Traces:
 
     # -- which traces ---------------------------------------------------------------------------------------------
 
-    def traced_plan(self, plan: Plan, part: Part) -> Plan | None:
-        """The plan whose trace serves this one; ``None`` where a technique can't be traced."""
-        values: dict[str, Value] = {}
-        for name, value in plan.items():
-            traced = technique(name).traced_as(value, part)
-            if traced is None:
-                return None
-            values[name] = traced
-        return Plan(values)
-
     def untraced(self, plan: Plan) -> str | None:
         """Why the plan has no estimate, or ``None``."""
         for name in untraceable(plan):
             return f"{name}={plan[name]} can't be traced"
         for part in PARTS:
-            traced = self.traced_plan(plan, part)
+            traced = traced_plan(plan, part)
             reason = self.failed.get(self._key(part, traced)) if traced else None
             if reason:
                 return reason
@@ -112,7 +102,7 @@ class Traces:
         """
         wanted: dict[str, TraceRequest] = {}
         for part in PARTS:
-            traced = {self.traced_plan(plan, part) for plan in plans}
+            traced = {traced_plan(plan, part) for plan in plans}
             for one in traced:
                 if one is not None and not self._known(self._key(part, one)):
                     key = self._key(part, one)
@@ -192,7 +182,7 @@ class Traces:
         return micro, optimizer
 
     def _part(self, plan: Plan, part: Part) -> MicroPart | OptimizerPart | None:
-        traced = self.traced_plan(plan, part)
+        traced = traced_plan(plan, part)
         return None if traced is None else self._parts.get(self._key(part, traced))
 
     def need(self, plan: Plan) -> Need | None:
