@@ -27,7 +27,7 @@ MOST_LAUNCHES = 4
 MOST_STEPS = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Verification:
     """What a launch measured, compared with the promise.
 
@@ -50,6 +50,14 @@ class Verification:
     command: tuple[str, ...]
     launches: int
     estimated: bool = False
+
+    def __repr__(self) -> str:
+        if self.broken:
+            return f"Verification(broken: {'; '.join(self.broken)})"
+        seen = self.outcome
+        found = f"{seen.samples_per_second:.4g} samples/s at " if isinstance(seen, Measured) else ""
+        said = "estimated" if self.estimated else "promised"
+        return f"Verification(kept: {found}{outcome_words(seen)}, {self.speed_ratio:.0%} of the {said} speed)"
 
 
 VERIFICATION: TypeAdapter[Verification] = TypeAdapter(Verification)

@@ -242,6 +242,13 @@ def test_the_bar_is_as_long_as_the_need(ask):
     assert sum(mark.isalpha() for mark in tiny) == 1, "what is there is seen"
 
 
+def test_a_notebook_shows_it_once(ask, monkeypatch):
+    """rich displays by itself what it prints in a notebook."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *_: pytest.fail("shown beside what is returned"))
+    assert ask(memory="8GiB")._repr_html_().startswith("<pre>")
+
+
 def test_rows_that_the_model_does_not_know_are_said(ask):
     config = REPOSITORY / "autofit" / "commands" / "demo.json"
     longest = json.loads(config.read_text("utf-8"))["max_position_embeddings"]

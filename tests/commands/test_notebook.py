@@ -38,6 +38,7 @@ def test_a_notebook_shows_progress_answers_and_errors(tmp_path):
     assert any(words.startswith("trial     0") for words in progress)
     assert "<caption>demo on " in tuned[-1]["data"]["text/html"]
     assert tuned[-1]["data"]["text/plain"].startswith("Result(")
+    assert len([one for one in estimated if "data" in one]) == 1, "it is shown once"
     assert estimated[-1]["data"]["text/html"].startswith("<pre>")
     assert "H100" in estimated[-1]["data"]["text/html"]
     assert failed[-1]["ename"] == "InputError"

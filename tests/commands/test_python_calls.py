@@ -22,6 +22,7 @@ def test_a_config_and_a_model_object_become_a_folder_the_same_each_time():
     config = LlamaConfig(**CONFIG)
     first = as_source(config)
     assert first == as_source(LlamaConfig(**CONFIG))
+    assert Path(first).name.startswith("LlamaConfig-"), "what the answer calls the model"
     assert json.loads(Path(first, "config.json").read_text("utf-8"))["hidden_size"] == 32
     model = as_source(AutoModelForCausalLM.from_config(config))
     assert json.loads(Path(model, "config.json").read_text("utf-8"))["architectures"] == ["LlamaForCausalLM"]

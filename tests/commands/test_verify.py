@@ -66,6 +66,8 @@ def test_a_launch_within_the_tolerance_keeps_the_promise(folder, launches):
     assert found.broken == ()
     assert found.speed_ratio == pytest.approx(0.95)
     assert (found.launches, made) == (1, [7])
+    assert repr(found).startswith("Verification(kept: ")
+    assert "95% of the promised speed" in repr(found)
 
 
 def test_a_slow_launch_on_a_cpu_is_repeated_and_the_fastest_counts(folder, launches):
@@ -84,6 +86,7 @@ def test_a_launch_that_failed_breaks_the_promise_at_once(folder, launches):
     made = launches(Crashed(reason="no such file", log_tail=""))
     found = autofit.verify(folder)
     assert (found.broken, found.speed_ratio, len(made)) == (("crashed: no such file",), 0.0, 1)
+    assert repr(found) == "Verification(broken: crashed: no such file)"
 
 
 def test_launches_on_a_busy_machine_are_not_judged(folder, launches):
@@ -96,10 +99,10 @@ def test_launches_on_a_busy_machine_are_not_judged(folder, launches):
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ({"steps": 1}, "steps 1 is out of range"),
-        ({"steps": 1001}, "steps 1001 is out of range"),
-        ({"tolerance": -0.1}, "a tolerance of -0.1 is out of range"),
-        ({"tolerance": float("nan")}, "a tolerance of nan"),
+        ({"steps": 1}, "steps=1 is out of range"),
+        ({"steps": 1001}, "steps=1001 is out of range"),
+        ({"tolerance": -0.1}, "tolerance=-0.1 is out of range"),
+        ({"tolerance": float("nan")}, "tolerance=nan"),
     ],
 )
 def test_bad_arguments_are_refused_before_a_launch(folder, launches, bad, words):

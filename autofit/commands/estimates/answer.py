@@ -85,7 +85,8 @@ class Estimate:
 
     def _repr_html_(self) -> str:
         """The estimate as a notebook shows it: what the command line prints."""
-        console = Console(record=True, file=io.StringIO(), width=110)
+        # in a notebook rich would show it a second time
+        console = Console(record=True, file=io.StringIO(), width=110, force_jupyter=False)
         console.print(table(self))
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 

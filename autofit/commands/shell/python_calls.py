@@ -105,7 +105,8 @@ def as_source(model: object) -> str:
     if config is not model:
         content["architectures"] = [type(model).__name__]
     text = json.dumps(content, indent=1, sort_keys=True, default=str)
-    folder = cache_folder().parent / "configs" / hashlib.sha256(text.encode()).hexdigest()[:16]
+    content_hash = hashlib.sha256(text.encode()).hexdigest()[:16]
+    folder = cache_folder().parent / "configs" / f"{type(model).__name__}-{content_hash}"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "config.json", text)
