@@ -58,7 +58,7 @@ def test_checkpointing_is_seen_as_more_products(answer):
 def test_what_is_no_answer_is_refused_in_a_line(answer, tmp_path):
     with pytest.raises(InputError, match=r"holds no autofit\.json"):
         autofit.profile(tmp_path)
-    with pytest.raises(InputError, match=r"^steps 0 is out of range"):
+    with pytest.raises(InputError, match=r"^steps=0 is out of range"):
         autofit.profile(tmp_path, steps=0)
     folder = answer("without_model")
     (folder / MODEL_FOLDER / "config.json").unlink()

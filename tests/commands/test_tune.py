@@ -306,7 +306,7 @@ def test_nothing_fits_is_an_answer(tune, out):
     assert "1.00 GiB" in said
     assert "memory_limit" in said
     assert "seq_len" in said
-    assert "allow exact,numeric,method" in said
+    assert 'allow="exact,numeric,method"' in said
     assert "--" not in said
     assert not (out / DOCUMENT_FILE).exists()
     assert not purposes(replay, "final")
