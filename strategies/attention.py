@@ -138,7 +138,7 @@ class Attention(Technique):
         asked = None if script is None else script.loads.get("attn_implementation")
         if asked is None:
             return None
-        return Held(self.baseline, f"the script loads its model with {asked}", by_script=True)
+        return Held(self.baseline, f"the script makes its model with {asked}", by_script=True)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         if value == self.baseline:

@@ -108,6 +108,16 @@ def test_what_the_script_does_itself_is_seen(described, folder):
     assert first["micro_batch"] == 2
 
 
+def test_a_model_that_its_class_makes_attends_as_it_does(described):
+    """No plan can ask it for another attention: a trial of one would be refused."""
+    found = described(
+        HEAD + "arguments = TrainingArguments('x', per_device_train_batch_size=2)\n"
+        "model = Model(BertConfig(num_hidden_layers=1, hidden_size=24))\n"
+        "Trainer(model, arguments, train_dataset=[{'input_ids': [1, 2, 3], 'labels': 0}] * 4).train()\n"
+    )
+    assert found["script"]["loads"] == {"attn_implementation": "sdpa"}
+
+
 def test_a_module_that_is_none_of_transformers_is_described(described):
     found = described(
         "import torch\nfrom accelerate import Accelerator\n"

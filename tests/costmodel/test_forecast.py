@@ -8,7 +8,7 @@ import pytest
 
 from autofit import space
 from autofit.commands.shell.explanations import no_winner
-from autofit.commands.tunes.backend import DeviceBackend, predicted_bytes, predicted_speeds
+from autofit.commands.tunes.backend import DeviceBackend, _told_once, predicted_bytes, predicted_speeds
 from autofit.contract.outcome import Trial
 from autofit.costmodel.forecast import Forecast, PeakPrior
 from autofit.costmodel.seconds.roofline import WORK
@@ -234,6 +234,11 @@ def test_nothing_fits_is_said_before_anything_is_run(tmp_path):
     assert isinstance(refusal, NothingFits)
     assert "smallest needs about" in refusal.message
     assert "--memory-limit" in refusal.message
+
+
+def test_reasons_that_differ_in_numbers_are_told_once():
+    reasons = ["the trace of 4 says 46,846 bytes", "the trace of 4 says 53,393 bytes", "another"]
+    assert _told_once(reasons) == ["another", "the trace of 4 says 46,846 bytes (and 1 like it)"]
 
 
 def test_a_tune_goes_on_without_a_forecast(tmp_path, monkeypatch):

@@ -94,6 +94,7 @@ def test_how_many_are_made_is_told_meanwhile(lab, monkeypatch):
     lab(Tracer(seconds=0.2)).prepare([PLAIN], words.append)
     assert words[0] == "tracing 2 parts of a step"
     assert "0 of 2 parts traced" in words
+    assert len(words) == len(set(words)), "what has not changed is not told again"
 
 
 def test_many_rows_stand_for_one_where_it_was_not_traced(lab):

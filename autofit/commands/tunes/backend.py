@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -135,7 +136,7 @@ class DeviceBackend:
         except AutofitError as error:
             note(f"memory is not forecast: {error.message}")
             return None, unrated
-        for why in sorted(set(traces.failed.values())):
+        for why in _told_once(traces.failed.values()):
             note(f"some plans have no forecast: {why}")
         return None if np.isnan(found.tensor_bytes).all() else found, rated
 
@@ -187,3 +188,11 @@ def predicted_speeds(space: Space, forecast: Forecast | None) -> dict[Plan, Pred
         for plan, one in zip(space.plans, forecast.seconds.tolist(), strict=True)
         if one > 0
     }
+
+
+def _told_once(reasons: Iterable[str]) -> list[str]:
+    """Reasons that differ in their numbers alone are one: the first of them, and how many are like it."""
+    alike: dict[str, list[str]] = {}
+    for why in sorted(set(reasons)):
+        alike.setdefault(re.sub(r"[\d,.]+", "", why), []).append(why)
+    return [group[0] + (f" (and {len(group) - 1} like it)" if group[1:] else "") for group in alike.values()]

@@ -139,8 +139,12 @@ class Traces:
         ended = threading.Event()
 
         def tell() -> None:
+            told = -1
             while not ended.wait(_TOLD_EVERY_SECONDS):
-                say(f"{sum((self.cache / name).exists() for name in names)} of {len(names)} parts traced")
+                made = sum((self.cache / name).exists() for name in names)
+                if made > told:
+                    say(f"{made} of {len(names)} parts traced")
+                told = made
 
         teller = threading.Thread(target=tell, daemon=True)
         teller.start()

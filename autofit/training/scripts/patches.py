@@ -63,6 +63,7 @@ class Patches:
         random_weights: Whether models get random weights, and no file of weights is read or fetched.
         made: What each Trainer was made with, by its ``id``.
         said: What the script itself said where it loaded its model.
+        loaded: Whether it loaded one: a model that its class makes can't be told anything.
     """
 
     train: Callable[[Any, Callable[[], Any]], Any]
@@ -78,6 +79,7 @@ class Patches:
     rewrites: bool = True
     made: dict[int, Made] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
+    loaded: bool = False
     _own: dict[int, dict[str, Any]] = field(default_factory=dict)
     _calls: int = 0
 
@@ -94,6 +96,7 @@ class Patches:
                 "the script loads its model with quantized weights (quantization_config)",
                 _by_name(),
             )
+        self.loaded = True
         said = {name: given[name] for name in ("attn_implementation", "dtype", "torch_dtype") if given.get(name)}
         said["dtype"] = said.pop("torch_dtype", said.get("dtype"))
         self.said |= {name: str(value).removeprefix("torch.") for name, value in said.items() if value is not None}

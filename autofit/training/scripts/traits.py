@@ -38,8 +38,12 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
             f"the script trains weights in {dtype}, which lose almost every update",
             "load the model in float32 or bfloat16, and ask for --fp16 instead",
         )
+    asked = {name: value for name, value in patches.said.items() if name == "attn_implementation"}
+    attends = getattr(settings, "_attn_implementation", None)
+    if not patches.loaded and isinstance(attends, str):  # made by its class, so that nothing else can be asked for
+        asked["attn_implementation"] = attends
     script = {
-        "loads": {name: value for name, value in patches.said.items() if name == "attn_implementation"},
+        "loads": asked,
         "weights_dtype": dtype,
         **{one.name: words for one in techniques() if (words := one.in_script(model)) is not None},
         "compiled": hasattr(model, "_orig_mod"),
