@@ -242,6 +242,13 @@ def test_what_can_not_be_traced_has_a_reason(lab, value, offload):
     assert traced_plan(plan, "micro_steps") is None
 
 
+def test_plans_that_ask_for_the_same_memory_are_alike(lab):
+    found, plan = lab(Tracer()), PLAIN.replaced(precision="bf16", micro_batch=4)
+    assert found.alike(plan) == found.alike(plan.replaced(precision="fp16"))
+    others = ({"precision": "fp32"}, {"micro_batch": 8}, {"accumulation": 2}, {"optimizer": "adamw_8bit"})
+    assert len({found.alike(plan), *(found.alike(plan.replaced(**one)) for one in others)}) == 1 + len(others)
+
+
 def test_a_failed_trace_has_its_reason_and_is_not_tried_again(lab):
     tracer = Tracer(fail={"micro_steps"})
     found = lab(tracer)

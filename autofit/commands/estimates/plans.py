@@ -149,14 +149,21 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
     assert parts is not None
     # on a CPU it is what processes were seen to hold for such tensors
     on_cpu = facts.hardware.device == "cpu"
-    device = round(float(cast.device_bytes[place])) if on_cpu else _smallest_card(found, parts, plan, facts)
+    outside = 0 if on_cpu else CONTEXT_BYTES + nccl_bytes(plan, facts.workload)
+    if on_cpu:
+        device = round(float(cast.device_bytes[place]))
+    else:
+        alike = traces.alike(plan)
+        if alike not in traces.capacities:
+            traces.capacities[alike] = _smallest_capacity(found, parts, plan, facts)
+        device = traces.capacities[alike] + outside
     limit = facts.workload.limit_bytes
     verdict: Verdict = "fits" if device * (1 + MARGIN) <= limit else "tight" if device <= limit else "too large"
     return Estimated(
         plan=plan,
         need=found,
         device_bytes=device,
-        outside_bytes=0 if on_cpu else CONTEXT_BYTES + nccl_bytes(plan, facts.workload),
+        outside_bytes=outside,
         verdict=verdict,
         samples_per_second=None if np.isnan(seconds) else 1 / seconds,
         changes=tuple(changes(plan, facts)),
@@ -168,8 +175,8 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
     )
 
 
-def _smallest_card(found: Need, parts: tuple[MicroPart, OptimizerPart], plan: Plan, facts: Facts) -> int:
-    """On which a plan runs: its allocations replayed through the allocator, and what lies outside."""
+def _smallest_capacity(found: Need, parts: tuple[MicroPart, OptimizerPart], plan: Plan, facts: Facts) -> int:
+    """What the allocator needs for a plan: its allocations are replayed."""
     rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
     asked = requests(
         *parts,
@@ -181,10 +188,8 @@ def _smallest_card(found: Need, parts: tuple[MicroPart, OptimizerPart], plan: Pl
     rounded = [round(size) for size in asked.sizes]
     resolution = max(2 * MIB, found.peak_bytes // 400)
     if sum(rounded) > pools.MOST_BYTES:  # no card of this world
-        capacity = found.peak_bytes + workspace_bytes(facts.hardware.capability)
-    else:
-        capacity = allocator.smallest_capacity(asked.events, rounded, asked.streams, resolution_bytes=resolution)
-    return capacity + CONTEXT_BYTES + nccl_bytes(plan, facts.workload)
+        return found.peak_bytes + workspace_bytes(facts.hardware.capability)
+    return allocator.smallest_capacity(asked.events, rounded, asked.streams, resolution_bytes=resolution)
 
 
 def cause(one: Estimated) -> str:

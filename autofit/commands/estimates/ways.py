@@ -68,7 +68,11 @@ def ways(
             return Way(name=name, fastest=None, smallest=None, stops=plans)
         return _way(name, plans, facts, traces, card)
 
-    return tuple(on_every_core(found, list(spaces)))
+    every = tuple(on_every_core(found, list(spaces)))
+    for one in (one for way in every for one in (way.fastest, way.smallest) if one is not None):
+        if facts.hardware.device != "cpu":  # what those processes have replayed, this one need not
+            traces.capacities[traces.alike(one.plan)] = one.device_bytes - one.outside_bytes
+    return every
 
 
 def spaces_by_way(facts: Facts, given: Knobs, allowed: frozenset[Kind]) -> dict[str, space.Space | str]:

@@ -58,6 +58,7 @@ class Pools(ABC):
     """
 
     large_rest: int  # a rest in a large pool is split off where it is larger than this
+    chooses = False  # whether the first free block that is large enough is not always the one
 
     def __init__(self, needs: Sequence[int], pool_of: Sequence[int], capacity: int | None) -> None:
         self.needs = needs
@@ -86,7 +87,7 @@ class Pools(ABC):
                 return False
             start, size = self._grow(pool, need)
         else:
-            key = spare.pop(self._choose(pool, index))
+            key = spare.pop(self._choose(pool, index) if self.chooses else index)
             start, size = key & _START, key >> _SHIFT
             del self.size_at[start], self.start_before[start + size]
         if size - need > keep:
@@ -94,7 +95,8 @@ class Pools(ABC):
             size = need
         self.live[block] = start, size
         self.allocated += size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.allocated > self.peak_allocated:  # noqa: PLR1730 - two million times
+            self.peak_allocated = self.allocated
         return True
 
     def free(self, block: int) -> None:
@@ -136,17 +138,24 @@ class Pools(ABC):
         return size
 
     def _join(self, pool: int, start: int, size: int) -> None:
+        # called a hundred thousand times a replay: what _take and _put do is written out
+        sizes, starts, spare = self.size_at, self.start_before, self.spare[pool]
         end = start + size
-        if start in self.start_before:
-            start = self.start_before[start]
-            self._take(pool, start)
-        if end in self.size_at:
-            end += self._take(pool, end)
-        self._put(pool, start, end - start)
+        before = starts.pop(start, None)
+        if before is not None:
+            start = before
+            del spare[bisect_left(spare, sizes[start] << _SHIFT | start)]
+        after = sizes.pop(end, None)
+        if after is not None:
+            del spare[bisect_left(spare, after << _SHIFT | end)]
+            end += after
+        insort(spare, (end - start) << _SHIFT | start)
+        sizes[start] = end - start
+        starts[end] = start
 
-    @abstractmethod
     def _choose(self, pool: int, index: int) -> int:
-        """Which free block to use, from the first one on that is large enough."""
+        """Which free block to use, from the first one on that is large enough: ``index``."""
+        return index
 
     @abstractmethod
     def _grow(self, pool: int, need: int) -> tuple[int, int]:
@@ -166,9 +175,6 @@ class Segments(Pools):
         super().__init__(needs, pool_of, capacity)
         self.segments: dict[int, int] = {}
         self._next = 0
-
-    def _choose(self, pool: int, index: int) -> int:
-        return index
 
     def _grow(self, pool: int, need: int) -> tuple[int, int]:
         start, size = self._next, _segment(need)
@@ -191,6 +197,7 @@ class Expandable(Pools):
     """One range of addresses for each pool, mapped page by page."""
 
     large_rest = 0
+    chooses = True
 
     def __init__(self, needs: Sequence[int], pool_of: Sequence[int], capacity: int | None) -> None:
         super().__init__(needs, pool_of, capacity)

@@ -16,7 +16,7 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,6 +77,7 @@ class Traces:
         self.cache = cache or scratch
         self.failed: dict[str, str] = {}
         self.made = 0
+        self.capacities: dict[Hashable, int] = {}  # bytes that the allocator needs, by what :meth:`alike` says
         self._parts: dict[str, MicroPart | OptimizerPart] = {}
         self._ground = ground_of(facts, config)
         self._waiting = facts.workload.launch_path == "trainer"
@@ -184,6 +185,11 @@ class Traces:
         assert isinstance(micro, MicroPart)
         assert isinstance(optimizer, OptimizerPart)
         return micro, optimizer
+
+    def alike(self, plan: Plan) -> Hashable:
+        """Equal for plans that ask for the same memory in the same order."""
+        traced = (traced_plan(plan, part) for part in PARTS)
+        return (*traced, plan["micro_batch"], plan["accumulation"], evaluated_rows(plan, self.facts))
 
     def _part(self, plan: Plan, part: Part) -> MicroPart | OptimizerPart | None:
         traced = traced_plan(plan, part)
