@@ -49,6 +49,11 @@ def techniques() -> tuple[Technique, ...]:
     return cast("tuple[Technique, ...]", _strategies().ALL)
 
 
+def baselines() -> dict[str, Value]:
+    """The baseline value of every technique."""
+    return {one.name: one.baseline for one in techniques()}
+
+
 def source_folders() -> tuple[Path, Path]:
     """The folders that hold autofit's own code: the package, and the techniques."""
     return source_root() / "autofit", Path(str(_strategies().__file__)).resolve().parent

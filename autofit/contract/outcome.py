@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 
 from autofit.contract.plan import Plan
 
+Purpose = Literal["search", "final"]
 Phase = Literal["load", "forward", "backward", "optimizer"]
 
 
@@ -196,7 +197,7 @@ class Trial:
     plan: Plan
     outcome: Outcome
     wall_seconds: float
-    purpose: Literal["search", "final"] = "search"
+    purpose: Purpose = "search"
     predicted_bytes: int | None = None
     predicted_speed: PredictedSpeed | None = None
 

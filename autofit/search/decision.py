@@ -268,8 +268,8 @@ def nearest_change(trials: Sequence[Trial], space: Space, limit_bytes: int, fact
     else:
         peak, more = outcome.peak_bytes, outcome.requested_bytes or 0
         asked = f" and asked for {size(more)} more" if more else ""
-        where = "while loading" if outcome.phase == "load" else f"in the {outcome.phase} pass"
-        where = "in the optimizer's step" if outcome.phase == "optimizer" else where
+        named = {"load": "while loading", "optimizer": "in the optimizer's step"}
+        where = named.get(outcome.phase, f"in the {outcome.phase} pass")
         traced = f" (by its trace it needs about {size(need)})" if need > peak + more else ""
         need = max(need, peak + more)
         held = f"held {size(peak)}{asked} {where}, under a ceiling of {size(limit_bytes)}{traced}"

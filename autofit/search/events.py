@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
-    from autofit.contract.outcome import Trial
+    from autofit.contract.outcome import Purpose, Trial
     from autofit.contract.plan import Plan
     from autofit.space import Space
 
@@ -20,9 +20,7 @@ class Events(Protocol):
     def ready(self, facts: Facts, space: Space, known: int) -> None:
         """The facts are read; ``known`` trials were measured before."""
 
-    def trial_begins(
-        self, number: int, plan: Plan, purpose: Literal["search", "final"], seconds_left: float | None
-    ) -> None:
+    def trial_begins(self, number: int, plan: Plan, purpose: Purpose, seconds_left: float | None) -> None:
         """A trial begins."""
 
     def trial_ends(self, trial: Trial, best: Trial | None) -> None:
@@ -41,9 +39,7 @@ class Silent:
     def ready(self, facts: Facts, space: Space, known: int) -> None:
         """Nothing."""
 
-    def trial_begins(
-        self, number: int, plan: Plan, purpose: Literal["search", "final"], seconds_left: float | None
-    ) -> None:
+    def trial_begins(self, number: int, plan: Plan, purpose: Purpose, seconds_left: float | None) -> None:
         """Nothing."""
 
     def trial_ends(self, trial: Trial, best: Trial | None) -> None:

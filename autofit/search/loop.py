@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
 
 from autofit import registry
 from autofit.contract.facts import Facts
-from autofit.contract.outcome import Crashed, Diverged, Measured, Outcome, OutOfMemory, TimedOut, Trial
+from autofit.contract.outcome import Crashed, Diverged, Measured, Outcome, OutOfMemory, Purpose, TimedOut, Trial
 from autofit.contract.plan import Plan
 from autofit.search import decision
 from autofit.search.decision import Decision
@@ -29,10 +28,8 @@ from autofit.system.statistics import median
 from autofit.training.runner import Runner
 from autofit.training.timing import Effort
 
-Purpose = Literal["search", "final"]
-
 LONGEST_TRIAL_SECONDS = 900.0
-_LATER = 3
+_COMPILE_FACTOR = 3
 """How many times as long as expected a compiler may take."""
 FINALISTS = 3
 ROUNDS = 2
@@ -125,7 +122,7 @@ class Campaign:
         self.events.trial_begins(number, plan, purpose, left)
         walls = self._walls()
         longest = min(LONGEST_TRIAL_SECONDS, max(LEAST_LIMIT_SECONDS, SLOWEST * median(walls) if walls else math.inf))
-        longest += _LATER * registry.extra_seconds(plan, self.facts)
+        longest += _COMPILE_FACTOR * registry.extra_seconds(plan, self.facts)
         limit = longest if left is None else max(10.0, min(longest, left))
         return partial(self.runner.run, number, plan, effort, purpose=purpose, limit_seconds=limit)
 
@@ -177,8 +174,8 @@ class Campaign:
 
     def _doubt(self, trial: Trial) -> str | None:
         """Why a trial may say nothing of its plan, in words; ``None`` where it does, or enough were repeated."""
-        why, left = doubt(trial), self.left()
-        if why is None or (left is not None and left < trial.wall_seconds):
+        why = doubt(trial)
+        if why is None or self._seconds_left() < trial.wall_seconds:
             return None
         if not isinstance(trial.outcome, Measured):
             return why if self.credit >= 1 and not self._crashes_always(trial.outcome) else None
@@ -252,10 +249,15 @@ class Campaign:
         """
         baselines = [plan for plan in self.space.plans if not decision.changed_values(plan)]
         for _ in range(min(BASELINES, most_trials - self._tried())):
-            plan, left = searcher.fastest_untried(baselines), self.left()
-            if plan is None or (left is not None and left < self._playoff_seconds() + max(self._walls(), default=0.0)):
+            plan = searcher.fastest_untried(baselines)
+            if plan is None or self._seconds_left() < self._playoff_seconds() + max(self._walls(), default=0.0):
                 return
             searcher.tell(self.run(plan, Effort(), "search"))
+
+    def _seconds_left(self) -> float:
+        """Seconds left of the time budget; infinite without a limit."""
+        left = self.left()
+        return math.inf if left is None else left
 
     def _walls(self) -> list[float]:
         """What the trials that were measured took, all in all."""
@@ -284,8 +286,7 @@ class Campaign:
                 break
             for round_number in range(ROUNDS):
                 for plan in finalists:
-                    left = self.left()
-                    if left is not None and left <= 0:
+                    if self._seconds_left() <= 0:
                         self.note("the time is spent: the playoff was cut short")
                         return self.decide()
                     if self._finals(plan) <= round_number:
@@ -306,8 +307,7 @@ class Campaign:
 
     def is_spent(self) -> bool:
         """Whether the time budget leaves no room for another trial of the search."""
-        left = self.left()
-        return left is not None and left < self._playoff_seconds()
+        return self._seconds_left() < self._playoff_seconds()
 
     def _playoff_seconds(self) -> float:
         """What the playoff will take, from what trials took; half of the time at most."""
@@ -342,8 +342,7 @@ class Campaign:
             if trial.plan == plan and isinstance(trial.outcome, Measured)
         ]
         while TIGHT * self.limit_bytes <= max(peaks) <= self.limit_bytes and len(peaks) < LOOKS_AT_TIGHT:
-            left = self.left()
-            if left is not None and left <= 0:
+            if self._seconds_left() <= 0:
                 return
             outcome = self.run(plan, FINAL, "final").outcome
             if not isinstance(outcome, Measured):

@@ -30,7 +30,7 @@ from autofit.costmodel.seconds.roofline import WORK
 from autofit.costmodel.tracing.timeline import Floats
 from autofit.costmodel.tracing.trace_store import untraceable
 from autofit.machine import gpu_catalogue
-from autofit.registry import check_values, techniques
+from autofit.registry import baselines, check_values, techniques
 from autofit.search.recordings.writer import RUN, Run, open_recording
 from autofit.space import Space
 from autofit.system import strict_json
@@ -141,7 +141,7 @@ class Landscape:
             known_card=card is not None,
             timed=bool(self.facts.rates),
             approximate=np.array([bool(untraceable(plan)) for plan in space.plans]) & ~np.isnan(tensors),
-            peak_prior=forecasts.peak_prior(self.facts.hardware),
+            peak_prior=forecasts.peak_prior(hardware),
             kernel_overhead_bytes=forecasts.kernel_overhead_bytes(self.facts, work),
             activation_bytes=np.nan_to_num(column("activation_bytes")),
         )
@@ -151,7 +151,7 @@ class Landscape:
         found = self.runs.get(plan)
         if found is None:
             known = next(iter(self.runs))
-            plain = {one.name: one.baseline for one in techniques()}
+            plain = baselines()
             if all(plan[name] == plain.get(name) for name in plan if name not in known):
                 found = self.runs.get(Plan({name: plan[name] for name in known if name in plan}))
         return found or ()
@@ -194,10 +194,10 @@ def needed(outcome: Measured) -> int:
 
 def _comparable(one: Facts, other: Facts) -> bool:
     """Whether two recordings answer one question; what is free on the machine may differ."""
-    same_work = dataclasses.replace(one.workload, limit_bytes=0, host_limit_bytes=0) == dataclasses.replace(
-        other.workload, limit_bytes=0, host_limit_bytes=0
+    work, other_work = (
+        dataclasses.replace(facts.workload, limit_bytes=0, host_limit_bytes=0) for facts in (one, other)
     )
-    return one.model == other.model and one.hardware.name == other.hardware.name and same_work
+    return one.model == other.model and one.hardware.name == other.hardware.name and work == other_work
 
 
 def _order(choices: Iterable[Any]) -> Any:
@@ -209,7 +209,7 @@ def _order(choices: Iterable[Any]) -> Any:
 def _alike(runs: Mapping[Plan, list[Run]]) -> dict[Plan, tuple[Run, ...]]:
     """The runs by plans that all name the same knobs: one that came later was plain before."""
     names = {name: None for plan in runs for name in plan}
-    plain = {one.name: one.baseline for one in techniques()}
+    plain = baselines()
     whole: dict[Plan, tuple[Run, ...]] = {}
     for plan, every in runs.items():
         alike = Plan({name: plan.get(name, plain.get(name, "")) for name in names})

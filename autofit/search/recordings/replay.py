@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import random
-from typing import Literal
 
-from autofit.contract.outcome import Measured, Outcome, OutOfMemory, Trial, Unsupported
+from autofit.contract.outcome import Measured, Outcome, OutOfMemory, Purpose, Trial, Unsupported
 from autofit.contract.plan import Plan
 from autofit.search.recordings.landscape import Landscape, needed
 from autofit.search.workers import Job
 from autofit.system.statistics import median, spread
 from autofit.training.timing import Effort
-
-Purpose = Literal["search", "final"]
 
 
 class Replay:

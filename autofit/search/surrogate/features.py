@@ -10,12 +10,14 @@ import numpy as np
 from autofit.contract.plan import Plan, Value
 from autofit.contract.trace import Ints
 from autofit.costmodel.tracing.timeline import Floats
-from autofit.registry import techniques
+from autofit.registry import baselines
 from autofit.space import Space
 
 MICRO_BATCH = "micro_batch"
 ACCUMULATION = "accumulation"
 """Follows from the micro-batch and the global batch: it is no degree of freedom of its own."""
+BATCH_SPLIT = frozenset({MICRO_BATCH, ACCUMULATION})
+"""How the global batch is split: plans of one family differ in these alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class Features:
 
 def features_of(space: Space) -> Features:
     """The features of a space; a few seconds for 100,000 plans."""
-    baselines = {one.name: one.baseline for one in techniques()}
+    plain = baselines()
     names = list(space.domains)
     positions = [{value: code for code, value in enumerate(space.domains[name])} for name in names]
     codes = np.array(
@@ -62,11 +64,11 @@ def features_of(space: Space) -> Features:
     changed_values, family = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     indicators: dict[tuple[str, Value], Floats] = {}
     for column, name in enumerate(names):
-        if name in {MICRO_BATCH, ACCUMULATION}:
+        if name in BATCH_SPLIT:
             continue
         family = family * len(space.domains[name]) + codes[:, column]
         for code, value in enumerate(space.domains[name]):
-            if value == baselines.get(name, space.domains[name][0]):
+            if value == plain.get(name, space.domains[name][0]):
                 continue
             indicators[name, value] = (codes[:, column] == code).astype(float)
             changed_values += codes[:, column] == code

@@ -24,6 +24,8 @@ from autofit.costmodel.tracing.timeline import Floats
 
 _ITERATIONS = 12
 """Gauss-Newton steps; with a step length of one half they suffice for a change below rounding."""
+_DEEP = -4.0
+"""Below so many standard deviations the normal tail's series is used."""
 
 
 def _squared_norms(columns: Floats) -> Floats:
@@ -214,10 +216,6 @@ def truncated_normal_update(mean: Floats, std: Floats, limit: float) -> tuple[Fl
     precision = (1 / shrunk - 1) / std**2
     weighted = (mean + std * hazard) / (shrunk * std**2) - mean / std**2
     return weighted / precision, np.sqrt(1 / precision)
-
-
-_DEEP = -4.0
-"""Below so many standard deviations the tail's series is used."""
 
 
 def expected_improvement(mean: Floats, std: Floats, best: float) -> Floats:

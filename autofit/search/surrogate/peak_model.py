@@ -18,7 +18,7 @@ import numpy as np
 from autofit.contract.trace import Ints
 from autofit.costmodel.forecast import Forecast
 from autofit.costmodel.tracing.timeline import Floats
-from autofit.search.surrogate.features import ACCUMULATION, MICRO_BATCH, Features
+from autofit.search.surrogate.features import BATCH_SPLIT, Features
 from autofit.search.surrogate.gp import FixedFeatures, Kernel, predict
 from autofit.search.surrogate.time_model import CURVE_STD, FAMILY_STD, LEVEL_STD, is_untraced
 from autofit.space import Space
@@ -37,6 +37,12 @@ class PeakModel:
 
     The latent variables have a standard normal prior: the level, the share that grows with the rows, and each value's
     effect on either part.
+
+    Attributes:
+        fixed, slope: What each latent variable adds to the logarithms, of shape ``(plans, latents)``.
+        fixed_mean, slope_mean: The prior means of the logarithms.
+        family: Of each plan.
+        rows: The micro-batch of each plan.
     """
 
     fixed: Floats
@@ -45,8 +51,6 @@ class PeakModel:
     slope_mean: Floats
     family: Ints
     rows: Floats
-    family_std: float
-    curve_std: float
 
     @property
     def latents(self) -> int:
@@ -75,8 +79,8 @@ class PeakModel:
             features=gradient,
             family=self.family,
             rows=self.rows,
-            family_std=self.family_std,
-            curve_std=self.curve_std,
+            family_std=FAMILY_STD,
+            curve_std=CURVE_STD,
         )
         return total - gradient @ latents, kernel
 
@@ -86,7 +90,7 @@ def peak_model(space: Space, features: Features) -> PeakModel:
     count = len(features.rows)
     mean, zero, level = np.zeros(count), np.zeros(count), np.full(count, LEVEL_STD)
     for column, name in enumerate(features.names):
-        if name not in {MICRO_BATCH, ACCUMULATION}:
+        if name not in BATCH_SPLIT:
             priors = [space.priors[name][value] for value in space.domains[name]]
             mean += np.array([prior.memory[0] for prior in priors])[features.codes[:, column]]
     fixed, slope = [level, zero], [level, np.full(count, _GROWING_SHARE_STD)]
@@ -101,8 +105,6 @@ def peak_model(space: Space, features: Features) -> PeakModel:
         slope_mean=mean + math.log(_GROWING_SHARE),
         family=features.family,
         rows=features.rows,
-        family_std=FAMILY_STD,
-        curve_std=CURVE_STD,
     )
 
 

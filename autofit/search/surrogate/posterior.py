@@ -12,13 +12,7 @@ import numpy as np
 from autofit.costmodel.forecast import Forecast
 from autofit.costmodel.tracing.timeline import Bools, Floats
 from autofit.search.surrogate.features import Features, features_of
-from autofit.search.surrogate.gp import (
-    Kernel,
-    normal_cdf,
-    predict,
-    predict_log_sum,
-    truncated_normal_update,
-)
+from autofit.search.surrogate.gp import Kernel, normal_cdf, predict, predict_log_sum, truncated_normal_update
 from autofit.search.surrogate.observation import MIN_NOISE, Observation, plans_of, subsample, undisturbed
 from autofit.search.surrogate.peak_model import (
     PeakModel,
@@ -137,12 +131,12 @@ def _peak(
     model: Surrogate, observed: Sequence[Observation], limit_bytes: int, peaks: PeakPosterior | None
 ) -> tuple[Floats, Floats]:
     """By the traces and what was learned of them; by the techniques' priors where nothing was traced."""
-    if peaks is None or np.isnan(peaks.mean).any():
+    if peaks is None:
         mean, std = _untraced_peak(model, observed, limit_bytes)
-    if peaks is not None:
-        known, (by_trace, trace_std) = ~np.isnan(peaks.mean), peaks.log_moments()
-        mean = by_trace if known.all() else np.where(known, by_trace, mean)
-        std = trace_std if known.all() else np.where(known, trace_std, std)
+    else:
+        mean, std = peaks.log_moments()
+        if (untraced := np.isnan(mean)).any():
+            mean, std = np.where(untraced, _untraced_peak(model, observed, limit_bytes), (mean, std))
     measured = {one.plan: one.peak_bytes for one in observed if one.result == "measured" and one.peak_bytes > 0}
     mean, std = constrain_within_families(model.features, mean, std, measured)
     if model.forecast is not None:  # one measurement scatters, and so will the next
@@ -209,9 +203,7 @@ def _run_probability(features: Features, observed: Sequence[Observation]) -> Flo
         return runs
     good = plans_of([one for one in observed if one.result in {"measured", "out_of_memory"}])
     for plan in failed:
-        worked = np.array(
-            [(features.codes[good, c] == features.codes[plan, c]).any() for c in range(features.codes.shape[1])]
-        )
+        worked = (features.codes[good] == features.codes[plan]).any(axis=0)
         if worked.all():
             runs[features.family == features.family[plan]] *= 0.3
         for column in np.flatnonzero(~worked):

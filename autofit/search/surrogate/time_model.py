@@ -2,8 +2,7 @@
 
 Where plans were traced, :class:`TimeModel` sums the seconds of each kind of work
 (:data:`~autofit.costmodel.seconds.roofline.WORK`) and the effect of each value. Without traces, the logarithm of the
-seconds is the sum of the techniques' priors
-and of a Gaussian process (:func:`additive_kernel`):
+seconds is the sum of the techniques' priors and of a Gaussian process (:func:`additive_kernel`):
 
 =====================  ==============================================================================
 level                  what all plans share: model, device, sequence; hardly known in advance
@@ -26,7 +25,7 @@ from autofit.contract.plan import Plan, Value
 from autofit.contract.trace import Ints
 from autofit.costmodel.forecast import Forecast
 from autofit.costmodel.tracing.timeline import Floats
-from autofit.registry import techniques
+from autofit.registry import baselines
 from autofit.search.surrogate.features import Features
 from autofit.search.surrogate.gp import FixedFeatures, Kernel
 from autofit.space import Space
@@ -140,12 +139,11 @@ def _from_traces(space: Space, features: Features, forecast: Forecast) -> TimeMo
     unknown = np.isnan(work).any(axis=1)
     work[unknown] = np.median(work[~unknown], axis=0)
     counted = work[:, work.max(axis=0) > 0]
-    baselines = {one.name: one.baseline for one in techniques()}
     known = forecast.timed or forecast.known_card
     mean, columns = np.zeros(len(features.rows)), [np.full(len(features.rows), _SCALE_STD[known])]
     for (name, value), present in features.indicators.items():
         expected, std = space.priors[name][value].time
-        if _differs_in_trace(space, counted, features.index, (name, value, baselines.get(name))):
+        if _differs_in_trace(space, counted, features.index, name, value):
             expected, std = 0.0, std if is_untraced(present, forecast) else _EFFECT_STD
         mean += present * expected
         if std:  # of a value that costs nothing of its own there is nothing to learn
@@ -167,11 +165,9 @@ def is_untraced(present: Floats, forecast: Forecast | None) -> bool:
     return forecast is not None and bool(forecast.approximate[present > 0].all()) and bool(present.any())
 
 
-def _differs_in_trace(
-    space: Space, work: Floats, index: Mapping[Plan, int], setting: tuple[str, Value, Value | None]
-) -> bool:
+def _differs_in_trace(space: Space, work: Floats, index: Mapping[Plan, int], name: str, value: Value) -> bool:
     """Whether the trace of a technique's value counts other work than that of its baseline."""
-    name, value, baseline = setting
+    baseline = baselines().get(name)
     if baseline is None:
         return False
     for place, plan in enumerate(space.plans):

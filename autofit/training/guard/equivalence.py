@@ -27,7 +27,7 @@ from autofit.contract.layout import PARALLEL, data_parallel
 from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
-from autofit.registry import extra_seconds, recipe_of, technique, techniques
+from autofit.registry import baselines, extra_seconds, recipe_of, technique, techniques
 from autofit.system.errors import MachineError
 from autofit.training.guard.loss_curve import CURVE, NOT_FINITE, Curve
 from autofit.training.guard.rounding import Rounding
@@ -177,7 +177,7 @@ def references(plan: Plan, facts: Facts) -> Iterator[Plan]:
 
     Both are of one process: what several make of a step is held against what one makes of the same rows.
     """
-    baseline = Plan({one.name: one.baseline for one in techniques()})
+    baseline = Plan(baselines())
     rows = int(plan["micro_batch"])
     accumulation = int(plan["accumulation"]) * data_parallel(plan, facts.workload)
     yield baseline.replaced(micro_batch=rows, accumulation=accumulation)
