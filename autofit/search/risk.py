@@ -13,7 +13,9 @@ LIKELY_FITS = 0.6
 FIT_POWER = 2
 """Exponent of the probability to fit, in the choice among plans that may not."""
 _MIN_INFEASIBLE_GAIN = 0.03
-_FREE_OOMS, _MAX_OOMS_IN_A_ROW, _TRIALS_PER_OOM = 1, 4, 10
+_MAX_OOMS_IN_A_ROW = 4
+_FREE_OOMS, _TRIALS_PER_OOM = 1, 10
+"""One out-of-memory is accepted anyway, and a further one for each ten trials."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,7 @@ class RiskLimits:
 
 def risk_limits(observed: Sequence[Observation]) -> RiskLimits:
     """One trial in ten may run out of memory; where more did, a plan that may not fit has to promise more."""
-    too_many = max(0.0, _out_of_memory(observed) - 1 - len(observed) / _TRIALS_PER_OOM)
+    too_many = _too_many_ooms(observed)
     if not too_many:
         return RiskLimits(min_fits=LIKELY_FITS, min_gain=MIN_GAIN, fit_power=FIT_POWER)
     return RiskLimits(min_fits=0.8, min_gain=2 * MIN_GAIN * max(1.0, too_many), fit_power=6)
@@ -46,13 +48,14 @@ def min_gain_if_infeasible(observed: Sequence[Observation]) -> float:
     Each out-of-memory beyond one in ten doubles it; four in a row end the search. To end it sooner would cost more than
     a few trials where half of the speed is at stake.
     """
-    broke = [one.result == "out_of_memory" for one in observed]
-    in_a_row = len(observed) - max((place + 1 for place, one in enumerate(broke) if not one), default=0)
-    if in_a_row >= _MAX_OOMS_IN_A_ROW:
+    last = observed[-_MAX_OOMS_IN_A_ROW:]
+    if len(last) == _MAX_OOMS_IN_A_ROW and all(one.result == "out_of_memory" for one in last):
         return math.inf
-    too_many = max(0.0, sum(broke) - _FREE_OOMS - len(observed) / _TRIALS_PER_OOM)
-    return _MIN_INFEASIBLE_GAIN * math.pow(2.0, too_many)
+    return _MIN_INFEASIBLE_GAIN * math.pow(2.0, _too_many_ooms(observed))
 
 
-def _out_of_memory(observed: Sequence[Observation]) -> int:
-    return sum(one.result == "out_of_memory" for one in observed)
+def _too_many_ooms(observed: Sequence[Observation]) -> float:
+    """How many more trials ran out of memory than are accepted."""
+    return max(
+        0.0, sum(one.result == "out_of_memory" for one in observed) - _FREE_OOMS - len(observed) / _TRIALS_PER_OOM
+    )

@@ -13,17 +13,19 @@ ranks violated constraints last and PRUNED before them, and ignores FAIL (``_spl
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution
+from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage, RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
@@ -41,6 +43,8 @@ STARTED = "started"
 REJECTED = "rejected"
 """The kind of a proposal that was answered without running it."""
 _LEAST_EXCESS = 0.01
+Agrees = Callable[[optuna.Study], bool]
+"""Whether all that a study holds is true."""
 UNREADABLE = (
     LookupError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError, RecursionError,
     optuna.exceptions.OptunaError,
@@ -61,6 +65,7 @@ def record(trial: Trial, limit_bytes: int) -> Record:
     """How a trial is told to a study."""
     outcome: Outcome = trial.outcome
     attributes: dict[str, Any] = {"kind": _kind(outcome), "plan": dict(trial.plan)}
+    state, value, constraint = TrialState.FAIL, None, None
     match outcome:
         case Measured():
             attributes["peak_bytes"] = outcome.peak_bytes
@@ -69,21 +74,16 @@ def record(trial: Trial, limit_bytes: int) -> Record:
             attributes["relative_spread"] = outcome.step_seconds_spread / outcome.step_seconds
             if outcome.disturbed:
                 attributes["disturbance"] = outcome.disturbance
-            excess = outcome.peak_bytes / limit_bytes - 1
-            return Record(
-                state=TrialState.COMPLETE, value=outcome.samples_per_second, constraint=excess, attributes=attributes
-            )
+            state, value = TrialState.COMPLETE, outcome.samples_per_second
+            constraint = outcome.peak_bytes / limit_bytes - 1
         case OutOfMemory():
             attributes["where"] = outcome.where
             attributes["peak_bytes"] = outcome.peak_bytes
-            excess = max(outcome.peak_bytes / limit_bytes - 1, _LEAST_EXCESS)
-            if outcome.external_pressure:  # it says nothing of the plan
-                return Record(state=TrialState.FAIL, value=None, constraint=None, attributes=attributes)
-            return Record(state=TrialState.PRUNED, value=None, constraint=excess, attributes=attributes)
+            if not outcome.external_pressure:  # which says nothing of the plan
+                state, constraint = TrialState.PRUNED, max(outcome.peak_bytes / limit_bytes - 1, _LEAST_EXCESS)
         case TimedOut():
-            return Record(state=TrialState.PRUNED, value=None, constraint=None, attributes=attributes)
-        case _:
-            return Record(state=TrialState.FAIL, value=None, constraint=None, attributes=attributes)
+            state = TrialState.PRUNED
+    return Record(state=state, value=value, constraint=constraint, attributes=attributes)
 
 
 def _kind(outcome: Outcome) -> str:
@@ -142,7 +142,7 @@ def open_study(
     folder: Path,
     *,
     storage: str | None,
-    sampler: optuna.samplers.BaseSampler,
+    sampler: BaseSampler,
     trials: Sequence[Trial],
     space: Space,
     limit_bytes: int,
@@ -159,21 +159,23 @@ def open_study(
     """
     # of a plan that was measured once more, the first trial said nothing
     searched = list({trial.plan: trial for trial in trials if trial.purpose == "search"}.values())
+    agrees = functools.partial(_agrees, trials=searched, space=space, limit_bytes=limit_bytes)
     with storage_errors(folder / journal.JOURNAL_FILE if storage is None else "the study's storage"):
         if storage is None:
-            study = _from_journal(folder / journal.JOURNAL_FILE, sampler, searched, space, limit_bytes)
+            study = _from_journal(folder / journal.JOURNAL_FILE, sampler, agrees)
         else:
-            study = _from_database(storage, folder, sampler, searched, space, limit_bytes)
+            study = _from_database(storage, folder, sampler, agrees)
         _complete(study, searched, space, limit_bytes)
     return study
 
 
-def _from_journal(path: Path, sampler: Any, trials: Sequence[Trial], space: Space, limit_bytes: int) -> optuna.Study:
+def _from_journal(path: Path, sampler: BaseSampler, agrees: Agrees) -> optuna.Study:
+    """The study of a journal; of a new one, where it can't be read or does not agree with the trials."""
     path.parent.mkdir(parents=True, exist_ok=True)
     journal.repair(path)
     try:
         study = _load(journal.storage(path), STUDY, sampler)
-        usable = _agrees(study, trials, space, limit_bytes)
+        usable = agrees(study)
     except UNREADABLE:
         usable = False
     if not usable:
@@ -185,9 +187,8 @@ def _from_journal(path: Path, sampler: Any, trials: Sequence[Trial], space: Spac
     return study
 
 
-def _from_database(  # noqa: PLR0917 - what open_study was given
-    url: str, folder: Path, sampler: Any, trials: Sequence[Trial], space: Space, limit_bytes: int
-) -> optuna.Study:
+def _from_database(url: str, folder: Path, sampler: BaseSampler, agrees: Agrees) -> optuna.Study:
+    """The study of a folder in a database; where one of its name holds other trials, the next free name's."""
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
@@ -200,12 +201,17 @@ def _from_database(  # noqa: PLR0917 - what open_study was given
             hint="write it like sqlite:///study.db, and install the driver that its scheme names",
         ) from error
     try:
-        return _free_study(storage, folder, sampler, trials, space, limit_bytes)
+        base = name = f"{STUDY}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}"
+        number = 1
+        while not agrees(study := _load(storage, name, sampler)):
+            number += 1
+            name = f"{base}-{number}"
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise InputError(
             f"--storage {url!r} can't be used: {reason}", hint="is it damaged? Name another, such as sqlite:///study.db"
         ) from error
+    return study
 
 
 def _check_own(url: str) -> None:
@@ -230,19 +236,7 @@ def _check_own(url: str) -> None:
         )
 
 
-def _free_study(  # noqa: PLR0917 - what open_study was given
-    storage: RDBStorage, folder: Path, sampler: Any, trials: Sequence[Trial], space: Space, limit_bytes: int
-) -> optuna.Study:
-    """The study of a folder in a database; where one of its name holds other trials, the next free name's."""
-    base = name = f"{STUDY}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}"
-    number = 1
-    while not _agrees(study := _load(storage, name, sampler), trials, space, limit_bytes):
-        number += 1
-        name = f"{base}-{number}"
-    return study
-
-
-def _load(storage: BaseStorage, name: str, sampler: Any) -> optuna.Study:
+def _load(storage: BaseStorage, name: str, sampler: BaseSampler) -> optuna.Study:
     try:
         return optuna.load_study(study_name=name, storage=storage, sampler=sampler)
     except KeyError:
@@ -269,12 +263,11 @@ def _agrees(study: optuna.Study, trials: Sequence[Trial], space: Space, limit_by
 
 def _same(held: optuna.trial.FrozenTrial, true: Record) -> bool:
     """Whether a study holds a trial as it was told; a database may round its numbers."""
-    excess = held.constraints.get(CONSTRAINT)
     return (
         held.state == true.state
         and all(held.user_attrs.get(name) == value for name, value in true.attributes.items())
         and _close(held.value if true.value is not None else None, true.value)
-        and _close(excess, true.constraint)
+        and _close(held.constraints.get(CONSTRAINT), true.constraint)
     )
 
 
