@@ -112,11 +112,11 @@ class Campaign:
 
     def run(self, plan: Plan, effort: Effort, purpose: Purpose, *, again: bool = False) -> Trial:
         """One trial by itself; once more where its failure may be no fault of the plan's, or it was disturbed."""
-        trial = self._ended(self._begun(plan, effort, purpose)())
+        trial = self._keep(self._job(plan, effort, purpose)())
         return trial if again else self._settled(trial, effort)
 
-    def _begun(self, plan: Plan, effort: Effort, purpose: Purpose) -> partial[Trial]:
-        """A trial that begins now: what runs it."""
+    def _job(self, plan: Plan, effort: Effort, purpose: Purpose) -> partial[Trial]:
+        """Tell that a trial begins, and return what runs it."""
         number = max([trial.number for trial in self.trials] + [one.number for one in self._running], default=-1) + 1
         left = self.left()
         self.events.trial_begins(number, plan, purpose, left)
@@ -126,7 +126,7 @@ class Campaign:
         limit = longest if left is None else max(10.0, min(longest, left))
         return partial(self.runner.run, number, plan, effort, purpose=purpose, limit_seconds=limit)
 
-    def _ended(self, trial: Trial) -> Trial:
+    def _keep(self, trial: Trial) -> Trial:
         """Keep and tell a trial."""
         self.trials.add(trial)
         if self.record is not None:
@@ -223,23 +223,22 @@ class Campaign:
     def _begin(self, plan: Plan, first: Trial | None = None) -> None:
         """Let a worker run a trial of the search; ``first`` is the one that it repeats."""
         effort = self._effort()
-        job = self._begun(plan, effort, "search")
+        job = self._job(plan, effort, "search")
         self._running.append(_Running(number=job.args[0], plan=plan, first=first))
         self.workers.begin(job)
 
     def _take(self, searcher: Searcher) -> bool:
         """Tell what the next trial that ends says of its plan; returns whether there was one."""
         while self._running:
-            trial = self._ended(self.workers.ended())
+            trial = self._keep(self.workers.ended())
             was = next(one for one in self._running if one.number == trial.number)
             self._running.remove(was)
             if was.first is not None:
                 self._learn(was.first, trial)
-            if self._repeats(trial, was.first):
-                self._begin(trial.plan, trial)
-                continue
-            searcher.tell(trial)
-            return True
+            if not self._repeats(trial, was.first):
+                searcher.tell(trial)
+                return True
+            self._begin(trial.plan, trial)
         return False
 
     def baseline(self, searcher: Searcher, most_trials: int) -> None:
