@@ -29,7 +29,7 @@ from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.registry import baselines, extra_seconds, recipe_of, technique, techniques
 from autofit.system.errors import MachineError
-from autofit.training.guard.loss_curve import CURVE, NOT_FINITE, Curve
+from autofit.training.guard.loss_curve import CURVE, NOT_FINITE, OUT_OF_MEMORY, Curve
 from autofit.training.guard.rounding import Rounding
 from autofit.training.guard.sketch import distance
 from autofit.training.guard.tolerance import Comparison, compare, missing
@@ -44,6 +44,7 @@ SHARE = 0.1
 """Of the time that a tune has spent, which its guard may take."""
 _SLOWER, _ROUNDED_SLOWER = 3.0, 6.0
 """Step time of the baseline, and of the baseline in Monte Carlo arithmetic, in the winner's; bounds the steps only."""
+NONE_FITS = "no baseline plan fits to compare with"
 _PATIENCE = 40.0
 _EXPLODED = 2.0
 _SAME_WEIGHTS = 0.1
@@ -128,7 +129,7 @@ class Guards:
             return self._known[one, steps, rounding]
 
         mine = train(plan)
-        found = None
+        found, failed = None, None
         if mine.failed is None:
             rounding = rounding_of(plan, self.facts)
             for reference in references(plan, self.facts):
@@ -140,7 +141,12 @@ class Guards:
                 if theirs.failed is None and rounded.failed is None:
                     found = judge(plan, self.facts, mine, reference, theirs, rounded=rounded)
                     break
+                why = theirs.failed or rounded.failed
+                failed = failed if why == OUT_OF_MEMORY else why
         found = found or judge(plan, self.facts, mine, None, None)
+        if failed and found.verdict == "alone" and found.reference is None:
+            words = found.words.replace(NONE_FITS, f"no baseline plan could be compared with: {failed}")
+            found = dataclasses.replace(found, words=words)
         agrees = found.reference is not None and found.verdict in {"same", "method", "alone"}
         split = split_words(found.reference, self.facts, train) if agrees and found.reference else None
         return dataclasses.replace(found, split=split, seconds=time.monotonic() - began)
@@ -307,7 +313,7 @@ def _alone(plan: Plan, mine: Curve, theirs: Curve | None, reference: Plan | None
         return "unknown", f"its short training failed: {mine.failed}"
     if _exploded(losses) and not (theirs is not None and _exploded(theirs.losses)):
         return "other", f"its loss grew from {losses[0]:.3g} to {max(losses):.3g} in {steps} steps"
-    same = "it is the baseline plan itself" if reference == plan else "no baseline plan fits to compare with"
+    same = "it is the baseline plan itself" if reference == plan else NONE_FITS
     return None, f"its loss stayed finite in {steps} optimizer steps; {same}"
 
 

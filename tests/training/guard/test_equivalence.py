@@ -197,6 +197,13 @@ def test_without_any_reference_only_the_winner_is_looked_at():
     assert "no baseline plan fits" in found.words
 
 
+def test_a_reference_that_took_too_long_is_not_said_not_to_fit():
+    found = Played(lambda plan: GOOD if plan == BF16 else Curve(failed="it took too long")).see(BF16)
+    assert (found.verdict, found.reference) == ("alone", None)
+    assert "fits" not in found.words
+    assert found.words.endswith("it took too long")
+
+
 @pytest.mark.parametrize(
     ("theirs", "verdict", "words"),
     [
