@@ -19,7 +19,11 @@ Needs Triton and a C compiler on CUDA (compute capability 7.0), a C++ compiler o
 the user has it by default, since the launch that follows then finds what the trials have compiled.
 
 A trace runs without it: what a compiled step keeps for its backward pass is about what the plain one keeps, less what
-the compiler finds cheaper to compute again, and it has fewer temporaries. Sources: Ansel et al., "PyTorch 2"
+the compiler finds cheaper to compute again, and it has fewer temporaries. One thing it misses: a whole model that
+transformers compiles is given a causal mask, for while it is traced nobody can see that each row is one sequence.
+Attention then takes PyTorch's memory-efficient kernel in place of flash attention, and under checkpointing the
+backward pass holds the mask of every row and head at once (rows x heads x tokens x tokens, 2 bytes each): long rows
+can run out of memory where the same plan with ``regions`` fits. Sources: Ansel et al., "PyTorch 2"
 (ASPLOS 2024); ``accelerate.utils.TorchDynamoPlugin``, ``compile_regions``; ``Trainer._build_accelerator_args``.
 
 Not covered: other backends than Inductor; compiled optimizers; compiled autograd; sharded models, whose hooks a graph

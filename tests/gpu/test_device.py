@@ -100,7 +100,7 @@ def test_every_choice_runs_and_takes_effect(bench, path, name, value):
         pytest.skip(choice.reason)
     more = {"micro_batch": 8, "accumulation": 1} if "lomo" in value else {}  # it can't accumulate
     more |= {"adapter": "lora:r=16"} if name == "quantization" else {}
-    more |= {"precision": "bf16_weights"} if "stochastic" in str(value) else {}
+    more |= {"precision": "bf16_weights"} if "stochastic" in str(value) or value == "int8_torchao" else {}
     more |= {"parallel": "fsdp"} if (name, value) == ("offload", "parameters") else {}
     if name == "compile":
         more |= {"precision": half_precision(facts)}  # Inductor compiles no bf16 for a card that has none
