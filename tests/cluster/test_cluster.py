@@ -30,7 +30,7 @@ HELD = [f"{one.name}={one.baseline}" for one in techniques() if one.name not in 
 
 def with_ray(test):
     test = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")(test)
-    return pytest.mark.serial(pytest.mark.slow(test))
+    return pytest.mark.slow(test)
 
 
 @pytest.mark.parametrize("address", ["", "here", "ray://", "host", "host:port", "http://host:1", "a b:1"])

@@ -88,7 +88,6 @@ def test_rows_of_a_data_set_and_norms_over_a_micro_batch(facts):
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 def test_a_plain_module_is_tuned_run_and_verified(tmp_path):
     answer = tmp_path / "answer"
     flags = ["--learning_rate", "0.01", "--report_to", "none", "--output_dir", tmp_path / "trained"]

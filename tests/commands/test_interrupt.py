@@ -17,7 +17,7 @@ from autofit.output.document import read_document
 from autofit.training.runner import finished
 from tests.support.tiny import REPOSITORY, alive, gone, offspring, wait_until, write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
+pytestmark = pytest.mark.slow
 PATIENT = 240.0
 TRIALS = 5
 

@@ -25,7 +25,7 @@ from autofit.system.strict_json import dump_json
 from tests.support import synthetic
 from tests.support.tiny import MIB, PLAIN, REPOSITORY, gone, offspring, wait_until, write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
+pytestmark = pytest.mark.slow
 PATHS = ("trainer", "loop")
 EVERY_KNOB = {
     "micro_batch": 2,

@@ -130,7 +130,6 @@ def test_one_process_is_shown_its_own_card_and_several_find_theirs(processes, sh
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 def test_two_launchers_of_one_file_make_one_world(tmp_path):
     facts = of_machines(cpu_facts(global_batch=8), nodes=2, processes=2)
     emitted = recipe_of(a_plan(facts, parallel="ddp"), facts).emission

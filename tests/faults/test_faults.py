@@ -21,7 +21,6 @@ from tests.faults.injection import FAULTS, Impossible, Place, survives
 from tests.support.cases import some_slow
 from tests.support.tiny import GIB, PLAIN, describe, write_config
 
-pytestmark = pytest.mark.serial
 EVERY_DAY = {
     "the process that starts trials dies",
     "disk full: a trial's folder",

@@ -12,7 +12,7 @@ from autofit.commands.verify import verify
 from autofit.contract.outcome import Measured
 from tests.support.families import ASKED_LENGTHS, CONFIGS
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
+pytestmark = pytest.mark.slow
 
 HELD = {"optimizer": "adamw", "attention": "default", "kernels": "none", "offload": "none", "checkpointing": "off"}
 """Each value more is a trace or two of the model."""
