@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 def clean(text: str) -> str:
     """Text that can't steer a terminal or turn a line around: control and direction characters are replaced."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def command_line(line: str) -> Text:
+    """A line of a command as a console prints it: never on two lines, however long it is, since it is to be pasted."""
+    from rich.text import Text
+
+    return Text(clean(line), no_wrap=True, overflow="ignore")
 
 
 def one_line(text: str, limit: int = 160) -> str:

@@ -1,15 +1,18 @@
 """A tune ends in one screen; what people paste is whole."""
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from autofit.commands.shell.terminal import data_console
 from autofit.contract.facts import Loading, Script
 from autofit.contract.outcome import Measured
 from autofit.output import findings
 from autofit.output.reports.brief import SCREEN_LINES, brief
+from autofit.output.reports.report import summary
 from autofit.output.text import number
 from tests.output.test_report import DOCUMENTS, document, words
 
@@ -40,6 +43,16 @@ def test_words_from_elsewhere_steer_nothing(name):
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
     assert "\u202e" not in text
+
+
+@pytest.mark.parametrize("show", [brief, summary])
+def test_a_command_is_not_broken_within_a_word_however_long_it_is(show, capsys):
+    folder = "/scratch/" + "a-long-name-" * 12
+    data_console().print(show(document(), folder=folder))
+    said = capsys.readouterr().out
+    assert f"{folder}/accelerate.yaml" in said
+    assert f"{folder}/training_args.json" in said
+    assert re.search(rf"autofit verify(?: \\\n +| ){folder}\n", said)
 
 
 def test_many_changes_are_counted():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,7 +11,7 @@ from autofit.commands.estimates.plans import Estimated
 from autofit.commands.estimates.ways import AS_ASKED, Way
 from autofit.output.exports.flags import flags
 from autofit.output.plan_words import chosen_words
-from autofit.output.text import clean, one_line
+from autofit.output.text import clean, command_line, one_line
 from autofit.output.wording import shell_lines
 from autofit.system import units
 
@@ -84,12 +82,13 @@ def _to_paste(way: Way, one: Estimated, found: Estimate) -> list[RenderableType]
     held += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
     if found.processes > 1:
         held += ["--processes", str(found.processes)]
+    measured = shell_lines(["autofit", "tune", found.model, *held], width=80)
     return [
         Text(f"To paste, {named} at its fastest:", style="bold"),
-        *(Text(f"  {clean(line)}") for line in lines),
+        *(command_line(f"  {line}") for line in lines),
         *_launched(one, found),
         *(Text(f"  and in the script: {clean(said)}") for said in one.script),
-        Text(f"Measure it on the card: {shlex.join(['autofit', 'tune', found.model, *held])}"),
+        command_line("Measure it on the card: " + "\n".join(measured)),
         Text(),
     ]
 

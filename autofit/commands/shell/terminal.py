@@ -106,6 +106,9 @@ def data_console(width: int = 100) -> Console:
         def on_broken_pipe(self) -> None:
             raise  # noqa: PLE0704 - rich calls it where the error is handled, and would end the process
 
+        def print(self, *objects: Any, **how: Any) -> None:
+            super().print(*objects, crop=False, **how)  # a command that is to be pasted may be longer than a line
+
     seen = sys.stdout is not None and sys.stdout.isatty()
     return Plain(highlight=False, width=None if seen else width)
 

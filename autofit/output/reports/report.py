@@ -25,7 +25,7 @@ from autofit.output.document import Document, Offer
 from autofit.output.exports.export import comments, export
 from autofit.output.plan_words import SPLIT, SPLIT_WORDS, chosen_words, outcome_words, plan_words
 from autofit.output.reports import charts
-from autofit.output.text import clean, number, one_line, parameters, percent, plural
+from autofit.output.text import clean, command_line, number, one_line, parameters, percent, plural
 from autofit.system.units import duration, size
 
 PAGE = "report.html"
@@ -41,7 +41,7 @@ def summary(document: Document, *, folder: str | Path) -> Group:
         document: What the tune found.
         folder: Where its files are, as the user calls it; it goes into the commands.
     """
-    launch, verify = ("\n".join(wording.shell_lines(words)) for words in wording.launch_commands(document, folder))
+    launch, verify = wording.launch_commands(document, folder)
     measured = document.estimated is None
     script = wording.script_lines(document, folder) or ["nothing beyond reading training_args.json"]
     same = ["nothing: the training is that of a baseline plan"]
@@ -69,13 +69,19 @@ def summary(document: Document, *, folder: str | Path) -> Group:
         sections.insert(-2, ("Does it train like the float32 baseline?", _text(guarded)))
     if document.notes:
         sections.append(("Notes", _bullets(document.notes)))
-    sections.append(("Launch it", _text(launch, overflow="fold")))
-    sections.append(("Check the promise" if measured else "Check the estimate", _text(verify, overflow="fold")))
     return Group(
         _header(document),
         *(_section(title, body) for title, body in sections),
+        *_commands("Launch it", launch),
+        *_commands("Check the promise" if measured else "Check the estimate", verify),
         Padding(_text(f"All of it, with charts: {Path(folder) / PAGE}", overflow="fold"), (1, 0, 0, 0)),
     )
+
+
+def _commands(title: str, words: list[str]) -> list[Text]:
+    """A section with a command, whose lines are as long as they need to be."""
+    lines = (command_line(f"  {line}") for line in wording.shell_lines(words))
+    return [Text(), Text(title, style="bold"), *lines]
 
 
 def html(document: Document, *, folder: str | Path) -> str:
