@@ -382,7 +382,7 @@ def test_each_way_of_training_shows_its_fastest_and_its_smallest(ask):
         assert way.smallest.samples_per_second <= way.fastest.samples_per_second * 1.03
     text = shown(found)
     assert "--per_device_train_batch_size" in text
-    measure = " ".join(text.split()).partition("Measure it on the card: autofit tune demo ")[2]
+    measure = " ".join(text.replace("\\\n", " ").split()).partition("Measure it on the card: autofit tune demo ")[2]
     assert "--fix adapter=none --fix quantization=none" in measure
     assert all(f"--fix {held}" in measure for held in HELD), "the same question"
     assert len(text.splitlines()) <= 24
