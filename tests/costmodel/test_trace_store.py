@@ -244,9 +244,15 @@ def test_what_can_not_be_traced_has_a_reason(lab, value, offload):
 
 def test_plans_that_ask_for_the_same_memory_are_alike(lab):
     found, plan = lab(Tracer()), PLAIN.replaced(precision="bf16", micro_batch=4)
-    assert found.alike(plan) == found.alike(plan.replaced(precision="fp16"))
+
+    def alike(one, **hardware):
+        return found.alike(one, dataclasses.replace(facts, hardware=dataclasses.replace(facts.hardware, **hardware)))
+
+    facts = found.facts
+    assert alike(plan) == alike(plan.replaced(precision="fp16"))
     others = ({"precision": "fp32"}, {"micro_batch": 8}, {"accumulation": 2}, {"optimizer": "adamw_8bit"})
-    assert len({found.alike(plan), *(found.alike(plan.replaced(**one)) for one in others)}) == 1 + len(others)
+    assert len({alike(plan), *(alike(plan.replaced(**one)) for one in others)}) == 1 + len(others)
+    assert alike(plan, capability=(9, 0)) != alike(plan, capability=(8, 9)), "cuBLAS holds other workspaces there"
 
 
 def test_a_failed_trace_has_its_reason_and_is_not_tried_again(lab):

@@ -153,7 +153,7 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
     if on_cpu:
         device = round(float(cast.device_bytes[place]))
     else:
-        alike = traces.alike(plan)
+        alike = traces.alike(plan, facts)
         if alike not in traces.capacities:
             traces.capacities[alike] = _smallest_capacity(found, parts, plan, facts)
         device = traces.capacities[alike] + outside

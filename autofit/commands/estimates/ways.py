@@ -71,7 +71,7 @@ def ways(
     every = tuple(on_every_core(found, list(spaces)))
     for one in (one for way in every for one in (way.fastest, way.smallest) if one is not None):
         if facts.hardware.device != "cpu":  # what those processes have replayed, this one need not
-            traces.capacities[traces.alike(one.plan)] = one.device_bytes - one.outside_bytes
+            traces.capacities[traces.alike(one.plan, facts)] = one.device_bytes - one.outside_bytes
     return every
 
 

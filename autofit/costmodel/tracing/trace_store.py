@@ -186,10 +186,12 @@ class Traces:
         assert isinstance(optimizer, OptimizerPart)
         return micro, optimizer
 
-    def alike(self, plan: Plan) -> Hashable:
-        """Equal for plans that ask for the same memory in the same order."""
+    @staticmethod
+    def alike(plan: Plan, facts: Facts) -> Hashable:
+        """Equal for plans that ask for the same memory in the same order, on cards whose libraries do."""
         traced = (traced_plan(plan, part) for part in PARTS)
-        return (*traced, plan["micro_batch"], plan["accumulation"], evaluated_rows(plan, self.facts))
+        rows = (plan["micro_batch"], plan["accumulation"], evaluated_rows(plan, facts))
+        return (*traced, *rows, facts.hardware.capability)
 
     def _part(self, plan: Plan, part: Part) -> MicroPart | OptimizerPart | None:
         traced = traced_plan(plan, part)
