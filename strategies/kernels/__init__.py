@@ -93,9 +93,7 @@ class Kernels(Technique):
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         if value == "chunked_ce" and others.get("parallel") == "zero3":
             return "DeepSpeed holds the output layer's weight only while that layer runs"
-        if not_tried := self.not_tried_split(value, others, {"none"}):
-            return not_tried
-        return None
+        return self.not_tried_split(value, others, {"none"})
 
     def held(self, facts: Facts) -> Held | None:
         script = facts.workload.script

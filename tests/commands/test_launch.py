@@ -42,10 +42,10 @@ def environment(folder):
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
 
-def command(folder, *words):
-    """Runs a program as a shell in ``folder`` does."""
+def python(folder, *words):
+    """Runs Python as a shell in ``folder`` does."""
     return subprocess.run(
-        [sys.executable, "-m", *map(str, words)],
+        [sys.executable, *map(str, words)],
         cwd=folder,
         env=environment(folder),
         stdin=subprocess.DEVNULL,
@@ -54,6 +54,11 @@ def command(folder, *words):
         timeout=300,
         check=False,
     )
+
+
+def command(folder, *words):
+    """Runs a program as a shell in ``folder`` does."""
+    return python(folder, "-m", *words)
 
 
 @pytest.fixture(scope="module")
@@ -353,16 +358,7 @@ def test_an_example_says_that_its_rows_are_tokens(tuned, tmp_path, launch_path):
     document["model"] |= {"task": "image-classification", "auto": "AutoModelForImageClassification"}
     (folder / DOCUMENT_FILE).write_text(json.dumps(document), "utf-8")
     given = folder / "training_args.json" if launch_path == "trainer" else folder
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "examples" / f"train_{launch_path}.py"), str(given)],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = python(tmp_path, REPOSITORY / "examples" / f"train_{launch_path}.py", given)
     assert done.returncode == 1
     said = f"the answer in {folder} is for image-classification, and the rows here are tokens: "
     assert done.stderr.splitlines()[-1].startswith(said)

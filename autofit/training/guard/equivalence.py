@@ -44,7 +44,6 @@ SHARE = 0.1
 """Of the time that a tune has spent, which its guard may take."""
 _SLOWER, _ROUNDED_SLOWER = 3.0, 6.0
 """Step time of the baseline, and of the baseline in Monte Carlo arithmetic, in the winner's; bounds the steps only."""
-NONE_FITS = "no baseline plan fits to compare with"
 _PATIENCE = 40.0
 _EXPLODED = 2.0
 _SAME_WEIGHTS = 0.1
@@ -143,10 +142,7 @@ class Guards:
                     break
                 why = theirs.failed or rounded.failed
                 failed = failed if why == OUT_OF_MEMORY else why
-        found = found or judge(plan, self.facts, mine, None, None)
-        if failed and found.verdict == "alone" and found.reference is None:
-            words = found.words.replace(NONE_FITS, f"no baseline plan could be compared with: {failed}")
-            found = dataclasses.replace(found, words=words)
+        found = found or judge(plan, self.facts, mine, None, None, failed=failed)
         agrees = found.reference is not None and found.verdict in {"same", "method", "alone"}
         split = split_words(found.reference, self.facts, train) if agrees and found.reference else None
         return dataclasses.replace(found, split=split, seconds=time.monotonic() - began)
@@ -253,6 +249,7 @@ def judge(
     theirs: Curve | None,
     *,
     rounded: Curve | None = None,
+    failed: str | None = None,
 ) -> Guard:
     """The verdict on a plan's curve.
 
@@ -263,9 +260,10 @@ def judge(
         reference: The baseline plan; ``None`` where none fits.
         theirs: The baseline's curve; ``None`` where there is nothing to compare with.
         rounded: The baseline's in Monte Carlo arithmetic; needed beside ``theirs`` unless the plan is another method.
+        failed: Why there is nothing to compare with, where baselines fit.
     """
     kind = kind_of(plan, facts)
-    verdict, words = _alone(plan, mine, theirs, reference if theirs is None else None)
+    verdict, words = _alone(plan, mine, theirs, reference if theirs is None else None, failed)
     bound = difference = None
     if not verdict and theirs is not None:
         unlike = next(filter(None, (_unlike(mine, one) for one in (theirs, rounded or theirs))), None)
@@ -304,7 +302,9 @@ def _unlike(mine: Curve, theirs: Curve) -> str | None:
     return None
 
 
-def _alone(plan: Plan, mine: Curve, theirs: Curve | None, reference: Plan | None) -> tuple[Verdict | None, str]:
+def _alone(
+    plan: Plan, mine: Curve, theirs: Curve | None, reference: Plan | None, failed: str | None
+) -> tuple[Verdict | None, str]:
     """What a curve says by itself: a verdict where it needs no other, and words."""
     losses, steps = mine.losses, len(mine.losses)
     if mine.failed == NOT_FINITE:
@@ -313,7 +313,8 @@ def _alone(plan: Plan, mine: Curve, theirs: Curve | None, reference: Plan | None
         return "unknown", f"its short training failed: {mine.failed}"
     if _exploded(losses) and not (theirs is not None and _exploded(theirs.losses)):
         return "other", f"its loss grew from {losses[0]:.3g} to {max(losses):.3g} in {steps} steps"
-    same = "it is the baseline plan itself" if reference == plan else NONE_FITS
+    none = f"could be compared with: {failed}" if failed else "fits to compare with"
+    same = "it is the baseline plan itself" if reference == plan else f"no baseline plan {none}"
     return None, f"its loss stayed finite in {steps} optimizer steps; {same}"
 
 
