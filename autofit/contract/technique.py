@@ -173,6 +173,10 @@ class Technique(ABC):
         """
         return None
 
+    def untraced_bytes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> int:
+        """Device memory that a plan with the value takes, at most, beyond what its trace shows."""
+        return 0
+
     def period(self, value: Value) -> int:
         """After how many of the repeated layers what the value does to them repeats.
 

@@ -233,6 +233,7 @@ def forecast(
     nominal = nominal_of(facts, card)
     links = links_of(card, processes=facts.workload.processes, nodes=facts.workload.nodes, on_cpu=not on_cuda)
     nccl = np.array([float(nccl_bytes(plan, facts.workload)) for plan in space.plans]) * on_cuda
+    untraced = np.array([float(untraced_bytes(plan, facts)) for plan in space.plans])
     plans = {int(plan["micro_batch"]): plan for plan in space.plans}
     evaluated = {rows: evaluated_rows(plan, facts) for rows, plan in plans.items()}
     for family, members in families.items():
@@ -279,7 +280,7 @@ def forecast(
         timed=bool(facts.rates),
         approximate=approximate,
         peak_prior=prior,
-        kernel_overhead_bytes=kernel_overhead_bytes(facts, work) + nccl,
+        kernel_overhead_bytes=kernel_overhead_bytes(facts, work) + nccl + untraced,
         activation_bytes=activations,
         seconds_log_std=0.0 if clock is None else clock.log_std,
     )
@@ -308,6 +309,11 @@ def kernel_overhead_bytes(facts: Facts, work: Floats) -> Floats:
     """Device memory that the kernels of each plan take, by the kinds of work that the plan has."""
     overhead = np.array([facts.kernel_overhead_bytes.get(kind, 0) for kind in WORK], dtype=np.float64)
     return np.asarray((np.nan_to_num(work) > 0) @ overhead)
+
+
+def untraced_bytes(plan: Plan, facts: Facts) -> int:
+    """Device memory that the plan takes beyond its trace, as its techniques say."""
+    return sum(one.untraced_bytes(plan[one.name], plan, facts) for one in techniques())
 
 
 def without_checkpointing(family: Plan) -> Plan:

@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autofit.contract import placement
 from autofit.contract.outcome import Measured
+from autofit.costmodel.forecast import untraced_bytes
 from autofit.costmodel.tracing.emulation import cuda_kernels
 from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.emulation.cuda_kernels import kernel_stand_ins
@@ -563,3 +564,21 @@ def test_a_trial_allocates_what_its_trace_says(benches, model, values):
     note(f"trial {model} {plan.words()}", **dataclasses.asdict(found), error=round(found.allocated_error, 4))
     told, real = found.traced_allocated, found.allocated
     assert told == pytest.approx(real, rel=NEAR), f"predicted {told}, measured {real} ({found.allocated_error:+.1%})"
+
+
+def test_a_compiled_model_that_recomputes_takes_no_more_than_told(tmp_path):
+    """The mask that such a graph writes out for each head is in no trace."""
+    heads = {"num_attention_heads": 48, "head_dim": 16, "vocab_size": 1024, "num_hidden_layers": 4}
+    bench = Bench(tmp_path, {**LLAMA, **heads})
+    plan = PLAIN.replaced(compile="model", checkpointing="full")
+    facts = bench.facts_for(plan)
+    if facts.hardware.capability is None or facts.hardware.capability < (8, 0):
+        pytest.skip("no fused attention in 16 bits")
+    choice = technique("compile").choice("model", facts)
+    if choice.status == "withheld":
+        pytest.skip(choice.reason)
+    outcome = bench.trial(plan, limit_seconds=500)
+    assert isinstance(outcome, Measured), outcome
+    found, added = bench.compare(plan, outcome), untraced_bytes(plan, facts)
+    assert isinstance(found, Compared), found
+    assert found.traced_allocated < found.allocated <= found.traced_allocated + added, found

@@ -30,6 +30,7 @@ from autofit.contract.emission import Emission
 from autofit.contract.outcome import Measured, TimedOut, Trial
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
+from autofit.costmodel.forecast import untraced_bytes
 from autofit.machine.model import _attentions
 from autofit.machine.packages import installed
 from autofit.output import result
@@ -737,6 +738,29 @@ def test_what_can_be_compiled_is_offered_on_cuda_and_on_request_on_a_cpu():
     assert "minutes" in on_cpu["model"][1]
     assert on_cpu["cuda_graphs"] == ("withheld", "CUDA only")
     assert offered(FACTS["cpu, no layers"])["regions"][0] == "withheld"
+
+
+@pytest.mark.parametrize(
+    ("values", "heads"),
+    [
+        ({"compile": "model", "checkpointing": "full"}, 12),
+        ({"compile": "cuda_graphs", "checkpointing": "every_2"}, 12),
+        ({"compile": "model", "checkpointing": "full", "attention": "sdpa"}, 12),
+        ({"compile": "model", "checkpointing": "full", "attention": "eager"}, None),  # its trace has the mask
+        ({"compile": "model"}, None),
+        ({"compile": "regions", "checkpointing": "full"}, None),
+        ({"checkpointing": "full"}, None),
+    ],
+)
+def test_a_compiled_model_that_recomputes_holds_a_mask_for_each_head(values, heads):
+    facts = FACTS["cuda 8.0"]
+    model = replace(facts.model, attention="sdpa", tensor_sizes={"attention heads": 12})
+    facts = replace(facts, model=model, workload=replace(facts.workload, seq_len=100))
+    baselines = Plan({one.name: one.baseline for one in techniques()})
+    plan = baselines.replaced(micro_batch=2, precision="bf16", **values)
+    expected = 0 if heads is None else 2 * 100 * 100 * (heads * 2 + 3)
+    assert untraced_bytes(plan, facts) == expected
+    assert untraced_bytes(plan, replace(facts, hardware=FACTS["cpu"].hardware)) == 0
 
 
 @pytest.mark.parametrize(

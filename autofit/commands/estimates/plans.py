@@ -11,7 +11,15 @@ import numpy as np
 from autofit import space
 from autofit.contract.facts import Facts
 from autofit.contract.plan import Plan
-from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, Forecast, families_of, workspace_bytes, workspaces
+from autofit.costmodel.forecast import (
+    CONTEXT_BYTES,
+    MARGIN,
+    Forecast,
+    families_of,
+    untraced_bytes,
+    workspace_bytes,
+    workspaces,
+)
 from autofit.costmodel.memory import allocator, pools
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart
 from autofit.costmodel.memory.peak import Need
@@ -156,7 +164,7 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
         alike = traces.alike(plan, facts)
         if alike not in traces.capacities:
             traces.capacities[alike] = _smallest_capacity(found, parts, plan, facts)
-        device = traces.capacities[alike] + outside
+        device = traces.capacities[alike] + untraced_bytes(plan, facts) + outside
     limit = facts.workload.limit_bytes
     verdict: Verdict = "fits" if device * (1 + MARGIN) <= limit else "tight" if device <= limit else "too large"
     return Estimated(
