@@ -14,6 +14,7 @@ from autofit.output import findings
 from autofit.output.reports.brief import SCREEN_LINES, brief
 from autofit.output.reports.report import summary
 from autofit.output.text import number
+from autofit.training.guard.equivalence import Guard
 from tests.output.test_report import DOCUMENTS, document, words
 
 
@@ -53,6 +54,22 @@ def test_a_command_is_not_broken_within_a_word_however_long_it_is(show, capsys):
     assert f"{folder}/accelerate.yaml" in said
     assert f"{folder}/training_args.json" in said
     assert re.search(rf"autofit verify(?: \\\n +| ){folder}\n", said)
+
+
+@pytest.mark.parametrize(
+    ("guard", "said"),
+    [
+        (None, "Unchecked its training was not compared with the float32 baseline's"),
+        (Guard(verdict="unknown", words="it took too long"), "float32 baseline's: it took too long"),
+        (Guard(verdict="alone", words="no baseline fits"), "float32 baseline's: no baseline fits"),
+        (Guard(verdict="same", words="it agrees", reference=document().plan), None),
+        (Guard(verdict="method", words="another method", reference=document().plan), None),
+        (Guard(verdict="alone", words="it is the baseline", reference=document().plan), None),
+    ],
+)
+def test_a_winner_whose_training_was_not_compared_is_told(guard, said):
+    text = words(screen(document(guard=guard)))
+    assert said in text if said else "Unchecked" not in text
 
 
 def test_many_changes_are_counted():

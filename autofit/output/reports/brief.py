@@ -38,6 +38,9 @@ def brief(document: Document, *, folder: str | Path) -> Group:
     for title, sentences in (("Promise", _promise(document)), ("Changes", _changes(document))):
         for place, sentence in enumerate(sentences):
             table.add_row("" if place else title, _text(sentence))
+    unchecked = _unchecked(document)
+    if unchecked is not None:
+        table.add_row("Unchecked", _text(unchecked))
     where = f"{clean(document.hardware.name)}, {document.model.rows_of(work.seq_len)}, {wording.path_words(document)}"
     parts: list[RenderableType] = [_text(f"{document.model.name} on {where}"), Text(), table, Text()]
     script = wording.script_lines(document, folder)
@@ -72,6 +75,17 @@ def _changes(document: Document) -> list[str]:
     if len(said) <= _MOST_SENTENCES:
         return said
     return [*said[: _MOST_SENTENCES - 1], f"and {len(said) - _MOST_SENTENCES + 1} more: see the report"]
+
+
+def _unchecked(document: Document) -> str | None:
+    """Why nothing is known of the winner's training but its speed; ``None`` where it was held against a baseline's."""
+    guard = document.guard
+    if document.estimated is not None:
+        return None
+    if guard is not None and (guard.verdict in {"same", "method"} or guard.reference == document.plan):
+        return None
+    why = "" if guard is None else f": {guard.words}"
+    return f"its training was not compared with the float32 baseline's{one_line(why, 150)}"
 
 
 def _text(words: str, **how: str) -> Text:
