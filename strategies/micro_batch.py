@@ -10,10 +10,11 @@ that: any integer that divides it, not only powers of two.
 A Trainer evaluates 8 rows at once unless told otherwise, which may be more than it trains on. So
 ``per_device_eval_batch_size`` is written too: the micro-batch, or as many of its rows as make no more than 512 MiB of
 logits in float32. Evaluation makes them all, also where the loss is trained a chunk at a time. Trials and
-traces of a Trainer evaluate one such batch. ``prediction_loss_only`` is not written. Without ``compute_metrics`` a
-Trainer drops the logits of each batch anyway; with it, ``True`` would leave the metrics out without a word
-(``Trainer.evaluate`` and ``evaluation_loop``). With ``compute_metrics`` the logits of all rows stay on the device until
-the end, or for ``eval_accumulation_steps`` batches: that is not measured.
+traces of a Trainer evaluate one such batch. Of the winner more are written, as many as its trace says stay below the
+training's own peak, once a run of it has evaluated them. ``prediction_loss_only`` is not written. Without
+``compute_metrics`` a Trainer drops the logits of each batch anyway; with it, ``True`` would leave the metrics out
+without a word (``Trainer.evaluate`` and ``evaluation_loop``). With ``compute_metrics`` the logits of all rows stay on
+the device until the end, or for ``eval_accumulation_steps`` batches: that is not measured.
 
 Not covered: a last, smaller micro-batch. Rows of different lengths fit by the longest, and are timed as
 they are to be expected where a script or ``--lengths`` tells them.
@@ -41,7 +42,7 @@ _EVALUATED_LOGITS_BYTES = 512 * 2**20
 
 
 def evaluated_rows(rows: int, facts: Facts) -> int:
-    """Rows that are evaluated at once: no more than the micro-batch, and no more logits than a small part of a card."""
+    """Rows that are evaluated at once where no more are known to fit: no more than the micro-batch, nor many logits."""
     logits_bytes = 4 * facts.workload.seq_len * facts.model.vocab_size
     return max(1, min(rows, _EVALUATED_LOGITS_BYTES // logits_bytes))
 
@@ -124,7 +125,7 @@ class MicroBatch(Technique):
         rows = int(value)
         arguments = {"per_device_train_batch_size": rows}
         if facts.workload.script is None:  # what a script evaluates at once is its own
-            arguments["per_device_eval_batch_size"] = evaluated_rows(rows, facts)
+            arguments["per_device_eval_batch_size"] = facts.workload.evaluated_rows or evaluated_rows(rows, facts)
         return Emission(training_args=arguments)
 
     def traced_as(self, value: Value, part: Part) -> Value | None:

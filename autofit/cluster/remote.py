@@ -34,7 +34,7 @@ _MOST_LOST = 1
 """Hosts that a trial may be lost with: a plan that takes its machine down must not take down all of them."""
 _HERE = {"trace", "check"}
 """Jobs that need no device and read or write folders of this machine."""
-_BY_RANKS = {"curve"}
+_BY_RANKS = {"curve", "trial"}
 """Jobs that train, with all ranks."""
 
 

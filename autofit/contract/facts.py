@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from packaging.version import InvalidVersion, Version
@@ -297,6 +297,8 @@ class Workload:
         lengths: Of rows that are to be expected, in tokens, the shortest first; none is above ``seq_len``. Empty: all
             are as long.
         told_rows: Rows that these lengths were told of, before they were thinned out.
+        evaluated_rows: That a Trainer evaluates at once beside the chosen plan, where more than usual were found to
+            have room; 0: what is usual.
     """
 
     seq_len: Annotated[int, Field(ge=2)]
@@ -310,6 +312,7 @@ class Workload:
     script: Script | None = None
     lengths: tuple[Positive, ...] = ()
     told_rows: Annotated[int, Field(ge=0)] = 0
+    evaluated_rows: Annotated[int, Field(ge=0)] = 0
 
 
 def _version(text: str) -> Version:
@@ -347,6 +350,10 @@ class Facts:
         """Why the loss of a row depends on the others of its micro-batch, in words; ``None`` where it does not."""
         script = self.workload.script
         return self.model.depends_on_rows if script is None else script.depends_on_rows
+
+    def evaluating(self, rows: int) -> Facts:
+        """The same where a Trainer evaluates so many rows at once; 0: what is usual."""
+        return replace(self, workload=replace(self.workload, evaluated_rows=rows))
 
     def release(self, package: str) -> tuple[int, ...]:
         """The numbers of a distribution's version; ``(0,)`` where it is not installed or its version is none."""

@@ -22,6 +22,7 @@ from packaging.version import Version
 
 from autofit.contract.layout import PARALLEL, data_parallel
 from autofit.contract.plan import Plan
+from autofit.costmodel.evaluation import most_rows
 from autofit.costmodel.memory import peak
 from autofit.costmodel.seconds import roofline
 from autofit.costmodel.seconds.collectives import exposed_seconds, links_of, nccl_bytes
@@ -130,6 +131,7 @@ class Forecast:
         activation_bytes: What its micro-batch would keep for the backward pass without checkpointing.
         seconds_log_std: Standard deviation of the natural logarithm of measured over predicted seconds, of a whole
             step; 0 where there is no prediction.
+        evaluable_rows: That a Trainer may evaluate at once below the training's own peak; 0 where no more than usual.
     """
 
     tensor_bytes: Floats
@@ -143,6 +145,7 @@ class Forecast:
     kernel_overhead_bytes: Floats
     activation_bytes: Floats
     seconds_log_std: float = 0.0
+    evaluable_rows: Ints | None = None
 
     @functools.cached_property
     def residual_std_bytes(self) -> Floats:
@@ -226,7 +229,7 @@ def forecast(
     count = len(space.plans)
     tensors, seconds = np.full(count, np.nan), np.full(count, np.nan)
     work, approximate = np.full((count, len(WORK)), np.nan), np.zeros(count, dtype=bool)
-    activations = np.zeros(count)
+    activations, evaluable, most = np.zeros(count), np.zeros(count, dtype=np.int64), most_rows(facts)
     waiting = facts.workload.launch_path == "trainer"
     clock = StepClock(card) if card is not None else None
     on_cuda = facts.hardware.device == "cuda"
@@ -269,6 +272,8 @@ def forecast(
             continue
         together = np.array([evaluated[int(one)] for one in rows])
         tensors[members] = peak.peaks(micro, optimizer, rows, accumulation, waiting=waiting, evaluated_rows=together)
+        roomy = peak.evaluable_rows(micro, optimizer, rows, accumulation, waiting=waiting, most=most)
+        evaluable[members] = np.where(roomy > together, roomy, 0)
         if step is not None:
             seconds[members] = (step + sent + copied * nominal[_TRANSFER]) / samples  # as if no copy hid
     return Forecast(
@@ -283,6 +288,7 @@ def forecast(
         kernel_overhead_bytes=kernel_overhead_bytes(facts, work) + nccl + untraced,
         activation_bytes=activations,
         seconds_log_std=0.0 if clock is None else clock.log_std,
+        evaluable_rows=evaluable,
     )
 
 

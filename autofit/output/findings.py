@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-from autofit.contract.outcome import (
-    Measured,
-)
+from autofit.contract.outcome import Measured
+from autofit.costmodel.evaluation import held_at_the_micro_batch, most_rows
 from autofit.output.document import Document
 from autofit.output.plan_words import plan_words
 from autofit.output.standings import standings
 from autofit.output.text import number, one_line, percent, plural
-from autofit.registry import techniques
+from autofit.registry import recipe_of, techniques
 from autofit.search.decision import pool
 from autofit.search.tradeoffs import Contribution
 from autofit.system.units import duration, size
@@ -97,6 +96,17 @@ def waiting(document: Document) -> str | None:
     if share < _WAITS_LONG:
         return f"{said}."
     return f"{said}: more processors or rows prepared beforehand make it faster, and neither another plan nor device."
+
+
+def evaluation(document: Document) -> list[tuple[str, str]]:
+    """How many rows a Trainer evaluates at once, and why not more, below a heading; nothing where others say so."""
+    facts = document.facts
+    if facts.workload.script is not None or facts.workload.launch_path != "trainer":
+        return []
+    rows = int(recipe_of(document.plan, facts).emission.training_args["per_device_eval_batch_size"])
+    fast = "more would hardly be faster" if rows >= most_rows(facts) else None
+    why = held_at_the_micro_batch(facts) or fast or "twice as many might need more memory than the training itself"
+    return [("Evaluation", f"A Trainer evaluates {plural(rows, 'row')} at once (per_device_eval_batch_size): {why}.")]
 
 
 def findings(document: Document) -> list[tuple[str, str]]:

@@ -58,6 +58,8 @@ def test_an_estimate_writes_what_a_tune_writes_and_says_everywhere_that_it_is_on
     arguments = json.loads((folder / "training_args.json").read_text("utf-8"))
     assert arguments["bf16"]
     assert arguments["per_device_train_batch_size"] == best.plan["micro_batch"]
+    assert arguments["per_device_eval_batch_size"] == best.training_args["per_device_eval_batch_size"]
+    assert arguments["per_device_eval_batch_size"] >= document.workload.evaluated_rows == best.evaluated_rows
 
     page = (folder / "report.html").read_text("utf-8")
     assert ESTIMATED in page

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit.costmodel.memory.allocator import replay
+from autofit.costmodel.memory.allocator import replay, smallest_capacity
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, _hull, pack, unpack
-from autofit.costmodel.memory.peak import need, peaks, phase_of
+from autofit.costmodel.memory.peak import evaluable_rows, need, peaks, phase_of
 from autofit.costmodel.memory.requests import requests
 from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.system.units import MIB
@@ -264,3 +264,38 @@ def test_an_allocator_also_holds_an_evaluation_step_and_the_workspaces(tmp_path)
     assert with_all.rounded_bytes == pytest.approx(found.peak_bytes + 8 * MIB, rel=0.01)
     events, _, _ = requests(*parts, rows=16, accumulation=1, evaluated_rows=16, workspaces=(4 * MIB, 4 * MIB))
     check_balance(events)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"precision": "bf16"}, {"kernels": "chunked_ce", "checkpointing": "full"}, {"optimizer": "sgd"}],
+    ids=str,
+)
+def test_as_many_rows_are_evaluated_as_stay_below_the_training(tmp_path, values):
+    """Also where the allocator holds them: an evaluation asks for no larger card."""
+    lab = Lab(tmp_path / "config", {**BROAD, "vocab_size": 4000}, device="cuda", seq_len=128)
+    plan = PLAIN.replaced(micro_batch=4, **values)
+    parts, most = (lab.micro(plan), lab.optimizer(plan)), 256
+    rows, accumulation = np.array([4]), np.array([1])
+    (found,) = evaluable_rows(*parts, rows, accumulation, waiting=True, most=most)
+    assert found == 1 << int(found).bit_length() - 1
+    assert 4 <= found < most
+    asked = {"rows": 4, "accumulation": 1}
+    alone, beside, more = (
+        need(*parts, **asked, waiting=True, evaluated_rows=count) for count in (0, int(found), 4 * int(found))
+    )
+    assert beside == alone
+    assert more.segment == "evaluation"
+    assert more.peak_bytes > alone.peak_bytes
+    without, with_it = (
+        smallest_capacity(*replayed)
+        for replayed in (
+            (one.events, np.array(one.sizes, dtype=np.int64), one.streams)
+            for one in (requests(*parts, **asked, evaluated_rows=count) for count in (0, int(found)))
+        )
+    )
+    assert with_it <= without
+    assert evaluable_rows(*parts, rows, accumulation, waiting=True, most=8) == [min(found, 8)]
+    assert evaluable_rows(*parts, rows, accumulation, waiting=True, most=0) == [0]
+    unknown = dataclasses.replace(parts[0], evaluation=None)
+    assert evaluable_rows(unknown, parts[1], rows, accumulation, waiting=True, most=most) == [0]

@@ -29,9 +29,10 @@ class NoMeter:
 def forwards(tmp_path):
     """Runs a plan, and tells of each forward pass whether it trained, and how many rows it had."""
 
-    def run(plan, **options):
+    def run(plan, evaluated_rows=0, **options):
         config = write_config(tmp_path / "config")
         facts = facts_of({**LLAMA, "num_hidden_layers": 2}, seq_len=16, global_batch=8, **options)
+        facts = facts.evaluating(evaluated_rows)
         clock = Clock(
             recipe=recipe_of(plan, facts),
             effort=Effort(warm_up=2, min_steps=1, max_steps=1),
@@ -62,6 +63,11 @@ def test_a_trainer_s_run_evaluates_a_batch_after_its_warm_up(forwards):
     trained, evaluated = (True, True, 4), (False, False, 4)
     assert seen == [trained] * 4 + [evaluated] + [trained] * 2
     assert clock.meter.checks == 2 * 6 + 3 + 1, "the ceiling is looked at after it, too"
+
+
+def test_more_rows_are_evaluated_than_trained_where_they_were_found_to_fit(forwards):
+    seen, _ = forwards(PLAIN.replaced(micro_batch=4, accumulation=2), evaluated_rows=16)
+    assert [rows for training, _, rows in seen if not training] == [16]
 
 
 def test_a_plain_loop_evaluates_as_its_author_likes(forwards):

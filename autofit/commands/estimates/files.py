@@ -101,7 +101,7 @@ def write_estimate(  # noqa: PLR0917 - what an estimate has found out
         waiting = f"{units.size(one.need.elsewhere_bytes)} wait on the host for each process{each}"
         notes = [*notes, f"{waiting}: so much of its memory is to be free"]
     found = compose_estimate(
-        one.plan, promise, facts,
+        one.plan, promise, facts.evaluating(one.evaluated_rows),
         estimated=document.Estimated(low=low, high=high), reason=why, notes=notes, seconds=seconds,
     )  # fmt: skip
     with writing(output):

@@ -51,6 +51,7 @@ class Estimated:
         samples_per_second: By the laws of :mod:`autofit.costmodel.seconds.step_time`, or by roofline where they lack a
             figure of the card; ``None`` on a card that is not in the catalogue.
         changes: What the plan changes in the training.
+        evaluated_rows: That a Trainer evaluates at once, where that is more than usual; else 0.
         training_args: Fields of ``TrainingArguments`` that carry it.
         by_yaml: Its values that only Accelerate's YAML carries, such as ``parallel=fsdp``.
         script: What no argument can carry, and a script must do, a sentence each.
@@ -63,6 +64,7 @@ class Estimated:
     verdict: Verdict
     samples_per_second: float | None
     changes: tuple[str, ...]
+    evaluated_rows: int = 0
     training_args: Mapping[str, Any]
     by_yaml: tuple[str, ...]
     script: tuple[str, ...]
@@ -150,7 +152,8 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
         facts: Model, card and sizes.
     """
     plan, seconds = plans.plans[place], float(cast.seconds[place])
-    emission = recipe_of(plan, facts).emission
+    roomy = 0 if cast.evaluable_rows is None else int(cast.evaluable_rows[place])
+    emission = recipe_of(plan, facts.evaluating(roomy)).emission
     found = traces.need(plan)
     parts = traces.parts(plan)
     assert found is not None
@@ -175,6 +178,7 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
         verdict=verdict,
         samples_per_second=None if np.isnan(seconds) else 1 / seconds,
         changes=tuple(changes(plan, facts)),
+        evaluated_rows=roomy,
         training_args=dict(emission.training_args),
         by_yaml=tuple(
             f"{one.name}={plan[one.name]}" for one in techniques() if needs_yaml(one.emit(plan[one.name], plan, facts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from autofit.commands.request import TRIALS, Request, Search, keep_request, star
 from autofit.commands.scripts.request import script_notes
 from autofit.commands.shell.explanations import disturbance_notes, no_winner, peak_correction
 from autofit.commands.tunes.backend import Backend, predicted_bytes, predicted_speeds
+from autofit.commands.tunes.evaluation import Try, evaluating, trials_of
 from autofit.commands.tunes.output_folder import FORKSERVER_LOG
 from autofit.contract.facts import Facts
 from autofit.costmodel.forecast import Forecast
@@ -23,7 +25,7 @@ from autofit.output.plan_words import plan_words
 from autofit.output.result import Result, compose, write_result
 from autofit.search import tradeoffs
 from autofit.search.events import Events
-from autofit.search.loop import Campaign
+from autofit.search.loop import LONGEST_TRIAL_SECONDS, Campaign
 from autofit.search.recordings.writer import Writer
 from autofit.search.searcher import open_searcher
 from autofit.search.trial_log import TrialLog
@@ -72,6 +74,7 @@ class Course:
         wait: Whether to wait for a device that another tune holds.
         notes: What a reader of the report should know, in order; :meth:`_note` adds to them.
         guard: The comparison of the winner's training with a baseline's, once it was made.
+        evaluated_rows: That a run of the winner has evaluated at once, where they are more than usual.
     """
 
     folder: Path
@@ -83,6 +86,7 @@ class Course:
     began: float = field(default_factory=time.monotonic)
     notes: list[str] = field(default_factory=list)
     guard: Guard | None = None
+    evaluated_rows: int = 0
 
     @property
     def trials_folder(self) -> Path:
@@ -181,7 +185,10 @@ class Course:
             decision = None
             if stopped is None:
                 look = self.backend.look(self.folder, facts, config, server) if self.settings.guard else None
-                decision, stopped = _until_stopped(lambda: self._decision(campaign, searcher, look))
+                run = trials_of(self.trials_folder, config, server)
+                decision, stopped = _until_stopped(
+                    lambda: self._evaluating(self._decision(campaign, searcher, look), facts, plans, found, run)
+                )
         if stopped is not None:
             decision = self._best_so_far(campaign, server, stopped)
         for words in disturbance_notes(campaign.trials):
@@ -201,7 +208,7 @@ class Course:
             self._note(correction)
         document = compose(
             decision,
-            facts,
+            facts.evaluating(self.evaluated_rows),
             campaign.trials,
             notes=self.notes,
             seconds=spent + time.monotonic() - self.began,
@@ -266,6 +273,24 @@ class Course:
         campaign.baseline(searcher, self.settings.trials)
         decision = campaign.playoff()
         return decision if look is None else self._guarded(decision, campaign, look)
+
+    def _evaluating(
+        self, decision: Decision | None, facts: Facts, plans: Space, found: Forecast | None, run: Try
+    ) -> Decision | None:
+        """The winner, run once more with the most rows that a Trainer may evaluate at once, which is kept."""
+        roomy = None if found is None else found.evaluable_rows
+        left = self._left()
+        if decision is None or roomy is None or (left is not None and left <= 0):
+            return decision
+        rows = int(roomy[plans.plans.index(decision.plan)])
+        seconds = LONGEST_TRIAL_SECONDS if left is None else left
+        if rows:
+            self.events.note(f"evaluating {rows} rows at once beside the winner")
+        measured, rows, said = evaluating(decision, facts, rows, lambda one: run(decision.plan, one, seconds))
+        for words in said:
+            self._note(words)
+        self.evaluated_rows = rows
+        return dataclasses.replace(decision, measured=measured)
 
     def _left(self) -> float | None:
         """Seconds left of the time budget."""

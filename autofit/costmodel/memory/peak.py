@@ -30,6 +30,10 @@ _WEIGHTS, _STATE, _BATCH, _COMMUNICATION = (
 )
 
 
+_SURELY_BELOW = 0.95
+"""Of a training's peak: an evaluation that takes no more by its trace stays below it on a card, too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     """What a plan needs on the device, predicted.
@@ -125,6 +129,23 @@ def peaks(
         done = _done_batches(micro, rows, accumulation) * waiting
         trained = np.maximum(trained, evaluated + optimizer.state_bytes + done)
     return micro.held_bytes + trained
+
+
+def evaluable_rows(
+    micro: MicroPart, optimizer: OptimizerPart, rows: Ints, accumulation: Ints, *, waiting: bool, most: int
+) -> Ints:
+    """Of many plans that share their parts the rows that an evaluation may take at once and stay below the training.
+
+    A power of two up to ``most``, which is one; 0 where none stays below, or no evaluation is traced.
+    """
+    if micro.evaluation is None or not most:
+        return np.zeros(len(rows), dtype=np.int64)
+    sizes = 2 ** np.arange(most.bit_length())
+    evaluated = micro.held_bytes + optimizer.state_bytes + micro.evaluation_peaks(sizes.astype(np.float64))[0]
+    beside = _done_batches(micro, rows, accumulation) * waiting
+    room = _SURELY_BELOW * peaks(micro, optimizer, rows, accumulation, waiting=waiting) - beside
+    found: Ints = np.where(evaluated <= room[:, None], sizes, 0).max(axis=1)
+    return found
 
 
 def host_offload_peaks(micro: MicroPart, held_bytes: float, rows: Ints, accumulation: Ints, *, waiting: bool) -> Floats:

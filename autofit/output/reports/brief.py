@@ -62,10 +62,12 @@ def _promise(document: Document) -> list[str]:
     share = percent(promise.peak_bytes / promise.limit_bytes)
     beside = "" if ratio is None else f"; {ratio:.2f} times the fastest baseline plan"
     beside = beside if own is None else f"; {own:.2f} times what the script does by itself"
+    rows = document.workload.evaluated_rows
+    evaluated = f", evaluating {rows} rows at once" if rows else ""
     return [
         f"{wording.pace(document)}{beside}",
         *wording.training_words(document),
-        f"peak memory {size(promise.peak_bytes)}, {share} of the ceiling of {size(promise.limit_bytes)}",
+        f"peak memory {size(promise.peak_bytes)}, {share} of the ceiling of {size(promise.limit_bytes)}{evaluated}",
     ]
 
 

@@ -61,7 +61,7 @@ def summary(document: Document, *, folder: str | Path) -> Group:
         sections.insert(-2, ("With less memory", _bullets(smaller)))
     guarded, payback = findings.guarded(document), findings.payback(document)
     waits = findings.waiting(document)
-    for title, finding in findings.findings(document):
+    for title, finding in [*findings.findings(document), *findings.evaluation(document)]:
         sections.insert(0 if finding == waits else -2, (title, _text(finding)))
     if payback:
         sections.insert(-2, ("When compiling pays back", _text(payback)))
@@ -118,7 +118,7 @@ def html(document: Document, *, folder: str | Path) -> str:
         ceilings=findings.ceilings(document),
         guarded=findings.guarded(document),
         payback=findings.payback(document),
-        told=findings.findings(document),
+        told=[*findings.findings(document), *findings.evaluation(document)],
         chart=charts,
         baseline_plan=next((one.plan for one in ranked if one.is_baseline), None),
         best_first=_best_first(document),

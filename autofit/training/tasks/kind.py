@@ -58,6 +58,7 @@ class Kind:
         tokens: Rows of tokens that make a sample; 0 where it is no text.
         new_head: Whether the modules beside the base model are learned anew: pretrained weights have none for them.
         packages: That its loss needs, beside transformers: modules, and how pip calls them.
+        generates: Whether its models are often evaluated by what they generate (``predict_with_generate``).
         depends_on_rows: Why the loss of a row depends on the others of its micro-batch; ``None`` where the task does
             not make it do so.
         sums: Whether the loss is a sum over the rows, by the config: then gradients that add up are right.
@@ -77,6 +78,7 @@ class Kind:
     tokens: int = 1
     new_head: bool = False
     packages: Mapping[str, str] = field(default_factory=dict)
+    generates: bool = False
     depends_on_rows: str | None = None
     sums: Callable[[Any], bool] = lambda _config: False
     untraced: str | None = None

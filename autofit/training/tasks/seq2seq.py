@@ -12,5 +12,6 @@ KINDS = (
         trained_on="a text out of a text, both of the same length",
         makers={"labels": INPUTS["input_ids"]},  # the model makes its decoder's input of it
         tokens=2,
+        generates=True,
     ),
 )

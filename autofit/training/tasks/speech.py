@@ -82,5 +82,6 @@ KINDS = (
         sample="clip",
         length=_target_length,
         most=_most,
+        generates=True,
     ),
 )

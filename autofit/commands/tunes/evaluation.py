@@ -1,0 +1,71 @@
+"""The evaluation batch of a winner: as many rows as its trace says stay below the training, once a run has shown it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autofit.contract.facts import Facts
+from autofit.contract.outcome import OUTCOME, Crashed, Measured, Outcome, TimedOut
+from autofit.contract.plan import Plan
+from autofit.costmodel.tracing.trace_store import evaluated_rows
+from autofit.output.plan_words import outcome_words
+from autofit.system.errors import MachineError
+from autofit.system.fork_server import ForkServer
+from autofit.training.jobs import TrialJob
+from autofit.training.timing import Effort
+
+if TYPE_CHECKING:
+    from autofit.search.decision import Decision
+
+Try = Callable[[Plan, Facts, float], Outcome]
+"""Runs some steps of a plan, between which a batch is evaluated, for so many seconds at most."""
+_EFFORT = Effort(min_steps=1, max_steps=1)
+_SCATTER = 1.05
+"""The resident set of a process is up to so many times that of another one that does the same."""
+_PEAKS = ("peak_bytes", "allocated_bytes", "reserved_bytes", "outside_bytes", "host_bytes")
+
+
+def evaluating(
+    decision: Decision, facts: Facts, rows: int, run: Callable[[Facts], Outcome]
+) -> tuple[Measured, int, list[str]]:
+    """Run a winner with so many rows evaluated at once, and where that takes more than its training, with fewer.
+
+    Args:
+        decision: The winner.
+        facts: What it is for.
+        rows: That stay below the training by its trace; 0: no more than usual.
+        run: Runs the winner.
+
+    Returns:
+        What was measured of it, the rows, 0 for what is usual, and what was tried in vain, a sentence each.
+    """
+    mine = decision.measured
+    said: list[str] = []
+    while rows > evaluated_rows(decision.plan, facts):
+        found = run(facts.evaluating(rows))
+        if isinstance(found, Measured) and found.allocated_bytes <= _SCATTER * mine.allocated_bytes:
+            peaks = {name: max(getattr(found, name), getattr(mine, name)) for name in _PEAKS}
+            return dataclasses.replace(mine, **peaks), rows, said
+        said.append(f"{rows} rows at once were evaluated beside the winner, and are too many: {outcome_words(found)}")
+        rows //= 2
+    return mine, 0, said
+
+
+def trials_of(folder: Path, config: Path, server: ForkServer) -> Try:
+    """Runs each plan in a process of its own, and keeps no folder of it."""
+
+    def run(plan: Plan, facts: Facts, seconds: float) -> Outcome:
+        job = TrialJob(plan=plan, facts=facts, config=str(config.resolve()), effort=_EFFORT)
+        try:
+            with server.ask(folder, job, kill_after_seconds=seconds) as answer:
+                if answer is None:
+                    return TimedOut(limit_seconds=seconds, phase="evaluation")
+                found: Outcome = OUTCOME.validate_python(answer)
+                return found
+        except MachineError as error:
+            return Crashed(reason=error.message, log_tail="")
+
+    return run

@@ -1,0 +1,124 @@
+"""The evaluation batch of a winner: tried beside it, written everywhere, and told with its reason."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+import autofit
+from autofit.commands.tunes.evaluation import evaluating
+from autofit.commands.verify import VERIFICATION
+from autofit.contract.outcome import Measured
+from autofit.costmodel.evaluation import most_rows
+from autofit.output import findings
+from autofit.output.document import read_document
+from autofit.output.exports.export import export
+from autofit.output.reports import report
+from autofit.registry import recipe_of
+from autofit.search.decision import Decision
+from autofit.training.tasks.table import kind_of
+from tests.commands.test_launch import command
+from tests.output.test_brief import screen
+from tests.output.test_report import MODEL, WINNER, document, measured, out_of_memory, terminal, words
+from tests.support.tiny import MIB, write_config
+
+FACTS = document().facts
+
+
+def tried(outcomes, rows):
+    """What comes of an evaluation of so many rows, where the runs of the winner come to these outcomes."""
+    asked, found = [], iter(outcomes)
+
+    def run(facts):
+        asked.append(recipe_of(WINNER, facts).emission.training_args["per_device_eval_batch_size"])
+        return next(found)
+
+    decision = Decision(plan=WINNER, measured=measured(50, 15.8), reason="", runners_up=())
+    return asked, evaluating(decision, FACTS, rows, run)
+
+
+def test_a_run_with_the_evaluation_that_holds_no_more_decides():
+    asked, (seen, rows, said) = tried([measured(40, 15.9)], 32)
+    assert (asked, rows, said) == ([32], 32, [])
+    assert seen.peak_bytes == measured(1, 15.9).peak_bytes, "what a launch holds is promised"
+    assert seen.samples_per_second == 50, "one step says nothing of the speed"
+
+
+def test_an_evaluation_that_takes_more_than_the_training_is_halved_and_told():
+    asked, (seen, rows, said) = tried([out_of_memory(), measured(40, 17.5), measured(40, 15.8)], 64)
+    assert (asked, rows) == ([64, 32, 16], 16)
+    assert seen.peak_bytes == measured(1, 15.8).peak_bytes
+    assert [words.split(" ")[0] for words in said] == ["64", "32"]
+    assert "out of memory on the device in backward" in said[0]
+
+
+@pytest.mark.parametrize("outcome", [out_of_memory(), measured(40, 17.5)])
+def test_where_nothing_above_the_usual_rows_fits_they_stay(outcome):
+    asked, (seen, rows, said) = tried([outcome] * 9, 4)
+    assert (asked, rows, len(said)) == ([4, 2], 0, 2), "its logits allow one"
+    assert seen == measured(50, 15.8)
+    assert tried([], 1)[0] == []
+
+
+def evaluated(rows=0, **changes):
+    doc = document(**changes)
+    work = doc.facts.evaluating(rows).workload
+    return document(**{**changes, "workload": work})
+
+
+def told(doc):
+    (only,) = findings.evaluation(doc)
+    return only[1]
+
+
+def test_the_report_and_the_screen_tell_the_evaluation_batch_and_why_it_is_no_larger():
+    few, many = evaluated(8), evaluated(16)
+    assert most_rows(few.facts) == 16
+    assert told(few).startswith("A Trainer evaluates 8 rows at once (per_device_eval_batch_size): ")
+    assert "might need more memory than the training" in told(few)
+    assert told(many).endswith("more would hardly be faster.")
+    assert told(evaluated()).startswith("A Trainer evaluates 1 row at once")
+    for shown in (words(terminal(many)), report.html(many, folder="out")):
+        assert told(many) in shown
+    assert "evaluating 16 rows at once" in words(screen(many))
+    assert "evaluating" not in words(screen(evaluated()))
+    assert findings.evaluation(document(path="loop")) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [
+        ("seq2seq-lm", "what generation takes (predict_with_generate) is not known"),
+        ("speech-seq2seq", "what generation takes (predict_with_generate) is not known"),
+        ("contrastive", "its contrastive loss compares the rows"),
+    ],
+)
+def test_what_generates_or_compares_rows_stays_at_the_micro_batch(task, why):
+    depends = kind_of(task).depends_on_rows
+    doc = document(model=dataclasses.replace(MODEL, task=task, vocab_size=1000, depends_on_rows=depends))
+    assert most_rows(doc.facts) == 0
+    assert told(doc).startswith(f"A Trainer evaluates {WINNER['micro_batch']} rows at once")
+    assert why in told(doc)
+
+
+@pytest.mark.slow
+def test_a_tune_writes_more_rows_than_it_trains_on_and_a_launch_evaluates_them_under_the_ceiling(tmp_path):
+    write_config(tmp_path / "tiny", vocab_size=4096, hidden_size=256, intermediate_size=512)
+    held = ("micro_batch=1", "precision=fp32", "optimizer=adamw", "attention=default", "kernels=none")
+    words = ("--global-batch", 4, "--trials", 1, "--no-guard", "--device", "cpu", *(f"--fix={one}" for one in held))
+    done = command(tmp_path, "autofit.cli", "tune", "tiny", "--output", "out", *words)
+    assert done.returncode == 0, done.stderr
+    found, written = read_document(tmp_path / "out"), json.loads((tmp_path / "out/training_args.json").read_text())
+    rows = written["per_device_eval_batch_size"]
+    assert rows == found.workload.evaluated_rows > written["per_device_train_batch_size"] == 1
+    assert f"evaluating {rows} rows at once" in " ".join(done.stdout.split())
+    trained = max(one.outcome.peak_bytes for one in found.trials)
+    assert found.promise.peak_bytes <= 1.05 * trained
+    for target in ("python", "cli", "sft"):
+        assert str(rows) in re.findall(r"eval_batch_size\W+(\d+)", export(found, target, folder="out").text)
+    assert autofit.load(tmp_path / "out").recipe.emission.training_args["per_device_eval_batch_size"] == rows
+    done = command(tmp_path, "autofit.cli", "verify", "out", "--json")
+    launched = VERIFICATION.validate_json(done.stdout).outcome
+    assert isinstance(launched, Measured)
+    assert launched.peak_bytes < 1.25 * found.promise.peak_bytes + 8 * MIB
