@@ -81,6 +81,7 @@ class Recipe:
         collate_wraps: Applied in order to what makes a batch of rows.
         model_wraps: Applied in order to the loaded model.
         optimizer_wraps: Applied in order to the optimizer that the arguments name.
+        unpadded: Whether the model leaves out the padding of its batches itself.
         state: What a technique's own code counts while it runs, by the technique's name; it alone reads it.
         slow_start: What takes long in the first step, in a word, for a trial that is cut off in it.
         product_bits: Mantissa bits of the operands of matrix products, without the leading one; 23 in float32.
@@ -105,6 +106,7 @@ class Recipe:
     collate_wraps: list[Callable[[Collate], Collate]] = field(default_factory=list)
     model_wraps: list[ModelWrap] = field(default_factory=list)
     optimizer_wraps: list[OptimizerWrap] = field(default_factory=list)
+    unpadded: bool = False
     state: dict[str, Any] = field(default_factory=dict)
     slow_start: str = ""
     product_bits: int = 23

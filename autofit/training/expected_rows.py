@@ -59,7 +59,7 @@ class Tokens:
         found = tokens_of(inputs) if self.clock is not None and training else None
         if self.clock is not None and found is not None:
             self.totals[self.clock.done] += found[0]
-            self.places[self.clock.done].append(found[1])
+            self.places[self.clock.done].append(found[0 if self.clock.recipe.unpadded else 1])
 
     def tell(self) -> None:
         """Tell the clock the tokens of each timed step, and the share of padding of all of them."""
@@ -68,7 +68,7 @@ class Tokens:
             return
         self.clock.step_tokens = [float(self.totals[step]) for step in timed]
         places = [self.places[step] for step in timed]
-        self.clock.padding = 1 - sum(self.clock.step_tokens) / sum(map(sum, places))
+        self.clock.padding = 1 - sum(self.clock.step_tokens) / float(sum(map(sum, places)))
         if self.unlike is not None:
             self._tell_unlike(self.clock, self.unlike, places)
 

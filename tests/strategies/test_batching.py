@@ -1,5 +1,6 @@
 """Rows of different lengths: where which batching is offered, what is written, what it does, and what it gains."""
 
+import importlib
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from tests.support.synthetic import cpu_facts, cuda_facts
 from tests.support.tiny import PLAIN, describe, write_config
 
 BATCHING = technique("batching")
+LABELLED = dict.fromkeys(("input_ids", "attention_mask", "labels"), (4, 30))
 SKEWED = (16,) * 60 + (24,) * 25 + (40,) * 10 + (128,) * 5
 ALL = frozenset(Kind)
 ON = PLAIN.replaced(micro_batch=2, accumulation=2, batching="pad_to_multiple")
@@ -71,7 +73,7 @@ def test_where_rows_differ_an_exact_value_is_tried_and_another_order_only_where_
     found = statuses(facts)
     assert found == {
         "pad": "offered", "pad_to_multiple": "offered", "group_by_length": "offered",
-        "padding_free": "withheld", "packing": "withheld",
+        "padding_free": "on_request" if facts.workload.script is None else "withheld", "packing": "withheld",
     }  # fmt: skip
     assert {plan["batching"] for plan in space.build(facts).plans} == {"pad", "pad_to_multiple"}
     everything = space.build(facts, ALL).plans
@@ -95,7 +97,10 @@ def test_a_cpu_pads_to_a_multiple_on_request():
          "bbox"),
         (told(replace(cuda_facts(), model=replace(cuda_facts().model, position_rows=130)), (8, 130)), "pad_to_multiple",
          "would have 136"),
-        (told(cuda_facts()), "padding_free", "one long row"),
+        (told(replace(cuda_facts(), model=replace(cuda_facts().model, model_type="opt"))), "padding_free", "not known"),
+        (script_facts(), "padding_free", "no label for each token"),
+        (script_facts(trainer="SFTTrainer", batch=LABELLED), "padding_free", "SFTTrainer may read"),
+        (script_facts(trainer="", batch=LABELLED), "padding_free", "a loop may read"),
         (told(cuda_facts()), "packing", "tokens"),
     ],
 )  # fmt: skip
@@ -188,6 +193,122 @@ def test_rows_that_are_padded_on_are_trained_on_as_they_were(kind, left):
     assert torch.allclose(other, gradient, atol=1e-6)
 
 
+SIZES_OF = {
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
+             "resid_pdrop": 0.0},
+    "gpt_neox": {"attention_dropout": 0.0, "hidden_dropout": 0.0},
+    "phi3": {"pad_token_id": 0},
+    "mistral": {"sliding_window": 8},
+    "qwen3": {"head_dim": 16},
+    "smollm3": {"pad_token_id": 0},
+    "starcoder2": {"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+}  # fmt: skip
+FREE = PLAIN.replaced(micro_batch=4, accumulation=2, batching="padding_free")
+
+
+def free_model(kind, attention="sdpa", plan=FREE):
+    """A model that leaves padding out, and the recipe that makes it do so."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "bos_token_id": 1,
+        "eos_token_id": 2, **SIZES_OF.get(kind, {}),
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).double().train()
+    model.config.use_cache = False
+    recipe = recipe_of(plan, told(cpu_facts(global_batch=8)))
+    for wrap in recipe.model_wraps:
+        model = wrap(model)
+    return model, recipe
+
+
+def learned(model, batch):
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+
+
+def apart(one, other):
+    """How far two gradients are apart, as a share of the first."""
+    return float((one - other).norm() / one.norm())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", importlib.import_module("autofit.strategies.batching")._JOINED)
+def test_joined_rows_are_trained_on_as_padded_ones_are(kind, attention):
+    """The same loss and the same gradients; each row by itself is what they are held against, too."""
+    rows = ragged(5, 31, 17, 1, 12)
+    batch = collated(rows)
+    try:
+        (model, recipe), (plain, _) = free_model(kind, attention), free_model(kind, attention, PLAIN)
+    except ValueError as error:
+        pytest.skip(str(error))
+    loss, gradient = learned(model, batch)
+    assert recipe.state["batching"] == {"joined": 1, "padded": 0}
+    assert BATCHING.in_effect("padding_free", recipe.state["batching"], recipe.facts) is None
+    count = (batch["labels"][:, 1:] != -100).sum()
+    alone = [learned(plain, {**collated([row]), "num_items_in_batch": count}) for row in rows if len(row) > 1]
+    assert torch.allclose(loss, sum(one for one, _ in alone), rtol=1e-6)
+    assert apart(gradient, sum(one for _, one in alone)) < 1e-6
+    padded, other = learned(plain, batch)
+    if attention == "sdpa":  # a sliding window leaves padding without a key, and eager scores of none are not finite
+        assert torch.allclose(loss, padded, rtol=1e-6)
+        assert apart(gradient, other) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "values", [{"kernels": "chunked_ce"}, {"checkpointing": "full"}, {"adapter": "lora:r=4"}], ids=str
+)
+def test_joined_rows_go_with_other_techniques(values):
+    """Held against the same plan with padding."""
+    batch = collated(ragged(5, 31, 17, 1))
+    (model, recipe), (plain, _) = (
+        free_model("llama", plan=plan.replaced(**values)) for plan in (FREE, FREE.replaced(batching="pad"))
+    )
+    for (name, one), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        with torch.no_grad():
+            one.copy_(torch.randn_like(one) * 0.05 if "lora" in name else one)
+            other.copy_(one)
+    (loss, gradient), (padded, other) = learned(model, batch), learned(plain, batch)
+    assert recipe.state["batching"] == {"joined": 1, "padded": 0}
+    assert torch.allclose(loss, padded, rtol=1e-5)
+    assert apart(gradient, other) < 1e-6
+
+
+def test_an_evaluation_and_a_batch_that_can_not_be_joined_exactly_keep_their_padding():
+    model, recipe = free_model("llama")
+    batch = collated(ragged(5, 11, 3))
+    model.eval()
+    assert model(**batch).logits.shape[:2] == (3, 11)
+    assert recipe.state["batching"] == {"joined": 0, "padded": 0}
+    model.train()
+    assert model(**batch).logits.shape[:2] == (1, 19)
+    learns_of_padding = {**batch, "labels": torch.ones_like(batch["labels"])}
+    holes = {**batch, "attention_mask": batch["attention_mask"].clone().index_fill_(1, torch.tensor([1]), 0)}
+    positions = {**batch, "position_ids": torch.arange(11).expand(3, 11)}
+    unlabelled = {name: one for name, one in batch.items() if name != "labels"}
+    for other in (collated(ragged(5, 11, 3), left=True), learns_of_padding, holes, positions, unlabelled):
+        assert model(**other).logits.shape[:2] == (3, 11)
+    assert recipe.state["batching"] == {"joined": 1, "padded": 5}
+    assert "5 micro-batches" in BATCHING.in_effect("padding_free", recipe.state["batching"], recipe.facts)
+    assert "no micro-batch" in BATCHING.in_effect("padding_free", {"joined": 0, "padded": 5}, recipe.facts)
+
+
+def test_rows_are_joined_on_request_and_where_there_are_several():
+    facts = told(cuda_facts(global_batch=8))
+    knobs = space.parse_knobs((), ("batching=pad,padding_free",), facts)
+    found = [plan for plan in space.build(facts, given=knobs).plans if plan["batching"] == "padding_free"]
+    assert found
+    assert all(plan["micro_batch"] > 1 and plan["compile"] == "off" for plan in found)
+    assert BATCHING.traced_as("padding_free", "micro_steps") is None
+    assert "setup.model" in " ".join(BATCHING.emit("padding_free", FREE, facts).script)
+
+
 def test_a_batch_without_a_mask_of_its_tokens_stays_and_that_is_seen():
     recipe = recipe_of(ON, told(cpu_facts(global_batch=4)))
     ids = torch.ones(2, 5, dtype=torch.long)
@@ -258,7 +379,8 @@ def test_fewer_rows_than_a_micro_batch_come_again():
 
 def clock_of(facts, timed, seconds, **changed):
     return SimpleNamespace(
-        recipe=SimpleNamespace(facts=facts, micro_batch=4, accumulation=1), accumulation=1, done=0, timed=timed,
+        recipe=SimpleNamespace(facts=facts, micro_batch=4, accumulation=1, unpadded=False), accumulation=1, done=0,
+        timed=timed,
         effort=Effort(), step_tokens=[], step_places=[], usual_places=None, padding=None,
         waited_steps=lambda: seconds, **changed,
     )  # fmt: skip
@@ -419,6 +541,28 @@ def test_rows_of_skewed_lengths_are_grouped_where_that_may_be_and_the_launch_kee
     assert verified["outcome"]["kind"] == "measured"
     assert verified["outcome"]["evidence"]["techniques"]["batching"]["sampler"] == "LengthGroupedSampler"
     assert verified["speed_ratio"] > 0.7, verified["broken"]
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_rows_are_joined_in_a_tune_its_guard_and_its_launch(tmp_path):
+    write_config(tmp_path / "tiny", max_position_embeddings=256, hidden_size=128, intermediate_size=512)
+    (tmp_path / "lengths").write_text("\n".join(map(str, [24] * 550 + [32] * 350 + [256] * 100)))
+    held = [f"--fix={one}" for one in ("checkpointing=off", "attention=default", "precision=fp32", "optimizer=adamw",
+                                       "kernels=none", "micro_batch=8", "compile=off")]  # fmt: skip
+    words = ("--device", "cpu", "--lengths", "lengths", "--global-batch", 16, "--output", "out", *held)
+    done = autofit(tmp_path, "tune", "tiny", *words, "--fix=batching=padding_free", "--trials", 1)
+    assert done.returncode == 0, done.stderr
+    found, seen = measured(tmp_path / "out")
+    assert found.guard.verdict == "same", found.guard
+    for one in seen["padding_free"]:
+        assert one.evidence.of("batching")["joined"] >= 4
+        assert one.evidence.of("micro_batch")["rows"] == 8
+        assert one.padding == pytest.approx(0)
+    assert "is padding" not in done.stdout
+    verified = json.loads(autofit(tmp_path, "verify", "out", "--json").stdout)
+    assert verified["outcome"]["kind"] == "measured", verified["broken"]
+    assert verified["outcome"]["evidence"]["techniques"]["batching"]["padded"] == 0
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_a_few_steps_tell_what_an_epoch_of_skewed_rows_is_like(micro_batch):
 
 
 def test_tokens_and_padding_of_the_timed_steps_are_counted():
-    clock = SimpleNamespace(done=0, timed=[1], step_tokens=[], padding=None)
+    clock = SimpleNamespace(done=0, timed=[1], step_tokens=[], padding=None, recipe=SimpleNamespace(unpadded=False))
     tokens = Tokens(clock)
     tokens.count(padded([{"text": 9, "answer": 1}]))
     clock.done = 1
