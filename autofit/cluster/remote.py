@@ -22,7 +22,7 @@ from autofit.system.files import write_atomically, writing
 from autofit.system.fork_server import ForkServer
 from autofit.system.job import JOB
 from autofit.system.strict_json import dump_json
-from autofit.training.jobs import CurveJob
+from autofit.training.jobs import CurveJob, TrialJob
 from autofit.training.joined import joined
 from autofit.training.runner import TRIAL_FILE, Rated, trial_folder, unrated
 from autofit.training.timing import Effort
@@ -225,6 +225,6 @@ def _trial_failed(answer: tuple[str, Files, list[str]]) -> bool:
 
 
 def _job_failed(answer: tuple[int | None, Files]) -> bool:
-    """The same of a job: it has left no curve, or one that says why there is none."""
-    curve = json.loads(answer[1].get(CurveJob.RESULT, b"{}") or b"{}")
-    return answer[0] != 0 or bool(curve.get("failed"))
+    """The same of a job: it has left no curve, or one that says why there is none, or nothing was measured."""
+    curve, outcome = (json.loads(answer[1].get(job.RESULT, b"{}") or b"{}") for job in (CurveJob, TrialJob))
+    return answer[0] != 0 or bool(curve.get("failed")) or outcome.get("kind", "measured") != "measured"

@@ -88,7 +88,10 @@ class PlayedHost:
     def do_job(self, files, config, share, *, seconds, early):
         self.shares.append(share)
         failed = "killed" if self.stopped else self.outcome
-        return 0, {"curve.json": json.dumps({"failed": failed}).encode(), "by": self.refuses.encode()}
+        written = {"curve.json": {"failed": failed}}
+        if json.loads(files["job.json"])["kind"] == "trial":
+            written = {"outcome.json": {"kind": "crashed" if failed else "measured", "reason": failed}}
+        return 0, {name: json.dumps(one).encode() for name, one in written.items()} | {"by": self.refuses.encode()}
 
 
 class PlayedCluster:
@@ -216,6 +219,18 @@ def test_a_curve_of_several_machines_is_the_first_one_s_or_says_what_failed(tmp_
     (tmp_path / "job.json").write_text(json.dumps({"kind": "curve"}))
     assert ClusterServer(tmp_path / "log", slots).run(tmp_path, kill_after_seconds=1) == 0
     assert json.loads((tmp_path / "curve.json").read_text()) == {"failed": None if failing is None else "no such thing"}
+    assert [host.shares[0]["first"] for host in hosts] == [0, 2]
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_a_run_beside_the_trials_takes_all_machines_and_ends_where_one_fails(tmp_path, failing):
+    hosts = [PlayedHost(outcome="no such thing" if place == failing else None) for place in range(2)]
+    slots, _, _ = slots_of(*hosts, machines=2)
+    (tmp_path / "job.json").write_text(json.dumps({"kind": "trial"}))
+    assert ClusterServer(tmp_path / "log", slots).run(tmp_path, kill_after_seconds=1) == 0
+    found = json.loads((tmp_path / "outcome.json").read_text())
+    assert found["kind"] == ("measured" if failing is None else "crashed")
+    assert found["reason"] == (None if failing is None else "no such thing")
     assert [host.shares[0]["first"] for host in hosts] == [0, 2]
 
 
