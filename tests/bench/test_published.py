@@ -120,6 +120,34 @@ def test_a_row_of_a_world_that_is_not_expressed_says_why(told, why):
     assert why in predict.predict(WorldRow(told={**SWEPT, **told})).reason
 
 
+TUNED = {
+    "model": "Llama-2-7B", "gpu": "RTX 3090", "gpus": "2", "parallelism": "FSDP full shard", "micro_batch": "4",
+    "seq_len": "512", "memory_gib": "11.22", "memory_metric": "GiB reserved per GPU",
+    "note": "QLoRA; length by the page text, not in this table",
+    "source": "github AnswerDotAI/fsdp_qlora@05ed9f2 benchmarks_03_2024.md",
+}  # fmt: skip
+
+
+def test_a_rank_that_shards_a_quantised_model_is_predicted():
+    row = WorldRow(told=TUNED)
+    prediction = predict.predict(row)
+    assert prediction.kind == "scored", prediction.reason
+    assert prediction.predicted_bytes == pytest.approx(row.measured_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"micro_batch": ""}, "not stated: micro_batch"),
+        ({"model": "Falcon-7B"}, "none of the page's"),
+        ({"note": "full"}, "none of the page's"),
+        ({"memory_metric": "GiB"}, "not what is reserved"),
+    ],
+)
+def test_a_row_of_that_page_that_is_not_expressed_says_why(told, why):
+    assert why in predict.predict(WorldRow(told={**TUNED, **told})).reason
+
+
 def test_a_table_is_read_by_its_columns(tmp_path):
     (tmp_path / "worlds.csv").write_text("model,gpus,memory_gib,micro_batch\nm,8,1.5,2\n", "utf-8")
     (tmp_path / "speeds.csv").write_text("model,speed\nm,8\n", "utf-8")

@@ -12,6 +12,7 @@
 ``bert``                  Hugging Face's page on a single GPU: bert-large with ``Trainer``
 ``world_rows``            a row of runs on several cards -> a run of the program that its columns describe
 ``nanotron``              nanotron's Llama on one rank of a data- and tensor-parallel world
+``fsdp_qlora``            LoRA and QLoRA of a Llama under FSDP 1 on one rank of several
 ``baselines``             the closed formulas that others use
 ``compare``               what they are told of a row
 ``predict``               a row -> a prediction, or why there is none

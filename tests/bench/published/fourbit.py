@@ -40,6 +40,18 @@ class FourBit:
     quantised_from: torch.dtype = torch.float16
 
 
+def scales_of(numel: int) -> list[torch.Tensor]:
+    """What lies beside a weight whose scales are quantised once more."""
+    blocks = -(-numel // _BLOCK)
+    return [
+        torch.empty(blocks, dtype=torch.uint8),
+        torch.empty(-(-blocks // _BLOCK_OF_BLOCKS), dtype=torch.float32),
+        torch.empty(16, dtype=torch.float32),
+        torch.empty(256, dtype=torch.float32),
+        torch.empty((), dtype=torch.float32),
+    ]
+
+
 class FourBitLinear(nn.Module):
     """Stands for ``bitsandbytes.nn.Linear4bit``; its tensors have shapes only."""
 

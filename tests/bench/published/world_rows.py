@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from . import nanotron
+from . import fsdp_qlora, nanotron
 
 GIB = 1024**3
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab", "seq_len", "micro_batch", "grad_accum")
@@ -120,13 +120,15 @@ class WorldRow:
         return "nanotron" in self.get("source").lower()
 
 
-def run_of(row: WorldRow) -> nanotron.Run | str:
-    """What nanotron ran, or why that is not known."""
+def run_of(row: WorldRow) -> nanotron.Run | fsdp_qlora.Run | str:
+    """What was run, or why that is not known."""
     if row.get("status") == "failed" or row.get("outcome"):
         return "it failed: for lack of memory, or for another reason that is not told"
     if row.measured_bytes is None:
         return "speed alone: no memory in the row"
-    return _nanotron(row) if row.is_nanotron else _why_not(row)
+    if row.is_nanotron:
+        return _nanotron(row)
+    return _fsdp_qlora(row) if "fsdp_qlora" in row.get("source") else _why_not(row)
 
 
 def _nanotron(row: WorldRow) -> nanotron.Run | str:
@@ -150,8 +152,25 @@ def _nanotron(row: WorldRow) -> nanotron.Run | str:
     )  # fmt: skip
 
 
+def _fsdp_qlora(row: WorldRow) -> fsdp_qlora.Run | str:
+    name = re.sub(r"[^a-z0-9]", "", row.get("model").lower().partition("(")[0])
+    kind = re.match(r"Q?LoRA\b", row.get("note"))
+    sharing = {"FSDP full shard": True, "DDP": False}.get(row.get("parallelism"))
+    number = {name: row.get(name).replace(",", "") for name in ("gpus", "micro_batch", "seq_len")}
+    missing = [name for name, said in number.items() if not said.isdigit()]
+    if missing:
+        return f"not stated: {', '.join(missing)}"
+    if name not in fsdp_qlora.SHAPES or kind is None or sharing is None or row.metric != "reserved":
+        return "its model, method or sharding is none of the page's, or its memory is not what is reserved"
+    by_text = "length by the page text" in row.get("note")
+    return fsdp_qlora.Run(
+        shape=fsdp_qlora.SHAPES[name], batch=int(number["micro_batch"]), ranks=int(number["gpus"]),
+        rows=fsdp_qlora.ROWS_BY_TEXT if by_text else int(number["seq_len"]),
+        four_bit=kind[0] == "QLoRA", shard=sharing, offload=row.get("offload") == "True", card=row.get("gpu"),
+    )  # fmt: skip
+
+
 _REASONS = (
-    ("fsdp_qlora", "FSDP 1 and reserved memory: what is cached depends on when the device gets to its frees"),
     ("InternEvo", "whole GB, and which counter was read is not stated"),
     ("torchtune", "the recipe (packed length, optimizer, offload) is on other pages"),
     ("pytorch/ao", "torchtitan's reserved memory, compiled or in float8: no model of it"),
