@@ -148,6 +148,22 @@ def test_a_row_of_that_page_that_is_not_expressed_says_why(told, why):
     assert why in predict.predict(WorldRow(told={**TUNED, **told})).reason
 
 
+PRETRAINED = {
+    "model": "see page", "gpu": "A100 40GB", "gpus": "8", "parallelism": "Replicated", "compile": "Eager",
+    "memory_gib": "32.04", "memory_metric": "GB max allocated",
+    "source": "github Lightning-AI/litgpt@26857050fe extensions/thunder/README.md",
+}  # fmt: skip
+
+
+def test_a_rank_of_a_replicated_model_is_predicted():
+    row = WorldRow(told=PRETRAINED)
+    prediction = predict.predict(row)
+    assert prediction.kind == "scored", prediction.reason
+    assert prediction.predicted_bytes == pytest.approx(row.measured_bytes, rel=0.01)
+    for told, why in (({"compile": "Thunder"}, "fuses"), ({"parallelism": "Fully-sharded ZeRO 3"}, "FSDP")):
+        assert why in predict.predict(WorldRow(told={**PRETRAINED, **told})).reason
+
+
 def test_a_table_is_read_by_its_columns(tmp_path):
     (tmp_path / "worlds.csv").write_text("model,gpus,memory_gib,micro_batch\nm,8,1.5,2\n", "utf-8")
     (tmp_path / "speeds.csv").write_text("model,speed\nm,8\n", "utf-8")

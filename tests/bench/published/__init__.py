@@ -9,6 +9,7 @@
 ``litgpt``                LitGPT's fine-tuning scripts, on one device
 ``litgpt_fsdp``           what a rank holds where they shard
 ``litgpt_rows``           a row of LitGPT's tables -> a run of a script
+``litgpt_pretrain``       LitGPT's pre-training script without a compiler, on one card and by DDP
 ``bert``                  Hugging Face's page on a single GPU: bert-large with ``Trainer``
 ``world_rows``            a row of runs on several cards -> a run of the program that its columns describe
 ``nanotron``              nanotron's Llama on one rank of a data- and tensor-parallel world

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from . import bert, fsdp_qlora, litgpt, litgpt_rows, nanotron, world_rows
+from . import bert, litgpt, litgpt_rows, world_rows
 from .rows import Row
 from .world_rows import WorldRow
 
@@ -44,8 +44,7 @@ def _world(row: WorldRow) -> Prediction:
     run = world_rows.run_of(row)
     if isinstance(run, str):
         return Prediction(kind="none", reason=run, group=group)
-    reserved = nanotron.reserved_bytes(run) if isinstance(run, nanotron.Run) else fsdp_qlora.reserved_bytes(run)
-    return Prediction(kind="scored", predicted_bytes=reserved, group=group)
+    return Prediction(kind="scored", predicted_bytes=world_rows.predict(run), group=group)
 
 
 def _litgpt(row: Row) -> Prediction:

@@ -8,11 +8,11 @@ thing out: in which mode tensors were parallel.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from . import fsdp_qlora, nanotron
+from . import fsdp_qlora, litgpt_pretrain, nanotron
 
 GIB = 1024**3
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab", "seq_len", "micro_batch", "grad_accum")
@@ -120,15 +120,24 @@ class WorldRow:
         return "nanotron" in self.get("source").lower()
 
 
-def run_of(row: WorldRow) -> nanotron.Run | fsdp_qlora.Run | str:
+Program = nanotron.Run | fsdp_qlora.Run | litgpt_pretrain.Run
+
+
+def run_of(row: WorldRow) -> Program | str:
     """What was run, or why that is not known."""
     if row.get("status") == "failed" or row.get("outcome"):
         return "it failed: for lack of memory, or for another reason that is not told"
     if row.measured_bytes is None:
         return "speed alone: no memory in the row"
-    if row.is_nanotron:
-        return _nanotron(row)
-    return _fsdp_qlora(row) if "fsdp_qlora" in row.get("source") else _why_not(row)
+    reader = next((reader for name, reader in _READERS.items() if name in row.get("source").lower()), _why_not)
+    return reader(row)
+
+
+def predict(run: Program) -> int:
+    """What its counter would say."""
+    if isinstance(run, litgpt_pretrain.Run):
+        return litgpt_pretrain.allocated_bytes(run)
+    return nanotron.reserved_bytes(run) if isinstance(run, nanotron.Run) else fsdp_qlora.reserved_bytes(run)
 
 
 def _nanotron(row: WorldRow) -> nanotron.Run | str:
@@ -170,11 +179,23 @@ def _fsdp_qlora(row: WorldRow) -> fsdp_qlora.Run | str:
     )  # fmt: skip
 
 
+def _thunder(row: WorldRow) -> litgpt_pretrain.Run | str:
+    if row.get("compile") != "Eager":
+        return "compiled by Thunder: no model of what it fuses"
+    if row.metric != "allocated" or not row.get("gpus").isdigit():
+        return "not stated: gpus, or which counter was read"
+    if row.get("parallelism") not in {"-", "Replicated"}:
+        return "FSDP without checkpointing: no model of it"
+    return litgpt_pretrain.default_run(int(row.get("gpus")))
+
+
+_READERS: Mapping[str, Callable[[WorldRow], Program | str]] = {
+    "nanotron": _nanotron, "fsdp_qlora": _fsdp_qlora, "thunder": _thunder,
+}  # fmt: skip
 _REASONS = (
     ("InternEvo", "whole GB, and which counter was read is not stated"),
     ("torchtune", "the recipe (packed length, optimizer, offload) is on other pages"),
     ("pytorch/ao", "torchtitan's reserved memory, compiled or in float8: no model of it"),
-    ("thunder", "a model of sizes that the table leaves to its page; in part compiled by Thunder"),
     ("ColossalAI", "Gemini and its chunk manager: no model of it; the batch is in the note"),
     ("DeepSpeed", "DeepSpeed's own partitions and buckets: no model of the version that ran"),
     ("ms-swift", "Megatron-LM or DeepSpeed through ms-swift, with options that are not in the table"),
