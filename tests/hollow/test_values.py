@@ -197,3 +197,13 @@ def test_cudnns_loss_of_alignments_runs_and_its_recurrent_layers_say_that_they_d
     assert scores.grad.shape == scores.shape
     with pytest.raises(RuntimeError, match="cuDNN error"):
         torch.nn.LSTM(8, 8).cuda()(torch.ones(3, 2, 8, device="cuda"))
+
+
+@pytest.mark.parametrize("rows", [[512, 256], [256, 512], [3, 512, 64]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_values_have_the_shapes_that_a_card_would_give(rows, dtype):
+    given = torch.ones(rows, device="cuda", dtype=dtype)
+    found = torch.linalg.svd(given, full_matrices=False)
+    wanted = torch.linalg.svd(torch.empty(rows, device="meta", dtype=dtype), full_matrices=False)
+    assert [(part.shape, part.dtype) for part in found] == [(part.shape, part.dtype) for part in wanted]
+    assert all(part.is_cuda for part in found)

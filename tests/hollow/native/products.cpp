@@ -74,6 +74,15 @@ STAND_IN int hollow_cudnnGetCTCLossWorkspaceSize_v8(void*, int, void*, void*, vo
 }
 // how it lays out the weights of recurrent layers is not known
 STAND_IN int hollow_cudnnGetRNNWeightSpaceSize(void*, void*, size_t*) { return 3000; }  // CUDNN_STATUS_NOT_SUPPORTED
+// cuSOLVER's singular values: without a workspace, whose size nobody here knows, and at once; they converge.
+#define SINGULAR_VALUES(type)                                                                                       \
+  STAND_IN int hollow_cusolverDn##type##gesvdj_bufferSize(void*, int, int, int, int, const void*, int, const void*, \
+                                                          const void*, int, const void*, int, int* count, void*) {  \
+    *count = 0;                                                                                                     \
+    return 0;                                                                                                       \
+  }
+SINGULAR_VALUES(S)
+SINGULAR_VALUES(D)
 // cuBLASLt, by the numbers of its header.
 const int COMPUTE_32F_FAST_TF32 = 77, LAYOUT_BATCH_COUNT = 5;
 struct Layout {
