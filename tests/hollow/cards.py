@@ -31,6 +31,8 @@ def describe(name: str, memory_bytes: int | None = None) -> str:
     half = card.fp16 or card.fp32
     rates = (card.fp32, card.tf32 or card.fp32, half, card.fp8 or half, card.bandwidth_bytes_per_second)
     assert all(math.isfinite(rate) for rate in rates)
+    assert card.l2_bytes
     driver_name = card.driver_names[0] if card.driver_names else f"NVIDIA {card.name}"
-    fields = (memory_bytes or card.memory_bytes, f"{major}.{minor}", card.sms, *map(repr, rates))
-    return ":".join(map(str, (*fields, SHARED_OPTIN_BYTES[card.capability], driver_name)))
+    caches = (SHARED_OPTIN_BYTES[card.capability], card.l2_bytes)
+    fields = (memory_bytes or card.memory_bytes, f"{major}.{minor}", card.sms, *map(repr, rates), *caches)
+    return ":".join(map(str, (*fields, driver_name)))

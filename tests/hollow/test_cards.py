@@ -15,11 +15,12 @@ def test_every_card_that_cuda_13_runs_on_is_described():
     capable = [card for card in cards() if card.capability and card.capability >= (7, 0)]
     assert capable
     for card in capable:
-        described = describe(card.name).split(":", 9)
-        assert len(described) == 10
+        described = describe(card.name).split(":", 10)
+        assert len(described) == 11
         assert int(described[0]) == card.memory_bytes
         assert described[1] == f"{card.capability[0]}.{card.capability[1]}"
         assert int(described[2]) == card.sms
+        assert int(described[9]) == card.l2_bytes
 
 
 def test_a_card_without_cuda_is_refused():

@@ -207,3 +207,9 @@ def test_singular_values_have_the_shapes_that_a_card_would_give(rows, dtype):
     wanted = torch.linalg.svd(torch.empty(rows, device="meta", dtype=dtype), full_matrices=False)
     assert [(part.shape, part.dtype) for part in found] == [(part.shape, part.dtype) for part in wanted]
     assert all(part.is_cuda for part in found)
+
+
+def test_the_cache_of_a_card_is_its_own():
+    """Inductor clears it between runs of a kernel that it times, with a buffer of that size."""
+    properties = torch.cuda.get_device_properties(0)
+    assert properties.L2_cache_size == int(os.environ["HOLLOW_CARD"].split(":")[9])

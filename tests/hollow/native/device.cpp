@@ -1,6 +1,6 @@
 // Memory, processes and the clock of the emulated cards.
 //
-// HOLLOW_CARD   the card: bytes:major.minor:multiprocessors:fp32:tf32:half:fp8:bytes_per_second:shared_bytes:name
+// HOLLOW_CARD   the card: bytes:major.minor:multiprocessors:fp32:tf32:half:fp8:bytes_per_second:shared_bytes:l2_bytes:name
 // HOLLOW_GPUS   how many of it (1)
 // HOLLOW_STATE  file in which all processes count the memory they hold
 // HOLLOW_CONTEXT_MIB  memory that a process's context takes on a card (450)
@@ -80,10 +80,10 @@ Card read_card() {
   Card card;
   int name_at = 0;
   const char* text = getenv("HOLLOW_CARD");
-  const char* format = "%zu:%d.%d:%d:%lf:%lf:%lf:%lf:%lf:%zu:%n";
+  const char* format = "%zu:%d.%d:%d:%lf:%lf:%lf:%lf:%lf:%zu:%zu:%n";
   if (!text ||
       sscanf(text, format, &card.total_bytes, &card.major, &card.minor, &card.multiprocessors, &card.fp32, &card.tf32,
-             &card.half, &card.fp8, &card.bytes_per_second, &card.shared_optin_bytes, &name_at) != 10 ||
+             &card.half, &card.fp8, &card.bytes_per_second, &card.shared_optin_bytes, &card.l2_bytes, &name_at) != 11 ||
       !name_at) {
     fprintf(stderr, "hollow GPU: HOLLOW_CARD describes no card; run through `python -m tests.hollow`\n");
     abort();

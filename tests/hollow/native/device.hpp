@@ -19,7 +19,7 @@ struct Card {
   size_t total_bytes;
   int major, minor, multiprocessors;
   double fp32, tf32, half, fp8, bytes_per_second;
-  size_t shared_optin_bytes;
+  size_t shared_optin_bytes, l2_bytes;
 };
 
 const int MAX_DEVICES = 16;

@@ -74,8 +74,6 @@ STAND_IN cudaError_t hollow_cudaDeviceCanAccessPeer(int* yes, int, int) {
   return cudaSuccess;
 }
 
-const size_t L2_BYTES = 64 << 20;
-
 static int most_threads() {  // of a multiprocessor
   if (card().major == 7 && card().minor == 5) return 1024;
   return card().minor >= 6 || card().major >= 12 ? 1536 : 2048;
@@ -104,7 +102,7 @@ STAND_IN cudaError_t hollow_cudaGetDeviceProperties(cudaDeviceProp* p, int d) {
   p->pciBusID = card_of(d) + 1;
   p->unifiedAddressing = 1;
   p->memoryBusWidth = 5120;
-  p->l2CacheSize = (int)L2_BYTES;
+  p->l2CacheSize = (int)card().l2_bytes;
   p->maxThreadsPerMultiProcessor = most_threads();
   p->sharedMemPerMultiprocessor = card().shared_optin_bytes + 1024;
   p->regsPerMultiprocessor = 65536;
@@ -156,7 +154,7 @@ int hollow::attribute(int which, int d) {
     case cudaDevAttrComputeCapabilityMinor:
       return card().minor;
     case cudaDevAttrL2CacheSize:
-      return (int)L2_BYTES;
+      return (int)card().l2_bytes;
     case cudaDevAttrClockRate:
       return 1755000;
     case cudaDevAttrMemoryClockRate:
