@@ -154,6 +154,8 @@ def verify(folder: str, steps: int, on: str | None, as_json: bool) -> None:
     if not as_json:
         within = "within what was estimated" if found.estimated else "as promised"
         click.echo(f"kept: every knob took effect, speed and memory are {within}")
+        if not found.estimated and found.speed_ratio > 1 / (1 - found.tolerance):
+            click.echo("much faster than promised: was the machine busy when it was tuned? Then tune again")
 
 
 @main.command(short_help="Tell where the time of a step goes.")

@@ -133,6 +133,9 @@ class Compile(Technique):
             },
         )
 
+    def word(self, value: Value) -> str | None:
+        return None if value == self.baseline else f"compile {value}"
+
     def traced_as(self, value: Value, part: Part) -> Value | None:
         return self.baseline
 

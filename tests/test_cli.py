@@ -437,16 +437,18 @@ def test_a_bug_is_not_hidden(tune, tmp_path):
     assert isinstance(done.exception, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("broken", [(), ("half as fast",)], ids=["kept", "broken"])
+@pytest.mark.parametrize(
+    ("broken", "ratio"), [((), 1.0), ((), 49.8), (("half as fast",), 0.5)], ids=["kept", "faster", "broken"]
+)
 @pytest.mark.parametrize("as_json", [False, True], ids=["words", "json"])
-def test_a_verification_is_told_by_its_exit_code(tune, run, monkeypatch, tmp_path, broken, as_json):
+def test_a_verification_is_told_by_its_exit_code(tune, run, monkeypatch, tmp_path, broken, ratio, as_json):
     tune(trials=1)
     found = read_document(tmp_path / "out")
     verified = Verification(
         promise=found.promise,
         outcome=found.trials[-1].outcome,
         tolerance=0.1,
-        speed_ratio=0.5 if broken else 1.0,
+        speed_ratio=ratio,
         broken=broken,
         command=("accelerate", "launch"),
         launches=1,
@@ -464,6 +466,7 @@ def test_a_verification_is_told_by_its_exit_code(tune, run, monkeypatch, tmp_pat
     else:
         assert "promised" in done.stdout
         assert ("kept:" in done.stdout) == (not broken)
+        assert ("much faster than promised" in done.stdout) == (ratio > 2)
     if broken:
         assert "half as fast" in one_line(done.stderr)[0]
 
