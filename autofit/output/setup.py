@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from autofit.output.document import Document
 
 
+_WEIGHTS = "it is to be a hub id, or a folder with trained weights; without it the weights are random"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Setup:
     """What a tune found, ready to be used in a script.
@@ -88,6 +91,8 @@ class Setup:
                 f"the answer in {self.folder} was tuned with a script, which builds its own model",
                 hint=f"autofit run {self.folder} {Path(script.typed[0]).name} -- ARGS trains with it",
             )
+        if source is not None and Path(source).is_file():
+            raise ModelError(f"{str(source)!r} is a file, not a folder with trained weights", hint=_WEIGHTS)
         try:
             return self.recipe.model(source, config=self.folder / MODEL_FOLDER)
         except OSError as error:
@@ -95,7 +100,7 @@ class Setup:
                 raise
             raise ModelError(
                 f"{str(source)!r} can't be loaded: {str(error).splitlines()[0]}",
-                hint="it is to be a hub id, or a folder with trained weights; without it the weights are random",
+                hint=_WEIGHTS,
             ) from error
 
     def collator(self, own: Callable[..., Any]) -> Callable[..., Any]:

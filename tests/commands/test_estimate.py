@@ -14,7 +14,7 @@ from rich.console import Console
 
 import autofit
 from autofit import cli, space
-from autofit.commands.estimates import estimate
+from autofit.commands.estimates import estimate, plans
 from autofit.commands.estimates.answer import ESTIMATE, bar, table
 from autofit.commands.estimates.estimate import check_fits
 from autofit.commands.estimates.other_card import counted_cards
@@ -386,6 +386,21 @@ def test_each_way_of_training_shows_its_fastest_and_its_smallest(ask):
     assert "--fix adapter=none --fix quantization=none" in measure
     assert all(f"--fix {held}" in measure for held in HELD), "the same question"
     assert len(text.splitlines()) <= 24
+
+
+@pytest.mark.slow
+def test_what_no_trace_shows_is_counted_once(ask, monkeypatch):
+    """A plan that a way shows is also in the list, where its allocations are not replayed again."""
+    asked = {"gpu": "4090", "fix": HELD, "ways": True, "seq_len": 128}
+    before = {one.plan: one for one in ask(**asked).plans}
+    monkeypatch.setattr(plans, "untraced_bytes", lambda *_: GIB)
+    found = ask(**asked)
+    listed = {one.plan: one for one in found.plans}
+    shared = [one for way in found.ways for one in (way.fastest, way.smallest) if one.plan in listed]
+    assert shared
+    for one in [*shared, *found.plans]:
+        assert one.device_bytes == listed[one.plan].device_bytes == before[one.plan].device_bytes + GIB
+        assert sum(one.need.by_category.values()) == pytest.approx(one.need.peak_bytes)
 
 
 @pytest.mark.slow

@@ -360,6 +360,8 @@ def test_a_folder_without_weights_is_no_pretrained_model(tmp_path):
         with pytest.raises(ModelError, match="can't be loaded") as caught:
             setup.model(source)
         assert "trained weights" in caught.value.hint
+    with pytest.raises(ModelError, match=r"config.json' is a file, not a folder with trained weights"):
+        setup.model(folder / MODEL_FOLDER / "config.json")
 
 
 def test_the_result_is_copied_without_its_trials(tmp_path):

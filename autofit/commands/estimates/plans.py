@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -159,7 +159,7 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
     assert found is not None
     assert parts is not None
     # on a CPU it is what processes were seen to hold for such tensors
-    on_cpu = facts.hardware.device == "cpu"
+    on_cpu, untraced = facts.hardware.device == "cpu", untraced_bytes(plan, facts)
     outside = 0 if on_cpu else CONTEXT_BYTES + nccl_bytes(plan, facts.workload)
     if on_cpu:
         device = round(float(cast.device_bytes[place]))
@@ -167,12 +167,13 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
         alike = traces.alike(plan, facts)
         if alike not in traces.capacities:
             traces.capacities[alike] = _smallest_capacity(found, parts, plan, facts)
-        device = traces.capacities[alike] + untraced_bytes(plan, facts) + outside
+        device = traces.capacities[alike] + untraced + outside
     limit = facts.workload.limit_bytes
     verdict: Verdict = "fits" if device * (1 + MARGIN) <= limit else "tight" if device <= limit else "too large"
+    parts_of_peak = {**found.by_category, "temporaries": found.by_category.get("temporaries", 0) + untraced}
     return Estimated(
         plan=plan,
-        need=found,
+        need=replace(found, peak_bytes=found.peak_bytes + untraced, by_category=parts_of_peak) if untraced else found,
         device_bytes=device,
         outside_bytes=outside,
         verdict=verdict,
@@ -185,6 +186,11 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
         ),
         script=emission.script,
     )
+
+
+def replayed_bytes(one: Estimated, facts: Facts) -> int:
+    """What the replay of a plan's allocations gave: bytes of the smallest allocator that it runs in."""
+    return one.device_bytes - one.outside_bytes - untraced_bytes(one.plan, facts)
 
 
 def _smallest_capacity(found: Need, parts: tuple[MicroPart, OptimizerPart], plan: Plan, facts: Facts) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autofit import space
-from autofit.commands.estimates.plans import Estimated, estimated_plan
+from autofit.commands.estimates.plans import Estimated, estimated_plan, replayed_bytes
 from autofit.commands.request import Search
 from autofit.contract.facts import Facts
 from autofit.contract.plan import Value
@@ -71,7 +71,7 @@ def ways(
     every = tuple(on_every_core(found, list(spaces)))
     for one in (one for way in every for one in (way.fastest, way.smallest) if one is not None):
         if facts.hardware.device != "cpu":  # what those processes have replayed, this one need not
-            traces.capacities[traces.alike(one.plan, facts)] = one.device_bytes - one.outside_bytes
+            traces.capacities[traces.alike(one.plan, facts)] = replayed_bytes(one, facts)
     return every
 
 
