@@ -24,7 +24,7 @@ def main(folder: Path, result: Path, steps: int) -> None:
     from autofit.contract.outcome import OUTCOME, Evidence, Measured
     from autofit.machine.meters import meter, warm_up_threads
     from autofit.output.emit import ARGUMENTS
-    from autofit.output.setup import load
+    from autofit.output.setup import read_setup
     from autofit.system.files import write_atomically
     from autofit.system.fork_server_process import die_with_parent
     from autofit.system.strict_json import dump_json
@@ -38,7 +38,7 @@ def main(folder: Path, result: Path, steps: int) -> None:
         die_with_parent(os.getppid(), signal.SIGKILL)
     _ = Trainer  # imported before the base of memory is read
     utils.logging.set_verbosity(logging.ERROR)
-    setup = load(folder, any_hardware=True)  # verify itself says which device it is
+    setup = read_setup(folder, any_hardware=True)  # verify itself says which device it is
     effort = Effort(fidelity="whole", min_steps=steps, max_steps=steps, seconds=600.0, target=0.0)
 
     script = setup.document.workload.script

@@ -39,16 +39,25 @@ def check_same_machine(facts: Facts, folder: Path, *, any_hardware: bool) -> Non
     _check_device(facts.hardware, folder, any_hardware=any_hardware)
 
 
+def other_world(facts: Facts, folder: Path | str) -> str | None:
+    """That a training here runs on another number of processes than the answer is for, in words; ``None`` if not."""
+    work, found = facts.workload, world_size()
+    if found == work.processes:
+        return None
+    here, wanted = (f"{count} process{'es' if count > 1 else ''}" for count in (found, work.processes))
+    rows = work.global_batch * found // work.processes
+    return (
+        f"runs on {here}, and the answer in {folder} is for {wanted}: an optimizer step would take {rows} rows, not "
+        f"{work.global_batch}"
+    )
+
+
 def _check_processes(facts: Facts, folder: Path) -> None:
     work, found = facts.workload, world_size()
-    wanted = f"is for {work.processes} process{'es' if work.processes > 1 else ''}"
-    launch = f"`accelerate launch --config_file {folder}/accelerate.yaml` starts as many as the answer is for"
-    if found != work.processes:
-        raise InputError(
-            f"this training runs on {found} process{'es' if found > 1 else ''}, and the answer in {folder} {wanted}: "
-            f"an optimizer step would take {work.global_batch * found // work.processes} rows, not {work.global_batch}",
-            hint=launch,
-        )
+    other = other_world(facts, folder)
+    if other is not None:
+        launch = f"`accelerate launch --config_file {folder}/accelerate.yaml` starts as many as the answer is for"
+        raise InputError(f"this training {other}", hint=launch)
     devices = _replicas(facts) if found == 1 else 1
     if devices > 1:
         raise InputError(

@@ -75,7 +75,7 @@ def check_files(folder: Path) -> None:
     from accelerate.commands.launch import launch_command_parser
     from transformers import HfArgumentParser, TrainingArguments
 
-    from autofit.output.setup import load
+    from autofit.output.setup import read_setup
 
     try:
         config = load_config_from_file(str(folder / YAML))
@@ -93,7 +93,7 @@ def check_files(folder: Path) -> None:
         changed = {name for name, value in read.items() if _plain(getattr(args, name), value) != value}
         if changed:
             raise EmissionError(f"{ARGUMENTS}: {sorted(changed)} come back changed")
-        load(folder)
+        read_setup(folder)
     except (AttributeError, ImportError, InputError, KeyError, OSError, TypeError, ValueError, YAMLError) as error:
         raise EmissionError(f"an emitted file is refused by its reader: {error}") from error
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit.machine.packages import installed
-from autofit.machine.same_machine import check_same_machine
+from autofit.machine.same_machine import check_same_machine, other_world
 from autofit.output.document import MODEL_FOLDER, read_document
 from autofit.registry import by_script, recipe_of, techniques
 from autofit.system.errors import ModelError
@@ -223,8 +223,8 @@ class Watch:
 def load(folder: str | Path, *, any_hardware: bool = False) -> Setup:
     """Read an output folder of ``autofit tune``, or of ``autofit estimate``.
 
-    Warns where the plan is estimated and not measured, and where a package differs from the one that the answer was
-    found with.
+    Warns where the plan is estimated and not measured, where a package differs from the one that the answer was found
+    with, and where this process is one of another number than the answer is for.
 
     Args:
         folder: What ``--output`` was.
@@ -233,12 +233,21 @@ def load(folder: str | Path, *, any_hardware: bool = False) -> Setup:
     Raises:
         InputError: The folder holds no valid ``autofit.json``.
     """
+    setup = read_setup(folder, any_hardware=any_hardware)
+    other = other_world(setup.document.facts, folder)
+    if other is not None:
+        warnings.warn(f"a training by this process {other}", stacklevel=2)
+    return setup
+
+
+def read_setup(folder: str | Path, *, any_hardware: bool = False) -> Setup:
+    """The same, whatever the number of processes is: for who checks it, or does not train."""
     found = read_document(folder)
     if found.estimated is not None:
         warnings.warn(
             f"the plan in {folder} is estimated for {found.hardware.name}, not measured: `autofit verify` tells on "
             "that card whether it holds",
-            stacklevel=2,
+            stacklevel=3,
         )
     now = installed()
     differing = [
@@ -250,7 +259,7 @@ def load(folder: str | Path, *, any_hardware: bool = False) -> Setup:
         warnings.warn(
             f"{folder} was tuned with other versions ({', '.join(differing)}): tune again, or check it by "
             "`autofit verify`",
-            stacklevel=2,
+            stacklevel=3,
         )
     facts = dataclasses.replace(found.facts, packages=now)
     return Setup(folder=Path(folder), document=found, recipe=recipe_of(found.plan, facts), any_hardware=any_hardware)

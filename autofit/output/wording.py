@@ -173,6 +173,10 @@ def uncertain(document: Document) -> str:
     relative = document.promise.step_seconds_spread / document.promise.step_seconds
     if document.estimated is not None or relative <= _UNCERTAIN:
         return ""
+    runs = [one.outcome for one in document.trials if one.plan == document.plan]
+    speeds = [one.samples_per_second for one in runs if isinstance(one, Measured)]
+    if len(speeds) > 1:
+        return f"uncertain: runs of this plan gave {number(min(speeds))} to {number(max(speeds))} samples/s"
     return f"uncertain: runs of this plan took up to {1 + relative:.1f} times as long"
 
 

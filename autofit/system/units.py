@@ -7,13 +7,14 @@ import re
 
 from autofit.system.errors import InputError
 
-KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+KIB, MIB, GIB, TIB, PIB = 2**10, 2**20, 2**30, 2**40, 2**50
 _SIZES = {
     "": 1, "b": 1,
     "k": KIB, "kib": KIB, "kb": 10**3,
     "m": MIB, "mib": MIB, "mb": 10**6,
     "g": GIB, "gib": GIB, "gb": 10**9,
     "t": TIB, "tib": TIB, "tb": 10**12,
+    "p": PIB, "pib": PIB, "pb": 10**15,
 }  # fmt: skip
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PRICE = re.compile(r"\$?(\d+(?:\.\d+)?|\.\d+)(?:\s*/\s*h(?:our)?)?", re.ASCII)

@@ -49,7 +49,9 @@ def test_an_evaluation_that_takes_more_than_the_training_is_halved_and_told():
     asked, (seen, rows, said) = tried([out_of_memory(), measured(40, 17.5), measured(40, 15.8)], 64)
     assert (asked, rows) == ([64, 32, 16], 16)
     assert seen.peak_bytes == measured(1, 15.8).peak_bytes
-    assert [words.split(" ")[0] for words in said] == ["64", "32"]
+    assert [words.split(" ")[4] for words in said] == ["64", "32"]
+    assert "it takes " in said[1]
+    assert ", and training " in said[1]
     assert "out of memory on the device in backward" in said[0]
 
 

@@ -346,10 +346,25 @@ def test_an_answer_is_read_anywhere_and_trained_on_its_own_number_of_processes(t
     folder = output_folder(tmp_path / "out")
     written(folder)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    setup = autofit.load(folder, any_hardware=True)
+    with pytest.warns(UserWarning, match="an optimizer step would take 16 rows, not 8"):
+        setup = autofit.load(folder, any_hardware=True)
     assert setup.plan
     with pytest.raises(InputError, match="an optimizer step would take 16 rows, not 8"):
         train(setup)
+
+
+def test_who_loads_an_answer_for_another_world_is_told_of_it(tmp_path, monkeypatch):
+    folder = output_folder(tmp_path / "out")
+    written(folder)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        autofit.load(folder)
+        assert not told
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        autofit.load(folder)
+    (words,) = (str(one.message) for one in told)
+    assert words.startswith("a training by this process runs on 2 processes, and the answer in ")
+    assert "is for 1 process: an optimizer step would take 16 rows, not 8" in words
 
 
 def test_a_folder_without_weights_is_no_pretrained_model(tmp_path):

@@ -381,6 +381,10 @@ class TestSummary:
         text = words(terminal(document(trials=busy)))
         assert "51.90 samples/s, 53,146 tokens/s (uncertain: runs of this plan took up to 2.5 times as long)" in text
         assert "step 616.6 ms for a whole optimizer step" in text
+        both = [(WINNER, measured(6.15, 15.8, relative=1.5)), *busy]
+        assert "(uncertain: runs of this plan gave 6.150 to 51.90 samples/s)" in words(
+            terminal(document(trials=both), width=200)
+        )
         shown = html(document(trials=busy), folder="out")
         assert "uncertain: runs of this plan took up to 2.5 times as long" in shown
         assert "± " not in shown[shown.index("One optimizer step") : shown.index("Peak memory")]

@@ -19,13 +19,13 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
     """Run a script with the plan of an output folder; at its end, tell which knobs took no effect."""
     import transformers
 
-    from autofit.output.setup import load
+    from autofit.output.setup import read_setup
     from autofit.system.errors import AutofitError
     from autofit.training.scripts.entry import rows_of, train_with
 
     _ = transformers.Trainer  # what it imports, before the script is timed or anything is patched
     try:
-        setup = load(folder)
+        setup = read_setup(folder)
         setup.check()
     except AutofitError as error:
         _stop(error)

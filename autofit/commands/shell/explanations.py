@@ -53,8 +53,8 @@ def disturbance_notes(trials: Sequence[Trial]) -> list[str]:
 
 
 def peak_correction(found: PeakPosterior | None, facts: Facts) -> str | None:
-    """How the measured peaks differ from the traced ones, in a sentence; ``None`` with fewer than two of them."""
-    if found is None or found.count < 2:
+    """How the measured peaks differ from the traced ones, in a sentence; ``None`` where they are too few to tell."""
+    if found is None or found.count < 2 or found.slope <= 0 or found.heap_share < 0:
         return None
     kernels = "".join(
         f", and {units.size(taken)} for the kernels of {kind.removeprefix('matmul ')}"

@@ -14,6 +14,7 @@ from autofit.costmodel.tracing.trace_store import evaluated_rows
 from autofit.output.plan_words import outcome_words
 from autofit.system.errors import MachineError
 from autofit.system.fork_server import ForkServer
+from autofit.system.units import size
 from autofit.training.jobs import TrialJob
 from autofit.training.timing import Effort
 
@@ -49,7 +50,10 @@ def evaluating(
         if isinstance(found, Measured) and found.allocated_bytes <= _SCATTER * mine.allocated_bytes:
             peaks = {name: max(getattr(found, name), getattr(mine, name)) for name in _PEAKS}
             return dataclasses.replace(mine, **peaks), rows, said
-        said.append(f"{rows} rows at once were evaluated beside the winner, and are too many: {outcome_words(found)}")
+        took = outcome_words(found)
+        if isinstance(found, Measured):
+            took = f"it takes {size(found.allocated_bytes)}, and training {size(mine.allocated_bytes)}"
+        said.append(f"an evaluation batch of {rows} rows is not written: beside the winner {took}")
         rows //= 2
     return mine, 0, said
 

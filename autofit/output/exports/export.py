@@ -81,8 +81,13 @@ def export(document: Document, target: str, *, folder: str | Path) -> Exported:
         raise InputError(
             f"--to {target}: it trains causal language models, and this answer is for {task}", hint="--to python"
         )
+    trained, script = document.model.architecture, document.workload.script
+    if script is not None and target in _NEXT_TOKEN_TRAINERS and not trained.endswith(_NEXT_TOKEN_MODELS):
+        raise InputError(
+            f"--to {target}: it trains causal language models, and the script of this answer a {trained}",
+            hint="--to python",
+        )
     carried = _carried(document, target, str(folder))
-    script = document.workload.script
     if script is not None and target in _NEXT_TOKEN_TRAINERS:
         carried.lacking.insert(0, _of_script(document, script))
     return TARGETS[target](carried)
@@ -229,6 +234,7 @@ def _llamafactory(carried: _Carried) -> Exported:
     return Exported(text=_yaml(settings), settings=settings, lacking=tuple(lacking))
 
 
+_NEXT_TOKEN_MODELS = ("ForCausalLM", "LMHeadModel")
 _NEXT_TOKEN_TRAINERS = {"sft", "axolotl", "llamafactory"}
 TARGETS: Mapping[str, Callable[[_Carried], Exported]] = {
     "python": _python,
