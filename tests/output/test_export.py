@@ -98,8 +98,8 @@ def test_a_scripts_name_is_no_model(target):
     assert "train.py" not in str(found.settings)
     if target == "sft":  # rows that were not seen may be longer
         assert "max_length" not in found.settings
+        assert f"its longest row, as tuned, has {doc.workload.seq_len} tokens" in comments(found, target)
     doc = replace(doc, model=replace(doc.model, architecture="BertForSequenceClassification"))
     with pytest.raises(InputError, match="and the script of this answer a BertForSequenceClassification"):
         export(doc, target, folder="out")
     assert export(doc, "python", folder="out").settings
-        assert f"its longest row, as tuned, has {doc.workload.seq_len} tokens" in comments(found, target)
