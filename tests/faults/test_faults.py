@@ -17,7 +17,7 @@ from autofit.search.loop import Campaign
 from autofit.search.trial_log import TrialLog
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
-from tests.faults.injection import FAULTS, Impossible, Place, survives
+from tests.faults.injection import FAULTS, Impossible, OtherAnswer, Place, survives
 from tests.support.cases import some_slow
 from tests.support.tiny import GIB, PLAIN, describe, write_config
 
@@ -100,8 +100,12 @@ def test_a_tune_survives(one, row, request):
         told["survived"] = "-"
         told["sees"] = "not injected today: --all-faults does"
         pytest.skip("a whole tune more: --all-faults")
+    place = request.getfixturevalue("place")
     try:
-        found = survives(request.getfixturevalue("place"), one)
+        try:
+            found = survives(place, one)
+        except OtherAnswer:  # by others' work on the processors, if it is not so again
+            found = survives(place, one)
     except Impossible as reason:
         told["survived"], told["sees"] = "-", f"can't be injected here: {reason}"
         pytest.skip(str(reason))
