@@ -48,6 +48,7 @@ import types
 from typing import TYPE_CHECKING, Any, cast
 
 from autofit.contract.emission import Emission
+from autofit.contract.facts import predicts_next_token
 from autofit.contract.layout import PARALLEL
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Status, Technique
 
@@ -105,9 +106,7 @@ class Batching(Technique):
         )
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
-        if value == _GROUPS and others["micro_batch"] == 1:
-            return "a micro-batch of one row has no padding"
-        if value == _FREE and others["micro_batch"] == 1:
+        if value in {_GROUPS, _FREE} and others["micro_batch"] == 1:
             return "a micro-batch of one row has no padding"
         if value == _FREE and others[PARALLEL] not in {"none", "ddp"}:
             return f"it was not tried under parallel={others[PARALLEL]}"
@@ -349,7 +348,7 @@ def _unpadded(facts: Facts) -> str | None:
 def _apart(facts: Facts) -> str | None:
     """Why rows that are joined would not be kept apart, or nobody knows whether they are, in words."""
     script, model = facts.workload.script, facts.model
-    if model.model_type not in _JOINED or not model.architecture.endswith(("ForCausalLM", "LMHeadModel")):
+    if model.model_type not in _JOINED or not predicts_next_token(model.architecture):
         return f"whether {model.architecture} keeps joined rows apart is not known"
     if script is None:
         return None

@@ -34,6 +34,11 @@ Positive = Annotated[int, Field(gt=0)]
 _CONV1D = {"gpt2", "openai-gpt", "imagegpt"}
 
 
+def predicts_next_token(architecture: str) -> bool:
+    """Whether a class of transformers is a causal language model, by its name."""
+    return architecture.endswith(("ForCausalLM", "LMHeadModel"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
     """What the length of a row counts.

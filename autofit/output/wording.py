@@ -173,8 +173,7 @@ def uncertain(document: Document) -> str:
     relative = document.promise.step_seconds_spread / document.promise.step_seconds
     if document.estimated is not None or relative <= _UNCERTAIN:
         return ""
-    runs = [one.outcome for one in document.trials if one.plan == document.plan]
-    speeds = [one.samples_per_second for one in runs if isinstance(one, Measured)]
+    speeds = [one.samples_per_second for one in _runs(document)]
     if len(speeds) > 1:
         return f"uncertain: runs of this plan gave {number(min(speeds))} to {number(max(speeds))} samples/s"
     return f"uncertain: runs of this plan took up to {1 + relative:.1f} times as long"
@@ -193,12 +192,13 @@ def training_words(document: Document) -> list[str]:
 
 def _padding(document: Document) -> list[float]:
     """The share of padding in a micro-batch of the winner, of each of its trials."""
-    found = [
-        one.outcome.padding
-        for one in document.trials
-        if one.plan == document.plan and isinstance(one.outcome, Measured)
-    ]
-    return [one for one in found if one is not None]
+    return [one.padding for one in _runs(document) if one.padding is not None]
+
+
+def _runs(document: Document) -> list[Measured]:
+    """All that was measured of the winner."""
+    found = (one.outcome for one in document.trials if one.plan == document.plan)
+    return [one for one in found if isinstance(one, Measured)]
 
 
 def task_words(document: Document) -> str:

@@ -149,8 +149,10 @@ def main():
                         continue
                     began = time.monotonic()
                     folder = Path(scratch) / "-".join((model, *key[1:])).replace(":", "-")
-                    tried = (None, choice.reason) if withheld else None
-                    kept, why = tried or launch(config, facts, one.name, choice.value, folder, workload)
+                    if withheld:
+                        kept, why = None, choice.reason
+                    else:
+                        kept, why = launch(config, facts, one.name, choice.value, folder, workload)
                     word = "refused" if kept is None else "kept" if kept else "BROKEN"
                     rows[key] = {"model": called, "technique": one.name, "value": key[2], "result": word, "why": why}
                     written = {"versions": installed(), "rows": list(rows.values())}

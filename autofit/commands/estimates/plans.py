@@ -170,10 +170,9 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
         device = traces.capacities[alike] + untraced + outside
     limit = facts.workload.limit_bytes
     verdict: Verdict = "fits" if device * (1 + MARGIN) <= limit else "tight" if device <= limit else "too large"
-    parts_of_peak = {**found.by_category, "temporaries": found.by_category.get("temporaries", 0) + untraced}
     return Estimated(
         plan=plan,
-        need=replace(found, peak_bytes=found.peak_bytes + untraced, by_category=parts_of_peak) if untraced else found,
+        need=_with_temporaries(found, untraced) if untraced else found,
         device_bytes=device,
         outside_bytes=outside,
         verdict=verdict,
@@ -186,6 +185,11 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
         ),
         script=emission.script,
     )
+
+
+def _with_temporaries(need: Need, more: int) -> Need:
+    held = need.by_category.get("temporaries", 0) + more
+    return replace(need, peak_bytes=need.peak_bytes + more, by_category={**need.by_category, "temporaries": held})
 
 
 def replayed_bytes(one: Estimated, facts: Facts) -> int:

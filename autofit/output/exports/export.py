@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
+from autofit.contract.facts import predicts_next_token
 from autofit.output.exports.flags import flags
 from autofit.output.wording import shell_lines
 from autofit.registry import recipe_of, techniques
@@ -76,21 +77,22 @@ def export(document: Document, target: str, *, folder: str | Path) -> Exported:
     """
     if target not in TARGETS:
         raise InputError(f"--to {target!r} is not known", hint=near(target, list(TARGETS)))
-    task = document.model.task
-    if target in _NEXT_TOKEN_TRAINERS and task not in {"causal-lm", "script"}:
-        raise InputError(
-            f"--to {target}: it trains causal language models, and this answer is for {task}", hint="--to python"
-        )
-    trained, script = document.model.architecture, document.workload.script
-    if script is not None and target in _NEXT_TOKEN_TRAINERS and not trained.endswith(_NEXT_TOKEN_MODELS):
-        raise InputError(
-            f"--to {target}: it trains causal language models, and the script of this answer a {trained}",
-            hint="--to python",
-        )
+    next_token, script = target in _NEXT_TOKEN_TRAINERS, document.workload.script
+    other = _other_than_next_token(document)
+    if next_token and other is not None:
+        raise InputError(f"--to {target}: it trains causal language models, and {other}", hint="--to python")
     carried = _carried(document, target, str(folder))
-    if script is not None and target in _NEXT_TOKEN_TRAINERS:
+    if next_token and script is not None:
         carried.lacking.insert(0, _of_script(document, script))
     return TARGETS[target](carried)
+
+
+def _other_than_next_token(document: Document) -> str | None:
+    """What an answer trains that is no causal language model, in words."""
+    model = document.model
+    if document.workload.script is None:
+        return None if model.task == "causal-lm" else f"this answer is for {model.task}"
+    return None if predicts_next_token(model.architecture) else f"the script of this answer a {model.architecture}"
 
 
 def _of_script(document: Document, script: Script) -> str:
@@ -234,7 +236,6 @@ def _llamafactory(carried: _Carried) -> Exported:
     return Exported(text=_yaml(settings), settings=settings, lacking=tuple(lacking))
 
 
-_NEXT_TOKEN_MODELS = ("ForCausalLM", "LMHeadModel")
 _NEXT_TOKEN_TRAINERS = {"sft", "axolotl", "llamafactory"}
 TARGETS: Mapping[str, Callable[[_Carried], Exported]] = {
     "python": _python,

@@ -8,7 +8,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from autofit.contract.facts import Task
+from autofit.contract.facts import Task, predicts_next_token
 from autofit.machine.model import beside_the_base, describe_built, has_plain_head
 from autofit.system.errors import ModelError
 from autofit.training.tasks.inputs import INPUTS
@@ -121,7 +121,7 @@ def task_of(name: str, settings: Any, task: Task | None, *, trust_remote_code: b
         return next(iter(found.values()))
     bases = {base for entry in MODEL_MAPPING_NAMES.values() for base in ((entry,) if isinstance(entry, str) else entry)}
     causal = TASKS["causal-lm"]
-    if causal in here and any(one.endswith(("ForCausalLM", "LMHeadModel")) for one in named):
+    if causal in here and any(map(predicts_next_token, named)):
         return causal
     if not named or any(one in bases and one.endswith("Model") for one in named):
         return here[0]
