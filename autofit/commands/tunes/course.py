@@ -19,6 +19,7 @@ from autofit.commands.tunes.backend import Backend, predicted_bytes, predicted_s
 from autofit.commands.tunes.evaluation import Try, evaluating, trials_of
 from autofit.commands.tunes.output_folder import FORKSERVER_LOG
 from autofit.contract.facts import Facts
+from autofit.contract.outcome import Outcome
 from autofit.costmodel.forecast import Forecast
 from autofit.output.document import MODEL_FOLDER, REQUEST
 from autofit.output.plan_words import plan_words
@@ -283,10 +284,14 @@ class Course:
         if decision is None or roomy is None or (left is not None and left <= 0):
             return decision
         rows = int(roomy[plans.plans.index(decision.plan)])
-        seconds = LONGEST_TRIAL_SECONDS if left is None else left
         if rows:
             self.events.note(f"evaluating {rows} rows at once beside the winner")
-        measured, rows, said = evaluating(decision, facts, rows, lambda one: run(decision.plan, one, seconds))
+
+        def attempt(one: Facts) -> Outcome:
+            left = self._left()
+            return run(decision.plan, one, LONGEST_TRIAL_SECONDS if left is None else max(1.0, left))
+
+        measured, rows, said = evaluating(decision, facts, rows, attempt)
         for words in said:
             self._note(words)
         self.evaluated_rows = rows
