@@ -63,7 +63,7 @@ def failure_words(failure: Failure, folder: Path) -> str:
     """How a rank ended that has left no result."""
     phase = rank_phase(folder, failure.rank)
     if failure.status is None:
-        return f"rank {failure.rank} stood still after {phase}"
+        return f"{_still(folder, phase)} after {phase}"
     if os.WIFSIGNALED(failure.status):
         return f"rank {failure.rank} was killed by {signal.Signals(os.WTERMSIG(failure.status)).name} after {phase}"
     return f"rank {failure.rank} ended with status {os.WEXITSTATUS(failure.status)} after {phase}"
@@ -73,11 +73,18 @@ def unwritten(failure: Failure, folder: Path, facts: Facts, *, host_ran_out: boo
     """The outcome of a rank that has left none."""
     status = failure.status
     if status is None:
-        phase = f"{rank_phase(folder, failure.rank)}, where rank {failure.rank} stood still"
-        return TimedOut(limit_seconds=failure.still_seconds, phase=phase)
+        phase = rank_phase(folder, failure.rank)
+        return TimedOut(limit_seconds=failure.still_seconds, phase=f"{phase}, where {_still(folder, phase)}")
     if host_ran_out and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return killed_for_memory(facts)
     return Crashed(reason=failure_words(failure, folder), log_tail=log_tail(rank_folder(folder, failure.rank)))
+
+
+def _still(folder: Path, phase: str) -> str:
+    """Which ranks got no further than ``phase``; of several, those that wait cannot be told from the one at fault."""
+    ranks = sorted(int(path.name[5:]) for path in folder.glob("rank-*") if path.is_dir())
+    there = [str(rank) for rank in ranks if rank_phase(folder, rank) == phase]
+    return f"rank{'s' * (len(there) > 1)} {', '.join(there)} stood still"
 
 
 def killed_for_memory(facts: Facts) -> OutOfMemory:

@@ -64,7 +64,7 @@ def test_every_rank_trains_and_the_worst_one_counts(try_plan, tmp_path, launch_p
 FAULTS = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", Crashed, "rank 1 was killed by SIGKILL"),
     "out of memory": ("raise torch.OutOfMemoryError('CUDA out of memory.')", OutOfMemory, "backward"),
-    "hung": ("time.sleep(3600)", TimedOut, "rank 1 stood still"),
+    "hung": ("time.sleep(3600)", TimedOut, "ranks 0, 1 stood still"),
 }
 
 
