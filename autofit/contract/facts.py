@@ -132,12 +132,14 @@ class Model:
         return min(1024, self.max_positions or 1024, self.position_rows or 1024)
 
     def rows_of(self, length: int) -> str:
-        """Its rows of a length, in words: ``rows of 128 tokens``."""
+        """Its rows of a length, in words: ``rows of 128 tokens``, ``clips with texts of 128 tokens``."""
         if self.task == "script" and not self.sample_tokens:
             return "the script's own rows"
         if self.length.unit == "pixels":
             return f"images of {length} pixels"
         what = "rows" if self.sample == "row" else f"{self.sample}s"
+        if self.sample != "row" and self.length.unit == "tokens":
+            what += " with texts"
         return f"{what} of {length} {self.length.unit}"
 
     @property

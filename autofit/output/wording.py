@@ -162,6 +162,7 @@ def pace(document: Document) -> str:
     promise, said = document.promise, f"{speed(document)} samples/s"
     if document.model.sample_tokens:
         said += f", {number(promise.tokens_per_second)} tokens/s"
+        said += " of both its texts" if document.model.sample_tokens > 1 else ""
         shares = _padding(document)
         said += f"; {percent(median(shares))} of a micro-batch is padding, not counted" if any(shares) else ""
     doubt = uncertain(document)

@@ -156,6 +156,12 @@ def test_a_length_is_refused_where_the_config_has_one(tmp_path):
         row_length(64, known)
 
 
+def test_a_length_that_is_a_texts_is_not_told_as_a_clips():
+    known = cpu_facts().model
+    assert known.rows_of(64) == "rows of 64 tokens"
+    assert dataclasses.replace(known, sample="clip").rows_of(64) == "clips with texts of 64 tokens"
+
+
 @pytest.mark.parametrize("command", [autofit.tune, autofit.estimate])
 def test_another_task_than_the_supported_ones_is_refused(command):
     with pytest.raises(InputError, match=r"^task='classification': input should be 'causal-lm'"):

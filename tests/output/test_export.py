@@ -87,6 +87,17 @@ def test_an_unknown_target_is_refused():
     assert "axolotl" in error.value.hint
 
 
+def test_flags_stand_behind_a_scripts_own_arguments():
+    doc = answer("full")
+    script = Script(
+        path="train.py", arguments=("--data", "a b"), sha256="", trainer="Trainer", micro_batch=4, accumulation=1
+    )
+    doc = replace(doc, workload=replace(doc.workload, script=script))
+    words = shlex.split(export(doc, "cli", folder="out").text.replace("\\\n", ""))
+    assert words[3:7] == ["out/accelerate.yaml", "train.py", "--data", "a b"]
+    assert all(word.startswith("--") for word in words[7:])
+
+
 @pytest.mark.parametrize("target", ["sft", "axolotl", "llamafactory"])
 def test_a_scripts_name_is_no_model(target):
     doc = answer("full")

@@ -337,6 +337,12 @@ class TestSummary:
         ):
             assert wanted in said
 
+    def test_the_words_of_a_text_out_of_a_text_say_that_both_are_counted(self):
+        one = document()
+        assert wording.pace(replace(one, model=replace(one.model, sample_tokens=2))).endswith(
+            "53,248 tokens/s of both its texts"
+        )
+
     def test_what_a_value_is_good_for_is_told_as_far_as_it_is_known(self):
         about = {"technique": "precision", "value": "bf16", "plain": "fp32"}
         found = (

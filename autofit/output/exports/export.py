@@ -154,7 +154,9 @@ def _python(carried: _Carried) -> Exported:
 
 def _cli(carried: _Carried) -> Exported:
     """Words for a script that reads its arguments by ``HfArgumentParser``."""
-    words = ["accelerate", "launch", "--config_file", f"{carried.folder}/accelerate.yaml", "your_script.py"]
+    script = carried.document.workload.script
+    own = ("your_script.py",) if script is None or script.factory is not None else script.typed
+    words = ["accelerate", "launch", "--config_file", f"{carried.folder}/accelerate.yaml", *own]
     lines = shell_lines([*words, *flags(carried.arguments)])
     return Exported(text="\n".join(lines) + "\n", settings=carried.arguments, lacking=tuple(carried.lacking))
 
