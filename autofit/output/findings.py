@@ -46,7 +46,8 @@ def _contribution(one: Contribution) -> str:
     if one.saved_bytes is not None:
         more = "more" if one.saved_bytes >= 0 else "less"
         said.append(f"without it the peak is {'' if measured else 'about '}{size(abs(one.saved_bytes))} {more}")
-    unknown = "" if one.speed_ratio is not None else "; what it does for the speed is not known"
+    doubt = "others disturbed the plan without it, so " if measured else ""
+    unknown = "" if one.speed_ratio is not None else f"; {doubt}what it does for the speed is not known"
     return f"{', and '.join(said)} ({one.evidence}{unknown})"
 
 

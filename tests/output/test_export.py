@@ -93,7 +93,9 @@ def test_flags_stand_behind_a_scripts_own_arguments():
         path="train.py", arguments=("--data", "a b"), sha256="", trainer="Trainer", micro_batch=4, accumulation=1
     )
     doc = replace(doc, workload=replace(doc.workload, script=script))
-    words = shlex.split(export(doc, "cli", folder="out").text.replace("\\\n", ""))
+    found = export(doc, "cli", folder="out")
+    assert "`autofit run out train.py -- --data 'a b'` trains any" in comments(found, "cli")
+    words = shlex.split(found.text.replace("\\\n", ""))
     assert words[3:7] == ["out/accelerate.yaml", "train.py", "--data", "a b"]
     assert all(word.startswith("--") for word in words[7:])
 

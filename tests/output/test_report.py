@@ -354,7 +354,10 @@ class TestSummary:
         )
         assert [one.partition(": ")[2] for one in findings.contributed(document(contributions=found))] == [
             "1.50 times the speed, and without it the peak is 1.00 GiB more (measured).",
-            "without it the peak is 1.00 GiB less (measured; what it does for the speed is not known).",
+            (
+                "without it the peak is 1.00 GiB less (measured; others disturbed the plan without it, so what it does "
+                "for the speed is not known)."
+            ),
             "about 1.50 times the speed, give or take 10 % (estimated).",
             "without it the peak is about 1.00 GiB more (estimated; what it does for the speed is not known).",
             "the plan without it was not measured, and no estimate tells enough of it.",

@@ -20,7 +20,7 @@ def local_cluster():
 
     held, before = {"object_store_memory": 80 * 2**20}, dict(os.environ)
     os.environ["RAY_TMPDIR"] = place = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the path of a socket is short
-    os.environ["RAY_health_check_period_ms"] = "1000"  # five answers missed: a dead machine is found in 5 s, not in 15
+    os.environ |= {"RAY_health_check_period_ms": "1000"}  # five answers missed: a dead machine is found in 5 s, not 15
     local = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, **held}
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.contract.emission import Emission
 from autofit.contract.facts import predicts_next_token
 from autofit.output.exports.flags import flags
-from autofit.output.wording import shell_lines
+from autofit.output.wording import launch_commands, shell_lines
 from autofit.registry import recipe_of, techniques
 from autofit.system.errors import InputError, near
 
@@ -157,8 +158,11 @@ def _cli(carried: _Carried) -> Exported:
     script = carried.document.workload.script
     own = ("your_script.py",) if script is None or script.factory is not None else script.typed
     words = ["accelerate", "launch", "--config_file", f"{carried.folder}/accelerate.yaml", *own]
-    lines = shell_lines([*words, *flags(carried.arguments)])
-    return Exported(text="\n".join(lines) + "\n", settings=carried.arguments, lacking=tuple(carried.lacking))
+    lines, lacking = shell_lines([*words, *flags(carried.arguments)]), list(carried.lacking)
+    if script is not None:
+        run = shlex.join(launch_commands(carried.document, carried.folder)[0])
+        lacking.append(f"a script that reads no TrainingArguments from its command line: `{run}` trains any")
+    return Exported(text="\n".join(lines) + "\n", settings=carried.arguments, lacking=tuple(lacking))
 
 
 def _sft(carried: _Carried) -> Exported:

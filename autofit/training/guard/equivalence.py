@@ -123,8 +123,9 @@ class Guards:
                 script = self.facts.workload.script
                 begin = 60 + 3 * extra_seconds(one, self.facts) + (0 if script is None else 3 * script.seconds)
                 limit = begin + _PATIENCE * steps * measured.step_seconds
-                limit_seconds = max(10.0, min(limit, left))
-                self._known[one, steps, rounding] = self._train(one, steps, limit_seconds, rounding)
+                if left <= 0:
+                    return Curve(failed="the time is spent")
+                self._known[one, steps, rounding] = self._train(one, steps, min(limit, left), rounding)
             return self._known[one, steps, rounding]
 
         mine = train(plan)

@@ -223,7 +223,11 @@ def test_trainings_of_a_script_that_began_otherwise_are_not_compared(theirs, ver
 def test_it_takes_no_more_time_than_is_left():
     guards = Played(lambda _: GOOD)
     guards.see(BF16, left_seconds=30.0)
-    assert all(10.0 <= limit <= 30.0 for _, _, limit in guards.asked)
+    assert all(20.0 <= limit <= 30.0 for _, _, limit in guards.asked)
+    guards = Played(lambda _: GOOD)
+    found = guards.see(BF16, left_seconds=0.0)
+    assert (guards.asked, found.verdict) == ([], "unknown")
+    assert "the time is spent" in found.words
 
 
 def test_it_takes_about_a_tenth_of_the_time_that_was_spent():
