@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,19 +31,26 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
         _stop(error)
     environment = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
 
-    def around(trainer: Any, train: Callable[[], Any]) -> Any:
+    def around(trainer: Any, train: Callable[[], Any], own: Mapping[str, Any]) -> Any:
+        asked = own["per_device_train_batch_size"] * own["gradient_accumulation_steps"] * trainer.args.world_size
+        if asked != (rows := setup.recipe.facts.workload.global_batch):
+            _tell(f"the script asks for {asked} rows an optimizer step; it trains with {rows}, as it was tuned")
         watch = setup.watch(trainer.model)
         before = trainer.state.global_step
         result = train()
         steps = trainer.state.global_step - before
         for words in watch.ignored(trainer.optimizer, trainer.accelerator, steps, rows=rows_of(trainer)):
-            print(f"autofit: took no effect: {words}", file=sys.stderr)  # noqa: T201 - beside what the script prints
+            _tell(f"took no effect: {words}")
         return result
 
     try:
         train_with(setup.recipe, script, arguments, environment=environment, around=around)
     except AutofitError as error:
         _stop(error)
+
+
+def _tell(words: str) -> None:
+    print(f"autofit: {words}", file=sys.stderr)  # noqa: T201 - beside what the script prints
 
 
 def _stop(error: AutofitError) -> NoReturn:

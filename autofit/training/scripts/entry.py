@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from autofit.training.timing import Clock
 
 _OUTPUT = "output"
+_UNTOLD = "whether its loss is divided by the accumulation can't be told, so another split may be another training"
 _QUIET = {
     "eval_strategy": "no",
     "save_strategy": "no",
@@ -118,6 +119,7 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
     found = traits(patches, trainer.model, rows, seconds)
     loading = loading_of(loader, int(made.arguments["per_device_train_batch_size"]))
     rate = dict(loading["rows_per_second"]).get(0)
+    undivided = script_leaves_undivided(trainer, batch)
     names = ("optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile",
              "use_liger_kernel", "per_device_eval_batch_size", "eval_strategy", "train_sampling_strategy")  # fmt: skip
     found["script"] |= {
@@ -129,7 +131,8 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
         "loading": loading,
         "ungrouped": why_ungrouped(trainer, loader.dataset, 1 / rate if rate else None),
         "batch": shapes(batch),
-        "undivided": script_leaves_undivided(trainer, batch),
+        "undivided": bool(undivided),
+        "own_split": _UNTOLD if undivided is None else None,
     }
     return found
 
@@ -189,9 +192,11 @@ def train_with(
     arguments: tuple[str, ...],
     *,
     environment: Mapping[str, str],
-    around: Callable[[Any, Callable[[], Any]], Any],
+    around: Callable[[Any, Callable[[], Any], Mapping[str, Any]], Any],
 ) -> None:
     """Run a script as it is, with the recipe's plan put in: real weights, every step, all that it does besides.
+
+    ``around`` is given the Trainer, what trains it, and the arguments that the script itself has made it with.
 
     Raises:
         InputError: It never trained.
@@ -206,9 +211,9 @@ def train_with(
     def entry(trainer: Any, train: Callable[[], Any]) -> Any:
         entered.append(trainer)
         wrap(trainer, recipe)
-        return around(trainer, train)
+        return around(trainer, train, patches.made[id(trainer)].arguments)
 
-    Patches(
+    patches = Patches(
         train=entry,
         call=tuned.call if tuned else 1,
         skips_earlier=False,
@@ -216,7 +221,8 @@ def train_with(
         environment=environment,
         loads=loads_of(recipe),
         random_weights=False,
-    ).install()
+    )
+    patches.install()
     run_to_its_end(path, arguments, lambda: bool(entered))
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from autofit.training.tasks.kind import Kind, Spec
 
 _ITEMS = "num_items_in_batch"
+_ASKED = {"__bool__": False, "__int__": 1, "__float__": 1.0, "__index__": 1, "item": 1}
+"""The value that a tensor without values is said to have, by how it is asked."""
 
 
 def leaves_undivided(model: Any, kind: Kind, spec: Spec) -> bool:
@@ -43,12 +45,15 @@ def leaves_undivided(model: Any, kind: Kind, spec: Spec) -> bool:
         return not _hands_items_on(model)
 
 
-def script_leaves_undivided(trainer: Any, batch: Any) -> bool:
+def script_leaves_undivided(trainer: Any, batch: Any) -> bool | None:
     """Whether a script's Trainer takes its loss for divided by the micro-steps of an accumulation, and it is not.
 
     Args:
         trainer: About to train. Its model has no weights after this.
         batch: A micro-batch, as its loader makes it.
+
+    Returns:
+        ``None`` where neither a run without values nor the text of its model tells.
     """
     from transformers import Trainer
 
@@ -64,8 +69,10 @@ def script_leaves_undivided(trainer: Any, batch: Any) -> bool:
         model = trainer.model.to("meta")
         return not _looks_at_items(lambda items: trainer.compute_loss(model, _on_meta(rows), num_items_in_batch=items))
     except Exception:  # noqa: BLE001 - a script's own code, or a model that asks for values
-        inherited = type(trainer).compute_loss is Trainer.compute_loss and trainer.compute_loss_func is None
-        return inherited and not _hands_items_on(inner)
+        if type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None:
+            return None
+        told = _hands_items_on(inner)
+        return None if told is None else not told
 
 
 def _on_meta(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,6 +95,8 @@ def _looks_at_items(forward: Callable[[Any], Any]) -> bool:
             name = getattr(func, "__name__", "")
             if any(one is items for one in tree_leaves((args, kwargs))) and name not in {"__get__", "to"}:
                 seen.append(name)
+            if name in _ASKED and args[0].is_meta:
+                return _ASKED[name]
             return func(*args, **(kwargs or {}))
 
     with Uses():
@@ -95,12 +104,22 @@ def _looks_at_items(forward: Callable[[Any], Any]) -> bool:
     return bool(seen)
 
 
-def _hands_items_on(model: Any) -> bool:
-    """Whether the texts say so: of ``forward()``, and of the loss of transformers that it hands all keywords."""
-    text = inspect.getsource(type(model).forward)
+def _hands_items_on(model: Any) -> bool | None:
+    """Whether the texts say so: of ``forward()``, and of the loss of transformers that it hands all keywords.
+
+    Returns:
+        ``None`` where ``forward()`` names neither: another module's may.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
     loss = getattr(model, "loss_function", None)
-    _, calls, handed = text.rpartition("loss_function(")
-    if not calls or "**kwargs" not in handed or loss is None:
-        return _ITEMS in text
-    divides = inspect.getsource(loss)
-    return _ITEMS in divides or "fixed_cross_entropy(" in divides
+    for kind in type(model).__mro__:
+        text = inspect.getsource(vars(kind)["forward"]) if "forward" in vars(kind) else ""
+        _, calls, handed = text.rpartition("loss_function(")
+        if calls and "**kwargs" in handed and loss is not None:
+            divides = inspect.getsource(loss)
+            return _ITEMS in divides or "fixed_cross_entropy(" in divides
+        if calls or _ITEMS in text:
+            return _ITEMS in text
+        if text and "super().forward(" not in text:
+            return None
+    return None

@@ -1,0 +1,78 @@
+"""Whether an accumulation divides the loss of a script's model."""
+
+import peft
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from autofit.training.tasks.loss_scale import _hands_items_on, script_leaves_undivided
+
+TINY = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+)
+BERT = BertConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+)
+BATCH = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.ones(2, 8, dtype=torch.long)}
+CLASSES = {**BATCH, "labels": torch.ones(2, dtype=torch.long)}
+
+
+class HandsAllOn(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class AsksForValues(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        assert kwargs["input_ids"].tolist()
+        return super().forward(*args, **kwargs)
+
+
+class Wraps(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **kwargs):
+        assert kwargs["input_ids"].tolist()
+        return self.inner(**kwargs)
+
+
+class OwnMean(LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = super().forward(input_ids=input_ids).logits
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def adapted(model):
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "undivided"),
+    [
+        (lambda: LlamaForCausalLM(TINY), BATCH, False),
+        (lambda: HandsAllOn(TINY), BATCH, False),
+        (lambda: AsksForValues(TINY), BATCH, False),
+        (lambda: adapted(LlamaForCausalLM(TINY)), BATCH, False),
+        (lambda: OwnMean(TINY), BATCH, True),
+        (lambda: adapted(OwnMean(TINY)), BATCH, True),
+        (lambda: BertForSequenceClassification(BERT), CLASSES, True),
+        (lambda: Wraps(LlamaForCausalLM(TINY)), BATCH, None),
+    ],
+)
+def test_a_scripts_loss_is_known_to_be_divided_or_not_or_it_is_said(make, batch, undivided, tmp_path):
+    trainer = Trainer(model=make(), args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none"))
+    batch = {**batch, "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    assert script_leaves_undivided(trainer, batch) is undivided
+
+
+def test_an_adapters_model_is_asked_for_its_base():
+    assert _hands_items_on(adapted(HandsAllOn(TINY))) is True
