@@ -85,7 +85,9 @@ def test_tokens_are_a_number_above_zero():
         (["--gpu", "H100", "--price", "4090=1/h"], "does not name"),
         (["--tokens", "1e9"], "a card with a name"),
         (["--memory", "24GiB", "--tokens", "1e9"], "a card with a name"),
-        (["--gpu", "H100,4090", "--gpus", "8"], "those of one card"),
+        (["--gpu", "2x H100,4090"], "says different numbers of cards"),
+        (["--gpu", "2x H100", "--gpus", "4", "--tokens", "1e9"], "says 2 cards and --gpus says 4"),
+        (["--gpu", "H100,4090", "--gpus", "0"], "out of range"),
     ],
 )
 def test_the_command_refuses_with_exit_code_2(arguments, words):
@@ -96,11 +98,11 @@ def test_the_command_refuses_with_exit_code_2(arguments, words):
 
 @pytest.fixture
 def told(server, monkeypatch):
-    """The demo on two cards, told once."""
+    """The demo on two kinds of card."""
     monkeypatch.setattr(cards, "ForkServer", lambda *_, **__: Lent(server))
-    return estimate_cards(
+    return lambda gpu="H100,4090": estimate_cards(
         "demo",
-        gpu="H100,4090",
+        gpu=gpu,
         price=["4090=0.5/h"],
         tokens=1e9,
         seq_len=32,
@@ -110,6 +112,7 @@ def told(server, monkeypatch):
 
 
 def test_each_card_has_its_best_plan_hours_and_cost(told):
+    told = told()
     first, second = told.cards
     assert (first.card, second.card) == ("H100 SXM 80 GB", "RTX 4090")
     for one in told.cards:
@@ -129,6 +132,19 @@ def test_each_card_has_its_best_plan_hours_and_cost(told):
     assert "no price was given for H100 SXM 80 GB" in shown
     assert "cheapest: RTX 4090" in shown
     assert json.loads(CARDS_ESTIMATE.dump_json(told))["cards"][1]["cost"] == second.cost
+
+
+def test_cards_that_train_together_are_told_and_paid_for_together(told):
+    found = told("2x 4090")
+    (pair,) = found.cards
+    assert (found.cards_together, pair.card) == (2, "RTX 4090")
+    assert pair.plan["parallel"] != "none"
+    assert pair.hours == pytest.approx(1e9 / pair.tokens_per_second / 3600)
+    assert pair.cost == pytest.approx(pair.hours * 0.5 * 2)
+    shown = " ".join(_shown(found).split())
+    assert "2x RTX 4090" in shown
+    assert "hours and costs are of all of them" in shown
+    assert "how far the link between cards is off is not known" in shown
 
 
 def _shown(found):

@@ -17,10 +17,11 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from autofit import space
-from autofit.commands.estimates.other_card import described_model, elsewhere
+from autofit.commands.estimates.other_card import counted_cards, described_model, elsewhere
 from autofit.commands.estimates.plans import Estimated, Verdict, estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
 from autofit.commands.estimates.ways import smaller_way
+from autofit.commands.estimates.world import LINK_UNKNOWN, World, asked_world
 from autofit.commands.facts import remarks
 from autofit.commands.model_source import modeling_module
 from autofit.commands.request import Search
@@ -55,8 +56,8 @@ class OnCard:
         low, high: The factors on both that four trainings of five lie within.
         mfu: Model FLOPs over the card's peak in the plan's precision.
         hours: For the tokens asked about.
-        price: Of an hour, where it was given.
-        cost: Of those hours.
+        price: Of an hour of one card, where it was given.
+        cost: Of those hours of all cards that train together.
     """
 
     card: str
@@ -81,6 +82,7 @@ class CardsEstimate:
     Attributes:
         task: What the model is trained for.
         rows: The rows, in words.
+        cards_together: How many cards of a kind train together.
         tokens: That hours and cost are of; samples, where these are no text.
         cards: In the order in which they were asked for.
         fastest, cheapest: Names of cards; ``None`` where nothing fits, or no price was given.
@@ -93,6 +95,7 @@ class CardsEstimate:
     task: str
     rows: str
     global_batch: int
+    cards_together: int = 1
     tokens: float
     cards: tuple[OnCard, ...]
     fastest: str | None
@@ -129,11 +132,11 @@ def estimate_cards(
     Args:
         model: Hub id, folder or file with a ``config.json``, or ``demo``.
         gpu: Names of cards with commas between them.
-        price: Of an hour: ``2.5/h`` for every card, ``H100=2.5/h`` for one of them.
+        price: Of an hour of a card: ``2.5/h`` for every kind, ``H100=2.5/h`` for one of them.
         tokens: Of the training; 1e9 by default.
         memory: Not taken: how fast a card is can't be told from its memory.
-        gpus: Not taken but for 1: hours are those of one card.
-        nodes: Likewise.
+        gpus: Cards of each kind that train together in a machine; hours and costs are those of all of them.
+        nodes: Machines that have as many cards each.
         seq_len: Tokens in a row; by default the lesser of 1024 and the model's longest.
         global_batch: Rows to an optimizer step.
         allow: Classes of techniques that may be used.
@@ -154,13 +157,8 @@ def estimate_cards(
     began = time.monotonic()
     if memory is not None or not gpu:
         raise InputError("hours and costs are those of a card with a name", hint="name it: --gpu H100,A100-80GB")
-    if (gpus or 1) != 1 or (nodes or 1) != 1:
-        raise InputError(
-            "hours and costs are those of one card: --gpus and --nodes are not taken with --tokens, --price or cards "
-            "with commas",
-            hint="leave them out; the time of a card that trains with others is not predicted",
-        )
-    asked = asked_cards(gpu)
+    gpu, gpus = _counted(gpu, gpus)
+    asked, world = asked_cards(gpu), asked_world(gpus, nodes, elsewhere=True)
     prices = asked_prices(price, asked)
     wanted = TOKENS if tokens is None else units.parse_tokens(tokens)
     request, settings = asked_question(
@@ -181,7 +179,7 @@ def estimate_cards(
         with contextlib.closing(server):
             kept = cache_folder() if cache else None
             described = described_model(folder, config, request, server, kept)
-            facts = {card: elsewhere(request, described, card, card.memory_bytes) for card in asked}
+            facts = {card: world.of(elsewhere(request, described, card, card.memory_bytes)) for card in asked}
             traces = Traces(facts[asked[0]], config, lambda: server, folder, kept)
             rows = [
                 _on_card(card, facts[card], settings, traces, wanted=wanted, price=prices.get(card.name), say=say)
@@ -197,11 +195,12 @@ def estimate_cards(
         task=described.task,
         rows=described.rows_of(length),
         global_batch=global_batch,
+        cards_together=world.processes,
         tokens=wanted,
         cards=tuple(rows),
         fastest=min(fitting, key=lambda row: row.hours or math.inf).card if fitting else None,
         cheapest=min(priced, key=lambda row: row.cost or math.inf).card if priced else None,
-        notes=_notes(length, described, rows, prices, smaller_way(facts[asked[0]], settings)),
+        notes=_notes(length, described, rows, prices, smaller=smaller_way(facts[asked[0]], settings), world=world),
         seconds=time.monotonic() - began,
     )
 
@@ -220,6 +219,18 @@ def check_any_fits(found: CardsEstimate) -> None:
 
 
 # -- what was asked ---------------------------------------------------------------------------------------------------
+
+
+def _counted(gpu: str, gpus: int | None) -> tuple[str, int | None]:
+    """The names, and how many cards of each train together, where the names say it: ``2x 4090,2x H100``.
+
+    Raises:
+        InputError: They say different numbers.
+    """
+    found = [counted_cards(name, gpus) for name in gpu.split(",")]
+    if len({count or 1 for _, count in found}) > 1:
+        raise InputError(f"--gpu {gpu!r} says different numbers of cards", hint="give one number for all: --gpus 2")
+    return ",".join(name or "" for name, _ in found), found[0][1]
 
 
 def asked_cards(gpu: str) -> tuple[Card, ...]:
@@ -328,21 +339,24 @@ def _timed(
         mfu=mfu,
         hours=hours,
         price=price,
-        cost=None if price is None else hours * price,
+        cost=None if price is None else hours * price * facts.workload.processes,
     )
 
 
 def _notes(
-    length: int, model: Model, rows: Sequence[OnCard], prices: Mapping[str, float], smaller: str | None
+    length: int, model: Model, rows: Sequence[OnCard], prices: Mapping[str, float], *, smaller: str | None, world: World
 ) -> tuple[str, ...]:
     said = remarks(length, model)
+    together = world.processes > 1
+    if together:
+        said.append(f"{world.words()}; hours and costs are of all of them, a price is of one card")
     if smaller and any(row.verdict == "too large" for row in rows):
         said.append(smaller)
     if any(row.high for row in rows):
         low, high = min(row.low or 1.0 for row in rows), max(row.high or 1.0 for row in rows)
         said.append(
-            f"speed is predicted, not measured: four trainings of five lie within {low:.2f} to {high:.2f} times as "
-            "fast as told"
+            f"speed is predicted, not measured: four trainings of five{' on one card' * together} lie within {low:.2f} "
+            f"to {high:.2f} times as fast as told{LINK_UNKNOWN * together}"
         )
     if prices and (without := [row.card for row in rows if row.price is None]):
         said.append(f"no price was given for {', '.join(without)}")

@@ -26,8 +26,9 @@ def cards_table(found: CardsEstimate) -> RenderableType:
     priced = any(row.cost is not None for row in found.cards)
     if priced:
         table.add_column("cost", justify="right", no_wrap=True)
+    each = f"{found.cards_together}x " if found.cards_together > 1 else ""
     for row in found.cards:
-        table.add_row(*_cells(row, priced=priced))
+        table.add_row(*_cells(row, each + row.card, priced=priced))
     parts: list[RenderableType] = [Text(head), Text(), table, Text()]
     if found.fastest is not None:
         words = f"fastest: {found.fastest}"
@@ -37,16 +38,16 @@ def cards_table(found: CardsEstimate) -> RenderableType:
     return Group(*parts)
 
 
-def _cells(row: OnCard, *, priced: bool) -> list[RenderableType]:
+def _cells(row: OnCard, name: str, *, priced: bool) -> list[RenderableType]:
     if row.plan is None or row.device_bytes is None:
-        return [row.card, Text("no plan can be traced")]
+        return [name, Text("no plan can be traced")]
     size = f"{row.plan['micro_batch']} x {row.plan['accumulation']}"
     needs = f"{units.size(row.device_bytes)} of {units.size(row.memory_bytes)}"
     if row.hours is None:
         why = "no plan fits; the smallest: " if row.verdict == "too large" else "speed is not known: "
-        return [row.card, Text(why + chosen_words(row.plan), style="red"), size, needs]
+        return [name, Text(why + chosen_words(row.plan), style="red"), size, needs]
     cells: list[RenderableType] = [
-        row.card,
+        name,
         Text(chosen_words(row.plan)),
         size,
         needs,

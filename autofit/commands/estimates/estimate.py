@@ -20,7 +20,7 @@ from autofit.commands.estimates.plans import estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
 from autofit.commands.estimates.ways import fixed_bytes, outside_bytes, spaces_by_way
 from autofit.commands.estimates.ways import ways as every_way
-from autofit.commands.estimates.world import World, asked_world
+from autofit.commands.estimates.world import LINK_UNKNOWN, World, asked_world
 from autofit.commands.facts import read_facts, remarks
 from autofit.commands.model_source import modeling_module
 from autofit.contract.facts import Facts, LaunchPath, Task
@@ -196,7 +196,7 @@ def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space, 
     if card is not None:
         low, high = StepClock(card).range
         one_card = " on one card" if world.processes > 1 else ""
-        links_too = "; how far the link between cards is off is not known" if one_card else ""
+        links_too = LINK_UNKNOWN if one_card else ""
         said.append(
             f"samples/s are predicted, not measured: four trainings of five{one_card} lie within {low:.2f} to "
             f"{high:.2f} times them{links_too}"

@@ -9,6 +9,7 @@ from autofit.contract.facts import Facts
 from autofit.system.errors import InputError
 
 MOST_CARDS = 65536
+LINK_UNKNOWN = "; how far the link between cards is off is not known"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,7 +116,7 @@ ESTIMATE_OPTIONS: tuple[Option, ...] = (
         "--price",
         multiple=True,
         metavar="[CARD=]PRICE/h",
-        help="Tell what they cost: 2.5/h, or H100=2.5/h; repeatable.",
+        help="Tell what they cost: 2.5/h for an hour of a card, or H100=2.5/h; repeatable.",
     ),
     click.option("--memory", help="A card's memory instead: 24GiB."),
     click.option("--gpus", type=int, help="Cards of that kind that train together in a machine.  [default: 1]"),
