@@ -85,6 +85,7 @@ def test_tokens_are_a_number_above_zero():
         (["--gpu", "H100", "--price", "4090=1/h"], "does not name"),
         (["--tokens", "1e9"], "a card with a name"),
         (["--memory", "24GiB", "--tokens", "1e9"], "a card with a name"),
+        (["--gpu", "H100", "--memory", "24GiB", "--tokens", "1e9"], "both say how large the card is"),
         (["--gpu", "2x H100,4090"], "says different numbers of cards"),
         (["--gpu", "2x H100", "--gpus", "4", "--tokens", "1e9"], "says 2 cards and --gpus says 4"),
         (["--gpu", "H100,4090", "--gpus", "0"], "out of range"),

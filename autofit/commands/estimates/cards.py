@@ -155,8 +155,10 @@ def estimate_cards(
         MachineError: A helper process can't be started.
     """
     began = time.monotonic()
-    if memory is not None or not gpu:
+    if not gpu:
         raise InputError("hours and costs are those of a card with a name", hint="name it: --gpu H100,A100-80GB")
+    if memory is not None:
+        raise InputError("--gpu and --memory both say how large the card is", hint="give one of them")
     gpu, gpus = _counted(gpu, gpus)
     asked, world = asked_cards(gpu), asked_world(gpus, nodes, elsewhere=True)
     prices = asked_prices(price, asked)
