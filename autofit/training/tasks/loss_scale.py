@@ -57,10 +57,10 @@ def script_leaves_undivided(trainer: Any, batch: Any) -> bool | None:
     """
     from transformers import Trainer
 
-    takes = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    says = getattr(trainer, "loss_is_scaled_for_ga", None)
-    if not takes or says is not None or not isinstance(batch, Mapping) or "labels" not in batch:
-        return False  # it divides, or it is told what the loss is, or there is nothing to count
+    if _divides_itself(trainer, batch):
+        return False
+    if not _counts_items(trainer, batch):
+        return None  # its function for the loss divides by what it knows, or does not
     inner = trainer.accelerator.unwrap_model(trainer.model)
     if type(inner).__name__.endswith("ForCTC") and inner.config.ctc_loss_reduction == "sum":
         return False  # gradients that add up are right
@@ -73,6 +73,24 @@ def script_leaves_undivided(trainer: Any, batch: Any) -> bool | None:
             return None
         told = _hands_items_on(inner)
         return None if told is None else not told
+
+
+def _divides_itself(trainer: Any, batch: Any) -> bool:
+    """Whether a Trainer divides the loss by the micro-steps, or is told what the loss is (``training_step``)."""
+    if getattr(trainer, "loss_is_scaled_for_ga", None) is not None:
+        return True
+    if trainer.compute_loss_func is not None:
+        return False
+    return not trainer.model_accepts_loss_kwargs or not _counts_items(trainer, batch)
+
+
+def _counts_items(trainer: Any, batch: Any) -> bool:
+    """Whether a Trainer counts anything in a micro-batch: labels, where they are numbers."""
+    import torch
+
+    return (
+        isinstance(batch, Mapping) and trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))[1] is not None
+    )
 
 
 def _on_meta(batch: Mapping[str, Any]) -> dict[str, Any]:

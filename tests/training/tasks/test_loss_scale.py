@@ -55,6 +55,22 @@ def adapted(model):
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
 
 
+class LossOfItsLogits(LlamaForCausalLM):
+    def forward(self, input_ids=None, **kwargs):
+        return {"loss": super().forward(input_ids=input_ids).logits.mean()}
+
+
+class Boxes(torch.nn.Module):
+    """As a detector: its labels are a list, which a Trainer counts nothing in."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids, labels, **kwargs):
+        return {"loss": self.weight * input_ids.float().mean()}
+
+
 @pytest.mark.parametrize(
     ("make", "batch", "undivided"),
     [
@@ -65,6 +81,8 @@ def adapted(model):
         (lambda: OwnMean(TINY), BATCH, True),
         (lambda: adapted(OwnMean(TINY)), BATCH, True),
         (lambda: BertForSequenceClassification(BERT), CLASSES, True),
+        (Boxes, {**BATCH, "labels": [{"boxes": torch.ones(4)}] * 2}, False),
+        (Boxes, {"input_ids": BATCH["input_ids"]}, False),
         (lambda: Wraps(LlamaForCausalLM(TINY)), BATCH, None),
     ],
 )
@@ -76,3 +94,26 @@ def test_a_scripts_loss_is_known_to_be_divided_or_not_or_it_is_said(make, batch,
 
 def test_an_adapters_model_is_asked_for_its_base():
     assert _hands_items_on(adapted(HandsAllOn(TINY))) is True
+
+
+@pytest.mark.parametrize(
+    ("function", "labels", "undivided"),
+    [
+        (lambda outputs, _labels, num_items_in_batch=None: outputs["loss"] / num_items_in_batch, True, False),
+        (lambda outputs, _labels, **_: outputs["loss"], True, True),
+        (lambda outputs, _labels, **_: outputs["loss"], False, None),
+    ],
+)
+def test_a_function_for_the_loss_divides_or_does_not(function, labels, undivided, tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    trainer = Trainer(model=LossOfItsLogits(TINY), args=args, compute_loss_func=function)
+    batch = BATCH if labels else {"input_ids": BATCH["input_ids"]}
+    assert script_leaves_undivided(trainer, batch) is undivided
+
+
+def test_a_trainer_that_is_told_what_its_loss_is_scales_it_by_that(tmp_path):
+    class Told(Trainer):
+        loss_is_scaled_for_ga = False
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    assert script_leaves_undivided(Told(model=OwnMean(TINY), args=args), BATCH) is False
