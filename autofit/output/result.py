@@ -83,6 +83,11 @@ class Result:
         return target
 
 
+def _split(guard: Guard | None) -> tuple[str, ...]:
+    """That another split of the batch than a script's own is another training, where that was seen, as a sentence."""
+    return () if guard is None or guard.split is None else (f"{guard.split[0].upper()}{guard.split[1:]}.",)
+
+
 def _offers(plan: Plan, facts: Facts) -> tuple[Offer, ...]:
     """What every technique offers, and the plan's own values where they are none of these."""
     known = space.offers(facts)
@@ -169,7 +174,7 @@ def compose(
             mfu=measured.mfu,
         ),
         reason=decision.reason,
-        changes=tuple(registry.changes(decision.plan, facts)),
+        changes=(*_split(guard), *registry.changes(decision.plan, facts)),
         script=recipe.emission.script,
         offers=_offers(decision.plan, facts),
         trials=tuple(trials),

@@ -26,6 +26,7 @@ from autofit.output.setup import Setup, load
 from autofit.search.decision import changed_values, decide
 from autofit.system.errors import EmissionError, InputError, MachineError, ModelError
 from autofit.system.strict_json import dump_json
+from autofit.training.guard.equivalence import Guard
 from tests.support.synthetic import GIB, Landscape, cpu_facts, cuda_facts
 
 SCHEMA = Path(autofit.__file__).parent / "output" / "autofit.schema.json"
@@ -41,12 +42,19 @@ def a_plan(facts, **wanted):
     return min(plans, key=lambda plan: (changed_values(plan), plan["accumulation"]))
 
 
-def a_document(plan, facts):
+def a_document(plan, facts, guard=None):
     """The answer of a tune in which this plan won."""
     land = Landscape(facts=facts, row_bytes=1e6)
     trials = [land.trial(plan, 0), land.trial(plan, 1, "final")]
     decision = decide(trials, facts.workload.limit_bytes)
-    return result.compose(decision, facts, trials, notes=["a ‘note’"], seconds=3.0)
+    return result.compose(decision, facts, trials, notes=["a ‘note’"], seconds=3.0, guard=guard)
+
+
+def test_that_another_split_is_another_training_is_told_among_what_changes():
+    plan = a_plan(CPU, micro_batch=8, precision="bf16")
+    held = Guard(verdict="same", words="rounding", split="its micro-batch of 8 rows is another training")
+    plain, split = (a_document(plan, CPU, guard).changes for guard in (None, held))
+    assert split == ("Its micro-batch of 8 rows is another training.", *plain)
 
 
 def output_folder(path):

@@ -323,7 +323,7 @@ class Course:
             if found.verdict != "other":
                 self.guard = found
                 if found.split is not None:
-                    self._note(found.split)
+                    self.events.note(found.split)
                 if found.verdict == "unknown":
                     self._note(f"the winner's training was not compared with the float32 baseline's: {found.words}")
                 return decision
