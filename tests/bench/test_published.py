@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from published import bert, fake, litgpt, litgpt_rows, predict, rows
+from published import bert, fake, litgpt, litgpt_rows, nanotron, predict, rows
 from published.litgpt_configs import config_of
 from published.rows import Row
 from published.world_rows import WorldRow
@@ -113,8 +113,20 @@ PRETRAINED = {
 }  # fmt: skip
 
 
+WHOLE = {"zero_stage": "0", "grad_accum": "2", "memory_gib": "50.16", "micro_batch": "2"}
+AT_ONCE = {"dp": "128", "gpus": "128", "grad_accum": "1", "micro_batch": "2", "memory_gib": "30.8"}
+
+
 @pytest.mark.parametrize(
-    ("told", "near"), [(SWEPT, 0.03), (TUNED, 0.02), (PRETRAINED, 0.01)], ids=["nanotron", "fsdp_qlora", "litgpt"]
+    ("told", "near"),
+    [
+        (SWEPT, 0.001),
+        ({**SWEPT, **AT_ONCE}, 0.001),
+        ({**SWEPT, **WHOLE}, 0.003),
+        (TUNED, 0.02),
+        (PRETRAINED, 0.01),
+    ],
+    ids=["nanotron", "nanotron without accumulation", "nanotron with DDP", "fsdp_qlora", "litgpt"],
 )
 def test_a_rank_of_a_published_world_is_predicted(told, near):
     row = WorldRow(told=told)
@@ -142,6 +154,14 @@ def test_a_rank_of_a_published_world_is_predicted(told, near):
 )
 def test_a_row_of_a_world_that_is_not_expressed_says_why(whose, told, why):
     assert why in predict.predict(WorldRow(told={**whose, **told})).reason
+
+
+def test_a_bucket_is_closed_by_the_parameter_that_fills_it():
+    layer = [2048, 6291456 * 2, 4194304, 2048, 33554432, 16777216]
+    assert nanotron.bucket_numels([268435456, *layer, 2048]) == [
+        2048 + 16777216, 33554432, 2048 + 4194304 + 6291456 * 2, 2048 + 268435456,
+    ]  # fmt: skip
+    assert nanotron.bucket_numels([8, 4194304]) == [4194304, 8]
 
 
 def test_a_table_is_read_by_its_columns(tmp_path):

@@ -12,7 +12,8 @@
 ``litgpt_pretrain``       LitGPT's pre-training script without a compiler, on one card and by DDP
 ``bert``                  Hugging Face's page on a single GPU: bert-large with ``Trainer``
 ``world_rows``            a row of runs on several cards -> a run of the program that its columns describe
-``nanotron``              nanotron's Llama on one rank of a data- and tensor-parallel world
+``nanotron``              nanotron's steps on one rank of a data- and tensor-parallel world
+``nanotron_model``        its Llama
 ``fsdp_qlora``            LoRA and QLoRA of a Llama under FSDP 1 on one rank of several
 ``baselines``             the closed formulas that others use
 ``compare``               what they are told of a row
