@@ -40,7 +40,7 @@ def leaves_undivided(model: Any, kind: Kind, spec: Spec) -> bool:
     batch = {**make_batch(kind, spec, 2, torch.Generator()), **kind.constants}
     kind.prepare(model)
     try:
-        return not _looks_at_items(lambda items: model(**_on_meta(batch), **{_ITEMS: items}))
+        return not _looks_at_items(lambda items, of: model(**of(batch), **{_ITEMS: items}), model)
     except Exception:  # noqa: BLE001 - a model may ask for values, which there are none of
         return not _hands_items_on(model)
 
@@ -49,7 +49,7 @@ def script_leaves_undivided(trainer: Any, batch: Any) -> bool | None:
     """Whether a script's Trainer takes its loss for divided by the micro-steps of an accumulation, and it is not.
 
     Args:
-        trainer: About to train. Its model has no weights after this.
+        trainer: About to train.
         batch: A micro-batch, as its loader makes it.
 
     Returns:
@@ -66,8 +66,9 @@ def script_leaves_undivided(trainer: Any, batch: Any) -> bool | None:
         return False  # gradients that add up are right
     rows = {name: one for name, one in batch.items() if name != "attention_mask"}  # it is asked whether it hides any
     try:
-        model = trainer.model.to("meta")
-        return not _looks_at_items(lambda items: trainer.compute_loss(model, _on_meta(rows), num_items_in_batch=items))
+        return not _looks_at_items(
+            lambda items, of: trainer.compute_loss(trainer.model, of(rows), num_items_in_batch=items), trainer.model
+        )
     except Exception:  # noqa: BLE001 - a script's own code, or a model that asks for values
         if type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None:
             return None
@@ -93,19 +94,25 @@ def _counts_items(trainer: Any, batch: Any) -> bool:
     )
 
 
-def _on_meta(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _looks_at_items(forward: Callable[[Any, Callable[[Any], dict[str, Any]]], Any], model: Any) -> bool:
+    """Whether the number of items goes into any computation of a forward pass, which is run without values.
+
+    Args:
+        forward: Given the number, and what makes a batch of tensors without values out of another.
+        model: What runs it.
+    """
     import torch
-
-    return {name: one.to("meta") if isinstance(one, torch.Tensor) else one for name, one in batch.items()}
-
-
-def _looks_at_items(forward: Callable[[Any], Any]) -> bool:
-    """Whether the number of items goes into any computation of a forward pass, which is given it."""
-    import torch
+    from torch._subclasses import FakeTensor, FakeTensorMode
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_leaves
 
-    items = torch.ones((), device="meta")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+
+    def without_values(tensor: torch.Tensor) -> torch.Tensor:
+        return mode.from_tensor(tensor.to(device))
+
+    items = without_values(torch.ones(()))
     seen: list[str] = []
 
     class Uses(TorchFunctionMode):
@@ -113,12 +120,19 @@ def _looks_at_items(forward: Callable[[Any], Any]) -> bool:
             name = getattr(func, "__name__", "")
             if any(one is items for one in tree_leaves((args, kwargs))) and name not in {"__get__", "to"}:
                 seen.append(name)
-            if name in _ASKED and args[0].is_meta:
+            if name in _ASKED and isinstance(args[0], FakeTensor):
                 return _ASKED[name]
             return func(*args, **(kwargs or {}))
 
-    with Uses():
-        forward(items)
+    def of(batch: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: without_values(one) if isinstance(one, torch.Tensor) else one for name, one in batch.items()}
+
+    try:
+        with mode, Uses():
+            forward(items, of)
+    except Exception:
+        if not seen:  # what it does with its loss later is nothing to this
+            raise
     return bool(seen)
 
 
