@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from autofit.contract.plan import Plan
 from autofit.contract.recipe import Recipe, ground
+from autofit.contract.technique import Kind
 from autofit.system.errors import InputError, near
 from autofit.system.files import source_root
 
@@ -124,8 +125,17 @@ def check_values(plan: Plan, facts: Facts) -> None:
 
 def changes(plan: Plan, facts: Facts) -> list[str]:
     """What the plan changes in the training, a sentence each."""
-    said = (one.changes(plan[one.name], facts) for one in techniques())
+    said = (one.changes(plan[one.name], facts) or _left_out(one, plan[one.name], facts) for one in techniques())
     return [sentence for sentence in said if sentence]
+
+
+def _left_out(one: Technique, value: Value, facts: Facts) -> str | None:
+    """That a script's own value is left out for the baseline, where that is no exact one."""
+    if facts.workload.script is None or value != one.baseline or value == (own := one.own(facts)):
+        return None
+    if one.choice(own, facts).kind == Kind.EXACT:
+        return None
+    return f"{one.name} is {value}, where the script's own is {own}."
 
 
 def extra_seconds(plan: Plan, facts: Facts) -> float:

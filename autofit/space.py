@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autofit.contract.plan import Plan, Value
-from autofit.contract.technique import Choice, Held, Kind, Prior
+from autofit.contract.technique import Choice, Held, Kind, Prior, Technique
 from autofit.registry import technique, techniques
 from autofit.system.errors import InputError
 
@@ -134,7 +134,8 @@ def build(
 ) -> Space:
     """Every plan that may be tried.
 
-    A technique's baseline value is always allowed. What the user names by ``given`` is allowed whatever its class.
+    A technique's baseline value is always allowed; of a script, what it does itself, and another value where its class
+    and that of what it would take the place of are. What the user names by ``given`` is allowed whatever its class.
 
     Raises:
         InputError: Nothing is left, or the global batch can't be split over the processes.
@@ -157,11 +158,8 @@ def build(
         if one.name in given:
             domains[one.name] = given[one.name]
             continue
-        domains[one.name] = tuple(
-            choice.value
-            for choice in one.choices(facts)
-            if choice.status == "offered" and (choice.kind in allowed or choice.value == one.baseline)
-        )
+        offered = [choice for choice in one.choices(facts) if choice.status == "offered"]
+        domains[one.name] = tuple(choice.value for choice in offered if _allowed(choice, one, facts, allowed))
     plans: list[dict[str, Value]] = [{}]
     objection = None
     for one in techniques():
@@ -185,6 +183,14 @@ def build(
         plans=tuple(Plan(plan) for plan in plans),
         priors={one.name: {value: one.prior(value, facts) for value in domains[one.name]} for one in techniques()},
     )
+
+
+def _allowed(choice: Choice, one: Technique, facts: Facts, allowed: frozenset[Kind]) -> bool:
+    own = one.own(facts)
+    if facts.workload.script is None or own == one.baseline or not any(c.value == own for c in one.choices(facts)):
+        return choice.kind in allowed or choice.value == one.baseline
+    leaves = one.choice(own, facts).kind in allowed
+    return choice.value == own or (leaves and (choice.kind in allowed or choice.value == one.baseline))
 
 
 def _held_values(name: str, held: Held, given: Mapping[str, tuple[Value, ...]]) -> tuple[Value, ...]:

@@ -89,7 +89,7 @@ class MicroBatch(Technique):
 
     def changes(self, value: Value, facts: Facts) -> str | None:
         if facts.depends_on_rows is None or self.choice(value, facts).kind != Kind.METHOD:
-            return None
+            return _last_step(int(value), facts)
         return f"{value} rows at once are another training than the whole batch: {facts.depends_on_rows}"
 
     def suggest(self, value: Value, facts: Facts) -> str:
@@ -155,3 +155,28 @@ class MicroBatch(Technique):
             time=(per_sample, 0.1 + 0.1 * abs(per_sample)),
             memory=(0.5 * math.log(rows), 0.1 + 0.25 * math.log(rows)),
         )
+
+
+def _last_step(rows: int, facts: Facts) -> str | None:
+    """How an epoch of a script ends otherwise than by its own micro-batches.
+
+    They may leave out other rows, and a last step of fewer rows may weigh them otherwise, where nobody divides its loss
+    by their number.
+    """
+    script = facts.workload.script
+    if script is None or not script.rows or rows == script.micro_batch:
+        return None
+    drops = bool(script.own.get("dataloader_drop_last"))
+    kept, own = (script.rows - script.rows % one * drops for one in (rows, script.micro_batch))
+    if kept != own:
+        return (
+            f"An epoch leaves out {script.rows - kept} rows that make no whole micro-batch, and {script.rows - own} by "
+            "the script's own: its steps, and what the script plans by their number, may be others."
+        )
+    over = kept % facts.workload.global_batch
+    if not over or (script.trainer and not script.undivided):
+        return None
+    return (
+        f"An epoch's last optimizer step, of {over} rows, weighs them otherwise than the script's own micro-batches of "
+        f"{script.micro_batch} do."
+    )

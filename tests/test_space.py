@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from autofit import space
 from autofit.contract.emission import Emission
+from autofit.contract.facts import Script
 from autofit.contract.technique import Choice, Kind, Technique, divisors
-from autofit.registry import technique, techniques
+from autofit.registry import changes, technique, techniques
 from autofit.system.errors import InputError
 from tests.support.synthetic import cpu_facts, cuda_facts
 
@@ -330,3 +331,17 @@ def test_every_choice_is_told_with_its_reason():
     found = space.offers(CUDA)
     assert [name for name, _ in found] == [one.name for one in techniques() for _ in one.choices(CUDA)]
     assert all(choice.reason for _, choice in found)
+
+
+def test_what_a_script_does_itself_is_what_exact_leaves_alone():
+    own = Script(
+        path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2, own={"bf16": True}, rows=64
+    )
+    scripted = replace(CUDA, workload=replace(CUDA.workload, script=own))
+    assert space.build(CUDA, frozenset({Kind.EXACT})).domains["precision"] == ("fp32",)
+    assert space.build(scripted, frozenset({Kind.EXACT})).domains["precision"] == ("bf16",)
+    both = space.build(scripted)
+    assert {"fp32", "bf16"} <= set(both.domains["precision"])
+    plain = next(plan for plan in both.plans if plan["precision"] == "fp32")
+    assert "precision is fp32, where the script's own is bf16." in changes(plain, scripted)
+    assert not any("the script's own" in one for one in changes(plain.replaced(precision="bf16"), scripted))

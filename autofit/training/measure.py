@@ -93,7 +93,11 @@ def measure(
         alloc_retries=reading.alloc_retries,
         disturbance=disturbance,
         evidence=evidence,
-        notes=(words or rows_words(facts), *([RECOMPILED.format(evidence.recompiles)] if evidence.recompiles else [])),
+        notes=(
+            words or rows_words(facts),
+            *([RECOMPILED.format(evidence.recompiles)] if evidence.recompiles else []),
+            *clock.notes,
+        ),
     )
 
 

@@ -87,6 +87,13 @@ def test_an_unknown_target_is_refused():
     assert "axolotl" in error.value.hint
 
 
+def test_axolotl_is_known_to_load_weights_in_16_bits():
+    for values, told in (({"precision": "bf16"}, True), ({"precision": "fp32"}, False)):
+        plan = PLANS["full"].replaced(**values)
+        doc = document(trials=[(plan, measured(51.9, 15.8))], winner=plan)
+        assert ("float32 weights: Axolotl" in comments(export(doc, "axolotl", folder="out"), "axolotl")) == told
+
+
 def test_flags_stand_behind_a_scripts_own_arguments():
     doc = answer("full")
     script = Script(

@@ -44,7 +44,7 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
         return result
 
     try:
-        train_with(setup.recipe, script, arguments, environment=environment, around=around)
+        train_with(setup.recipe, script, arguments, environment=environment, around=around, say=_tell)
     except AutofitError as error:
         _stop(error)
 

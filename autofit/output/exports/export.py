@@ -54,12 +54,14 @@ class _Carried:
     """What the techniques write, and what of it a target can't say.
 
     Attributes:
+        float32_weights: Whether the plan's weights are float32, whatever it computes in.
         arguments: Fields of ``TrainingArguments``.
         extra: The target's own settings in the place of what no argument can carry.
     """
 
     document: Document
     folder: str
+    float32_weights: bool
     arguments: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
     lacking: list[str] = field(default_factory=list)
@@ -113,7 +115,13 @@ def _model(document: Document) -> str:
 def _carried(document: Document, target: str, folder: str) -> _Carried:
     """What each technique of the plan writes for a target."""
     plan, facts = document.plan, document.facts
-    found = _Carried(document=document, folder=folder, arguments=dict(recipe_of(plan, facts).emission.training_args))
+    recipe = recipe_of(plan, facts)
+    found = _Carried(
+        document=document,
+        folder=folder,
+        float32_weights=recipe.weights_dtype == "float32",
+        arguments=dict(recipe.emission.training_args),
+    )
     emissions = {one.name: one.emit(plan[one.name], plan, facts) for one in techniques()}
     by_load = target == "sft" and any(one.script and target not in one.elsewhere for one in emissions.values())
     for name, emission in emissions.items():
@@ -187,6 +195,11 @@ def _axolotl(carried: _Carried) -> Exported:
     arguments.pop("train_sampling_strategy", None)  # by an older name, which a technique says
     if arguments.pop("use_cpu", False):
         lacking.append("training on the CPU: Axolotl trains on GPUs, where another plan may be faster")
+    whole = not any(name in carried.extra for name in ("load_in_4bit", "load_in_8bit"))
+    if carried.float32_weights and whole and (arguments.get("bf16") or arguments.get("fp16")):
+        lacking.append(
+            "float32 weights: Axolotl loads them in the 16 bits that it computes in, which is another training"
+        )
     if any(arguments.pop(name, None) for name in _LIGER):
         lacking.append("Liger kernels: add its plugin, axolotl.integrations.liger.LigerPlugin")
     kwargs = arguments.get("activation_checkpointing_kwargs") or arguments.get("gradient_checkpointing_kwargs") or {}

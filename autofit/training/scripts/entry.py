@@ -121,7 +121,8 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
     rate = dict(loading["rows_per_second"]).get(0)
     undivided = script_leaves_undivided(trainer, batch)
     names = ("optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile",
-             "use_liger_kernel", "per_device_eval_batch_size", "eval_strategy", "train_sampling_strategy")  # fmt: skip
+             "use_liger_kernel", "per_device_eval_batch_size", "eval_strategy", "train_sampling_strategy",
+             "dataloader_drop_last")  # fmt: skip
     found["script"] |= {
         "trainer": type(trainer).__name__,
         "micro_batch": int(made.arguments["per_device_train_batch_size"]),
@@ -193,17 +194,19 @@ def train_with(
     *,
     environment: Mapping[str, str],
     around: Callable[[Any, Callable[[], Any], Mapping[str, Any]], Any],
+    say: Callable[[str], None],
 ) -> None:
     """Run a script as it is, with the recipe's plan put in: real weights, every step, all that it does besides.
 
     ``around`` is given the Trainer, what trains it, and the arguments that the script itself has made it with.
+    ``say`` is told what may be another training than the script's own.
 
     Raises:
         InputError: It never trained.
     """
     tuned = recipe.facts.workload.script
     if tuned is not None and not tuned.trainer:
-        train_loop_with(recipe, tuned, path, arguments)
+        train_loop_with(recipe, tuned, path, arguments, say)
         return
 
     entered: list[Any] = []

@@ -4,18 +4,22 @@ Five places: where the Accelerator is made, ``prepare``, the training loader's i
 optimizer's step. Which loader is trained on is seen when the script is described: the one that gave the batch of the
 first ``backward``.
 The micro-batch is another one where the script trains in ``with accelerator.accumulate(model):``; elsewhere how often
-it steps is its own. The loader keeps its length, so that what the script computes from it stays.
+it steps is its own. What the script computes with stays its own: the loader's length, the Accelerator's number of
+micro-steps, the micro-batches that it skips to resume. How many come does not: a loop that asks for its loader's length
+is told of (``counts``).
 Read with accelerate 1.15: ``Accelerator.backward`` and ``_do_sync``, ``AcceleratedOptimizer.step``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from autofit.system.errors import InputError
 from autofit.training.scripts.leave import Refused
 
 if TYPE_CHECKING:
@@ -25,6 +29,7 @@ _KEPT = (
     "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context",
     "generator", "prefetch_factor", "persistent_workers",
 )  # fmt: skip
+_STEPS, _PLUGIN = "gradient_accumulation_steps", "gradient_accumulation_plugin"
 _SILENT = ("init_trackers", "log", "save", "save_state", "save_model")
 _AFTER = {
     "wait_for_everyone": False, "gather": False, "gather_for_metrics": False, "reduce": False, "unwrap_model": False,
@@ -48,6 +53,7 @@ class LoopPatches:
         left: Given the number of a loader whose loop is left before its end.
         goes_on: Called where the script goes on outside of a micro-step; given whether it saves what it has trained, or
             ends, where it may else evaluate before its next epoch.
+        counts: Given the number of a loader whose length is asked for in the middle of its loop.
         quiet: Whether trackers and saving are left out.
         foreign: Whether an Accelerator is none of the script's own.
         accumulates: Whether the script has used ``accelerator.accumulate``.
@@ -63,11 +69,15 @@ class LoopPatches:
     after_step: Callable[[Any], None] = lambda _: None
     left: Callable[[int], None] = lambda _: None
     goes_on: Callable[[bool], None] = lambda _: None
+    counts: Callable[[int], None] = lambda _: None
     quiet: bool = True
     foreign: Callable[[], bool] = lambda: False
     accumulates: bool = False
     _loaders: int = 0
     _models: int = 0
+    _own_steps: int | None = None
+    _inside: bool = False
+    _rows: dict[int, tuple[int, Any, int]] = field(default_factory=dict)
 
     def install(self) -> None:
         """Put them in."""
@@ -88,18 +98,24 @@ class LoopPatches:
                 return
             given = dict(names.bind(accelerator, *args, **kwargs).arguments)
             given.pop("self")
-            make(accelerator, **self.construct(given))
+            changed = self.construct(given)
+            make(accelerator, **changed)
+            if changed.get(_STEPS) != given.get(_STEPS) or changed.get(_PLUGIN) is not given.get(_PLUGIN):
+                plugin = given.get(_PLUGIN)
+                self._own_steps = given.get(_STEPS, 1) if plugin is None else plugin.num_steps
 
         @functools.wraps(prepare)
         def prepared(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             if self.foreign():
                 return prepare(accelerator, *args, **kwargs)
-            return self._prepared(functools.partial(prepare, accelerator, **kwargs), args)
+            with self._of_the_plan():
+                return self._prepared(functools.partial(prepare, accelerator, **kwargs), args)
 
         @functools.wraps(backward)
         def told_backward(accelerator: Any, loss: Any, **kwargs: Any) -> None:
             self.before_backward(accelerator, loss)
-            backward(accelerator, loss, **kwargs)
+            with self._of_the_plan():
+                backward(accelerator, loss, **kwargs)
             self.after_backward(accelerator, loss)
 
         @functools.wraps(accumulate)
@@ -108,10 +124,50 @@ class LoopPatches:
             return accumulate(accelerator, *models)
 
         owner.__init__, owner.prepare, owner.backward, owner.accumulate = init, prepared, told_backward, told_accumulate
+        self._keep_numbers(owner)
         if self.quiet:
             self._keep_files(owner)
         for name, ends in _AFTER.items():
             setattr(owner, name, self._told_of(getattr(owner, name), ends))
+
+    def _keep_numbers(self, owner: Any) -> None:
+        """Have a script read its own numbers of the Accelerator, and skip as many rows as it means to."""
+        steps, skip = owner.gradient_accumulation_steps, owner.skip_first_batches
+
+        def own_steps(accelerator: Any) -> int:
+            planned = int(steps.fget(accelerator))
+            return planned if self._inside or self._own_steps is None else self._own_steps
+
+        def set_steps(accelerator: Any, wanted: int) -> None:
+            self._own_steps = None
+            steps.fset(accelerator, wanted)
+
+        @functools.wraps(skip)
+        def skipped(accelerator: Any, dataloader: Any, num_batches: int = 0) -> Any:
+            number, own, rows = self._rows.get(id(dataloader), (0, None, 0))
+            if own is None:
+                return skip(accelerator, dataloader, num_batches)
+            passed = num_batches * own.batch_size
+            if passed % rows:
+                raise InputError(
+                    f"the script skips {num_batches} micro-batches of {own.batch_size} rows, which are no whole number "
+                    f"of the plan's, of {rows}",
+                    hint="resume where an optimizer step has ended",
+                )
+            rest = skip(accelerator, dataloader, passed // rows)
+            self._listen(rest, number, own, skipped=num_batches)
+            return rest
+
+        owner.gradient_accumulation_steps, owner.skip_first_batches = property(own_steps, set_steps), skipped
+
+    @contextlib.contextmanager
+    def _of_the_plan(self) -> Iterator[None]:
+        """Have Accelerate itself read the plan's numbers."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
 
     def _keep_files(self, owner: Any) -> None:
         """Have nothing written over what the script has trained before: the weights here are random."""
@@ -166,16 +222,21 @@ class LoopPatches:
                 changed.append(one)
         result = prepare(*changed)
         for place, (number, own) in numbers.items():
-            self._listen(result[place] if len(args) > 1 else result, number, own)
+            loader, rows = result[place] if len(args) > 1 else result, changed[place].batch_size
+            if own.batch_size and rows:
+                self._rows[id(loader)] = number, own, rows
+            self._listen(loader, number, own)
         return result
 
-    def _listen(self, loader: Any, number: int, own: Any) -> None:
+    def _listen(self, loader: Any, number: int, own: Any, *, skipped: int = 0) -> None:
         """Hear of each micro-step that a prepared loader begins; it keeps the length of the script's own."""
         kind = type(loader)
+        running = False
 
         def iterate(_: Any) -> Iterator[Any]:
+            nonlocal running
             self.goes_on(False)
-            whole = False
+            whole, running = False, True
             try:
                 for batch in kind.__iter__(loader):
                     self.micro_step_begins(number, batch)
@@ -183,13 +244,20 @@ class LoopPatches:
                     self.micro_step_ends(number)
                 whole = True
             finally:
+                running = False
                 if not whole:
                     self.left(number)
 
         members: dict[str, Any] = {"__iter__": iterate}
         if hasattr(own.dataset, "__len__"):
-            length = len(own)
-            members["__len__"] = lambda _: length
+            length = len(own) - skipped
+
+            def told_length(_: Any) -> int:
+                if running:
+                    self.counts(number)
+                return length
+
+            members["__len__"] = told_length
         made = type(kind.__name__, (kind,), members)
         vars(object)["__class__"].__set__(loader, made)  # Accelerate's own says that it is PyTorch's loader
 
@@ -218,8 +286,8 @@ def constructed(given: Mapping[str, Any], recipe: Recipe, *, accumulation: int |
     if recipe.facts.hardware.device == "cpu":
         changed["cpu"] = True
     if accumulation is not None:
-        changed.pop("gradient_accumulation_plugin", None)
-        changed["gradient_accumulation_steps"] = accumulation
+        changed.pop(_PLUGIN, None)
+        changed[_STEPS] = accumulation
     return changed
 
 

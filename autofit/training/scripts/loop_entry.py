@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from autofit.training.timing import Clock
 
 _MANUAL = "it does not train in `with accelerator.accumulate(model):`, so how often it steps is its own"
+COUNTS = (
+    "the script asks for its loader's length inside its loop: that is the number of its own micro-batches, not of the "
+    "plan's; what it does at a certain one of them may be left out, or come at another row"
+)
 _LOADER = "its loader makes its micro-batches itself"
 
 
@@ -86,6 +90,7 @@ def _described(
         "trainer": "",
         "micro_batch": int(sized or first[0]),
         "accumulation": max(1, accumulation),
+        "own": {"dataloader_drop_last": bool(loader.drop_last)},
         "own_optimizer": True,
         "own_split": _LOADER if loader.batch_size is None else own_split,
         "loader": seen.number,
@@ -155,7 +160,7 @@ class _Measured:
 
     def after_backward(self, accelerator: Any, loss: Any) -> None:
         """The gradients are there."""
-        self.clock.backward_end(loss.detach() / accelerator.gradient_accumulation_steps)
+        self.clock.backward_end(loss.detach() / accelerator.gradient_state.num_steps)
 
     def after_step(self, optimizer: Any) -> None:
         """The optimizer has stepped, unless gradients accumulate."""
@@ -182,6 +187,11 @@ class _Measured:
         if enough:
             raise self.enough()
         clock.waits.asked()
+
+    def counts(self, number: int) -> None:
+        """The script asks how many micro-batches come."""
+        if number == self.script.loader and self.clock.recipe.micro_batch != self.script.micro_batch:
+            self.clock.notes[COUNTS] = None
 
     def left(self, number: int) -> None:
         """The script leaves a loop: it has made the steps that it wanted to."""
@@ -243,6 +253,7 @@ def measure_loop(
         before_backward=measured.before_backward,
         after_backward=measured.after_backward,
         after_step=measured.after_step,
+        counts=measured.counts,
         left=measured.left,
         goes_on=measured.goes_on,
     ).install()
@@ -275,19 +286,29 @@ def _accumulation(script: Script, wanted: int) -> int | None:
     return wanted if script.own_split is None else None
 
 
-def train_loop_with(recipe: Recipe, script: Script, path: str, arguments: tuple[str, ...]) -> None:
+def train_loop_with(
+    recipe: Recipe, script: Script, path: str, arguments: tuple[str, ...], say: Callable[[str], None]
+) -> None:
     """Run a script with a plain loop as it is, with the recipe's plan put in.
+
+    ``say`` is told what of the script may be another training than its own, a sentence each.
 
     Raises:
         InputError: It never prepared the loader that it trains on.
     """
     entered: list[Any] = []
+    told: list[str] = []
 
     def loader(own: Any, number: int) -> Any:
         if number != script.loader:
             return own
         entered.append(own)
         return rebuilt(own, rows=recipe.micro_batch, changed=_changed(own, recipe))
+
+    def counts(number: int) -> None:
+        if number == script.loader and recipe.micro_batch != script.micro_batch and COUNTS not in told:
+            told.append(COUNTS)
+            say(COUNTS)
 
     def plain(_trainer: Any, train: Callable[[], Any]) -> Any:
         return train()
@@ -297,6 +318,7 @@ def train_loop_with(recipe: Recipe, script: Script, path: str, arguments: tuple[
         construct=lambda given: constructed(given, recipe, accumulation=_accumulation(script, recipe.accumulation)),
         loader=loader,
         model=lambda own: _wrapped(own, recipe),
+        counts=counts,
         quiet=False,
     ).install()
     run_to_its_end(str(Path(path).absolute()), arguments, lambda: bool(entered))

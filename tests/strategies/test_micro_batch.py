@@ -1,0 +1,40 @@
+"""What another micro-batch than a script's own does at the end of an epoch."""
+
+from dataclasses import replace
+
+import pytest
+
+from autofit.contract.facts import Script
+from autofit.registry import technique
+from tests.support.synthetic import cpu_facts
+
+CPU = cpu_facts(global_batch=8)
+
+
+def said(rows, value, **given):
+    script = Script(
+        path="train.py", sha256="", **{"trainer": "", "micro_batch": 2, "accumulation": 4, **given}, rows=rows
+    )
+    return technique("micro_batch").changes(value, replace(CPU, workload=replace(CPU.workload, script=script)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "value", "given", "words"),
+    [
+        (70, 4, {}, "An epoch's last optimizer step, of 6 rows, weighs them otherwise"),
+        (70, 2, {}, None),
+        (64, 4, {}, None),
+        (None, 4, {}, None),
+        (70, 4, {"trainer": "Trainer"}, None),
+        (70, 4, {"trainer": "Trainer", "undivided": True}, "weighs them otherwise"),
+        (70, 8, {"trainer": "Trainer", "own": {"dataloader_drop_last": True}}, "leaves out 6 rows"),
+        (64, 8, {"trainer": "Trainer", "own": {"dataloader_drop_last": True}}, None),
+    ],
+)
+def test_what_the_end_of_an_epoch_is_under_another_micro_batch_is_told(rows, value, given, words):
+    found = said(rows, value, **given)
+    assert found is None if words is None else words in found
+
+
+def test_without_a_script_an_epoch_has_no_end():
+    assert technique("micro_batch").changes(4, CPU) is None

@@ -1,0 +1,100 @@
+"""A plain loop with Accelerate under a plan: what it reads of its own numbers stays, and what can't is told."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PATCHED = """
+import json
+from autofit.training.scripts.loop import LoopPatches, rebuilt
+
+told = []
+LoopPatches(
+    construct=lambda given: {**given, "gradient_accumulation_steps": 2},
+    loader=lambda own, _: rebuilt(own, rows=4),
+    counts=told.append,
+    quiet=False,
+).install()
+"""
+SCRIPT = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+loader = DataLoader(TensorDataset(torch.arange(64.0).unsqueeze(1)), batch_size=2)
+model = torch.nn.Linear(1, 1)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), loader)
+steps = len(loader) // accelerator.gradient_accumulation_steps
+seen, made = [], 0
+
+
+def train(batches, asks=False):
+    global made
+    for number, (batch,) in enumerate(batches):
+        seen.append(batch.flatten().tolist())
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum() * 0 + model.bias.sum())
+            if accelerator.sync_gradients:
+                made += 1
+                grad = model.bias.grad.item()
+            optimizer.step()
+            optimizer.zero_grad()
+        if asks and number == len(batches) - 1:
+            pass
+    return grad
+
+
+"""
+
+
+def run(tmp_path, rest, patched=True):
+    """What a script prints, with a plan of 4 x 2 in the place of its own 2 x 4, or without."""
+    script = tmp_path / "script.py"
+    text = (PATCHED if patched else "import json\ntold = []\n") + SCRIPT + textwrap.dedent(rest)
+    script.write_text(text + "\nprint(json.dumps([steps, made, seen, told, gave]))\n")
+    done = subprocess.run([sys.executable, script], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_script_computes_with_its_own_numbers(tmp_path):
+    own, planned = (run(tmp_path, "gave = train(loader)", patched) for patched in (False, True))
+    assert (own[0], own[1]) == (planned[0], planned[1]) == (8, 8), "as many steps as it has computed"
+    assert [row for one in planned[2] for row in one] == [row for one in own[2] for row in one]
+    assert {len(one) for one in planned[2]} == {4}
+    assert planned[4] == own[4] == pytest.approx(1.0), "divided by the plan's micro-steps"
+    assert planned[3] == []
+
+
+def test_a_script_that_sets_the_accumulation_reads_what_it_has_set(tmp_path):
+    found = run(tmp_path, "accelerator.gradient_accumulation_steps = 8\ngave = accelerator.gradient_accumulation_steps")
+    assert found[4] == 8
+
+
+def test_a_resumed_epoch_skips_as_many_rows(tmp_path):
+    rest = """
+    rest = accelerator.skip_first_batches(loader, 8)
+    gave = len(rest)
+    train(rest)
+    """
+    own, planned = (run(tmp_path, rest, patched) for patched in (False, True))
+    assert own[2][0][0] == planned[2][0][0] == 16.0
+    assert (own[1], own[4]) == (planned[1], planned[4]) == (6, 24)
+
+
+def test_a_resume_in_the_middle_of_a_micro_batch_is_refused(tmp_path):
+    rest = """
+    try:
+        accelerator.skip_first_batches(loader, 3)
+    except Exception as error:
+        gave = str(error)
+    """
+    assert "skips 3 micro-batches of 2 rows, which are no whole number of the plan's, of 4" in run(tmp_path, rest)[4]
+
+
+def test_a_loop_that_asks_for_its_loaders_length_is_told_of(tmp_path):
+    assert run(tmp_path, "gave = train(loader, asks=True)")[3] == [0] * 16
