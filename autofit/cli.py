@@ -64,6 +64,7 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
     from autofit.commands.estimates.answer import ESTIMATE, table
     from autofit.commands.estimates.estimate import check_fits
     from autofit.commands.estimates.estimate import estimate as run
+    from autofit.commands.estimates.plans import MOST_KINDS
     from autofit.commands.estimates.screen import screen
     from autofit.system.strict_json import dump_json
 
@@ -72,7 +73,7 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
         return
     options = {name: value for name, value in options.items() if name not in {"tokens", "price"}}
     with terminable():
-        most = None if every else 12
+        most = None if every else MOST_KINDS
         found = run(model, most=most, ways=not every, say=lambda words: click.echo(words, err=True), **options)
     if as_json:
         click.echo(dump_json(ESTIMATE, found), nl=False)

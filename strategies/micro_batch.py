@@ -174,7 +174,14 @@ def _last_step(rows: int, facts: Facts) -> str | None:
             "the script's own: its steps, and what the script plans by their number, may be others."
         )
     over = kept % facts.workload.global_batch
-    if not over or (script.trainer and not script.undivided):
+    if script.trainer and not script.undivided:
+        return None
+    if len(script.batch.get("labels", ())) > 1 and script.mean_length < script.longest:
+        return (
+            f"Rows of different lengths weigh otherwise than in the script's own micro-batches of {script.micro_batch} "
+            "where its loss is a mean over the tokens of each."
+        )
+    if not over:
         return None
     return (
         f"An epoch's last optimizer step, of {over} rows, weighs them otherwise than the script's own micro-batches of "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit import registry, space
 from autofit._version import __version__
-from autofit.contract.outcome import Promise, Trial
+from autofit.contract.outcome import Measured, Promise, Trial
 from autofit.contract.plan import Plan
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, Document, Estimated, Offer, Training
 from autofit.output.emit import ARGUMENTS, REPORT, YAML, emit
@@ -25,6 +25,7 @@ from autofit.system.statistics import median
 from autofit.system.units import size
 from autofit.training.guard.equivalence import Guard
 from autofit.training.runner import training_seconds
+from autofit.training.scripts.loop import COUNTS
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -81,6 +82,11 @@ class Result:
                 shutil.copyfile(self.folder / name, target / name)
             shutil.copytree(self.folder / MODEL_FOLDER, target / MODEL_FOLDER, dirs_exist_ok=True)
         return target
+
+
+def _told(measured: Measured) -> tuple[str, ...]:
+    """What the winner's own run has shown to be another training, as sentences."""
+    return tuple(f"{words[0].upper()}{words[1:]}." for words in measured.notes if words == COUNTS)
 
 
 def _split(guard: Guard | None) -> tuple[str, ...]:
@@ -174,7 +180,7 @@ def compose(
             mfu=measured.mfu,
         ),
         reason=decision.reason,
-        changes=(*_split(guard), *registry.changes(decision.plan, facts)),
+        changes=(*_split(guard), *_told(measured), *registry.changes(decision.plan, facts)),
         script=recipe.emission.script,
         offers=_offers(decision.plan, facts),
         trials=tuple(trials),

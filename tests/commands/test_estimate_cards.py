@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from autofit import cli
 from autofit.commands.estimates import cards
+from autofit.commands.estimates import estimate as estimates
 from autofit.commands.estimates.cards import (
     CARDS_ESTIMATE,
     asked_cards,
@@ -146,6 +147,15 @@ def test_cards_that_train_together_are_told_and_paid_for_together(told):
     assert "2x RTX 4090" in shown
     assert "hours and costs are of all of them" in shown
     assert "how far the link between cards is off is not known" in shown
+    assert "fastest" not in shown, "of one kind"
+
+
+@pytest.mark.slow
+def test_a_table_recommends_what_the_estimate_of_one_card_does(server, monkeypatch):
+    for module in (cards, estimates):
+        monkeypatch.setattr(module, "ForkServer", lambda *_, **__: Lent(server))
+    asked = {"gpu": "H100", "seq_len": 128, "allow": "exact,numeric,method"}
+    assert estimate_cards("demo", tokens=1e9, **asked).cards[0].plan == estimates.estimate("demo", **asked).recommended
 
 
 def _shown(found):

@@ -29,6 +29,8 @@ def said(rows, value, **given):
         (70, 4, {"trainer": "Trainer", "undivided": True}, "weighs them otherwise"),
         (70, 8, {"trainer": "Trainer", "own": {"dataloader_drop_last": True}}, "leaves out 6 rows"),
         (64, 8, {"trainer": "Trainer", "own": {"dataloader_drop_last": True}}, None),
+        (64, 4, {"batch": {"labels": (2, 9)}, "longest": 9, "mean_length": 5.0}, "Rows of different lengths weigh"),
+        (64, 4, {"batch": {"labels": (2,)}, "longest": 9, "mean_length": 5.0}, None),
     ],
 )
 def test_what_the_end_of_an_epoch_is_under_another_micro_batch_is_told(rows, value, given, words):

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from autofit import space
 from autofit.commands.estimates.other_card import counted_cards, described_model, elsewhere
-from autofit.commands.estimates.plans import Estimated, Verdict, estimated_plans
+from autofit.commands.estimates.plans import MOST_KINDS, Estimated, Verdict, estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
 from autofit.commands.estimates.ways import smaller_way
 from autofit.commands.estimates.world import LINK_UNKNOWN, World, asked_world
@@ -50,7 +50,8 @@ class OnCard:
         memory_bytes: What a process can have of it.
         verdict: Of the plan: ``fits``, ``tight`` (without the margin) or ``too large``; ``None`` where nothing could be
             traced.
-        plan: The fastest that fits, else the one that needs the least.
+        plan: The recommended one: of those that fit and are as fast as the fastest the simplest, else the one that
+            needs the least.
         device_bytes: What it needs.
         samples_per_second, tokens_per_second: Predicted, where it fits.
         low, high: The factors on both that four trainings of five lie within.
@@ -301,10 +302,10 @@ def _on_card(
     knobs = space.parse_knobs(settings.fix, settings.among, facts)
     plans = space.build(facts, space.parse_allowed(settings.allowed), knobs)
     cast = forecast(plans, traces, facts, card, say)
-    found, _, _ = estimated_plans(plans, cast, traces, facts, 1, say)
+    found, _, recommended = estimated_plans(plans, cast, traces, facts, MOST_KINDS, say)
     if not found:
         return OnCard(card=card.name, memory_bytes=card.memory_bytes, price=price)
-    best = found[0]
+    best = next((one for one in found if one.plan == recommended), found[0])
     if best.verdict == "too large" or best.samples_per_second is None:
         return OnCard(
             card=card.name,

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from autofit.commands.estimates.cards import CardsEstimate, OnCard
 from autofit.output.plan_words import chosen_words
-from autofit.output.text import count
+from autofit.output.text import count, plural
 from autofit.system import units
 
 
@@ -30,11 +30,11 @@ def cards_table(found: CardsEstimate) -> RenderableType:
     for row in found.cards:
         table.add_row(*_cells(row, each + row.card, priced=priced))
     parts: list[RenderableType] = [Text(head), Text(), table, Text()]
-    if found.fastest is not None:
+    if found.fastest is not None and len(found.cards) > 1:
         words = f"fastest: {found.fastest}"
         parts.append(Text(words if found.cheapest is None else f"{words}; cheapest: {found.cheapest}"))
     parts += [Text(note) for note in found.notes]
-    parts.append(Text(f"{len(found.cards)} cards in {units.duration(found.seconds)}"))
+    parts.append(Text(f"{plural(len(found.cards), 'kind')} of card in {units.duration(found.seconds)}"))
     return Group(*parts)
 
 

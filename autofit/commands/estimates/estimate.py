@@ -16,7 +16,7 @@ from autofit import space
 from autofit.commands.estimates.answer import Estimate
 from autofit.commands.estimates.files import check_card, estimate_folder, write_estimate
 from autofit.commands.estimates.other_card import asked_card, counted_cards, described_model, elsewhere
-from autofit.commands.estimates.plans import estimated_plans
+from autofit.commands.estimates.plans import MOST_KINDS, estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
 from autofit.commands.estimates.ways import fixed_bytes, outside_bytes, spaces_by_way
 from autofit.commands.estimates.ways import ways as every_way
@@ -53,7 +53,7 @@ def estimate(
     task: Task | None = None,
     trust_remote_code: bool = False,
     cache: bool = True,
-    most: int | None = 12,
+    most: int | None = MOST_KINDS,
     ways: bool = False,
     output: str | Path | None = None,
     say: Callable[[str], None] = lambda _: None,

@@ -35,6 +35,7 @@ from autofit.system.parallel import on_every_core
 from autofit.system.units import MIB
 
 Verdict = Literal["fits", "tight", "too large"]
+MOST_KINDS = 12
 _MANY_KINDS = 50
 _AS_FAST = 0.03
 

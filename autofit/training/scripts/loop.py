@@ -29,6 +29,10 @@ _KEPT = (
     "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context",
     "generator", "prefetch_factor", "persistent_workers",
 )  # fmt: skip
+COUNTS = (
+    "the script asks for its loader's length inside its loop: that is the number of its own micro-batches, not of the "
+    "plan's; what it does at a certain one of them may be left out, or come at another row"
+)
 _STEPS, _PLUGIN = "gradient_accumulation_steps", "gradient_accumulation_plugin"
 _SILENT = ("init_trackers", "log", "save", "save_state", "save_model")
 _AFTER = {

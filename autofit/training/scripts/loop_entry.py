@@ -16,7 +16,7 @@ from autofit.training.observer import Observer
 from autofit.training.row_order import order, wanted
 from autofit.training.scripts.leave import Enough, Refused, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
-from autofit.training.scripts.loop import LoopPatches, Seen, constructed, rebuilt
+from autofit.training.scripts.loop import COUNTS, LoopPatches, Seen, constructed, rebuilt
 from autofit.training.scripts.patches import Patches, loads_of
 from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch, shapes, traits
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from autofit.training.timing import Clock
 
 _MANUAL = "it does not train in `with accelerator.accumulate(model):`, so how often it steps is its own"
-COUNTS = (
-    "the script asks for its loader's length inside its loop: that is the number of its own micro-batches, not of the "
-    "plan's; what it does at a certain one of them may be left out, or come at another row"
-)
 _LOADER = "its loader makes its micro-batches itself"
 
 
