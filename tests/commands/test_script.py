@@ -123,7 +123,7 @@ def test_a_module_that_is_none_of_transformers_is_described(described):
         "import torch\nfrom accelerate import Accelerator\n"
         "model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2))\n"
         "loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(24, 8)), batch_size=6)\n"
-        "accelerator = Accelerator(gradient_accumulation_steps=2)\n"
+        "accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision='bf16')\n"
         "model, loader, optimizer = accelerator.prepare(model, loader, torch.optim.AdamW(model.parameters()))\n"
         "for (rows,) in loader:\n"
         "    with accelerator.accumulate(model):\n"
@@ -132,6 +132,7 @@ def test_a_module_that_is_none_of_transformers_is_described(described):
     )
     script, model = found["script"], found["model"]
     assert (script["micro_batch"], script["accumulation"], script["rows"]) == (6, 2, 24)
+    assert script["own"] == {"dataloader_drop_last": False, "bf16": True, "fp16": False}
     assert "BatchNorm" in script["depends_on_rows"]
     assert (model["architecture"], model["model_type"], model["parameters"]) == ("Sequential", "", 210)
     assert found["config"] == {}

@@ -301,6 +301,7 @@ class Seen:
 
     loaders: dict[int, Any] = field(default_factory=dict)
     model: Any = None
+    precision: str = ""
     number: int | None = None
     batch: Any = None
     between: int = 0

@@ -34,6 +34,11 @@ def describing(patches: Patches, seconds: Callable[[], float]) -> LoopPatches:
     """What tells of a loop, and leaves the script once it is known how it steps."""
     seen = Seen()
 
+    def construct(given: dict[str, Any]) -> dict[str, Any]:
+        asked = given.get("mixed_precision")
+        seen.precision = str(getattr(asked, "value", asked))
+        return {**given, "cpu": True, "mixed_precision": "no"}
+
     def keep_loader(loader: Any, number: int) -> Any:
         seen.loaders[number] = loader
         return loader
@@ -57,7 +62,7 @@ def describing(patches: Patches, seconds: Callable[[], float]) -> LoopPatches:
         seen.between = 0
 
     loop = LoopPatches(
-        construct=lambda given: {**given, "cpu": True, "mixed_precision": "no"},
+        construct=construct,
         loader=keep_loader,
         model=keep_model,
         micro_step_begins=begins,
@@ -86,7 +91,10 @@ def _described(
         "trainer": "",
         "micro_batch": int(sized or first[0]),
         "accumulation": max(1, accumulation),
-        "own": {"dataloader_drop_last": bool(loader.drop_last)},
+        "own": {
+            "dataloader_drop_last": bool(loader.drop_last),
+            **{name: seen.precision == name for name in ("bf16", "fp16")},
+        },
         "own_optimizer": True,
         "own_split": _LOADER if loader.batch_size is None else own_split,
         "loader": seen.number,
