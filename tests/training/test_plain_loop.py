@@ -21,7 +21,7 @@ LoopPatches(
 """
 SCRIPT = """
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from torch.utils.data import DataLoader, TensorDataset
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
@@ -75,9 +75,10 @@ def test_a_script_that_sets_the_accumulation_reads_what_it_has_set(tmp_path):
     assert found[4] == 8
 
 
-def test_a_resumed_epoch_skips_as_many_rows(tmp_path):
-    rest = """
-    rest = accelerator.skip_first_batches(loader, 8)
+@pytest.mark.parametrize("skip", ["accelerator.skip_first_batches", "skip_first_batches"])
+def test_a_resumed_epoch_skips_as_many_rows(tmp_path, skip):
+    rest = f"""
+    rest = {skip}(loader, 8)
     gave = len(rest)
     train(rest)
     """

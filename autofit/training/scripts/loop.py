@@ -136,7 +136,9 @@ class LoopPatches:
 
     def _keep_numbers(self, owner: Any) -> None:
         """Have a script read its own numbers of the Accelerator, and skip as many rows as it means to."""
-        steps, skip = owner.gradient_accumulation_steps, owner.skip_first_batches
+        import accelerate
+
+        steps, skip = owner.gradient_accumulation_steps, accelerate.data_loader.skip_first_batches
 
         def own_steps(accelerator: Any) -> int:
             planned = int(steps.fget(accelerator))
@@ -147,10 +149,10 @@ class LoopPatches:
             steps.fset(accelerator, wanted)
 
         @functools.wraps(skip)
-        def skipped(accelerator: Any, dataloader: Any, num_batches: int = 0) -> Any:
+        def skipped(dataloader: Any, num_batches: int = 0) -> Any:
             number, own, rows = self._rows.get(id(dataloader), (0, None, 0))
             if own is None:
-                return skip(accelerator, dataloader, num_batches)
+                return skip(dataloader, num_batches)
             passed = num_batches * own.batch_size
             if passed % rows:
                 raise InputError(
@@ -158,11 +160,13 @@ class LoopPatches:
                     f"of the plan's, of {rows}",
                     hint="resume where an optimizer step has ended",
                 )
-            rest = skip(accelerator, dataloader, passed // rows)
+            rest = skip(dataloader, passed // rows)
             self._listen(rest, number, own, skipped=num_batches)
             return rest
 
-        owner.gradient_accumulation_steps, owner.skip_first_batches = property(own_steps, set_steps), skipped
+        owner.gradient_accumulation_steps = property(own_steps, set_steps)
+        for module in (accelerate, accelerate.accelerator, accelerate.data_loader):
+            module.skip_first_batches = skipped
 
     @contextlib.contextmanager
     def _of_the_plan(self) -> Iterator[None]:
