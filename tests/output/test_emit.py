@@ -27,6 +27,7 @@ from autofit.search.decision import changed_values, decide
 from autofit.system.errors import EmissionError, InputError, MachineError, ModelError
 from autofit.system.strict_json import dump_json
 from autofit.training.guard.equivalence import Guard
+from autofit.training.scripts.loop import COUNTS
 from tests.support.synthetic import GIB, Landscape, cpu_facts, cuda_facts
 
 SCHEMA = Path(autofit.__file__).parent / "output" / "autofit.schema.json"
@@ -55,6 +56,16 @@ def test_that_another_split_is_another_training_is_told_among_what_changes():
     held = Guard(verdict="same", words="rounding", split="its micro-batch of 8 rows is another training")
     plain, split = (a_document(plan, CPU, guard).changes for guard in (None, held))
     assert split == ("Its micro-batch of 8 rows is another training.", *plain)
+
+
+def test_what_a_run_has_shown_to_be_another_training_is_told_among_what_changes():
+    plan = a_plan(CPU, micro_batch=8)
+    trial = Landscape(facts=CPU, row_bytes=1e6).trial(plan, 0)
+    noted = replace(trial, outcome=replace(trial.outcome, notes=("rows", COUNTS)))
+    decision = decide([noted], CPU.workload.limit_bytes)
+    told = result.compose(decision, CPU, [noted], notes=(), seconds=1.0).changes
+    assert told[0] == f"T{COUNTS[1:]}."
+    assert not any("rows" in one for one in told[1:])
 
 
 def output_folder(path):
