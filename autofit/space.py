@@ -158,8 +158,7 @@ def build(
         if one.name in given:
             domains[one.name] = given[one.name]
             continue
-        offered = [choice for choice in one.choices(facts) if choice.status == "offered"]
-        domains[one.name] = tuple(choice.value for choice in offered if _allowed(choice, one, facts, allowed))
+        domains[one.name] = _allowed_values(one, facts, allowed)
     plans: list[dict[str, Value]] = [{}]
     objection = None
     for one in techniques():
@@ -185,12 +184,18 @@ def build(
     )
 
 
-def _allowed(choice: Choice, one: Technique, facts: Facts, allowed: frozenset[Kind]) -> bool:
-    own = one.own(facts)
-    if facts.workload.script is None or own == one.baseline or not any(c.value == own for c in one.choices(facts)):
-        return choice.kind in allowed or choice.value == one.baseline
-    leaves = one.choice(own, facts).kind in allowed
-    return choice.value == own or (leaves and (choice.kind in allowed or choice.value == one.baseline))
+def _allowed_values(one: Technique, facts: Facts, allowed: frozenset[Kind]) -> tuple[Value, ...]:
+    """What a technique offers of the allowed classes, and what a script does itself; see :func:`build`."""
+    choices = one.choices(facts)
+    kinds = {choice.value: choice.kind for choice in choices}
+    own = one.baseline if facts.workload.script is None else one.own(facts)
+    own = own if own in kinds else one.baseline
+    leaves = own == one.baseline or kinds[own] in allowed
+
+    def may(choice: Choice) -> bool:
+        return choice.value == own or (leaves and (choice.kind in allowed or choice.value == one.baseline))
+
+    return tuple(choice.value for choice in choices if choice.status == "offered" and may(choice))
 
 
 def _held_values(name: str, held: Held, given: Mapping[str, tuple[Value, ...]]) -> tuple[Value, ...]:

@@ -89,7 +89,7 @@ class MicroBatch(Technique):
 
     def changes(self, value: Value, facts: Facts) -> str | None:
         if facts.depends_on_rows is None or self.choice(value, facts).kind != Kind.METHOD:
-            return _last_step(int(value), facts)
+            return _beside_own_split(int(value), facts)
         return f"{value} rows at once are another training than the whole batch: {facts.depends_on_rows}"
 
     def suggest(self, value: Value, facts: Facts) -> str:
@@ -157,23 +157,23 @@ class MicroBatch(Technique):
         )
 
 
-def _last_step(rows: int, facts: Facts) -> str | None:
-    """How an epoch of a script ends otherwise than by its own micro-batches.
+def _beside_own_split(rows: int, facts: Facts) -> str | None:
+    """What another micro-batch than a script's own changes in its training.
 
-    They may leave out other rows, and a last step of fewer rows may weigh them otherwise, where nobody divides its loss
-    by their number.
+    An epoch may leave out other rows. Where nobody divides the loss by the number of its terms, rows of different
+    lengths weigh otherwise, and so do those of an epoch's last step where these are fewer.
     """
     script = facts.workload.script
     if script is None or not script.rows or rows == script.micro_batch:
         return None
-    drops = bool(script.own.get("dataloader_drop_last"))
-    kept, own = (script.rows - script.rows % one * drops for one in (rows, script.micro_batch))
-    if kept != own:
+    dropped = own_dropped = 0
+    if script.own.get("dataloader_drop_last"):
+        dropped, own_dropped = script.rows % rows, script.rows % script.micro_batch
+    if dropped != own_dropped:
         return (
-            f"An epoch leaves out {script.rows - kept} rows that make no whole micro-batch, and {script.rows - own} by "
+            f"An epoch leaves out {dropped} rows that make no whole micro-batch, and {own_dropped} by "
             "the script's own: its steps, and what the script plans by their number, may be others."
         )
-    over = kept % facts.workload.global_batch
     if script.trainer and not script.undivided:
         return None
     if len(script.batch.get("labels", ())) > 1 and script.mean_length < script.longest:
@@ -181,6 +181,7 @@ def _last_step(rows: int, facts: Facts) -> str | None:
             f"Rows of different lengths weigh otherwise than in the script's own micro-batches of {script.micro_batch} "
             "where its loss is a mean over the tokens of each."
         )
+    over = (script.rows - dropped) % facts.workload.global_batch
     if not over:
         return None
     return (

@@ -84,14 +84,11 @@ class Result:
         return target
 
 
-def _told(measured: Measured) -> tuple[str, ...]:
-    """What the winner's own run has shown to be another training, as sentences."""
-    return tuple(f"{words[0].upper()}{words[1:]}." for words in measured.notes if words == COUNTS)
-
-
-def _split(guard: Guard | None) -> tuple[str, ...]:
-    """That another split of the batch than a script's own is another training, where that was seen, as a sentence."""
-    return () if guard is None or guard.split is None else (f"{guard.split[0].upper()}{guard.split[1:]}.",)
+def _seen_changes(measured: Measured, guard: Guard | None) -> tuple[str, ...]:
+    """What the winner's runs have shown to be another training than a script's own, as sentences."""
+    said = [guard.split] if guard is not None and guard.split is not None else []
+    said += [COUNTS] if COUNTS in measured.notes else []
+    return tuple(f"{words[0].upper()}{words[1:]}." for words in said)
 
 
 def _offers(plan: Plan, facts: Facts) -> tuple[Offer, ...]:
@@ -180,7 +177,7 @@ def compose(
             mfu=measured.mfu,
         ),
         reason=decision.reason,
-        changes=(*_split(guard), *_told(measured), *registry.changes(decision.plan, facts)),
+        changes=(*_seen_changes(measured, guard), *registry.changes(decision.plan, facts)),
         script=recipe.emission.script,
         offers=_offers(decision.plan, facts),
         trials=tuple(trials),

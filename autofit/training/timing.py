@@ -127,7 +127,7 @@ class Clock:
     """The same of a step in the mean; ``None`` where steps are alike."""
     padding: float | None = None
     """Share of the timed micro-batches' places for tokens that is padding; ``None`` where rows are none of tokens."""
-    notes: dict[str, None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     """What a reader of the measurement should know, in order."""
     _started: float = 0.0
     _micro: list[float] = field(default_factory=list)

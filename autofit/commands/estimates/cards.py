@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from autofit import space
-from autofit.commands.estimates.other_card import counted_cards, described_model, elsewhere
+from autofit.commands.estimates.other_card import check_one_size, counted_cards, described_model, elsewhere
 from autofit.commands.estimates.plans import MOST_KINDS, Estimated, Verdict, estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
 from autofit.commands.estimates.ways import smaller_way
@@ -158,8 +158,7 @@ def estimate_cards(
     began = time.monotonic()
     if not gpu:
         raise InputError("hours and costs are those of a card with a name", hint="name it: --gpu H100,A100-80GB")
-    if memory is not None:
-        raise InputError("--gpu and --memory both say how large the card is", hint="give one of them")
+    check_one_size(gpu, memory)
     gpu, gpus = _counted(gpu, gpus)
     asked, world = asked_cards(gpu), asked_world(gpus, nodes, elsewhere=True)
     prices = asked_prices(price, asked)

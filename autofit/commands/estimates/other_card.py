@@ -47,10 +47,19 @@ def counted_cards(gpu: str | None, gpus: int | None) -> tuple[str | None, int | 
     return name, count
 
 
-def asked_card(gpu: str | None, memory: str | int | None) -> tuple[Card | None, int | None]:
-    """The card that was asked for, and its memory; ``None`` for this machine's own."""
+def check_one_size(gpu: str | None, memory: str | int | None) -> None:
+    """Refuse a card whose size is told twice.
+
+    Raises:
+        InputError: It is, by its name and by its memory.
+    """
     if gpu is not None and memory is not None:
         raise InputError("--gpu and --memory both say how large the card is", hint="give one of them")
+
+
+def asked_card(gpu: str | None, memory: str | int | None) -> tuple[Card | None, int | None]:
+    """The card that was asked for, and its memory; ``None`` for this machine's own."""
+    check_one_size(gpu, memory)
     if gpu is not None:
         with of_option("--gpu"):
             card = gpu_catalogue.find(gpu)

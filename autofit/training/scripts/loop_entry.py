@@ -192,11 +192,6 @@ class _Measured:
             raise self.enough()
         clock.waits.asked()
 
-    def counts(self, number: int) -> None:
-        """The script asks how many micro-batches come."""
-        if number == self.script.loader and self.clock.recipe.micro_batch != self.script.micro_batch:
-            self.clock.notes[COUNTS] = None
-
     def left(self, number: int) -> None:
         """The script leaves a loop: it has made the steps that it wanted to."""
         self.over = self.over or number == self.script.loader
@@ -257,7 +252,7 @@ def measure_loop(
         before_backward=measured.before_backward,
         after_backward=measured.after_backward,
         after_step=measured.after_step,
-        counts=measured.counts,
+        counts=_told_once(recipe, script, clock.notes.append),
         left=measured.left,
         goes_on=measured.goes_on,
     ).install()
@@ -290,6 +285,19 @@ def _accumulation(script: Script, wanted: int) -> int | None:
     return wanted if script.own_split is None else None
 
 
+def _told_once(recipe: Recipe, script: Script, say: Callable[[str], None]) -> Callable[[int], None]:
+    """What is called where a loop asks for its loader's length: it says so once, where the plan's is another one."""
+    counted = False
+
+    def counts(number: int) -> None:
+        nonlocal counted
+        if not counted and number == script.loader and recipe.micro_batch != script.micro_batch:
+            counted = True
+            say(COUNTS)
+
+    return counts
+
+
 def train_loop_with(
     recipe: Recipe, script: Script, path: str, arguments: tuple[str, ...], say: Callable[[str], None]
 ) -> None:
@@ -301,18 +309,12 @@ def train_loop_with(
         InputError: It never prepared the loader that it trains on.
     """
     entered: list[Any] = []
-    told: list[str] = []
 
     def loader(own: Any, number: int) -> Any:
         if number != script.loader:
             return own
         entered.append(own)
         return rebuilt(own, rows=recipe.micro_batch, changed=_changed(own, recipe))
-
-    def counts(number: int) -> None:
-        if number == script.loader and recipe.micro_batch != script.micro_batch and COUNTS not in told:
-            told.append(COUNTS)
-            say(COUNTS)
 
     def plain(_trainer: Any, train: Callable[[], Any]) -> Any:
         return train()
@@ -322,7 +324,7 @@ def train_loop_with(
         construct=lambda given: constructed(given, recipe, accumulation=_accumulation(script, recipe.accumulation)),
         loader=loader,
         model=lambda own: _wrapped(own, recipe),
-        counts=counts,
+        counts=_told_once(recipe, script, say),
         quiet=False,
     ).install()
     run_to_its_end(str(Path(path).absolute()), arguments, lambda: bool(entered))

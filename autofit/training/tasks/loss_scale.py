@@ -57,9 +57,10 @@ def script_leaves_undivided(trainer: Any, batch: Any) -> bool | None:
     """
     from transformers import Trainer
 
-    if _divides_itself(trainer, batch):
+    counted = _counts_items(trainer, batch)
+    if _divides_itself(trainer, counted=counted):
         return False
-    if not _counts_items(trainer, batch):
+    if not counted:
         return None  # its function for the loss divides by what it knows, or does not
     inner = trainer.accelerator.unwrap_model(trainer.model)
     if type(inner).__name__.endswith("ForCTC") and inner.config.ctc_loss_reduction == "sum":
@@ -76,13 +77,13 @@ def script_leaves_undivided(trainer: Any, batch: Any) -> bool | None:
         return None if told is None else not told
 
 
-def _divides_itself(trainer: Any, batch: Any) -> bool:
+def _divides_itself(trainer: Any, *, counted: bool) -> bool:
     """Whether a Trainer divides the loss by the micro-steps, or is told what the loss is (``training_step``)."""
     if getattr(trainer, "loss_is_scaled_for_ga", None) is not None:
         return True
     if trainer.compute_loss_func is not None:
         return False
-    return not trainer.model_accepts_loss_kwargs or not _counts_items(trainer, batch)
+    return not (trainer.model_accepts_loss_kwargs and counted)
 
 
 def _counts_items(trainer: Any, batch: Any) -> bool:

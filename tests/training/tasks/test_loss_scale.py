@@ -35,6 +35,26 @@ class AsksForValues(LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
+class ReadsItsLoss(LlamaForCausalLM):
+    """As one that logs a metric of its own: the loss is there by then."""
+
+    def forward(self, **kwargs):
+        found = super().forward(**kwargs)
+        assert found.loss.detach().numpy() >= 0
+        return found
+
+
+class WrapsThat(torch.nn.Module):
+    """Its text tells nothing."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **kwargs):
+        return self.inner(**kwargs)
+
+
 class Wraps(torch.nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -78,6 +98,7 @@ class Boxes(torch.nn.Module):
         (lambda: HandsAllOn(TINY), BATCH, False),
         (lambda: AsksForValues(TINY), BATCH, False),
         (lambda: adapted(LlamaForCausalLM(TINY)), BATCH, False),
+        (lambda: WrapsThat(ReadsItsLoss(TINY)), BATCH, False),
         (lambda: OwnMean(TINY), BATCH, True),
         (lambda: adapted(OwnMean(TINY)), BATCH, True),
         (lambda: BertForSequenceClassification(BERT), CLASSES, True),
