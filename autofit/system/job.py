@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import TypeAdapter
 
+from autofit.system.errors import AutofitError
 from autofit.system.strict_json import dump_json
 
 JOB = "job.json"
@@ -34,9 +35,13 @@ def job_text(job: Job) -> str:
 def error_words(error: BaseException) -> str:
     r"""An error in one line: its type and the first line of what it says, and the next where that only introduces it.
 
+    An error of autofit's own is its message.
+
     >>> error_words(ValueError("field 'heads':\n    it is 5\n    see the page"))
     "ValueError: field 'heads': it is 5"
     """
+    if isinstance(error, AutofitError):
+        return error.message
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return f"{type(error).__name__}: no message"

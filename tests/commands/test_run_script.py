@@ -50,6 +50,24 @@ def test_the_script_gets_its_own_arguments_and_the_plan(launched):
     assert "not for train.py" in " ".join(said)
 
 
+@pytest.mark.parametrize(
+    ("cores", "processes", "told", "words"),
+    [(8, 2, "0", ["4"]), (8, 1, "0", ["8"]), (8, 1, "3", []), (2, 2, "0", []), (None, 1, "0", [])],
+)
+def test_accelerate_is_told_the_threads_that_it_would_warn_of(launched, monkeypatch, cores, processes, told, words):
+    folder, commands = launched
+    tuned = a_document(hardware=CPU)
+    workload = replace(tuned.workload, processes=processes, global_batch=processes * tuned.workload.global_batch)
+    document = replace(tuned, workload=workload)
+    (folder / DOCUMENT_FILE).write_text(dump_json(DOCUMENT, document))
+    monkeypatch.setenv("OMP_NUM_THREADS", told)
+    monkeypatch.setattr(scripts.psutil, "cpu_count", lambda logical: None if logical else cores)
+    scripts.run(folder, folder / "train.py", ())
+    (command,) = commands
+    option = "--num_cpu_threads_per_process"
+    assert command[command.index(option) + 1 :][:1] == words if words else option not in command
+
+
 def test_of_a_changed_script_neither_speed_nor_memory_is_vouched_for(launched):
     folder, _ = launched
     tuned = a_document(hardware=CPU)

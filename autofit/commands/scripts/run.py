@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
+
 from autofit.commands.launching import check_one_machine, on_its_device
 from autofit.commands.scripts.named import Named, named
 from autofit.output.document import Document, read_document
@@ -64,7 +66,8 @@ def run(
     command = (
         sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
         "--quiet",  # what the script says of its end is all there is to tell
-        "--config_file", str(folder / YAML), str(launched), str(folder), str(train.path), *train.arguments,
+        "--config_file", str(folder / YAML), *_threads(document),
+        str(launched), str(folder), str(train.path), *train.arguments,
     )  # fmt: skip
     environment = helper_environment({**os.environ, **on_its_device(document, say)})
     try:
@@ -79,6 +82,15 @@ def run(
     finally:
         end_group(process)
     return status if status >= 0 else 128 - status
+
+
+def _threads(document: Document) -> list[str]:
+    """The threads that Accelerate gives each process on a CPU; where it is told, it doesn't warn that it was not."""
+    cores = psutil.cpu_count(logical=False) or 1
+    threads = cores // document.workload.processes
+    if document.hardware.device != "cpu" or int(os.environ.get("OMP_NUM_THREADS", "0")) or threads < 2:
+        return []
+    return ["--num_cpu_threads_per_process", str(threads)]
 
 
 def interrupt(process: subprocess.Popen[bytes]) -> None:

@@ -136,9 +136,10 @@ class DeviceBackend:
         except AutofitError as error:
             note(f"memory is not forecast: {error.message}")
             return None, unrated
+        unknown = bool(np.isnan(found.tensor_bytes).all())
         for why in _told_once(traces.failed.values()):
-            note(f"some plans have no forecast: {why}")
-        return None if np.isnan(found.tensor_bytes).all() else found, rated
+            note(f"{'memory is not' if unknown else 'the memory of some plans is not'} forecast, trials tell it: {why}")
+        return None if unknown else found, rated
 
     def runner(
         self,

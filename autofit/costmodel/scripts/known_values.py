@@ -101,7 +101,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False  # a layer that is dropped now and then, a loss that is not finite
         if tensor.dtype.is_floating_point:
             return 1.0
-        raise ModelError("its loss asks for a number that only a run on real weights tells")
+        raise ModelError("the script's loss asks for a number that only a run on real weights tells")
 
     def _places(self, indices: Any) -> Any:
         """Masks whose values are known, as the places where they are true."""

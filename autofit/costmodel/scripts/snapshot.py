@@ -249,12 +249,12 @@ def _check(part: MicroPart, exact: float, rows: int) -> None:
         ModelError: It does not.
     """
     if math.isnan(exact):
-        raise ModelError(f"the trace of {rows} rows failed or was killed, and only that of any number was made")
+        raise ModelError(f"a step of {rows} rows can't be traced: its trace failed or was killed")
     said = _peak(part, rows)
     if not abs(said - exact) <= _APART * exact:
         raise ModelError(
-            f"its memory does not grow evenly with the rows: the trace of {rows} says {exact:,.0f} bytes, that of any "
-            f"number {said:,.0f}"
+            f"the memory of the script's step does not grow evenly with its rows: {rows} rows need {exact:,.0f} bytes, "
+            f"and their growth says {said:,.0f}"
         )
 
 

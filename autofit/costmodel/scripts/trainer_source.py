@@ -63,7 +63,8 @@ class TrainerSource:
         self._batch, self._values_known = longest_rows(loader, self.script, rows)
         for name, tensor in self._batch.items():
             if grows and isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.numel() % rows:
-                raise ModelError(f"its batches don't grow with their rows: {name} of {rows} is {tuple(tensor.shape)}")
+                shape = tuple(tensor.shape)
+                raise ModelError(f"the script's batches don't grow with their rows: {name} of {rows} rows is {shape}")
 
     def run(self, model: Any, marks: Marks, *, fake: bool) -> None:
         """Train until the marks say enough."""
@@ -117,7 +118,7 @@ def longest_rows(loader: Any, script: Script, rows: int) -> tuple[Mapping[str, A
         ModelError: Rows can't be taken one by one, or their batch has no names.
     """
     if loader.collate_fn is None or loader.batch_sampler is None:
-        raise ModelError("its loader makes its micro-batches itself")
+        raise ModelError("the script's loader makes its micro-batches itself, and a trace makes them row by row")
     places = script.longest_places
     several = list(itertools.islice(itertools.cycle(places), rows))
     if places:
@@ -128,7 +129,8 @@ def longest_rows(loader: Any, script: Script, rows: int) -> tuple[Mapping[str, A
     mixed = loader.collate_fn([loader.dataset[place] for place in several]) if places else alike
     for batch in (alike, mixed):
         if not isinstance(batch, Mapping):
-            raise ModelError(f"its collator makes a {type(batch).__name__}, and no values by name")
+            made = type(batch).__name__
+            raise ModelError(f"the script's collator makes a {made}, and a trace takes a mapping of names to tensors")
     if all(_numbers(alike[name]) >= _numbers(value) for name, value in mixed.items() if name in alike):
         return alike, True
     return mixed, False
