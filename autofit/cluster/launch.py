@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.cluster.host import Files, as_outside_ray, passing_folder, write_files
-from autofit.cluster.nodes import Cluster, Note, last_line
+from autofit.cluster.nodes import Cluster, Note, connected, last_line
 from autofit.cluster.together import answers
 from autofit.contract.facts import Device
 from autofit.system.errors import MachineError
@@ -115,6 +115,7 @@ class Launchers:
     names: tuple[str, ...]
     actors: tuple[Any, ...]
 
+    @connected()
     def launch(self, files: Files, script: Path, words: Sequence[str], seconds: float) -> tuple[list[Ended], int]:
         """Launch on all machines; what each says, and the place of the one that failed first, else 0.
 
@@ -134,7 +135,7 @@ class Launchers:
                 actor.launch.remote(files, options, script, list(words), seconds)
                 for actor, options in zip(self.actors, spread, strict=True)
             ]
-            found, failed = answers(asked, self.actors, _failed, ray)
+            found, failed = answers(asked, self.actors, _failed, self.cluster)
         except ray.exceptions.RayError as error:
             raise MachineError(
                 f"a machine was lost while the launch ran ({' and '.join(self.names)}): {last_line(error)}",

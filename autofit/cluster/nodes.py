@@ -30,9 +30,24 @@ _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0,
 """What a client of gRPC, which Ray speaks, says first: HTTP/2's preface and empty settings."""
 _FRAME_BYTES, _KIND, _SETTINGS = 9, 3, 4
 """Of a frame of HTTP/2: the length of its head, where its kind stands in it, and the kind that a server says first."""
-_ANSWER_SECONDS, _PLACED_SECONDS = 60.0, 20.0
+_ANSWER_SECONDS, _PLACED_SECONDS, _REMOVED_SECONDS = 60.0, 20.0, 10.0
 _SAME_MEMORY = 0.05
 _NODE_LABEL = "ray.io/node-id"
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[None]:
+    """What Ray's client raises where the cluster can't be reached any more, as an error that says what to do.
+
+    Raises:
+        MachineError: It can't be.
+    """
+    try:
+        yield
+    except ConnectionError as error:
+        raise MachineError(
+            f"the Ray cluster was lost: {last_line(error)}", hint="start it again; a tune goes on with --resume"
+        ) from error
 
 
 def check_address(address: str) -> None:
@@ -85,6 +100,8 @@ class Cluster:
     address: str
     ray: Any = None
     _own: bool = False
+    _where: str = LOCAL
+    gone: bool = False
     _refused: dict[str, str] = field(default_factory=dict)
     _told: dict[str, Any] = field(default_factory=dict)
     _reference: tuple[str, int] | None = None
@@ -96,7 +113,7 @@ class Cluster:
             MachineError: There is none, or its Ray or Python is another version.
         """
         self._reach(self.address)
-        self.ray = importlib.import_module("ray")
+        self.ray = _ray()
         if self.ray.is_initialized():
             return
         try:
@@ -104,6 +121,7 @@ class Cluster:
             if where == AUTO:
                 where = _found_by_ray()
                 self._reach(where)
+            self._where = where
             own = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
             more = own if self.address == LOCAL else {}
             with _signals_kept():
@@ -115,18 +133,18 @@ class Cluster:
 
     def _reach(self, where: str) -> None:
         """Knock at an address: Ray itself waits for minutes."""
-        found = None if where in {AUTO, LOCAL} else _ADDRESS.fullmatch(where)
-        if found is None:
-            return
-        port = int(found["port"] or _CLIENT_PORT)
-        at = "" if where == self.address else f"{where}: "
-        try:
-            with socket.create_connection((found["host"].strip("[]"), port), timeout=_KNOCK_SECONDS) as there:
-                other = not _hidden_by_tls() and not _speaks_grpc(there)
-        except (OSError, OverflowError) as error:
-            raise self._none(at + (getattr(error, "strerror", None) or str(error))) from error
-        if other:
-            raise self._none(f"{at}what listens on port {port} is not Ray")
+        if why := _unreachable(where):
+            raise self._none(why if where == self.address else f"{where}: {why}")
+
+    def check(self) -> None:
+        """Hold the cluster to be where it was; Ray itself ends this process a minute after its head is gone.
+
+        Raises:
+            ConnectionError: Nobody answers there, twice.
+        """
+        if _unreachable(self._where) and (why := _unreachable(self._where)):
+            self.gone = True
+            raise ConnectionError(f"{self._where}: {why}")
 
     def _none(self, why: str) -> MachineError:
         return MachineError(
@@ -223,8 +241,9 @@ class Cluster:
         try:
             yield made if made.wait(_PLACED_SECONDS) else None
         finally:
-            with contextlib.suppress(Exception):  # the connection may be what was lost
-                util.remove_placement_group(made)
+            removing = threading.Thread(target=_removed, args=(made,), daemon=True)
+            removing.start()
+            removing.join(_REMOVED_SECONDS)  # Ray waits for a head that is gone until it ends this process
 
     def host(self, kind: type, group: Any, place: int, bundle: Mapping[str, float], *given: Any) -> Any:
         """An actor in a bundle of a placement group, such as a :class:`~autofit.cluster.host.Host`; it has all of it.
@@ -260,6 +279,25 @@ def _signals_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+def _removed(group: Any) -> None:
+    """Remove a placement group; the connection may be what was lost."""
+    with contextlib.suppress(Exception):
+        importlib.import_module("ray.util").remove_placement_group(group)
+
+
+def _ray() -> Any:
+    """The module, which does not start a cluster of its own in the place of one that was lost."""
+    name = "RAY_ENABLE_AUTO_CONNECT"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        return importlib.import_module("ray")
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
 def _found_by_ray() -> str:
     """The cluster that this machine belongs to: as its variable says, else the one that was joined last.
 
@@ -270,6 +308,21 @@ def _found_by_ray() -> str:
         return told
     services = importlib.import_module("ray._private.services")
     return str(services.canonicalize_bootstrap_address(AUTO))
+
+
+def _unreachable(where: str) -> str:
+    """Why no Ray answers at an address; nothing where one does, or where none is told."""
+    found = None if where in {AUTO, LOCAL} else _ADDRESS.fullmatch(where)
+    if found is None:
+        return ""
+    port = int(found["port"] or _CLIENT_PORT)
+    try:
+        with socket.create_connection((found["host"].strip("[]"), port), timeout=_KNOCK_SECONDS) as there:
+            if not _hidden_by_tls() and not _speaks_grpc(there):
+                return f"what listens on port {port} is not Ray"
+    except (OSError, OverflowError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
 
 
 def _hidden_by_tls() -> bool:

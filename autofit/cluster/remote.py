@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from autofit.cluster.host import KNOWN, Files, read_files, write_files
-from autofit.cluster.nodes import last_line
+from autofit.cluster.nodes import connected, last_line
 from autofit.cluster.slots import Slot, Slots
 from autofit.cluster.together import answers, shares
 from autofit.contract.outcome import TRIAL, Crashed, Measured, PredictedSpeed, Trial
@@ -52,6 +52,7 @@ class ClusterServer(ForkServer):
         self.slots = slots
         self._here = ForkServer(log, "cpu", modules)
 
+    @connected()
     def run(self, folder: Path, *, kill_after_seconds: float, early: bool = False) -> int | None:
         """Run the job in a folder and wait for its end; see :meth:`ForkServer.run`.
 
@@ -71,7 +72,7 @@ class ClusterServer(ForkServer):
                 host.job.remote(files, config, share, seconds=kill_after_seconds, early=early)
                 for host, share in zip(hosts, told, strict=True)
             ]
-            found, failed = answers(asked, hosts, _job_failed, ray)
+            found, failed = answers(asked, hosts, _job_failed, self.slots.cluster)
         except ray.exceptions.RayError as error:
             self.slots.lose(slot, last_line(error))
             raise MachineError(
@@ -125,6 +126,7 @@ class ClusterRunner:
         self.predicted, self.speeds, self.known = predicted, speeds, known
         self.note, self.rated = note, rated
 
+    @connected()
     def run(
         self, number: int, plan: Plan, effort: Effort, *, purpose: Literal["search", "final"], limit_seconds: float
     ) -> Trial:
@@ -178,7 +180,7 @@ class ClusterRunner:
         try:
             parts = shares(slot.hosts, self.slots.processes, slot.nodes[0].address, ray)
             asked = [host.trial.remote(told, share) for host, share in zip(slot.hosts, parts, strict=True)]
-            found, failed = answers(asked, slot.hosts, _trial_failed, ray)
+            found, failed = answers(asked, slot.hosts, _trial_failed, self.slots.cluster)
         except ray.exceptions.RayTaskError as error:  # the host lives, and could not do it
             raise MachineError(f"{slot.name}: {last_line(error)}", hint="go on with --resume") from error
         except ray.exceptions.RayError as error:

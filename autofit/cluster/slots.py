@@ -235,10 +235,15 @@ class Slots:
             self._free.put((slot.number, slot))
 
     def lose(self, slot: Slot, why: str) -> None:
-        """A slot's host has died, with its machine or by itself."""
+        """A slot's host has died, with its machine or by itself.
+
+        Raises:
+            ConnectionError: The whole cluster is gone.
+        """
         with self._lock:
             slot.alive = False
             slot.held.close()
+            self.cluster.check()
             self.note(f"a host on {slot.name} was lost: {why}")
 
     def stop(self) -> None:
@@ -254,7 +259,8 @@ class Slots:
         with self._lock:
             for slot in self._living():
                 slot.alive = False
-                slot.held.close()
+                if not self.cluster.gone:
+                    slot.held.close()
 
     def _end(self, host: Any) -> None:
         ray = self.cluster.ray

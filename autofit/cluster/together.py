@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from autofit.cluster.nodes import Cluster
 from autofit.training.ranks import Share
 
 Answer = TypeVar("Answer")
 _STOPPED_SECONDS = 1.0
 """Between two words to those who are to stop: one that comes before their job has begun is not heard."""
+_LOOK_SECONDS = 10.0
+"""Between two looks whether the cluster is still there."""
 
 
 def shares(hosts: Sequence[Any], processes: int, address: str, ray: Any) -> list[dict[str, Any] | None]:
@@ -34,7 +37,7 @@ def shares(hosts: Sequence[Any], processes: int, address: str, ray: Any) -> list
 
 
 def answers(
-    asked: Sequence[Any], hosts: Sequence[Any], failed: Callable[[Answer], bool], ray: Any
+    asked: Sequence[Any], hosts: Sequence[Any], failed: Callable[[Answer], bool], cluster: Cluster
 ) -> tuple[list[Answer], int | None]:
     """What the hosts answer, in their order, and the place of the one that failed first.
 
@@ -44,16 +47,19 @@ def answers(
         asked: What Ray has given for each host's part.
         hosts: The hosts.
         failed: Whether an answer says that its part failed.
-        ray: The module.
+        cluster: That they belong to.
 
     Raises:
+        ConnectionError: The cluster is gone.
         ray.exceptions.RayError: A host died, or could not do it; the others were stopped.
     """
-    waiting, first = list(asked), None
+    ray, waiting, first = cluster.ray, list(asked), None
     died: BaseException | None = None
     while waiting:
         over = first is not None or died is not None
-        done, waiting = ray.wait(waiting, num_returns=1, timeout=_STOPPED_SECONDS if over else None)
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=_STOPPED_SECONDS if over else _LOOK_SECONDS)
+        if not done:
+            cluster.check()
         for one in done:
             try:
                 bad = failed(ray.get(one))

@@ -20,6 +20,7 @@ import pytest
 import autofit
 from autofit.cluster import nodes
 from autofit.cluster.nodes import Cluster, check_address
+from autofit.cluster.together import answers
 from autofit.contract.outcome import Measured
 from autofit.registry import techniques
 from autofit.system.errors import InputError, MachineError
@@ -197,6 +198,80 @@ def test_a_tune_that_is_ended_by_sigterm_writes_the_best_so_far_and_leaves_nothi
         assert tune.wait(60) == 143, said.read_text()
     assert "error: stopped by SIGTERM" in said.read_text()
     assert autofit.load(out).plan["micro_batch"]
+    nothing_is_left()
+
+
+def refuses():
+    """A port of this machine on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_a_cluster_that_is_gone_is_told_where_a_machine_gives_no_answer():
+    here = f"127.0.0.1:{refuses()}"
+    gone = Cluster(here, _where=here)
+    gone.ray = types.SimpleNamespace(wait=lambda waiting, **_: ([], waiting))  # as Ray waits for what is not there
+
+    @nodes.connected()
+    def run():
+        answers(["a trial"], ["a host"], bool, gone)
+
+    with pytest.raises(MachineError, match=rf"the Ray cluster was lost: {here}: Connection refused") as told:
+        run()
+    assert "--resume" in told.value.hint
+    assert gone.gone
+
+
+def test_cards_are_given_back_though_nobody_takes_them(monkeypatch):
+    """Ray waits for a head that is gone until it ends the process."""
+    monkeypatch.setattr(nodes, "_REMOVED_SECONDS", 0.1)
+    ended = threading.Event()
+    made = types.SimpleNamespace(wait=lambda _: True)
+    util = types.SimpleNamespace(placement_group=lambda *_, **__: made, remove_placement_group=lambda _: ended.wait(60))
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    monkeypatch.setitem(sys.modules, "ray.util", util)
+    began = time.monotonic()
+    with Cluster("here:1").group([types.SimpleNamespace(id="1")], [{"CPU": 1}]) as held:
+        assert held is made
+    assert time.monotonic() - began < 30
+    ended.set()
+
+
+def test_ray_starts_no_cluster_in_the_place_of_one_that_was_lost(monkeypatch):
+    seen = []
+    monkeypatch.setattr(nodes.importlib, "import_module", lambda _: seen.append(os.environ["RAY_ENABLE_AUTO_CONNECT"]))
+    for before in (None, "1"):
+        if before:
+            monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", before)
+        nodes._ray()
+        assert os.environ.get("RAY_ENABLE_AUTO_CONNECT") == before
+    assert seen == ["0", "0"]
+
+
+@with_ray
+def test_a_tune_whose_head_is_gone_ends_in_a_line(tmp_path, request):
+    """Ray by itself ends the process after a minute, with its own log on the screen."""
+    if not request.config.getoption("--all-faults"):
+        pytest.skip("it takes a minute: --all-faults")
+    out, held, said = tmp_path / "out", [word for one in HELD for word in ("--fix", one)], tmp_path / "said"
+    with local_cluster() as local, said.open("w") as stderr:
+        local.joins("only")
+        address = local.address
+        tune = subprocess.Popen(
+            [sys.executable, "-m", "autofit", "tune", "demo", "--device", "cpu", "--seq-len", "32",
+             "--global-batch", "16", "--on", address, "--no-guard", "--output", str(out), *held],
+            stderr=stderr, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        while tune.poll() is None and "best so far" not in said.read_text():
+            time.sleep(0.2)
+        for node in local.worker_nodes:
+            node.kill_all_processes(check_alive=False)
+        local.head_node.kill_all_processes(check_alive=False)
+        assert tune.wait(90) == MachineError.exit_code, said.read_text()
+        local.worker_nodes.clear()
+    assert f"error: the Ray cluster was lost: {address}: Connection refused" in said.read_text()
+    assert "--resume" in said.read_text()
     nothing_is_left()
 
 
