@@ -123,3 +123,16 @@ def test_a_scripts_name_is_no_model(target):
     with pytest.raises(InputError, match="and the script of this answer a BertForSequenceClassification"):
         export(doc, target, folder="out")
     assert export(doc, "python", folder="out").settings
+
+
+@pytest.mark.parametrize(("undivided", "own", "told"), [(True, 2, True), (True, 8, False), (False, 2, False)])
+def test_a_loss_that_nobody_divides_is_told_where_only_run_keeps_its_scale(undivided, own, told):
+    doc = answer("full")  # accumulates 8 micro-batches
+    script = Script(
+        path="t.py", sha256="", trainer="Trainer", micro_batch=32 // own, accumulation=own, undivided=undivided
+    )
+    doc = replace(doc, workload=replace(doc.workload, script=script))
+    for target in ("python", "cli"):
+        words = " ".join(export(doc, target, folder="out").lacking)
+        assert ("the scale of the gradients" in words) is told
+        assert ("multiply the loss by 0.25, or use `autofit run`" in words) is told

@@ -33,7 +33,8 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
 
     def around(trainer: Any, train: Callable[[], Any], own: Mapping[str, Any]) -> Any:
         asked = own["per_device_train_batch_size"] * own["gradient_accumulation_steps"] * trainer.args.world_size
-        if asked != (rows := setup.recipe.facts.workload.global_batch):
+        by_config = setup.recipe.facts.workload.script is None  # of a script that was tuned it is told before
+        if by_config and asked != (rows := setup.recipe.facts.workload.global_batch):
             _tell(f"the script asks for {asked} rows an optimizer step; it trains with {rows}, as it was tuned")
         watch = setup.watch(trainer.model)
         before = trainer.state.global_step

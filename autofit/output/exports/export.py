@@ -87,6 +87,8 @@ def export(document: Document, target: str, *, folder: str | Path) -> Exported:
     carried = _carried(document, target, str(folder))
     if next_token and script is not None:
         carried.lacking.insert(0, _of_script(document, script))
+    elif script is not None and script.undivided and script.accumulation != document.plan["accumulation"]:
+        carried.lacking.append(_scale(script.accumulation, int(document.plan["accumulation"])))
     return TARGETS[target](carried)
 
 
@@ -96,6 +98,14 @@ def _other_than_next_token(document: Document) -> str | None:
     if document.workload.script is None:
         return None if model.task == "causal-lm" else f"this answer is for {model.task}"
     return None if predicts_next_token(model.architecture) else f"the script of this answer a {model.architecture}"
+
+
+def _scale(own: int, planned: int) -> str:
+    """What `autofit run` does to a loss that nobody divides by the accumulation."""
+    return (
+        f"the scale of the gradients: nobody divides the script's loss by its accumulation, {own} by itself and "
+        f"{planned} here; multiply the loss by {own / planned:g}, or use `autofit run`, which does"
+    )
 
 
 def _of_script(document: Document, script: Script) -> str:

@@ -120,14 +120,11 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
     loading = loading_of(loader, int(made.arguments["per_device_train_batch_size"]))
     rate = dict(loading["rows_per_second"]).get(0)
     undivided = script_leaves_undivided(trainer, batch)
-    names = ("optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile",
-             "use_liger_kernel", "per_device_eval_batch_size", "eval_strategy", "train_sampling_strategy",
-             "dataloader_drop_last")  # fmt: skip
     found["script"] |= {
         "trainer": type(trainer).__name__,
         "micro_batch": int(made.arguments["per_device_train_batch_size"]),
         "accumulation": int(made.arguments["gradient_accumulation_steps"]),
-        "own": json.loads(json.dumps({name: made.arguments.get(name) for name in names}, default=str)),
+        "own": _own(made.arguments),
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
         "loading": loading,
         "ungrouped": why_ungrouped(trainer, loader.dataset, 1 / rate if rate else None),
@@ -136,6 +133,42 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
         "own_split": _UNTOLD if undivided is None else None,
     }
     return found
+
+
+_DECIDED_ON = (
+    "optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile", "use_liger_kernel",
+    "per_device_eval_batch_size", "eval_strategy", "train_sampling_strategy", "dataloader_drop_last",
+)  # fmt: skip
+
+
+def _own(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a script's arguments that techniques decide on, as JSON values."""
+    found: dict[str, Any] = json.loads(json.dumps({name: arguments.get(name) for name in _DECIDED_ON}, default=str))
+    return found
+
+
+def asks_otherwise(script: Script, arguments: Mapping[str, Any], tuned: Mapping[str, Any]) -> str:
+    """What a Trainer's own arguments ask for that was not asked for when the script was tuned; empty for nothing.
+
+    Args:
+        script: As it was tuned.
+        arguments: Fields of the ``TrainingArguments`` that the script has made now.
+        tuned: Those that the plan puts in their place: what it leaves alone is no matter.
+    """
+    rows = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
+    before = script.micro_batch * script.accumulation
+    differ = [f"{rows} rows a step on each device, not {before}"] if rows != before else []
+    own = _own(arguments)
+    return ", ".join(
+        [
+            *differ,
+            *(
+                f"{name} {own[name]}, not {script.own[name]}"
+                for name in _DECIDED_ON
+                if name in tuned and name in script.own and own[name] != script.own[name]
+            ),
+        ]
+    )
 
 
 def _makes_its_optimizer(trainer: Any, given: Mapping[str, Any]) -> bool:
@@ -198,6 +231,7 @@ def train_with(
 ) -> None:
     """Run a script as it is, with the recipe's plan put in: real weights, every step, all that it does besides.
 
+    It is put into each Trainer whose arguments are those that were tuned, else into the one in the tuned one's place.
     ``around`` is given the Trainer, what trains it, and the arguments that the script itself has made it with.
     ``say`` is told what may be another training than the script's own.
 
@@ -210,16 +244,29 @@ def train_with(
         return
 
     entered: list[Any] = []
+    asked: list[Mapping[str, Any]] = []
+
+    def takes(own: Mapping[str, Any]) -> bool:
+        asked.append(own)
+        differ = asks_otherwise(tuned, own, recipe.emission.training_args) if tuned else ""
+        other = tuned is not None and bool(differ) and (len(asked) < tuned.call or bool(patches.made))
+        if other:
+            say(f"another Trainer of the script asks for {differ}: the plan is not put into it")
+        elif differ:
+            say(f"the script asks for {differ}, as it was tuned: it trains as the plan says")
+        return not other
 
     def entry(trainer: Any, train: Callable[[], Any]) -> Any:
-        entered.append(trainer)
-        wrap(trainer, recipe)
-        return around(trainer, train, patches.made[id(trainer)].arguments)
+        own = patches.made[id(trainer)].arguments
+        if trainer not in entered:
+            entered.append(trainer)
+            wrap(trainer, recipe, accumulation=own["gradient_accumulation_steps"])
+        return around(trainer, train, own)
 
     patches = Patches(
         train=entry,
-        call=tuned.call if tuned else 1,
-        skips_earlier=False,
+        call=None,
+        takes=takes,
         tuned=recipe.emission.training_args,
         environment=environment,
         loads=loads_of(recipe),

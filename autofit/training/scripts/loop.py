@@ -105,8 +105,7 @@ class LoopPatches:
             changed = self.construct(given)
             make(accelerator, **changed)
             if changed.get(_STEPS) != given.get(_STEPS) or changed.get(_PLUGIN) is not given.get(_PLUGIN):
-                plugin = given.get(_PLUGIN)
-                self._own_steps = given.get(_STEPS, 1) if plugin is None else plugin.num_steps
+                self._own_steps = accumulation_of(given)
 
         @functools.wraps(prepare)
         def prepared(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -280,6 +279,12 @@ def rebuilt(loader: Any, *, rows: int, sampler: Any = None, changed: Mapping[str
     if not isinstance(loader.dataset, IterableDataset):
         kept["sampler"] = loader.sampler if sampler is None else sampler
     return DataLoader(loader.dataset, batch_size=rows, **{**kept, **(changed or {})})
+
+
+def accumulation_of(given: Mapping[str, Any]) -> int:
+    """Micro-batches to a step, of the arguments of an Accelerator."""
+    plugin = given.get(_PLUGIN)
+    return int(given.get(_STEPS, 1) if plugin is None else plugin.num_steps)
 
 
 def constructed(given: Mapping[str, Any], recipe: Recipe, *, accumulation: int | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from autofit.training.observer import Observer
 from autofit.training.row_order import order, wanted
 from autofit.training.scripts.leave import Enough, Refused, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
-from autofit.training.scripts.loop import COUNTS, LoopPatches, Seen, constructed, rebuilt
+from autofit.training.scripts.loop import COUNTS, LoopPatches, Seen, accumulation_of, constructed, rebuilt
 from autofit.training.scripts.patches import Patches, loads_of
 from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch, shapes, traits
@@ -306,13 +306,26 @@ def train_loop_with(
     ``say`` is told what of the script may be another training than its own, a sentence each.
 
     Raises:
-        InputError: It never prepared the loader that it trains on.
+        InputError: It never prepared the loader that it trains on, or asks for another batch.
     """
     entered: list[Any] = []
+    accumulates = 1
+
+    def construct(given: dict[str, Any]) -> dict[str, Any]:
+        nonlocal accumulates
+        accumulates = accumulation_of(given)
+        return constructed(given, recipe, accumulation=_accumulation(script, recipe.accumulation))
 
     def loader(own: Any, number: int) -> Any:
         if number != script.loader:
             return own
+        asked = (own.batch_size or script.micro_batch) * (script.accumulation if script.own_split else accumulates)
+        if asked != (before := script.micro_batch * script.accumulation):
+            raise InputError(
+                f"the script asks for {asked} rows a step on each device; it was tuned with {before}, and its schedule "
+                "would count other steps than it makes",
+                hint="tune it with these arguments, or run it with those that it was tuned with",
+            )
         entered.append(own)
         return rebuilt(own, rows=recipe.micro_batch, changed=_changed(own, recipe))
 
@@ -321,7 +334,7 @@ def train_loop_with(
 
     Patches(train=plain, loads=loads_of(recipe), random_weights=False, rewrites=False).install()
     LoopPatches(
-        construct=lambda given: constructed(given, recipe, accumulation=_accumulation(script, recipe.accumulation)),
+        construct=construct,
         loader=loader,
         model=lambda own: _wrapped(own, recipe),
         counts=_told_once(recipe, script, say),

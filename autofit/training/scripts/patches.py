@@ -56,9 +56,10 @@ class Patches:
         quiet: Attributes that are set after these, unchecked: what a measurement has no use for.
         environment: Variables that are set again then, since arguments that the script gave may have changed them.
         loads: Given what the script says where it loads a model; returns what is said instead.
-        call: Which call of ``train`` is meant.
+        call: Which call of ``train`` is meant; ``None`` for each of a Trainer that :attr:`takes` has chosen.
         skips_earlier: Whether the calls before it are left out.
         rewrites: Whether the arguments of a Trainer are changed.
+        takes: Given a Trainer's arguments; whether they are changed.
         before_trainer: Called where a Trainer is about to be made, before its arguments are changed.
         random_weights: Whether models get random weights, and no file of weights is read or fetched.
         made: What each Trainer was made with, by its ``id``.
@@ -74,13 +75,14 @@ class Patches:
     loads: Callable[[dict[str, Any]], dict[str, Any]] = dict
     before_trainer: Callable[[], None] = lambda: None
     random_weights: bool = True
-    call: int = 1
+    call: int | None = 1
     skips_earlier: bool = True
     rewrites: bool = True
+    takes: Callable[[Mapping[str, Any]], bool] = lambda _: True
     made: dict[int, Made] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
     loaded: bool = False
-    _own: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _own: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     _calls: int = 0
 
     def install(self) -> None:
@@ -157,9 +159,10 @@ class Patches:
             from transformers.trainer_utils import TrainOutput
 
             self._calls += 1
-            if self._calls < self.call and self.skips_earlier:
+            if self.call is not None and self._calls < self.call and self.skips_earlier:
                 return TrainOutput(0, 0.0, {})
-            if self._calls != self.call:
+            meant = id(trainer) in self.made if self.call is None else self._calls == self.call
+            if not meant:
                 return original(trainer, *args, **kwargs)
             return self.train(trainer, functools.partial(original, trainer, *args, **kwargs))
 
@@ -183,8 +186,13 @@ class Patches:
                 "the script asks for DeepSpeed or FSDP by its arguments", "leave that out: one process is tuned"
             )
         names = [one.name for one in dataclasses.fields(arguments)]
-        own = {name: getattr(arguments, name) for name in names}
-        self.made[id(trainer)] = Made(arguments=self._own.setdefault(id(arguments), own), given=given)
+        # the object is kept, so that no other comes to have its id
+        own = self._own.setdefault(id(arguments), (arguments, {name: getattr(arguments, name) for name in names}))[1]
+        if not self.takes(own):
+            self.made.pop(id(trainer), None)
+            arguments.mixed_precision = next((name for name in ("bf16", "fp16") if own[name]), "no")  # not the launch's
+            return
+        self.made[id(trainer)] = Made(arguments=own, given=given)
         os.environ.update(self.environment)
         made = dataclasses.replace(arguments, **self.tuned)
         vars(arguments).clear()

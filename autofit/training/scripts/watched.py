@@ -10,15 +10,21 @@ if TYPE_CHECKING:
     from autofit.training.timing import Listener
 
 
-def wrap(trainer: Any, recipe: Recipe) -> None:
-    """Put around a Trainer's model and optimizer what no argument carries."""
-    wrap_model(trainer, recipe)
+def wrap(trainer: Any, recipe: Recipe, *, accumulation: int | None = None) -> None:
+    """Put around a Trainer's model and optimizer what no argument carries.
+
+    Args:
+        trainer: About to train.
+        recipe: Of the plan.
+        accumulation: Of the script now; ``None`` where that is what was tuned.
+    """
+    wrap_model(trainer, recipe, accumulation=accumulation)
     wrap_optimizer(trainer, recipe)
     keep_evaluated_order(trainer, recipe)
 
 
-def wrap_model(trainer: Any, recipe: Recipe) -> None:
-    """Put around a Trainer's model, and around its collator, what no argument carries."""
+def wrap_model(trainer: Any, recipe: Recipe, *, accumulation: int | None = None) -> None:
+    """Put around a Trainer's model, and around its collator, what no argument carries; see :func:`wrap`."""
     if recipe.collate_wraps:
         trainer.data_collator = recipe.collator(trainer.data_collator)
     if recipe.model_wraps or recipe.optimizer_wraps:
@@ -27,7 +33,7 @@ def wrap_model(trainer: Any, recipe: Recipe) -> None:
         trainer.model = trainer.model_wrapped = around_model(trainer.model)
     script = recipe.facts.workload.script
     if script is not None and script.undivided:
-        keep_scale(trainer, script.accumulation)
+        keep_scale(trainer, accumulation or script.accumulation)
 
 
 def keep_evaluated_order(trainer: Any, recipe: Recipe) -> None:

@@ -1,0 +1,160 @@
+"""A plan put into a user's own script for its real training: into which of its Trainers, and what is told."""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+
+import pytest
+import torch
+import transformers
+
+from autofit.contract.facts import Script
+from autofit.registry import recipe_of
+from autofit.system.errors import InputError
+from autofit.training.scripts.entry import asks_otherwise, train_with
+from tests.support.synthetic import cpu_facts
+from tests.support.tiny import PLAIN
+
+_ = transformers.Trainer  # what it imports, before processes are forked
+OWN = {"optim": "adamw_torch_fused", "train_sampling_strategy": "random", "bf16": False}
+SCRIPT = """
+import json, pathlib, sys
+import torch
+from transformers import Trainer, TrainingArguments
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x, labels):
+        return {"loss": (self.layer(x).squeeze(-1) - labels).square().mean()}
+
+rows = [{"x": torch.ones(4), "labels": torch.tensor(0.0)} for _ in range(32)]
+seen = []
+for rows_at_once, accumulation, optimizer in json.loads(sys.argv[1]):
+    arguments = TrainingArguments(
+        sys.argv[2], per_device_train_batch_size=rows_at_once, gradient_accumulation_steps=accumulation,
+        optim=optimizer, max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no",
+    )
+    trainer = Trainer(Net(), arguments, train_dataset=rows)
+    trainer.train()
+    asked = trainer.args
+    seen.append([asked.per_device_train_batch_size, asked.gradient_accumulation_steps, str(asked.optim.value)])
+    seen[-1].append(asked.mixed_precision)
+    del arguments, trainer, asked  # whose place in memory the next ones may take
+pathlib.Path(sys.argv[3]).write_text(json.dumps(seen))
+"""
+LOOP = """
+import sys
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=int(sys.argv[2]))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader([torch.ones(4)] * 32, batch_size=int(sys.argv[1]))
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+"""
+
+
+def trained(recipe, path, words, around=lambda _trainer, train, _own: train()):
+    """What was said of a training, in a process of its own: the patches stay."""
+    receives, sends = multiprocessing.Pipe(duplex=False)
+
+    def run():
+        torch.set_num_threads(1)
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"  # as the launch of a plan says
+        said = []
+        try:
+            train_with(recipe, str(path), words, environment={}, around=around, say=said.append)
+        except InputError as error:
+            said = error.message
+        sends.send(said)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    said = receives.recv()
+    if isinstance(said, str):
+        raise InputError(said)
+    return said
+
+
+def plan(**changed):
+    facts = cpu_facts(global_batch=8)
+    script = Script(path="train.py", sha256="", micro_batch=4, accumulation=2, trainer="Trainer", own=OWN, **changed)
+    facts = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=script))
+    return recipe_of(PLAIN.replaced(micro_batch=8, accumulation=1), facts), script
+
+
+def run(tmp_path, recipe, *trainings):
+    """The split and optimizer of each training, and what was said."""
+    script, found = tmp_path / "train.py", tmp_path / "found"
+    script.write_text(SCRIPT)
+    entered = tmp_path / "entered"
+
+    def around(_trainer, train, own):
+        with entered.open("a") as file:
+            file.write(f"{own['per_device_train_batch_size']} ")
+        return train()
+
+    said = trained(recipe, script, (json.dumps(trainings), str(tmp_path / "out"), str(found)), around)
+    return json.loads(found.read_text()), said, entered.read_text().split()
+
+
+def test_every_training_like_the_tuned_one_gets_the_plan_and_no_other(tmp_path):
+    recipe, _ = plan()
+    like, other = [4, 2, "adamw_torch_fused"], [4, 4, "sgd"]
+    seen, said, around = run(tmp_path, recipe, like, other, like, other)
+    planned = [8, 1, recipe.emission.training_args["optim"], "bf16"]
+    assert seen == [planned, [*other, "no"], planned, [*other, "no"]]
+    assert around == ["4", "4"]
+    words = (
+        "another Trainer of the script asks for 16 rows a step on each device, not 8, optim sgd, not adamw_torch_fused"
+    )
+    assert said == [f"{words}: the plan is not put into it"] * 2
+
+
+def test_the_second_training_is_meant_where_that_one_was_tuned(tmp_path):
+    recipe, _ = plan(call=2)
+    seen, said, _ = run(tmp_path, recipe, [2, 2, "sgd"], [4, 2, "adamw_torch_fused"])
+    assert [one[:2] for one in seen] == [[2, 2], [8, 1]]
+    assert len(said) == 1
+
+
+def test_other_arguments_of_the_only_training_are_told(tmp_path):
+    recipe, _ = plan()
+    seen, said, _ = run(tmp_path, recipe, [4, 2, "sgd"])
+    assert seen[0][:2] == [8, 1]
+    assert said == ["the script asks for optim sgd, not adamw_torch_fused, as it was tuned: it trains as the plan says"]
+
+
+def test_what_the_plan_leaves_alone_is_no_other_training():
+    _, script = plan()
+    asked = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, **OWN, "eval_strategy": "epoch"}
+    assert asks_otherwise(script, asked, {"optim": "adamw_torch"}) == "", "the same rows, split in another way"
+    assert asks_otherwise(script, {**asked, "bf16": True}, {"optim": "adamw_torch"}) == ""
+    assert asks_otherwise(script, {**asked, "bf16": True}, {"bf16": False}) == "bf16 True, not False"
+
+
+@pytest.mark.parametrize("words", [("4", "2"), ("2", "4"), ("16", "1")])
+def test_a_loop_that_asks_for_another_batch_is_refused(tmp_path, words):
+    """It makes its own schedule, of its own number of steps."""
+    recipe, script = plan()
+    script = dataclasses.replace(script, trainer="")
+    facts = dataclasses.replace(recipe.facts, workload=dataclasses.replace(recipe.facts.workload, script=script))
+    recipe, path = dataclasses.replace(recipe, facts=facts), tmp_path / "loop.py"
+    path.write_text(LOOP)
+    if words == ("16", "1"):
+        with pytest.raises(InputError, match="asks for 16 rows a step on each device; it was tuned with 8"):
+            trained(recipe, path, words)
+    else:
+        assert trained(recipe, path, words) == []
