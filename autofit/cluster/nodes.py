@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import threading
@@ -32,6 +33,7 @@ _FRAME_BYTES, _KIND, _SETTINGS = 9, 3, 4
 """Of a frame of HTTP/2: the length of its head, where its kind stands in it, and the kind that a server says first."""
 _ANSWER_SECONDS, _PLACED_SECONDS, _REMOVED_SECONDS = 60.0, 20.0, 10.0
 _SAME_MEMORY = 0.05
+_ASKED_FOR_MORE = "; where the cluster asks for the token of ~/.ray/auth_token, set RAY_AUTH_MODE=token"
 _NODE_LABEL = "ray.io/node-id"
 
 
@@ -124,11 +126,12 @@ class Cluster:
             self._where = where
             own = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
             more = own if self.address == LOCAL else {}
-            with _signals_kept():
+            with _signals_kept(), _own_token(self.address):
                 self.ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **more)
         except (ConnectionError, RuntimeError, OSError, ValueError) as error:
             first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise self._none(first) from error
+            untold = self.address.startswith("ray://") and "RAY_AUTH_MODE" not in os.environ
+            raise self._none(first, _ASKED_FOR_MORE if untold else "") from error
         self._own = True
 
     def _reach(self, where: str) -> None:
@@ -146,11 +149,9 @@ class Cluster:
             self.gone = True
             raise ConnectionError(f"{self._where}: {why}")
 
-    def _none(self, why: str) -> MachineError:
-        return MachineError(
-            f"--on {self.address}: no Ray cluster could be used there: {why}",
-            hint="start one by `ray start --head` here and `ray start --address HOST:6379` on the others; `ray status`",
-        )
+    def _none(self, why: str, more: str = "") -> MachineError:
+        start = "start one by `ray start --head` here and `ray start --address HOST:6379` on the others; `ray status`"
+        return MachineError(f"--on {self.address}: no Ray cluster could be used there: {why}", hint=start + more)
 
     def device(self, wanted: str) -> Device:
         """``cuda`` or ``cpu`` for ``--device auto|cuda|cpu``.
@@ -287,15 +288,36 @@ def _removed(group: Any) -> None:
 
 def _ray() -> Any:
     """The module, which does not start a cluster of its own in the place of one that was lost."""
-    name = "RAY_ENABLE_AUTO_CONNECT"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
+    with _environment(RAY_ENABLE_AUTO_CONNECT="0"):
         return importlib.import_module("ray")
+
+
+@contextlib.contextmanager
+def _own_token(address: str) -> Iterator[None]:
+    """Give a cluster that is started for the tune a token of its own.
+
+    Ray would write one into the home folder, which every cluster that is started there later asks for.
+    """
+    if address == LOCAL and "RAY_AUTH_MODE" not in os.environ:
+        with _environment(RAY_AUTH_TOKEN=secrets.token_hex(32)):
+            yield
+        os.environ.pop("RAY_AUTH_MODE", None)  # Ray has set it
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def _environment(**told: str) -> Iterator[None]:
+    """Set some variables, and put back what stood there."""
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
     finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _found_by_ray() -> str:

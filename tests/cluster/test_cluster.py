@@ -98,6 +98,45 @@ def test_the_cluster_of_this_machine_alone_is_started_and_ended(monkeypatch):
     assert ended == [True]
 
 
+@pytest.mark.parametrize(
+    ("address", "mode", "tokens"), [("local", None, 1), ("local", "disabled", 0), ("here:1", None, 0)]
+)
+def test_the_cluster_of_a_tune_has_a_token_of_its_own_and_none_is_left_in_the_home_folder(
+    address, mode, tokens, monkeypatch
+):
+    """Every cluster that is started later would ask for it."""
+    seen = []
+
+    def init(**_given):
+        seen.append(os.environ.get("RAY_AUTH_TOKEN"))
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # as Ray does
+
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.setattr(nodes, "_unreachable", lambda _: "")
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(is_initialized=lambda: False, init=init))
+    Cluster(address).connect()
+    assert len([one for one in seen if one]) == tokens
+    assert "RAY_AUTH_TOKEN" not in os.environ
+    if address == "local":
+        assert os.environ.get("RAY_AUTH_MODE") == mode
+    monkeypatch.setenv("RAY_AUTH_MODE", "")  # so that it is put back as it was
+
+
+def test_a_client_that_is_asked_for_a_token_is_told_how_to_give_it(monkeypatch):
+    def init(**_given):
+        raise ConnectionError("ray client connection timeout")
+
+    monkeypatch.setattr(nodes, "_unreachable", lambda _: "")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(is_initialized=lambda: False, init=init))
+    for address, told in (("ray://here", True), ("here:1", False)):
+        with pytest.raises(MachineError, match="ray client connection timeout") as error:
+            Cluster(address).connect()
+        assert ("RAY_AUTH_MODE=token" in error.value.hint) is told
+
+
 def test_ray_does_not_take_sigterm_from_who_connects(monkeypatch):
     def init(**_given):
         signal.signal(signal.SIGTERM, lambda *_: None)
