@@ -13,6 +13,7 @@ from autofit.contract.facts import Script
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError
 from autofit.training.scripts.entry import asks_otherwise, train_with
+from autofit.training.scripts.patches import Made
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import PLAIN
 
@@ -33,12 +34,19 @@ class Net(torch.nn.Module):
 
 rows = [{"x": torch.ones(4), "labels": torch.tensor(0.0)} for _ in range(32)]
 seen = []
-for rows_at_once, accumulation, optimizer in json.loads(sys.argv[1]):
+class Other(Net):
+    pass
+
+class Own(Trainer):
+    pass
+
+for rows_at_once, accumulation, optimizer, *others in json.loads(sys.argv[1]):
     arguments = TrainingArguments(
         sys.argv[2], per_device_train_batch_size=rows_at_once, gradient_accumulation_steps=accumulation,
         optim=optimizer, max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no",
     )
-    trainer = Trainer(Net(), arguments, train_dataset=rows)
+    kind, model = Own if "Own" in others else Trainer, Other() if "Other" in others else Net()
+    trainer = kind(model, arguments, train_dataset=rows)
     trainer.train()
     asked = trainer.args
     seen.append([asked.per_device_train_batch_size, asked.gradient_accumulation_steps, str(asked.optim.value)])
@@ -91,7 +99,11 @@ def trained(recipe, path, words, around=lambda _trainer, train, _own: train()):
 def plan(**changed):
     facts = cpu_facts(global_batch=8)
     script = Script(path="train.py", sha256="", micro_batch=4, accumulation=2, trainer="Trainer", own=OWN, **changed)
-    facts = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=script))
+    facts = dataclasses.replace(
+        facts,
+        workload=dataclasses.replace(facts.workload, script=script),
+        model=dataclasses.replace(facts.model, architecture="Net"),
+    )
     return recipe_of(PLAIN.replaced(micro_batch=8, accumulation=1), facts), script
 
 
@@ -118,7 +130,7 @@ def test_every_training_like_the_tuned_one_gets_the_plan_and_no_other(tmp_path):
     assert seen == [planned, [*other, "no"], planned, [*other, "no"]]
     assert around == ["4", "4"]
     words = (
-        "another Trainer of the script asks for 16 rows a step on each device, not 8, optim sgd, not adamw_torch_fused"
+        "another Trainer of the script asks for a batch on each device of 16, not 8, optim sgd, not adamw_torch_fused"
     )
     assert said == [f"{words}: the plan is not put into it"] * 2
 
@@ -137,12 +149,27 @@ def test_other_arguments_of_the_only_training_are_told(tmp_path):
     assert said == ["the script asks for optim sgd, not adamw_torch_fused, as it was tuned: it trains as the plan says"]
 
 
+def test_another_model_or_trainer_is_another_training(tmp_path):
+    """Its loss may be divided where that of the tuned one is not."""
+    recipe, _ = plan(undivided=True)
+    like = [4, 2, "adamw_torch_fused"]
+    seen, said, _ = run(tmp_path, recipe, like, [*like, "Other"], [*like, "Own"])
+    assert [one[:2] for one in seen] == [[8, 1], [4, 2], [4, 2]]
+    asks, left = "another Trainer of the script asks for", "the plan is not put into it"
+    assert said == [f"{asks} model Other, not Net: {left}", f"{asks} Trainer Own, not Trainer: {left}"]
+
+
 def test_what_the_plan_leaves_alone_is_no_other_training():
-    _, script = plan()
+    recipe, _ = plan()
     asked = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, **OWN, "eval_strategy": "epoch"}
-    assert asks_otherwise(script, asked, {"optim": "adamw_torch"}) == "", "the same rows, split in another way"
-    assert asks_otherwise(script, {**asked, "bf16": True}, {"optim": "adamw_torch"}) == ""
-    assert asks_otherwise(script, {**asked, "bf16": True}, {"bf16": False}) == "bf16 True, not False"
+
+    def differs(tuned, **changed):
+        made = Made(arguments={**asked, **changed}, given={"model": None})
+        return asks_otherwise(made, transformers.Trainer, recipe.facts, tuned)
+
+    assert differs({"optim": "adamw_torch"}) == "", "the same rows, split in another way"
+    assert differs({"optim": "adamw_torch"}, bf16=True) == ""
+    assert differs({"bf16": False}, bf16=True) == "bf16 True, not False"
 
 
 @pytest.mark.parametrize("words", [("4", "2"), ("2", "4"), ("16", "1")])

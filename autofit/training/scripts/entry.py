@@ -18,14 +18,14 @@ from autofit.training.row_order import wanted
 from autofit.training.scripts.leave import Enough, Refused, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop_entry import describing, measure_loop, train_loop_with, waits_of
-from autofit.training.scripts.patches import Patches, loads_of
+from autofit.training.scripts.patches import Made, Patches, loads_of
 from autofit.training.scripts.rows import sample_of, take_in_order, why_ungrouped
-from autofit.training.scripts.traits import longest_batch, shapes, traits
+from autofit.training.scripts.traits import inner_of, longest_batch, shapes, traits
 from autofit.training.scripts.watched import watch, wrap
 from autofit.training.tasks.loss_scale import script_leaves_undivided
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Script
+    from autofit.contract.facts import Facts, Script
     from autofit.training.timing import Clock
 
 _OUTPUT = "output"
@@ -147,28 +147,26 @@ def _own(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def asks_otherwise(script: Script, arguments: Mapping[str, Any], tuned: Mapping[str, Any]) -> str:
-    """What a Trainer's own arguments ask for that was not asked for when the script was tuned; empty for nothing.
+def asks_otherwise(made: Made, kind: type, facts: Facts, tuned: Mapping[str, Any]) -> str:
+    """What a Trainer asks for that was not asked for when the script was tuned; empty for nothing.
 
     Args:
-        script: As it was tuned.
-        arguments: Fields of the ``TrainingArguments`` that the script has made now.
-        tuned: Those that the plan puts in their place: what it leaves alone is no matter.
+        made: What the script makes it with.
+        kind: Its class.
+        facts: What was tuned.
+        tuned: Fields of its ``TrainingArguments`` that the plan sets: what it leaves alone is no matter.
     """
-    rows = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"]
-    before = script.micro_batch * script.accumulation
-    differ = [f"{rows} rows a step on each device, not {before}"] if rows != before else []
-    own = _own(arguments)
-    return ", ".join(
-        [
-            *differ,
-            *(
-                f"{name} {own[name]}, not {script.own[name]}"
-                for name in _DECIDED_ON
-                if name in tuned and name in script.own and own[name] != script.own[name]
-            ),
-        ]
-    )
+    script, own = facts.workload.script, _own(made.arguments)
+    assert script is not None
+    rows = made.arguments["per_device_train_batch_size"] * made.arguments["gradient_accumulation_steps"]
+    asked: dict[str, tuple[Any, Any]] = {
+        "Trainer": (kind.__name__, script.trainer),
+        "a batch on each device of": (rows, script.micro_batch * script.accumulation),
+        **{name: (own[name], script.own[name]) for name in _DECIDED_ON if name in tuned and name in script.own},
+    }
+    if hasattr(model := made.given.get("model"), "parameters"):  # not made yet, or told by its name
+        asked["model"] = (type(inner_of(model)).__name__, facts.model.architecture)
+    return ", ".join(f"{name} {now}, not {then}" for name, (now, then) in asked.items() if now != then)
 
 
 def _makes_its_optimizer(trainer: Any, given: Mapping[str, Any]) -> bool:
@@ -244,11 +242,11 @@ def train_with(
         return
 
     entered: list[Any] = []
-    asked: list[Mapping[str, Any]] = []
+    asked: list[Made] = []
 
-    def takes(own: Mapping[str, Any]) -> bool:
-        asked.append(own)
-        differ = asks_otherwise(tuned, own, recipe.emission.training_args) if tuned else ""
+    def takes(made: Made, kind: type) -> bool:
+        asked.append(made)
+        differ = asks_otherwise(made, kind, recipe.facts, recipe.emission.training_args) if tuned else ""
         other = tuned is not None and bool(differ) and (len(asked) < tuned.call or bool(patches.made))
         if other:
             say(f"another Trainer of the script asks for {differ}: the plan is not put into it")

@@ -59,7 +59,7 @@ class Patches:
         call: Which call of ``train`` is meant; ``None`` for each of a Trainer that :attr:`takes` has chosen.
         skips_earlier: Whether the calls before it are left out.
         rewrites: Whether the arguments of a Trainer are changed.
-        takes: Given a Trainer's arguments; whether they are changed.
+        takes: Given what a Trainer is made with, and its class; whether its arguments are changed.
         before_trainer: Called where a Trainer is about to be made, before its arguments are changed.
         random_weights: Whether models get random weights, and no file of weights is read or fetched.
         made: What each Trainer was made with, by its ``id``.
@@ -78,7 +78,7 @@ class Patches:
     call: int | None = 1
     skips_earlier: bool = True
     rewrites: bool = True
-    takes: Callable[[Mapping[str, Any]], bool] = lambda _: True
+    takes: Callable[[Made, type], bool] = lambda *_: True
     made: dict[int, Made] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
     loaded: bool = False
@@ -188,11 +188,12 @@ class Patches:
         names = [one.name for one in dataclasses.fields(arguments)]
         # the object is kept, so that no other comes to have its id
         own = self._own.setdefault(id(arguments), (arguments, {name: getattr(arguments, name) for name in names}))[1]
-        if not self.takes(own):
+        made_with = Made(arguments=own, given=given)
+        if not self.takes(made_with, type(trainer)):
             self.made.pop(id(trainer), None)
             arguments.mixed_precision = next((name for name in ("bf16", "fp16") if own[name]), "no")  # not the launch's
             return
-        self.made[id(trainer)] = Made(arguments=own, given=given)
+        self.made[id(trainer)] = made_with
         os.environ.update(self.environment)
         made = dataclasses.replace(arguments, **self.tuned)
         vars(arguments).clear()

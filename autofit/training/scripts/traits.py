@@ -26,7 +26,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
     """
     import torch
 
-    inner = _inner(model)
+    inner = inner_of(model)
     first = max(inner.parameters(), key=lambda one: one.numel(), default=None)
     if first is None:
         raise Refused(f"the script trains a {type(inner).__name__}, which has no parameters", "hand on the whole model")
@@ -77,7 +77,7 @@ def shapes(batch: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def _inner(model: Any) -> Any:
+def inner_of(model: Any) -> Any:
     """The model of transformers inside of a compiled one, or below an adapter."""
     model = getattr(model, "_orig_mod", model)
     base = getattr(model, "get_base_model", None)
