@@ -157,6 +157,8 @@ def test_another_model_or_trainer_is_another_training(tmp_path):
     assert [one[:2] for one in seen] == [[8, 1], [4, 2], [4, 2]]
     asks, left = "another Trainer of the script asks for", "the plan is not put into it"
     assert said == [f"{asks} model Other, not Net: {left}", f"{asks} Trainer Own, not Trainer: {left}"]
+    with pytest.raises(InputError, match="asks for model Other, not Net, as it was tuned: how its loss is divided"):
+        run(tmp_path, recipe, [*like, "Other"])
 
 
 def test_what_the_plan_leaves_alone_is_no_other_training():
@@ -167,9 +169,9 @@ def test_what_the_plan_leaves_alone_is_no_other_training():
         made = Made(arguments={**asked, **changed}, given={"model": None})
         return asks_otherwise(made, transformers.Trainer, recipe.facts, tuned)
 
-    assert differs({"optim": "adamw_torch"}) == "", "the same rows, split in another way"
-    assert differs({"optim": "adamw_torch"}, bf16=True) == ""
-    assert differs({"bf16": False}, bf16=True) == "bf16 True, not False"
+    assert differs({"optim": "adamw_torch"}) == {}, "the same rows, split in another way"
+    assert differs({"optim": "adamw_torch"}, bf16=True) == {}
+    assert differs({"bf16": False}, bf16=True) == {"bf16": "bf16 True, not False"}
 
 
 @pytest.mark.parametrize("words", [("4", "2"), ("2", "4"), ("16", "1")])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.outcome import Evidence
 from autofit.contract.recipe import Recipe
+from autofit.system.errors import InputError
 from autofit.training.expected_rows import Tokens
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
@@ -147,8 +148,8 @@ def _own(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def asks_otherwise(made: Made, kind: type, facts: Facts, tuned: Mapping[str, Any]) -> str:
-    """What a Trainer asks for that was not asked for when the script was tuned; empty for nothing.
+def asks_otherwise(made: Made, kind: type, facts: Facts, tuned: Mapping[str, Any]) -> dict[str, str]:
+    """What a Trainer asks for that was not asked for when the script was tuned, in words, by its name.
 
     Args:
         made: What the script makes it with.
@@ -166,7 +167,7 @@ def asks_otherwise(made: Made, kind: type, facts: Facts, tuned: Mapping[str, Any
     }
     if hasattr(model := made.given.get("model"), "parameters"):  # not made yet, or told by its name
         asked["model"] = (type(inner_of(model)).__name__, facts.model.architecture)
-    return ", ".join(f"{name} {now}, not {then}" for name, (now, then) in asked.items() if now != then)
+    return {name: f"{name} {now}, not {then}" for name, (now, then) in asked.items() if now != then}
 
 
 def _makes_its_optimizer(trainer: Any, given: Mapping[str, Any]) -> bool:
@@ -234,7 +235,7 @@ def train_with(
     ``say`` is told what may be another training than the script's own.
 
     Raises:
-        InputError: It never trained.
+        InputError: It never trained, or what it trains is not what was tuned.
     """
     tuned = recipe.facts.workload.script
     if tuned is not None and not tuned.trainer:
@@ -246,10 +247,16 @@ def train_with(
 
     def takes(made: Made, kind: type) -> bool:
         asked.append(made)
-        differ = asks_otherwise(made, kind, recipe.facts, recipe.emission.training_args) if tuned else ""
+        found = asks_otherwise(made, kind, recipe.facts, recipe.emission.training_args) if tuned else {}
+        differ = ", ".join(found.values())
         other = tuned is not None and bool(differ) and (len(asked) < tuned.call or bool(patches.made))
         if other:
             say(f"another Trainer of the script asks for {differ}: the plan is not put into it")
+        elif {"Trainer", "model"} & found.keys():
+            raise InputError(
+                f"the script asks for {differ}, as it was tuned: how its loss is divided is not known",
+                hint="tune it with these arguments, or run it with those that it was tuned with",
+            )
         elif differ:
             say(f"the script asks for {differ}, as it was tuned: it trains as the plan says")
         return not other
