@@ -21,6 +21,7 @@ from autofit.commands.estimates.other_card import counted_cards
 from autofit.commands.estimates.plans import cause
 from autofit.commands.estimates.screen import screen
 from autofit.commands.estimates.ways import _smallest, _untried, held_by_way
+from autofit.commands.request import Request, Search
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, workspace_bytes
@@ -386,6 +387,22 @@ def test_each_way_of_training_shows_its_fastest_and_its_smallest(ask):
     assert "--fix adapter=none --fix quantization=none" in measure
     assert all(f"--fix {held}" in measure for held in HELD), "the same question"
     assert len(text.splitlines()) <= 24
+
+
+@pytest.mark.parametrize(
+    ("request_", "settings", "words"),
+    [
+        ({}, {}, ()),
+        ({}, {"allowed": "exact,numeric,method"}, ("--allow", "exact,numeric,method")),
+        (
+            {"task": "masked-lm", "launch_path": "loop", "trust_remote_code": True},
+            {"allowed": "exact"},
+            ("--allow", "exact", "--task", "masked-lm", "--launch-path", "loop", "--trust-remote-code"),
+        ),
+    ],
+)
+def test_a_tune_that_an_estimate_tells_of_has_the_same_plans(request_, settings, words):
+    assert estimate._asked(Request(model="demo", **request_), Search(**settings)) == words
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ class Estimate:
         processes: Cards that train together, in ``nodes`` machines; ``memory_bytes`` and plans' needs are of each.
         ways: Each way of training (full, LoRA, QLoRA), where they were asked for.
         telling: The knobs that tell the ways apart, and those that the question fixes.
+        asked: Other options of the question that a tune needs, too, so that it has the same plans.
         folder: Where the recommended plan's files were written; ``None`` where none were asked for, or nothing fits.
     """
 
@@ -77,6 +78,7 @@ class Estimate:
     nodes: int = 1
     ways: tuple[Way, ...] = ()
     telling: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
     folder: str | None = None
 
     def __repr__(self) -> str:

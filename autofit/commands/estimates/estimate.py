@@ -23,6 +23,7 @@ from autofit.commands.estimates.ways import ways as every_way
 from autofit.commands.estimates.world import LINK_UNKNOWN, World, asked_world
 from autofit.commands.facts import read_facts, remarks
 from autofit.commands.model_source import modeling_module
+from autofit.commands.request import Request, Search
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, families_of, forecast, plans_to_trace, workspace_bytes
 from autofit.costmodel.seconds.collectives import links_of
@@ -166,8 +167,18 @@ def estimate(
             seconds=time.monotonic() - began,
             ways=by_way,
             telling=tuple(one.name for one in techniques() if one.ways or one.name in knobs),
+            asked=_asked(request, settings),
             folder=str(target) if target is not None and best is not None else None,
         )
+
+
+def _asked(request: Request, settings: Search) -> tuple[str, ...]:
+    """Options of a question that are not as they are by default, as words."""
+    words = [] if settings.allowed == Search().allowed else ["--allow", settings.allowed]
+    words += ["--task", request.task] if request.task else []
+    words += ["--launch-path", request.launch_path] if request.launch_path != "trainer" else []
+    words += ["--trust-remote-code"] if request.trust_remote_code else []
+    return tuple(words)
 
 
 def why_recommended(first: bool) -> str:

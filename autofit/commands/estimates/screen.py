@@ -79,7 +79,7 @@ def _to_paste(way: Way, one: Estimated, found: Estimate) -> list[RenderableType]
     lines = shell_lines(flags(one.training_args, short=True), width=_WIDTH - 2)
     measure = [f"{name}={value}" for name, value in one.plan.items() if name in found.telling]
     held = [word for text in measure for word in ("--fix", text)]
-    held += ["--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
+    held += [*found.asked, "--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
     if found.processes > 1:
         held += ["--processes", str(found.processes)]
     measured = shell_lines(["autofit", "tune", found.model, *held], width=80)
