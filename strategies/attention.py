@@ -25,6 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
+from autofit.contract.layout import PARALLEL, context_ranks
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Status, Technique
 
 if TYPE_CHECKING:
@@ -127,6 +128,9 @@ class Attention(Technique):
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         if value in _FLASH and others["precision"] not in _SIXTEEN_BITS:
             return f"{value} computes in 16 bits, not in {others['precision']}"
+        chosen = facts.model.attention if value == self.baseline else value
+        if context_ranks(others.get(PARALLEL, "none")) > 1 and chosen != "sdpa":
+            return f"{others[PARALLEL]} splits the rows of sdpa alone, not of {chosen}"
         return None
 
     def apply(self, value: Value, recipe: Recipe) -> None:

@@ -108,7 +108,7 @@ class Checkpointing(Technique):
         return (off, *(choice(value, reason) for value, reason in reasons.items()))
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
-        return self.not_tried_split(value, others, {"off", "full"})
+        return self.not_tried_split(value, others, {"off", "full"}, {"off", "full"})
 
     def own(self, facts: Facts) -> Value:
         script = facts.workload.script

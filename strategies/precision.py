@@ -34,7 +34,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
-from autofit.contract.layout import engine_of
+from autofit.contract.layout import context_ranks, engine_of
 from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Status, Technique
 
@@ -62,7 +62,7 @@ _MANTISSA = {"fp32": 23, "tf32": 10, "bf16": 7, "fp16": 10, "bf16_weights": 7, "
 """Bits, without the leading one; of float8 the gradients' (e5m2)."""
 _FLOAT8 = (8, 9)
 _SPLIT = {"fp32", "tf32", "bf16", "bf16_weights"}
-"""What was tried under tensor parallelism."""
+"""What was tried under tensor parallelism; under context parallelism those of 16 bits."""
 _REFUSED = {
     ("deepspeed", "bf16_weights"): "DeepSpeed keeps a float32 copy of its own",
     ("deepspeed", "fp8"): "float8 layers were not tried under DeepSpeed",
@@ -129,8 +129,11 @@ class Precision(Technique):
         )  # fmt: skip
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
-        refused = _REFUSED.get((engine_of(others.get("parallel", "none")), str(value)))
-        return refused or self.not_tried_split(value, others, _SPLIT)
+        parallel = others.get("parallel", "none")
+        if context_ranks(parallel) > 1 and value in {"fp32", "tf32"}:
+            return f"{parallel} takes FlashAttention, which computes in 16 bits"
+        refused = _REFUSED.get((engine_of(parallel), str(value)))
+        return refused or self.not_tried_split(value, others, _SPLIT, _SPLIT)
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         recipe.mixed_precision = _AUTOCAST.get(str(value), "no")

@@ -84,6 +84,8 @@ class Model:
             transformers calls them (``tp_plan``); empty where it has no such plan.
         tensor_sizes: What each of those ranks has a part of, and how many there are: attention heads, entries of the
             vocabulary.
+        context_split: Whether ranks can each have a part of a row's tokens: all of its attention is causal over the
+            whole row, in modules whose mask Accelerate can drop, with heads that FlashAttention knows.
     """
 
     name: str
@@ -118,6 +120,7 @@ class Model:
     new_modules: tuple[str, ...] = ()
     tensor_split: tuple[str, ...] = ()
     tensor_sizes: Mapping[str, int] = field(default_factory=dict)
+    context_split: bool = False
 
     @property
     def plain_module(self) -> bool:

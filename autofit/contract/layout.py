@@ -64,6 +64,16 @@ def engine_of(parallel: Value) -> Engine:
     return "ddp" if name == "ddp" else "none"
 
 
+def context_ranks(parallel: Value) -> int:
+    """Processes that share the tokens of each row.
+
+    >>> context_ranks("cp2xfsdp4"), context_ranks("tp2xfsdp4")
+    (2, 1)
+    """
+    match = _MODEL.fullmatch(str(parallel))
+    return int(match[2]) if match and match[1] == "cp" else 1
+
+
 def layout_of(parallel: Value, processes: int) -> Layout | None:
     """The layout that a value of ``parallel`` names; ``None`` where it is none, or is not for so many processes.
 
@@ -100,7 +110,7 @@ def data_parallel_sizes(facts: Facts) -> list[int]:
     work = facts.workload
     a_machine = work.processes // work.nodes
     shared = [ranks for ranks in range(2, a_machine + 1) if a_machine % ranks == 0]
-    ranks = [1, *(one for one in shared if why_not_split(facts, one) is None)]
+    ranks = [1, *(one for one in shared if None in {why_not_split(facts, one), why_not_context(facts, one)})]
     return [work.processes // one for one in ranks if work.global_batch % (work.processes // one) == 0]
 
 
@@ -132,3 +142,32 @@ def why_not_split(facts: Facts, ranks: int) -> str | None:  # noqa: PLR0911 - a 
         return f"{model.architecture}'s plan splits by {', '.join(others)}, which was not tried"
     uneven = (f"{size} {what}" for what, size in model.tensor_sizes.items() if size % ranks)
     return next((f"{ranks} processes can't share {words} evenly" for words in uneven), None)
+
+
+_CONTEXT_FROM = {"torch": "2.13", "transformers": "5.23", "accelerate": "1.15"}
+"""Of the packages whose context parallelism was tried."""
+_FLASH = (8, 0)
+
+
+def why_not_context(facts: Facts, ranks: int) -> str | None:
+    """Why so many ranks can't share the tokens of each row, in words; ``None`` where they can."""
+    model, work, card = facts.model, facts.workload, facts.hardware
+    lacking = next((why for name, since in _CONTEXT_FROM.items() if (why := facts.lacks(name, since))), None)
+    parts = 2 * ranks
+    reasons = {
+        "PyTorch has no ring attention for a CPU": card.device == "cpu",
+        f"the ring takes FlashAttention, which {card.name} is too old for": (card.capability or _FLASH) < _FLASH,
+        str(lacking): lacking is not None,
+        "rows of a script may be padded, which no mask keeps out of context parallelism": work.script is not None,
+        "a Trainer splits the tokens of its rows; a plain loop does not": work.launch_path != "trainer",
+        f"context parallelism was not tried with {model.task}": model.task != "causal-lm",
+        f"{model.architecture} is not known to be split: all attention has to be causal over whole rows, in modules "
+        "named self_attn, with heads of one width, at most 256": not model.context_split,
+        f"the loss of {model.architecture} is not transformers' own, which takes shifted labels": not model.plain_head,
+        f"{model.architecture} drops attention weights, which was not tried in a ring": model.attention_dropout,
+        "rows of several lengths are padded, which no mask keeps out of context parallelism": bool(work.lengths),
+        f"{work.seq_len} tokens are not divisible by {parts}: each of {ranks} processes has two parts of a row": (
+            work.seq_len % parts != 0
+        ),
+    }
+    return next((why for why, holds in reasons.items() if holds), None)

@@ -18,7 +18,7 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from autofit.contract.emission import Emission
-from autofit.contract.layout import PARALLEL, engine_of
+from autofit.contract.layout import PARALLEL, context_ranks, engine_of
 from autofit.contract.observation import Hooks, Ran, Read, Seen
 from autofit.contract.plan import Value
 from autofit.system.errors import InputError as InputError  # noqa: PLC0414 - techniques raise it
@@ -246,12 +246,24 @@ class Technique(ABC):
         """Why the value can't go with the values of the techniques before it in ``ALL``, or ``None``."""
         return None
 
-    def not_tried_split(self, value: Value, others: Mapping[str, Value], tried: Collection[Value]) -> str | None:
-        """Why the value can't go with weights that several processes have a part of each, but where it was tried."""
+    def not_tried_split(
+        self,
+        value: Value,
+        others: Mapping[str, Value],
+        tried: Collection[Value],
+        by_tokens: Collection[Value] | None = None,
+    ) -> str | None:
+        """Why the value can't go with processes that share the rows of a micro-batch, or ``None``.
+
+        Args:
+            value: The value.
+            others: The plan.
+            tried: Values that were tried with weights that several processes have a part of each.
+            by_tokens: Those that were tried with processes that share the tokens of each row; ``None``: all.
+        """
         parallel = others.get(PARALLEL, "none")
-        if value in tried or engine_of(parallel) != "tensor":
-            return None
-        return f"{self.name}={value} was not tried under {parallel}"
+        known = tried if engine_of(parallel) == "tensor" else by_tokens if context_ranks(parallel) > 1 else None
+        return None if known is None or value in known else f"{self.name}={value} was not tried under {parallel}"
 
     def changes(self, value: Value, facts: Facts) -> str | None:
         """What the value changes in the training, in one sentence; ``None`` where nothing worth saying."""

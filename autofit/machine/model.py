@@ -8,6 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+_FLASH_WIDTH = 256
+"""Of the widest head that FlashAttention knows."""
+
 
 def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
     """Sizes and abilities of a model of transformers, read off the model as it stands.
@@ -45,6 +48,7 @@ def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
         "products": _products(model),
         "tensor_split": tuple(sorted(set((getattr(model, "tp_plan", None) or {}).values()))),
         "tensor_sizes": _tensor_sizes(model, text),
+        "context_split": _context_split(model),
     }
 
 
@@ -122,6 +126,20 @@ def _tensor_sizes(model: Any, config: Any) -> dict[str, int]:
         "entries of the vocabulary": _vocabulary(model),
     }
     return found if all(found.values()) else {}
+
+
+def _context_split(model: Any) -> bool:
+    """Whether Accelerate can split the tokens of a row: it drops the masks of modules of one name, and those alone.
+
+    Source: ``accelerate.big_modeling._attach_context_parallel_hooks`` of 1.15.
+    """
+    text = model.config.get_text_config()
+    layers, heads = _number(text, "num_hidden_layers"), _number(text, "num_attention_heads")
+    named = [name for name, _ in model.named_modules() if name.endswith("self_attn")]
+    if not heads or len(named) != layers or _number(text, "v_head_dim"):
+        return False
+    width = _number(text, "head_dim") or _number(text, "hidden_size") // heads
+    return width <= _FLASH_WIDTH and bool(getattr(model, "supports_context_parallel", False))
 
 
 def _input_embeddings(model: Any) -> Any:

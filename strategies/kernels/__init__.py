@@ -93,7 +93,7 @@ class Kernels(Technique):
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         if value == "chunked_ce" and others.get("parallel") == "zero3":
             return "DeepSpeed holds the output layer's weight only while that layer runs"
-        return self.not_tried_split(value, others, {"none"})
+        return self.not_tried_split(value, others, {"none"}, {"none", "chunked_ce"})
 
     def held(self, facts: Facts) -> Held | None:
         script = facts.workload.script

@@ -12,6 +12,8 @@
   over R.
 - ``tpNxfsdpM``: N processes share the products of each micro-batch, M such groups train on rows of their own:
   :mod:`.tensor`. By ``--fix`` or ``--among``, since no speed of it was measured yet.
+- ``cpNxfsdpM``: N processes share the tokens of each row, M such groups train on rows of their own, FSDP2 splits the
+  weights over all: :mod:`.context`. By ``--fix`` or ``--among``, too.
 - ``zero1``, ``zero2``, ``zero3``: DeepSpeed's, where it is installed: the optimizer's state is split, the gradients too
   (2), the weights too (3). Rajbhandari et al. (arXiv 1910.02054).
 
@@ -22,22 +24,24 @@ unless ``cpu=True`` is said in the script, and under its ``FSDP`` a CPU trains a
 
 Sources: ``accelerate.Accelerator.prepare_model``, ``accelerate/state.py``, ``accelerate/utils/fsdp_utils.py`` (1.15).
 Carried by the Accelerate YAML; tensor parallelism by ``setup.model(...)``, too.
-Not covered: context parallelism; DeepSpeed's own settings of buckets.
+Not covered: DeepSpeed's own settings of buckets.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
-from autofit.contract.layout import engine_of, layout_of, why_not_split
-from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique, divisors
+from autofit.contract.layout import context_ranks, engine_of, layout_of, why_not_context, why_not_split
+from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique, divisors, replacing
 
-from . import tensor
+from . import context, tensor
 from .emitted import accelerate_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from autofit.contract.observation import Hooks, Ran, Read, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
+    from autofit.contract.trace import TraceRecorder
 
 _ENGINES = {"MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "NO": "none", "FSDP2": "fsdp", "DEEPSPEED": "deepspeed"}
 """Engines by what Accelerate calls them."""
@@ -92,14 +97,21 @@ class Parallel(Technique):
         value, offload = _BEFORE.get(str(plan.get("offload")), (self.baseline, plan.get("offload")))
         return {self.name: value, **plan} | ({} if offload is None else {"offload": offload})
 
+    def stand_in(self, value: Value, facts: Facts, recorder: TraceRecorder) -> AbstractContextManager[None]:
+        return replacing(context.on_cpu()) if context_ranks(value) > 1 else contextlib.nullcontext()
+
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if engine_of(value) == "deepspeed":  # its flat buffers are no tensors of the model's
             return None
-        # an optimizer has its share of the weights, whenever they are gathered
-        return "fsdp" if part == "optimizer" and value == "fsdp:noreshard" else value
+        # an optimizer has its share of the weights, whenever they are gathered and whoever has the tokens
+        alike = value == "fsdp:noreshard" or context_ranks(value) > 1
+        return "fsdp" if part == "optimizer" and alike else value
 
     def watch(self, model: nn.Module, recipe: Recipe, hooks: Hooks) -> Read:
-        """Of processes that share each product, see that they train on the same rows."""
+        """Of processes that share each product or each row, see that they train on the same rows."""
+        if context_ranks(recipe.plan[self.name]) > 1:
+            given = context.watched(model, hooks)
+            return lambda ran: {**self.observe(ran), **context.split(ran, given)}
         if engine_of(recipe.plan[self.name]) != "tensor":
             return self.observe
         rows = tensor.watched(model, hooks)
@@ -126,7 +138,8 @@ class Parallel(Technique):
         if engine == "deepspeed" and seen.get("zero_stage") != int(str(value)[-1]):
             return f"DeepSpeed runs stage {seen.get('zero_stage')}"
         if engine == "fsdp":
-            return _not_sharded(str(value), seen, facts)
+            parted = context.not_split(value, seen, facts) if context_ranks(value) > 1 else None
+            return parted or _not_sharded(str(value), seen, facts)
         return None
 
     def prior(self, value: Value, facts: Facts) -> Prior:
@@ -153,8 +166,8 @@ _NAMES = {
 
 
 def _status(value: Value) -> Status:
-    """Tensor parallelism has to be asked for."""
-    return "on_request" if engine_of(value) == "tensor" else "offered"
+    """Tensor and context parallelism have to be asked for."""
+    return "on_request" if engine_of(value) == "tensor" or context_ranks(value) > 1 else "offered"
 
 
 def _of_one_process() -> list[tuple[Value, str, str | None]]:
@@ -189,7 +202,8 @@ def _of_several(facts: Facts) -> list[tuple[Value, str, str | None]]:
         groups = count // ranks
         shared = f"{ranks} processes share each product, and {groups} such group(s) have rows of their own"
         found.append((f"tp{ranks}xfsdp{groups}", shared, why_not_split(facts, ranks)))
-        found.append((f"cp{ranks}xfsdp{count // ranks}", "", "context parallelism was not tried yet"))
+        parted = f"{ranks} processes share the tokens of each row, and {groups} such group(s) have rows of their own"
+        found.append((f"cp{ranks}xfsdp{groups}", parted, why_not_context(facts, ranks)))
     return found
 
 
@@ -233,7 +247,7 @@ def _sharding(model: nn.Module) -> Seen:
 def _not_sharded(value: str, seen: Seen, facts: Facts) -> str | None:
     """Why weights are not split as a value of FSDP says."""
     layout = layout_of(value, facts.workload.processes)
-    wanted = 1 if layout is None else layout.shard
+    wanted = 1 if layout is None else layout.shard * layout.context
     if seen.get("shards") != wanted:
         return f"the weights are split over {seen.get('shards')} processes, not {wanted}"
     if layout is not None and layout.replicate > 1 and seen.get("mesh") != [layout.replicate, layout.shard]:

@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.layout import engine_of, layout_of
 
+from . import context
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from autofit.contract.facts import Facts
     from autofit.contract.plan import Value
+
+
+_PREFIX = "parallelism_config_"
 
 
 def accelerate_keys(value: Value, plan: Mapping[str, Value], facts: Facts) -> dict[str, Any]:
@@ -42,10 +47,11 @@ def _fsdp(value: Value, plan: Mapping[str, Value], facts: Facts) -> dict[str, An
 def _mesh(value: Value, facts: Facts) -> dict[str, Any]:
     """The sizes of a mesh; every size is written, since Accelerate reads one that is not as a word."""
     layout = layout_of(value, facts.workload.processes)
-    if layout is None or (layout.replicate == 1 and layout.tensor == 1):
+    if layout is None or layout.replicate == layout.tensor == layout.context == 1:
         return {}
-    sizes = {"dp_replicate": layout.replicate, "dp_shard": layout.shard, "tp": layout.tensor, "cp": 1, "sp": 1}
-    return {"parallelism_config": {f"parallelism_config_{name}_size": size for name, size in sizes.items()}}
+    sizes = {"dp_replicate": layout.replicate, "dp_shard": layout.shard, "tp": layout.tensor, "cp": layout.context}
+    found: dict[str, Any] = {f"{_PREFIX}{name}_size": size for name, size in {**sizes, "sp": 1}.items()}
+    return {"parallelism_config": found | (context.SETTINGS if layout.context > 1 else {})}
 
 
 def _deepspeed(value: Value, plan: Mapping[str, Value]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class Quantization(Technique):
         compute = _SIXTEEN.get(recipe.mixed_precision, recipe.weights_dtype)
         on_cpu = recipe.facts.hardware.device == "cpu"
         # Accelerate shards 4-bit weights where their storage is a float (fsdp_utils.py: Params4bit)
-        storage = compute if str(recipe.plan["parallel"]).startswith(("fsdp", "hsdp")) else "uint8"
+        storage = compute if engine_of(recipe.plan["parallel"]) == "fsdp" else "uint8"
         given = functools.partial(load_arguments, str(value), compute, on_cpu=on_cpu, storage=storage)
         recipe.load_arguments.append(given)
         quantized = functools.partial(random_model, str(value), compute, storage=storage)

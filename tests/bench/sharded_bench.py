@@ -53,6 +53,18 @@ TENSOR = (
     {"optimizer": "sgd", "micro_batch": 1},
 )
 """What tensor parallelism is tried with: over two cards, and over two of four and more."""
+CONTEXT = (
+    {},
+    {"precision": "bf16_weights", "micro_batch": 2},
+    {"checkpointing": "full"},
+    {"accumulation": 2, "micro_batch": 2},
+    {"accumulation": 2, "sync_each_batch": "on"},
+    {"kernels": "chunked_ce"},
+    {"adapter": "lora:r=16"},
+    {"adapter": "lora:r=16", "quantization": "nf4", "checkpointing": "full"},
+    {"optimizer": "sgd", "micro_batch": 1},
+)
+"""What context parallelism is tried with, over as many cards."""
 
 
 class Ranks(Bench):
@@ -75,7 +87,9 @@ def plans(processes):
     """The changes to the plain plan that are tried on so many cards."""
     halves = [{"parallel": f"hsdp:2x{processes // 2}", **more} for more in ({}, {"accumulation": 2, "micro_batch": 2})]
     split = [{"parallel": f"tp2xfsdp{processes // 2}", **more} for more in TENSOR if processes % 2 == 0]
-    return [*EACH, *(halves if processes >= 4 else []), *split]
+    parted = [{"parallel": f"cp2xfsdp{processes // 2}", **more} for more in CONTEXT if processes % 2 == 0]
+    parted += [{"parallel": f"cp{processes}xfsdp1"}] if processes > 2 else []
+    return [*EACH, *(halves if processes >= 4 else []), *split, *parted]
 
 
 def main():

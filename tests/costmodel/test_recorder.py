@@ -321,6 +321,21 @@ def test_attention(dtype, kind):
     assert both[kind][0] == (2 + 5) * square
 
 
+def test_a_block_of_a_ring_does_as_much_as_a_causal_kernel_of_twice_its_square(monkeypatch):
+    """Nothing of it is left out; other attention between texts of two lengths, of one process, is what it is."""
+    query = torch.empty(2, 4, 64, 16, requires_grad=True)
+    block = torch.empty(2, 4, 32, 16, requires_grad=True)
+
+    def flops():
+        both = work_of(lambda: F.scaled_dot_product_attention(query, block, block).sum().backward())
+        return max(found[0] for found in both.values())
+
+    alone = flops()
+    assert alone == (2 + 5) * 2 * 2 * 4 * 64 * 32 * 16
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert flops() == 2 * alone
+
+
 def test_the_rest_moves_bytes():
     tensor = torch.ones(KIB)
     assert work_of(torch.exp, tensor) == {"other": (0, 8 * KIB, 1)}

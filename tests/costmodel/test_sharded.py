@@ -11,7 +11,7 @@ from autofit.costmodel.seconds.collectives import COLLECTIVES
 from autofit.costmodel.tracing import fake_run, source, trace_job
 from autofit.costmodel.tracing.shard_layout import layout_of, local_bytes
 from autofit.costmodel.tracing.timeline import CATEGORIES, lengthen
-from autofit.registry import recipe_of
+from autofit.registry import recipe_of, technique
 from tests.support.tiny import write_config
 from tests.support.traced import CONFIGS, PLAIN, facts_of, like_a_process_of_its_own
 
@@ -182,3 +182,32 @@ def test_a_rank_of_tensor_parallelism_holds_its_part_of_weights_state_and_gradie
     activations = grow & (sent.moved_bytes >= 4 * facts.workload.seq_len * facts.model.hidden_size * 2)
     assert sent.moved_bytes[activations].sum() == 2 * few.moved_bytes[activations].sum()
     assert np.sum(sent.calls[(sent.m == layout.tensor) & (sent.n == COLLECTIVES.index("all_reduce"))]) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["cp2xfsdp1", "cp2xfsdp2"])
+def test_a_rank_of_context_parallelism_has_its_part_of_the_tokens_and_passes_keys_and_values_on(split, value):
+    folder, facts_for = split
+    layout = contract_layout.layout_of(value, int(value[2]) * int(value[-1]))
+    facts = facts_for(layout.world)
+    model = dataclasses.replace(facts.model, layer_classes=("LlamaDecoderLayer",))
+    facts, found = dataclasses.replace(facts, model=model), {}
+    for name in (value, "fsdp"):
+        with like_a_process_of_its_own():
+            found[name] = trace_job.micro_part(MIXED.replaced(parallel=name), facts, folder, folder)
+    micro, whole = found[value], found["fsdp"]
+    assert micro.weights.tolist() == whole.weights.tolist()
+    with like_a_process_of_its_own():
+        optimizer = trace_job.optimizer_part(MIXED.replaced(parallel=value), facts, folder, folder)
+    assert optimizer.state_bytes == pytest.approx(2 * micro.weights.sum(), rel=0.01)
+    assert technique("parallel").traced_as(value, "optimizer") == "fsdp"
+    rows = np.array([16.0, 32.0])
+    grows, all_grows = (np.diff(one.peaks(rows, adding=False)[0])[0] for one in (micro, whole))
+    assert grows == pytest.approx(all_grows / 2, rel=0.1)
+    few, sent = (micro.exchanges(1, each) for each in (2.0, 4.0))
+    waits = (sent.batch > 1) & (sent.m == layout.context)
+    assert sent.moved_bytes[waits].sum() == 2 * few.moved_bytes[waits].sum() > 0
+    calls = {kind: sent.calls[waits & (sent.n == COLLECTIVES.index(kind))].sum() for kind in ("all_gather", "permute")}
+    assert calls == {"all_gather": 2 * facts.model.layers, "permute": layout.context * facts.model.layers}
+    # rank 0's keys and values of both passes, gathered in 16 bits; their gradients, in 32 bits, one rank's at a time
+    assert len(set(sent.moved_bytes[waits & (sent.moved_bytes > 1000)])) == 1

@@ -1,14 +1,17 @@
 """How several processes train: what is offered where, what is written, and what old plans become."""
 
+import importlib
 from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit import space
 from autofit.contract.layout import data_parallel, data_parallel_sizes, layout_of
 from autofit.contract.observation import Ran
 from autofit.contract.plan import Plan
+from autofit.machine.model import describe_built
 from autofit.registry import converted, recipe_of, technique, techniques
 from autofit.system.errors import InputError
 from tests.support.synthetic import cpu_facts, cuda_facts
@@ -117,6 +120,83 @@ def test_processes_that_share_products_count_once_in_the_global_batch():
         assert {plan["compile"] for plan in plans} == {"off"}
 
 
+PARTED = {"context_split": True, "plain_head": True}
+TRIED = {"torch": "2.13.0+cu130", "transformers": "5.23.0", "accelerate": "1.15.0"}
+
+
+def parted_world(processes, *, capability=(9, 0), packages=TRIED, model=PARTED, **work):
+    facts = split_world(processes, model=model, **work)
+    hardware = replace(facts.hardware, capability=capability)
+    return replace(facts, hardware=hardware, packages={**facts.packages, **packages})
+
+
+@pytest.mark.parametrize(
+    ("facts", "value", "why"),
+    [
+        (parted_world(2), "cp2xfsdp1", None),
+        (parted_world(8), "cp4xfsdp2", None),
+        (parted_world(2, device="cpu"), "cp2xfsdp1", "no ring attention for a CPU"),
+        (parted_world(2, capability=(7, 5)), "cp2xfsdp1", "FlashAttention, which"),
+        (parted_world(2, packages={**TRIED, "torch": "2.12.1"}), "cp2xfsdp1", "2.12.1 is too old, 2.13 is needed"),
+        (parted_world(2, packages={**TRIED, "accelerate": "1.14.0"}), "cp2xfsdp1", "1.15 is needed"),
+        (parted_world(2, launch_path="loop"), "cp2xfsdp1", "a plain loop does not"),
+        (parted_world(2, lengths=(5, 9)), "cp2xfsdp1", "rows of several lengths"),
+        (parted_world(4, seq_len=1020), "cp2xfsdp2", None),
+        (parted_world(4, seq_len=1020), "cp4xfsdp1", "1020 tokens are not divisible by 8"),
+        (parted_world(2, model={**PARTED, "task": "ctc"}), "cp2xfsdp1", "not tried with ctc"),
+        (parted_world(2, model={"plain_head": True}), "cp2xfsdp1", "causal over whole rows"),
+        (parted_world(2, model={"context_split": True}), "cp2xfsdp1", "takes shifted labels"),
+        (parted_world(2, model={**PARTED, "attention_dropout": True}), "cp2xfsdp1", "drops attention weights"),
+        (parted_world(2, model={**PARTED, "layer_classes": ()}), "cp2xfsdp1", "names no layer"),
+    ],
+)
+def test_tokens_are_shared_where_flash_attention_is_causal_over_the_whole_row(facts, value, why):
+    choice = PARALLEL.choice(value, facts)
+    assert (choice.status, why is None) in {("on_request", True), ("withheld", False)}
+    assert why is None or why in choice.reason
+
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "can"),
+    [
+        ("llama", {}, True),
+        ("qwen3", {"head_dim": 256}, True),
+        ("qwen3", {"head_dim": 512}, False),
+        ("mistral", {"sliding_window": None}, True),
+        ("mistral", {"sliding_window": 8}, False),
+        ("gemma2", {}, False),
+        ("gpt_oss", {"num_local_experts": 2}, False),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, False),
+        ("gpt2", {}, False),
+        ("mamba", {}, False),
+    ],
+)
+def test_which_models_are_split_by_tokens(model_type, changes, can):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SMALL, **changes}))
+    assert describe_built(model_type, model.config, model)["context_split"] is can
+
+
+def test_processes_that_share_tokens_count_once_in_the_global_batch():
+    facts = parted_world(4)
+    assert data_parallel_sizes(facts) == [4, 2, 1]
+    for value, ranks in (("cp2xfsdp2", 2), ("cp4xfsdp1", 1)):
+        plans = space.build(facts, given={"parallel": (value,)}).plans
+        assert plans
+        assert {plan["micro_batch"] * plan["accumulation"] * ranks for plan in plans} == {32}
+        assert {plan["precision"] for plan in plans} <= {"bf16", "bf16_weights"}
+        assert {plan["compile"] for plan in plans} == {"off"}
+
+
 def yaml_of(value, facts, **others):
     return recipe_of(PLAIN.replaced(parallel=value, **others), facts).emission.accelerate
 
@@ -134,6 +214,10 @@ def test_what_is_written():
     tensor = yaml_of("tp2xfsdp2", four)
     assert (tensor["distributed_type"], tensor["parallelism_config"]["parallelism_config_tp_size"]) == ("MULTI_GPU", 2)
     assert "setup.model" in " ".join(recipe_of(PLAIN.replaced(parallel="tp2xfsdp2"), four).emission.script)
+    context = yaml_of("cp2xfsdp2", four)
+    assert (context["distributed_type"], context["fsdp_config"]) == ("FSDP", fsdp["fsdp_config"])
+    ring = {name.removeprefix("parallelism_config_"): value for name, value in context["parallelism_config"].items()}
+    assert (ring["cp_size"], ring["dp_shard_size"], ring["cp_comm_strategy"]) == (2, 2, "allgather")
     zero = yaml_of("zero2", four, offload="optimizer")
     assert (zero["deepspeed_config"]["zero_stage"], zero["deepspeed_config"]["offload_optimizer_device"]) == (2, "cpu")
 
@@ -164,6 +248,8 @@ def test_the_rows_of_a_process_are_told_where_every_layout_has_as_many():
         assert all("of a process" in choice.reason for choice in technique(name).choices(world(2)))
 
 
+SEQ_LEN = world(4).workload.seq_len
+RING = {**SEEN, "context": 2, "tokens": SEQ_LEN // 2, "same_rows": True}
 SPLIT = {"engine": "MULTI_GPU", "processes": 4, "tensor": 2, "split_weights": 9, "fsdp": 2, "same_rows": True}
 
 
@@ -186,11 +272,24 @@ SPLIT = {"engine": "MULTI_GPU", "processes": 4, "tensor": 2, "split_weights": 9,
         ("tp2xfsdp2", {**SPLIT, "tensor": 1, "split_weights": 0}, "1 processes share each product, not 2"),
         ("tp2xfsdp2", {**SPLIT, "fsdp": 1}, "split over 1 groups, not 2"),
         ("tp2xfsdp2", {**SPLIT, "same_rows": False}, "train on different rows"),
+        ("cp2xfsdp2", RING, None),
+        ("cp2xfsdp2", {**RING, "context": 1}, "1 processes share the tokens of each row, not 2"),
+        ("cp2xfsdp2", {**RING, "tokens": SEQ_LEN}, f"{SEQ_LEN} tokens of a row, not {SEQ_LEN // 2}"),
+        ("cp2xfsdp2", {**RING, "shards": 2}, "split over 2 processes, not 4"),
+        ("cp2xfsdp2", {**RING, "same_rows": False}, "parts of different rows"),
     ],
 )
 def test_what_was_ignored_is_told(value, seen, why):
     found = PARALLEL.in_effect(value, seen, world(4))
     assert found is None if why is None else why in found
+
+
+def test_parts_of_one_row_are_told_from_parts_of_two():
+    continues = importlib.import_module("autofit.strategies.parallel.context").continues
+    # the row 0 to 11 over two processes: tokens 0 to 2 and 9 to 11, 3 to 5 and 6 to 8; what follows 11 is not learned
+    assert continues([[[0, 3], [9, -100]], [[3, 6], [6, 9]]])
+    assert not continues([[[0, 3], [9, -100]], [[53, 56], [56, 59]]])
+    assert not continues([[[0, 6], [6, -100]], [[0, 6], [6, -100]]])
 
 
 def test_a_model_that_one_process_splits_over_its_devices_is_told():
@@ -223,6 +322,12 @@ def test_a_model_that_one_process_splits_over_its_devices_is_told():
         (4, {"parallel": "tp2xfsdp2", "offload": "none", "optimizer": "sgd"}, None),
         (2, {"parallel": "tp2xfsdp1", "offload": "activations"}, "offload=activations was not tried"),
         (2, {"parallel": "tp2xfsdp1", "offload": "none", "quantization": "nf4"}, "quantization=nf4 was not tried"),
+        (2, {"parallel": "cp2xfsdp1", "precision": "bf16", "checkpointing": "full"}, None),
+        (2, {"parallel": "cp2xfsdp1", "precision": "fp32"}, "which computes in 16 bits"),
+        (2, {"parallel": "cp2xfsdp1", "precision": "bf16", "attention": "eager"}, "sdpa alone, not of eager"),
+        (2, {"parallel": "cp2xfsdp1", "precision": "bf16", "kernels": "liger"}, "liger was not tried"),
+        (2, {"parallel": "cp2xfsdp1", "precision": "bf16", "kernels": "chunked_ce", "adapter": "lora:r=16"}, None),
+        (2, {"parallel": "cp2xfsdp1", "precision": "bf16", "offload": "parameters"}, "parallel=fsdp or zero3"),
     ],
 )
 def test_what_does_not_go_together_is_told(processes, plan, why):

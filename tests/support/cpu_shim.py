@@ -2,8 +2,10 @@
 
 Loaded by a fork server as one of its modules. Accelerate looks for FSDP under a distributed type of a GPU only, and a
 Trainer's ``use_cpu`` takes another way to the process group: both are told that the CPU is such a device.
+PyTorch's ring attention gets the CPU's kernel.
 """
 
+import importlib
 import os
 
 os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
@@ -24,3 +26,5 @@ def backend(*_, **__):
 
 state.PartialState.__init__ = begin
 state.PartialState._prepare_backend = backend
+for owner, name, new in importlib.import_module("autofit.strategies.parallel.context").on_cpu():
+    setattr(owner, name, new)

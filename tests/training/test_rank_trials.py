@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from autofit.contract.layout import layout_of
 from autofit.contract.outcome import Crashed, Measured, OutOfMemory, TimedOut
 from autofit.system.fork_server import ForkServer
 from autofit.training.guard.equivalence import Guards, judge, references, rounding_of
@@ -251,15 +252,42 @@ def test_a_tensor_parallel_plan_trains_and_is_seen_to_be_split(shimmed, facts, t
         assert seen["split_weights"] > 4
 
 
+@pytest.mark.parametrize(
+    ("value", "others"),
+    [
+        ("cp2xfsdp1", {}),
+        ("cp2xfsdp1", {"precision": "bf16", "checkpointing": "full", "sync_each_batch": "on"}),
+        ("cp2xfsdp2", {"precision": "bf16_weights", "optimizer": "sgd"}),
+        ("cp4xfsdp1", {"precision": "bf16", "kernels": "chunked_ce", "adapter": "lora:r=4"}),
+    ],
+)
+def test_each_rank_of_a_context_parallel_plan_has_its_part_of_the_rows(shimmed, facts, tmp_path, value, others):
+    config, known = facts
+    layout = layout_of(value, 2 if value == "cp2xfsdp1" else 4)
+    work = dataclasses.replace(known.workload, processes=layout.world)
+    runner = ProcessRunner(tmp_path / "trials", dataclasses.replace(known, workload=work), config, shimmed)
+    plan = PLAIN.replaced(parallel=value, accumulation=4 // layout.shard, **others)
+    found = runner.run(0, plan, QUICK, purpose="search", limit_seconds=300).outcome
+    assert isinstance(found, Measured), found
+    for rank in range(layout.world):
+        one = json.loads((tmp_path / f"trials/00000/rank-{rank}.json").read_text())
+        seen = one["evidence"]["techniques"]["parallel"]
+        assert (seen["engine"], seen["processes"], seen["shards"]) == ("FSDP2", layout.world, layout.world)
+        assert (seen["context"], seen["tokens"]) == (layout.context, 32 // layout.context)
+        assert seen["same_rows"] is True
+
+
 def test_an_fsdp_yaml_on_a_cpu_is_ddp_and_is_told(try_plan):
     found = try_plan(plan=DDP.replaced(parallel="fsdp"))
     assert "MULTI_CPU, not fully sharded data parallel" in found.reason
 
 
-@pytest.mark.parametrize("value", ["fsdp", "tp2xfsdp1"])
-def test_the_guard_passes_a_sharded_plan(shimmed, facts, alone, tmp_path, value):
+@pytest.mark.parametrize(
+    ("value", "kernels"), [("fsdp", "none"), ("tp2xfsdp1", "none"), ("cp2xfsdp1", "none"), ("cp2xfsdp1", "chunked_ce")]
+)
+def test_the_guard_passes_a_sharded_plan(shimmed, facts, alone, tmp_path, value, kernels):
     config, known = facts
-    plan = DDP.replaced(parallel=value, accumulation=2 if value == "fsdp" else 4)
+    plan = DDP.replaced(parallel=value, accumulation=2 if value == "fsdp" else 4, kernels=kernels)
     reference, theirs, rounded = alone
     assert (next(references(plan, known)), rounding_of(plan, known)) == (reference, rounding_of(DDP, known))
     mine = Guards(tmp_path, known, config, shimmed)._train(plan, 3, 300.0, None)

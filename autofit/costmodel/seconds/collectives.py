@@ -1,7 +1,8 @@
 """What collectives cost: their seconds on the links of a world, how much of them compute hides, and NCCL's own memory.
 
 A collective of ``n`` ranks over ``w`` machines moves ``wire`` bytes through each rank: of a payload of ``S`` bytes
-``(n - 1)/n S`` for a gather or a scatter, twice that for an all-reduce (NCCL's *bus bandwidth* counts the same)::
+``(n - 1)/n S`` for a gather or a scatter, twice that for an all-reduce (NCCL's *bus bandwidth* counts the same), ``S``
+where each rank sends it to another (a permutation)::
 
     seconds = (start^r + (wire / rate)^r)^(1/r)        start = s log2(n), which every rank waits for
     rate    = 1 / (1/inside + 1/across)
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from autofit.costmodel.seconds.roofline import Numbers
     from autofit.machine.gpu_catalogue import Card
 
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "permute"]
 COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 _COLLECTIVE = TIMED_KINDS.index("collective")
 _BUCKET_BYTES = 25 << 20
@@ -105,7 +106,9 @@ def coefficients() -> dict[str, Any]:
     return found
 
 
-def collective(kind: CollectiveKind, payload_bytes: float, ranks: int, stride: int = 1) -> Operator:
+def collective(
+    kind: CollectiveKind, payload_bytes: float, ranks: int, stride: int = 1, *, waits: bool = False
+) -> Operator:
     """A collective as an operator.
 
     Args:
@@ -113,9 +116,10 @@ def collective(kind: CollectiveKind, payload_bytes: float, ranks: int, stride: i
         payload_bytes: Of the whole: what is gathered, scattered or reduced.
         ranks: Of the group.
         stride: From each rank of the group to the next.
+        waits: Whether it sends activations, which the next operator needs.
     """
-    code = float(COLLECTIVES.index(kind))
-    return Operator(kind="collective", moved_bytes=payload_bytes, m=float(ranks), k=float(stride), n=code)
+    code, batch = float(COLLECTIVES.index(kind)), 2.0 if waits else 1.0
+    return Operator(kind="collective", moved_bytes=payload_bytes, batch=batch, m=float(ranks), k=float(stride), n=code)
 
 
 def collectives_of(operators: Operators) -> Operators:
@@ -134,7 +138,8 @@ def seconds(operators: Operators, links: Links, fit: Mapping[str, float] | None 
     fit = coefficients()["fit"] if fit is None else fit
     ranks, kind = operators.m, operators.n
     reduces = kind == COLLECTIVES.index("all_reduce")
-    wire = operators.moved_bytes * (ranks - 1) / ranks * np.where(reduces, 2.0, 1.0)
+    passed_on = kind == COLLECTIVES.index("permute")
+    wire = operators.moved_bytes * np.where(passed_on, 1.0, (ranks - 1) / ranks) * np.where(reduces, 2.0, 1.0)
     # a group whose ranks are further apart than one machine is wide has each rank in another
     machines = np.minimum(ranks, np.ceil(ranks * operators.k / links.a_machine))
     if links.plain_start is not None:
@@ -153,9 +158,9 @@ def step_collectives(
 ) -> Operators:
     """The collectives of a whole optimizer step, with all of their calls.
 
-    Those of FSDP and of tensor parallelism are traced. DDP's reducer is not: it reduces the gradients in buckets, in
-    the last micro-step. Nor is DeepSpeed, which reduces them in buckets of 16 bits where it computes in 16 bits, in
-    each micro-step from stage 2 on, and gathers the weights: after each step, in stage 3 in each pass.
+    Those of FSDP, of tensor and of context parallelism are traced. DDP's reducer is not: it reduces the gradients in
+    buckets, in the last micro-step. Nor is DeepSpeed, which reduces them in buckets of 16 bits where it computes in 16
+    bits, in each micro-step from stage 2 on, and gathers the weights: after each step, in stage 3 in each pass.
 
     Args:
         micro: The micro-steps.
@@ -163,7 +168,7 @@ def step_collectives(
         work: The world.
         accumulation: Micro-steps to an optimizer step.
         half: Whether it computes in 16 bits.
-        rows: Of a micro-batch, which tensor parallelism sends activations of.
+        rows: Of a micro-batch, which ranks that share it send activations of.
     """
     if engine_of(parallel) == "ddp":
         return _in_buckets([("all_reduce", float(micro.buckets_bytes), 1)], _BUCKET_BYTES, work.processes)
@@ -231,13 +236,13 @@ def exposed_seconds(
     if work.processes == 1:
         return np.zeros(len(accumulation))
     layout = layout_of(parallel, work.processes)
-    tensor = 1 if layout is None else layout.tensor
-    plans = list(zip(accumulation.tolist(), (rows if tensor > 1 else np.ones_like(rows)).tolist(), strict=True))
+    shared = layout is not None and layout.tensor * layout.context > 1
+    plans = list(zip(accumulation.tolist(), (rows if shared else np.ones_like(rows)).tolist(), strict=True))
     beside, between = dict[tuple[int, float], float](), dict[tuple[int, float], float]()
     for times, each in set(plans):
         found = step_collectives(micro, parallel, work, times, half=half, rows=each)
         took = found.calls * seconds(found, links)
-        waits = (tensor > 1) & (found.m == tensor) & (found.k == 1)  # the next product needs what it gives
+        waits = shared & (found.batch > 1)
         beside[times, each], between[times, each] = float(took[~waits].sum()), float(took[waits].sum())
     exchanged, waited = (np.array([sums[plan] for plan in plans]) for sums in (beside, between))
     if links.plain_start is not None:

@@ -272,7 +272,7 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
         for one in techniques():
             stack.enter_context(one.stand_in(recipe.plan[one.name], recipe.facts, recorder))
         if mode is not None:
-            stack.enter_context(without_packing())
+            stack.enter_context(without_packing(gaps=layout_of(recipe).context > 1))
             stack.enter_context(mode)
         if layout_of(recipe).engine:
             stack.enter_context(following(recorder))
@@ -284,17 +284,19 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
 
 
 @contextlib.contextmanager
-def without_packing() -> Iterator[None]:
+def without_packing(*, gaps: bool = False) -> Iterator[None]:
     """Say what transformers can't see in positions without values: that a row is one sequence.
 
-    Otherwise it makes a mask of every pair of tokens, and attention takes another kernel.
+    Otherwise it makes a mask of every pair of tokens, and attention takes another kernel. So it does where a rank has
+    parts of each row, with gaps between them; that mask is dropped before attention.
     """
     from transformers import masking_utils
 
     find = masking_utils.find_packed_sequence_indices
 
-    def find_none(position_ids: torch.Tensor) -> None:
-        find(position_ids)  # for the tensors that it makes
+    def find_none(position_ids: torch.Tensor) -> torch.Tensor | None:
+        found: torch.Tensor | None = find(position_ids)  # for the tensors that it makes, too
+        return found if gaps else None
 
     masking_utils.find_packed_sequence_indices = find_none
     try:

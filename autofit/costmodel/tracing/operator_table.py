@@ -93,12 +93,16 @@ _COLLECTIVES: dict[str, CollectiveKind] = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
+    "all_to_all_single": "permute",
 }
-"""By PyTorch's names of their operators, the functional ones below."""
+"""By PyTorch's names of their operators, the functional ones below; a ring alone sends all to all, to one each."""
 
 
-def collective_of(func: Any, args: tuple[Any, ...], outputs: list[Any]) -> Operator | None:
-    """What a collective sends, and within which group; ``None`` for what sends no tensors, such as a wait."""
+def collective_of(func: Any, args: tuple[Any, ...], outputs: list[Any], *, waits: bool) -> Operator | None:
+    """What a collective sends, within which group, and whether the next operator waits for it.
+
+    ``None`` for what sends no tensors, such as a wait.
+    """
     kind = _COLLECTIVES.get(func._schema.name.rpartition("::")[2])
     if kind is None:
         return None
@@ -106,7 +110,8 @@ def collective_of(func: Any, args: tuple[Any, ...], outputs: list[Any]) -> Opera
     ranks = dist.get_process_group_ranks(group)
     tensors = [one for value in (*args, *outputs) for one in _each(value)]
     payload = max(one.nbytes for one in tensors)
-    return collective(kind, float(payload), len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return collective(kind, float(payload), len(ranks), stride, waits=waits)
 
 
 def _named(name: Any) -> Any:

@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, torch.Tensor):
                 made |= self.follow(tensor, func, args)
         if func.namespace in {"c10d", "_c10d_functional"}:
-            self._send(collective_of(func, args, outputs))
+            self._send(collective_of(func, args, outputs, waits=self._label != _COMMUNICATION))
         elif made or func._schema.is_mutable:
             self._count(key, func, args, kwargs, result, outputs)
         return result

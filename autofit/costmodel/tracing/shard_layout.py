@@ -31,6 +31,7 @@ class Layout:
     Attributes:
         shards: Ranks that share a parameter, by its first dimension.
         tensor: Ranks that share the products, each with a part of the weights; FSDP splits those parts.
+        context: Ranks that share the tokens of each row; FSDP splits the weights over them, too.
         upcast: Whether trainable parameters of fewer bits become float32 (``accelerate/utils/fsdp_utils.py``,
             ``fsdp2_prepare_model`` of 1.15, under mixed precision).
         bucketed: Whether DDP's reducer keeps a copy of all gradients in its buckets.
@@ -42,6 +43,7 @@ class Layout:
 
     shards: int = 1
     tensor: int = 1
+    context: int = 1
     upcast: bool = False
     bucketed: bool = False
     gathers_late: bool = False
@@ -81,6 +83,7 @@ def layout_of(recipe: Recipe) -> Layout:
         config = written.get("fsdp_config") or {}
         return Layout(
             shards=world // replicas,
+            context=int(sizes.get("parallelism_config_cp_size", 1)),
             upcast=recipe.mixed_precision != "no",
             gathers_late=not recipe.sync_each_batch,
             engine=True,
