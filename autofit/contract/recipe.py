@@ -161,7 +161,7 @@ class Recipe:
         if source is None:
             settings = transformers.AutoConfig.from_pretrained(config, trust_remote_code=trust)
             make = functools.partial(auto.from_config, settings, **given)
-            with torch.device(device or "cpu"), quick_random_weights():
+            with torch.device(device or "cpu"), without_values() if device == "meta" else quick_random_weights():
                 built = make() if self.random_model is None else self.random_model(make)
             if self.spread is not None and device != "meta":
                 built = self.spread(built)
@@ -255,6 +255,20 @@ def trainer_optimizer(model: PreTrainedModel, args: TrainingArguments) -> torch.
 
     optimizer: torch.optim.Optimizer = OptimizerOnly().create_optimizer()
     return optimizer
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Have PyTorch's modules draw no weights, for a device without memory: it takes as long as to make the modules."""
+    from torch.nn import init
+
+    drawn = {name: function for name, function in vars(init).items() if name.endswith("_") and callable(function)}
+    names = [name for name in drawn if not name.startswith("_")]
+    vars(init).update(dict.fromkeys(names, lambda tensor, *_, **__: tensor))
+    try:
+        yield
+    finally:
+        vars(init).update(drawn)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, signature
+from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, resize_native, signature
 
 CALLS: dict[str, Callable[[], Any]] = {
     "product": lambda: torch.empty(3, 4) @ torch.empty(5, 4).t(),
@@ -52,6 +53,46 @@ def test_a_view_shares_the_storage_of_the_tensor_that_was_given() -> None:
             given = torch.empty(6, 4)
             seen = given[2:].t()
             assert seen.untyped_storage()._cdata == given.untyped_storage()._cdata
+
+
+def test_nobody_asks_a_tensor_for_its_device_by_way_of_a_mode() -> None:
+    asked = []
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    for mode, asks in ((FakeTensorMode(), True), (FakeMode(), False)):
+        asked.clear()
+        with mode, Asked():
+            F.linear(torch.empty(3, 4), torch.empty(5, 4)).sum()
+        assert (torch.ops.prim.device.default in asked) is asks
+
+
+def test_a_native_storage_is_emptied_and_filled_again() -> None:
+    with FakeMode():
+        given = torch.empty(4, 6) * 3
+        storage, twice = given.untyped_storage(), given * 2
+        for size in (0, 96, 0, 96):
+            resize_native(storage, size) if storage.device.type != "meta" else storage.resize_(size)
+            assert storage.nbytes() == given.untyped_storage().nbytes() == size
+        assert told(given * 2) == told(twice)
+        assert told(given.view(24).cumsum(0)) == told(twice.view(24).cumsum(0))
+
+
+def test_what_pytorch_makes_of_a_native_tensor_lies_in_its_storage() -> None:
+    with FakeMode():
+        given, other = torch.empty(4, 2), torch.empty(2, 4)
+        storage = given.untyped_storage()
+        seen = torch.view_as_complex(given)  # whose signature tells nothing
+        assert (seen.shape, seen.dtype) == ((4,), torch.complex64)
+        assert seen.untyped_storage()._cdata == storage._cdata
+        assert torch.add(given, given, out=given) is given
+        assert torch.ops.aten.t_.default(given) is given
+        assert given.shape == given.add(other).shape == (2, 4)
+        assert given.untyped_storage()._cdata == storage._cdata
+        assert storage.device == given.device == torch.device("cpu")
 
 
 def test_operators_are_told_apart_by_all_that_matters() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
 import torch
+
+from autofit.costmodel.tracing.emulation.fake_mode import of_operator
 
 ATTENTION = "attention_by_scores"
 """Name of the function that calls the attention whose scores are made."""
@@ -54,7 +55,7 @@ def _may_be_added_to(there: torch.Tensor, added: torch.Tensor) -> bool:
     return alike and alone and bool(torch.ops.aten.is_non_overlapping_and_dense.default(there))
 
 
-@functools.cache
+@of_operator
 def only_writes(func: Any) -> bool:
     """Whether an operator does nothing but change values in place, so that a trace need not call it."""
     name = func._schema.name.rpartition("::")[2]

@@ -95,9 +95,14 @@ def _declared(model: nn.Module, index: int) -> object:
 
 def _kind(layer: nn.Module, declared: object) -> object:
     """Equal for layers that do the same: their modules, their own settings, their parameters."""
-    modules = tuple((name, type(module).__qualname__) for name, module in layer.named_modules())
-    parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
-    return modules, parameters, declared
+    modules = tuple(layer.named_modules())
+    parameters = tuple(
+        (place, name, tuple(one.shape), one.dtype, one.requires_grad)
+        for place, (_, module) in enumerate(modules)
+        for name, one in module._parameters.items()
+        if one is not None
+    )
+    return tuple((name, type(module).__qualname__) for name, module in modules), parameters, declared
 
 
 def period_of(plan: Plan) -> int:
@@ -235,7 +240,8 @@ class Marks:
         self.done += 1
         if self.done == self.effort.warm_up:
             self.recorder.close()
-        return self.done >= self.effort.warm_up
+            raise TraceDone
+        return False
 
 
 class TraceDone(Exception):  # noqa: N818 - nothing is wrong

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -31,8 +32,9 @@ _WEIGHTS, _COPIES, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _BATCH, _TEMPORARI
 )
 _HEAD = frozenset({"head", "loss", "headB"})
 _DEVICE = torch.ops.prim.device.default
-"""Asked of a fake tensor by every call from Python: two of three dispatches of a trace."""
-_ASKED = {torch.ops.aten._local_scalar_dense.default, _DEVICE}
+"""Asked of a fake tensor that is not native by every call from Python."""
+_VALUE = torch.ops.aten._local_scalar_dense.default
+_TO_COPY = torch.ops.aten._to_copy.default
 StandIn = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -74,6 +76,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._number_of: dict[Any, int] = {torch.cpu.current_stream(): 0}  # streams, which a trace has in name only
         self._counted: dict[Hashable, tuple[Kind, float, list[int], int]] = {}
         self._block: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._made_in: list[int] = []
         self._died_in: dict[int, int] = {}
         self._closed = False
@@ -96,7 +99,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator and write down what it made."""
-        if self.fake and func in _ASKED:
+        if self.fake and (func is _DEVICE or func is _VALUE):
             return args[0].device if func is _DEVICE else _one(args[0])
         kwargs = kwargs or {}
         if DTensor in types:
@@ -128,7 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._block or key in self._emptied:
             return False
         category = self._label
-        if func is torch.ops.aten._to_copy.default and self._is_weight(args[0]):
+        if func is _TO_COPY and self._is_weight(args[0]):
             category = _COPIES
         self._write(storage, key, str(func), category)
         return True
@@ -139,7 +142,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, storage: torch.UntypedStorage, key: int, name: str, category: int) -> int:
         block = self._begin(key, storage.nbytes(), name, category)
-        weakref.finalize(storage, self._free, key)
+        self._watched[key] = weakref.ref(storage, functools.partial(self._free, key))
         return block
 
     def _begin(self, key: int, size: int, name: str, category: int) -> int:
@@ -158,8 +161,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._fixed.add(block)
         return block
 
-    def _free(self, key: int) -> None:
+    def _free(self, key: int, _: object) -> None:
         """A storage is gone."""
+        del self._watched[key]
         if not self._closed and self._emptied.pop(key, None) is None:
             self._end(key)
 

@@ -30,6 +30,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.contract.technique import replacing
+from autofit.costmodel.tracing.emulation.fake_mode import resize_native
 
 if TYPE_CHECKING:
     from autofit.costmodel.tracing.recorder import Recorder
@@ -70,7 +71,8 @@ def following(recorder: Recorder) -> Iterator[None]:
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
+        native = recorder.fake and storage.device.type != "meta"
+        result = resize_native(storage, size) if native else resize(storage, size)
         recorder.resized(storage)
         return result
 

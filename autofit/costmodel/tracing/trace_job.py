@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
 
 _NUMBER_BYTES = 4
+_MANY = 6
+"""Evaluations from which on there are several for each core of a small machine."""
 
 
 def trace_all(job: TraceRequests, folder: Path) -> dict[str, str]:
@@ -66,19 +69,27 @@ def trace_all(job: TraceRequests, folder: Path) -> dict[str, str]:
 
 
 def _in_groups(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
-    """Those whose micro-steps are the same together, the one that is run first.
+    """Those that one process traces one after the other, since they share a run; the one that is run first.
 
-    The dear ones come first, so that the cores end together; those with the same evaluation follow one another.
+    The dear ones come first, so that the cores end together. Those with the same evaluation are one group where there
+    are several such groups for each core; elsewhere those whose micro-steps are the same.
     """
 
-    def key(request: TraceRequest) -> tuple[str, ...]:
-        evaluation = traced_plan(request.plan, "evaluation") or request.plan
-        return request.part, evaluation.words(), run_plan(request.plan).words()
+    def evaluation(request: TraceRequest) -> str:
+        return (traced_plan(request.plan, "evaluation") or request.plan).words()
 
     def place(request: TraceRequest) -> tuple[object, ...]:
-        return *key(request), run_plan(request.plan) != request.plan
+        run = run_plan(request.plan)
+        return request.part, evaluation(request), run.words(), run != request.plan
 
-    return [list(group) for _, group in itertools.groupby(sorted(requests, key=place), key)]
+    requests = sorted(requests, key=place)
+    many = len({evaluation(one) for one in requests if one.part == "micro_steps"}) >= _MANY
+
+    def key(request: TraceRequest) -> tuple[str, ...]:
+        whole = many and request.part == "micro_steps"
+        return request.part, evaluation(request), "" if whole else run_plan(request.plan).words()
+
+    return [list(group) for _, group in itertools.groupby(requests, key)]
 
 
 def _taken(ordered: list[list[TraceRequest]], waiting: int) -> Iterator[list[TraceRequest]]:
@@ -123,7 +134,12 @@ def save(job: TraceRequests, request: TraceRequest, arrays: dict[str, Any]) -> N
     """Leave a trace in the file that its request names, whole or not at all."""
     target = Path(job.folder) / request.file
     aside = target.with_name(f".{target.stem}-{os.getpid()}.npz")
-    np.savez_compressed(aside, **arrays)
+    with zipfile.ZipFile(
+        aside, "w", zipfile.ZIP_DEFLATED, compresslevel=1
+    ) as archive:  # numpy's level takes thrice as long
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w") as file:
+                np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
     aside.replace(target)
 
 

@@ -64,10 +64,10 @@ class CudaFunctions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one call."""
-        kwargs = dict(kwargs or {})
         name = _habit(func)
         if name is None:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = dict(kwargs or {})
         if func in _DROPOUTS:
             return _dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:

@@ -14,18 +14,20 @@ from typing import Any, ClassVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 _PLAIN = frozenset({
     int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout,
 })  # fmt: skip
 _BY_SHAPE = frozenset({"aten", "bitsandbytes"})
 """Libraries whose operators make the same of the same shapes, unless they say that they write."""
+_wrapper: Callable[..., FakeTensor] = torch.Tensor._make_wrapper_subclass
 _UNTOLD = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 
 def signature(func: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
     """All that an operator's result depends on but values; ``None`` where more may matter."""
-    key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+    key: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
     told = _tell(key, args)
     if told and kwargs:
         key.extend(kwargs)
@@ -73,7 +75,9 @@ _Known = tuple[type | None, tuple[Any, ...]]
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """PyTorch's mode of fake tensors, which looks first whether an operator was called with such tensors before.
 
-    What is known holds for every trace of a process.
+    What is known holds for every trace of a process. Its tensors are *native*: they lie in storages of their device,
+    without memory. PyTorch's own lie on ``meta``, and who asks one for its device asks every dispatch mode: two of
+    three calls of a trace.
     """
 
     _known: ClassVar[dict[Hashable | None, _Known]] = {}
@@ -96,16 +100,19 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Run one operator."""
         kwargs = kwargs or {}
         key = signature(func, args, kwargs) if _may_be_known(func) else None
-        if key is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        known = self._known.get(key)
+        known = None if key is None else self._known.get(key)
         if known is not None:
             return self._made_again(known, args, kwargs)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        described = _described(result, _tensors(args, kwargs))
+        stands = _Stands(self)
+        # what a tensor itself is told, PyTorch's mode has to tell that one
+        told = isinstance(func, torch._ops.OpOverload) and torch.Tag.inplace_view in func.tags
+        given = (args, kwargs) if told else tree_map_only(FakeTensor, stands.stand_in, (args, kwargs))
+        result = super().__torch_dispatch__(func, types, *given)
+        described = None if key is None else _described(result, _tensors(*given))
         if described is not None:
             self._known[key] = described
-        return result
+            return self._made_again(described, args, kwargs)
+        return tree_map_only(FakeTensor, stands.meant, result)
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Hashable | None]:
         """What an operator makes, for the mode right above this one; and its key, where it was known.
@@ -124,21 +131,76 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _make(self, one: _Made, given: list[torch.Tensor]) -> FakeTensor:
         """A fake tensor with the attributes of one that PyTorch made, whose constructor was a fifth of a trace."""
+        if one.views is not None:
+            return self.view(given[one.views].untyped_storage(), one)
         with torch._C._DisableTorchDispatch():
-            if one.views is None:
-                bare = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
-            else:
+            made = _wrapper(FakeTensor, one.shape, one.stride, 0, None, one.dtype, torch.strided, one.device)
+        return self._fake(made, one.device)
+
+    def view(self, storage: torch.UntypedStorage, one: _Made) -> FakeTensor:
+        """A fake tensor that lies in a storage."""
+        with torch._C._DisableTorchDispatch():
+            if storage.device.type == "meta":
                 bare = torch.empty(0, dtype=one.dtype, device="meta")
-                bare.set_(given[one.views].untyped_storage(), one.offset, one.shape, one.stride)
-            pattern = self._patterns.get(one.device)
-            if pattern is None:
-                self._patterns[one.device] = pattern = FakeTensor(self, torch.empty(0, device="meta"), one.device)
-            made: FakeTensor = torch.Tensor._make_subclass(
-                FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=one.device
-            )
-            self._guard(made)
-        vars(made).update(vars(pattern))
+                bare.set_(storage, one.offset, one.shape, one.stride)
+                made: FakeTensor = torch.Tensor._make_subclass(
+                    FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=one.device
+                )
+            else:
+                made = _wrapper(FakeTensor, (0,), (1,), 0, None, one.dtype, torch.strided, one.device)
+                made.set_(storage, one.offset, one.shape, one.stride)
+        return self._fake(made, one.device)
+
+    def _fake(self, made: FakeTensor, device: torch.device) -> FakeTensor:
+        """Give a tensor the attributes of a fake one."""
+        pattern = self._patterns.get(device)
+        if pattern is None:
+            with torch._C._DisableTorchDispatch():
+                self._patterns[device] = pattern = FakeTensor(self, torch.empty(0, device="meta"), device)
+        self._guard(made)
+        vars(made).update(vars(pattern), native=True)
         return made
+
+
+def resize_native(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    """``storage.resize_(size)``, which takes one without memory for a mistake; what grows lies on ``meta``."""
+    with torch._C._DisableTorchDispatch():
+        view = _wrapper(FakeTensor, (0,), (1,), 0, None, torch.uint8, torch.strided, storage.device)
+        view.set_(storage, 0, (0,), (1,))
+        torch.ops.inductor.resize_storage_bytes_(view, size)
+    return storage
+
+
+class _Stands:
+    """PyTorch's own fake tensors in the place of native ones, for one call of an operator."""
+
+    def __init__(self, mode: FakeMode) -> None:
+        self.mode = mode
+        self.storages: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self.tensors: list[tuple[FakeTensor, FakeTensor]] = []
+
+    def stand_in(self, one: FakeTensor) -> FakeTensor:
+        """What PyTorch's mode is given for a tensor; views of one storage stay views of one."""
+        storage = one.untyped_storage()
+        if storage.device.type == "meta" and not vars(one).get("native"):
+            return one
+        held = next((other for mine, other in self.storages if mine._cdata == storage._cdata), None)
+        if held is None:
+            held = torch.UntypedStorage(storage.nbytes(), device="meta")  # type: ignore[no-untyped-call]
+            self.storages.append((storage, held))
+        made = self.mode.view(held, _made(one, None))
+        self.tensors.append((one, made))
+        return made
+
+    def meant(self, one: FakeTensor) -> FakeTensor:
+        """What a tensor of PyTorch's mode is in the storage that it stands for."""
+        for mine, other in self.tensors:
+            if one is other:
+                return mine
+        for storage, held in self.storages:
+            if one.untyped_storage()._cdata == held._cdata:
+                return self.mode.view(storage, _made(one, None))
+        return one
 
 
 def called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Hashable | None]:
@@ -146,7 +208,21 @@ def called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[A
     return func(*args, **kwargs), None
 
 
-@functools.cache
+def of_operator(function: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """:func:`functools.cache` for what is asked of operators, whose own hash is a call of Python."""
+    known: dict[int, tuple[bool, Any]] = {}
+
+    @functools.wraps(function)
+    def asked(func: Any) -> bool:
+        found = known.get(id(func))
+        if found is None:
+            found = known[id(func)] = function(func), func  # which is held, so that its id stays its own
+        return found[0]
+
+    return asked
+
+
+@of_operator
 def _may_be_known(func: Any) -> bool:
     """Whether shapes tell what an operator makes, and it makes it without writing to what is given."""
     return (
@@ -166,6 +242,11 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Tenso
     return found
 
 
+def _made(value: FakeTensor, views: int | None) -> _Made:
+    offset = int(value.storage_offset())
+    return _Made(tuple(value.shape), value.stride(), offset, value.dtype, value.fake_device, views)
+
+
 def _described(result: Any, given: list[torch.Tensor]) -> _Known | None:
     """What was made, so that it can be made again; ``None`` where it can't."""
     kind = type(result) if isinstance(result, (list, tuple)) else None
@@ -183,10 +264,7 @@ def _one(value: Any, given: list[torch.Tensor]) -> Any:
     plain = value.layout is torch.strided and not value.dtype.is_complex and not value.requires_grad
     if any(value is one for one in given) or not plain or value.constant is not None:
         return NotImplemented
-    made = _Made(
-        tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, value.fake_device,
-        owners[0] if owners else None,
-    )  # fmt: skip
+    made = _made(value, owners[0] if owners else None)
     if not owners:
         last = sum((size - 1) * step for size, step in zip(made.shape, made.stride, strict=True))
         spans = (last + 1 if value.numel() else 0) * value.itemsize

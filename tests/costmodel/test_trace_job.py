@@ -1,0 +1,46 @@
+"""The job of tracing: which requests go together, and what is left of a trace."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autofit.contract.recipe import without_values
+from autofit.costmodel.tracing.trace_job import _in_groups, save
+from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
+from tests.support.traced import PLAIN
+
+
+@pytest.mark.parametrize(("adapters", "groups"), [(["none", "lora:r=8", "lora:r=16"], [2] * 6), (["none"], [1] * 4)])
+def test_plans_with_one_evaluation_are_traced_by_one_process_where_there_are_many(adapters, groups):
+    every = itertools.product(["fp32", "bf16"], adapters, ["off", "full"])
+    plans = [PLAIN.replaced(precision=one, adapter=two, checkpointing=three) for one, two, three in every]
+    requests = [TraceRequest(part="micro_steps", plan=plan, file=f"{at}.npz") for at, plan in enumerate(plans)]
+    found = _in_groups(reversed(requests))
+    assert [len(group) for group in found] == groups
+    assert {one.file for group in found for one in group} == {one.file for one in requests}
+    for group in found:
+        assert len({(one.plan["precision"], one.plan["adapter"]) for one in group}) == 1
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path):
+    arrays = {"events": np.arange(5, dtype=np.int32), "names": np.array(["a", "bc"]), "alone": np.array(7)}
+    request = TraceRequest(part="optimizer", plan=PLAIN, file="one.npz")
+    save(TraceRequests(facts=None, config="", requests=(request,), folder=str(tmp_path)), request, arrays)
+    with np.load(tmp_path / "one.npz", allow_pickle=False) as read:
+        assert {name: (read[name].dtype, read[name].tolist()) for name in read} == {
+            name: (array.dtype, array.tolist()) for name, array in arrays.items()
+        }
+    assert [path.name for path in tmp_path.iterdir()] == ["one.npz"]
+
+
+def test_modules_draw_no_weights_on_a_device_without_memory():
+    with torch.device("meta"), without_values():
+        assert nn.Linear(3, 4).weight.shape == (4, 3)
+    torch.manual_seed(0)
+    drawn = nn.Linear(3, 4).weight
+    torch.manual_seed(0)
+    assert torch.equal(drawn, nn.Linear(3, 4).weight)
+    assert drawn.any()
