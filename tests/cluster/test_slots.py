@@ -95,6 +95,8 @@ class PlayedHost:
 
 
 class PlayedCluster:
+    gone = False
+
     def __init__(self, *hosts):
         self.hosts, self.left = list(hosts), []
         errors = types.SimpleNamespace(RayError=LostError, RayTaskError=TaskError)
@@ -124,6 +126,9 @@ class PlayedCluster:
 
     def host(self, kind, group, place, bundle, device, modules):
         return self.hosts[int(group[place].id)]
+
+    def check(self):
+        """It is there."""
 
     def none_left(self):
         return MachineError("none is left")
@@ -178,6 +183,21 @@ def test_where_no_machine_is_left_it_says_so(tmp_path):
     cluster.nodes = lambda *_: []
     with pytest.raises(MachineError, match="none is left"):
         run(slots, tmp_path, notes)
+
+
+def test_where_the_whole_cluster_is_gone_nobody_is_asked_again(tmp_path):
+    slots, cluster, notes = slots_of(PlayedHost(dies=True), PlayedHost())
+
+    def gone():
+        cluster.gone = True
+        raise ConnectionError("here:1: Connection refused")
+
+    cluster.check = gone
+    with pytest.raises(MachineError, match="the Ray cluster was lost: here:1: Connection refused"):
+        run(slots, tmp_path, notes)
+    left = list(cluster.left)
+    slots.close()
+    assert cluster.left == left, "Ray would wait for it"
 
 
 def test_a_trial_over_two_machines_is_as_slow_and_as_large_as_its_worst_part(tmp_path):
