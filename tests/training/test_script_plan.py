@@ -13,7 +13,7 @@ from autofit.contract.facts import Script
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError
 from autofit.training.scripts.entry import asks_otherwise, train_with
-from autofit.training.scripts.patches import Made
+from autofit.training.scripts.patches import Made, _given
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import PLAIN
 
@@ -40,14 +40,22 @@ class Other(Net):
 class Own(Trainer):
     pass
 
+class Wraps(Trainer):
+    def __init__(self, model, *args, **kwargs):
+        super().__init__(Net(), *args, **kwargs)
+
+Wraps.__name__ = "Trainer"
+
 for rows_at_once, accumulation, optimizer, *others in json.loads(sys.argv[1]):
     arguments = TrainingArguments(
         sys.argv[2], per_device_train_batch_size=rows_at_once, gradient_accumulation_steps=accumulation,
         optim=optimizer, max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no",
     )
-    kind, model = Own if "Own" in others else Trainer, Other() if "Other" in others else Net()
+    kind = Own if "Own" in others else Wraps if "wraps" in others else Trainer
+    model = Other() if {"Other", "wraps"} & set(others) else Net()
     trainer = kind(model, arguments, train_dataset=rows)
-    trainer.train()
+    if "predicts" not in others:
+        trainer.train()
     asked = trainer.args
     seen.append([asked.per_device_train_batch_size, asked.gradient_accumulation_steps, str(asked.optim.value)])
     seen[-1].append(asked.mixed_precision)
@@ -159,6 +167,24 @@ def test_another_model_or_trainer_is_another_training(tmp_path):
     assert said == [f"{asks} model Other, not Net: {left}", f"{asks} Trainer Own, not Trainer: {left}"]
     with pytest.raises(InputError, match="asks for model Other, not Net, as it was tuned: how its loss is divided"):
         run(tmp_path, recipe, [*like, "Other"])
+    # one that only predicts comes first, and one puts its model inside of another
+    seen, said, _ = run(tmp_path, recipe, [8, 1, "sgd", "Other", "predicts"], [*like, "wraps"], [*like, "Other"])
+    assert [one[:2] for one in seen] == [[8, 1], [8, 1], [4, 2]]
+    assert said == [f"{asks} model Other, not Net: {left}"]
+
+
+def test_what_a_trainer_is_given_is_found_however_its_class_takes_it(tmp_path):
+    class HandsOn(transformers.Trainer):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+
+    arguments, model = transformers.TrainingArguments(str(tmp_path), use_cpu=True), torch.nn.Linear(2, 2)
+    for kind in (transformers.Trainer, HandsOn):
+        for words, names in (((model, arguments), {}), ((model,), {"args": arguments}), ((), {"model": model})):
+            found = _given(kind, None, *words, data_collator=len, **names)
+            assert found["model"] is model
+            assert found.get("args") is (None if "model" in names else arguments)
+            assert found["data_collator"] is len
 
 
 def test_what_the_plan_leaves_alone_is_no_other_training():
@@ -167,7 +193,7 @@ def test_what_the_plan_leaves_alone_is_no_other_training():
 
     def differs(tuned, **changed):
         made = Made(arguments={**asked, **changed}, given={"model": None})
-        return asks_otherwise(made, transformers.Trainer, recipe.facts, tuned)
+        return asks_otherwise(made, transformers.Trainer, None, recipe.facts, tuned)
 
     assert differs({"optim": "adamw_torch"}) == {}, "the same rows, split in another way"
     assert differs({"optim": "adamw_torch"}, bf16=True) == {}

@@ -148,12 +148,13 @@ def _own(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def asks_otherwise(made: Made, kind: type, facts: Facts, tuned: Mapping[str, Any]) -> dict[str, str]:
+def asks_otherwise(made: Made, kind: type, model: Any, facts: Facts, tuned: Mapping[str, Any]) -> dict[str, str]:
     """What a Trainer asks for that was not asked for when the script was tuned, in words, by its name.
 
     Args:
         made: What the script makes it with.
         kind: Its class.
+        model: What it trains, where that is made.
         facts: What was tuned.
         tuned: Fields of its ``TrainingArguments`` that the plan sets: what it leaves alone is no matter.
     """
@@ -165,7 +166,7 @@ def asks_otherwise(made: Made, kind: type, facts: Facts, tuned: Mapping[str, Any
         "a batch on each device of": (rows, script.micro_batch * script.accumulation),
         **{name: (own[name], script.own[name]) for name in _DECIDED_ON if name in tuned and name in script.own},
     }
-    if hasattr(model := made.given.get("model"), "parameters"):  # not made yet, or told by its name
+    if hasattr(model, "parameters"):  # not made yet, or told by its name
         asked["model"] = (type(inner_of(model)).__name__, facts.model.architecture)
     return {name: f"{name} {now}, not {then}" for name, (now, then) in asked.items() if now != then}
 
@@ -244,34 +245,43 @@ def train_with(
 
     entered: list[Any] = []
     asked: list[Made] = []
+    alike: list[Made] = []
 
-    def takes(made: Made, kind: type) -> bool:
+    def differs(made: Made, kind: type, model: Any) -> dict[str, str]:
+        return asks_otherwise(made, kind, model, recipe.facts, recipe.emission.training_args) if tuned else {}
+
+    def takes(made: Made, kind: type) -> str:
         asked.append(made)
-        found = asks_otherwise(made, kind, recipe.facts, recipe.emission.training_args) if tuned else {}
-        differ = ", ".join(found.values())
-        other = tuned is not None and bool(differ) and (len(asked) < tuned.call or bool(patches.made))
-        if other:
-            say(f"another Trainer of the script asks for {differ}: the plan is not put into it")
-        elif {"Trainer", "model"} & found.keys():
-            raise InputError(
-                f"the script asks for {differ}, as it was tuned: how its loss is divided is not known",
-                hint="tune it with these arguments, or run it with those that it was tuned with",
-            )
-        elif differ:
-            say(f"the script asks for {differ}, as it was tuned: it trains as the plan says")
-        return not other
+        found = differs(made, kind, made.given.get("model"))
+        if not found:
+            alike.append(made)
+        elsewhere = tuned is not None and (alike or entered or len(asked) < tuned.call)
+        return ", ".join(found.values()) if elsewhere else ""
+
+    def leaves(differ: str) -> None:
+        say(f"another Trainer of the script asks for {differ}: the plan is not put into it")
 
     def entry(trainer: Any, train: Callable[[], Any]) -> Any:
-        own = patches.made[id(trainer)].arguments
+        made = patches.made[id(trainer)]
         if trainer not in entered:
+            found = differs(made, type(trainer), trainer.model)
+            differ = f"the script asks for {', '.join(found.values())}, as it was tuned"
+            if {"Trainer", "model"} & found.keys():
+                raise InputError(
+                    f"{differ}: how its loss is divided is not known",
+                    hint="tune it with these arguments, or run it with those that it was tuned with",
+                )
+            if found:
+                say(f"{differ}: it trains as the plan says")
             entered.append(trainer)
-            wrap(trainer, recipe, accumulation=own["gradient_accumulation_steps"])
-        return around(trainer, train, own)
+            wrap(trainer, recipe, accumulation=made.arguments["gradient_accumulation_steps"])
+        return around(trainer, train, made.arguments)
 
     patches = Patches(
         train=entry,
         call=None,
         takes=takes,
+        leaves=leaves,
         tuned=recipe.emission.training_args,
         environment=environment,
         loads=loads_of(recipe),

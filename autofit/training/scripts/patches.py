@@ -59,7 +59,8 @@ class Patches:
         call: Which call of ``train`` is meant; ``None`` for each of a Trainer that :attr:`takes` has chosen.
         skips_earlier: Whether the calls before it are left out.
         rewrites: Whether the arguments of a Trainer are changed.
-        takes: Given what a Trainer is made with, and its class; whether its arguments are changed.
+        takes: Given what a Trainer is made with, and its class; in words why its arguments are not changed.
+        leaves: Called with these words where such a Trainer begins to train.
         before_trainer: Called where a Trainer is about to be made, before its arguments are changed.
         random_weights: Whether models get random weights, and no file of weights is read or fetched.
         made: What each Trainer was made with, by its ``id``.
@@ -78,11 +79,13 @@ class Patches:
     call: int | None = 1
     skips_earlier: bool = True
     rewrites: bool = True
-    takes: Callable[[Made, type], bool] = lambda *_: True
+    takes: Callable[[Made, type], str] = lambda *_: ""
+    leaves: Callable[[str], None] = lambda _: None
     made: dict[int, Made] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
     loaded: bool = False
     _own: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+    _left: dict[int, str] = field(default_factory=dict)
     _calls: int = 0
 
     def install(self) -> None:
@@ -162,6 +165,8 @@ class Patches:
             if self.call is not None and self._calls < self.call and self.skips_earlier:
                 return TrainOutput(0, 0.0, {})
             meant = id(trainer) in self.made if self.call is None else self._calls == self.call
+            if id(trainer) in self._left:
+                self.leaves(self._left[id(trainer)])
             if not meant:
                 return original(trainer, *args, **kwargs)
             return self.train(trainer, functools.partial(original, trainer, *args, **kwargs))
@@ -172,10 +177,9 @@ class Patches:
     def _rewrite(self, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Change the arguments that a Trainer is about to take, in place: the script may look at them again."""
         try:
-            given = inspect.signature(type(trainer).__init__).bind_partial(trainer, *args, **kwargs).arguments
+            given = _given(type(trainer), trainer, *args, **kwargs)
         except TypeError:
             return  # the Trainer itself will say what is wrong
-        given = {**given, **given.get("kwargs", {})}
         arguments = given.get("args")
         if arguments is None:
             raise Refused(
@@ -189,8 +193,10 @@ class Patches:
         # the object is kept, so that no other comes to have its id
         own = self._own.setdefault(id(arguments), (arguments, {name: getattr(arguments, name) for name in names}))[1]
         made_with = Made(arguments=own, given=given)
-        if not self.takes(made_with, type(trainer)):
-            self.made.pop(id(trainer), None)
+        self.made.pop(id(trainer), None)
+        self._left.pop(id(trainer), None)
+        if why := self.takes(made_with, type(trainer)):
+            self._left[id(trainer)] = why
             arguments.mixed_precision = next((name for name in ("bf16", "fp16") if own[name]), "no")  # not the launch's
             return
         self.made[id(trainer)] = made_with
@@ -200,6 +206,25 @@ class Patches:
         vars(arguments).update(vars(made))
         for name, value in self.quiet.items():
             setattr(arguments, name, value)
+
+
+def _given(kind: type, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What a Trainer is given, by name; of what its class takes by ``*args``, arguments and model, by their types."""
+    from torch.nn import Module
+    from transformers import TrainingArguments
+
+    signature = inspect.signature(getattr(kind, "__init__"))  # noqa: B009 - of a class, which may have its own
+    bound = dict(signature.bind_partial(*args, **kwargs).arguments)
+    for one in signature.parameters.values():
+        if one.kind is one.VAR_POSITIONAL:
+            for value in bound.pop(one.name, ()):
+                name = (
+                    "args" if isinstance(value, TrainingArguments) else "model" if isinstance(value, Module) else None
+                )
+                bound |= {} if name is None else {name: value}
+        elif one.kind is one.VAR_KEYWORD:
+            bound |= bound.pop(one.name, {})
+    return bound
 
 
 def _random(cls: Any, name: Any, given: dict[str, Any], build: Callable[..., Any]) -> Any:
