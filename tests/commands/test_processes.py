@@ -140,7 +140,7 @@ def test_two_launchers_of_one_file_make_one_world(tmp_path):
     script.write_text(
         "import torch\nfrom accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n"
         "ranks = accelerator.gather(torch.tensor([accelerator.process_index]))\n"
-        "print('world', accelerator.num_processes, ranks.tolist())\n"
+        "print('world', accelerator.num_processes, ranks.tolist())\naccelerator.end_training()\n"
     )
     place = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", tmp_path / YAML]
