@@ -18,6 +18,7 @@ from typing import Any
 from autofit.cluster.host import describe_node, versions
 from autofit.contract.facts import Device
 from autofit.system.errors import InputError, MachineError
+from autofit.system.files import added_environment
 
 Note = Callable[[str], None]
 _ADDRESS = re.compile(r"(ray://)?(?P<host>[^\s/:]+|\[[0-9a-fA-F:]+\])(:(?P<port>\d{1,5}))?")
@@ -288,7 +289,7 @@ def _removed(group: Any) -> None:
 
 def _ray() -> Any:
     """The module, which does not start a cluster of its own in the place of one that was lost."""
-    with _environment(RAY_ENABLE_AUTO_CONNECT="0"):
+    with added_environment({"RAY_ENABLE_AUTO_CONNECT": "0"}):
         return importlib.import_module("ray")
 
 
@@ -299,25 +300,11 @@ def _own_token(address: str) -> Iterator[None]:
     Ray would write one into the home folder, which every cluster that is started there later asks for.
     """
     if address == LOCAL and "RAY_AUTH_MODE" not in os.environ:
-        with _environment(RAY_AUTH_TOKEN=secrets.token_hex(32)):
+        with added_environment({"RAY_AUTH_TOKEN": secrets.token_hex(32)}):
             yield
         os.environ.pop("RAY_AUTH_MODE", None)  # Ray has set it
     else:
         yield
-
-
-@contextlib.contextmanager
-def _environment(**told: str) -> Iterator[None]:
-    """Set some variables, and put back what stood there."""
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _found_by_ray() -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from autofit.output.document import MODEL_FOLDER, Document, read_document
 from autofit.output.plan_words import outcome_words
 from autofit.system import strict_json
 from autofit.system.errors import InputError, MachineError
-from autofit.system.files import usable_folder, write_atomically, writing
+from autofit.system.files import added_environment, usable_folder, write_atomically, writing
 from autofit.system.fork_server import ForkServer
 from autofit.system.job import JOB, job_text
 from autofit.system.strict_json import dump_json
@@ -154,7 +153,7 @@ def _run(job: ProfileJob, folder: Path, shown: Mapping[str, str]) -> Profiled:
     modules = () if job.facts.workload.script is not None else modeling_module(Path(job.config))
     server = ForkServer(folder.parent / "forkserver.log", job.facts.hardware.device, modules)
     with contextlib.closing(server):
-        with _environment(shown):
+        with added_environment(shown):
             server.start()
         status = server.run(folder.resolve(), kill_after_seconds=_LONGEST_SECONDS)
     try:
@@ -164,18 +163,3 @@ def _run(job: ProfileJob, folder: Path, shown: Mapping[str, str]) -> Profiled:
         last = tail.splitlines()[-1][:300] if tail else "no output"
         why = f"took more than {_LONGEST_SECONDS:.0f} s" if status is None else f"ended with status {status}: {last}"
         raise MachineError(f"the process that profiles {why}", hint="give fewer --steps") from None
-
-
-@contextlib.contextmanager
-def _environment(shown: Mapping[str, str]) -> Iterator[None]:
-    """Some more variables for a process that is started meanwhile."""
-    before = {name: os.environ.get(name) for name in shown}
-    os.environ.update(shown)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

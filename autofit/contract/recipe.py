@@ -161,7 +161,7 @@ class Recipe:
         if source is None:
             settings = transformers.AutoConfig.from_pretrained(config, trust_remote_code=trust)
             make = functools.partial(auto.from_config, settings, **given)
-            with torch.device(device or "cpu"), without_values() if device == "meta" else quick_random_weights():
+            with torch.device(device or "cpu"), without_drawing() if device == "meta" else quick_random_weights():
                 built = make() if self.random_model is None else self.random_model(make)
             if self.spread is not None and device != "meta":
                 built = self.spread(built)
@@ -258,8 +258,11 @@ def trainer_optimizer(model: PreTrainedModel, args: TrainingArguments) -> torch.
 
 
 @contextlib.contextmanager
-def without_values() -> Iterator[None]:
-    """Have PyTorch's modules draw no weights, for a device without memory: it takes as long as to make the modules."""
+def without_drawing() -> Iterator[None]:
+    """Have PyTorch's modules draw no weights, for a device without memory: it takes as long as to make the modules.
+
+    ``transformers.initialization.no_init_weights`` leaves out the tying of weights, too.
+    """
     from torch.nn import init
 
     drawn = {name: function for name, function in vars(init).items() if name.endswith("_") and callable(function)}

@@ -109,3 +109,17 @@ def helper_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """
     searched = os.pathsep.join(path for path in (str(source_root()), environment.get("PYTHONPATH")) if path)
     return {**environment, "PYTHONPATH": searched, "PYTHONSAFEPATH": "1"}
+
+
+@contextlib.contextmanager
+def added_environment(told: Mapping[str, str]) -> Iterator[None]:
+    """Set some variables of this process, for what is started meanwhile; then put back what stood there."""
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.contract.recipe import without_values
+from autofit.contract.recipe import without_drawing
 from autofit.costmodel.tracing.trace_job import _in_groups, save
 from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
 from tests.support.traced import PLAIN
@@ -37,7 +37,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
 
 
 def test_modules_draw_no_weights_on_a_device_without_memory():
-    with torch.device("meta"), without_values():
+    with torch.device("meta"), without_drawing():
         assert nn.Linear(3, 4).weight.shape == (4, 3)
     torch.manual_seed(0)
     drawn = nn.Linear(3, 4).weight

@@ -16,7 +16,7 @@ from autofit.training.expected_rows import Tokens
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
 from autofit.training.row_order import wanted
-from autofit.training.scripts.leave import Enough, Refused, run_to_its_end, run_until_left
+from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop_entry import describing, measure_loop, train_loop_with, waits_of
 from autofit.training.scripts.patches import Made, Patches, loads_of
@@ -269,7 +269,7 @@ def train_with(
             if {"Trainer", "model"} & found.keys():
                 raise InputError(
                     f"{differ}: how its loss is divided is not known",
-                    hint="tune it with these arguments, or run it with those that it was tuned with",
+                    hint=AS_TUNED,
                 )
             if found:
                 say(f"{differ}: it trains as the plan says")

@@ -13,6 +13,9 @@ from typing import Any
 from autofit.system.errors import InputError
 from autofit.system.job import error_words
 
+AS_TUNED = "tune it with these arguments, or run it with those that it was tuned with"
+"""What to do where a script asks for what was not asked for when it was tuned."""
+
 
 class Left(BaseException):
     """Raised inside a script to leave it: no ``except Exception`` of the script's stops it."""

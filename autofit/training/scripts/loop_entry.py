@@ -14,7 +14,7 @@ from autofit.training.loader_waits import LoaderWaits
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
 from autofit.training.row_order import order, wanted
-from autofit.training.scripts.leave import Enough, Refused, run_to_its_end, run_until_left
+from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop import COUNTS, LoopPatches, Seen, accumulation_of, constructed, rebuilt
 from autofit.training.scripts.patches import Patches, loads_of
@@ -324,7 +324,7 @@ def train_loop_with(
             raise InputError(
                 f"the script asks for {asked} rows a step on each device; it was tuned with {before}, and its schedule "
                 "would count other steps than it makes",
-                hint="tune it with these arguments, or run it with those that it was tuned with",
+                hint=AS_TUNED,
             )
         entered.append(own)
         return rebuilt(own, rows=recipe.micro_batch, changed=_changed(own, recipe))

@@ -218,10 +218,10 @@ def _given(kind: type, *args: Any, **kwargs: Any) -> dict[str, Any]:
     for one in signature.parameters.values():
         if one.kind is one.VAR_POSITIONAL:
             for value in bound.pop(one.name, ()):
-                name = (
-                    "args" if isinstance(value, TrainingArguments) else "model" if isinstance(value, Module) else None
-                )
-                bound |= {} if name is None else {name: value}
+                if isinstance(value, TrainingArguments):
+                    bound["args"] = value
+                elif isinstance(value, Module):
+                    bound["model"] = value
         elif one.kind is one.VAR_KEYWORD:
             bound |= bound.pop(one.name, {})
     return bound
