@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from autofit.contract import layout as contract_layout
 from autofit.contract.emission import Emission
@@ -118,6 +119,31 @@ def test_gradients_wait_whole_between_micro_steps_unless_each_is_synchronised(wo
     (several,), _ = micro.peaks(rows, adding=True)
     whole_gradients = world(1, {}).micro_part().weights.sum() / 2  # in 16 bits
     assert several - alone == pytest.approx(whole_gradients, rel=0.2)
+
+
+@pytest.mark.slow
+def test_the_first_backward_pass_after_an_evaluation_gathers_the_head_once_more(world, monkeypatch):
+    """FSDP2 takes a forward pass that no backward pass followed for one that it follows."""
+    two, following, forward_begin = world(2, FSDP), fake_run.following, fake_run.Marks.forward_begin
+
+    def highest():
+        tape = two.micro_steps(accumulation=1).tape
+        first = tape.segments.index("0:preB")
+        return tape.live(2)[tape.starts[first] : [*tape.starts, None][first + 1]].max()
+
+    def evaluating(marks):
+        rows = torch.zeros(2, two.facts.workload.seq_len, dtype=torch.long)
+        with torch.no_grad():
+            marks.sharded(input_ids=rows)
+        forward_begin(marks)
+
+    said = highest()
+    monkeypatch.setattr(fake_run, "following", lambda recorder, **_: following(recorder, evaluates=False))
+    plain = highest()
+    monkeypatch.setattr(fake_run.Marks, "forward_begin", evaluating)
+    assert said == highest()
+    head = CONFIGS["llama"]["vocab_size"] * CONFIGS["llama"]["hidden_size"] * 2
+    assert said - plain == pytest.approx(head, rel=0.01)
 
 
 @pytest.mark.slow

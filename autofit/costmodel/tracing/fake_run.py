@@ -275,7 +275,8 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
             stack.enter_context(without_packing(gaps=layout_of(recipe).context > 1))
             stack.enter_context(mode)
         if layout_of(recipe).engine:
-            stack.enter_context(following(recorder))
+            evaluates = recipe.facts.workload.launch_path == "trainer"
+            stack.enter_context(following(recorder, evaluates=evaluates))
         stack.enter_context(recorder)
         if on_cuda:
             stack.enter_context(placement.use(placement.Traced(recorder)))

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autofit.contract.technique import replacing
 from autofit.costmodel.seconds.operator_time import Operator
 from autofit.costmodel.seconds.roofline import KINDS, Kind
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, called, signature
@@ -230,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             if tensor is None:
                 continue
-            storage = local_part(tensor).untyped_storage()
+            storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
             block = self._block.get(storage._cdata)
             if block is None:
                 block = self._write(storage, storage._cdata, category, index)
@@ -291,6 +292,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._label = before
+
+    def untimed(self) -> contextlib.AbstractContextManager[None]:
+        """What runs in here takes memory, but no time in most steps."""
+        return replacing([(Recorder, name, lambda *_: None) for name in ("_send", "_count")])
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -380,11 +385,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif not backward[made] and died < len(names) and backward[died] and names[made] != "step":
                 found[block] = _ACTIVATIONS
         return found
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a tensor that is spread over a world, what lies in this process; any other tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _nothing() -> list[list[float]]:

@@ -63,8 +63,8 @@ def fake_world(processes: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def following(recorder: Recorder) -> Iterator[None]:
-    """Let the recorder see what a sharded step does beside its operators."""
+def following(recorder: Recorder, *, evaluates: bool) -> Iterator[None]:
+    """Let the recorder see what a sharded step does beside its operators; ``evaluates`` says whether a Trainer does."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
     from torch.distributed.tensor import _sharding_prop
 
@@ -86,8 +86,30 @@ def following(recorder: Recorder) -> Iterator[None]:
     changes.append((torch._C, "_get_accelerator", lambda *_: torch.device("cpu")))
     exchanges = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
     changes += [(groups, name, _within(recorder.communicating, getattr(groups, name))) for name in exchanges]
+    if evaluates:
+        changes.append(_after_evaluation(recorder))
     with replacing([*changes, *_real_meshes()]):
         yield
+
+
+def _after_evaluation(recorder: Recorder) -> tuple[Any, str, Any]:
+    """What has the first backward pass of a trace gather what the first one after an evaluation does.
+
+    FSDP2 notes each forward pass until a backward pass ends, and an evaluation has none. So what is used first seems to
+    follow on what was used last, which is gathered ahead for nothing (``FSDPParamGroup._backward_prefetch``).
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    prefetch = FSDPParamGroup._backward_prefetch
+
+    def prefetched(group: Any) -> None:
+        used_first = group._post_forward_indices[-1:] == [0]
+        prefetch(group)
+        if used_first and recorder.segments[-1].startswith("0:"):
+            with recorder.untimed():
+                group._prefetch_unshard(group.comm_ctx.post_forward_order[-1], "backward")
+
+    return FSDPParamGroup, "_backward_prefetch", prefetched
 
 
 def _address(tensor: torch.Tensor) -> int:
