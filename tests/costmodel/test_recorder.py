@@ -1,16 +1,20 @@
 """Small programs on real tensors: what the recorder writes of them."""
 
 import contextlib
+import os
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import all_gather_tensor
 
 from autofit.costmodel.seconds.operator_time import TIMED_KINDS, Operators
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.emulation.fake_kernels import without_values
 from autofit.costmodel.tracing.recorder import Recorder
+from autofit.costmodel.tracing.sharded import fake_world
 from autofit.costmodel.tracing.timeline import CATEGORIES
 
 KIB = 1024
@@ -367,6 +371,17 @@ def test_grouped_products_do_what_the_products_of_their_experts_do(dtype):
     kind = KINDS.index("matmul bf16" if dtype == torch.bfloat16 else "matmul fp32")
     assert work[kind, 0] == 3 * 2 * rows * wide * narrow
     assert work[kind, 2] == 3
+
+
+def test_who_waits_for_a_collective_gets_what_it_made():
+    """``wait_tensor`` gives back its argument, where its fake kernel makes another tensor."""
+    recorder = Recorder(fake=True, stand_ins=without_values())
+    with mock.patch.dict(os.environ), fake_world(2), FakeTensorMode(), recorder:
+        recorder.mark("0:F0")
+        part = torch.empty(3, KIB)
+        whole = all_gather_tensor(part, gather_dim=0, group=torch.distributed.group.WORLD) + 1
+    assert whole.shape == (6, KIB)
+    assert recorder.tape(since=1).sizes.tolist() == [12 * KIB, 24 * KIB, 24 * KIB]
 
 
 def test_what_an_operator_moves_grows_with_the_rows_tensor_by_tensor():
