@@ -1,8 +1,10 @@
 """Loader: how many worker processes make the micro-batches of a user's script, while the device computes.
 
 - ``default``: as the script has it; by default the training's own process loads, and the device waits for it.
-- ``workers_4``: four worker processes, each with two micro-batches ahead (``prefetch_factor``), kept between epochs
-  (``persistent_workers``), and on CUDA handed over in pinned memory. ``workers_4:prefetch=8`` has eight ahead of each.
+- ``workers_4``: four worker processes, each with two micro-batches ahead (``prefetch_factor``), and on CUDA handed over
+  in pinned memory. ``workers_4:prefetch=8`` has eight ahead of each. They are started anew for each epoch
+  (``persistent_workers`` is left as the script has it): they hold the data set as it is when they start, and many a
+  script changes it between epochs.
 
 Saves: the time that a step waits for its rows, where making them takes longer than training on them. Costs: memory of
 the host for each worker, processors that a CPU's training or offloaded work needs too, and some seconds to start; a
@@ -14,8 +16,9 @@ single worker, too, which leaves the other processors to the training), where lo
 of what a forward pass must take on the fastest device there is. Never more workers than processors, nor than the
 host's memory holds.
 
-Of class ``exact``: the same rows in the same order. Where rows are drawn at random while they are made (augmentation),
-the numbers drawn are others, as they are with every other seed.
+Of class ``exact``: the same rows in the same order, unless the script changes its data set in the middle of an epoch,
+which workers do not see. Where rows are drawn at random while they are made (augmentation), the numbers drawn are
+others, as they are with every other seed.
 
 Sources: ``torch.utils.data.DataLoader``; ``dataloader_*`` of ``TrainingArguments``. Figures elsewhere: workers 0, 1, 2,
 3, 4 of a slow transform took 5.4, 3.9, 1.3, 0.8, 0.9 s an epoch (ml-engineering, training/performance). Carried by
@@ -120,6 +123,8 @@ class Loader(Technique):
         import multiprocessing
 
         seen: dict[str, Any] = {name: getattr(ran.loader, name, None) for name in _Settings._fields}
+        if getattr(ran.loader, "end_of_dataloader", False):
+            return seen  # its workers have ended with the epoch
         return {**seen, "processes": len(multiprocessing.active_children())}
 
     def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
@@ -128,7 +133,8 @@ class Loader(Technique):
         for name, wanted in _settings(value, facts)._asdict().items():
             if name != "pin_memory" and seen.get(name) != wanted:
                 return f"the loader has {name}={seen.get(name)}, not {wanted}: does the script make it itself?"
-        wanted, alive = _settings(value, facts).num_workers, seen.get("processes", 0)
+        wanted = _settings(value, facts).num_workers
+        alive = seen.get("processes", wanted)
         return f"{alive} of {wanted} worker processes run" if alive < wanted else None
 
     def prior(self, value: Value, facts: Facts) -> Prior:
@@ -144,7 +150,8 @@ def _settings(value: Value, facts: Facts) -> _Settings:
     loading = None if script is None else script.loading
     found = _VALUE.fullmatch(str(value))
     if found is not None:
-        return _Settings(int(found[1]), int(found[2] or _PREFETCH), True, facts.hardware.device == "cuda")
+        kept = loading is not None and loading.persistent
+        return _Settings(int(found[1]), int(found[2] or _PREFETCH), kept, facts.hardware.device == "cuda")
     if loading is None:
         return _Settings(0, None, False, True)
     return _Settings(loading.workers, loading.prefetch, loading.persistent, loading.pinned)

@@ -103,6 +103,8 @@ def test_a_trainer_reads_it_as_arguments_and_a_loop_where_it_prepares():
         "dataloader_persistent_workers": True,
         "dataloader_pin_memory": True,
     }
+    fresh = recipe_of(plan.replaced(loader="workers_8"), facts_of())
+    assert fresh.emission.training_args["dataloader_persistent_workers"] is False, "the data set may change"
     loop = recipe_of(plan.replaced(loader="workers_2"), facts_of(trainer=""))
     assert "dataloader_num_workers" not in loop.emission.training_args
     assert loop.loader_arguments["num_workers"] == 2
@@ -111,9 +113,10 @@ def test_a_trainer_reads_it_as_arguments_and_a_loop_where_it_prepares():
 @pytest.mark.parametrize(
     ("value", "seen", "why"),
     [
-        ("workers_2", {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": True, "processes": 2}, None),
+        ("workers_2", {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": False, "processes": 2}, None),
+        ("workers_2", {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": False}, None),
         ("workers_2", {"num_workers": 0, "prefetch_factor": None, "processes": 0}, "num_workers=0, not 2"),
-        ("workers_2", {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": True, "processes": 1}, "1 of 2"),
+        ("workers_2", {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": False, "processes": 1}, "1 of 2"),
         ("default", {"num_workers": 3, "processes": 3}, None),
     ],
 )
