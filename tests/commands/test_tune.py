@@ -534,6 +534,13 @@ def test_where_every_plan_fails_the_failure_is_shown(tune, out, outcome, words):
     assert f"{number:05d}" in caught.value.hint
 
 
+def test_a_file_that_is_missing_in_every_trial_is_told_as_what_saving_leaves_out(tune, out):
+    gone = Crashed(reason="FileNotFoundError: [Errno 2] No such file or directory: 'out/rank.json'", log_tail="")
+    with pytest.raises(MachineError) as caught:
+        tune(Replay(out, dict.fromkeys(range(99), gone)), trials=3)
+    assert "nothing is saved while a script is tuned" in caught.value.hint
+
+
 @pytest.mark.parametrize("trials", [1, 3])
 def test_a_time_that_is_too_short_is_named(tune, out, trials):
     """What came, what was wanted, what to do; the logs alone would not tell."""

@@ -142,10 +142,11 @@ def _none_measured(trials: Sequence[Trial], trials_folder: Path) -> MachineError
     logs = f"its logs are in {trial_folder(trials_folder, last.number)}"
     reasons = {trial.outcome.reason for trial in trials if isinstance(trial.outcome, Crashed)}
     if len(reasons) == 1 and all(isinstance(trial.outcome, Crashed) for trial in trials):
-        return MachineError(
-            f"every plan that was tried crashed alike: {reasons.pop()}",
-            hint=f"does the model train at all, and are the sizes in its config right? {logs}",
-        )
+        reason = reasons.pop()
+        ask = "does the model train at all, and are the sizes in its config right?"
+        if reason.startswith("FileNotFoundError"):
+            ask = "nothing is saved while a script is tuned: does it write into a folder that saving makes?"
+        return MachineError(f"every plan that was tried crashed alike: {reason}", hint=f"{ask} {logs}")
     why = getattr(last.outcome, "reason", last.outcome.kind.replace("_", " "))
     return MachineError(f"no plan could be measured; the last one, {last.plan.words()}: {why}", hint=logs)
 
