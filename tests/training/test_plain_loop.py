@@ -97,5 +97,17 @@ def test_a_resume_in_the_middle_of_a_micro_batch_is_refused(tmp_path):
     assert "skips 3 micro-batches of 2 rows, which are no whole number of the plan's, of 4" in run(tmp_path, rest)[4]
 
 
+def test_what_was_saved_under_another_split_goes_on_with_a_whole_step(tmp_path):
+    """Three micro-steps of the script's own may have been an optimizer step; of the plan's there is one half made."""
+    rest = f"""
+    accelerator.step = 3
+    accelerator.save_state("{tmp_path}/state")
+    accelerator.load_state("{tmp_path}/state")
+    gave = train(loader)
+    """
+    _, made, _, _, gave = run(tmp_path, rest)
+    assert (made, gave) == (8, pytest.approx(1.0))
+
+
 def test_a_loop_that_asks_for_its_loaders_length_is_told_of(tmp_path):
     assert run(tmp_path, "gave = train(loader, asks=True)")[3] == [0] * 16

@@ -138,6 +138,7 @@ class LoopPatches:
         import accelerate
 
         steps, skip = owner.gradient_accumulation_steps, accelerate.data_loader.skip_first_batches
+        load_state = owner.load_state
 
         def own_steps(accelerator: Any) -> int:
             planned = int(steps.fget(accelerator))
@@ -146,6 +147,11 @@ class LoopPatches:
         def set_steps(accelerator: Any, wanted: int) -> None:
             self._own_steps = None
             steps.fset(accelerator, wanted)
+
+        @functools.wraps(load_state)
+        def loaded(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+            load_state(accelerator, *args, **kwargs)
+            accelerator.step -= accelerator.step % int(steps.fget(accelerator))  # it was saved under another split
 
         @functools.wraps(skip)
         def skipped(dataloader: Any, num_batches: int = 0) -> Any:
@@ -163,7 +169,7 @@ class LoopPatches:
             self._listen(rest, number, own, skipped=num_batches)
             return rest
 
-        owner.gradient_accumulation_steps = property(own_steps, set_steps)
+        owner.gradient_accumulation_steps, owner.load_state = property(own_steps, set_steps), loaded
         for module in (accelerate, accelerate.accelerator, accelerate.data_loader):
             module.skip_first_batches = skipped
 

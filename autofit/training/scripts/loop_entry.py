@@ -319,14 +319,19 @@ def train_loop_with(
     def loader(own: Any, number: int) -> Any:
         if number != script.loader:
             return own
-        asked = (own.batch_size or script.micro_batch) * (script.accumulation if script.own_split else accumulates)
-        if asked != (before := script.micro_batch * script.accumulation):
+        rows, steps = own.batch_size or script.micro_batch, script.accumulation if script.own_split else accumulates
+        if (asked := rows * steps) != (before := script.micro_batch * script.accumulation):
             raise InputError(
                 f"the script asks for {asked} rows a step on each device; it was tuned with {before}, and its schedule "
                 "would count other steps than it makes",
                 hint=AS_TUNED,
             )
         entered.append(own)
+        if rows != recipe.micro_batch:
+            say(
+                f"a step takes {recipe.micro_batch} x {recipe.accumulation} rows, the script's own {rows} x {steps}: "
+                "what it counts or sums by micro-step, such as a loss that it logs, is another number"
+            )
         return rebuilt(own, rows=recipe.micro_batch, changed=_changed(own, recipe))
 
     def plain(_trainer: Any, train: Callable[[], Any]) -> Any:

@@ -1,7 +1,4 @@
-"""A real tune of a model of each family, and a launch of what it wrote.
-
-Three of the seven take minutes more: ``--all-faults`` runs them, too.
-"""
+"""A real tune of a model of each family, and a launch of what it wrote."""
 
 import json
 
@@ -18,13 +15,11 @@ HELD = {"optimizer": "adamw", "attention": "default", "kernels": "none", "offloa
 """Each value more is a trace or two of the model."""
 
 
-EVERY_DAY = ("bert-classes", "segformer", "whisper", "clip")
+BY_HAND = [pytest.param(name, marks=pytest.mark.by_hand) for name in ("clip", "segformer", "t5", "vit", "wav2vec2")]
 
 
-@pytest.mark.parametrize("name", [*EVERY_DAY, "t5", "vit", "wav2vec2"])
-def test_a_model_of_each_family_is_tuned_and_launched(name, tmp_path, request):
-    if name not in EVERY_DAY and not request.config.getoption("--all-faults"):
-        pytest.skip("a whole tune more: --all-faults")
+@pytest.mark.parametrize("name", ["bert-classes", "whisper", *BY_HAND])
+def test_a_model_of_each_family_is_tuned_and_launched(name, tmp_path):
     task, config = CONFIGS[name]
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config), "utf-8")
