@@ -1,7 +1,4 @@
-"""A tune over a Ray cluster: several nodes on this machine, one of them killed in the middle, and what is refused.
-
-Four ranks take half a minute more: ``--all-faults`` runs them, too.
-"""
+"""A tune over a Ray cluster: several nodes on this machine, one of them killed in the middle, and what is refused."""
 
 import contextlib
 import importlib.util
@@ -193,10 +190,8 @@ def test_a_tune_goes_on_where_a_machine_dies_and_leaves_nothing_behind(machines,
 
 
 @with_ray
-@pytest.mark.parametrize(("processes", "guarded"), [(2, True), (4, False)])
-def test_a_trial_over_two_machines_outlives_one_of_them(processes, guarded, machines, tmp_path, monkeypatch, request):
-    if processes > 2 and not request.config.getoption("--all-faults"):
-        pytest.skip("four ranks take half a minute more: --all-faults")
+@pytest.mark.parametrize(("processes", "guarded"), [(2, True), pytest.param(4, False, marks=pytest.mark.by_hand)])
+def test_a_trial_over_two_machines_outlives_one_of_them(processes, guarded, machines, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     while len(machines.worker_nodes) < 3:
         machines.joins("another")
@@ -289,10 +284,9 @@ def test_ray_starts_no_cluster_in_the_place_of_one_that_was_lost(monkeypatch):
 
 
 @with_ray
-def test_a_tune_whose_head_is_gone_ends_in_a_line(tmp_path, request):
+@pytest.mark.by_hand
+def test_a_tune_whose_head_is_gone_ends_in_a_line(tmp_path):
     """Ray by itself ends the process after a minute, with its own log on the screen."""
-    if not request.config.getoption("--all-faults"):
-        pytest.skip("it takes a minute: --all-faults")
     out, held, said = tmp_path / "out", [word for one in HELD for word in ("--fix", one)], tmp_path / "said"
     with local_cluster() as local, said.open("w") as stderr:
         local.joins("only")

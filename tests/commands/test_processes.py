@@ -80,7 +80,7 @@ def test_a_batch_that_two_processes_can_not_share_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch_path", ["trainer", "loop"])
+@pytest.mark.parametrize("launch_path", ["trainer", pytest.param("loop", marks=pytest.mark.by_hand)])
 def test_a_tune_of_two_processes_is_launched_and_kept(tmp_path, monkeypatch, launch_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for one another crawl where others compute too
     config, out = write_config(tmp_path / "llama"), tmp_path / "out"
