@@ -267,7 +267,7 @@ def judge(
     verdict, words = _alone(plan, mine, theirs, reference if theirs is None else None, failed)
     bound = difference = None
     if not verdict and theirs is not None:
-        unlike = next(filter(None, (_unlike(mine, one) for one in (theirs, rounded or theirs))), None)
+        unlike = _unlike(mine, theirs, rounded or theirs)
         if unlike is not None:
             verdict, words = "unknown", unlike
         elif kind == Kind.METHOD or rounded is None:
@@ -292,15 +292,22 @@ def judge(
     )
 
 
-def _unlike(mine: Curve, theirs: Curve) -> str | None:
-    """Why two trainings of a script can't be compared; rows and weights that are made for the guard are the same."""
-    if any(one != other for one, other in zip(mine.rows, theirs.rows, strict=False)):
+def _unlike(mine: Curve, theirs: Curve, again: Curve) -> str | None:
+    """Why trainings of a script can't be compared; rows and weights that are made for the guard are the same."""
+    if _other_rows(theirs, again):
         return "the script trains on other rows each time it is run"
-    both = [name for name in mine.began if name in theirs.began] if mine.rows else []
-    norm = math.hypot(*(math.hypot(*theirs.began[name]) for name in both))
-    if math.hypot(*(distance(mine.began[name], theirs.began[name]) for name in both)) > _SAME_WEIGHTS * norm:
-        return "the script begins with other weights each time it is run"
+    if _other_rows(mine, theirs):
+        return "it trains on other rows than the baseline plan: the script draws others under it, or changes its data"
+    for one in (theirs, again):
+        both = [name for name in mine.began if name in one.began] if mine.rows else []
+        norm = math.hypot(*(math.hypot(*one.began[name]) for name in both))
+        if math.hypot(*(distance(mine.began[name], one.began[name]) for name in both)) > _SAME_WEIGHTS * norm:
+            return "the script begins with other weights each time it is run"
     return None
+
+
+def _other_rows(one: Curve, other: Curve) -> bool:
+    return any(first != second for first, second in zip(one.rows, other.rows, strict=False))
 
 
 def _alone(
