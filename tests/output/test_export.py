@@ -107,6 +107,28 @@ def test_flags_stand_behind_a_scripts_own_arguments():
     assert all(word.startswith("--") for word in words[7:])
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("value", ["pad", "pad_to_multiple", "padding_free"])
+def test_what_run_alone_puts_into_a_script_is_said_not_to_be_carried(target, value):
+    doc = answer("full")
+    script = Script(
+        path="train.py",
+        sha256="",
+        trainer="Trainer",
+        micro_batch=4,
+        accumulation=1,
+        longest=90,
+        mean_length=40.0,
+        longest_places=(3,),
+        tokens_a_row=20.0,
+    )
+    doc = replace(doc, workload=replace(doc.workload, script=script), plan=doc.plan.replaced(batching=value))
+    found = export(doc, target, folder="out")
+    carried = value == "pad" or (value, target) == ("pad_to_multiple", "sft")
+    assert any(one.startswith(f"batching={value}: `autofit run`") for one in found.lacking) is not carried
+    assert not any(one.startswith("micro_batch") for one in found.lacking)
+
+
 @pytest.mark.parametrize("target", ["sft", "axolotl", "llamafactory"])
 def test_a_scripts_name_is_no_model(target):
     doc = answer("full")

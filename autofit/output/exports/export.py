@@ -17,7 +17,9 @@ from autofit.registry import recipe_of, techniques
 from autofit.system.errors import InputError, near
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Script
+    from autofit.contract.facts import Facts, Script
+    from autofit.contract.plan import Plan
+    from autofit.contract.technique import Technique
     from autofit.output.document import Document
 
 _BY_YAML_ONLY = {"distributed_type", "fsdp_config", "deepspeed_config", "parallelism_config", "fp8_config"}
@@ -133,9 +135,10 @@ def _carried(document: Document, target: str, folder: str) -> _Carried:
         arguments=dict(recipe.emission.training_args),
     )
     emissions = {one.name: one.emit(plan[one.name], plan, facts) for one in techniques()}
+    unwritten = {one.name for one in techniques() if _unwritten(emissions[one.name], one, plan, facts)}
     by_load = target == "sft" and any(one.script and target not in one.elsewhere for one in emissions.values())
     for name, emission in emissions.items():
-        told = None if by_load else emission.elsewhere.get(target)  # a model by autofit.load has all of it
+        told = None if by_load and emission.script else emission.elsewhere.get(target)  # autofit.load makes a model so
         if told is not None:
             for key, value in told.items():
                 both = isinstance(value, Mapping) and isinstance(found.extra.get(key), Mapping)
@@ -144,6 +147,8 @@ def _carried(document: Document, target: str, folder: str) -> _Carried:
         said = list(emission.script)
         if needs_yaml(emission) and target != "cli":
             said.append(f"launch by `accelerate launch --config_file {folder}/accelerate.yaml`")
+        if name in unwritten:
+            said.append("`autofit run` puts it into the script; no argument says it")
         if emission.script and target in {"axolotl", "llamafactory"}:
             said[: len(emission.script)] = ["there is no setting for it"]
         found.lacking += [f"{name}={plan[name]}: {words}" for words in said]
@@ -152,6 +157,15 @@ def _carried(document: Document, target: str, folder: str) -> _Carried:
     if document.estimated is not None:
         found.lacking.insert(0, f"that it was measured: the plan is estimated for {document.hardware.name}")
     return found
+
+
+def _unwritten(emission: Emission, one: Technique, plan: Plan, facts: Facts) -> bool:
+    """Whether a value is not what a script does by itself, and is written as if it were."""
+    value = one.own(facts)
+    own = one.emit(value, plan, facts)
+    return plan[one.name] != value and all(
+        getattr(emission, name) == getattr(own, name) for name in ("accelerate", "training_args", "script")
+    )
 
 
 def needs_yaml(emission: Emission) -> bool:
