@@ -225,7 +225,8 @@ class Script:
         call: Which of its calls of ``train()`` is tuned, from 1.
         trainer: The class of its Trainer; empty where it trains in a plain loop with Accelerate.
         micro_batch, accumulation: The script's own.
-        own: Its other arguments that techniques decide on, as JSON values: fields of ``TrainingArguments``.
+        own: Its other arguments that techniques decide on, as JSON values: fields of ``TrainingArguments``, and what
+            else its Trainer is given, in words.
         loads: What it says itself where it loads its model, as texts: ``attn_implementation``, ``dtype``.
         weights_dtype: Of its model's largest weight.
         adapter: The adapter that it puts on its model, in words.

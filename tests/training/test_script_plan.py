@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from autofit.contract.facts import Script
+from autofit.contract.facts import Loading, Script
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError
 from autofit.training.scripts.entry import asks_otherwise, train_with
@@ -29,13 +29,17 @@ class Net(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
 
-    def forward(self, x, labels):
+    def forward(self, x, labels=0.0):
         return {"loss": (self.layer(x).squeeze(-1) - labels).square().mean()}
 
 rows = [{"x": torch.ones(4), "labels": torch.tensor(0.0)} for _ in range(32)]
 seen = []
 class Other(Net):
     pass
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from rows
 
 class Own(Trainer):
     pass
@@ -53,9 +57,13 @@ for rows_at_once, accumulation, optimizer, *others in json.loads(sys.argv[1]):
     )
     kind = Own if "Own" in others else Wraps if "wraps" in others else Trainer
     model = Other() if {"Other", "wraps"} & set(others) else Net()
-    trainer = kind(model, arguments, train_dataset=rows)
+    loss = (lambda out, labels, num_items_in_batch=None: out["loss"]) if "loss" in others else None
+    data = Stream() if "stream" in others else rows
+    trainer = kind(model, arguments, train_dataset=data, eval_dataset=Stream(), compute_loss_func=loss)
     if "predicts" not in others:
         trainer.train()
+    if "evaluates" in others:
+        seen.append(sum(len(one["x"]) for one in trainer.get_eval_dataloader()))
     asked = trainer.args
     seen.append([asked.per_device_train_batch_size, asked.gradient_accumulation_steps, str(asked.optim.value)])
     seen[-1].append(asked.mixed_precision)
@@ -104,15 +112,15 @@ def trained(recipe, path, words, around=lambda _trainer, train, _own: train()):
     return said
 
 
-def plan(**changed):
-    facts = cpu_facts(global_batch=8)
-    script = Script(path="train.py", sha256="", micro_batch=4, accumulation=2, trainer="Trainer", own=OWN, **changed)
+def plan(values=None, **changed):
+    facts, own = cpu_facts(global_batch=8), OWN | {"compute_loss_func": "none", "train_dataset": "read by number"}
+    script = Script(path="train.py", sha256="", micro_batch=4, accumulation=2, trainer="Trainer", own=own, **changed)
     facts = dataclasses.replace(
         facts,
         workload=dataclasses.replace(facts.workload, script=script),
         model=dataclasses.replace(facts.model, architecture="Net"),
     )
-    return recipe_of(PLAIN.replaced(micro_batch=8, accumulation=1), facts), script
+    return recipe_of(PLAIN.replaced(micro_batch=8, accumulation=1, **values or {}), facts), script
 
 
 def run(tmp_path, recipe, *trainings):
@@ -165,12 +173,29 @@ def test_another_model_or_trainer_is_another_training(tmp_path):
     assert [one[:2] for one in seen] == [[8, 1], [4, 2], [4, 2]]
     asks, left = "another Trainer of the script asks for", "the plan is not put into it"
     assert said == [f"{asks} model Other, not Net: {left}", f"{asks} Trainer Own, not Trainer: {left}"]
-    with pytest.raises(InputError, match="asks for model Other, not Net, as it was tuned: how its loss is divided"):
+    with pytest.raises(InputError, match="asks for model Other, not Net, as it was tuned: whether the plan trains"):
         run(tmp_path, recipe, [*like, "Other"])
     # one that only predicts comes first, and one puts its model inside of another
     seen, said, _ = run(tmp_path, recipe, [8, 1, "sgd", "Other", "predicts"], [*like, "wraps"], [*like, "Other"])
     assert [one[:2] for one in seen] == [[8, 1], [8, 1], [4, 2]]
     assert said == [f"{asks} model Other, not Net: {left}"]
+
+
+def test_another_loss_or_a_stream_is_another_training(tmp_path):
+    recipe, _ = plan()
+    like = [4, 2, "adamw_torch_fused"]
+    seen, said, _ = run(tmp_path, recipe, like, [*like, "loss"], [*like, "stream"])
+    assert [one[:2] for one in seen] == [[8, 1], [4, 2], [4, 2]]
+    assert "asks for compute_loss_func <lambda>, not none: the plan" in said[0]
+    assert "asks for train_dataset read in order, not read by number: the plan" in said[1]
+    with pytest.raises(InputError, match="asks for compute_loss_func <lambda>, not none"):
+        run(tmp_path, recipe, [*like, "loss"])
+
+
+def test_workers_of_the_plan_do_not_each_read_a_stream_that_is_evaluated(tmp_path):
+    recipe, _ = plan({"loader": "workers_2"}, loading=Loading(cores=2))
+    seen, *_ = run(tmp_path, recipe, [4, 2, "adamw_torch_fused", "evaluates"])
+    assert seen[0] == 32
 
 
 def test_what_a_trainer_is_given_is_found_however_its_class_takes_it(tmp_path):

@@ -125,7 +125,7 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
         "trainer": type(trainer).__name__,
         "micro_batch": int(made.arguments["per_device_train_batch_size"]),
         "accumulation": int(made.arguments["gradient_accumulation_steps"]),
-        "own": _own(made.arguments),
+        "own": _own(made.arguments) | _handed(made.given),
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
         "loading": loading,
         "ungrouped": why_ungrouped(trainer, loader.dataset, 1 / rate if rate else None),
@@ -148,6 +148,19 @@ def _own(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _handed(given: Mapping[str, Any]) -> dict[str, str]:
+    """What else a Trainer is given that says how it trains, in words by the names of its parameters."""
+    from torch.utils.data import IterableDataset
+
+    loss, optimizers = given.get("compute_loss_func"), given.get("optimizers") or ()
+    by_order = isinstance(given.get("train_dataset"), IterableDataset)
+    return {
+        "compute_loss_func": "none" if loss is None else getattr(loss, "__qualname__", type(loss).__qualname__),
+        "train_dataset": "read in order" if by_order else "read by number",
+        "optimizers": "given" if any(one is not None for one in optimizers) else "none",
+    }
+
+
 def asks_otherwise(made: Made, kind: type, model: Any, facts: Facts, tuned: Mapping[str, Any]) -> dict[str, str]:
     """What a Trainer asks for that was not asked for when the script was tuned, in words, by its name.
 
@@ -158,13 +171,14 @@ def asks_otherwise(made: Made, kind: type, model: Any, facts: Facts, tuned: Mapp
         facts: What was tuned.
         tuned: Fields of its ``TrainingArguments`` that the plan sets: what it leaves alone is no matter.
     """
-    script, own = facts.workload.script, _own(made.arguments)
+    script, own, handed = facts.workload.script, _own(made.arguments), _handed(made.given)
     assert script is not None
     rows = made.arguments["per_device_train_batch_size"] * made.arguments["gradient_accumulation_steps"]
     asked: dict[str, tuple[Any, Any]] = {
         "Trainer": (kind.__name__, script.trainer),
         "a batch on each device of": (rows, script.micro_batch * script.accumulation),
         **{name: (own[name], script.own[name]) for name in _DECIDED_ON if name in tuned and name in script.own},
+        **{name: (now, script.own[name]) for name, now in handed.items() if name in script.own},
     }
     if hasattr(model, "parameters"):  # not made yet, or told by its name
         asked["model"] = (type(inner_of(model)).__name__, facts.model.architecture)
@@ -266,11 +280,8 @@ def train_with(
         if trainer not in entered:
             found = differs(made, type(trainer), trainer.model)
             differ = f"the script asks for {', '.join(found.values())}, as it was tuned"
-            if {"Trainer", "model"} & found.keys():
-                raise InputError(
-                    f"{differ}: how its loss is divided is not known",
-                    hint=AS_TUNED,
-                )
+            if found.keys() & {"Trainer", "model", *_handed(made.given)}:
+                raise InputError(f"{differ}: whether the plan trains it alike is not known", hint=AS_TUNED)
             if found:
                 say(f"{differ}: it trains as the plan says")
             entered.append(trainer)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from autofit.contract.technique import replacing
+
 if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
     from autofit.training.timing import Listener
@@ -21,6 +23,7 @@ def wrap(trainer: Any, recipe: Recipe, *, accumulation: int | None = None) -> No
     wrap_model(trainer, recipe, accumulation=accumulation)
     wrap_optimizer(trainer, recipe)
     keep_evaluated_order(trainer, recipe)
+    keep_streams_whole(trainer, recipe)
 
 
 def wrap_model(trainer: Any, recipe: Recipe, *, accumulation: int | None = None) -> None:
@@ -55,6 +58,27 @@ def keep_evaluated_order(trainer: Any, recipe: Recipe) -> None:
             trainer.args.train_sampling_strategy = planned
 
     trainer._get_eval_sampler = as_the_script  # noqa: SLF001 - as above
+
+
+def keep_streams_whole(trainer: Any, recipe: Recipe) -> None:
+    """Have data sets that are read in order read as the script says: each worker of the plan's would read all of one.
+
+    What is trained on is none, or no workers would be planned; what is evaluated may be.
+    """
+    from torch.utils.data import IterableDataset
+
+    script = recipe.facts.workload.script
+    if script is None or script.loading is None or not recipe.loader_arguments:
+        return
+    names = {"num_workers": "workers", "prefetch_factor": "prefetch", "persistent_workers": "persistent"}
+    own = [(trainer.args, f"dataloader_{name}", getattr(script.loading, one)) for name, one in names.items()]
+    loader = trainer._get_dataloader  # noqa: SLF001 - a Trainer has no other place for it
+
+    def as_the_script(dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        with replacing(own if isinstance(dataset, IterableDataset) else []):
+            return loader(dataset, *args, **kwargs)
+
+    trainer._get_dataloader = as_the_script  # noqa: SLF001 - as above
 
 
 def keep_scale(trainer: Any, accumulation: int) -> None:
