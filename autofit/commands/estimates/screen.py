@@ -84,7 +84,7 @@ def _to_paste(way: Way, one: Estimated, found: Estimate) -> list[RenderableType]
         held += ["--processes", str(found.processes)]
     measured = shell_lines(["autofit", "tune", found.model, *held], width=80)
     return [
-        Text(f"To paste, {named} at its fastest:", style="bold"),
+        Text(f"To paste, {named} at its fastest (the simplest plan within 3 % of it):", style="bold"),
         *(command_line(f"  {line}") for line in lines),
         *_launched(one, found),
         *(Text(f"  and in the script: {clean(said)}") for said in one.script),
