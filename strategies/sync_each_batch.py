@@ -64,6 +64,9 @@ class SyncEachBatch(Technique):
     def traced_as(self, value: Value, part: Part) -> Value | None:
         return value if part == "micro_steps" else self.baseline  # gradients have been sent by then, either way
 
+    def alone_as(self, value: Value) -> Value:
+        return "on"  # the only micro-step sends its gradients, either way
+
     def apply(self, value: Value, recipe: Recipe) -> None:
         recipe.sync_each_batch = value == "on"
 

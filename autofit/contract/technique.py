@@ -159,6 +159,10 @@ class Technique(ABC):
         """The value whose micro-steps make the same tensors in the same order, wherever weights and gradients wait."""
         return value
 
+    def alone_as(self, value: Value) -> Value:
+        """The value whose first micro-step makes the same tensors as one that is the only one of its optimizer step."""
+        return value
+
     def host_offload(self, value: Value, plan: Mapping[str, Value], facts: Facts, weights: Ints) -> HostOffload | None:
         """What a value that can't be traced leaves of its plain twin's weights, gradients and state on the device.
 

@@ -25,6 +25,14 @@ def test_plans_with_one_evaluation_are_traced_by_one_process_where_there_are_man
         assert len({(one.plan["precision"], one.plan["adapter"]) for one in group}) == 1
 
 
+def test_a_plan_is_traced_behind_the_one_whose_first_micro_step_is_like_its_only_one():
+    every = itertools.product(["off", "on"], ["parameters", "none"])
+    plans = [PLAIN.replaced(parallel="fsdp", sync_each_batch=one, offload=two) for one, two in every]
+    (group,) = _in_groups(TraceRequest(part="micro_steps", plan=plan, file=f"{plan.words()}.npz") for plan in plans)
+    found = [(one.plan["sync_each_batch"], one.plan["offload"]) for one in group]
+    assert found == [("on", "none"), ("on", "parameters"), ("off", "none"), ("off", "parameters")]
+
+
 def test_a_trace_is_read_as_it_was_written(tmp_path):
     arrays = {"events": np.arange(5, dtype=np.int32), "names": np.array(["a", "bc"]), "alone": np.array(7)}
     request = TraceRequest(part="optimizer", plan=PLAIN, file="one.npz")

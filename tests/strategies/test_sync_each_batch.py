@@ -1,13 +1,14 @@
 """Gradients that are sent in each micro-step: where it is offered, what is written, and what a trace sees of it."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 
 from autofit import space
 from autofit.contract.plan import Plan
 from autofit.costmodel.seconds import collectives
-from autofit.costmodel.tracing import trace_job
+from autofit.costmodel.tracing import fake_run, trace_job
 from autofit.registry import converted, recipe_of, technique
 from tests.support.synthetic import cpu_facts, cuda_facts
 from tests.support.tiny import CONFIGS, PLAIN, write_config
@@ -81,15 +82,54 @@ def test_what_was_ignored_is_told(value, seen, why):
     assert found is None if why is None else why in found
 
 
-@pytest.mark.slow
-def test_the_trace_sees_what_it_saves_and_what_it_sends(tmp_path):
-    write_config(tmp_path, CONFIGS["llama"])
-    plain = facts_of("llama", device="cuda")
-    facts = replace(
+def eight_processes(launch_path="trainer"):
+    plain = facts_of("llama", device="cuda", launch_path=launch_path)
+    return replace(
         plain,
         workload=replace(plain.workload, processes=8, global_batch=512),
         model=replace(plain.model, layer_classes=("LlamaDecoderLayer",)),
     )
+
+
+@pytest.mark.parametrize(
+    ("launch_path", "values"),
+    [
+        ("trainer", {"parallel": "fsdp"}),
+        pytest.param("loop", {"parallel": "hsdp:2x4", "precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param("trainer", {"parallel": "cp2xfsdp4", "adapter": "lora:r=8"}, marks=pytest.mark.slow),
+        pytest.param("loop", {"parallel": "fsdp:noreshard", "checkpointing": "full"}, marks=pytest.mark.slow),
+        pytest.param("trainer", {"parallel": "fsdp", "offload": "parameters"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_only_micro_step_is_like_the_first_of_those_that_send(tmp_path, monkeypatch, launch_path, values):
+    write_config(tmp_path, CONFIGS["llama"])
+    plan, facts, run = PLAIN.replaced(micro_batch=2, **values), eight_processes(launch_path), []
+    traced = fake_run.micro_steps
+    monkeypatch.setattr(fake_run, "micro_steps", lambda *a, **k: run.append(k["accumulation"]) or traced(*a, **k))
+
+    def part(value, known=None):
+        with like_a_process_of_its_own():
+            one = plan.replaced(sync_each_batch=value)
+            return trace_job.micro_part(one, facts, tmp_path, tmp_path, known=known)
+
+    known = trace_job.Known()
+    part("on", known)
+    derived = part("off", known)
+    assert run == [2, 2]
+    by_itself = part("off")
+    assert run[2:] == [2, 1]
+    for rows in (1, 5):
+        mine, other = (one.exchanges(1, rows) for one in (derived, by_itself))
+        assert all(np.array_equal(getattr(mine, one.name), getattr(other, one.name)) for one in fields(mine))
+        ends = [one.alone.live(rows)[one.alone.starts[1] - 1 :].tolist() for one in (derived, by_itself)]
+        assert ends[0] == ends[1], "from the first forward pass on"
+
+
+@pytest.mark.slow
+def test_the_trace_sees_what_it_saves_and_what_it_sends(tmp_path):
+    write_config(tmp_path, CONFIGS["llama"])
+    facts = eight_processes()
 
     def traced(value):
         plan = PLAIN.replaced(parallel="fsdp", micro_batch=2, sync_each_batch=value)

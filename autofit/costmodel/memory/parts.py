@@ -170,6 +170,31 @@ class OptimizerPart:
         return _operators(self.tape, mine[-1:], 0.0)
 
 
+def first_alone(tape: Tape) -> Tape:
+    """The first micro-step as the only one of its optimizer step; in ``tape`` each sends its gradients."""
+    past = tape.segments.index("0:step")
+    end = int(tape.starts[past])
+    blocks = np.where(tape.events >= 0, tape.events, ~tape.events)
+    batches = np.flatnonzero(tape.categories == _BATCH)
+    # what a loader brings is there from the beginning, the second one's behind the first one's; the rest as it is used
+    brought = int(np.sum(batches <= blocks[:end].max())) - len(batches) // TRACED_MICRO_STEPS
+    mine = ~np.isin(blocks, batches[brought : 2 * brought])
+    mine[end:] = False
+    kept = np.isin(np.arange(len(tape.sizes)), blocks[mine])
+    number = (np.cumsum(kept) - 1)[blocks]
+    columns = ("sizes", "per_row", "most", "categories", "ops", "streams")
+    return dataclasses.replace(
+        tape,
+        events=np.where(tape.events >= 0, number, ~number)[mine],
+        segments=tape.segments[: past + 1],
+        starts=np.concatenate([[0], np.cumsum(mine)])[tape.starts[: past + 1]],
+        work=tape.work[: past + 1],
+        work_per_row=tape.work_per_row[: past + 1],
+        calls=tape.calls[tape.calls[:, 0] < past],
+        **{name: getattr(tape, name)[kept] for name in columns},
+    )
+
+
 def _of(tape: Tape, micro_step: str) -> list[int]:
     return [at for at, name in enumerate(tape.segments) if name.startswith(micro_step)]
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, pack
+from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, first_alone, pack
 from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing.timeline import Tape, UnlikeError, lengthen
-from autofit.costmodel.tracing.trace_request import run_plan, traced_plan
+from autofit.costmodel.tracing.trace_request import alone_plan, run_plan, traced_plan
 from autofit.system.job import error_words
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ def trace_all(job: TraceRequests, folder: Path) -> dict[str, str]:
 
 
 def _in_groups(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
-    """Those that one process traces one after the other, since they share a run; the one that is run first.
+    """Those that one process traces one after the other, since they share a run or a micro-step; what is run first.
 
     The dear ones come first, so that the cores end together. Those with the same evaluation are one group where there
-    are several such groups for each core; elsewhere those whose micro-steps are the same.
+    are several such groups for each core; elsewhere those whose micro-steps are the same where they are the only ones.
     """
 
     def evaluation(request: TraceRequest) -> str:
@@ -80,14 +80,15 @@ def _in_groups(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
 
     def place(request: TraceRequest) -> tuple[object, ...]:
         run = run_plan(request.plan)
-        return request.part, evaluation(request), run.words(), run != request.plan
+        alone = alone_plan(run)
+        return request.part, evaluation(request), alone.words(), alone != run, run.words(), run != request.plan
 
     requests = sorted(requests, key=place)
     many = len({evaluation(one) for one in requests if one.part == "micro_steps"}) >= _MANY
 
     def key(request: TraceRequest) -> tuple[str, ...]:
         whole = many and request.part == "micro_steps"
-        return request.part, evaluation(request), "" if whole else run_plan(request.plan).words()
+        return request.part, evaluation(request), "" if whole else alone_plan(run_plan(request.plan)).words()
 
     return [list(group) for _, group in itertools.groupby(requests, key)]
 
@@ -148,11 +149,11 @@ class Known:
     """What a process has traced that other plans of the same question share.
 
     Attributes:
-        run: The last plan that was run, and what came of it.
+        runs: The last two plans that were run, and what came of them.
         evaluations: Evaluation steps, by the plan that is traced for them.
     """
 
-    run: tuple[Plan, MicroPart] | None = None
+    runs: dict[Plan, MicroPart] = dataclasses.field(default_factory=dict)
     evaluations: dict[Plan | None, Tape] = dataclasses.field(default_factory=dict)
 
 
@@ -184,15 +185,19 @@ def micro_part(
             source.
     """
     known = known or Known()
-    if known.run is not None and known.run[0] == run_plan(plan):
+    ran = known.runs.get(run_plan(plan))
+    if ran is not None:
         held = fake_run.held(plan, facts, config=config, folder=folder)
-        ran = known.run[1].without("gradients") if held.host_bytes else known.run[1]
+        ran = ran.without("gradients") if held.host_bytes else ran
         return dataclasses.replace(ran, **_held(held))
     trace = functools.partial(_micro_steps, plan, facts, config, folder, source=source, whole=whole, any_rows=any_rows)
     found, tape = trace(accumulation=2, evaluations=known.evaluations)
-    alone = trace(accumulation=1)[1] if found.gathers_late else None
+    alone = None
+    if found.gathers_late:
+        sending = known.runs.get(alone_plan(plan))
+        alone = trace(accumulation=1)[1] if sending is None else first_alone(sending.tape)
     part = MicroPart(tape=tape, evaluation=found.evaluation, notes=found.notes, alone=alone, **_held(found))
-    known.run = plan, part
+    known.runs = dict([*known.runs.items()][-1:]) | {plan: part}
     return part
 
 

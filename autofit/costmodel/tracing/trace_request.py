@@ -52,6 +52,11 @@ def run_plan(plan: Plan) -> Plan:
     return Plan({name: technique(name).runs_as(value) for name, value in plan.items()})
 
 
+def alone_plan(plan: Plan) -> Plan:
+    """The plan whose first micro-step makes the same tensors as one of this plan that is the only one of its step."""
+    return Plan({name: technique(name).alone_as(value) for name, value in plan.items()})
+
+
 def kernels_of(capability: tuple[int, int] | None) -> tuple[int, int]:
     """The capability that stands for all whose kernels take the same memory; an A100's where it is not told.
 
