@@ -4,6 +4,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from autofit.registry import recipe_of
 from autofit.system.errors import InputError
 from autofit.training.scripts.entry import asks_otherwise, train_with
 from autofit.training.scripts.patches import Made, _given
+from autofit.training.scripts.watched import keep_scale
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import PLAIN
 
@@ -196,6 +198,33 @@ def test_workers_of_the_plan_do_not_each_read_a_stream_that_is_evaluated(tmp_pat
     recipe, _ = plan({"loader": "workers_2"}, loading=Loading(cores=2))
     seen, *_ = run(tmp_path, recipe, [4, 2, "adamw_torch_fused", "evaluates"])
     assert seen[0] == 32
+
+
+@pytest.mark.parametrize(
+    ("own", "planned", "left", "times"),
+    [
+        ((8, 1), (2, 4), 5, 1 / 3),  # one micro-batch of its own, three of the plan's
+        ((2, 4), (8, 1), 5, 3.0),
+        ((4, 2), (2, 4), 4, 1 / 2),
+        ((2, 4), (4, 2), 8, 2.0),
+    ],
+)
+def test_an_epochs_last_rows_weigh_as_much_as_in_the_scripts_own_micro_batches(own, planned, left, times):
+    def batches(rows):
+        sizes = [min(planned[0], rows - done) for done in range(0, rows, planned[0])]
+        return [{"x": torch.ones(size, 3)} for size in sizes], None
+
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(per_device_train_batch_size=planned[0], gradient_accumulation_steps=planned[1]),
+        compute_loss=lambda *_: 1.0,
+        get_batch_samples=batches,
+    )
+    keep_scale(trainer, own[1])
+    model = SimpleNamespace(training=True)
+    trainer.get_batch_samples(8)
+    assert trainer.compute_loss(model, {}) == own[1] / planned[1]
+    trainer.get_batch_samples(left)
+    assert trainer.compute_loss(model, {}) == pytest.approx(times)
 
 
 def test_what_a_trainer_is_given_is_found_however_its_class_takes_it(tmp_path):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.technique import replacing
@@ -82,8 +83,24 @@ def keep_streams_whole(trainer: Any, recipe: Recipe) -> None:
 
 
 def keep_scale(trainer: Any, accumulation: int) -> None:
-    """Have gradients as large as a script's own accumulation leaves them, of a loss that nobody divides by it."""
-    compute_loss, times = trainer.compute_loss, accumulation / trainer.args.gradient_accumulation_steps
+    """Have gradients as large as a script's own accumulation leaves them, of a loss that nobody divides by it.
+
+    Of an epoch's last rows it makes as many micro-batches as it needs, which may be fewer than of a whole step's. Rows
+    that are joined into one can't be counted.
+    """
+    compute_loss, get_batch_samples = trainer.compute_loss, trainer.get_batch_samples
+    planned = trainer.args.gradient_accumulation_steps
+    whole = trainer.args.per_device_train_batch_size * planned
+    times, countable = accumulation / planned, False
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal times, countable
+        batches, items = get_batch_samples(*args, **kwargs)
+        rows = sum(map(_rows, batches))
+        countable |= rows == whole
+        if countable and batches:
+            times = math.ceil(rows * accumulation / whole) / len(batches)
+        return batches, items
 
     def scaled(model: Any, *args: Any, **kwargs: Any) -> Any:
         found = compute_loss(model, *args, **kwargs)
@@ -91,7 +108,13 @@ def keep_scale(trainer: Any, accumulation: int) -> None:
             return found
         return (found[0] * times, *found[1:]) if isinstance(found, tuple) else found * times
 
-    trainer.compute_loss = scaled
+    trainer.compute_loss, trainer.get_batch_samples = scaled, counted
+
+
+def _rows(batch: Any) -> int:
+    """Rows of a micro-batch; 0 of what is no mapping of tensors."""
+    tensors = batch.values() if isinstance(batch, Mapping) else ()
+    return next((len(one) for one in tensors if getattr(one, "ndim", 0)), 0)
 
 
 def wrap_optimizer(trainer: Any, recipe: Recipe) -> None:
