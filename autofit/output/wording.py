@@ -180,6 +180,16 @@ def uncertain(document: Document) -> str:
     return f"uncertain: runs of this plan took up to {1 + relative:.1f} times as long"
 
 
+def changes(document: Document) -> list[str]:
+    """What the winner changes in the training, a sentence each; one that says so where it changes nothing."""
+    script, rows = document.workload.script, document.plan["micro_batch"]
+    if document.changes:
+        return list(document.changes)
+    if script is not None and document.guard is None and rows != script.micro_batch:
+        return [f"nothing, if the script's loss is the same in micro-batches of {rows} rows: that was not looked at"]
+    return ["nothing: the training is that of a baseline plan"]
+
+
 def training_words(document: Document) -> list[str]:
     """``1B tokens take 5.200 hours at this speed``, and what they cost; empty where that was not asked."""
     asked = document.training

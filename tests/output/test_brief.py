@@ -79,6 +79,15 @@ def test_many_changes_are_counted():
     assert "2 notes in the report" in said
 
 
+def test_a_loss_that_nobody_looked_at_in_other_micro_batches_is_not_said_to_be_the_same():
+    doc = document(guard=None, changes=())
+    own = int(doc.plan["micro_batch"])
+    for rows, said in ((own, "nothing: the training is that of a baseline plan"), (2 * own, "that was not looked at")):
+        script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=rows, accumulation=1)
+        scripted = replace(doc, workload=replace(doc.workload, script=script))
+        assert said in words(screen(scripted))
+
+
 def test_the_speed_is_compared_with_the_fastest_baseline_plan():
     assert "3.08 times the fastest baseline plan" in words(screen(document()))
 

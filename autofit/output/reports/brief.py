@@ -73,7 +73,7 @@ def _promise(document: Document) -> list[str]:
 
 def _changes(document: Document) -> list[str]:
     """What the winner changes in the training; of many sentences the first."""
-    said = list(document.changes) or ["nothing: the training is that of a baseline plan"]
+    said = wording.changes(document)
     if len(said) <= _MOST_SENTENCES:
         return said
     return [*said[: _MOST_SENTENCES - 1], f"and {len(said) - _MOST_SENTENCES + 1} more: see the report"]

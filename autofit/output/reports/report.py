@@ -44,12 +44,11 @@ def summary(document: Document, *, folder: str | Path) -> Group:
     launch, verify = wording.launch_commands(document, folder)
     measured = document.estimated is None
     script = wording.script_lines(document, folder) or ["nothing beyond reading training_args.json"]
-    same = ["nothing: the training is that of a baseline plan"]
     own = [said for said in (standings.against_script(document)[1],) if said is not None]
     sections: list[tuple[str, RenderableType]] = [
         ("The winner", Group(_split(document), _text(""), _plan_table(document))),
         ("The promise" if measured else "The estimate", _promise_table(document)),
-        ("What it changes in the training", _bullets(document.changes or same)),
+        ("What it changes in the training", _bullets(wording.changes(document))),
         ("What your script must do", _bullets(script)),
         ("Why this plan", Group(_text(document.reason), *_bulleted(findings.contributed(document)))),
         *([("Against baseline plans", _bullets([*own, *standings.against_baseline(document)[1]]))] if measured else []),
