@@ -189,7 +189,7 @@ def _makes_its_optimizer(trainer: Any, given: Mapping[str, Any]) -> bool:
     """Whether the optimizer is no matter of the arguments."""
     from transformers import Trainer
 
-    handed = any(part is not None for part in given.get("optimizers") or ())
+    handed = _handed(given)["optimizers"] == "given"
     inherited = type(trainer).create_optimizer is Trainer.create_optimizer
     return handed or given.get("optimizer_cls_and_kwargs") is not None or not inherited
 

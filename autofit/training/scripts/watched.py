@@ -52,11 +52,8 @@ def keep_evaluated_order(trainer: Any, recipe: Recipe) -> None:
     sampler = trainer._get_eval_sampler  # noqa: SLF001 - a Trainer has no other place for it
 
     def as_the_script(*args: Any, **kwargs: Any) -> Any:
-        planned, trainer.args.train_sampling_strategy = trainer.args.train_sampling_strategy, own
-        try:
+        with replacing([(trainer.args, "train_sampling_strategy", own)]):
             return sampler(*args, **kwargs)
-        finally:
-            trainer.args.train_sampling_strategy = planned
 
     trainer._get_eval_sampler = as_the_script  # noqa: SLF001 - as above
 
