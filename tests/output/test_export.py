@@ -65,6 +65,7 @@ def test_every_value_is_carried_or_said_not_to_be(name, target):
         if doc.plan[technique] == wanted and (technique, target) != ("parallel", "cli"):
             assert f"{technique}={wanted}" in comments(found, target)
     assert "setup.model" not in comments(found, target) or target in {"python", "cli", "sft"}
+    assert "`autofit run` puts it into the script" not in comments(found, target), "there is none"
     if target in {"axolotl", "llamafactory"}:
         assert yaml.safe_load(found.text) == found.settings
 

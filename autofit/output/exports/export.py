@@ -135,7 +135,8 @@ def _carried(document: Document, target: str, folder: str) -> _Carried:
         arguments=dict(recipe.emission.training_args),
     )
     emissions = {one.name: one.emit(plan[one.name], plan, facts) for one in techniques()}
-    unwritten = {one.name for one in techniques() if _unwritten(emissions[one.name], one, plan, facts)}
+    scripted = techniques() if document.workload.script is not None else ()
+    unwritten = {one.name for one in scripted if _unwritten(emissions[one.name], one, plan, facts)}
     by_load = target == "sft" and any(one.script and target not in one.elsewhere for one in emissions.values())
     for name, emission in emissions.items():
         told = None if by_load and emission.script else emission.elsewhere.get(target)  # autofit.load makes a model so
