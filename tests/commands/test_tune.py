@@ -15,10 +15,13 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 import autofit
+from autofit import space
+from autofit.commands.shell.explanations import no_winner
 from autofit.commands.shell.terminal import data_console
 from autofit.commands.tunes.backend import DeviceBackend
 from autofit.commands.tunes.output_folder import remove_unstarted_output
-from autofit.contract.outcome import Crashed, TimedOut, Unsupported
+from autofit.contract.facts import Script
+from autofit.contract.outcome import Crashed, TimedOut, Trial, Unsupported
 from autofit.contract.plan import Plan
 from autofit.output import text
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST, Training
@@ -534,11 +537,16 @@ def test_where_every_plan_fails_the_failure_is_shown(tune, out, outcome, words):
     assert f"{number:05d}" in caught.value.hint
 
 
-def test_a_file_that_is_missing_in_every_trial_is_told_as_what_saving_leaves_out(tune, out):
+def test_a_file_that_a_script_misses_in_every_trial_is_told_as_what_saving_leaves_out(out):
     gone = Crashed(reason="FileNotFoundError: [Errno 2] No such file or directory: 'out/rank.json'", log_tail="")
-    with pytest.raises(MachineError) as caught:
-        tune(Replay(out, dict.fromkeys(range(99), gone)), trials=3)
-    assert "nothing is saved while a script is tuned" in caught.value.hint
+    facts = cpu_facts(global_batch=4)
+    plans = space.build(facts)
+    trials = [Trial(number=0, plan=plans.plans[0], outcome=gone, wall_seconds=1.0)]
+    script = Script(path="train.py", sha256="", trainer="", micro_batch=4, accumulation=1)
+    scripted = replace(facts, workload=replace(facts.workload, script=script))
+    for one, told in ((scripted, True), (facts, False)):
+        hint = no_winner(trials, {}, one, plans, forecast=None, trials_folder=out).hint
+        assert ("nothing is saved while a script is tuned" in hint) is told
 
 
 @pytest.mark.parametrize("trials", [1, 3])

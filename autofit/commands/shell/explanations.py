@@ -110,7 +110,7 @@ def no_winner(
         return NothingFits(said, hint=None if timeout is None else _cut_short(trials, space, timeout))
     if timeout is not None and isinstance(trials[-1].outcome, TimedOut):
         return _deadline(trials, trials_folder, timeout)
-    return _none_measured(trials, trials_folder)
+    return _none_measured(trials, trials_folder, scripted=facts.workload.script is not None)
 
 
 def _cut_short(trials: Sequence[Trial], space: Space, timeout: float) -> str:
@@ -136,7 +136,7 @@ def _deadline(trials: Sequence[Trial], trials_folder: Path, timeout: float) -> M
     )
 
 
-def _none_measured(trials: Sequence[Trial], trials_folder: Path) -> MachineError:
+def _none_measured(trials: Sequence[Trial], trials_folder: Path, *, scripted: bool) -> MachineError:
     """Why every trial failed."""
     last = trials[-1]
     logs = f"its logs are in {trial_folder(trials_folder, last.number)}"
@@ -144,7 +144,7 @@ def _none_measured(trials: Sequence[Trial], trials_folder: Path) -> MachineError
     if len(reasons) == 1 and all(isinstance(trial.outcome, Crashed) for trial in trials):
         reason = reasons.pop()
         ask = "does the model train at all, and are the sizes in its config right?"
-        if reason.startswith("FileNotFoundError"):
+        if scripted and reason.startswith("FileNotFoundError"):
             ask = "nothing is saved while a script is tuned: does it write into a folder that saving makes?"
         return MachineError(f"every plan that was tried crashed alike: {reason}", hint=f"{ask} {logs}")
     why = getattr(last.outcome, "reason", last.outcome.kind.replace("_", " "))
