@@ -26,7 +26,7 @@ from autofit.costmodel.evaluation import most_rows
 from autofit.costmodel.memory import peak
 from autofit.costmodel.seconds import roofline
 from autofit.costmodel.seconds.collectives import exposed_seconds, links_of, nccl_bytes
-from autofit.costmodel.seconds.roofline import KINDS, WORK, Totals
+from autofit.costmodel.seconds.roofline import WORK
 from autofit.costmodel.seconds.step_time import StepClock
 from autofit.costmodel.tracing.timeline import Bools, Floats
 from autofit.costmodel.tracing.trace_store import MANY, evaluated_rows, untraceable
@@ -249,7 +249,7 @@ def forecast(
         rows = np.array([int(space.plans[place]["micro_batch"]) for place in members])
         accumulation = np.array([int(space.plans[place]["accumulation"]) for place in members])
         activations[members] = whole.activation_bytes_per_row() * rows
-        micro_step = as_computed(micro.work(rows.astype(np.float64)), family, facts)
+        micro_step = micro.work(rows.astype(np.float64)).computed_in(**arithmetic_of(family, facts))
         amounts = roofline.amounts(micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation)
         host_offload = _host_offload(family, micro, facts)
         copied = _copied_bytes(host_offload, accumulation)
@@ -299,7 +299,7 @@ def _step_seconds(  # noqa: PLR0917 - of the loop above
     micro, optimizer = parts
     if clock.by_laws:
         return clock.step_seconds(micro, optimizer, rows, accumulation, **arithmetic_of(family, facts))
-    micro_step = as_computed(micro.work(rows.astype(np.float64)), family, facts)
+    micro_step = micro.work(rows.astype(np.float64)).computed_in(**arithmetic_of(family, facts))
     return roofline.step_seconds(
         clock.card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
     )
@@ -374,17 +374,3 @@ def arithmetic_of(family: Plan, facts: Facts) -> Arithmetic:
     """The arithmetic of the plan: fp16 was traced as bf16, and TF32 as float32."""
     built = recipe_of(family, facts)
     return {"tf32": built.tf32, "fp16": built.mixed_precision == "fp16"}
-
-
-def as_computed(totals: Totals, family: Plan, facts: Facts) -> Totals:
-    """The work in the arithmetic of the plan."""
-    computed = arithmetic_of(family, facts)
-    flops, moved = totals.flops.copy(), totals.moved_bytes.copy()
-    moves = [("matmul fp32", "matmul tf32")] if computed["tf32"] else []
-    moves += [("matmul bf16", "matmul fp16")] if computed["fp16"] else []
-    for before, after in moves:
-        source, target = (KINDS.index(kind) for kind in (before, after))
-        for column in (flops, moved):
-            column[..., target] += column[..., source]
-            column[..., source] = 0
-    return Totals(flops=flops, moved_bytes=moved, operators=totals.operators)

@@ -96,6 +96,17 @@ class Totals:
             operators=np.asarray(len(kinds), dtype=np.float64),
         )
 
+    def computed_in(self, *, tf32: bool = False, fp16: bool = False) -> Totals:
+        """The same where float32 products are made in TF32, or what was traced in bfloat16 is made in float16."""
+        flops, moved = self.flops.copy(), self.moved_bytes.copy()
+        moves: list[tuple[Kind, Kind]] = [("matmul fp32", "matmul tf32")] if tf32 else []
+        moves += [("matmul bf16", "matmul fp16")] if fp16 else []
+        for before, after in moves:
+            for column in (flops, moved):
+                column[..., _COLUMN[after]] += column[..., _COLUMN[before]]
+                column[..., _COLUMN[before]] = 0
+        return Totals(flops=flops, moved_bytes=moved, operators=self.operators)
+
 
 def step_seconds(
     card: Card, *, micro_step: Totals, optimizer_step: Totals, accumulation: ArrayLike

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autofit.contract.outcome import Crashed, Measured
-from autofit.costmodel.forecast import as_computed, families_of, without_checkpointing
+from autofit.costmodel.forecast import arithmetic_of, families_of, without_checkpointing
 from autofit.costmodel.seconds.roofline import KINDS, Numbers, Totals
 from autofit.registry import recipe_of
 
@@ -105,7 +105,7 @@ def _step_flops(micro: MicroPart, plan: Plan, facts: Facts) -> Numbers:
     """FLOPs of the micro-steps of an optimizer step, by kind."""
     built = recipe_of(plan, facts)
     rows = np.array([float(built.micro_batch)])
-    return built.accumulation * _flops(as_computed(micro.work(rows), plan, facts))
+    return built.accumulation * _flops(micro.work(rows).computed_in(**arithmetic_of(plan, facts)))
 
 
 def compute_precision(recipe: Recipe) -> Precision:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autofit.costmodel.seconds import roofline
-from autofit.costmodel.seconds.roofline import KINDS, Totals
+from autofit.costmodel.seconds.roofline import Totals
 
 from .rows import Step
 from .tracing import Traced
@@ -25,7 +25,7 @@ class Seconds:
 def by_roofline(step: Step, trace: Traced) -> Seconds:
     """That of autofit before there were laws."""
     assert step.card is not None
-    parts = [_as_computed(trace.totals(part, step.rows), step) for part in range(_PARTS)]
+    parts = [trace.totals(part, step.rows).computed_in(tf32=step.tf32, fp16=step.fp16) for part in range(_PARTS)]
     micro = Totals(
         flops=parts[0].flops + parts[1].flops,
         moved_bytes=parts[0].moved_bytes + parts[1].moved_bytes,
@@ -48,15 +48,3 @@ def by_flat_share(step: Step, trace: Traced) -> Seconds:
     )
     precision = ("tf32" if step.tf32 else "fp32") if program.precision == "fp32" else "fp16" if step.fp16 else "bf16"
     return Seconds(seconds=float(flops / (FLAT_SHARE * step.card.rate(precision))))
-
-
-def _as_computed(totals: Totals, step: Step) -> Totals:
-    flops, moved = totals.flops.copy(), totals.moved_bytes.copy()
-    moves = [("matmul fp32", "matmul tf32")] if step.tf32 else []
-    moves += [("matmul bf16", "matmul fp16")] if step.fp16 else []
-    for before, after in moves:
-        source, target = KINDS.index(before), KINDS.index(after)  # type: ignore[arg-type]
-        for column in (flops, moved):
-            column[target] += column[source]
-            column[source] = 0
-    return Totals(flops=flops, moved_bytes=moved, operators=totals.operators)
