@@ -58,6 +58,7 @@ def environment_of(folder: Path, card: str, count: int) -> dict[str, str]:
         "LD_LIBRARY_PATH": os.pathsep.join(libraries),
         "HOLLOW_CARD": card,
         "HOLLOW_GPUS": str(count),
+        "HOLLOW_LAWS": str(Path(__file__).with_name("clock.py")),
         "HOLLOW_STATE": f"/proc/{os.getpid()}/fd/{state}",
         # the planner of cuDNN's attention asks what no stand-in answers
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",

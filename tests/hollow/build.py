@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NATIVE = Path(__file__).parent / "native"
+WITH_TORCH = ("values.cpp", "laws.cpp")
+"""Built against PyTorch, into a library that is loaded once PyTorch is there."""
 OWNERS = (  # a function belongs to the first of them whose pattern its name begins with
     (r"nccl", "libnccl"),
     (r"cusparseLt", "libcusparseLt"),
@@ -44,7 +46,7 @@ def build(site: Path, include: Path, out: Path) -> int:
     """Writes the libraries for the PyTorch in ``site`` into ``out``; the number of functions they have."""
     out.mkdir(parents=True, exist_ok=True)
     core = out / "libhollow.so"
-    sources = sorted(str(path) for path in NATIVE.glob("*.cpp") if path.name != "values.cpp")
+    sources = sorted(str(path) for path in NATIVE.glob("*.cpp") if path.name not in WITH_TORCH)
     _compile("-O1", "-std=c++17", "-fvisibility=hidden", f"-I{include}", "-Wl,-soname,libhollow.so", "-o", str(core),
              *sources, "-ldl", "-lpthread")  # fmt: skip
     _compile_values(site, out)
@@ -59,7 +61,8 @@ def _compile_values(site: Path, out: Path) -> None:
     torch = site / "torch"
     _compile(
         "-O1", "-std=c++20", "-fvisibility=hidden", f"-I{torch}/include", f"-L{torch}/lib", f"-L{out}",
-        "-Wl,-soname,libhollow_values.so", "-o", str(out / "libhollow_values.so"), str(NATIVE / "values.cpp"),
+        "-Wl,-soname,libhollow_values.so", "-o", str(out / "libhollow_values.so"),
+        *(str(NATIVE / name) for name in WITH_TORCH),
         "-ltorch_cpu", "-lc10", "-lhollow",
     )  # fmt: skip
 

@@ -69,6 +69,7 @@ double busy[MAX_DEVICES];
 Graph* graph_in_capture;
 bool failed;
 thread_local int current;
+thread_local bool suspended, multiplied_in_tf32;
 thread_local cudaError_t last_error;
 
 long number(const char* name, long otherwise) {
@@ -349,7 +350,7 @@ void wait_until(double then) {
 }
 
 void work(double seconds) {
-  if (!state().clocked) return;
+  if (!state().clocked || suspended) return;
   Guard guard(lock);
   if (graph_in_capture)
     graph_in_capture->seconds += seconds;
@@ -373,6 +374,7 @@ void product(double m, double n, double k, double batch, double flops_per_second
 double rate_of(int cuda_type, bool tf32) {
   switch (cuda_type) {
     case 0:  // float
+      multiplied_in_tf32 = multiplied_in_tf32 || tf32;
       return tf32 ? card().tf32 : card().fp32;
     case 2:  // half
       return card().half;
@@ -420,6 +422,15 @@ void* new_handle() {
 }  // namespace hollow
 
 STAND_IN void hollow_fail_device() { hollow::fail_device(); }
+
+// For laws.cpp: the clock of this thread.
+STAND_IN int hollow_clocked() { return hollow::state().clocked; }
+STAND_IN void hollow_suspend_clock(bool suspended) {
+  hollow::suspended = suspended;
+  if (suspended) hollow::multiplied_in_tf32 = false;
+}
+STAND_IN bool hollow_multiplied_in_tf32() { return hollow::multiplied_in_tf32; }
+STAND_IN void hollow_work(double seconds) { hollow::work(seconds); }
 
 // What no stand-in defines: it succeeds. HOLLOW_LOG names a file that gets the name of each such call, once.
 STAND_IN int hollow_stub(const char* name) {

@@ -17,6 +17,8 @@
 #include <set>
 #include <string>
 
+#include "laws.hpp"
+
 extern "C" void hollow_fail_device();
 
 namespace {
@@ -261,6 +263,7 @@ class Wrapper : public c10::OperatorKernel {
     bool is_true = true;
     HostCall host;
     c10::impl::ExcludeDispatchKeyGuard below(ABOVE);
+    Timed timed(op, given);
     if (on_host_ && fits(schema, given, &is_true)) host = call_on_host(op, given, is_true);
     if (host.done && shaped_by_values_) {
       stack->resize(stack->size() - count);
@@ -271,6 +274,7 @@ class Wrapper : public c10::OperatorKernel {
     for (size_t i = 0; i < count; i++)
       if (is_written(schema.arguments()[i])) finish_written(schema, given[i], host, i, is_true);
     size_t returned = schema.returns().size();
+    timed.done(Stack(stack->end() - (std::ptrdiff_t)returned, stack->end()));
     for (size_t i = 0; i < returned; i++) {
       if (schema.returns()[i].alias_info()) continue;
       IValue& result = (*stack)[stack->size() - returned + i];
