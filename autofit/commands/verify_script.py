@@ -19,6 +19,9 @@ from typing import Any
 
 def main(folder: Path, result: Path, steps: int) -> None:
     """Train some optimizer steps and write their outcome to ``result``."""
+    from autofit.system.fork_server_process import die_with_parent, load_bitsandbytes
+
+    load_bitsandbytes()
     from transformers import HfArgumentParser, Trainer, TrainingArguments, utils
 
     from autofit.contract.outcome import OUTCOME, Evidence, Measured
@@ -26,7 +29,6 @@ def main(folder: Path, result: Path, steps: int) -> None:
     from autofit.output.emit import ARGUMENTS
     from autofit.output.setup import read_setup
     from autofit.system.files import write_atomically
-    from autofit.system.fork_server_process import die_with_parent
     from autofit.system.strict_json import dump_json
     from autofit.training.loops import run_loop, run_trainer, untuned
     from autofit.training.measure import measure

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -39,6 +40,38 @@ def die_with_parent(parent: int, number: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def load_bitsandbytes() -> None:
+    """Import bitsandbytes where it is installed, and have it compile its functions when they are first called.
+
+    It compiles them when it is imported (0.50), for which PyTorch loads Inductor: a second and 40 MB of each process
+    that imports Trainer, and hardly any calls them. Where bitsandbytes can't be imported, nothing is said: who needs it is told.
+    """
+    if "bitsandbytes" in sys.modules or not find_spec("bitsandbytes") or not find_spec("torch"):
+        return
+    import torch
+
+    at_once = torch.compile
+
+    def at_first_call(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return functools.partial(at_first_call, **options)
+        compiled = functools.cache(lambda: at_once(function, **options))
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return compiled()(*args, **kwargs)
+
+        return call
+
+    torch.compile = at_first_call  # type: ignore[assignment]
+    try:
+        importlib.import_module("bitsandbytes")
+    except Exception:  # noqa: BLE001, S110 - as said above
+        pass
+    finally:
+        torch.compile = at_once
 
 
 def own_threads() -> None:
@@ -172,6 +205,8 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...], *, trains: boo
     if device == "cuda" and find_spec("torchao"):
         first = [name for name in first if not name.startswith("transformers.")]
     server.load(first, ready_for_early=False)
+    if device == "cpu" and trains:
+        load_bitsandbytes()
     server.load((*_ALWAYS, *(_ON_CPU if device == "cpu" else ())), ready_for_early=True)
     server.say({"ready": time.monotonic() - began})
     server.loaded()

@@ -27,6 +27,7 @@ from autofit.registry import recipe_of
 from autofit.system import strict_json
 from autofit.system.errors import InputError
 from autofit.system.files import write_atomically
+from autofit.system.fork_server_process import load_bitsandbytes
 from autofit.system.job import error_words
 from autofit.system.strict_json import dump_json
 from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
@@ -289,6 +290,7 @@ def _launched(plan: Plan, facts: Facts, folder: Path, rank: int | None) -> Recip
     config_file = folder / "accelerate.yaml"
     write_yaml(config_file, dict(recipe.emission.accelerate))
     _take_environment(launch_environment(config_file, rank), facts)
+    load_bitsandbytes()
     import torch
     from transformers import Trainer, utils
 

@@ -480,3 +480,29 @@ def test_ask_without_an_answer_is_an_error_that_names_the_log(server, tmp_path):
         pass
     assert caught.value.hint == f"its log is {tmp_path / 'failed-job.log'}"
     assert "its last words" in (tmp_path / "failed-job.log").read_text()
+
+
+IMPORTED = """
+import sys
+
+import torch
+
+from autofit.system.fork_server_process import load_bitsandbytes
+
+load_bitsandbytes()
+import transformers.trainer
+from bitsandbytes.backends.default import ops
+
+assert torch.compile.__module__ == "torch", torch.compile
+print("torch._inductor.compile_fx" in sys.modules)
+torch.compiler.set_stance("force_eager")  # the compiler is loaded, and makes nothing
+code = torch.linspace(0, 1, 256)
+bytes_ = torch.full((64,), 255, dtype=torch.uint8)
+made = ops._dequantize_blockwise_compute(bytes_, torch.ones(1), code, 64, torch.float32)
+print("torch._inductor.compile_fx" in sys.modules, float(made.min()))
+"""
+
+
+def test_bitsandbytes_loads_the_compiler_when_it_first_needs_it():
+    ended = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True, timeout=120)
+    assert ended.stdout.split() == ["False", "True", "1.0"]
