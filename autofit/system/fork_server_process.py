@@ -46,7 +46,8 @@ def load_bitsandbytes() -> None:
     """Import bitsandbytes where it is installed, and have it compile its functions when they are first called.
 
     It compiles them when it is imported (0.50), for which PyTorch loads Inductor: a second and 40 MB of each process
-    that imports Trainer, and hardly any calls them. Where bitsandbytes can't be imported, nothing is said: who needs it is told.
+    that imports Trainer, and hardly any calls them. Where it can't be imported, nothing is said:
+    who needs it is told.
     """
     if "bitsandbytes" in sys.modules or not find_spec("bitsandbytes") or not find_spec("torch"):
         return
@@ -57,7 +58,7 @@ def load_bitsandbytes() -> None:
     def at_first_call(function: Any = None, **options: Any) -> Any:
         if function is None:
             return functools.partial(at_first_call, **options)
-        compiled = functools.cache(lambda: at_once(function, **options))
+        compiled: Any = functools.cache(lambda: at_once(function, **options))
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:

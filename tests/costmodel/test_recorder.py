@@ -12,7 +12,9 @@ from torch.distributed._functional_collectives import all_gather_tensor
 
 from autofit.costmodel.seconds.operator_time import TIMED_KINDS, Operators
 from autofit.costmodel.seconds.roofline import KINDS
+from autofit.costmodel.tracing import work
 from autofit.costmodel.tracing.emulation.fake_kernels import without_values
+from autofit.costmodel.tracing.operator_table import operator_of
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.sharded import fake_world
 from autofit.costmodel.tracing.timeline import CATEGORIES
@@ -291,8 +293,8 @@ def work_of(program, *tensors):
     with recording() as recorder:
         result = program(*tensors)
     del result
-    work = recorder.tape(since=1).work[0]
-    return {kind: tuple(row) for kind, row in zip(KINDS, work, strict=True) if any(row)}
+    rows = recorder.tape(since=1).work[0]
+    return {kind: tuple(row) for kind, row in zip(KINDS, rows, strict=True) if any(row)}
 
 
 def test_products():
@@ -306,11 +308,22 @@ def test_products():
     assert bias == {"matmul fp32": (2 * 6 * 10 * 14, 4 * (14 + 60 + 140 + 84), 1)}
 
 
+def test_a_product_that_is_added_to_a_tensor_of_another_type_is_one_of_its_factors():
+    """As Liger's loss adds up a gradient of the head in float32."""
+    left, right = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((6, 10), (10, 14)))
+    total = torch.empty(6, 14, device="meta")
+    func, args, kwargs = torch.ops.aten.addmm.dtype_out, (total, left, right, torch.float32), {"out": total}
+    kind, flops, _ = work.work_of(func, args, kwargs, total, [total])
+    assert (kind, flops) == ("matmul bf16", 2 * 6 * 10 * 14)
+    one, _ = operator_of(func, args, kwargs, [total], flops)
+    assert (one.arithmetic, one.m, one.n, one.k) == ("bf16", 6, 14, 10)
+
+
 def test_a_linear_layer_costs_three_products():
     layer = torch.nn.Linear(10, 14, bias=False)
     rows = torch.ones(6, 10, requires_grad=True)
-    work = work_of(lambda: layer(rows).sum().backward())
-    assert work["matmul fp32"][0] == 3 * 2 * 6 * 10 * 14
+    found = work_of(lambda: layer(rows).sum().backward())
+    assert found["matmul fp32"][0] == 3 * 2 * 6 * 10 * 14
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, "matmul fp32"), (torch.bfloat16, "attention")])

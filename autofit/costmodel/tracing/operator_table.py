@@ -158,9 +158,12 @@ def _operator_of(
     if kind == "nothing" or first is None:
         return Operator(kind="nothing")
     if kind == "product":
-        batch, m, n, k, layout = _product(name, tensors, made)
+        factors = [one for value in args for one in _each(value)]  # not what the result is written to
+        batch, m, n, k, layout = _product(name, factors, made)
         if batch * m * n * k == 0:
             return Operator(kind="nothing")
+        if "addmm" in name:
+            arithmetic = _ARITHMETICS.get(factors[1].dtype, "fp32")  # what is added may have another type
         return Operator(
             kind=kind, arithmetic=arithmetic, layout=layout, backward=backward, flops=flops,
             batch=batch, m=m, n=n, k=k,

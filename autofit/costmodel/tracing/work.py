@@ -29,10 +29,17 @@ def work_of(
         flops = _attention_flops(func, args)
         kind = _product(first) if first is None or first.dtype == torch.float32 else "attention"
     elif counter is not None:
-        flops, kind = float(counter(*args, **kwargs, out_val=result)), _product(first)
+        flops = float(counter(*_usual(func, args), **kwargs, out_val=result))
+        kind = _product(args[1] if "addmm" in func._schema.name else first)  # what is added stands first
     elif func is torch.ops.aten._grouped_mm.default:  # which PyTorch's own counter does not know
         flops, kind = 2.0 * args[0].numel() * args[1].shape[-1], _product(first)
     return kind, flops, moved
+
+
+def _usual(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments that PyTorch's counter takes: those of the usual overload, without another's type of the result."""
+    usual = getattr(func._overloadpacket, "default", func)
+    return args[: sum(not one.kwarg_only for one in usual._schema.arguments)]
 
 
 def _product(tensor: torch.Tensor | None) -> Kind:
