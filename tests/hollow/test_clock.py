@@ -1,5 +1,6 @@
 """A step on an emulated card takes what the laws of its operators say."""
 
+import math
 import os
 
 import pytest
@@ -45,10 +46,12 @@ class Told(TorchDispatchMode):
 
 
 def clocked(run):
-    """Seconds on the device's clock, which has work in its queue all the time."""
+    """Seconds on the device's clock, which has five seconds of work in its queue before."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     ahead = torch.empty(16384, 16384, device="cuda")
-    for _ in range(40):
+    with Told() as told:
+        ahead @ ahead
+    for _ in range(math.ceil(5 / told.seconds())):
         ahead @ ahead
     start.record()
     run()
