@@ -48,13 +48,15 @@ def pytest_configure():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all-faults", action="store_true", help="every fault and every tune of a table, not a part")
+    parser.addoption(
+        "--all-faults", action="store_true", help="every fault, tune and combination of a table, not a part"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("by_hand") and not config.getoption("--all-faults"):
-            item.add_marker(pytest.mark.skip(reason="a whole tune more: --all-faults"))
+            item.add_marker(pytest.mark.skip(reason="one more of its kind: --all-faults"))
 
 
 FAULT_TABLE = pytest.StashKey()

@@ -333,11 +333,21 @@ def test_the_combinations_are_all_that_a_cpu_can_have(labs):
         assert {row[name] for row in COMBINATIONS} == set(values)
 
 
+VALUES = {pair for row in COMBINATIONS for pair in row.items()}
+EACH_VALUE = next(n for n in range(len(COMBINATIONS)) if VALUES == {p for row in COMBINATIONS[:n] for p in row.items()})
+"""So many combinations hold every value; the rest, which hold every pair of them, are run by hand."""
+
+
 @pytest.mark.parametrize(
     "number",
-    some_slow(
-        range(len(COMBINATIONS)), lambda n: n < len(THREE), ids=lambda n: "-".join(map(str, COMBINATIONS[n].values()))
-    ),
+    [
+        pytest.param(
+            number,
+            id="-".join(map(str, row.values())),
+            marks=[pytest.mark.slow] * (number >= len(THREE)) + [pytest.mark.by_hand] * (number >= EACH_VALUE),
+        )
+        for number, row in enumerate(COMBINATIONS)
+    ],
 )
 def test_a_trace_needs_what_real_tensors_need(labs, number):
     row = dict(COMBINATIONS[number])

@@ -127,7 +127,7 @@ def test_what_was_ignored_is_told(value, seen, why):
 
 @pytest.mark.slow
 @pytest.mark.serial
-@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("loop", [False, pytest.param(True, marks=pytest.mark.by_hand)])
 def test_a_slow_loader_is_found_cured_and_told(tmp_path, loop):
     """Each row takes 20 ms to make, a step some milliseconds: two workers make nearly twice the speed."""
     tiny_bert(tmp_path / "tiny")
