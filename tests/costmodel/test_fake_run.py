@@ -334,7 +334,7 @@ def test_the_combinations_are_all_that_a_cpu_can_have(labs):
 
 
 VALUES = {pair for row in COMBINATIONS for pair in row.items()}
-EACH_VALUE = next(n for n in range(len(COMBINATIONS)) if VALUES == {p for row in COMBINATIONS[:n] for p in row.items()})
+EACH_VALUE = next(n for n in range(len(COMBINATIONS)) if {p for row in COMBINATIONS[:n] for p in row.items()} == VALUES)
 """So many combinations hold every value; the rest, which hold every pair of them, are run by hand."""
 
 
