@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autofit.commands.estimates.plans import Estimated, cause
+from autofit.commands.estimates.plans import Estimated, cause, why_recommended
 from autofit.commands.estimates.ways import Way
 from autofit.contract.plan import Plan
 from autofit.costmodel.tracing.timeline import Category
@@ -173,7 +173,7 @@ def _recommended(found: Estimate) -> list[Text]:
         return []
     plan = found.recommended
     words = f"recommended: {plan['micro_batch']} x {plan['accumulation']} rows, {chosen_words(plan)}"
-    why = "the fastest that fits" if plan == found.plans[0].plan else "simpler than the fastest, and within 3 % of it"
+    why = why_recommended(plan == found.plans[0].plan)
     changes = next(one.changes for one in found.plans if one.plan == plan)
     return [Text(f"{words} ({why})"), *(Text(f"  {said}") for said in changes)]
 

@@ -16,7 +16,7 @@ from autofit import space
 from autofit.commands.estimates.answer import Estimate
 from autofit.commands.estimates.files import check_card, estimate_folder, write_estimate
 from autofit.commands.estimates.other_card import asked_card, counted_cards, described_model, elsewhere
-from autofit.commands.estimates.plans import MOST_KINDS, estimated_plans
+from autofit.commands.estimates.plans import MOST_KINDS, estimated_plans, why_recommended
 from autofit.commands.estimates.question import asked_question, fetched_config
 from autofit.commands.estimates.ways import fixed_bytes, outside_bytes, spaces_by_way
 from autofit.commands.estimates.ways import ways as every_way
@@ -141,7 +141,7 @@ def estimate(
             notes = _notes(facts, card, traces, plans, world)
             best = next((one for one in rows if one.plan == recommended), None)
             if target is not None and best is not None and card is not None:
-                reason = f"Nothing was measured. {why_recommended(recommended == rows[0].plan)}"
+                reason = f"Nothing was measured. It is {why_recommended(recommended == rows[0].plan)}."
                 took = time.monotonic() - began
                 write_estimate(best, facts, card, config, target, server, why=reason, notes=notes, seconds=took)
         untraced = sorted({why for plan in families_of(plans) if (why := traces.untraced(plan))})
@@ -179,11 +179,6 @@ def _asked(request: Request, settings: Search) -> tuple[str, ...]:
     words += ["--launch-path", request.launch_path] if request.launch_path != "trainer" else []
     words += ["--trust-remote-code"] if request.trust_remote_code else []
     return tuple(words)
-
-
-def why_recommended(first: bool) -> str:
-    """Why a plan of an estimate is recommended."""
-    return "It is the fastest that fits." if first else "It is simpler than the fastest, and within 3 % of it."
 
 
 def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space, world: World) -> tuple[str, ...]:

@@ -37,7 +37,8 @@ from autofit.system.units import MIB
 Verdict = Literal["fits", "tight", "too large"]
 MOST_KINDS = 12
 _MANY_KINDS = 50
-_AS_FAST = 0.03
+AS_FAST = 0.03
+"""Plans whose predicted speeds are no further apart count as equally fast: the simplest of them is recommended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,7 @@ def estimated_plans(  # noqa: PLR0917 - of the story above
     # a smaller micro-batch than the first look hoped for may be a slower one
     found.sort(key=lambda one: (order[one[0].verdict], one[1] if one[0].verdict == "fits" else 0.0))
     fast = [(one.plan, pace) for one, pace in found if one.verdict == "fits"]
-    alike = [plan for plan, pace in fast if not pace > fast[0][1] * (1 + _AS_FAST)]
+    alike = [plan for plan, pace in fast if not pace > fast[0][1] * (1 + AS_FAST)]
     return [one for one, _ in found], len(candidates), min(alike, key=changed_values, default=None)
 
 
@@ -232,3 +233,8 @@ def cause(one: Estimated) -> str:
         )
     largest = max(need.by_category, key=lambda name: need.by_category[name])
     return f"{words}; the largest part is {largest} ({units.size(need.by_category[largest])})"
+
+
+def why_recommended(fastest: bool) -> str:
+    """Why a plan of an estimate is recommended."""
+    return "the fastest that fits" if fastest else f"simpler than the fastest, and within {100 * AS_FAST:.0f} % of it"

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autofit.commands.estimates.answer import Estimate, amount, heading, written
-from autofit.commands.estimates.plans import Estimated
+from autofit.commands.estimates.plans import AS_FAST, Estimated
 from autofit.commands.estimates.ways import AS_ASKED, Way
 from autofit.output.exports.flags import flags
 from autofit.output.plan_words import chosen_words
@@ -84,7 +84,7 @@ def _to_paste(way: Way, one: Estimated, found: Estimate) -> list[RenderableType]
         held += ["--processes", str(found.processes)]
     measured = shell_lines(["autofit", "tune", found.model, *held], width=80)
     return [
-        Text(f"To paste, {named} at its fastest (the simplest plan within 3 % of it):", style="bold"),
+        Text(f"To paste, {named} at its fastest (the simplest plan within {100 * AS_FAST:.0f} % of it):", style="bold"),
         *(command_line(f"  {line}") for line in lines),
         *_launched(one, found),
         *(Text(f"  and in the script: {clean(said)}") for said in one.script),

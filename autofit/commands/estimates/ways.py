@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autofit import space
-from autofit.commands.estimates.plans import Estimated, estimated_plan, replayed_bytes
+from autofit.commands.estimates.plans import AS_FAST, Estimated, estimated_plan, replayed_bytes
 from autofit.commands.request import Search
 from autofit.contract.facts import Facts
 from autofit.contract.plan import Value
@@ -25,7 +25,6 @@ from autofit.system.parallel import on_every_core
 
 Knobs = Mapping[str, tuple[Value, ...]]
 AS_ASKED = "as asked"
-_AS_FAST = 0.03
 _MOST_REPLAYS = 8
 _FIXED: tuple[Category, ...] = ("weights", "gradients")
 
@@ -143,7 +142,7 @@ def _way(name: str, plans: space.Space, facts: Facts, traces: Traces, card: Card
     for _ in range(_MOST_REPLAYS):  # the allocator's replay may say that what seemed to fit does not
         if not fitting:
             break
-        alike = [place for place in fitting if not pace[place] > pace[fitting[0]] * (1 + _AS_FAST)]
+        alike = [place for place in fitting if not pace[place] > pace[fitting[0]] * (1 + AS_FAST)]
         best = min(alike, key=rank)
         one = judged(best)
         if one.verdict == "fits":
