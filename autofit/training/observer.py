@@ -39,6 +39,7 @@ class Observer:
         self.seq_len: int | None = None
         self.padding_mask: bool | None = None
         self.micro_steps = 0
+        self.forward = False
         self.running: nn.Module = model
         self.in_graph = False
         self.forwards_in_graph: int | None = None
@@ -48,6 +49,9 @@ class Observer:
         self.hooks.before(model, self._before_model())
         self.products = tuple(_layer_products(model, recipe.facts.model.layer_classes))
         self.calls = [0] * len(self.products)
+        self.calls_forward = [0] * len(self.products)
+        self.awaited, self.came = [0] * len(self.products), [0] * len(self.products)  # gradients of their outputs
+        self.hooks.after(model, self._after_model)
         for place, product in enumerate(self.products):
             self.hooks.after(product, self._after_product(place))
         self.readers = {one.name: one.watch(model, recipe, self.hooks) for one in techniques()}
@@ -82,8 +86,15 @@ class Observer:
             self.padding_mask = mask is not None
             self.running = module
             self.micro_steps += 1
+            self.forward = True
 
         return hook
+
+    def _after_model(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling():
+            self.forward = False
 
     def _after_product(self, place: int) -> Any:
         import torch
@@ -92,6 +103,9 @@ class Observer:
             self.output = dtype_name(context.get_local("first").as_fake()), None
             self.forwards_in_graph = max(self.forwards_in_graph or 0, _forwards(context) or 0) or None
 
+        def came(_: Any) -> None:
+            self.came[place] += 1
+
         def hook(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
             if torch.compiler.is_compiling():
@@ -99,6 +113,10 @@ class Observer:
                 return
             self.output = dtype_name(first), module
             self.calls[place] += 1
+            self.calls_forward[place] += self.forward
+            if first.requires_grad:
+                self.awaited[place] += 1
+                first.register_hook(came)
 
         return hook
 
@@ -109,7 +127,11 @@ class Observer:
 
     def ran(self, optimizer: Any, accelerator: Any, accumulation: int | None) -> Ran:
         """What the techniques are shown."""
-        calls = [round(calls / self.micro_steps) for calls in self.calls if calls and self.micro_steps]
+        # a layer may use a product more than once in a forward pass; what comes after that is recomputed. A layer that
+        # the loss does not use never is
+        unused = [awaited and not came for awaited, came in zip(self.awaited, self.came, strict=True)]
+        found = zip(self.calls, self.calls_forward, unused, strict=True)
+        calls = [round(calls / once) for calls, once, left_out in found if once and not left_out]
         return Ran(
             model=self.model,
             running=self.running,
