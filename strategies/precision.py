@@ -23,7 +23,9 @@ Offered only where the device computes the precision itself. A Trainer's ``fp16`
 float32, so it is withheld there; so is bfloat16 on a CPU that would emulate it.
 
 Sources: ``transformers.TrainingArguments`` (``bf16: false`` under an Accelerate YAML that says ``bf16`` trains in
-bf16, so ``mixed_precision`` is written always, also ``no``); NVIDIA, "TensorFloat-32 in the A100 GPU".
+bf16, so ``mixed_precision`` is written always, also ``no``); NVIDIA, "TensorFloat-32 in the A100 GPU". Under PyTorch
+2.13 ``tf32: false`` breaks the CTC loss of speech models, so nothing is written there: their convolutions stay in TF32,
+as PyTorch has them.
 Not covered: a float32 master copy beside bfloat16 weights; a trace of ``fp8``, whose tensors fake ones can't stand for;
 fp8 in the experts of a mixture, which are no linear layers.
 """
@@ -163,7 +165,7 @@ class Precision(Technique):
         }
         return Emission(
             accelerate={"mixed_precision": mixed},
-            training_args={"bf16": mixed == "bf16", "fp16": mixed == "fp16", "tf32": value == "tf32"},
+            training_args={"bf16": mixed == "bf16", "fp16": mixed == "fp16", "tf32": _tf32(value, facts)},
             script=lines.get(str(value), ()),
             elsewhere=_PURE if value == "bf16_weights" else {},
         )
@@ -233,6 +235,11 @@ class Precision(Technique):
             "bf16_weights": Prior(time=(-0.9, 0.6), memory=(-0.6, 0.2)),
             "fp8": Prior(time=(-0.8, 0.8), memory=(-0.1, 0.2)),
         }[str(value)]
+
+
+def _tf32(value: Value, facts: Facts) -> bool | None:
+    """What ``TrainingArguments`` are told of TF32; nothing where saying no would break the loss."""
+    return None if value != "tf32" and facts.model.task == "ctc" else value == "tf32"
 
 
 def _compute_dtype(given: str | None, product: Any) -> str | None:

@@ -203,6 +203,7 @@ class Recipe:
         if not on_cpu:
             # as a Trainer's argument does
             torch.backends.fp32_precision = "tf32" if self.tf32 else "ieee"  # type: ignore[attr-defined]
+            keep_flags_alike()
         given: dict[str, Any] = {
             "gradient_accumulation_steps": self.accumulation,
             "mixed_precision": self.mixed_precision,
@@ -218,6 +219,18 @@ class Recipe:
             # beside a compiled model it switches TF32 on, whatever was said, by the older flag
             torch.backends.cuda.matmul.allow_tf32 = self.tf32
         return accelerator
+
+
+def keep_flags_alike() -> None:
+    """Have cuDNN's older flag of TF32 say what the newer one says.
+
+    Where they differ, ``torch.backends.cudnn.flags`` raises (PyTorch 2.13), in which speech models take the CTC loss;
+    ``TrainingArguments(tf32=False)`` sets the newer one alone (transformers 5.23).
+    """
+    import torch
+
+    if torch.backends.cudnn.conv.fp32_precision == "ieee":  # type: ignore[attr-defined]
+        torch.backends.cudnn.allow_tf32 = False
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autofit.contract.recipe import Recipe, quick_random_weights
+from autofit.contract.recipe import Recipe, keep_flags_alike, quick_random_weights
 from autofit.registry import techniques
 from autofit.training.scripts.leave import Refused
 
@@ -141,6 +141,7 @@ class Patches:
             for name, value in self.construct.items():
                 setattr(arguments, name, value)
             finish(arguments)
+            keep_flags_alike()
 
         owner.__post_init__ = post_init
 
