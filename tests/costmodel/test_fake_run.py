@@ -4,6 +4,8 @@ import contextlib
 import itertools
 import os
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from torch.utils import _foreach_utils
 
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing import fake_run, trace_job
-from autofit.costmodel.tracing.emulation import cuda_kernels
+from autofit.costmodel.tracing.emulation import cuda, cuda_kernels
 from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.fake_run import prime_micro_batch
 from autofit.costmodel.tracing.layers import PERIODS, Layers, find_layers, period_of, wrapped_in_part
@@ -498,6 +500,7 @@ def rows():
 
 
 IN_FLOAT32 = {
+    "interpolate": lambda t: F.interpolate(t[None, None], scale_factor=2, mode="bilinear"),
     "layer_norm": lambda t: F.layer_norm(t, (8,)),
     "softmax": lambda t: F.softmax(t, dim=-1),
     "cross_entropy": lambda t: F.cross_entropy(t, torch.zeros(4, dtype=torch.long)),
@@ -519,6 +522,15 @@ def test_autocast_computes_as_cuda_does(rows, name):
         assert F.gelu(rows).dtype == torch.bfloat16
     with like_cuda():
         assert F.softmax(rows, dim=-1).dtype == torch.bfloat16  # without autocast nothing is changed
+
+
+def test_all_that_autocast_computes_in_float32_is_known():
+    """By the header of the torch that is installed."""
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+    lists = re.findall(r"#define AT_FORALL_FP32(?:_SET_OPT_DTYPE)?\(_\)(.*?)\n\n", header, re.DOTALL)
+    listed = {name for one in lists for name in re.findall(r"_\((\w+)", one)}
+    assert len(lists) == 2
+    assert listed - {"native_layer_norm"} <= cuda._FLOAT32 | cuda._TO_FLOAT32
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "pow", "exp"])
@@ -604,6 +616,31 @@ def test_attention_takes_the_kernel_that_cuda_chooses(dtype, key_heads, value_wi
     assert out.shape == (2, 4, 8, value_width)
     ran = out.grad_fn.name().removeprefix("ScaledDotProduct")
     assert ran.startswith(kernel) if kernel else "Attention" not in ran, ran
+
+
+def test_the_memory_efficient_kernel_lays_heads_side_by_side():
+    query = torch.ones(2, 4, 49, 8, requires_grad=True)
+    recorder = Recorder(stand_ins=cuda_kernels.kernel_stand_ins())
+    with FakeTensorMode(allow_non_fake_inputs=True), like_cuda(), recorder:
+        recorder.mark("0:F0")
+        out = F.scaled_dot_product_attention(query, query, query)
+        assert out.transpose(1, 2).is_contiguous()
+    assert sorted(recorder.tape(since=1).sizes) == [4 * 2 * 4 * 64, 4 * query.numel()], "64 sums for 49 rows"
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(torch.bfloat16, 16), (torch.float32, 12)])
+def test_a_mask_that_is_learned_takes_no_scores(dtype, length):
+    """T5's, one for all rows; where its rows are no multiple of 8 long, a padded copy is added."""
+    query = torch.ones(2, 4, length, 8, dtype=dtype, requires_grad=True)
+    mask = torch.ones(1, 4, length, length, requires_grad=True)
+    kept = []
+    with FakeTensorMode(allow_non_fake_inputs=True), like_cuda(), torch.autocast("cpu", dtype, dtype != torch.float32):
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+            out = F.scaled_dot_product_attention(query, query, query, mask)
+        out.sum().backward()
+    bytes_kept = max(one.untyped_storage().nbytes() for one in kept)
+    assert bytes_kept == 4 * length * 16 * dtype.itemsize
+    assert mask.grad.shape == mask.shape
 
 
 def test_clipping_takes_partial_norms_of_the_largest_gradient_for_each():

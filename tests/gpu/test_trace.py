@@ -237,6 +237,41 @@ def test_attention_with_a_mask(dtype, backend):
     run_attention(name, make, program, may_lack=backend != "default")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=short)
+@pytest.mark.parametrize("length", [LENGTH, 1004])
+def test_attention_with_a_mask_that_is_learned(dtype, length):
+    """As T5's is: what it adds for each distance, one mask for all rows, which has a gradient."""
+    skip_without_bfloat16(dtype)
+
+    def make(device):
+        held = [torch.randn(ROWS, HEADS, length, 64, device=device, dtype=dtype) for _ in range(3)]
+        held.append(torch.randn(1, HEADS, length, length, device=device, dtype=dtype))
+        return [one.requires_grad_() for one in held]
+
+    def program(held, _device):
+        out = F.scaled_dot_product_attention(*held[:3], attn_mask=held[3])
+        out.relu().sum().backward()
+        return out.grad_fn.name()
+
+    assert "Efficient" in check(f"attention {short(dtype)} with a learned mask, length {length}", make, program)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=short)
+def test_attention_of_heads_that_lie_apart(dtype):
+    """As Whisper has them; what the memory-efficient kernel gives needs no copy to be put side by side."""
+    skip_without_bfloat16(dtype)
+
+    def make(device):
+        lengths = (100, 1000, 1000)
+        return [torch.randn(ROWS, HEADS, one, 64, device=device, dtype=dtype, requires_grad=True) for one in lengths]
+
+    def program(held, _device):
+        out = F.scaled_dot_product_attention(*held)
+        out.transpose(1, 2).contiguous().relu().sum().backward()
+
+    check(f"attention {short(dtype)} of heads that lie apart", make, program)
+
+
 @pytest.mark.parametrize("length", [1000, 129])
 def test_attention_over_odd_lengths(length):
     make, program = attention(torch.bfloat16, 64, key_heads=2, length=length)

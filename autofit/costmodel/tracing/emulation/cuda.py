@@ -42,9 +42,16 @@ _FLOAT32 = frozenset({
     "normalize", "pdist", "poisson_nll_loss", "pow", "reciprocal", "rsqrt", "sinh", "smooth_l1_loss",
     "soft_margin_loss", "softmax", "softmin", "softplus", "renorm", "tan", "triplet_margin_loss", "__pow__",
     "__rpow__", "__rtruediv__", "rms_norm", "logsumexp", "binary_cross_entropy_with_logits", "nll_loss2d",
+    "huber_loss", "frobenius_norm", "nuclear_norm", "interpolate", "upsample", "upsample_nearest", "upsample_bilinear",
+    "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
+    "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
 })  # fmt: skip
-_TO_FLOAT32 = frozenset({"sum", "prod", "cumsum", "cumprod"})
+"""What autocast computes in float32 on CUDA, by the names that Python has for it (``ATen/autocast_mode.h``)."""
+_TO_FLOAT32 = frozenset({"sum", "prod", "cumsum", "cumprod", "linalg_vector_norm", "linalg_matrix_norm"})
 """Given sixteen bits, their result is float32, and no copy of their input is kept."""
+_ALIGNED = 8
+"""Numbers; ``preprocess_mask`` in ``aten/src/ATen/native/transformers/attention.cpp``."""
 _AMPERE = (8, 0)
 _DROPOUTS = (F.dropout, torch.dropout)
 
@@ -78,7 +85,8 @@ class CudaFunctions(TorchFunctionMode):
         sums = name in _TO_FLOAT32 and torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None
         if sums and args and args[0].dtype in _SIXTEEN:
             kwargs["dtype"] = torch.float32
-        if name in _FLOAT32 and torch.is_autocast_enabled("cpu"):
+        averages = kwargs.get("mode") == "area"  # of which autocast knows nothing
+        if name in _FLOAT32 and torch.is_autocast_enabled("cpu") and not averages:
             args, kwargs = tree_map_only(torch.Tensor, _float32, (args, kwargs))
             with torch.autocast("cpu", enabled=False):
                 return func(*args, **kwargs)
@@ -134,13 +142,21 @@ def _attention(  # noqa: PLR0917 - PyTorch's own order
     fused = fused_attention(query, key, value, attn_mask, dtype=dtype, capability=capability)
     if fused is None:
         return attention_by_scores(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    if value.shape[-1] != query.shape[-1]:  # which the CPU's fused kernel does not do
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if value.shape[-1] != query.shape[-1] or learned:  # which the CPU's fused kernel does not do
         query, key, value = (each.to(dtype) for each in (query, key, value))
-        mask = torch.zeros_like(attn_mask, dtype=dtype) if attn_mask is not None else None
+        mask = _added(attn_mask, dtype).expand(*query.shape[:3], key.shape[2]) if attn_mask is not None else None
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         result: torch.Tensor = efficient(query, key, value, mask, True, 0.0, is_causal, scale=options.get("scale"))[0]
         return result
     return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, **options)
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask as the memory-efficient kernel adds it: its rows are padded where they are no multiple of 8 long."""
+    added = mask.to(dtype) if mask.is_floating_point() else torch.zeros_like(mask, dtype=dtype)
+    length = added.shape[-1]
+    return F.pad(added, (0, -length % _ALIGNED))[..., :length] if length % _ALIGNED else added
 
 
 def attention_by_scores(*args: Any, **options: Any) -> torch.Tensor:

@@ -33,6 +33,7 @@ _WARP, _MOST_THREADS, _VECTOR = 32, 512, 4
 _FEWEST_VALUES, _MOST_VALUES = 16, 256
 _FEW_PLACES, _PLACES_A_PART = 3072, 10
 _CHUNK = 1 << 16
+_ROWS_OF_SUMS = 32
 GROUPED_EFFICIENT = Version(torch.__version__).release >= (2, 14)
 """Whether the memory-efficient kernel takes fewer heads of keys than of queries."""
 _RESIDENT_THREADS = {(7, 5): 80 * 2048, (8, 0): 132 * 2048, (8, 6): 142 * 1536}
@@ -99,14 +100,22 @@ def fused_attention(
 def _flash_forward(
     capability: tuple[int, int], recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The forward pass, whose result is there before the results of the keys' parts."""
+    """The forward pass, whose result is there before the results of the keys' parts.
+
+    The memory-efficient kernel has the heads of a row beside one another, whatever the query's are like, and a number
+    for each row, in rows of a multiple of 32.
+    """
     results = func(*args, **kwargs)
     query, key = args[:2]
-    if query.dtype in SIXTEEN and capability >= _AMPERE:
+    if query.dtype in SIXTEEN and capability >= _AMPERE and kwargs.get("attn_mask") is None:
         for result in results:
             recorder.follow(result, func, args)
         with recorder.holding(*_split_bytes(query, key, _RESIDENT_THREADS[capability]), name="attention by parts"):
             pass
+    elif recorder.fake:
+        out, sums = results
+        shape = (*sums.shape[:-1], -(-sums.shape[-1] // _ROWS_OF_SUMS) * _ROWS_OF_SUMS)
+        return torch.empty_permuted(out.shape, (0, 2, 1, 3), dtype=out.dtype), sums.new_empty(shape)
     return results
 
 
@@ -144,12 +153,20 @@ class _AttentionBackward:
         held = _flash_bytes(query, key) if flash else _efficient_bytes(query, key, value, self.capability)
         if gradient.stride(-1) != 1:
             held.append(_copied_bytes(gradient))
-        gradients = func(*args, **kwargs)
+        of_inputs, of_mask = (results := func(*args, **kwargs))[:3], results[3:]
+        gradients = (*of_inputs, *map(_whole, of_mask))
         for made in gradients:
             if made is not None:
                 recorder.follow(made, func, args)
         with recorder.holding(*held, name="attention's accumulators"):
             return gradients
+
+
+def _whole(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask's gradient with all that is allocated: its rows may be longer, and a fake one lacks the last one's end."""
+    if gradient is None or gradient.stride(-2) <= gradient.shape[-1]:
+        return gradient
+    return gradient.new_empty((*gradient.shape[:-1], gradient.stride(-2)))[..., : gradient.shape[-1]]
 
 
 def _flash_bytes(query: torch.Tensor, key: torch.Tensor) -> list[int]:

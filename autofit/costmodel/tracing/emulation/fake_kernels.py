@@ -20,6 +20,7 @@ def without_values() -> dict[Any, StandIn]:
         ops.stack.default: _stack,
         ops.nonzero.default: _Nonzero(),
         ops.masked_select.default: _masked_select,
+        ops.index.Tensor: _index,
         ops._ctc_loss.Tensor: _ctc_loss,
         ops._ctc_loss_backward.Tensor: _ctc_loss_backward,
         torch.ops._c10d_functional.wait_tensor.default: _wait_tensor,
@@ -61,6 +62,23 @@ def _grouped_mm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
 def _masked_select(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Where a mask is true, said to be everywhere: the labels of speech, of which none is padding."""
     return torch.empty(args[0].numel(), dtype=args[0].dtype)
+
+
+def _index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """In a backward pass the gradient of what was put where a mask is true, said to be everywhere.
+
+    So are features of speech masked (SpecAugment). In a forward pass it would say too much of a loss.
+    """
+    if not torch.is_grad_enabled():
+        places = (
+            [one.new_empty(one.numel(), dtype=torch.int64)] * one.dim() if _is_mask(one) else [one] for one in args[1]
+        )
+        args = (args[0], [one for each in places for one in each])
+    return func(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype == torch.bool
 
 
 def _ctc_loss(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
