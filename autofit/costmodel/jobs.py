@@ -27,7 +27,7 @@ class TraceJob(TraceRequests):
         """Leave each trace in the file that its request names, and why others failed."""
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything is imported that asks for the device, and forked
         if self.facts.workload.script is not None:
-            from autofit.costmodel.scripts.snapshot import trace_script as trace
+            from autofit.costmodel.scripts.trace_script import trace_script as trace
         else:
             from autofit.costmodel.tracing.trace_job import trace_all as trace
 

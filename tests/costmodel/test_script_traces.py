@@ -20,18 +20,18 @@ def folder(tmp_path):
     return tmp_path
 
 
-def plans_of(facts):
+def plans_of(facts, precision="fp32"):
     """A plan of each checkpointing, of four rows twice."""
     found: dict[object, Plan] = {}
     for plan in space.build(facts).plans:
-        if (plan["micro_batch"], plan["accumulation"], plan["precision"]) == (4, 2, "fp32"):
+        if (plan["micro_batch"], plan["accumulation"], plan["precision"]) == (4, 2, precision):
             found.setdefault(plan["checkpointing"], plan)
     return list(found.values())
 
 
-def near(server, folder, facts):
+def near(server, folder, facts, precision="fp32"):
     """Every plan's peak by its trace is what real tensors need."""
-    plans = plans_of(facts)
+    plans = plans_of(facts, precision)
     traces = traces_of(server, folder, facts, plans)
     assert not traces.failed
     for number, plan in enumerate(plans):
@@ -45,9 +45,61 @@ def test_a_trace_of_a_script_needs_what_real_tensors_need(server, folder):
     near(server, folder, facts_of_script(server, folder, SCRIPTS / "classify.py", "--model", folder / "tiny"))
 
 
-@pytest.mark.parametrize("family", ["token", "causal", "image", "seq2seq", "contrastive", "choice"])
+@pytest.mark.parametrize("family", ["token", "causal", "image", "seq2seq", "contrastive", "choice", "image_text"])
 def test_a_trace_of_a_family_needs_what_real_tensors_need(server, folder, family):
     near(server, folder, facts_of_script(server, folder, SCRIPTS / "families.py", "--family", family))
+
+
+@pytest.mark.parametrize(("how", "precision"), [((), "fp32"), ((), "bf16"), (("--by-hand",), "fp32")])
+def test_a_trace_of_a_plain_loop_needs_what_real_tensors_need(server, folder, how, precision):
+    facts = facts_of_script(server, folder, SCRIPTS / "loop.py", "--model", folder / "tiny", *how)
+    if precision not in facts.hardware.precisions:
+        pytest.skip(f"no {precision} here")
+    near(server, folder, facts, precision)
+
+
+OWN_LOOP = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)])
+teacher = torch.nn.Linear(64, 512).requires_grad_(False)
+TEACHER
+loader = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters()), loader)
+seen = 0
+for (rows,) in loader:
+    with accelerator.accumulate(model):
+        found = model(rows)
+        loss = LOSS
+        seen += loss.item()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def own_loop(folder, loss, teacher="teacher.to(accelerator.device)"):
+    script = folder / "own_loop.py"
+    script.write_text(OWN_LOOP.replace("LOSS", loss).replace("TEACHER", teacher))
+    return script
+
+
+def test_the_loss_of_a_loop_and_what_lies_beside_its_model_count(server, folder):
+    script = own_loop(folder, "(teacher(found) - teacher(rows)).exp().mean()")
+    near(server, folder, facts_of_script(server, folder, script))
+
+
+def test_what_of_a_loop_cant_be_traced_is_told(server, folder):
+    script = own_loop(folder, "found.new_zeros(int(found.argmax(-1).sum()) + 1).exp().sum() + found.mean()", "")
+    facts = facts_of_script(server, folder, script)
+    plans = plans_of(facts)[:1]
+    traces = traces_of(server, folder, facts, plans)
+    assert "only a run on real weights tells" in traces.untraced(plans[0])
+    assert traces.need(plans[0]) is None
 
 
 @pytest.mark.parametrize(("name", "model", "data"), [("sft", "llama", "texts"), ("reward", "reward", "pairs")])

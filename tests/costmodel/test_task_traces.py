@@ -1,11 +1,13 @@
 """Traces of every task against the same steps on real tensors, on both launch paths."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.training.tasks.rows import make_batch, spec_of
 from autofit.training.tasks.table import kind_of
 from tests.support.families import CONFIGS, facts_for
@@ -48,3 +50,33 @@ def test_a_trace_of_an_adapter_beside_a_new_head_needs_what_real_tensors_need(na
     plan = PLAIN.replaced(micro_batch=4, accumulation=2, adapter="lora:r=16")
     live, need = lab.real(plan).live(0), lab.need(plan)
     assert need.peak_bytes == pytest.approx(live.max(), rel=0.02, abs=pool_bytes(lab) + 4096)
+
+
+@pytest.mark.parametrize("launch_path", ["trainer", "loop"])
+def test_a_single_micro_step_holds_one_batch(launch_path, tmp_path):
+    """A loader brings the next one, to the host."""
+    lab = TaskLab("vit", tmp_path, launch_path)
+    micro = lab.micro(PLAIN.replaced(micro_batch=4, accumulation=1))
+    tape = micro.tape_of(1)
+    batch = tape.categories == CATEGORIES.index("batch")
+    assert tape.bytes_at(4)[batch].sum() == 4 * (4 * 3 * 32 * 32 + 8)
+
+
+def test_features_of_speech_that_are_masked_are_traced(tmp_path):
+    """SpecAugment, which wav2vec2's configs ask for; the gradient of what is put in their place is made by a mask."""
+    lab = TaskLab("wav2vec2-classes", tmp_path, "trainer")
+    config = {**CONFIGS["wav2vec2-classes"][1], "mask_time_prob": 0.2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = PLAIN.replaced(micro_batch=4, accumulation=2)
+    live, need = lab.real(plan).live(0), lab.need(plan)
+    assert need.peak_bytes == pytest.approx(live.max(), rel=0.02, abs=pool_bytes(lab) + 4096)
+
+
+def test_a_model_that_looks_at_certain_layers_is_traced_whole(tmp_path):
+    """BEiT's segmentation takes the outputs of layers by their number."""
+    lab = TaskLab("beit", tmp_path, "trainer")
+    config = {**CONFIGS["beit"][1], "num_hidden_layers": 12, "out_indices": [3, 5, 7, 11]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = PLAIN.replaced(micro_batch=4, accumulation=2)
+    live, need = lab.real(plan).live(0), lab.need(plan)
+    assert need.peak_bytes == pytest.approx(live.max(), rel=0.03, abs=pool_bytes(lab) + 4096)

@@ -5,11 +5,12 @@ from pathlib import Path
 
 from autofit.commands.request import Request
 from autofit.commands.scripts.request import script_facts
-from autofit.costmodel.scripts import snapshot
+from autofit.costmodel.scripts import loop_snapshot, loop_source, snapshot
 from autofit.costmodel.tracing import fake_run
-from autofit.costmodel.tracing.layers import Marks
+from autofit.costmodel.tracing.layers import Marks, TraceDone
 from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
 from autofit.costmodel.tracing.trace_store import Traces
+from autofit.training.scripts.leave import Enough
 
 
 def facts_of_script(server, folder, script, *arguments):
@@ -40,12 +41,39 @@ class _Real(snapshot.Snapshot):
         (self.folder / "live").write_text(str(int(recorder.tape().live(0).max())))
 
 
+class _RealLoop(loop_snapshot.LoopSnapshot):
+    """The same of a plain loop, which steps its own optimizer."""
+
+    def _batches(self, number, own):
+        if number != self.script.loader:
+            yield from own
+            return
+        source = loop_source.LoopSource(
+            self.recipe, self.script, accelerator=self.accelerator, model=self.model, loader=self.loader, moved=[]
+        )
+        source.take_rows(grows=False)
+        recorder = self.stack.enter_context(fake_run._recording(source.recipe, fake=False))
+        marks = Marks(source.recipe, recorder, accumulation=self.request.plan["accumulation"], steps=2)
+        source.stand_ready(self.model, marks, source.optimizer, fake=False)
+        self.steps = fake_run.Stepping(self.model, marks)
+        try:
+            while True:
+                yield source.fresh(None)
+                if marks.accumulated == marks.accumulation:
+                    marks.step_end()
+                    marks.accumulated = 0
+        except TraceDone:
+            (self.folder / "live").write_text(str(int(recorder.tape().live(0).max())))
+            raise Enough(0) from None
+
+
 def real_peak(folder, facts, plan):
     """Bytes of all tensors at the peak of two optimizer steps of a plan with an accumulation of two."""
     here = folder / "real"
     here.mkdir()
     request = TraceRequest(part="micro_steps", plan=plan, file="real.npz")
     job = TraceRequests(facts=facts, config=str(folder / "model"), requests=(request,), folder=str(here))
-    code = snapshot.in_child(lambda: _Real(job, (request,), here).run())
+    kind = _Real if facts.workload.script.trainer else _RealLoop
+    code = snapshot.in_child(lambda: kind(job, (request,), here).run())
     assert code == 0, [path.read_text() for path in here.glob("failed-*")]
     return int(Path(here / "live").read_text())

@@ -118,10 +118,6 @@ class DeviceBackend:
         self, space: Space, facts: Facts, config: Path, *, server: ForkServer, folder: Path, note: Note, say: Note
     ) -> tuple[Forecast | None, Rated]:
         """What traces say; a tune goes on without them where they fail."""
-        script = facts.workload.script
-        if script is not None and not script.trainer:
-            note("memory and speed are not forecast: a plain loop is not traced, so that the search learns from trials")
-            return None, unrated
         hardware = facts.hardware
         card = gpu_catalogue.matching(hardware.name, hardware.total_bytes)
         traces = Traces(facts, config, lambda: server, folder, cache_folder())
@@ -130,7 +126,7 @@ class DeviceBackend:
             # traces are of the longest rows: what the usual ones take of the device's rate is less
             rated = (
                 unrated
-                if facts.workload.lengths or script is not None
+                if facts.workload.lengths or facts.workload.script is not None
                 else Utilisation(space, traces, facts, card).rated
             )
         except AutofitError as error:

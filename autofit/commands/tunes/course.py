@@ -121,8 +121,7 @@ class Course:
                 if waited and before is None:  # what was free then is not what is free now
                     facts = self.backend.facts(self.folder, self.request, device, server, self._note)
                     plans = self._space(facts)
-                script = facts.workload.script
-                if before is None and (script is None or script.trainer):  # a plain loop has no forecast
+                if before is None:
                     facts = self.backend.rates(self.folder, facts, server, self._note)
                 return self._tune(facts, plans, config, server)
 

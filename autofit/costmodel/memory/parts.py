@@ -53,8 +53,14 @@ class MicroPart:
         return float(self.weights.sum()) + self.buckets_bytes
 
     def tape_of(self, accumulation: int) -> Tape:
-        """The tape whose first micro-step begins an accumulation of so many."""
-        return self.alone if self.alone is not None and accumulation == 1 else self.tape
+        """The tape whose first micro-step begins an accumulation of so many; of a single one, it alone."""
+        if accumulation > 1:
+            return self.tape
+        return self._first if self.alone is None else self.alone
+
+    @functools.cached_property
+    def _first(self) -> Tape:
+        return first_alone(self.tape)
 
     def peaks(self, rows: Floats, *, adding: bool) -> tuple[Floats, Ints]:
         """Peak bytes beside the weights and the state at each of ``rows``, and the events that make them."""
@@ -118,7 +124,7 @@ class MicroPart:
         Their sizes are those of one row where none are given: for what does not grow with the rows, as FSDP's.
         """
         if accumulation == 1:
-            tape = self.tape_of(1)
+            tape = self.tape if self.alone is None else self.alone
             return _operators(tape, _of(tape, "0:" if tape is self.alone else "1:"), rows)
         first, last = (_operators(self.tape, _of(self.tape, name), rows) for name in ("0:", "1:"))
         times = first.calls * (accumulation - 1)
@@ -171,7 +177,10 @@ class OptimizerPart:
 
 
 def first_alone(tape: Tape) -> Tape:
-    """The first micro-step as the only one of its optimizer step; in ``tape`` each sends its gradients."""
+    """The first micro-step as the only one of its optimizer step, without what the loader has brought for the second.
+
+    Where gradients are sent, each micro-step of ``tape`` sends them.
+    """
     past = tape.segments.index("0:step")
     end = int(tape.starts[past])
     blocks = np.where(tape.events >= 0, tape.events, ~tape.events)

@@ -1,8 +1,4 @@
-"""Traces of a script: it runs once up to its Trainer, without a device; from there a process is forked for each trace.
-
-What a plan says where a model is loaded comes before that, so the script runs once for each such saying. Where threads
-of the script's own are alive, forking it is not safe: then it runs anew for each trace.
-"""
+"""A script that runs up to its Trainer, without a device; from there a process is forked for each trace."""
 
 from __future__ import annotations
 
@@ -38,49 +34,19 @@ if TYPE_CHECKING:
     from autofit.contract.facts import Script
     from autofit.contract.recipe import Recipe
     from autofit.costmodel.memory.parts import MicroPart
+    from autofit.costmodel.scripts.loop_source import LoopSource
     from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
 
 _LONGEST_TRACE = 300
 _APART = 0.05
 """How far a trace of any number of rows may be off one of the script's own number, which is made to check it."""
-_UNLIKE = 3
-_UNSAFE = 4
+UNLIKE = 3
+UNSAFE = 4
 """Exit codes: layers that were taken to be alike are not; the script can't be forked."""
 
 
-def trace_script(job: TraceRequests, folder: Path) -> dict[str, str]:
-    """Trace every request.
-
-    Returns:
-        Why it failed, by the request's file.
-    """
-    for requests in _by_loading(job):
-        if in_child(Snapshot(job, tuple(requests), folder).run) == _UNSAFE:
-            for request in requests:
-                in_child(Snapshot(job, (request,), folder).run)
-    return {
-        request.file: _why(folder, request)
-        for request in job.requests
-        if not (Path(job.folder) / request.file).exists()
-    }
-
-
-def _by_loading(job: TraceRequests) -> list[list[TraceRequest]]:
-    """The requests, those together that say the same where a model is loaded."""
-    groups: dict[str, list[TraceRequest]] = {}
-    for request in sorted(job.requests, key=lambda one: one.part):
-        recipe = recipe_of(request.plan, job.facts)
-        groups.setdefault(repr((sorted(recipe.model_arguments.items()), recipe.weights_dtype)), []).append(request)
-    return list(groups.values())
-
-
-def _why(folder: Path, request: TraceRequest) -> str:
-    with contextlib.suppress(OSError):
-        return f"its trace failed: {_report(folder, request).read_text('utf-8')}"
-    return "its trace took too long or was killed"
-
-
-def _report(folder: Path, request: TraceRequest) -> Path:
+def report(folder: Path, request: TraceRequest) -> Path:
+    """The file that says why a request failed."""
     return folder / f"failed-{Path(request.file).stem}.txt"
 
 
@@ -112,6 +78,7 @@ class Snapshot:
         self.job, self.requests, self.folder = job, requests, folder
         self.script: Script = job.facts.workload.script
         self.request: TraceRequest | None = None
+        self.contexts = contextlib.ExitStack()  # never left: the process ends with its trace
         self.whole = False
         self.recipe: Recipe
         self.patches = Patches(
@@ -128,16 +95,26 @@ class Snapshot:
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         torch.set_num_threads(1)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as each trace has it
         keep_quiet()
         _without_monitor()
-        self.patches.install()
+        self.install()
         try:
             run_until_left(self.script.path, self.script.arguments)
         except Enough as enough:
             return int(enough.found)
         except (AutofitError, Refused) as error:
-            for request in (self.request,) if self.request else self.requests:
-                _report(self.folder, request).write_text(error.message, "utf-8")
+            return self.failed(error)
+        return 1
+
+    def install(self) -> None:
+        """Put into transformers what the script is run with."""
+        self.patches.install()
+
+    def failed(self, error: AutofitError | Refused) -> int:
+        """Tell why the script was not traced; the exit code of this process."""
+        for request in (self.request,) if self.request else self.requests:
+            report(self.folder, request).write_text(error.message, "utf-8")
         return 1
 
     def _fork(self) -> None:
@@ -145,7 +122,7 @@ class Snapshot:
         if self.request is not None:
             return
         if len(self.requests) > 1 and threading.active_count() > 1:
-            raise Enough(_UNSAFE)
+            raise Enough(UNSAFE)
         if len(self.requests) == 1:
             self._become(self.requests[0], whole=True)
             return
@@ -161,7 +138,7 @@ class Snapshot:
                 running[child] = request
             child, status = os.wait()
             done = running.pop(child, None)
-            if done is not None and os.waitstatus_to_exitcode(status) == _UNLIKE:
+            if done is not None and os.waitstatus_to_exitcode(status) == UNLIKE:
                 waiting.append((done, True))
         raise Enough(0)
 
@@ -169,11 +146,10 @@ class Snapshot:
         """Have this process trace one request where the script begins to train."""
         signal.alarm(_LONGEST_TRACE)
         self.request, self.whole = request, whole
-        scratch = self.folder / Path(request.file).stem
+        scratch = self.scratch
         scratch.mkdir(exist_ok=True)
         alone = request.part == "optimizer"
-        stack = contextlib.ExitStack()  # never left: the process ends with its trace
-        self.recipe = stack.enter_context(prepared(request.plan, self.job.facts, scratch, alone=alone))
+        self.recipe = self.contexts.enter_context(prepared(request.plan, self.job.facts, scratch, alone=alone))
         self.patches.construct = on_the_cpu(scratch)
         self.patches.tuned = {
             **self.recipe.emission.training_args,
@@ -185,38 +161,50 @@ class Snapshot:
     def _trained(self, trainer: Any, train: Callable[[], Any]) -> Any:
         """Trace the request, where the script would train."""
         assert self.request is not None
-        source = TrainerSource(self.recipe, self.script, trainer, train)
-        code = 0
+        raise Enough(self.traced(self.request, TrainerSource(self.recipe, self.script, trainer, train)))
+
+    def traced(self, request: TraceRequest, source: TrainerSource | LoopSource) -> int:
+        """Trace a request; the exit code of this process."""
         try:
-            self._trace(self.request, source)
+            self._trace(request, source)
         except UnlikeError:
-            code = _UNLIKE
+            return UNLIKE
         except Left:
             raise
         except Exception as error:  # noqa: BLE001 - a script's own code can raise anything; it is told
             traceback.print_exc()
-            _report(self.folder, self.request).write_text(error_words(error), "utf-8")
-            code = 1
-        raise Enough(code)
+            report(self.folder, request).write_text(error_words(error), "utf-8")
+            return 1
+        return 0
 
-    def _trace(self, request: TraceRequest, source: TrainerSource) -> None:
-        config, scratch = Path(self.job.config), self.folder / Path(request.file).stem
-        facts = self.job.facts
+    @property
+    def scratch(self) -> Path:
+        """Where this process's trace may write."""
+        assert self.request is not None
+        return self.folder / Path(self.request.file).stem
+
+    def save(self, request: TraceRequest, part: MicroPart) -> None:
+        """Leave the micro-steps of a request in its file."""
+        save(self.job, request, pack(part, None))
+
+    def _trace(self, request: TraceRequest, source: TrainerSource | LoopSource) -> None:
+        config, scratch, facts = Path(self.job.config), self.scratch, self.job.facts
         if request.part == "micro_steps":
             trace = functools.partial(micro_part, request.plan, facts, config, scratch, source=source, whole=self.whole)
             exact = self._of_own_rows(source, trace, scratch) if int(request.plan["micro_batch"]) > 1 else None
             found = trace()
             if exact is not None:
-                _check(found, exact, self._own_rows)
-            save(self.job, request, pack(found, None))
+                check(found, exact, self.own_micro_batch)
+            self.save(request, found)
         else:
             save(self.job, request, pack(None, optimizer_part(request.plan, facts, config, scratch, source)))
 
     @property
-    def _own_rows(self) -> int:
+    def own_micro_batch(self) -> int:
+        """Rows of a micro-batch of the script's own, two at the least."""
         return max(2, self.script.micro_batch)
 
-    def _of_own_rows(self, source: TrainerSource, trace: Callable[..., MicroPart], scratch: Path) -> float:
+    def _of_own_rows(self, source: TrainerSource | LoopSource, trace: Callable[..., MicroPart], scratch: Path) -> float:
         """Peak bytes of a micro-step of the script's own number of rows, traced in a fork; NaN where that failed.
 
         Raises:
@@ -225,24 +213,25 @@ class Snapshot:
         told = scratch / "own-rows"
 
         def traced() -> int:
-            source.recipe.micro_batch = self._own_rows
+            source.recipe.micro_batch = self.own_micro_batch
             try:
-                told.write_text(repr(_peak(trace(any_rows=False), 0)), "utf-8")
+                told.write_text(repr(peak_of(trace(any_rows=False), 0)), "utf-8")
             except UnlikeError:
-                return _UNLIKE
+                return UNLIKE
             return 0
 
         code = in_child(traced)
-        if code == _UNLIKE:
+        if code == UNLIKE:
             raise UnlikeError("layers are not alike")
         return float(told.read_text("utf-8")) if code == 0 else math.nan
 
 
-def _peak(part: MicroPart, rows: int) -> float:
+def peak_of(part: MicroPart, rows: int) -> float:
+    """Peak bytes of a second micro-step of so many rows, the weights and gradients among them."""
     return part.held_bytes + float(part.peaks(np.array([float(rows)]), adding=True)[0][0])
 
 
-def _check(part: MicroPart, exact: float, rows: int) -> None:
+def check(part: MicroPart, exact: float, rows: int) -> None:
     """Refuse a trace that does not hold for another number of rows: the script's step does not grow with them.
 
     Raises:
@@ -250,7 +239,7 @@ def _check(part: MicroPart, exact: float, rows: int) -> None:
     """
     if math.isnan(exact):
         raise ModelError(f"a step of {rows} rows can't be traced: its trace failed or was killed")
-    said = _peak(part, rows)
+    said = peak_of(part, rows)
     if not abs(said - exact) <= _APART * exact:
         raise ModelError(
             f"the memory of the script's step does not grow evenly with its rows: {rows} rows need {exact:,.0f} bytes, "

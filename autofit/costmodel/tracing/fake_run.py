@@ -43,9 +43,10 @@ from autofit.costmodel.tracing.shard_layout import (
 )
 from autofit.costmodel.tracing.sharded import following
 from autofit.costmodel.tracing.source import FromConfig, Source
-from autofit.costmodel.tracing.timeline import ELSEWHERE, Tape
+from autofit.costmodel.tracing.timeline import ELSEWHERE, Tape, UnlikeError
 from autofit.costmodel.tracing.trace_request import kernels_of
 from autofit.registry import recipe_of, techniques
+from autofit.system.errors import AutofitError
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
@@ -116,18 +117,23 @@ def prime_micro_batch(model: nn.Module, seq_len: int) -> int:
 # -- the run ------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(slots=True)
+class Stepping:
+    """Micro-steps while they are taken.
+
+    Attributes:
+        model: Takes them.
+        marks: Are told of each of their parts, and raise ``TraceDone`` at the end of the last.
+        found: What the trace gives; there once all is over.
+    """
+
+    model: Any
+    marks: Marks
+    found: MicroSteps | None = None
+
+
 def micro_steps(
-    plan: Plan,
-    facts: Facts,
-    *,
-    config: Path,
-    folder: Path,
-    fake: bool = True,
-    whole: bool = False,
-    accumulation: int = 2,
-    source: Source | None = None,
-    any_rows: bool = True,
-    evaluates: bool = True,
+    plan: Plan, facts: Facts, *, config: Path, folder: Path, source: Source | None = None, fake: bool = True, **how: Any
 ) -> MicroSteps:
     """Trace one accumulation of the plan; two micro-steps stand for any number above one.
 
@@ -136,17 +142,47 @@ def micro_steps(
         facts: ``hardware.device`` says whose habits are traced.
         config: Folder that holds the ``config.json``.
         folder: Where a Trainer may write.
-        fake: ``False`` runs it on real tensors of the CPU, for comparison.
-        whole: Keep every layer.
-        accumulation: Micro-steps to trace.
         source: What trains; the model of the config on random rows where none is given.
-        any_rows: Whether the trace is to hold for any number of rows above one; else for the plan's alone.
-        evaluates: Whether an evaluation step is traced too, if one belongs to the training.
+        fake: ``False`` runs it on real tensors of the CPU, for comparison.
+        how: See :func:`stepping`.
 
     Raises:
         ModelError: No trace stands for a step of the model's task, or for the source's rows.
     """
-    source = source or FromConfig(plan, facts, config, folder, whole=whole)
+    source = source or FromConfig(plan, facts, config, folder, whole=how.get("whole", False))
+    with stepping(plan, facts, source, fake=fake, **how) as steps:
+        source.run(steps.model, steps.marks, fake=fake)
+    assert steps.found is not None
+    return steps.found
+
+
+@contextlib.contextmanager
+def stepping(
+    plan: Plan,
+    facts: Facts,
+    source: Source,
+    *,
+    fake: bool = True,
+    whole: bool = False,
+    accumulation: int = 2,
+    any_rows: bool = True,
+    evaluates: bool = True,
+) -> Iterator[Stepping]:
+    """What stands around the micro-steps of a trace, for a source that does not take them by itself.
+
+    Args:
+        plan: As for :func:`micro_steps`.
+        facts: The same.
+        source: What trains.
+        fake: As for :func:`micro_steps`.
+        whole: Keep every layer.
+        accumulation: Micro-steps to trace.
+        any_rows: Whether the trace is to hold for any number of rows above one; else for the plan's alone.
+        evaluates: Whether an evaluation step is traced too, if one belongs to the training.
+
+    Raises:
+        UnlikeError: The model needs the layers that were left out.
+    """
     source.evaluates &= evaluates
     with source.prepared() as recipe:
         layout = layout_of(recipe_of(plan, facts))
@@ -164,10 +200,16 @@ def micro_steps(
             marks.sharded = model if layout.engine else None
             if layers is not None:
                 watch_layers(model, layers, marks)
-            source.run(model, marks, fake=fake)
+            steps = Stepping(model, marks)
+            try:
+                yield steps
+            except Exception as error:
+                if layers is None or isinstance(error, AutofitError):
+                    raise
+                raise UnlikeError("the model needs the layers that were left out") from error
         tape = recorder.tape(since=1, until=marks.past)
         evaluation = recorder.tape(since=marks.past) if marks.past and source.evaluates else None
-    return MicroSteps(
+    steps.found = MicroSteps(
         tape=_without_shares(tape, layout),
         evaluation=evaluation,
         copies=layers.copies if layers else 0,

@@ -196,9 +196,14 @@ def micro_part(
     if found.gathers_late:
         sending = known.runs.get(alone_plan(plan))
         alone = trace(accumulation=1)[1] if sending is None else first_alone(sending.tape)
-    part = MicroPart(tape=tape, evaluation=found.evaluation, notes=found.notes, alone=alone, **_held(found))
+    part = part_of(found, tape, alone=alone)
     known.runs = dict([*known.runs.items()][-1:]) | {plan: part}
     return part
+
+
+def part_of(found: fake_run.MicroSteps, tape: Tape, *, alone: Tape | None = None) -> MicroPart:
+    """What was traced, with the tape of the whole model, and of a micro-step that is the only one of its step."""
+    return MicroPart(tape=tape, evaluation=found.evaluation, notes=found.notes, alone=alone, **_held(found))
 
 
 def _held(found: fake_run.Held) -> dict[str, Any]:
@@ -239,8 +244,8 @@ def _micro_steps(
     )
     evaluated = traced_plan(plan, "evaluation")
     evaluation = (evaluations or {}).get(evaluated)
-    found = trace(whole=whole, evaluates=evaluations is not None and evaluation is None)
     try:
+        found = trace(whole=whole, evaluates=evaluations is not None and evaluation is None)
         tape, evaluation = lengthen(found.tape, found.copies), evaluation or _lengthened(found)
     except UnlikeError:
         if source is not None:

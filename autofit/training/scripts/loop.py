@@ -48,7 +48,11 @@ class LoopPatches:
 
     Attributes:
         construct: Given the arguments of the Accelerator by name; returns those that it is made with.
+        before_prepare: Given the Accelerator that is about to prepare something, and the arguments that the script
+            gave where it made it.
         loader: Given a loader that is prepared and its number; returns the one in its place.
+        batches: Given the number of a loader and its batches, which the script begins to take; returns those that it
+            gets.
         model: Given the model before it is prepared; returns the one in its place.
         micro_step_begins: Given the number of a loader that has just given a batch, and the batch.
         micro_step_ends: Given the number of a loader that is asked for the next one.
@@ -64,7 +68,9 @@ class LoopPatches:
     """
 
     construct: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    before_prepare: Callable[[Any, dict[str, Any]], None] = lambda *_: None
     loader: Callable[[Any, int], Any] = lambda loader, _: loader
+    batches: Callable[[int, Iterator[Any]], Iterator[Any]] = lambda _, batches: batches
     model: Callable[[Any], Any] = lambda model: model
     micro_step_begins: Callable[[int, Any], None] = lambda *_: None
     micro_step_ends: Callable[[int], None] = lambda _: None
@@ -79,6 +85,7 @@ class LoopPatches:
     accumulates: bool = False
     _loaders: int = 0
     _models: int = 0
+    _given: dict[str, Any] = field(default_factory=dict)
     _own_steps: int | None = None
     _inside: bool = False
     _rows: dict[int, tuple[int, Any, int]] = field(default_factory=dict)
@@ -102,6 +109,7 @@ class LoopPatches:
                 return
             given = dict(names.bind(accelerator, *args, **kwargs).arguments)
             given.pop("self")
+            self._given = given
             changed = self.construct(given)
             make(accelerator, **changed)
             if changed.get(_STEPS) != given.get(_STEPS) or changed.get(_PLUGIN) is not given.get(_PLUGIN):
@@ -111,6 +119,7 @@ class LoopPatches:
         def prepared(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             if self.foreign():
                 return prepare(accelerator, *args, **kwargs)
+            self.before_prepare(accelerator, self._given)
             with self._of_the_plan():
                 return self._prepared(functools.partial(prepare, accelerator, **kwargs), args)
 
@@ -251,7 +260,7 @@ class LoopPatches:
             self.goes_on(False)
             whole, running = False, True
             try:
-                for batch in kind.__iter__(loader):
+                for batch in self.batches(number, kind.__iter__(loader)):
                     self.micro_step_begins(number, batch)
                     yield batch
                     self.micro_step_ends(number)

@@ -1,4 +1,7 @@
-"""A tiny model of each family of heads, trained by a Trainer on random rows of the shapes that its forward() takes."""
+"""A tiny model of each family of heads, trained by a Trainer on random rows of the shapes that its forward() takes.
+
+``--wide`` makes its layers as wide as those of published base models.
+"""
 
 import argparse
 
@@ -45,6 +48,10 @@ T5 = {
     "num_heads": 2,
     "decoder_start_token_id": 0,
 }
+
+
+WIDE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+IMAGE_TOKEN, PATCHES = 99, 16
 
 
 def config(kind, **sizes):
@@ -97,8 +104,24 @@ def pair(numbers):
     }
 
 
+def described_image(numbers):
+    """A text about an image, whose patches stand before it."""
+    ids = torch.cat([torch.full((PATCHES,), IMAGE_TOKEN), torch.randint(1, 99, (16,), generator=numbers)])
+    return {"input_ids": ids, "pixel_values": torch.randn(3, 32, 32, generator=numbers), "labels": ids.clone()}
+
+
 def one(numbers):
     return torch.randint(0, 2, (), generator=numbers)
+
+
+def llava_config():
+    """Rows of patches of the vision model's last layer but one, without its class token."""
+    return config(
+        "Llava",
+        text_config={**TEXT, "model_type": "llama"},
+        vision_config={**IMAGE, "model_type": "clip_vision_model"},
+        image_token_index=IMAGE_TOKEN,
+    )
 
 
 def clip_config():
@@ -131,6 +154,7 @@ FAMILIES = {
     ),
     "audio": (lambda: config("Wav2Vec2", **SPEECH), "AutoModelForAudioClassification", clip(one)),
     "contrastive": (clip_config, "CLIPModel", pair),
+    "image_text": (llava_config, "AutoModelForImageTextToText", described_image),
 }
 
 
@@ -160,8 +184,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--family", choices=FAMILIES, required=True)
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--wide", action="store_true")
     parser.add_argument("--output", default="trained")
     options = parser.parse_args()
+    if options.wide:
+        for sizes in (TEXT, IMAGE, SPEECH):
+            sizes.update(WIDE)
     make, auto, row = FAMILIES[options.family]
     settings = make()
     build = getattr(transformers, auto)

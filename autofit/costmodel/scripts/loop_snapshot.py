@@ -1,0 +1,215 @@
+"""Traces of a script that trains in a plain loop: it runs once up to where it prepares, and is forked there.
+
+The script's own statements compute the loss, so that a trace of the micro-steps can't call them: it begins where the
+script takes its first batch, hands it one of fake tensors, hears of each part by what is put into Accelerate, and
+ends where the last backward pass does. The Accelerator is made anew in each fork, with the plan's precision and
+accumulation. The optimizer's step is traced by itself, with gradients that are given.
+
+Not traced: what the loop does beside forward, backward and the optimizer's step, such as an evaluation or an average
+of the weights (EMA) that it steps; clipping, which takes less than a megabyte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from autofit.costmodel.scripts.loop_source import LoopSource
+from autofit.costmodel.scripts.snapshot import UNLIKE, Snapshot, check, peak_of, report
+from autofit.costmodel.tracing import fake_run
+from autofit.costmodel.tracing.layers import TraceDone
+from autofit.costmodel.tracing.timeline import UnlikeError, lengthen
+from autofit.costmodel.tracing.trace_job import part_of
+from autofit.system.errors import AutofitError
+from autofit.system.job import error_words
+from autofit.training.scripts.leave import Enough, Refused
+from autofit.training.scripts.loop import LoopPatches, constructed
+
+if TYPE_CHECKING:
+    from autofit.costmodel.tracing.fake_run import Stepping
+    from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
+
+
+class LoopSnapshot(Snapshot):
+    """One run of a script up to where its loop prepares, and the traces that are forked from there.
+
+    Args:
+        job, requests, folder: As for :class:`Snapshot`.
+    """
+
+    def __init__(self, job: TraceRequests, requests: tuple[TraceRequest, ...], folder: Path) -> None:
+        super().__init__(job, requests, folder)
+        self.patches.before_trainer = lambda: None
+        self.accelerator: Any = None
+        self.model: Any = None
+        self.loader: Any = None
+        self.moved: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.steps: Stepping | None = None
+        self.own_rows: Path | None = None
+        """Where the peak of the script's own rows is left, in the process that traces these."""
+        self.exact = 0.0
+        self.stack = contextlib.ExitStack()
+
+    def install(self) -> None:
+        """Put into transformers and Accelerate what the script is run with."""
+        super().install()
+        self._hear_of_devices()
+        LoopPatches(
+            construct=self._constructed,
+            before_prepare=self._before_prepare,
+            loader=self._keep_loader,
+            model=self._keep_model,
+            batches=self._batches,
+            micro_step_begins=lambda *_: self._begins(),
+            before_backward=lambda *_: self._before_backward(),
+            after_backward=lambda _, loss: self._after_backward(loss),
+        ).install()
+
+    def failed(self, error: AutofitError | Refused) -> int:
+        """Tell why a trace failed: where it has begun, what the script raised is no matter of the script's."""
+        if self.steps is None or self.request is None or error.__cause__ is None:
+            return super().failed(error)
+        if not self.whole:
+            return UNLIKE  # it may need the layers that were left out
+        report(self.folder, self.request).write_text(error_words(error.__cause__), "utf-8")
+        return 1
+
+    def _trained(self, trainer: Any, train: Any) -> Any:
+        raise Refused("the script calls train() of a Trainer, where it trained in a loop before", "tune it again")
+
+    # -- up to the loop -----------------------------------------------------------------------------------------------
+
+    def _hear_of_devices(self) -> None:
+        """Note which modules the script puts onto a device."""
+        own, moved = nn.Module.to, self.moved
+
+        def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(one, str | torch.device) for one in (*args, kwargs.get("device"))):
+                moved.add(module)
+            return own(module, *args, **kwargs)
+
+        nn.Module.to = to  # type: ignore[method-assign, assignment]
+
+    def _constructed(self, given: dict[str, Any]) -> dict[str, Any]:
+        if self.request is None:
+            return {**given, "cpu": True, "mixed_precision": "no"}
+        accumulation = None if self.script.own_split else 2
+        return {**constructed(given, self.recipe, accumulation=accumulation), "cpu": True}
+
+    def _before_prepare(self, accelerator: Any, given: dict[str, Any]) -> None:
+        """Fork once for each trace, and have this process's Accelerator be the plan's."""
+        if self.request is not None:
+            return
+        self._fork()
+        accelerator.__init__(**given)
+        self.accelerator = accelerator
+
+    def _keep_loader(self, own: Any, number: int) -> Any:
+        if number == self.script.loader:
+            self.loader = own
+        return own
+
+    def _keep_model(self, own: Any) -> Any:
+        for around in self.recipe.model_wraps:
+            own = around(own)
+        self.model = own
+        return own
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def _batches(self, number: int, own: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a loader; of that which is trained on, fake ones, while the micro-steps are traced."""
+        if number != self.script.loader or self.steps is not None:
+            yield from own
+            return
+        assert self.request is not None
+        source = LoopSource(
+            self.recipe, self.script, accelerator=self.accelerator, model=self.model, loader=self.loader,
+            moved=self.moved,
+        )  # fmt: skip
+        if self.request.part == "optimizer":
+            raise Enough(self.traced(self.request, source))
+        request, facts = self.request, self.job.facts
+        if int(request.plan["micro_batch"]) > 1:
+            self._trace_own_rows()
+        with self._told():
+            self.steps = self.stack.enter_context(
+                fake_run.stepping(request.plan, facts, source, whole=self.whole, any_rows=self.own_rows is None)
+            )
+            optimizer = source.optimizer
+            known = source.stand_ready(self.steps.model, self.steps.marks, optimizer, fake=True)
+            if known is not None:
+                self.stack.enter_context(known)
+            if optimizer is not None:  # gradients stay for the second micro-step, wherever the script steps
+                optimizer.step = optimizer.zero_grad = lambda *_, **__: None
+        while True:
+            yield source.fresh(known)
+
+    def _trace_own_rows(self) -> None:
+        """Trace the script's own number of rows in a fork, which goes on from here."""
+        told = self.scratch / "own-rows"
+        child = os.fork()
+        if child == 0:
+            self.own_rows, self.recipe.micro_batch = told, self.own_micro_batch
+            return
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code == UNLIKE:
+            raise Enough(UNLIKE)
+        self.exact = float(told.read_text("utf-8")) if code == 0 else float("nan")
+
+    def _begins(self) -> None:
+        if self.steps is not None:
+            marks = self.steps.marks
+            if not marks.accumulated:
+                marks.step_begin()
+            marks.forward_begin()
+
+    def _before_backward(self) -> None:
+        if self.steps is not None:
+            self.steps.marks.forward_end()
+
+    def _after_backward(self, loss: Any) -> None:
+        if self.steps is None:
+            return
+        try:
+            self.steps.marks.backward_end(loss)
+        except TraceDone:
+            with self._told():
+                self._finish(self.steps)
+            raise Enough(0) from None
+
+    def _finish(self, steps: Stepping) -> None:
+        """Leave what was traced."""
+        assert self.request is not None
+        self.stack.close()
+        assert steps.found is not None
+        part = part_of(steps.found, lengthen(steps.found.tape, steps.found.copies))
+        if self.own_rows is not None:
+            self.own_rows.write_text(repr(peak_of(part, 0)), "utf-8")
+            return
+        if int(self.request.plan["micro_batch"]) > 1:
+            check(part, self.exact, self.own_micro_batch)
+        self.save(self.request, part)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Leave the script where its trace can't be made, and say why.
+
+        Raises:
+            Enough: It can't.
+        """
+        try:
+            yield
+        except UnlikeError:
+            raise Enough(UNLIKE) from None
+        except AutofitError as error:
+            assert self.request is not None
+            report(self.folder, self.request).write_text(error.message, "utf-8")
+            raise Enough(1) from None

@@ -1,0 +1,65 @@
+"""A script's plain loop as what a trace trains: the script takes the micro-steps itself, on batches of fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from autofit.costmodel.scripts.script_source import ScriptSource, apart
+from autofit.costmodel.tracing.layers import Marks, TraceDone
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Script
+    from autofit.contract.recipe import Recipe
+
+
+class LoopSource(ScriptSource):
+    """A loop that takes its first batch.
+
+    Args:
+        recipe: Which its Accelerator was made with.
+        script: Whose it is.
+        accelerator: Has prepared model and optimizer.
+        model: The model, wrapped as the plan says.
+        loader: The script's own loader.
+        moved: Modules that the script has put onto its device.
+    """
+
+    def __init__(
+        self, recipe: Recipe, script: Script, *, accelerator: Any, model: Any, loader: Any, moved: Iterable[nn.Module]
+    ) -> None:
+        super().__init__(recipe, script)
+        self.accelerator, self.prepared_model, self.loader = accelerator, model, loader
+        self.beside = apart(model, moved)
+
+    @property
+    def optimizer(self) -> Any:
+        """The script's optimizer, as it was prepared."""
+        return next(iter(self.accelerator._optimizers), None)  # noqa: SLF001 - there is no other list of them
+
+    def model(self, *, fake: bool) -> Any:
+        """The script's model."""
+        return self.prepared_model
+
+    def take_rows(self, *, grows: bool, given: bool = False) -> None:
+        """Take the longest row as often as the plan says; none where the gradients are given."""
+        if not given:
+            self.collate(self.loader, self.recipe.micro_batch, grows=grows)
+
+    def run(self, model: Any, marks: Marks, *, fake: bool) -> None:
+        """Step until the marks say enough, with gradients that are given."""
+        known, optimizer = self.stand_ready(model, marks, self.optimizer, fake=fake), self.optimizer
+        with contextlib.suppress(TraceDone), known or contextlib.nullcontext():
+            while True:
+                marks.step_begin()
+                marks.forward_begin()
+                loss = model().loss
+                marks.forward_end()
+                loss.backward()
+                marks.backward_end(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                marks.step_end()
