@@ -1,12 +1,12 @@
 """The traced memory of a plan against PyTorch's own CUDA caching allocator, over architectures and techniques.
 
-    python -m tests.hollow --gpu H100 -- python tests/bench/allocator_bench.py [--json FILE] [--plans N] [--only TEXT]
+    python -m tests.hollow --gpu H100 -- python tests/bench/allocator_bench.py [--tasks|--scripts] [--json FILE]
 
 Each plan is trained for two optimizer steps on the card that is there, which may be an emulated one, and traced. The
 table shows ``max_memory_allocated`` and ``max_memory_reserved`` of both. An error is positive where the trace says
 more. Every architecture gets the same dozen plans; every other value of every technique that this machine offers is
-tried on Llama. What can't run is listed with its reason. Rows that FILE holds already are not run
-again.
+tried on Llama. ``--tasks`` takes models of every family of tasks instead (``task_models.py``), ``--scripts`` training
+scripts (``task_scripts.py``). What can't run is listed with its reason. Rows that FILE holds already are not run again.
 """
 
 import argparse
@@ -31,7 +31,9 @@ from autofit.contract.outcome import Measured, Unsupported  # noqa: E402
 from autofit.machine.packages import installed  # noqa: E402
 from autofit.registry import techniques  # noqa: E402
 from autofit.system.units import MIB  # noqa: E402
-from tests.gpu.trials import PLAIN, Bench  # noqa: E402
+from tests.bench.task_models import EACH_TASK, TASK_MODELS  # noqa: E402
+from tests.bench.task_scripts import EACH_SCRIPT, SCRIPT_NAMES, script_of  # noqa: E402
+from tests.gpu.trials import PLAIN, Bench, ScriptBench  # noqa: E402
 
 _BODY = {"hidden_size": 768, "num_attention_heads": 12, "vocab_size": 32000, "max_position_embeddings": 1024}
 _GROUPED = {**_BODY, "intermediate_size": 2048, "num_hidden_layers": 8, "num_key_value_heads": 4}
@@ -78,6 +80,25 @@ EACH = (
     {"micro_batch": 1, "optimizer": "adafactor"},
 )
 """What every architecture is tried with."""
+_EVALUATION = "evaluation"
+
+
+def bench_of(model, folder):
+    """The bench of an architecture, of a task's model, or of a script, by its name."""
+    if model in SCRIPT_NAMES:
+        return ScriptBench(folder, *script_of(model, folder))
+    if model in TASK_MODELS:
+        seq_len, config = TASK_MODELS[model]
+        return Bench(folder, config, seq_len=seq_len)
+    architecture, config = ARCHITECTURES[model]
+    return Bench(folder, {"model_type": model, "architectures": [architecture], **config})
+
+
+def plan_of(changes):
+    """The plan, and the rows that it evaluates at once; 0: as many as usual."""
+    return PLAIN.replaced(**{name: value for name, value in changes.items() if name != _EVALUATION}), changes.get(
+        _EVALUATION, 0
+    )
 
 
 def changes_of_each_value(facts):
@@ -105,13 +126,13 @@ def changes_of_each_value(facts):
 
 def plans_of(model, bench):
     """The changes to the plain plan that a model is tried with; combinations that a technique refuses are left out."""
-    wanted, withheld = list(EACH), []
+    wanted, withheld = list(EACH_SCRIPT if model in SCRIPT_NAMES else EACH_TASK if model in TASK_MODELS else EACH), []
     if model == "llama":
         more, withheld = changes_of_each_value(bench.facts_for(PLAIN))
         wanted += [changes for changes in more if changes not in wanted]
     possible = []
     for changes in wanted:
-        plan = PLAIN.replaced(**changes)
+        plan, _ = plan_of(changes)
         reason = refusal(plan, bench.facts_for(plan))
         if reason:
             withheld.append((words(changes), reason))
@@ -137,7 +158,7 @@ def words(changes):
 
 def row_of(bench, model, changes):
     """One row: both allocators, or why there is no such row."""
-    plan = PLAIN.replaced(**changes)
+    plan, bench.evaluated = plan_of(changes)
     row = {"model": model, "plan": words(changes), "changes": changes}
     outcome = bench.trial(plan)
     if not isinstance(outcome, Measured):
@@ -152,7 +173,7 @@ def row_of(bench, model, changes):
 
 def show(row):
     """One line of the table."""
-    name = f"{row['model']:12s} {row['plan']:58s}"
+    name = f"{row['model']:19s} {row['plan']:58s}"
     if "failed" in row:
         print(f"{name} {row['failed'].splitlines()[0][:150]}", flush=True)
         return
@@ -186,18 +207,22 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="rows are kept there, and those in it are not run")
     parser.add_argument("--plans", type=int, metavar="N", help="no more than the first N of each model")
-    parser.add_argument("--models", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES))
+    table = parser.add_mutually_exclusive_group()
+    table.add_argument("--tasks", action="store_true", help="models of every family of tasks")
+    table.add_argument("--scripts", action="store_true", help="training scripts")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="those that are named")
     parser.add_argument("--only", help="only plans whose words hold this text")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     held = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     rows, withheld = held.get("rows", []), held.get("not_run", {})
     done = {(row["model"], row["plan"]) for row in rows}
-    print(f"{'model':12s} {'plan':58s} {'MiB':>8s} {'error':>8s} {'reserved':>8s} {'error':>8s}  peak of the trace")
-    for model in options.models:
-        architecture, config = ARCHITECTURES[model]
+    print(f"{'model':19s} {'plan':58s} {'MiB':>8s} {'error':>8s} {'reserved':>8s} {'error':>8s}  peak of the trace")
+    for model in options.models or (
+        SCRIPT_NAMES if options.scripts else TASK_MODELS if options.tasks else ARCHITECTURES
+    ):
         with tempfile.TemporaryDirectory(prefix="autofit-allocator-") as folder:
-            bench = Bench(Path(folder), {"model_type": model, "architectures": [architecture], **config})
+            bench = bench_of(model, Path(folder))
             with contextlib.closing(bench):
                 possible, reasons = plans_of(model, bench)
                 withheld |= {f"{model} {name}": reason for name, reason in reasons}

@@ -26,7 +26,7 @@ from tests.support.scripted import SCRIPTS, autofit, glue, preference_data, tiny
 
 FAMILIES = (
     "token", "masked", "causal", "question", "choice", "seq2seq", "image", "convolution", "segmentation", "speech",
-    "audio", "contrastive",
+    "audio", "contrastive", "image_text",
 )  # fmt: skip
 CPU = ("--output_dir", "trained", "--use_cpu", "--bf16", "False", "--report_to", "none")
 

@@ -6,9 +6,9 @@ from autofit.system.units import GIB
 from tests.support.tiny import describe
 
 
-def facts_on_card(server, config, *, most_bytes=12 * GIB, global_batch=8):
+def facts_on_card(server, config, *, most_bytes=12 * GIB, global_batch=8, seq_len=512):
     """The facts of a model on this machine's card, under a ceiling that leaves others some of it."""
-    facts = describe(server, config, device="cuda", seq_len=512, global_batch=global_batch)
+    facts = describe(server, config, device="cuda", seq_len=seq_len, global_batch=global_batch)
     work = dataclasses.replace(
         facts.workload,
         limit_bytes=min(most_bytes, int(facts.hardware.free_bytes * 0.9)),

@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass
 
 from autofit.commands.model_source import fetch, modeling_module
+from autofit.commands.request import Request
+from autofit.commands.scripts.request import script_facts
 from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
 from autofit.costmodel.forecast import workspaces
@@ -75,8 +77,8 @@ class Compared:
 class Bench:
     """One model on this device: its trials and its traces."""
 
-    def __init__(self, folder, config, *, most_bytes=24 * GIB):
-        self.folder, self.most_bytes = folder, most_bytes
+    def __init__(self, folder, config, *, most_bytes=24 * GIB, seq_len=512):
+        self.folder, self.most_bytes, self.seq_len = folder, most_bytes, seq_len
         source = folder / "source.json"
         source.write_text(json.dumps(config))
         self.config = fetch(str(source), folder / "model")
@@ -84,16 +86,18 @@ class Bench:
         self.device = ForkServer(folder / "device.log", "cuda", modules)
         self.tracer = ForkServer(folder / "tracer.log", "cpu", modules)
         self.number = 0
+        self.evaluated = 0  # rows at once, where they are more than usual
         self._facts = {}
 
     def facts(self, global_batch):
         if global_batch not in self._facts:
-            facts = facts_on_card(self.device, self.config, most_bytes=self.most_bytes, global_batch=global_batch)
-            self._facts[global_batch] = facts
+            self._facts[global_batch] = facts_on_card(
+                self.device, self.config, most_bytes=self.most_bytes, global_batch=global_batch, seq_len=self.seq_len
+            )
         return self._facts[global_batch]
 
     def facts_for(self, plan):
-        return self.facts(int(plan["micro_batch"]) * int(plan["accumulation"]))
+        return self.facts(int(plan["micro_batch"]) * int(plan["accumulation"])).evaluating(self.evaluated)
 
     def trial(self, plan, *, limit_seconds=200):
         """The outcome of a trial of two optimizer steps."""
@@ -141,3 +145,21 @@ class Bench:
     def close(self):
         self.device.close()
         self.tracer.close()
+
+
+class ScriptBench(Bench):
+    """A user's script on this device: its trials and its traces."""
+
+    def __init__(self, folder, script, arguments, *, most_bytes=24 * GIB):
+        self.folder, self.config, self.number, self.evaluated = folder, folder / "model", 0, 0
+        self.device = ForkServer(folder / "device.log", "cuda", ())
+        self.tracer = ForkServer(folder / "tracer.log", "cpu", ())
+        request = Request(
+            model=str(script), device="cuda", global_batch=None, arguments=arguments, memory_limit=str(most_bytes)
+        )
+        self.script = script_facts(folder, request, "cuda", self.device, lambda _: None)
+
+    def facts(self, global_batch):
+        return dataclasses.replace(
+            self.script, workload=dataclasses.replace(self.script.workload, global_batch=global_batch)
+        )
