@@ -45,7 +45,7 @@ def test_a_trace_of_a_script_needs_what_real_tensors_need(server, folder):
     near(server, folder, facts_of_script(server, folder, SCRIPTS / "classify.py", "--model", folder / "tiny"))
 
 
-@pytest.mark.parametrize("family", ["token", "causal", "image", "seq2seq", "contrastive", "choice", "image_text"])
+@pytest.mark.parametrize("family", ["token", "causal", "image", "seq2seq", "contrastive", "choice"])
 def test_a_trace_of_a_family_needs_what_real_tensors_need(server, folder, family):
     near(server, folder, facts_of_script(server, folder, SCRIPTS / "families.py", "--family", family))
 
