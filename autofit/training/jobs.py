@@ -31,7 +31,7 @@ from autofit.system.fork_server_process import load_bitsandbytes
 from autofit.system.job import error_words
 from autofit.system.strict_json import dump_json
 from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
-from autofit.training.guard.loss_curve import CURVE, Curve, listener_of, record
+from autofit.training.guard.loss_curve import CURVE, Curve, listener_of, of_ranks, record
 from autofit.training.guard.rounding import Rounding, rounded
 from autofit.training.joined import failure_words, joined, unwritten
 from autofit.training.launch_environment import launch_environment, write_yaml
@@ -148,7 +148,7 @@ def tried_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None], sha
 
 
 def _trained_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None], share: Share | None) -> Curve:
-    """The one curve of a plan that several ranks train: each has the same, or has failed."""
+    """The one curve of a plan that several ranks train."""
     share = share or all_here(facts.workload.processes)
 
     def curve(rank: int) -> Curve:
@@ -159,7 +159,7 @@ def _trained_by_ranks(facts: Facts, folder: Path, train: Callable[[int], None], 
 
     failure = run_ranks(folder, share, train, failed, on_cuda=facts.hardware.device == "cuda")
     if failure is None:
-        return curve(share.first)
+        return of_ranks([curve(rank) for rank in share.ranks])
     return curve(failure.rank) if failure.wrote else Curve(failed=failure_words(failure, folder))
 
 

@@ -114,8 +114,8 @@ class Parallel(Technique):
             return lambda ran: {**self.observe(ran), **context.split(ran, given)}
         if engine_of(recipe.plan[self.name]) != "tensor":
             return self.observe
-        rows = tensor.watched(model, hooks)
-        return lambda ran: {**self.observe(ran), **tensor.split(ran.model, rows)}
+        first = tensor.watched(model, hooks)
+        return lambda ran: {**self.observe(ran), **tensor.split(ran.model, first)}
 
     def observe(self, ran: Ran) -> Seen:
         plugin = getattr(getattr(ran.accelerator, "state", None), "deepspeed_plugin", None)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.contract.layout import Layout, layout_of
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -77,23 +78,38 @@ def _split(model: PreTrainedModel, config: Any) -> PreTrainedModel:
 
 
 def watched(model: nn.Module, hooks: Hooks) -> list[Any]:
-    """A list that gets the sum of the first micro-batch, to be held against that of the processes that share it."""
+    """A list that gets what processes which share a micro-batch must have in common: its sum, and random numbers.
+
+    The second is the sum of the generator's state where the model drops something out, else 0: a mask of activations
+    that every process has must be the same on all.
+    """
     import torch
 
     first: list[Any] = []
 
-    def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not first:
             given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-            weights = [torch.arange(1, one.numel() + 1, device=one.device) for one in given]
-            first.append(sum(float((one.reshape(-1) * w).sum()) for one, w in zip(given, weights, strict=True)))
+            dropout = torch.nn.modules.dropout._DropoutNd  # noqa: SLF001 - the parent of all kinds
+            drops = any(isinstance(one, dropout) and one.p > 0 for one in module.modules())
+            on_cuda = given[0].device.type == "cuda"
+            states = [torch.cuda.get_rng_state(given[0].device) if on_cuda else torch.get_rng_state()] if drops else []
+            first.extend((_sum(given), _sum(states)))
 
     hooks.before(model, keep)
     return first
 
 
-def split(model: nn.Module, rows: list[Any]) -> Seen:
-    """How a model is split: over how many processes, how many of its weights, and whether their rows are the same."""
+def _sum(tensors: list[torch.Tensor]) -> float:
+    """Of all elements, each times its place."""
+    import torch
+
+    weights = [torch.arange(1, one.numel() + 1, device=one.device) for one in tensors]
+    return float(sum((one.reshape(-1) * w).sum() for one, w in zip(tensors, weights, strict=True)))
+
+
+def split(model: nn.Module, first: list[Any]) -> Seen:
+    """How a model is split: over how many processes, how many of its weights, and whether they share what was seen."""
     import torch
     from torch import distributed
 
@@ -107,12 +123,12 @@ def split(model: nn.Module, rows: list[Any]) -> Seen:
         if "fsdp" in names:
             shard = part.device_mesh["fsdp"].size()
     found: dict[str, Any] = {"tensor": 1 if mesh is None else mesh.size(), "split_weights": cut, "fsdp": shard}
-    if mesh is not None and rows:
-        mine = torch.tensor(rows[:1], dtype=torch.float64, device=mesh.device_type)
+    if mesh is not None and first:
+        mine = torch.tensor(first, dtype=torch.float64, device=mesh.device_type)
         least, most = mine.clone(), mine.clone()
         distributed.all_reduce(least, op=distributed.ReduceOp.MIN, group=mesh.get_group())
         distributed.all_reduce(most, op=distributed.ReduceOp.MAX, group=mesh.get_group())
-        found["same_rows"] = bool((least == most).item())
+        found["same_rows"], found["same_draws"] = (least == most).tolist()
     return found
 
 
@@ -125,4 +141,6 @@ def not_split(value: Value, seen: Seen, facts: Facts) -> str | None:
         return f"the weights are split over {seen.get('fsdp', 1)} groups, not {layout.shard}"
     if seen.get("same_rows") is False:
         return "processes that share each product train on different rows"
+    if seen.get("same_draws") is False:
+        return "processes that share each product drop out different activations"
     return None

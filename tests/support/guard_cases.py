@@ -16,7 +16,9 @@ from autofit.contract.technique import Kind
 from autofit.system.fork_server import ForkServer
 from autofit.training.guard.equivalence import Guards, judge, kind_of, references, rounding_of
 from autofit.training.guard.loss_curve import Curve
-from autofit.training.guard.tolerance import compare
+from autofit.training.guard.tolerance import compare, ranks_apart
+from autofit.training.runner import ProcessRunner
+from autofit.training.timing import Effort
 from tests.support.faulty import FAULT
 from tests.support.tiny import PLAIN, describe, write_config
 
@@ -72,7 +74,7 @@ def begin(self, *args, **kwargs):
 Accelerator.__init__ = begin
 """
 """What Accelerate does for float16 on a device that has it."""
-_TOOLS = """
+TOOLS = """
 import json, torch
 from accelerate import Accelerator
 from autofit.contract.recipe import Recipe
@@ -187,7 +189,7 @@ class Case:
     """A plan to look at.
 
     Attributes:
-        script: Run in the worker that trains the plan.
+        script: Run in the worker that trains the plan, before its ranks begin.
         defect: What it does wrong; empty for an honest plan.
     """
 
@@ -199,6 +201,7 @@ class Case:
     launch_path: str = "trainer"
     steps: int = 3
     small_reference: bool = False
+    processes: int = 1
 
     def words(self):
         return " ".join(filter(None, (self.architecture, self.name, self.defect)))
@@ -243,7 +246,7 @@ def defects():
     """Plans that train something else."""
     for defect, script in DEFECTS.items():
         for name, one in {"exact": EXACT, "bf16": BF16}.items():
-            shared = {"name": name, "plan": one, "script": _TOOLS + script, "defect": defect}
+            shared = {"name": name, "plan": one, "script": TOOLS + script, "defect": defect}
             yield Case(architecture="llama", **shared)
             if "sees_all" not in script:  # BERT's attention does so anyway
                 yield Case(architecture="bert", launch_path="loop", **shared)
@@ -255,7 +258,7 @@ def defects():
         for name, one in {"exact": EXACT, "bf16": BF16}.items():
             if name == "exact" or defect not in EXACT_DEFECTS:
                 lacking = LACKING.get(architecture, {})
-                shared = {"name": name, "plan": one.replaced(**lacking), "script": _TOOLS + script, "defect": defect}
+                shared = {"name": name, "plan": one.replaced(**lacking), "script": TOOLS + script, "defect": defect}
                 yield Case(architecture=architecture, **shared)
     for defect, script in FP16_DEFECTS.items():
         yield Case(name="fp16", architecture="llama", plan=FP16, script=script, defect=defect, launch_path="loop")
@@ -272,12 +275,8 @@ class Bench:
 
     def look(self, case):
         """The guard's verdict, and every comparison that it made."""
-        facts = self._described(case)
-        values = {"model_type": case.architecture, **ARCHITECTURES[case.architecture]}
-        config = honest = self.folder / case.architecture
-        if case.script:
-            config = write_config(Path(tempfile.mkdtemp(dir=self.folder)) / "model", values)
-            (config / FAULT).write_text(case.script + "\nhonest(folder)\n", "utf-8")
+        facts, honest = self._described(case), self.folder / case.architecture
+        config = self._spoilt(case)
         reference = list(references(case.plan, facts))[case.small_reference]
         rounding = rounding_of(case.plan, facts)
         mine = self._train(facts, config, case.plan, case.steps, None)
@@ -285,7 +284,25 @@ class Bench:
         assert theirs.failed is rounded.failed is None, (case, theirs.failed, rounded.failed)
         found = judge(case.plan, facts, mine, reference, theirs, rounded=rounded)
         single = kind_of(case.plan, facts) == Kind.EXACT or not facts.model.has_experts
-        return found, [] if mine.failed else list(compare(mine, theirs, rounded, single=single))
+        ranks = () if mine.failed else (mine, *mine.others)
+        compared = [each for one in ranks for each in compare(one, theirs, rounded, single=single)]
+        return found, [*compared, *ranks_apart(mine)]
+
+    def tried(self, case):
+        """The outcome of a trial, which comes before the guard in a tune."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        runner = ProcessRunner(folder, self._described(case), self._spoilt(case), self.server)
+        effort = Effort(fidelity="whole", min_steps=2, max_steps=3)
+        return runner.run(0, case.plan, effort, purpose="search", limit_seconds=300.0).outcome
+
+    def _spoilt(self, case):
+        """The model's folder, with what the case does wrong."""
+        if not case.script:
+            return self.folder / case.architecture
+        values = {"model_type": case.architecture, **ARCHITECTURES[case.architecture]}
+        config = write_config(Path(tempfile.mkdtemp(dir=self.folder)) / "model", values)
+        (config / FAULT).write_text(case.script + "\nhonest(folder)\n", "utf-8")
+        return config
 
     def _baseline(self, case, facts, config, reference, rounding):
         key = case.architecture, case.launch_path, reference, case.steps, rounding
@@ -306,4 +323,5 @@ class Bench:
             facts = describe(self.server, config, **sizes)
             precisions = (*facts.hardware.precisions, "fp16")
             self._facts[key] = replace(facts, hardware=replace(facts.hardware, precisions=precisions))
-        return self._facts[key]
+        found = self._facts[key]
+        return replace(found, workload=replace(found.workload, processes=case.processes))

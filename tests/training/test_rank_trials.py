@@ -112,40 +112,6 @@ def test_two_worlds_of_one_are_no_measurement(try_plan):
     assert "1 process(es) trained together, not 2" in found.reason
 
 
-DEFECTS = {
-    "none": "",
-    "a missing all-reduce": """
-        from torch.nn.parallel import DistributedDataParallel as Ddp
-        forward = Ddp.forward
-        def alone(self, *args, **kwargs):
-            self.require_backward_grad_sync = False
-            return forward(self, *args, **kwargs)
-        Ddp.forward = alone
-        """,
-    "an average taken twice": """
-        from torch.nn.parallel import DistributedDataParallel as Ddp
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-        begin = Ddp.__init__
-        def begun(self, *args, **kwargs):
-            begin(self, *args, **kwargs)
-            twice = lambda state, bucket: allreduce_hook(None, bucket).then(lambda done: done.value() / 2)
-            self.register_comm_hook(None, twice)
-        Ddp.__init__ = begun
-        """,
-    "a rank with another seed": """
-        import dataclasses, os
-        from autofit.training.guard import loss_curve
-        rows = loss_curve.learnable_rows
-        def others(recipe, count, model):
-            seed = int(os.environ["RANK"])
-            facts = recipe.facts
-            work = dataclasses.replace(facts.workload, seed=seed)
-            return rows(dataclasses.replace(recipe, facts=dataclasses.replace(facts, workload=work)), count, model)
-        loss_curve.learnable_rows = others
-        """,
-}
-
-
 @pytest.fixture(scope="module")
 def alone(server, facts, tmp_path_factory):
     """The curve of one process that several are held against, and that of its rounding."""
@@ -158,17 +124,13 @@ def alone(server, facts, tmp_path_factory):
     return reference, *curves
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_the_guard_holds_several_ranks_against_one_process(server, facts, alone, tmp_path, defect):
+def test_the_guard_holds_several_ranks_against_one_process(server, facts, alone, tmp_path):
     config, known = facts
-    faulty = tmp_path / "config"
-    shutil.copytree(config, faulty)
-    (faulty / "fault.py").write_text(textwrap.dedent(DEFECTS[defect]) + "\nhonest(folder)\n")
-    mine = Guards(tmp_path, known, faulty, server)._train(DDP, 3, 300.0, None)
-    assert mine.failed is None
+    mine = Guards(tmp_path, known, config, server)._train(DDP, 3, 300.0, None)
+    assert (mine.failed, mine.others) == (None, ()), "each rank has the same"
     reference, theirs, rounded = alone
     found = judge(DDP, known, mine, reference, theirs, rounded=rounded)
-    assert found.verdict == ("same" if defect == "none" else "other"), found.words
+    assert found.verdict == "same", found.words
 
 
 # --- what Accelerate makes of its YAML, on a CPU that it takes for a GPU ----------------------------------------------
@@ -282,12 +244,9 @@ def test_an_fsdp_yaml_on_a_cpu_is_ddp_and_is_told(try_plan):
     assert "MULTI_CPU, not fully sharded data parallel" in found.reason
 
 
-@pytest.mark.parametrize(
-    ("value", "kernels"), [("fsdp", "none"), ("tp2xfsdp1", "none"), ("cp2xfsdp1", "none"), ("cp2xfsdp1", "chunked_ce")]
-)
-def test_the_guard_passes_a_sharded_plan(shimmed, facts, alone, tmp_path, value, kernels):
+def test_the_guard_passes_a_sharded_plan(shimmed, facts, alone, tmp_path):
     config, known = facts
-    plan = DDP.replaced(parallel=value, accumulation=2 if value == "fsdp" else 4, kernels=kernels)
+    plan = DDP.replaced(parallel="cp2xfsdp1", accumulation=4, kernels="chunked_ce")
     reference, theirs, rounded = alone
     assert (next(references(plan, known)), rounding_of(plan, known)) == (reference, rounding_of(DDP, known))
     mine = Guards(tmp_path, known, config, shimmed)._train(plan, 3, 300.0, None)

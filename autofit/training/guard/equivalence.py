@@ -32,7 +32,7 @@ from autofit.system.errors import MachineError
 from autofit.training.guard.loss_curve import CURVE, NOT_FINITE, OUT_OF_MEMORY, Curve
 from autofit.training.guard.rounding import Rounding
 from autofit.training.guard.sketch import distance
-from autofit.training.guard.tolerance import Comparison, compare, missing
+from autofit.training.guard.tolerance import Comparison, compare, missing, ranks_apart
 from autofit.training.jobs import CurveJob
 
 if TYPE_CHECKING:
@@ -277,10 +277,12 @@ def judge(
             verdict, words = "method", f"{words} {_percent(difference)} in {len(mine.losses)} steps"
         else:
             single = kind == Kind.EXACT or not facts.model.has_experts
-            found = list(compare(mine, theirs, rounded, single=single))
+            ranks = (mine, *mine.others)
+            found = [each for one in ranks for each in compare(one, theirs, rounded, single=single)]
             loss = next(one for one in found if one.what.startswith("the loss"))
             bound, difference = loss.tolerance, loss.difference
-            verdict, words = _compared(found, missing(mine, theirs), len(mine.losses))
+            lacking = [name for one in ranks for name in missing(one, theirs)]
+            verdict, words = _compared(found, lacking, len(mine.losses))
     return Guard(
         verdict=verdict or ("alone" if theirs is None else "unknown"),
         words=words,
@@ -321,6 +323,9 @@ def _alone(
         return "unknown", f"its short training failed: {mine.failed}"
     if _exploded(losses) and not (theirs is not None and _exploded(theirs.losses)):
         return "other", f"its loss grew from {losses[0]:.3g} to {max(losses):.3g} in {steps} steps"
+    apart = max(ranks_apart(mine), key=lambda one: one.ratio, default=None)
+    if apart is not None and apart.ratio > 1:
+        return "other", f"{apart.what} differs between its ranks by {_percent(apart.difference)} of {apart.scale}"
     none = f"could be compared with: {failed}" if failed else "fits to compare with"
     same = "it is the baseline plan itself" if reference == plan else f"no baseline plan {none}"
     return None, f"its loss stayed finite in {steps} optimizer steps; {same}"

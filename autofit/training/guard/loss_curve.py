@@ -14,8 +14,8 @@ import json
 import math
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,9 @@ class Curve:
         updates: Sketch of how far each parameter moved in all steps; none where an engine keeps the weights.
         began: Sketch of each parameter that is trained, before the first step; none where an engine keeps the weights.
         rows: A checksum of each micro-batch of a script; none where the rows are made for the guard.
+        loss_error: How far each loss may lie from what was trained on, as a share of it, since an engine tells it in
+            16 bits (FSDP2 casts what a model returns).
+        others: Of several ranks, the curves that are not the first one's.
         failed: Why it did not come to its end: ``not finite``, ``out of memory`` or an error in words.
     """
 
@@ -70,6 +73,8 @@ class Curve:
     updates: dict[str, Sketch] = field(default_factory=dict)
     began: dict[str, Sketch] = field(default_factory=dict)
     rows: tuple[int, ...] = ()
+    loss_error: float = 0.0
+    others: tuple[Curve, ...] = ()
     failed: str | None = None
 
 
@@ -101,6 +106,7 @@ class CurveListener:
     updates: dict[str, Sketch] = field(default_factory=dict)
     scale: float = 1.0
     rows: list[int] = field(default_factory=list)
+    loss_error: float = 0.0
     _model: Any = None
     began: dict[str, Sketch] = field(default_factory=dict)
     _loss: torch.Tensor | None = None
@@ -141,10 +147,14 @@ class CurveListener:
 
     def backward_end(self, loss: torch.Tensor) -> None:
         """The gradients of a micro-step are there; ``loss`` is its share of the step's."""
+        import torch
+
         self.meter.check()
         self.beat(f"micro-step {self.accumulated} of step {self.done}")
         self.accumulated += 1
-        self._loss = loss.detach().clone() if self._loss is None else self._loss + loss.detach()
+        self.loss_error = torch.finfo(loss.dtype).eps  # rounded as it is told, and as it is divided
+        told = loss.detach().double()
+        self._loss = told if self._loss is None else self._loss + told
         if self.accumulated == self.accumulation:
             parameters = named_parameters(self._model)
             gradients = {name: whole(one.grad) for name, one in parameters if one.grad is not None}
@@ -297,8 +307,19 @@ def written(listener: CurveListener, train: Callable[[], object]) -> Curve:
         updates=listener.updates,
         began=listener.began,
         rows=tuple(listener.rows),
+        loss_error=listener.loss_error,
         failed=failed,
     )
+
+
+def of_ranks(curves: Sequence[Curve]) -> Curve:
+    """The one curve of several ranks, each of which has the whole model before its eyes: the first one's.
+
+    Args:
+        curves: Of each rank, or of each machine's ranks.
+    """
+    every = [alike for one in curves for alike in (replace(one, others=()), *one.others)]
+    return replace(every[0], others=tuple(one for one in every if one != every[0]))
 
 
 def checksum(inputs: Any, before: int = 0) -> int:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from autofit.commands.request import Request, Search
 from autofit.commands.shell.explanations import no_winner
@@ -17,9 +18,10 @@ from autofit.search.events import Silent
 from autofit.search.loop import Campaign
 from autofit.search.trial_log import TrialLog
 from autofit.space import Space
+from autofit.system.strict_json import dump_json
 from autofit.training.guard import equivalence, loss_curve
 from autofit.training.guard.equivalence import Guard, Guards, how_many, judge, kind_of, references, rounding_of
-from autofit.training.guard.loss_curve import NOT_FINITE, OUT_OF_MEMORY, Curve, without_dropout
+from autofit.training.guard.loss_curve import CURVE, NOT_FINITE, OUT_OF_MEMORY, Curve, of_ranks, without_dropout
 from autofit.training.guard.rounding import Rounding
 from tests.support.faulty import FAULT
 from tests.support.guard_cases import Bench, defects, honest
@@ -278,6 +280,38 @@ def test_what_is_refused_says_why(changes, words):
     found = judge(FULL, cpu_facts(global_batch=4), replace(GOOD, **changes), PLAIN, GOOD, rounded=GOOD)
     assert found.verdict == "other"
     assert words in found.words
+
+
+@pytest.mark.parametrize("plan", [FULL, FULL.replaced(optimizer="sgd")], ids=["exact", "method"])
+def test_ranks_that_train_apart_are_refused(plan):
+    """The first rank's curve alone is the baseline's."""
+    apart = replace(GOOD, updates={"a": (1.3, 0.0), "b": (0.0, 1.3)})
+    found = judge(plan, cpu_facts(global_batch=4), of_ranks([GOOD, GOOD, apart]), PLAIN, GOOD, rounded=GOOD)
+    assert found.verdict == "other"
+    assert found.words == "the update of all parameters differs between its ranks by 30 % of its norm"
+
+
+def test_each_rank_is_held_against_the_baseline():
+    """Less than they may be apart."""
+    near = replace(GOOD, gradients={"a": (3.0, 0.0), "b": (0.0, 4.01)})
+    found = judge(FULL, cpu_facts(global_batch=4), of_ranks([GOOD, near]), PLAIN, GOOD, rounded=GOOD)
+    assert (found.verdict, "the gradient of b" in found.words) == ("other", True)
+
+
+def test_of_ranks_that_trained_alike_one_curve_is_kept():
+    apart = replace(GOOD, losses=(1.0,))
+    assert of_ranks([GOOD, GOOD]) == GOOD
+    two = [of_ranks([GOOD, apart]), of_ranks([GOOD, GOOD])]
+    assert of_ranks(two) == replace(GOOD, others=(apart,))
+    assert CURVE.validate_json(dump_json(CURVE, of_ranks(two))) == of_ranks(two)
+
+
+def test_losses_in_16_bits_are_added_up_without_rounding(facts):
+    listener = loss_curve.listener_of(recipe_of(PLAIN, facts), 3, SimpleNamespace(check=lambda: None))
+    listener._model = torch.nn.Linear(1, 1)
+    for _ in range(PLAIN["accumulation"]):
+        listener.backward_end(torch.tensor(1.0078125, dtype=torch.bfloat16))
+    assert (float(listener._loss), listener.loss_error) == (4.03125, 2.0**-7)
 
 
 def test_what_an_engine_keeps_is_not_compared():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autofit.training.guard.loss_curve import Curve
-from autofit.training.guard.tolerance import LEAST, C, compare, missing
+from autofit.training.guard.tolerance import APART, LEAST, C, compare, missing, ranks_apart
 
 BASELINE = Curve(
     losses=(4.0, 3.0, 2.0),
@@ -110,3 +110,20 @@ def test_losses_of_nothing_agree_and_any_other_is_outside():
     some = replace(nothing, losses=(0.0, 0.0, 1e-3))
     (other,) = (one for one in compare(some, nothing, nothing, single=True) if "loss" in one.what)
     assert other.ratio > 1
+
+
+def test_a_loss_that_an_engine_tells_in_16_bits_may_be_rounded():
+    """FSDP2 returns it in bfloat16 under mixed precision."""
+    told = replace(BASELINE, losses=(4.0, 3.0, 2.007))
+    assert found(told)["the loss of step 3"].ratio > 0
+    wide = found(replace(told, loss_error=2.0**-7))["the loss of step 3"].tolerance
+    assert wide == pytest.approx(found(told)["the loss of step 3"].tolerance + 2.0**-7)
+
+
+def test_what_ranks_have_in_common_must_not_be_apart():
+    assert list(ranks_apart(BASELINE)) == []
+    near, far = (replace(BASELINE, updates={"matrix": (0.6, by), "bias": (0.0, 0.8)}) for by in (0.001, 0.1))
+    ratios = {one.what: one.ratio for one in ranks_apart(replace(BASELINE, others=(near,)))}
+    assert ratios == {"the gradient of all parameters": 0, "the update of all parameters": pytest.approx(0.001 / APART)}
+    worst = max(ranks_apart(replace(BASELINE, others=(near, far))), key=lambda one: one.ratio)
+    assert (worst.what, worst.difference) == ("the update of all parameters", pytest.approx(0.1))
