@@ -85,7 +85,11 @@ class Parallel(Technique):
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         script = (tensor.LINE,) if engine_of(value) == "tensor" else ()
-        return Emission(accelerate=accelerate_keys(value, plan, facts), script=script)
+        elsewhere = {}
+        if (shared := context_ranks(value)) > 1:
+            multiple = 2 * shared
+            script, elsewhere = (context.LINE.format(multiple),), {"sft": {"pad_to_multiple_of": multiple}}
+        return Emission(accelerate=accelerate_keys(value, plan, facts), script=script, elsewhere=elsewhere)
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         if engine_of(value) == "tensor":
@@ -141,6 +145,18 @@ class Parallel(Technique):
             parted = context.not_split(value, seen, facts) if context_ranks(value) > 1 else None
             return parted or _not_sharded(str(value), seen, facts)
         return None
+
+    def changes(self, value: Value, facts: Facts) -> str | None:
+        """Of processes that share rows, what a Trainer's evaluation makes of them (tried with transformers 5.23)."""
+        shared = context_ranks(value)
+        if facts.workload.launch_path != "trainer":
+            return None
+        if shared > 1:
+            return f"A Trainer evaluates {shared} parts of each row: {context.METRICS}."
+        layout = layout_of(value, facts.workload.processes)
+        if layout is None or layout.tensor == 1:
+            return None
+        return f"A Trainer hands each row {layout.tensor} times to compute_metrics, but for some of the last batch's."
 
     def prior(self, value: Value, facts: Facts) -> Prior:
         """Weights that are gathered cost time in proportion to their bytes; how much of it hides is not known."""

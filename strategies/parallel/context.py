@@ -6,7 +6,8 @@ layer's forward pass and once more in its backward pass, which hands their gradi
 arXiv 2310.01889). Weights, gradients and state are split by FSDP2 over all N x M processes.
 
 Carried by the Accelerate YAML alone. A Trainer shifts the labels and splits the batch, Accelerate drops the masks. The
-loss of an evaluation is that of whole rows; ``compute_metrics`` is given logits of parts of them.
+loss of an evaluation is that of whole rows; ``compute_metrics`` is given logits of parts of them, and labels that are
+not theirs: they were split in their place before they are gathered.
 Rank 0 is traced: but for the last of N, a rank's positions have a gap, of which transformers makes a mask for packed
 rows that nobody reads. FlashAttention alone: the memory-efficient kernel, which float32 takes, knows no groups of
 heads, and pads its sums to 32 rows, which the ring cuts elsewhere (torch 2.13 fails).
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 SETTINGS = {"parallelism_config_cp_backend": "torch", "parallelism_config_cp_comm_strategy": "allgather"}
 """Accelerate's defaults, written since it reads what is not written as a word."""
+LINE = "pad rows at their end only, to a multiple of {} tokens: context parallelism reads no attention mask"
+METRICS = (
+    "its loss is that of whole rows, but leave compute_metrics out, which gets labels that are not the logits' own"
+)
 _IGNORED = -100
 """The label of a token that no loss is taken of."""
 

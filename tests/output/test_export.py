@@ -159,3 +159,16 @@ def test_a_loss_that_nobody_divides_is_told_where_only_run_keeps_its_scale(undiv
         words = " ".join(export(doc, target, folder="out").lacking)
         assert ("the scale of the gradients" in words) is told
         assert ("multiply the loss by 0.25, or use `autofit run`" in words) is told
+
+
+def test_what_context_parallelism_asks_of_rows_is_said():
+    """It reads no mask, and is launched by a YAML."""
+    one = plan(4, precision="bf16", parallel="cp2xfsdp1")
+    doc = document(trials=[(one, measured(51.9, 15.8))], winner=one)
+    doc = replace(doc, workload=replace(doc.workload, processes=2))
+    sft, python = (export(doc, target, folder="out") for target in ("sft", "python"))
+    assert sft.settings["pad_to_multiple_of"] == 4
+    by_yaml = "parallel=cp2xfsdp1: launch by `accelerate launch --config_file out/accelerate.yaml`"
+    assert sft.lacking == (by_yaml,)
+    line, same = python.lacking
+    assert (line.endswith("context parallelism reads no attention mask"), same) == (True, by_yaml)

@@ -335,3 +335,15 @@ def test_what_does_not_go_together_is_told(processes, plan, why):
     asked = [one for one in techniques() if one.name not in {"micro_batch", "accumulation"}]
     said = [words for one in asked if (words := one.conflict(whole[one.name], whole, world(processes)))]
     assert not said if why is None else any(why in words for words in said)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("cp2xfsdp4", "labels that are not the logits' own"), ("tp2xfsdp4", "each row 2 times"), ("fsdp", None)],
+)
+def test_what_an_evaluation_makes_of_shared_rows_is_said(value, words):
+    facts = world(8)
+    said = PARALLEL.changes(value, facts)
+    assert (words in said) if words else said is None
+    loop = replace(facts, workload=replace(facts.workload, launch_path="loop"))
+    assert PARALLEL.changes(value, loop) is None

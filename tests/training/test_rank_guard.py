@@ -1,10 +1,11 @@
 """The guard over several ranks: a sample of ``tests/bench/guard_bench.py --ranks``, by real ranks over gloo."""
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 
-from autofit.contract.outcome import Unsupported
+from autofit.contract.outcome import Measured, Unsupported
 from autofit.system.fork_server import ForkServer
 from tests.support.guard_cases import Bench
 from tests.support.rank_cases import MODULES, ONE_OF_MANY, defects, honest
@@ -70,6 +71,32 @@ def test_ranks_that_share_a_product_and_drop_out_other_activations_are_no_measur
     found = bench.tried(case)
     assert isinstance(found, Unsupported), found
     assert "drop out different activations" in found.reason
+
+
+EVALUATED = """
+from pathlib import Path
+from autofit.training import loops
+def evaluated(trainer):
+    import torch
+    def metrics(given):
+        Path("SHAPES").write_text(f"{given.predictions.shape[:2]} {given.label_ids.shape}")
+        return {}
+    trainer.compute_metrics = metrics
+    trainer.evaluate(torch.utils.data.Subset(trainer.train_dataset, range(3)))
+loops.evaluate_once = evaluated
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [("cp2xfsdp1 fp32", "(5, 16) (5, 32)"), ("tp2xfsdp1 fp32", "(5, 32) (5, 32)"), ("fsdp fp32", "(3, 32) (3, 32)")],
+)
+def test_metrics_are_given_what_the_plan_says_of_an_evaluation(bench, tmp_path, name, shapes):
+    """Three rows of 32 tokens; where a Trainer puts rows together again, `changes` need not say it any more."""
+    script = EVALUATED.replace("SHAPES", str(tmp_path / "shapes"))
+    case = replace(next(one for one in honest() if one.name == name), script=script)
+    assert isinstance(bench.tried(case), Measured)
+    assert (tmp_path / "shapes").read_text() == shapes
 
 
 def test_every_defect_is_injected():

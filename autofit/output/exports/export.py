@@ -144,13 +144,12 @@ def _carried(document: Document, target: str, folder: str) -> _Carried:
             for key, value in told.items():
                 both = isinstance(value, Mapping) and isinstance(found.extra.get(key), Mapping)
                 found.extra[key] = {**found.extra[key], **value} if both else value
-            continue
-        said = list(emission.script)
+        said = list(emission.script) if told is None else []
         if needs_yaml(emission) and target != "cli":
             said.append(f"launch by `accelerate launch --config_file {folder}/accelerate.yaml`")
-        if name in unwritten:
+        if name in unwritten and told is None:
             said.append("`autofit run` puts it into the script; no argument says it")
-        if emission.script and target in {"axolotl", "llamafactory"}:
+        if emission.script and told is None and target in {"axolotl", "llamafactory"}:
             said[: len(emission.script)] = ["there is no setting for it"]
         found.lacking += [f"{name}={plan[name]}: {words}" for words in said]
     if found.lacking and any("setup.model" in words for words in found.lacking):
