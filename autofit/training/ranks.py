@@ -46,7 +46,7 @@ _GAPS = 5.0
 _SETTLED = 6
 """Times that ranks have told something before their silence says anything: loading takes as long as it takes."""
 _IDLE = 0.02
-"""Of a processor, that ranks which wait for one another use at most."""
+"""Of a processor, that each of some ranks which wait for one another uses at most: process groups look for work."""
 
 
 def own_rank() -> int | None:
@@ -156,8 +156,8 @@ class _Beats:
     longest_seconds: float = 0.0
     _newest: int = 0
     _told: int = 0
-    _used: float = 0.0
-    _ticks: deque[tuple[float, float]] = field(default_factory=deque)
+    _used: Mapping[int, float] = field(default_factory=dict)
+    _ticks: deque[tuple[float, Mapping[int, float]]] = field(default_factory=deque)
     _then: float = field(default_factory=time.monotonic)
 
     def still(self, pids: Mapping[int, int]) -> bool:
@@ -172,9 +172,9 @@ class _Beats:
                 self.longest_seconds = max(self.longest_seconds, self.silent_seconds)
             self.silent_seconds = 0.0
         self.silent_seconds += lived
-        used = sum(map(_cpu_seconds, pids))
-        busy, self._used = used - self._used, used
-        self._ticks.append((lived, busy))
+        used = {pid: _cpu_seconds(pid) for pid in pids}
+        self._ticks.append((lived, {pid: seconds - self._used.get(pid, 0.0) for pid, seconds in used.items()}))
+        self._used = used
         while sum(seconds for seconds, _ in self._ticks) - self._ticks[0][0] > _STILL_SECONDS:
             self._ticks.popleft()
         if self.spread:
@@ -183,7 +183,8 @@ class _Beats:
         if self.on_cuda:  # waiting for a GPU keeps a CPU busy
             return self._told > _SETTLED and self.silent_seconds > max(_STILL_SECONDS, _GAPS * self.longest_seconds)
         seen = sum(seconds for seconds, _ in self._ticks)
-        idle = seen > _STILL_SECONDS and sum(used for _, used in self._ticks) < _IDLE * seen
+        most = max((sum(tick.get(pid, 0.0) for _, tick in self._ticks) for pid in pids), default=0.0)
+        idle = seen > _STILL_SECONDS and most < _IDLE * seen
         return idle and self.silent_seconds > _STILL_SECONDS and not any(map(_wants_to_run, pids))
 
 

@@ -4,19 +4,19 @@ import contextlib
 import dataclasses
 import json
 import shutil
-import socket
 import textwrap
-import time
 
 import pytest
 
 from autofit.contract.layout import layout_of
-from autofit.contract.outcome import Crashed, Measured, OutOfMemory, TimedOut
+from autofit.contract.outcome import Measured
 from autofit.system.fork_server import ForkServer
 from autofit.training.guard.equivalence import Guards, judge, references, rounding_of
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
-from tests.support.tiny import GIB, PLAIN, SUPPORT, describe, gone, write_config
+from tests.faults.ranks import FAULTS, end_of
+from tests.support.rank_cases import MODULES
+from tests.support.tiny import GIB, PLAIN, SUPPORT, describe, write_config
 
 pytestmark = pytest.mark.slow
 DDP = PLAIN.replaced(parallel="ddp", accumulation=2)
@@ -47,6 +47,18 @@ def try_plan(server, facts, tmp_path):
     return run
 
 
+@pytest.fixture(scope="module")
+def shimmed(tmp_path_factory):
+    """A fork server in which Accelerate takes the CPU for a GPU; the sharding and its collectives are PyTorch's own."""
+    started = ForkServer(tmp_path_factory.mktemp("shimmed") / "log", "cpu", MODULES)
+    with contextlib.closing(started):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(SUPPORT))
+            patch.setenv("OMP_NUM_THREADS", "1")
+            started.start()
+        yield started
+
+
 @pytest.mark.parametrize(("launch_path", "processes"), [("trainer", 2), ("loop", 2)])
 def test_every_rank_trains_and_the_worst_one_counts(try_plan, tmp_path, launch_path, processes):
     plan = DDP.replaced(accumulation=4 // processes)
@@ -62,41 +74,25 @@ def test_every_rank_trains_and_the_worst_one_counts(try_plan, tmp_path, launch_p
         assert seen["accumulation"]["micro_steps"] == plan["accumulation"]
 
 
-FAULTS = {
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", Crashed, "rank 1 was killed by SIGKILL"),
-    "out of memory": ("raise torch.OutOfMemoryError('CUDA out of memory.')", OutOfMemory, "backward"),
-    "hung": ("time.sleep(3600)", TimedOut, "ranks 0, 1 stood still"),
-}
-
-
 @pytest.mark.serial  # a busy machine may be too slow for the rank that is in order
-@pytest.mark.parametrize(("act", "kind", "words"), FAULTS.values(), ids=FAULTS)
-def test_one_rank_ends_the_trial_in_ten_seconds_and_nothing_is_left(try_plan, tmp_path, act, kind, words, fault_table):
-    found = try_plan(
-        fault=f"""
-        import os, signal, time, torch
-        def act():
-            rank = os.environ["RANK"]
-            (folder / f"pid-{{rank}}").write_text(f"{{os.getpid()}} {{os.environ['MASTER_PORT']}}")
-            if rank == "1":
-                (folder / "when").write_text(str(time.time()))
-                {act}
-        at("backward", act, 1)
-        honest(folder)
-        """
-    )
-    folder = tmp_path / "trials/00000"
-    seconds = time.time() - float((folder / "when").read_text())
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("value", "processes"), [("ddp", 2), ("hsdp:2x2", 4), ("tp2xfsdp2", 4)])
+def test_one_rank_ends_the_trial_in_ten_seconds_and_nothing_is_left(
+    shimmed, facts, tmp_path, value, processes, fault, fault_table
+):
+    act, kind = FAULTS[fault]
+    found, seconds, processes_left, ports_left = end_of(shimmed, *facts, tmp_path, value, processes, act)
     assert isinstance(found, kind), found
-    assert words in str(found)
+    words = {
+        "killed": f"rank {processes - 1} was killed by SIGKILL",
+        "hung": "stood still",
+        "out of memory": "backward",
+    }
+    assert words[fault] in str(found)
     assert seconds < 10
-    told = [path.read_text().split() for path in folder.glob("pid-*")]
-    assert len(told) == 2
-    assert gone(*(int(pid) for pid, _ in told), seconds=1)
-    with pytest.raises(OSError), socket.create_connection(("127.0.0.1", int(told[0][1])), timeout=1):
-        pass
-    words = f"{seconds:.1f} s until the trial had ended; no process and no port is left"
-    fault_table.append({"survived": "yes", "fault": f"one of two ranks: {act[:40]}", "sees": words})
+    assert (processes_left, ports_left) == (0, 0)
+    told = f"{seconds:.1f} s until the trial had ended; no process and no port is left"
+    fault_table.append({"survived": "yes", "fault": f"one of {processes} ranks, {value}: {fault}", "sees": told})
 
 
 def test_two_worlds_of_one_are_no_measurement(try_plan):
@@ -134,18 +130,6 @@ def test_the_guard_holds_several_ranks_against_one_process(server, facts, alone,
 
 
 # --- what Accelerate makes of its YAML, on a CPU that it takes for a GPU ----------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def shimmed(tmp_path_factory):
-    """A fork server in which Accelerate takes the CPU for a GPU; the sharding and its collectives are PyTorch's own."""
-    started = ForkServer(tmp_path_factory.mktemp("shimmed") / "log", "cpu", ("cpu_shim",))
-    with contextlib.closing(started):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(SUPPORT))
-            patch.setenv("OMP_NUM_THREADS", "1")
-            started.start()
-        yield started
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,6 +131,22 @@ def test_ranks_that_compute_and_say_nothing_are_let_be(tmp_path, monkeypatch):
         result_file(tmp_path, rank).write_text("good")
 
     assert run(tmp_path, work, count=2)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("shares", "still"), [((0.008,) * 4, True), ((0.0, 0.0, 0.0, 0.03), False)], ids=["all wait", "one computes"]
+)
+def test_what_each_rank_uses_of_a_processor_counts(monkeypatch, shares, still):
+    """The threads of several process groups look for work all the time, which adds up over the ranks."""
+    now = [0.0]
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ranks, "_cpu_seconds", lambda pid: shares[pid] * now[0])
+    monkeypatch.setattr(ranks, "_wants_to_run", lambda _: False)
+    beats = ranks._Beats((), on_cuda=False, _then=0.0)
+    for _ in range(50):
+        now[0] += 0.2
+        found = beats.still({pid: pid for pid in range(4)})
+    assert found is still
 
 
 def test_a_free_port_is_free():
