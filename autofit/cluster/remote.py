@@ -22,6 +22,7 @@ from autofit.system.files import write_atomically, writing
 from autofit.system.fork_server import ForkServer
 from autofit.system.job import JOB
 from autofit.system.strict_json import dump_json
+from autofit.training.guard.loss_curve import CURVE, of_ranks
 from autofit.training.jobs import CurveJob, TrialJob
 from autofit.training.joined import joined
 from autofit.training.runner import TRIAL_FILE, Rated, trial_folder, unrated
@@ -82,6 +83,8 @@ class ClusterServer(ForkServer):
         with writing(folder):
             for place in (*range(len(found)), failed or 0):
                 write_files(folder, found[place][1])
+            if failed is None and job["kind"] == "curve":
+                write_atomically(folder / CurveJob.RESULT, _one_curve([files for _, files in found]))
         return None if status is None else int(status)
 
     def stop_job(self) -> None:
@@ -224,6 +227,11 @@ def _read(text: str) -> Trial:
 def _trial_failed(answer: tuple[str, Files, list[str]]) -> bool:
     """Whether a host's part of a trial ends the others': their ranks would wait for its."""
     return not isinstance(_read(answer[0]).outcome, Measured)
+
+
+def _one_curve(machines: Sequence[Files]) -> str:
+    """The curve of all machines' ranks, as JSON."""
+    return dump_json(CURVE, of_ranks([strict_json.read(CURVE, files[CurveJob.RESULT]) for files in machines]))
 
 
 def _job_failed(answer: tuple[int | None, Files]) -> bool:

@@ -9,12 +9,13 @@ import pytest
 
 from autofit import space
 from autofit.cluster.nodes import Node
-from autofit.cluster.remote import ClusterRunner, ClusterServer
+from autofit.cluster.remote import ClusterRunner, ClusterServer, _one_curve
 from autofit.cluster.slots import Slots
 from autofit.contract.outcome import TRIAL, Crashed, Measured, OutOfMemory, Trial
 from autofit.search.loop import FINAL
 from autofit.system.errors import MachineError
 from autofit.system.strict_json import dump_json
+from autofit.training.guard.loss_curve import CURVE, Curve
 from tests.support.synthetic import GIB, Landscape, cpu_facts
 
 FACTS = cpu_facts(limit_bytes=16 * GIB)
@@ -238,7 +239,7 @@ def test_a_curve_of_several_machines_is_the_first_one_s_or_says_what_failed(tmp_
     slots, _, _ = slots_of(*hosts, machines=2)
     (tmp_path / "job.json").write_text(json.dumps({"kind": "curve"}))
     assert ClusterServer(tmp_path / "log", slots).run(tmp_path, kill_after_seconds=1) == 0
-    assert json.loads((tmp_path / "curve.json").read_text()) == {"failed": None if failing is None else "no such thing"}
+    assert json.loads((tmp_path / "curve.json").read_text())["failed"] == (None if failing is None else "no such thing")
     assert [host.shares[0]["first"] for host in hosts] == [0, 2]
 
 
@@ -260,3 +261,9 @@ def test_other_jobs_run_on_the_first_machine_alone(tmp_path):
     (tmp_path / "job.json").write_text(json.dumps({"kind": "rates"}))
     ClusterServer(tmp_path / "log", slots).run(tmp_path, kill_after_seconds=1)
     assert [host.shares for host in hosts] == [[None], []]
+
+
+def test_the_curve_of_several_machines_holds_what_ranks_of_the_others_trained_otherwise():
+    alike, other = Curve(losses=(1.0,)), Curve(losses=(2.0,))
+    machines = [{"curve.json": dump_json(CURVE, one).encode()} for one in (alike, alike, other)]
+    assert CURVE.validate_json(_one_curve(machines)) == dataclasses.replace(alike, others=(other,))
