@@ -26,7 +26,7 @@ import random
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,14 +193,7 @@ class Sweep:
 
     def space(self) -> Space:
         """The file's own columns."""
-        plans = tuple(self.answers)
-        domains = {name: tuple(sorted({plan[name] for plan in plans}, key=int)) for name in plans[0]}
-        counted = Prior(time=(0.0, 0.0), memory=(0.0, 0.1))  # the laws say what each value does
-        return Space(
-            domains=domains,
-            plans=plans,
-            priors={name: dict.fromkeys(values, counted) for name, values in domains.items()},
-        )
+        return space_of(tuple(self.answers))
 
     def forecast(self, space: Space) -> Forecast:
         """The laws in the place of traces."""
@@ -243,6 +236,14 @@ class Sweep:
             reserved_bytes=held, outside_bytes=0, host_bytes=0, limit_bytes=self.limit_bytes, fidelity="whole",
             steps=(seconds,), training_seconds=seconds, loss=1.0,
         )  # fmt: skip
+
+
+def space_of(plans: tuple[Plan, ...]) -> Space:
+    """All that is known of plans without their laws: their values."""
+    domains = {name: tuple(sorted({plan[name] for plan in plans})) for name in plans[0]}
+    counted = Prior(time=(0.0, 0.0), memory=(0.0, 0.1))  # the laws say what each value does
+    priors = {name: dict.fromkeys(values, counted) for name, values in domains.items()}
+    return Space(domains=domains, plans=plans, priors=priors)
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------
@@ -347,17 +348,25 @@ def every_plan(sweep: Sweep, seed: int) -> Generator[Plan, Trial | None]:
 
 def asked(sweep: Sweep, name: str, seed: int) -> Generator[Plan, Trial | None]:
     """What a searcher asks for, and is told of."""
-    space, limit_bytes = sweep.space(), sweep.limit_bytes
-    forecast = sweep.forecast(space) if name == "autofit" else None
+    limit_bytes, forecast = sweep.limit_bytes, None
+    shown = {plan if name == "autofit" else joint(plan): plan for plan in sweep.answers}
+    space = space_of(tuple(shown))
     sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(seed=seed)
     if name == "autofit":
+        forecast = sweep.forecast(space)
         sampler = AutofitSampler(space, limit_bytes=limit_bytes, seed=seed, forecast=forecast)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     searcher = Searcher(space, study, sampler=name, limit_bytes=limit_bytes, seed=seed, forecast=forecast)
     while (plan := searcher.ask()) is not None:
-        trial = yield plan
+        trial = yield shown[plan]
         if trial is not None:
-            searcher.tell(trial)
+            searcher.tell(replace(trial, plan=plan))
+
+
+def joint(plan: Plan) -> Plan:
+    """A plan whose parallel sizes are one value, as in a tune: proposed each by itself they are often no world's."""
+    sizes = "x".join(f"{name}{plan[name]}" for name in ("dp", "pp", "tp"))
+    return Plan({"parallel": sizes, **{name: plan[name] for name in ("zero", "micro_batch", "accumulation")}})
 
 
 def run(sweep: Sweep, name: str, seed: int) -> dict[str, Any]:
