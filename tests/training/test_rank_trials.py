@@ -76,7 +76,10 @@ def test_every_rank_trains_and_the_worst_one_counts(try_plan, tmp_path, launch_p
 
 @pytest.mark.serial  # a busy machine may be too slow for the rank that is in order
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("value", "processes"), [("ddp", 2), ("hsdp:2x2", 4), ("tp2xfsdp2", 4)])
+@pytest.mark.parametrize(
+    ("value", "processes"),
+    [("ddp", 2), *(pytest.param(value, 4, marks=pytest.mark.by_hand) for value in ("hsdp:2x2", "tp2xfsdp2"))],
+)
 def test_one_rank_ends_the_trial_in_ten_seconds_and_nothing_is_left(
     shimmed, facts, tmp_path, value, processes, fault, fault_table
 ):
