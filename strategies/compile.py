@@ -19,13 +19,18 @@ Needs Triton and a C compiler on CUDA (compute capability 7.0), a C++ compiler o
 the user has it by default, since the launch that follows then finds what the trials have compiled.
 
 A trace runs without it: what a compiled step keeps for its backward pass is about what the plain one keeps, less what
-the compiler finds cheaper to compute again, and it has fewer temporaries. One thing it misses, and
-:meth:`Compile.untraced_bytes` adds: a whole model that transformers compiles is given a causal mask, for while it is
-traced nobody can see that each row is one sequence. Attention then takes PyTorch's memory-efficient kernel in place of
-flash attention, and where layers are computed again in the backward pass, Inductor writes the mask out for every head
-(``sdpa_constraint`` of ``torch/_inductor/lowering.py`` spares that to the forward pass alone). With ``regions`` there
-is no mask. Sources: Ansel et al., "PyTorch 2" (ASPLOS 2024); ``accelerate.utils.TorchDynamoPlugin``,
-``compile_regions``; ``Trainer._build_accelerator_args``.
+the compiler finds cheaper to compute again, and it has fewer temporaries. Two things it misses, and
+:meth:`Compile.untraced_bytes` adds:
+
+- A whole model that transformers compiles is given a causal mask, for while it is traced nobody can see that each row
+  is one sequence. Attention then takes PyTorch's memory-efficient kernel in place of flash attention, and where layers
+  are computed again in the backward pass, Inductor writes the mask out for every head (``sdpa_constraint`` of
+  ``torch/_inductor/lowering.py`` spares that to the forward pass alone). With ``regions`` there is no mask.
+- Inductor times some kernels when they are first called, unless its cache has them, and meanwhile holds a buffer as
+  large as the device's L2 (``InductorBenchmarker.benchmark_gpu``).
+
+Sources: Ansel et al., "PyTorch 2" (ASPLOS 2024); ``accelerate.utils.TorchDynamoPlugin``, ``compile_regions``;
+``Trainer._build_accelerator_args``.
 
 Not covered: other backends than Inductor; compiled optimizers; compiled autograd; sharded models, whose hooks a graph
 does not see.
@@ -140,19 +145,24 @@ class Compile(Technique):
         return self.baseline
 
     def untraced_bytes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> int:
-        """The mask of a whole model whose layers are computed again: of every row, head and pair of tokens, once.
+        """The buffer for timing kernels; the mask of a whole model whose layers are computed again.
 
-        At most: some architectures need none, and a graph's fewer temporaries are not taken off.
+        The mask is of every row, head and pair of tokens, once. At most: some architectures need none, kernels may be
+        timed where a step needs less than later, and a graph's fewer temporaries are not taken off.
         """
-        on_cuda, recomputed = facts.hardware.device == "cuda", plan.get("checkpointing", "off") != "off"
+        if value == self.baseline or facts.hardware.device != "cuda":
+            return 0
+        timing = facts.hardware.l2_bytes
+        recomputed = plan.get("checkpointing", "off") != "off"
         attention = plan.get("attention", "default")
         by_sdpa = attention == "sdpa" or (attention == "default" and facts.model.attention == "sdpa")
-        if value in {"off", "regions"} or not (on_cuda and recomputed and by_sdpa):
-            return 0
+        if value == "regions" or not (recomputed and by_sdpa):
+            return timing
         heads = facts.model.tensor_sizes.get("attention heads", 0)
         width = 4 if plan.get("precision") in {"fp32", "tf32"} else 2
         pairs = int(plan["micro_batch"]) * facts.workload.seq_len**2
-        return pairs * (heads * width + width + 1)  # for every head; for all of them; as it is made, true or false
+        mask = pairs * (heads * width + width + 1)  # for every head; for all of them; as it is made, true or false
+        return timing + mask
 
     def observe(self, ran: Ran) -> Seen:
         return {

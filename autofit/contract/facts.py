@@ -163,6 +163,7 @@ class Hardware:
         visible_id: How ``CUDA_VISIBLE_DEVICES`` calls the device.
         count: Devices of this kind that a launched process may see.
         others_bytes: Device memory that other processes hold.
+        l2_bytes: The cache that all of the device shares; 0 where it is not known, and on the CPU.
         threads: CPU threads that ``accelerate launch`` will give to the process.
         compilers: What a process finds to compile with, of ``cc``, ``c++`` and ``python.h``.
     """
@@ -178,6 +179,7 @@ class Hardware:
     host_free_bytes: int
     precisions: tuple[str, ...]
     capability: tuple[int, int] | None = None
+    l2_bytes: int = 0
     threads: int = 1
     driver: str | None = None
     count: int = 1

@@ -121,6 +121,7 @@ def _cuda() -> dict[str, Any]:
         "others_bytes": used,
         "precisions": tuple(precisions),
         "capability": (major, minor),
+        "l2_bytes": int(properties.L2_cache_size),
         "threads": given_threads() or 1,
         "driver": version,
         "count": count,

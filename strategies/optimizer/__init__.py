@@ -141,6 +141,10 @@ class Optimizer(Technique):
             script=lines,
         )
 
+    def untraced_bytes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> int:
+        """What Inductor holds while it times the kernels of torchao's step, see :mod:`autofit.strategies.compile`."""
+        return facts.hardware.l2_bytes if "torchao" in ROWS[str(value)].packages else 0
+
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if ROWS[str(value)].in_backward:
             return None  # parts of a step are traced one after the other

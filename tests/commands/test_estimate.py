@@ -17,7 +17,7 @@ from autofit import cli, space
 from autofit.commands.estimates import estimate, plans
 from autofit.commands.estimates.answer import ESTIMATE, bar, table
 from autofit.commands.estimates.estimate import check_fits
-from autofit.commands.estimates.other_card import counted_cards
+from autofit.commands.estimates.other_card import counted_cards, elsewhere
 from autofit.commands.estimates.plans import cause
 from autofit.commands.estimates.screen import screen
 from autofit.commands.estimates.ways import _smallest, _untried, held_by_way
@@ -28,6 +28,7 @@ from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, workspace_bytes
 from autofit.costmodel.memory import peak
 from autofit.costmodel.tracing import trace_store
 from autofit.costmodel.tracing.timeline import CATEGORIES
+from autofit.machine.gpu_catalogue import find
 from autofit.registry import techniques
 from autofit.search.decision import changed_values
 from autofit.system.errors import InputError, ModelError, NothingFits
@@ -132,6 +133,13 @@ def test_what_can_not_be_estimated_is_no_verdict_on_the_card():
     with pytest.raises(ModelError, match="nothing can be estimated: parallel=zero3 can't be traced") as caught:
         estimate.check_fits(found)
     assert "larger card" not in caught.value.hint
+
+
+def test_a_card_that_is_not_here_has_the_cache_of_its_datasheet():
+    asked, model = Request(model="demo"), cuda_facts().model
+    card = find("A100 SXM 80 GB")
+    assert elsewhere(asked, model, card, card.memory_bytes).hardware.l2_bytes == 40 * MIB
+    assert elsewhere(asked, model, None, 24 * GIB).hardware.l2_bytes == 0
 
 
 def test_a_smaller_card_takes_a_smaller_micro_batch(ask):

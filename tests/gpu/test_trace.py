@@ -617,3 +617,29 @@ def test_a_compiled_model_that_recomputes_takes_no_more_than_told(tmp_path):
     found, added = bench.compare(plan, outcome), untraced_bytes(plan, facts)
     assert isinstance(found, Compared), found
     assert found.traced_allocated < found.allocated <= found.traced_allocated + added, found
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"compile": "regions", "adapter": "lora:r=16"}, {"optimizer": "adamw_torchao_8bit", "precision": "bf16_weights"}],
+    ids=["regions", "torchao"],
+)
+def test_timing_kernels_takes_no_more_than_told(tmp_path, monkeypatch, values):
+    """In the first step, where Inductor's cache is empty."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+    bench = Bench(tmp_path, {**LLAMA, **sizes, "vocab_size": 1024})
+    plan = PLAIN.replaced(**values, micro_batch=1)
+    facts = bench.facts_for(plan)
+    if facts.hardware.capability is None or facts.hardware.capability < (8, 0):
+        pytest.skip("no fused attention in 16 bits")
+    for name in ("compile", "optimizer"):
+        choice = technique(name).choice(plan[name], facts)
+        if choice.status == "withheld":
+            pytest.skip(choice.reason)
+    outcome = bench.trial(plan, limit_seconds=500)
+    assert isinstance(outcome, Measured), outcome
+    found, added = bench.compare(plan, outcome), untraced_bytes(plan, facts)
+    assert isinstance(found, Compared), found
+    note(f"timing kernels {plan.words()}", added=added, **dataclasses.asdict(found))
+    assert found.allocated <= found.traced_allocated * (1 + NEAR) + added, found

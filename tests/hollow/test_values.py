@@ -12,6 +12,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autofit.machine.describe import describe_hardware
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif("HOLLOW_CARD" not in os.environ, reason="runs under python -m tests.hollow"),
@@ -212,4 +214,6 @@ def test_singular_values_have_the_shapes_that_a_card_would_give(rows, dtype):
 def test_the_cache_of_a_card_is_its_own():
     """Inductor clears it between runs of a kernel that it times, with a buffer of that size."""
     properties = torch.cuda.get_device_properties(0)
-    assert properties.L2_cache_size == int(os.environ["HOLLOW_CARD"].split(":")[9])
+    expected = int(os.environ["HOLLOW_CARD"].split(":")[9])
+    assert properties.L2_cache_size == expected
+    assert describe_hardware("cuda")["l2_bytes"] == expected

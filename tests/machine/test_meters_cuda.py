@@ -91,7 +91,7 @@ class Card:
     # PyTorch
 
     def properties(self, _device):
-        return SimpleNamespace(name="Played", major=8, minor=6, uuid=BARE, total_memory=TOTAL)
+        return SimpleNamespace(name="Played", major=8, minor=6, uuid=BARE, total_memory=TOTAL, L2_cache_size=6 << 20)
 
     def set_device(self, _device):
         self.outside = CONTEXT
@@ -240,7 +240,7 @@ def test_the_card_is_described_before_there_is_a_context(card, monkeypatch, pref
     assert (found["uuid"], found["visible_id"], found["capability"]) == (card.known, "3", (8, 6))
     assert (found["total_bytes"], found["free_bytes"], found["others_bytes"]) == (TOTAL, TOTAL - GIB, GIB)
     assert found["precisions"] == ("fp32", "tf32", "bf16", "fp16")
-    assert found["driver"] == "580.65.06"
+    assert (found["driver"], found["l2_bytes"]) == ("580.65.06", 6 << 20)
 
 
 @pytest.mark.parametrize(

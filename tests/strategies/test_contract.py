@@ -764,6 +764,23 @@ def test_a_compiled_model_that_recomputes_holds_a_mask_for_each_head(values, hea
 
 
 @pytest.mark.parametrize(
+    ("values", "buffers"),
+    [
+        ({}, 0),
+        ({"compile": "regions"}, 1),
+        ({"compile": "model"}, 1),
+        ({"optimizer": "adamw_torchao_4bit"}, 1),
+        ({"optimizer": "adamw_8bit"}, 0),
+    ],
+)
+def test_while_kernels_are_timed_a_buffer_of_the_size_of_the_cache_is_held(values, buffers):
+    facts = FACTS["cuda 8.0"]
+    facts = replace(facts, hardware=replace(facts.hardware, l2_bytes=40 << 20))
+    plan = Plan({one.name: one.baseline for one in techniques()}).replaced(**values)
+    assert untraced_bytes(plan, facts) == buffers * (40 << 20)
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
         ("cpu", {"compilers": ("cc",)}, "no C++ compiler"),

@@ -103,6 +103,7 @@ def elsewhere(request: Request, model: Model, card: Card | None, memory_bytes: i
             host_free_bytes=host,
             precisions=card.precisions() if card else _EVERY_PRECISION,
             capability=card.capability if card else None,
+            l2_bytes=(card and card.l2_bytes) or 0,
         ),
         workload=Workload(
             seq_len=row_length(request.seq_len, model),
