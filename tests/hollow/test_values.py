@@ -217,3 +217,10 @@ def test_the_cache_of_a_card_is_its_own():
     expected = int(os.environ["HOLLOW_CARD"].split(":")[9])
     assert properties.L2_cache_size == expected
     assert describe_hardware("cuda")["l2_bytes"] == expected
+
+
+def test_addresses_rise_as_a_drivers_do():
+    """The allocator takes the lowest of equal blocks, and its model takes the oldest segment for the lowest."""
+    blocks = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    places = [block.data_ptr() for block in blocks]
+    assert places == sorted(places)
