@@ -46,12 +46,15 @@ def load_bitsandbytes() -> None:
     """Import bitsandbytes where it is installed, and have it compile its functions when they are first called.
 
     It compiles them when it is imported (0.50), for which PyTorch loads Inductor: a second and 40 MB of each process
-    that imports Trainer, and hardly any calls them. Where it can't be imported, nothing is said:
-    who needs it is told.
+    that imports Trainer, and hardly any calls them. Where it or torch can't be imported nothing is said: who needs them
+    is told.
     """
-    if "bitsandbytes" in sys.modules or not find_spec("bitsandbytes") or not find_spec("torch"):
+    if "bitsandbytes" in sys.modules or not find_spec("bitsandbytes"):
         return
-    import torch
+    try:
+        import torch
+    except ImportError:
+        return
 
     at_once = torch.compile
 
