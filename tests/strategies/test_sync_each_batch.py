@@ -96,7 +96,9 @@ def eight_processes(launch_path="trainer"):
     [
         ("trainer", {"parallel": "fsdp"}),
         pytest.param("loop", {"parallel": "hsdp:2x4", "precision": "bf16"}, marks=pytest.mark.slow),
-        pytest.param("trainer", {"parallel": "cp2xfsdp4", "adapter": "lora:r=8"}, marks=pytest.mark.slow),
+        pytest.param(
+            "trainer", {"parallel": "cp2xfsdp4", "adapter": "lora:r=8", "precision": "bf16"}, marks=pytest.mark.slow
+        ),
         pytest.param("loop", {"parallel": "fsdp:noreshard", "checkpointing": "full"}, marks=pytest.mark.slow),
         pytest.param("trainer", {"parallel": "fsdp", "offload": "parameters"}, marks=pytest.mark.slow),
     ],
