@@ -1,4 +1,3 @@
-import contextlib
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait for one another crawl where other tests compute too
@@ -6,9 +5,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait for one another cra
 
 import pytest
 
-from autofit.system.fork_server import ForkServer
 from autofit.system.locks import LOCKS
-from tests.support.tiny import SUPPORT, hear_signals
+from tests.support.servers import running
+from tests.support.tiny import hear_signals
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,12 +33,7 @@ def locks(tmp_path_factory):
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """One fork server for all tests that want a process; it runs a job's ``fault.py`` where there is one."""
-    started = ForkServer(tmp_path_factory.mktemp("server") / "log", "cpu", ("faulty",))
-    with contextlib.closing(started):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(SUPPORT))
-            patch.setenv("OMP_NUM_THREADS", "1")
-            started.start()
+    with running(tmp_path_factory.mktemp("server"), ("faulty",)) as started:
         yield started
 
 

@@ -599,17 +599,30 @@ def test_a_trial_allocates_what_its_trace_says(benches, model, values):
     assert told == pytest.approx(real, rel=NEAR), f"predicted {told}, measured {real} ({found.allocated_error:+.1%})"
 
 
-def test_a_compiled_model_that_recomputes_takes_no_more_than_told(tmp_path):
-    """The mask that such a graph writes out for each head is in no trace."""
-    heads = {"num_attention_heads": 48, "head_dim": 16, "vocab_size": 1024, "num_hidden_layers": 4}
-    bench = Bench(tmp_path, {**LLAMA, **heads})
-    plan = PLAIN.replaced(compile="model", checkpointing="full")
-    facts = bench.facts_for(plan)
+@pytest.fixture
+def bench_of(tmp_path):
+    """Makes the bench of a model for one test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda sizes: stack.enter_context(contextlib.closing(Bench(tmp_path, {**LLAMA, **sizes})))
+
+
+def skip_without(plan, facts, *names):
+    """Skip where the device has no fused attention in 16 bits, or some techniques withhold their value."""
     if facts.hardware.capability is None or facts.hardware.capability < (8, 0):
         pytest.skip("no fused attention in 16 bits")
-    choice = technique("compile").choice("model", facts)
-    if choice.status == "withheld":
-        pytest.skip(choice.reason)
+    for name in names:
+        choice = technique(name).choice(plan[name], facts)
+        if choice.status == "withheld":
+            pytest.skip(choice.reason)
+
+
+def test_a_compiled_model_that_recomputes_takes_no_more_than_told(bench_of):
+    """The mask that such a graph writes out for each head is in no trace."""
+    heads = {"num_attention_heads": 48, "head_dim": 16, "vocab_size": 1024, "num_hidden_layers": 4}
+    bench = bench_of(heads)
+    plan = PLAIN.replaced(compile="model", checkpointing="full")
+    facts = bench.facts_for(plan)
+    skip_without(plan, facts, "compile")
     outcome = bench.trial(plan, limit_seconds=500)
     assert isinstance(outcome, Measured), outcome
     found, added = bench.compare(plan, outcome), untraced_bytes(plan, facts)
@@ -622,19 +635,14 @@ def test_a_compiled_model_that_recomputes_takes_no_more_than_told(tmp_path):
     [{"compile": "regions", "adapter": "lora:r=16"}, {"optimizer": "adamw_torchao_8bit", "precision": "bf16_weights"}],
     ids=["regions", "torchao"],
 )
-def test_timing_kernels_takes_no_more_than_told(tmp_path, monkeypatch, values):
+def test_timing_kernels_takes_no_more_than_told(bench_of, tmp_path, monkeypatch, values):
     """In the first step, where Inductor's cache is empty."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
-    bench = Bench(tmp_path, {**LLAMA, **sizes, "vocab_size": 1024})
+    bench = bench_of({**sizes, "vocab_size": 1024})
     plan = PLAIN.replaced(**values, micro_batch=1)
     facts = bench.facts_for(plan)
-    if facts.hardware.capability is None or facts.hardware.capability < (8, 0):
-        pytest.skip("no fused attention in 16 bits")
-    for name in ("compile", "optimizer"):
-        choice = technique(name).choice(plan[name], facts)
-        if choice.status == "withheld":
-            pytest.skip(choice.reason)
+    skip_without(plan, facts, "compile", "optimizer")
     outcome = bench.trial(plan, limit_seconds=500)
     assert isinstance(outcome, Measured), outcome
     found, added = bench.compare(plan, outcome), untraced_bytes(plan, facts)

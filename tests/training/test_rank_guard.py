@@ -1,15 +1,13 @@
 """The guard over several ranks: a sample of ``tests/bench/guard_bench.py --ranks``, by real ranks over gloo."""
 
-import contextlib
 from dataclasses import replace
 
 import pytest
 
 from autofit.contract.outcome import Measured, Unsupported
-from autofit.system.fork_server import ForkServer
 from tests.support.guard_cases import Bench
 from tests.support.rank_cases import MODULES, ONE_OF_MANY, defects, honest
-from tests.support.tiny import SUPPORT
+from tests.support.servers import running
 
 pytestmark = pytest.mark.slow
 REFUSED = {
@@ -52,12 +50,7 @@ def some_by_hand(cases, word):
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    started = ForkServer(tmp_path_factory.mktemp("ranks") / "log", "cpu", MODULES)
-    with contextlib.closing(started):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(SUPPORT))
-            patch.setenv("OMP_NUM_THREADS", "1")
-            started.start()
+    with running(tmp_path_factory.mktemp("ranks"), MODULES) as started:
         yield Bench(folder=tmp_path_factory.mktemp("bench"), server=started)
 
 

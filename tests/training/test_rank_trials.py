@@ -1,6 +1,5 @@
 """Real trials of several ranks on this CPU over gloo: measured, ended by one rank, and held against one process."""
 
-import contextlib
 import dataclasses
 import json
 import shutil
@@ -10,13 +9,13 @@ import pytest
 
 from autofit.contract.layout import layout_of
 from autofit.contract.outcome import Measured
-from autofit.system.fork_server import ForkServer
 from autofit.training.guard.equivalence import Guards, judge, references, rounding_of
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
 from tests.faults.ranks import FAULTS, end_of
 from tests.support.rank_cases import MODULES
-from tests.support.tiny import GIB, PLAIN, SUPPORT, describe, write_config
+from tests.support.servers import running
+from tests.support.tiny import GIB, PLAIN, describe, write_config
 
 pytestmark = pytest.mark.slow
 DDP = PLAIN.replaced(parallel="ddp", accumulation=2)
@@ -50,12 +49,7 @@ def try_plan(server, facts, tmp_path):
 @pytest.fixture(scope="module")
 def shimmed(tmp_path_factory):
     """A fork server in which Accelerate takes the CPU for a GPU; the sharding and its collectives are PyTorch's own."""
-    started = ForkServer(tmp_path_factory.mktemp("shimmed") / "log", "cpu", MODULES)
-    with contextlib.closing(started):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(SUPPORT))
-            patch.setenv("OMP_NUM_THREADS", "1")
-            started.start()
+    with running(tmp_path_factory.mktemp("shimmed"), MODULES) as started:
         yield started
 
 
