@@ -22,7 +22,10 @@ class Placement(Protocol):
         """Whether a tensor lies on the device."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in the host's pinned memory; made by the device's stream, so not to be read before it is done."""
+        """A copy in the host's pinned memory, laid out as the tensor, so that kernels find it again as they gave it.
+
+        It is made by the device's stream, so not to be read before it is done.
+        """
 
     def to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A copy on the device."""
@@ -40,7 +43,7 @@ class Cuda:
         import torch
 
         try:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
@@ -69,7 +72,7 @@ class Traced:
 
         self.recorder.transfer(tensor.nbytes)
         with self.recorder.elsewhere():
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
+            return torch.empty_like(tensor)
 
     def to_device(self, host: torch.Tensor, device: Any) -> torch.Tensor:
         """A copy on the device."""

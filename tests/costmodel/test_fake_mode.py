@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import fully_shard  # noqa: F401 - it makes operators
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -131,3 +132,14 @@ def test_what_is_known_is_made_without_the_dispatcher() -> None:
     assert unknown is None
     assert known == signature(multiply, (given, 7), {})
     assert told(first) == told(second)
+
+
+def test_what_an_operator_gives_back_is_the_tensor_that_it_was_given() -> None:
+    gather = torch.ops.fsdp.all_gather_copy_in.default
+    for _ in range(2):  # by PyTorch, then anew
+        with FakeMode():
+            share, whole = torch.empty(6), torch.empty(24)
+            mine, all_of_it = gather([share], whole, [6], 6, 2)
+            assert all_of_it is whole
+            assert mine.untyped_storage()._cdata == whole.untyped_storage()._cdata
+            assert (mine.shape, mine.storage_offset()) == ((6,), 12)

@@ -10,10 +10,12 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_gather_tensor
 
+from autofit.contract import placement
 from autofit.costmodel.seconds.operator_time import TIMED_KINDS, Operators
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing import work
 from autofit.costmodel.tracing.emulation.fake_kernels import without_values
+from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
 from autofit.costmodel.tracing.operator_table import operator_of
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.sharded import fake_world
@@ -181,6 +183,13 @@ def test_what_is_made_elsewhere_is_counted_apart():
     assert tape.live_elsewhere(1).tolist() == [12 * KIB, 32 * KIB, 32 * KIB, *[12 * KIB] * 3]
 
 
+def test_what_waits_on_the_host_comes_back_laid_out_as_it_was():
+    with FakeMode() as mode, Recorder(mode=mode) as recorder:
+        side = placement.Traced(recorder)
+        given = torch.empty(2, 3, 4, 5).transpose(1, 2)
+        assert side.to_device(side.to_host(given), given.device).stride() == given.stride()
+
+
 def test_what_the_run_says_of_tensors_stands():
     weight, outside = torch.ones(KIB), torch.ones(2 * KIB)
     with recording() as recorder:
@@ -317,6 +326,18 @@ def test_a_product_that_is_added_to_a_tensor_of_another_type_is_one_of_its_facto
     assert (kind, flops) == ("matmul bf16", 2 * 6 * 10 * 14)
     one, _ = operator_of(func, args, kwargs, [total], flops)
     assert (one.arithmetic, one.m, one.n, one.k) == ("bf16", 6, 14, 10)
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_a_product_is_added_to_the_tensor_that_is_given_for_the_result(fake):
+    with FakeMode() if fake else contextlib.nullcontext() as mode, Recorder(fake=fake, mode=mode) as recorder:
+        total, left, right = torch.zeros(6, 14), torch.ones(6, 10), torch.ones(10, 14)
+        recorder.mark("0:B0")
+        assert torch.addmm(total, left, right, out=total) is total
+    tape = recorder.tape(since=1)
+    assert not tape.sizes.size
+    assert tape.work[0][KINDS.index("matmul fp32")][0] == 2 * 6 * 10 * 14
+    assert fake or bool((total == 10).all())
 
 
 def test_a_linear_layer_costs_three_products():

@@ -219,7 +219,7 @@ def test_memory_that_the_host_can_t_pin_is_the_host_s(monkeypatch):
     def empty(*_, **__):
         raise RuntimeError(words.format(said))
 
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty_like", empty)
     said = "out of memory"
     with pytest.raises(MemoryError) as caught:
         placement.Cuda().to_host(torch.ones(4))

@@ -26,6 +26,7 @@ from torch import nn
 
 from autofit.contract import placement
 from autofit.contract.plan import Plan
+from autofit.contract.technique import replacing
 from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.emulation.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.emulation.fake_kernels import without_values
@@ -315,6 +316,7 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
             stack.enter_context(one.stand_in(recipe.plan[one.name], recipe.facts, recorder))
         if mode is not None:
             stack.enter_context(without_packing(gaps=layout_of(recipe).context > 1))
+            stack.enter_context(_without_profiling())
             stack.enter_context(mode)
         if layout_of(recipe).engine:
             evaluates = recipe.facts.workload.launch_path == "trainer"
@@ -324,6 +326,12 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
             stack.enter_context(placement.use(placement.Traced(recorder)))
             stack.enter_context(like_cuda(capability))
         yield recorder
+
+
+def _without_profiling() -> contextlib.AbstractContextManager[None]:
+    """No names for a profiler, which FSDP2 and optimizers give by operators: a fifth of a sharded trace."""
+    record = torch.autograd.profiler.record_function
+    return replacing([(record, "__enter__", lambda self: self), (record, "__exit__", lambda *_: None)])
 
 
 @contextlib.contextmanager

@@ -32,12 +32,12 @@ def add(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     caller = _caller()
     there, added = args[:2]
     if not isinstance(added, torch.Tensor):
-        return func(*args, **kwargs)
+        return recorder.run(func, args, kwargs)[0]
     if caller == ATTENTION:
         return torch.ops.aten.alias.default(there)
     if caller == _AUTOGRAD and not torch.is_grad_enabled() and _may_be_added_to(there, added):
         return there if recorder.fake else there.add_(added)
-    return func(*args, **kwargs)
+    return recorder.run(func, args, kwargs)[0]
 
 
 def _caller() -> str:
@@ -59,4 +59,7 @@ def _may_be_added_to(there: torch.Tensor, added: torch.Tensor) -> bool:
 def only_writes(func: Any) -> bool:
     """Whether an operator does nothing but change values in place, so that a trace need not call it."""
     name = func._schema.name.rpartition("::")[2]
-    return name in _WRITING or (name.startswith(("_foreach_", "_fused_")) and name.endswith("_"))
+    if name in _WRITING or (name == "addmm" and func._schema.is_mutable):
+        return True
+    gathered = func.namespace == "fsdp" and not func._schema.returns  # to where FSDP2 wants it
+    return gathered or (name.startswith(("_foreach_", "_fused_")) and name.endswith("_"))

@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
-        self._run = called if mode is None else mode.run
+        self.run = called if mode is None else mode.run
         self.rows = rows
         self.stand_ins = {torch.ops.aten.add.Tensor: add, **(stand_ins or {})}
         self.events: list[int] = []
@@ -111,9 +111,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if stand_in is not None:
             result = stand_in(self, func, args, kwargs)
         elif self.fake and only_writes(func):
-            result = args[0] if func._schema.returns else None
+            result = kwargs.get("out", args[0]) if func._schema.returns else None
         else:
-            result, key = self._run(func, args, kwargs)
+            result, key = self.run(func, args, kwargs)
         outputs = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
         made = stand_in is not None  # which may have written down what it made
         for tensor in outputs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ from autofit.costmodel.tracing.sharded import fake_world
 from autofit.registry import recipe_of
 from autofit.system.errors import ModelError
 from autofit.training import loops
-from autofit.training.launch_environment import launch_environment, write_yaml
+from autofit.training.launch_environment import launch_environment
 from autofit.training.tasks.table import kind_of
 
 if TYPE_CHECKING:
@@ -134,8 +135,8 @@ def prepared(plan: Plan, facts: Facts, folder: Path, *, alone: bool = False) -> 
         recipe.spread = None
     recipe.emission = on_cpu(on_device(recipe.emission), engine=engine)
     recipe.mixed_precision = _FP16_AS_BF16.get(recipe.mixed_precision, recipe.mixed_precision)
-    config_file = folder / "traced.yaml"
-    write_yaml(config_file, dict(recipe.emission.accelerate))
+    config_file = folder / "traced.json"  # as Accelerate takes it, too; YAML is read slowly
+    config_file.write_text(json.dumps(recipe.emission.accelerate), encoding="utf-8")
     with _launched(config_file), _without_garbage_collection(), contextlib.ExitStack() as stack:
         if engine:
             stack.enter_context(fake_world(facts.workload.processes))

@@ -100,14 +100,16 @@ def fused_attention(
 def _flash_forward(
     capability: tuple[int, int], recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The forward pass, whose result is there before the results of the keys' parts.
+    """The forward pass, whose result is there before the results of the keys' parts, and laid out as the query is.
 
     The memory-efficient kernel has the heads of a row beside one another, whatever the query's are like, and a number
     for each row, in rows of a multiple of 32.
     """
-    results = func(*args, **kwargs)
+    results = recorder.run(func, args, kwargs)[0]
     query, key = args[:2]
     if query.dtype in SIXTEEN and capability >= _AMPERE and kwargs.get("attn_mask") is None:
+        if recorder.fake:  # mha_fwd of flash_api.cpp
+            results = torch.empty_like(query), results[1]
         for result in results:
             recorder.follow(result, func, args)
         with recorder.holding(*_split_bytes(query, key, _RESIDENT_THREADS[capability]), name="attention by parts"):
@@ -151,15 +153,23 @@ class _AttentionBackward:
         gradient, query, key, value = args[:4]
         flash = "flash" in str(func) and query.dtype in SIXTEEN and self.capability >= _AMPERE
         held = _flash_bytes(query, key) if flash else _efficient_bytes(query, key, value, self.capability)
-        if gradient.stride(-1) != 1:
+        if flash:  # whose heads have to lie beside one another (_flash_attention_backward of attention_backward.cu)
+            held += [one.numel() * one.element_size() for one in (gradient, args[4]) if _heads_apart(one)]
+        elif gradient.stride(-1) != 1:
             held.append(_copied_bytes(gradient))
-        of_inputs, of_mask = (results := func(*args, **kwargs))[:3], results[3:]
+        of_inputs, of_mask = (results := recorder.run(func, args, kwargs)[0])[:3], results[3:]
+        if flash and recorder.fake:  # each laid out as what it is the gradient of (mha_bwd of flash_api.cpp)
+            of_inputs = tuple(torch.empty_like(one) for one in (query, key, value))
         gradients = (*of_inputs, *map(_whole, of_mask))
         for made in gradients:
             if made is not None:
                 recorder.follow(made, func, args)
         with recorder.holding(*held, name="attention's accumulators"):
             return gradients
+
+
+def _heads_apart(tensor: torch.Tensor) -> bool:
+    return not tensor.transpose(1, 2).is_contiguous()
 
 
 def _whole(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -208,7 +218,7 @@ def _efficient_bytes(
 
 def _dropout(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The fused dropout, which makes the mask before the output."""
-    result, mask = func(*args, **kwargs)
+    result, mask = recorder.run(func, args, kwargs)[0]
     recorder.follow(mask, func, args)
     recorder.follow(result, func, args)
     return result, mask
@@ -224,7 +234,7 @@ def _embedding_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kw
 
     Room is made for the most that a batch may need. Source: ``EmbeddingBackwardKernel.cu``.
     """
-    result = func(*args, **kwargs)
+    result = recorder.run(func, args, kwargs)[0]
     places, tokens, width = args[1].numel(), args[2], result.shape[-1]
     each = recorder.rows if recorder.rows and places % recorder.rows == 0 else 1
     if places > _FEW_PLACES or each > 1:
@@ -239,9 +249,9 @@ def _dense_gradient(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs
     """A backward kernel whose results live beside the copy of the gradient that it makes."""
     copied = _copied_bytes(args[0])
     if not copied:
-        return func(*args, **kwargs)
+        return recorder.run(func, args, kwargs)[0]
     with recorder.holding(copied, name="a gradient made contiguous"):
-        results = func(*args, **kwargs)
+        results = recorder.run(func, args, kwargs)[0]
         for result in results if isinstance(results, tuple) else (results,):
             if result is not None:
                 recorder.follow(result, func, args)
@@ -251,14 +261,14 @@ def _dense_gradient(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs
 def _softmax_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The backward pass, whose result lives beside the product of the gradient and what the forward pass gave."""
     with recorder.holding(args[1].numel() * args[1].element_size(), name="gradient times softmax"):
-        result = func(*args, **kwargs)
+        result = recorder.run(func, args, kwargs)[0]
         recorder.follow(result, func, args)
     return result
 
 
 def _safe_softmax(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A softmax that looks for rows without a score, by a mask of a byte each."""
-    result = func(*args, **kwargs)
+    result = recorder.run(func, args, kwargs)[0]
     recorder.follow(result, func, args)
     with recorder.holding(result.numel(), name="a mask of empty rows"):
         return result
@@ -272,7 +282,7 @@ def _foreach_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
     tensors = args[0]
     chunks = max(-(-tensor.numel() // _CHUNK) for tensor in tensors)
     with recorder.holding(4 * len(tensors) * chunks, name="partial norms"):
-        norms = func(*args, **kwargs)
+        norms = recorder.run(func, args, kwargs)[0]
         for norm in norms:
             recorder.follow(norm, func, args)
     return norms
@@ -280,7 +290,7 @@ def _foreach_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: 
 
 def _reduction(threads: int, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum over rows, with the partial sums of its blocks."""
-    result = func(*args, **kwargs)
+    result = recorder.run(func, args, kwargs)[0]
     sums, most = partial_sums(args[0], args[1] if len(args) > 1 else (), rows=recorder.rows, threads=threads)
     if sums:
         each = 2 if "amax" in str(func) and args[0].dtype in SIXTEEN else 4

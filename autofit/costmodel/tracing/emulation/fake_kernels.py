@@ -24,6 +24,8 @@ def without_values() -> dict[Any, StandIn]:
         ops._ctc_loss.Tensor: _ctc_loss,
         ops._ctc_loss_backward.Tensor: _ctc_loss_backward,
         torch.ops._c10d_functional.wait_tensor.default: _wait_tensor,
+        torch.ops.c10d._allgather_base_.default: (sent := _Sent()),
+        torch.ops.c10d._reduce_scatter_base_.default: sent,
     }
 
 
@@ -32,12 +34,24 @@ def _wait_tensor(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: d
     return args[0]  # type: ignore[no-any-return]
 
 
+class _Sent:
+    """A collective of a fake process group, which sends nothing: what it gives to wait for is the same each time."""
+
+    def __init__(self) -> None:
+        self.work: Any = None
+
+    def __call__(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.work is None:
+            _, self.work = func(*args, **kwargs)
+        return args[0], self.work
+
+
 def _stack(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """One row many times: a batch, whose rows would be looked at one by one."""
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     first = tensors[0]
     if dim != 0 or any(one is not first for one in tensors) or not first.is_contiguous():
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return recorder.run(func, args, kwargs)[0]  # type: ignore[no-any-return]
     return first.new_empty(len(tensors), *first.shape)  # type: ignore[no-any-return]
 
 
@@ -74,7 +88,7 @@ def _index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
             [one.new_empty(one.numel(), dtype=torch.int64)] * one.dim() if _is_mask(one) else [one] for one in args[1]
         )
         args = (args[0], [one for each in places for one in each])
-    return func(*args, **kwargs)  # type: ignore[no-any-return]
+    return recorder.run(func, args, kwargs)[0]  # type: ignore[no-any-return]
 
 
 def _is_mask(index: torch.Tensor | None) -> bool:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 _PLAIN = frozenset({
     int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout,
 })  # fmt: skip
-_BY_SHAPE = frozenset({"aten", "bitsandbytes"})
+_BY_SHAPE = frozenset({"aten", "bitsandbytes", "fsdp"})
 """Libraries whose operators make the same of the same shapes, unless they say that they write."""
 _wrapper: Callable[..., FakeTensor] = torch.Tensor._make_wrapper_subclass
 _UNTOLD = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
@@ -66,6 +66,13 @@ class _Made:
     dtype: torch.dtype
     device: torch.device
     views: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A result that is one of the tensors given, by its place among them."""
+
+    place: int
 
 
 _Known = tuple[type | None, tuple[Any, ...]]
@@ -125,12 +132,15 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _made_again(self, known: _Known, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         kind, outputs = known
-        given = _tensors(args, kwargs) if any(type(one) is _Made and one.views is not None for one in outputs) else []
-        made = [self._make(one, given) if type(one) is _Made else one for one in outputs]
+        given = _tensors(args, kwargs) if any(map(_is_of_given, outputs)) else []
+        made = [self._make(one, given) if type(one) in {_Made, _Given} else one for one in outputs]
         return made[0] if kind is None else kind(made)
 
-    def _make(self, one: _Made, given: list[torch.Tensor]) -> FakeTensor:
+    def _make(self, one: _Made | _Given, given: list[FakeTensor]) -> FakeTensor:
         """A fake tensor with the attributes of one that PyTorch made, whose constructor was a fifth of a trace."""
+        if type(one) is _Given:
+            return given[one.place]
+        assert isinstance(one, _Made)
         if one.views is not None:
             return self.view(given[one.views].untyped_storage(), one)
         with torch._C._DisableTorchDispatch():
@@ -235,8 +245,12 @@ def _may_be_known(func: Any) -> bool:
     )
 
 
-def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+def _is_of_given(one: Any) -> bool:
+    return type(one) is _Given or (type(one) is _Made and one.views is not None)
+
+
+def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[FakeTensor]:
+    found: list[FakeTensor] = []
     for value in (*args, *kwargs.values()):
         found += (one for one in (value if isinstance(value, (list, tuple)) else (value,)) if type(one) is FakeTensor)
     return found
@@ -247,7 +261,7 @@ def _made(value: FakeTensor, views: int | None) -> _Made:
     return _Made(tuple(value.shape), value.stride(), offset, value.dtype, value.fake_device, views)
 
 
-def _described(result: Any, given: list[torch.Tensor]) -> _Known | None:
+def _described(result: Any, given: list[FakeTensor]) -> _Known | None:
     """What was made, so that it can be made again; ``None`` where it can't."""
     kind = type(result) if isinstance(result, (list, tuple)) else None
     if kind not in {None, list, tuple}:
@@ -256,14 +270,17 @@ def _described(result: Any, given: list[torch.Tensor]) -> _Known | None:
     return None if any(one is NotImplemented for one in outputs) else (kind, tuple(outputs))
 
 
-def _one(value: Any, given: list[torch.Tensor]) -> Any:
+def _one(value: Any, given: list[FakeTensor]) -> Any:
     if type(value) is not FakeTensor:
         return value if type(value) in {int, float, bool, type(None)} else NotImplemented
     held = value.untyped_storage()
     owners = [place for place, one in enumerate(given) if one.untyped_storage()._cdata == held._cdata]
     plain = value.layout is torch.strided and not value.dtype.is_complex and not value.requires_grad
-    if any(value is one for one in given) or not plain or value.constant is not None:
+    if not plain or value.constant is not None:
         return NotImplemented
+    same = [place for place, one in enumerate(given) if value is one]
+    if same:
+        return _Given(same[0]) if len(same) == 1 else NotImplemented
     made = _made(value, owners[0] if owners else None)
     if not owners:
         last = sum((size - 1) * step for size, step in zip(made.shape, made.stride, strict=True))
