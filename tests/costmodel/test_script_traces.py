@@ -45,7 +45,7 @@ def test_a_trace_of_a_script_needs_what_real_tensors_need(server, folder):
     near(server, folder, facts_of_script(server, folder, SCRIPTS / "classify.py", "--model", folder / "tiny"))
 
 
-@pytest.mark.parametrize("family", ["token", "causal", "image", "seq2seq", "contrastive", "choice"])
+@pytest.mark.parametrize("family", ["token", "causal", "image", "seq2seq", "contrastive", "choice", "image_text"])
 def test_a_trace_of_a_family_needs_what_real_tensors_need(server, folder, family):
     near(server, folder, facts_of_script(server, folder, SCRIPTS / "families.py", "--family", family))
 
@@ -90,6 +90,12 @@ def own_loop(folder, loss, teacher="teacher.to(accelerator.device)"):
 
 def test_the_loss_of_a_loop_and_what_lies_beside_its_model_count(server, folder):
     script = own_loop(folder, "(teacher(found) - teacher(rows)).exp().mean()")
+    near(server, folder, facts_of_script(server, folder, script))
+
+
+def test_an_optimizer_of_a_loop_makes_no_state_of_layers_that_the_loss_does_not_use(server, folder):
+    script = own_loop(folder, "model[:4](rows).exp().mean()", "")
+    script.write_text(script.read_text().replace("found = model(rows)", "pass"))
     near(server, folder, facts_of_script(server, folder, script))
 
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.training.tasks.rows import make_batch, spec_of
 from autofit.training.tasks.table import kind_of
 from tests.support.families import CONFIGS, facts_for
-from tests.support.traced import PLAIN, Lab
+from tests.support.traced import PLAIN, Lab, like_a_process_of_its_own
 
 pytestmark = pytest.mark.slow
 GLOBAL_BATCH = 8
@@ -42,6 +43,47 @@ def test_a_trace_of_a_task_needs_what_real_tensors_need(name, launch_path, tmp_p
     plan = PLAIN.replaced(micro_batch=4, accumulation=2)
     live, need = lab.real(plan).live(0), lab.need(plan)
     assert need.peak_bytes == pytest.approx(live.max(), rel=0.02, abs=pool_bytes(lab) + 4096)
+
+
+@pytest.mark.parametrize("name", [name for name, (task, _) in CONFIGS.items() if not kind_of(task).untraced])
+def test_a_trace_knows_what_gets_no_gradient(name, tmp_path):
+    lab = TaskLab(name, tmp_path, "trainer")
+    plan = PLAIN.replaced(micro_batch=2)
+    assert lab.micro_steps(plan, accumulation=1).unused == lab.micro_steps(plan, fake=False, accumulation=1).unused
+
+
+def unused_layers(lab, plan):
+    """Of a vision model those whose weights get no gradient, by number."""
+    with like_a_process_of_its_own():
+        found = fake_run.unused(plan, lab.facts, config=lab.folder, folder=lab.folder)
+    return {int(name.partition(".layers.")[2].partition(".")[0]) for name in found if ".layers." in name}
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer": "adamw_8bit"}, {"adapter": "lora:r=16"}])
+def test_an_optimizer_makes_no_state_of_layers_that_the_loss_does_not_use(changes, tmp_path):
+    """BEiT's segmentation takes the outputs of some layers, and nothing of those above."""
+    lab = TaskLab("beit", tmp_path, "trainer")
+    config = {**CONFIGS["beit"][1], "num_hidden_layers": 16, "out_indices": [1, 2, 3, 4]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = PLAIN.replaced(micro_batch=4, accumulation=2, **changes)
+    live, need = lab.real(plan).live(0), lab.need(plan)
+    assert unused_layers(lab, plan) == {*range(3, 16)}
+    assert need.peak_bytes == pytest.approx(live.max(), rel=0.005, abs=pool_bytes(lab) + 4096)
+
+
+def test_a_rank_makes_no_state_of_layers_that_the_loss_does_not_use(tmp_path):
+    """FSDP2 gives their shards no gradient."""
+    lab = TaskLab("beit", tmp_path, "trainer")
+    hardware = dataclasses.replace(lab.facts.hardware, device="cuda", capability=(9, 0))
+    work = dataclasses.replace(lab.facts.workload, processes=2)
+    lab.facts = dataclasses.replace(lab.facts, hardware=hardware, workload=work)
+    held = []
+    for layers in (4, 16):
+        config = {**CONFIGS["beit"][1], "num_hidden_layers": layers, "out_indices": [1, 2, 3, 4]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        held.append(Lab.optimizer(lab, PLAIN.replaced(parallel="fsdp")).state_bytes)
+        lab._parts.clear()
+    assert held[0] == held[1] > 0
 
 
 @pytest.mark.parametrize("name", ["llama-classes", "bert-answers", "t5", "vit", "wav2vec2-classes"])

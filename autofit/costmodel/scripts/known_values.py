@@ -8,7 +8,7 @@ such as a loss that is not finite; where a whole number is asked for, which may 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autofit.system.errors import ModelError
+
+if TYPE_CHECKING:
+    from autofit.costmodel.tracing.recorder import Recorder
 
 _LARGEST = 1 << 22
 _ASKED = torch.ops.aten._local_scalar_dense.default
@@ -34,10 +37,15 @@ _UNKNOWN = {
 
 
 class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Knows the values of some fake tensors while it is entered, as the last of the modes."""
+    """Knows the values of some fake tensors while it is entered, as the last of the modes.
 
-    def __init__(self) -> None:
+    Args:
+        recorder: Is told where a condition is asked of what is not known.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
         self._known: Any = WeakIdKeyDictionary()
 
     @classmethod
@@ -92,12 +100,12 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for one in [one for one in self._known if _storage(one) in written]:
                 del self._known[one]
 
-    @staticmethod
-    def _asked(tensor: torch.Tensor, known: torch.Tensor | None) -> Any:
+    def _asked(self, tensor: torch.Tensor, known: torch.Tensor | None) -> Any:
         if known is not None:
             with _disable_current_modes():
                 return known.item()
         if tensor.dtype == torch.bool:
+            self._recorder.guessed = True
             return False  # a layer that is dropped now and then, a loss that is not finite
         if tensor.dtype.is_floating_point:
             return 1.0

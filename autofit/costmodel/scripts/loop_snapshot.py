@@ -52,9 +52,10 @@ class LoopSnapshot(Snapshot):
         self.loader: Any = None
         self.moved: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.steps: Stepping | None = None
-        self.own_rows: Path | None = None
-        """Where the peak of the script's own rows is left, in the process that traces these."""
-        self.exact = 0.0
+        self.of_own_rows = False
+        """Whether this process traces the script's own rows, for the one that it was forked from."""
+        self.own: Any = None
+        """What it has told: the peak, or the parameters that get no gradient."""
         self.stack = contextlib.ExitStack()
 
     def install(self) -> None:
@@ -134,14 +135,14 @@ class LoopSnapshot(Snapshot):
             self.recipe, self.script, accelerator=self.accelerator, model=self.model, loader=self.loader,
             moved=self.moved,
         )  # fmt: skip
-        if self.request.part == "optimizer":
-            raise Enough(self.traced(self.request, source))
-        request, facts = self.request, self.job.facts
-        if int(request.plan["micro_batch"]) > 1:
+        request, facts, alone = self.request, self.job.facts, self.request.part == "optimizer"
+        if alone or int(request.plan["micro_batch"]) > 1:
             self._trace_own_rows()
+        if alone and not self.of_own_rows:
+            raise Enough(self.traced(request, source))
         with self._told():
             self.steps = self.stack.enter_context(
-                fake_run.stepping(request.plan, facts, source, whole=self.whole, any_rows=self.own_rows is None)
+                fake_run.stepping(request.plan, facts, source, whole=self.whole, any_rows=not self.of_own_rows)
             )
             optimizer = source.optimizer
             known = source.stand_ready(self.steps.model, self.steps.marks, optimizer, fake=True)
@@ -154,15 +155,18 @@ class LoopSnapshot(Snapshot):
 
     def _trace_own_rows(self) -> None:
         """Trace the script's own number of rows in a fork, which goes on from here."""
-        told = self.scratch / "own-rows"
         child = os.fork()
         if child == 0:
-            self.own_rows, self.recipe.micro_batch = told, self.own_micro_batch
+            self.of_own_rows, self.recipe.micro_batch = True, self.own_micro_batch
             return
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code == UNLIKE:
-            raise Enough(UNLIKE)
-        self.exact = float(told.read_text("utf-8")) if code == 0 else float("nan")
+        try:
+            self.own = self.told_of_own_rows(code)
+        except UnlikeError:
+            raise Enough(UNLIKE) from None
+
+    def _unused(self, source: Any) -> frozenset[str]:
+        return frozenset(self.own or ())
 
     def _begins(self) -> None:
         if self.steps is not None:
@@ -191,11 +195,12 @@ class LoopSnapshot(Snapshot):
         self.stack.close()
         assert steps.found is not None
         part = part_of(steps.found, lengthen(steps.found.tape, steps.found.copies))
-        if self.own_rows is not None:
-            self.own_rows.write_text(repr(peak_of(part, 0)), "utf-8")
+        if self.of_own_rows:
+            alone = self.request.part == "optimizer"
+            self.tell_own_rows([*steps.found.unused] if alone else peak_of(part, 0))
             return
         if int(self.request.plan["micro_batch"]) > 1:
-            check(part, self.exact, self.own_micro_batch)
+            check(part, self.own, self.own_micro_batch)
         self.save(self.request, part)
 
     @contextlib.contextmanager

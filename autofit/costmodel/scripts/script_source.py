@@ -60,7 +60,7 @@ class ScriptSource:
             Knows the batches' values, where tensors are fake; to be entered before the steps.
         """
         recorder = marks.recorder
-        known = KnownValues() if fake else None
+        known = KnownValues(recorder) if fake else None
         if fake:
             self._make_fake(model, optimizer)
         every = [model, *self.beside]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
-import math
 import os
 import signal
 import threading
@@ -20,6 +20,7 @@ import torch
 
 from autofit.costmodel.memory.parts import pack
 from autofit.costmodel.scripts.trainer_source import TrainerSource
+from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing.source import prepared
 from autofit.costmodel.tracing.timeline import UnlikeError
 from autofit.costmodel.tracing.trace_job import micro_part, optimizer_part, save
@@ -191,39 +192,59 @@ class Snapshot:
         config, scratch, facts = Path(self.job.config), self.scratch, self.job.facts
         if request.part == "micro_steps":
             trace = functools.partial(micro_part, request.plan, facts, config, scratch, source=source, whole=self.whole)
-            exact = self._of_own_rows(source, trace, scratch) if int(request.plan["micro_batch"]) > 1 else None
+            several = int(request.plan["micro_batch"]) > 1
+            exact = self._of_own_rows(source, lambda: peak_of(trace(any_rows=False), 0)) if several else None
             found = trace()
-            if exact is not None:
+            if several:
                 check(found, exact, self.own_micro_batch)
             self.save(request, found)
         else:
-            save(self.job, request, pack(None, optimizer_part(request.plan, facts, config, scratch, source)))
+            unused = self._unused(source)
+            part = optimizer_part(request.plan, facts, config, scratch, source=source, unused=unused)
+            save(self.job, request, pack(None, part))
+
+    def _unused(self, source: TrainerSource | LoopSource) -> frozenset[str]:
+        """The parameters of the script's model that get no gradient; none are known where a step can't be traced."""
+        assert self.request is not None
+        job, plan, scratch = self.job, self.request.plan, self.scratch
+        trace = functools.partial(fake_run.unused, plan, job.facts, config=Path(job.config), folder=scratch)
+        return frozenset(self._of_own_rows(source, lambda: [*trace(source=source, whole=self.whole)]) or ())
 
     @property
     def own_micro_batch(self) -> int:
         """Rows of a micro-batch of the script's own, two at the least."""
         return max(2, self.script.micro_batch)
 
-    def _of_own_rows(self, source: TrainerSource | LoopSource, trace: Callable[..., MicroPart], scratch: Path) -> float:
-        """Peak bytes of a micro-step of the script's own number of rows, traced in a fork; NaN where that failed.
+    def _of_own_rows(self, source: TrainerSource | LoopSource, trace: Callable[[], object]) -> Any:
+        """What a trace of the script's own number of rows gives, made in a fork; ``None`` where that failed.
 
         Raises:
             UnlikeError: The same as of any number of rows.
         """
-        told = scratch / "own-rows"
 
         def traced() -> int:
             source.recipe.micro_batch = self.own_micro_batch
             try:
-                told.write_text(repr(peak_of(trace(any_rows=False), 0)), "utf-8")
+                self.tell_own_rows(trace())
             except UnlikeError:
                 return UNLIKE
             return 0
 
-        code = in_child(traced)
+        return self.told_of_own_rows(in_child(traced))
+
+    def tell_own_rows(self, found: object) -> None:
+        """Leave what was found in a fork."""
+        (self.scratch / "own-rows.json").write_text(json.dumps(found), "utf-8")
+
+    def told_of_own_rows(self, code: int) -> Any:
+        """What a fork has left that ended with a code; ``None`` where it failed.
+
+        Raises:
+            UnlikeError: Layers that were taken to be alike are not.
+        """
         if code == UNLIKE:
             raise UnlikeError("layers are not alike")
-        return float(told.read_text("utf-8")) if code == 0 else math.nan
+        return json.loads((self.scratch / "own-rows.json").read_text("utf-8")) if code == 0 else None
 
 
 def peak_of(part: MicroPart, rows: int) -> float:
@@ -231,13 +252,13 @@ def peak_of(part: MicroPart, rows: int) -> float:
     return part.held_bytes + float(part.peaks(np.array([float(rows)]), adding=True)[0][0])
 
 
-def check(part: MicroPart, exact: float, rows: int) -> None:
+def check(part: MicroPart, exact: float | None, rows: int) -> None:
     """Refuse a trace that does not hold for another number of rows: the script's step does not grow with them.
 
     Raises:
         ModelError: It does not.
     """
-    if math.isnan(exact):
+    if exact is None:
         raise ModelError(f"a step of {rows} rows can't be traced: its trace failed or was killed")
     said = peak_of(part, rows)
     if not abs(said - exact) <= _APART * exact:

@@ -5,7 +5,7 @@ hold is written to a :class:`~autofit.costmodel.tracing.timeline.Tape`. Two trac
 
 - the **micro-steps** of one accumulation, with three periods of the repeated layers and a prime number of rows;
 - the **optimizer's step**, with every parameter of the model and gradients that are given: it does not depend on the
-  micro-batch.
+  micro-batch. What the loss does not use gets no gradient, and so an optimizer makes no state of it.
 
 Fake CUDA tensors abort on a build without CUDA, so everything is on a fake CPU, and what CUDA does otherwise is put in
 its place by :mod:`autofit.costmodel.tracing.emulation.cuda`. Only imported in processes that have torch loaded and
@@ -86,11 +86,14 @@ class MicroSteps(Held):
         copies: Periods that are missing in it.
         notes: What was assumed, in words.
         gathers_late: Whether a micro-step that is followed by another leaves whole gradients on every rank.
+        unused: The trainable parameters of the whole model that got no gradient, by name; none where that hangs on
+            values that are not known.
     """
 
     tape: Tape
     evaluation: Tape | None
     copies: int
+    unused: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     gathers_late: bool = False
 
@@ -190,6 +193,7 @@ def stepping(
         model = source.model(fake=fake)
         holds = _held(model, layout, source.beside)
         layers = find_layers(model, period_of(plan)) if fake and not whole and not source.beside else None
+        names = [name for name, _ in model.named_parameters()]
         if layers is not None:
             shorten(model, layers)
         many = fake and any_rows and recipe.micro_batch > 1
@@ -208,6 +212,7 @@ def stepping(
                 if layers is None or isinstance(error, AutofitError):
                     raise
                 raise UnlikeError("the model needs the layers that were left out") from error
+        bare = set() if recorder.guessed else {name for name, one in _trained(model) if one.grad is None}
         tape = recorder.tape(since=1, until=marks.past)
         evaluation = recorder.tape(since=marks.past) if marks.past and source.evaluates else None
     steps.found = MicroSteps(
@@ -216,6 +221,7 @@ def stepping(
         copies=layers.copies if layers else 0,
         notes=tuple(sorted(recorder.notes)),
         gathers_late=layout.gathers_late,
+        unused=frozenset(name for name in names if (layers.traced_name(name) if layers else name) in bare),
         **{one.name: getattr(holds, one.name) for one in dataclasses.fields(holds)},
     )
 
@@ -239,10 +245,30 @@ def _held(model: nn.Module, layout: Layout, beside: list[nn.Module]) -> Held:
     )
 
 
+def unused(
+    plan: Plan, facts: Facts, *, config: Path, folder: Path, source: Source | None = None, **how: Any
+) -> frozenset[str]:
+    """The trainable parameters that a micro-step gives no gradient; the arguments are those of :func:`micro_steps`.
+
+    Neither DDP, which has a Trainer find unused parameters, nor FSDP2 gives them one: ``global_unused`` in
+    ``reducer.cpp``, ``reduce_scatter_unused_params`` of ``FSDPParamGroup``. So it is asked of one process.
+    """
+    source = source or FromConfig(plan, facts, config, folder, alone=True)
+    how = {"accumulation": 1, "any_rows": False, "evaluates": False, **how}
+    return micro_steps(plan, facts, config=config, folder=folder, source=source, **how).unused
+
+
 def optimizer_steps(
-    plan: Plan, facts: Facts, *, config: Path, folder: Path, fake: bool = True, source: Source | None = None
+    plan: Plan,
+    facts: Facts,
+    *,
+    config: Path,
+    folder: Path,
+    fake: bool = True,
+    source: Source | None = None,
+    unused: frozenset[str] = frozenset(),
 ) -> OptimizerSteps:
-    """Trace two optimizer steps of the plan, with every parameter and given gradients.
+    """Trace two optimizer steps of the plan, with given gradients of every parameter but the ``unused``.
 
     Of a sharded plan each parameter is as large as its shard: optimizers treat a shard as they would a parameter.
     """
@@ -252,7 +278,7 @@ def optimizer_steps(
         layout = layout_of(recipe_of(plan, facts))
         wholes = _names_of(model, cut(model, layout))
         source.take_rows(grows=False, given=True)
-        model.forward = _given_gradients(model, wholes)
+        model.forward = _given_gradients(model, wholes, unused)
         with _recording(recipe, fake=fake) as recorder:
             marks = Marks(recipe, recorder, accumulation=1, steps=2)
             source.run(model, marks, fake=fake)
@@ -274,12 +300,18 @@ def _names_of(model: nn.Module, by_id: dict[int, int]) -> dict[str, int]:
     return {name: by_id[id(one)] for name, one in model.named_parameters() if id(one) in by_id}
 
 
-def _given_gradients(model: nn.Module, wholes: dict[str, int]) -> Callable[..., Any]:
-    """A forward pass that gives every trainable parameter a gradient and costs nothing else.
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The trainable parameters, by name."""
+    return ((name, one) for name, one in model.named_parameters() if one.requires_grad)
+
+
+def _given_gradients(model: nn.Module, wholes: dict[str, int], unused: frozenset[str]) -> Callable[..., Any]:
+    """A forward pass that gives the trainable parameters a gradient and costs nothing else.
 
     Args:
         model: The model.
         wholes: How many numbers lie behind the gradient of a parameter, where they are more than it has.
+        unused: The names of those that get none.
     """
     from transformers.modeling_outputs import CausalLMOutput
 
@@ -290,11 +322,11 @@ def _given_gradients(model: nn.Module, wholes: dict[str, int]) -> Callable[..., 
 
         @staticmethod
         def backward(ctx: Any, *_: Any) -> None:
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad and name in wholes:
+            for name, parameter in _trained(model):
+                if name in wholes and name not in unused:
                     held = torch.empty(wholes[name], dtype=parameter.dtype)
                     parameter.grad = held[: parameter.numel()].view(parameter.shape)
-                elif parameter.requires_grad:
+                elif name not in unused:
                     parameter.grad = torch.empty_like(parameter)
 
     def forward(*_: Any, **__: Any) -> CausalLMOutput:

@@ -52,6 +52,18 @@ class Layers:
         first = self.before + (PERIODS - 1) * self.period
         return [*range(first), *range(first + self.copies * self.period, self.count)]
 
+    def traced_name(self, name: str) -> str:
+        """What a parameter of the whole model is called in one without the left-out layers, or the one alike to it."""
+        if not name.startswith(f"{self.path}."):
+            return name
+        number, _, rest = name.removeprefix(f"{self.path}.").partition(".")
+        index, middle = int(number), self.before + self.period
+        if index >= middle + (1 + self.copies) * self.period:
+            index -= self.copies * self.period
+        elif index >= middle:
+            index = middle + (index - middle) % self.period
+        return f"{self.path}.{index}.{rest}"
+
 
 def find_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """The longest list of layers, with its name."""
@@ -68,7 +80,7 @@ def find_layers(model: nn.Module, multiple: int = 1, *, frozen: bool = False) ->
         frozen: Whether something of it will be frozen, if it is not yet.
     """
     found = find_list(model)
-    if found is None or len(found[1]) < _MIN_LAYERS:
+    if found is None or len(found[1]) < _MIN_LAYERS or _numbered(getattr(model, "config", None)):
         return None
     kinds = [_kind(layer, _declared(model, index)) for index, layer in enumerate(found[1])]
     count = len(kinds)
@@ -79,6 +91,18 @@ def find_layers(model: nn.Module, multiple: int = 1, *, frozen: bool = False) ->
             if all(kinds[i] == kinds[i + period] for i in range(before, count - period)):
                 return Layers(path=found[0], count=count, before=before, period=period)
     return None
+
+
+def _numbered(config: Any) -> bool:
+    """Whether a config, or one in it, asks for the outputs of layers by their number from the first one on."""
+    for each in (config, *getattr(config, "__dict__", {}).values()):
+        for name in ("out_indices", "vision_feature_layer"):
+            told = getattr(each, name, None)
+            numbers = told if isinstance(told, (list, tuple)) else [told]
+            last = getattr(each, "num_hidden_layers", None)
+            if any(isinstance(one, int) and one >= 0 and one != last for one in numbers):
+                return True
+    return False
 
 
 def _declared(model: nn.Module, index: int) -> object:

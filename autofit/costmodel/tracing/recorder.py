@@ -88,6 +88,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._most: dict[int, int] = {}  # how large blocks get with the rows, where there is an end
         self._emptied: dict[int, tuple[str, int]] = {}  # storages of no bytes, which may get theirs back
         self.notes: set[str] = set()
+        self.guessed = False  # whether a condition was asked of values that are not known
 
     # -- following ------------------------------------------------------------------------------------------------
 
@@ -101,6 +102,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operator and write down what it made."""
         if self.fake and (func is _DEVICE or func is _VALUE):
+            self.guessed |= func is _VALUE and args[0].dtype == torch.bool
             return args[0].device if func is _DEVICE else _one(args[0])
         kwargs = kwargs or {}
         if DTensor in types:

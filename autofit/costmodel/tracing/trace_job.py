@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
 
 _NUMBER_BYTES = 4
+_ROWS = 2
+"""Some layers want more than one row to train on."""
 _MANY = 6
 """Evaluations from which on there are several for each core of a small machine."""
 
@@ -127,7 +129,7 @@ def _trace(job: TraceRequests, request: TraceRequest, known: Known) -> None:
         if request.part == "micro_steps":
             arrays = pack(micro_part(request.plan, job.facts, config, Path(scratch), known=known), None)
         else:
-            arrays = pack(None, optimizer_part(request.plan, job.facts, config, Path(scratch)))
+            arrays = pack(None, optimizer_part(request.plan, job.facts, config, Path(scratch), known=known))
     save(job, request, arrays)
 
 
@@ -151,10 +153,12 @@ class Known:
     Attributes:
         runs: The last two plans that were run, and what came of them.
         evaluations: Evaluation steps, by the plan that is traced for them.
+        unused: The parameters that get no gradient, by the plan that is traced for them.
     """
 
     runs: dict[Plan, MicroPart] = dataclasses.field(default_factory=dict)
     evaluations: dict[Plan | None, Tape] = dataclasses.field(default_factory=dict)
+    unused: dict[Plan, frozenset[str]] = dataclasses.field(default_factory=dict)
 
 
 def micro_part(
@@ -261,7 +265,37 @@ def _lengthened(found: fake_run.MicroSteps) -> Tape | None:
     return found.evaluation and lengthen(found.evaluation, found.copies)
 
 
-def optimizer_part(plan: Plan, facts: Facts, config: Path, folder: Path, source: Source | None = None) -> OptimizerPart:
-    """The optimizer's step of the plan."""
-    found = fake_run.optimizer_steps(plan, facts, config=config, folder=folder, source=source)
+def optimizer_part(
+    plan: Plan,
+    facts: Facts,
+    config: Path,
+    folder: Path,
+    *,
+    source: Source | None = None,
+    unused: frozenset[str] | None = None,
+    known: Known | None = None,
+) -> OptimizerPart:
+    """The optimizer's step of the plan; the arguments are those of :func:`micro_part`.
+
+    The ``unused`` parameters get no gradient; where they are not given, they are traced of the config's model.
+    """
+    if unused is None:
+        unused = _unused(plan, facts, config, folder, (known or Known()).unused)
+    found = fake_run.optimizer_steps(plan, facts, config=config, folder=folder, source=source, unused=unused)
     return OptimizerPart(tape=found.tape, elsewhere_bytes=found.elsewhere_bytes)
+
+
+def _unused(plan: Plan, facts: Facts, config: Path, folder: Path, known: dict[Plan, frozenset[str]]) -> frozenset[str]:
+    """The parameters of the config's model that get no gradient; none are known where its step can't be traced."""
+    plan = (traced_plan(plan, "micro_steps") or plan).replaced(micro_batch=_ROWS)
+    if plan not in known:
+        trace = functools.partial(fake_run.unused, plan, facts, config=config, folder=folder)
+        try:
+            try:
+                known[plan] = trace()
+            except UnlikeError:
+                known[plan] = trace(whole=True)
+        except Exception:  # noqa: BLE001 - the trace of the micro-steps tells it
+            traceback.print_exc()
+            known[plan] = frozenset()
+    return known[plan]
