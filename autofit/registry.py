@@ -97,6 +97,14 @@ def recipe_of(plan: Plan, facts: Facts) -> Recipe:
     return filled
 
 
+def loaded_rows(plan: Plan, facts: Facts) -> int:
+    """Rows of a micro-batch as the model gets it: the plan's, unless one of its values joins several to one."""
+    rows = int(plan["micro_batch"])
+    for one in techniques():
+        rows = one.loaded_rows(plan[one.name], rows, facts)
+    return rows
+
+
 def converted(plan: Plan) -> Plan:
     """A plan out of a file, in the values of today; what is not known stays."""
     values: Mapping[str, Value] = plan
@@ -125,7 +133,7 @@ def check_values(plan: Plan, facts: Facts) -> None:
 
 def changes(plan: Plan, facts: Facts) -> list[str]:
     """What the plan changes in the training, a sentence each."""
-    said = (one.changes(plan[one.name], facts) or _left_out(one, plan[one.name], facts) for one in techniques())
+    said = (one.changes(plan[one.name], plan, facts) or _left_out(one, plan[one.name], facts) for one in techniques())
     return [sentence for sentence in said if sentence]
 
 

@@ -12,6 +12,7 @@ import sys
 
 import torch
 from torch.utils.data import DataLoader
+from transformers import default_data_collator
 
 import autofit
 
@@ -35,7 +36,12 @@ work = setup.document.workload
 tokens = torch.randint(0, setup.document.model.vocab_size, (work.global_batch * options.max_steps, work.seq_len))
 rows = [{"input_ids": row, "labels": row} for row in tokens]
 watch = setup.watch(model)
-loader = DataLoader(rows, batch_size=setup.micro_batch, shuffle=True)
+loader = DataLoader(
+    setup.dataset(rows, default_data_collator),  # only a plan with a value of `batching` needs this and the collator
+    batch_size=setup.micro_batch,
+    shuffle=True,
+    collate_fn=setup.collator(default_data_collator),
+)
 
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 model.train()
@@ -54,4 +60,4 @@ for batch in loader:
 for sentence in watch.ignored(optimizer, accelerator, steps):
     accelerator.print(f"ignored: {sentence}")
 accelerator.print(f"plan: {setup.plan.words()}")
-accelerator.print(f"trained {steps} steps of {work.global_batch} rows")
+accelerator.print(f"trained {steps} steps of {setup.micro_batch} x {setup.accumulation} rows a process")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainingArguments, default_data_collator
 
 import autofit
 
@@ -45,9 +45,16 @@ rows = [{"input_ids": row, "labels": row} for row in tokens]
 # only a plan that wraps the optimizer (offload=optimizer) needs the last argument
 optimizers = (setup.optimizer(model, learning_rate=args.learning_rate), None) if setup.wraps_optimizer else (None, None)
 watch = setup.watch(model)
-trainer = Trainer(model=model, args=args, train_dataset=rows, optimizers=optimizers)
+trainer = Trainer(
+    model=model,
+    args=args,
+    # only a plan with a value of `batching` needs these two
+    train_dataset=setup.dataset(rows, default_data_collator),
+    data_collator=setup.collator(default_data_collator),
+    optimizers=optimizers,
+)
 trainer.train()
 for sentence in watch.ignored(trainer.optimizer, trainer.accelerator, trainer.state.global_step):
     print(f"ignored: {sentence}")
 print(f"plan: {setup.plan.words()}")
-print(f"trained {trainer.state.global_step} steps of {work.global_batch} rows")
+print(f"trained {trainer.state.global_step} steps of {setup.micro_batch} x {setup.accumulation} rows a process")

@@ -178,7 +178,7 @@ class Adapter(Technique):
             return "the weights are not frozen: every parameter is trained"
         return None
 
-    def changes(self, value: Value, facts: Facts) -> str | None:
+    def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
         if value == "none":
             return None
         wanted = _wanted(value)

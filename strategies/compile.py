@@ -187,7 +187,7 @@ class Compile(Technique):
             return "no CUDA graph was recorded"
         return None
 
-    def changes(self, value: Value, facts: Facts) -> str | None:
+    def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
         if value == "off":
             return None
         what = "Each layer" if value == "regions" else "The model"

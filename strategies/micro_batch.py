@@ -87,7 +87,7 @@ class MicroBatch(Technique):
     def leanest(self, facts: Facts) -> Value:
         return self.baseline_for(facts)
 
-    def changes(self, value: Value, facts: Facts) -> str | None:
+    def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
         if facts.depends_on_rows is None or self.choice(value, facts).kind != Kind.METHOD:
             return _beside_own_split(int(value), facts)
         return f"{value} rows at once are another training than the whole batch: {facts.depends_on_rows}"
@@ -133,11 +133,13 @@ class MicroBatch(Technique):
         return min(int(value), 2) if part != "optimizer" else self.baseline
 
     def observe(self, ran: Ran) -> Seen:
-        return {"rows": ran.rows}
+        joined = ran.recipe.joined_rows
+        return {"rows": ran.rows} | ({} if joined is None else {"joined": joined})
 
     def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
-        if seen.get("rows") != value:
-            return f"{seen.get('rows')} rows went through the model at once, not {value}"
+        wanted = seen.get("joined", value)
+        if seen.get("rows") != wanted:
+            return f"{seen.get('rows')} rows went through the model at once, not {wanted}"
         return None
 
     def prior(self, value: Value, facts: Facts) -> Prior:

@@ -212,7 +212,7 @@ class Precision(Technique):
             return "the loss is not scaled"
         return None
 
-    def changes(self, value: Value, facts: Facts) -> str | None:
+    def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
         return {
             "fp32": None,
             "tf32": "Matrix products run in TF32: float32 range, 10 bits of mantissa.",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,8 @@ class Recipe:
         model_wraps: Applied in order to the loaded model.
         optimizer_wraps: Applied in order to the optimizer that the arguments name.
         unpadded: Whether the model leaves out the padding of its batches itself.
+        dataset_wraps: Applied in order to the rows that are trained on, each with what makes a batch of them.
+        joined_rows: Rows that a loader takes for a micro-batch, where several of the data's are joined to one.
         state: What a technique's own code counts while it runs, by the technique's name; it alone reads it.
         slow_start: What takes long in the first step, in a word, for a trial that is cut off in it.
         product_bits: Mantissa bits of the operands of matrix products, without the leading one; 23 in float32.
@@ -107,6 +109,8 @@ class Recipe:
     model_wraps: list[ModelWrap] = field(default_factory=list)
     optimizer_wraps: list[OptimizerWrap] = field(default_factory=list)
     unpadded: bool = False
+    dataset_wraps: list[Callable[[Any, Collate], Any]] = field(default_factory=list)
+    joined_rows: int | None = None
     state: dict[str, Any] = field(default_factory=dict)
     slow_start: str = ""
     product_bits: int = 23
@@ -123,6 +127,18 @@ class Recipe:
             training_args={**self.emission.training_args, **emission.training_args},
             script=self.emission.script + emission.script,
         )
+
+    @property
+    def loaded_rows(self) -> int:
+        """Rows that a loader takes for a micro-batch."""
+        return self.micro_batch if self.joined_rows is None else self.joined_rows
+
+    def join_rows(self, rows: int, wrap: Callable[[Any, Collate], Any]) -> None:
+        """Have a loader take so many rows for a micro-batch, of which each is several of the data's."""
+        self.joined_rows = rows
+        self.dataset_wraps.append(wrap)
+        arguments = {**self.emission.training_args, "per_device_train_batch_size": rows}
+        self.emission = replace(self.emission, training_args=arguments)
 
     def training_arguments(self, **others: Any) -> TrainingArguments:
         """``TrainingArguments`` with every tuned field, and ``others`` for what is not tuned.
@@ -172,6 +188,12 @@ class Recipe:
         for wrap in self.model_wraps:
             built = wrap(built)
         return built
+
+    def dataset(self, own: Any, collate: Collate) -> Any:
+        """The rows to train on, as the plan says, given what makes a batch of them."""
+        for wrap in self.dataset_wraps:
+            own = wrap(own, collate)
+        return own
 
     def collator(self, own: Collate) -> Collate:
         """What makes a batch of rows, wrapped as the plan says."""

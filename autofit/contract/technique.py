@@ -177,6 +177,10 @@ class Technique(ABC):
         """
         return None
 
+    def loaded_rows(self, value: Value, rows: int, facts: Facts) -> int:
+        """Rows of a micro-batch as the model gets it, where the value joins so many of the data's to fewer."""
+        return rows
+
     def untraced_bytes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> int:
         """Device memory that a plan with the value takes, at most, beyond what its trace shows."""
         return 0
@@ -269,8 +273,11 @@ class Technique(ABC):
         known = tried if engine_of(parallel) == "tensor" else by_tokens if context_ranks(parallel) > 1 else None
         return None if known is None or value in known else f"{self.name}={value} was not tried under {parallel}"
 
-    def changes(self, value: Value, facts: Facts) -> str | None:
-        """What the value changes in the training, in one sentence; ``None`` where nothing worth saying."""
+    def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
+        """What the value changes in the training, in one sentence; ``None`` where nothing worth saying.
+
+        ``plan`` is the whole plan that it belongs to.
+        """
         return None
 
     def prior(self, value: Value, facts: Facts) -> Prior:

@@ -30,7 +30,7 @@ from autofit.costmodel.seconds.roofline import WORK
 from autofit.costmodel.seconds.step_time import StepClock
 from autofit.costmodel.tracing.timeline import Bools, Floats
 from autofit.costmodel.tracing.trace_store import MANY, evaluated_rows, untraceable
-from autofit.registry import recipe_of, technique, techniques
+from autofit.registry import loaded_rows, recipe_of, technique, techniques
 from autofit.system.units import MIB
 
 if TYPE_CHECKING:
@@ -246,7 +246,8 @@ def forecast(
             continue
         micro, optimizer = nearest
         whole, _ = traces.parts(without_checkpointing(nearest_traceable[family])) or nearest
-        rows = np.array([int(space.plans[place]["micro_batch"]) for place in members])
+        given = np.array([int(space.plans[place]["micro_batch"]) for place in members])
+        rows = np.array([loaded_rows(space.plans[place], facts) for place in members])
         accumulation = np.array([int(space.plans[place]["accumulation"]) for place in members])
         activations[members] = whole.activation_bytes_per_row() * rows
         micro_step = micro.work(rows.astype(np.float64)).computed_in(**arithmetic_of(family, facts))
@@ -260,7 +261,7 @@ def forecast(
             )
             approximate[members] = True
         ranks = data_parallel(family, facts.workload)
-        samples = rows * accumulation * ranks
+        samples = given * accumulation * ranks
         step = None if clock is None else _step_seconds(clock, nearest, family, facts, rows, accumulation)
         amounts[:, _NETWORK] = sent = exposed_seconds(
             micro, family.get(PARALLEL, "none"), facts.workload, links,
@@ -270,7 +271,7 @@ def forecast(
         work[members] = amounts / samples[:, None]
         if parts is None:
             continue
-        together = np.array([evaluated[int(one)] for one in rows])
+        together = np.array([evaluated[int(one)] for one in given])
         tensors[members] = peak.peaks(micro, optimizer, rows, accumulation, waiting=waiting, evaluated_rows=together)
         roomy = peak.evaluable_rows(micro, optimizer, rows, accumulation, waiting=waiting, most=most)
         evaluable[members] = np.where(roomy > together, roomy, 0)

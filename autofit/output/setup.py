@@ -61,7 +61,7 @@ class Setup:
     @property
     def micro_batch(self) -> int:
         """Rows for a plain loop's ``DataLoader``."""
-        return self.recipe.micro_batch
+        return self.recipe.loaded_rows
 
     @property
     def accumulation(self) -> int:
@@ -102,6 +102,20 @@ class Setup:
                 f"{str(source)!r} can't be loaded: {str(error).splitlines()[0]}",
                 hint=_WEIGHTS,
             ) from error
+
+    def dataset(self, own: Any, collator: Callable[..., Any] | None = None) -> Any:
+        """The rows to train on, as the plan says: packed ones under ``batching=packing``, else as they are.
+
+        Args:
+            own: The script's own, with a length.
+            collator: The script's own, which makes a batch of its rows; a Trainer's default where none is given.
+
+        Raises:
+            InputError: Its rows can't be packed.
+        """
+        from transformers import default_data_collator
+
+        return self.recipe.dataset(own, collator or default_data_collator)
 
     def collator(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """What makes a batch of rows, as the plan says: a data collator for a Trainer, or for a loop's ``DataLoader``.

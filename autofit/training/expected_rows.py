@@ -23,9 +23,14 @@ def tokens_of(inputs: Any) -> tuple[Any, int] | None:
     ids: Any = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     if not hasattr(ids, "numel"):
         return None
-    mask = inputs.get("attention_mask")
-    counted = mask.sum() if mask is not None and getattr(mask, "shape", None) == ids.shape else ids.numel()
-    return counted, ids.numel()
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is not None and getattr(mask, "shape", None) == ids.shape:
+        return mask.sum(), ids.numel()
+    if mask is None and getattr(positions, "shape", None) == ids.shape:
+        # rows begin at position 0 and go on with 1; what fills a packed row up stays at 0
+        goes_on = positions[..., 1:] == positions[..., :-1] + 1
+        return goes_on.sum() + (goes_on & (positions[..., :-1] == 0)).sum(), ids.numel()
+    return ids.numel(), ids.numel()
 
 
 def without_padding(inputs: Any) -> Any:

@@ -87,7 +87,7 @@ def run_trainer(
                 seen.append(observer.evidence(trainer.optimizer, trainer.accelerator, counted(clock)))
                 observer.close()
                 if dataset is None:
-                    evaluate_once(trainer)
+                    evaluate_once(trainer, data)
             return control
 
     class Listened(Trainer):
@@ -106,16 +106,17 @@ def run_trainer(
     tokens = _tokens(clock, dataset)
     differ = tokens.clock is not None
     data = dataset or _rows(clock, model, args.max_steps, differ=differ)
-    collate = getattr(data, "collate", None)
+    collate: Any = getattr(data, "collate", None)
+    joined = differ and clock.recipe.joined_rows is not None
     trainer = Listened(
         model=model,
         args=args,
-        train_dataset=data,
+        train_dataset=clock.recipe.dataset(data, collate) if joined else data,
         data_collator=None if collate is None else clock.recipe.collator(collate),
         callbacks=[Told()],
         optimizers=(optimizer, None),
     )
-    if differ:
+    if differ and not joined:
         sample(trainer, lambda usual: _in_order(usual, clock, tokens))
     begin(trainer)
     trainer.train()
@@ -123,14 +124,16 @@ def run_trainer(
     return observer.with_later_state(seen[0], trainer.optimizer, trainer.accelerator, counted(clock))
 
 
-def evaluate_once(trainer: Any) -> None:
+def evaluate_once(trainer: Any, rows: Any = None) -> None:
     """Evaluate one batch as a Trainer does, between two steps: its peak belongs to the training's.
+
+    It is one of some rows, or else of those that are trained on.
 
     Nothing is compiled for it, since a graph of its own would take longer than the whole measurement.
     """
     import torch
 
-    model, rows = trainer.model, trainer.train_dataset
+    model, rows = trainer.model, trainer.train_dataset if rows is None else rows
     first = len(rows)  # where rows differ in length, the longest ones lie behind the last
     batch = trainer.data_collator([rows[first + one] for one in range(trainer.args.per_device_eval_batch_size)])
     model.eval()
@@ -160,19 +163,27 @@ def run_loop(
         dataset: Rows to train on; random ones where none are given.
         shuffle: Whether the rows are trained on in random order.
     """
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, RandomSampler
 
     observer = Observer(model, clock.recipe)
     evidence = None
     tokens = _tokens(clock, dataset)
     differ = tokens.clock is not None
     data = dataset or _rows(clock, model, clock.effort.warm_up + clock.effort.max_steps, differ=differ)
-    collate = getattr(data, "collate", None)
+    collate: Any = getattr(data, "collate", None)
+    joined = differ and clock.recipe.joined_rows is not None
+    rows = clock.recipe.loaded_rows if joined else clock.recipe.micro_batch
+    if joined:
+        data = clock.recipe.dataset(data, collate)
+        count = (clock.effort.warm_up + clock.effort.max_steps) * clock.accumulation * rows
+        sampler: Any = RandomSampler(data, replacement=True, num_samples=count)
+    else:
+        sampler = _in_order(None, clock, tokens) if differ else None
     loader = DataLoader(
         data,
-        batch_size=clock.recipe.micro_batch,
+        batch_size=rows,
         shuffle=shuffle and not differ,
-        sampler=_in_order(None, clock, tokens) if differ else None,
+        sampler=sampler,
         pin_memory=clock.on_cuda,
         collate_fn=None if collate is None else clock.recipe.collator(collate),
     )
@@ -261,6 +272,7 @@ def run_recipe(clock: Listener, *, config: Path, folder: Path, lesson: Lesson | 
         args.gradient_accumulation_steps = clock.accumulation
         if lesson is not None:
             args.train_sampling_strategy = "sequential"  # whatever a plan says: the same rows for all of them
+            args.per_device_train_batch_size = recipe.micro_batch
     model = recipe.model(None, config=config, device=device)
     if clock.on_cuda:
         torch.cuda.empty_cache()  # a script's weights come from the host: what making random ones took goes back

@@ -206,7 +206,7 @@ class Optimizer(Technique):
     def spends_host(self, value: Value) -> bool:
         return ROWS[str(value)].paged
 
-    def changes(self, value: Value, facts: Facts) -> str | None:
+    def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
         return ROWS[str(value)].changes
 
     def prior(self, value: Value, facts: Facts) -> Prior:

@@ -146,7 +146,7 @@ class Parallel(Technique):
             return parted or _not_sharded(str(value), seen, facts)
         return None
 
-    def changes(self, value: Value, facts: Facts) -> str | None:
+    def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
         """Of processes that share rows, what a Trainer's evaluation makes of them (tried with transformers 5.23)."""
         shared = context_ranks(value)
         if facts.workload.launch_path != "trainer":

@@ -166,7 +166,7 @@ class Quantization(Technique):
             return f"a linear layer's weight is quantized to {found or 'nothing'}, not {wanted or 'nothing'}"
         return None
 
-    def changes(self, value: Value, facts: Facts) -> str | None:
+    def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
         experts = " Experts are no linear layers, and stay as they are." if facts.model.has_experts else ""
         said = {
             "none": None,

@@ -326,7 +326,8 @@ def check_trained(done, folder):
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("ignored:")] == []
     assert f"plan: {read_document(folder).plan.words()}" in lines
-    assert lines[-1] == "trained 4 steps of 4 rows"
+    plan = read_document(folder).plan
+    assert lines[-1] == f"trained 4 steps of {plan['micro_batch']} x {plan['accumulation']} rows a process"
 
 
 @pytest.mark.parametrize("which", ["tuned", "every_knob"])

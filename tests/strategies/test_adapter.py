@@ -170,7 +170,7 @@ def test_a_head_that_is_learned_anew_is_trained_whole_beside_an_adapter(name, he
     assert bool(trained) == (head is not None)
     assert not any(".lora_" in path for path, _ in model.named_parameters() if f".{head}." in path)
     assert ADAPTER.in_effect("lora:r=4", evidence(model).of("adapter"), facts) is None
-    assert ("whole" in ADAPTER.changes("lora:r=4", facts)) == (head is not None)
+    assert ("whole" in ADAPTER.changes("lora:r=4", {}, facts)) == (head is not None)
 
 
 def test_a_model_of_convolutions_is_offered_no_adapter(tmp_path):

@@ -15,7 +15,7 @@ def said(rows, value, **given):
     script = Script(
         path="train.py", sha256="", **{"trainer": "", "micro_batch": 2, "accumulation": 4, **given}, rows=rows
     )
-    return technique("micro_batch").changes(value, replace(CPU, workload=replace(CPU.workload, script=script)))
+    return technique("micro_batch").changes(value, {}, replace(CPU, workload=replace(CPU.workload, script=script)))
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_what_the_end_of_an_epoch_is_under_another_micro_batch_is_told(rows, val
 
 
 def test_without_a_script_an_epoch_has_no_end():
-    assert technique("micro_batch").changes(4, CPU) is None
+    assert technique("micro_batch").changes(4, {}, CPU) is None

@@ -343,7 +343,7 @@ def test_what_does_not_go_together_is_told(processes, plan, why):
 )
 def test_what_an_evaluation_makes_of_shared_rows_is_said(value, words):
     facts = world(8)
-    said = PARALLEL.changes(value, facts)
+    said = PARALLEL.changes(value, {}, facts)
     assert (words in said) if words else said is None
     loop = replace(facts, workload=replace(facts.workload, launch_path="loop"))
-    assert PARALLEL.changes(value, loop) is None
+    assert PARALLEL.changes(value, {}, loop) is None

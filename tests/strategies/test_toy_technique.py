@@ -74,7 +74,7 @@ class Toy(Technique):
             return None
         return "What the toy weighs", f"The toy weighs {seen['bytes'] >> 20} MiB."
 
-    def changes(self, value, facts):
+    def changes(self, value, plan, facts):
         return "A toy hangs on the model." if value == "on" else None
 
 

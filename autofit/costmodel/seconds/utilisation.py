@@ -104,7 +104,7 @@ def peak_flops(card: Card, plan: Plan, facts: Facts) -> float | None:
 def _step_flops(micro: MicroPart, plan: Plan, facts: Facts) -> Numbers:
     """FLOPs of the micro-steps of an optimizer step, by kind."""
     built = recipe_of(plan, facts)
-    rows = np.array([float(built.micro_batch)])
+    rows = np.array([float(built.loaded_rows)])
     return built.accumulation * _flops(micro.work(rows).computed_in(**arithmetic_of(plan, facts)))
 
 

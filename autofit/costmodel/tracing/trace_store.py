@@ -29,7 +29,7 @@ from autofit.costmodel.memory import peak
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, unpack
 from autofit.costmodel.memory.peak import Need
 from autofit.costmodel.tracing.trace_request import TraceRequest, kernels_of, traced_plan
-from autofit.registry import recipe_of, source_folders, technique
+from autofit.registry import loaded_rows, recipe_of, source_folders, technique
 from autofit.system.files import writing
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Traces:
     def alike(plan: Plan, facts: Facts) -> Hashable:
         """Equal for plans that ask for the same memory in the same order, on cards whose libraries do."""
         traced = (traced_plan(plan, part) for part in PARTS)
-        rows = (plan["micro_batch"], plan["accumulation"], evaluated_rows(plan, facts))
+        rows = (loaded_rows(plan, facts), plan["accumulation"], evaluated_rows(plan, facts))
         return (*traced, *rows, facts.hardware.capability)
 
     def _part(self, plan: Plan, part: Part) -> MicroPart | OptimizerPart | None:
@@ -202,7 +202,7 @@ class Traces:
         found = self.parts(plan)
         if found is None:
             return None
-        rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
+        rows, accumulation = loaded_rows(plan, self.facts), int(plan["accumulation"])
         evaluated = evaluated_rows(plan, self.facts)
         return peak.need(*found, rows=rows, accumulation=accumulation, waiting=self._waiting, evaluated_rows=evaluated)
 

@@ -52,8 +52,8 @@ def test_accumulation_is_another_method_where_the_loss_depends_on_the_micro_batc
     kinds = {one.value: one.kind for one in technique("micro_batch").choices(facts)}
     assert kinds == {1: Kind.METHOD, 2: Kind.METHOD, 4: Kind.EXACT}
     assert {one.value: one.kind for one in technique("accumulation").choices(facts)}[4] == Kind.METHOD
-    assert why in technique("micro_batch").changes(1, facts)
-    assert technique("micro_batch").changes(4, facts) is None
+    assert why in technique("micro_batch").changes(1, {}, facts)
+    assert technique("micro_batch").changes(4, {}, facts) is None
 
 
 @pytest.mark.parametrize("name", ["llama-classes", "t5", "vit"])

@@ -6,9 +6,11 @@
   drawn at random (fewer where the data set has fewer than 200), sorted by length.
 - ``padding_free``: the model leaves padding out itself: rows of a micro-batch are joined to one, whose positions begin
   anew at each of them, and attention goes no further than a row.
-- ``packing``: withheld, with its reason.
+- ``packing``: rows are joined to full ones, as long as the longest, of which a step takes as many as have about as many
+  tokens as the global batch has without padding.
 
-Saves: ``group_by_length`` most of the padding, which is computed on like anything else; ``padding_free`` all of it;
+Saves: ``group_by_length`` most of the padding, which is computed on like anything else; ``padding_free`` all of it,
+``packing`` nearly all, with micro-batches that are all of one size;
 ``pad_to_multiple`` gives kernels sizes that suit tensor cores, and a compiler an eighth of the shapes. Costs: up to
 seven tokens a row; under ``group_by_length`` the lengths of all rows are read before the first step, unless the data
 set has a column of them; under ``padding_free`` PyTorch's own attention takes all tokens of a micro-batch against all,
@@ -28,6 +30,13 @@ Trainer counts and evaluates as before. A batch that can't be joined exactly is 
 traced, since its memory grows with the square of the rows. What the model gives beside its loss has another shape, so
 that of scripts only those with transformers' own ``Trainer`` may have it.
 
+``packing`` is of class ``method``: the global batch is one of tokens. A plan of ``m`` rows takes as many packed rows a
+micro-batch as have about as many tokens, and is left out where no whole number has within 10 %. Which rows are joined
+is found before the first step, for all of them (best fit decreasing, as TRL's ``bfd``); none is cut. They are kept
+apart as those of ``padding_free``, for the types of model in ``_JOINED``; under FlashAttention transformers does so in
+a micro-batch of one row alone (``_is_packed_sequence``). Its trace is that of full rows with a mask, and its guard
+trains on rows that are not packed. Carried by ``setup.dataset(rows, collator)`` and ``setup.collator(collator)``.
+
 What is measured of ``group_by_length`` are micro-batches of an epoch that the Trainer's own sampler makes, taken evenly
 from the short to the long ones; the promise is for the mean over all of them. Fit is judged on the longest rows.
 
@@ -42,18 +51,20 @@ sampler in a plain loop, which is the loop's own.
 
 from __future__ import annotations
 
-import functools
 import math
-import types
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
 from autofit.contract.facts import predicts_next_token
 from autofit.contract.layout import PARALLEL
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Status, Technique
 
+from .joined import joining
+from .multiple import FILLS, MULTIPLE, ToMultiple
+from .packed import Filling, Packed, mean_tokens, not_packed, packed_share, packed_words
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import nn
 
@@ -62,19 +73,21 @@ if TYPE_CHECKING:
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
-_MULTIPLE = 8
 _ALIKE = 0.9
 """Rows whose mean is this share of the longest are hardly padded."""
 _STRATEGY = "train_sampling_strategy"
 _GROUPS = "group_by_length"
 _FREE = "padding_free"
+_PACKED = "packing"
 _SAMPLER = "LengthGroupedSampler"
-_FILLS = {"attention_mask": 0, "token_type_ids": 0, "labels": -100}
-"""What is put behind a row, beside padding tokens: no attention, no loss (``torch.nn.CrossEntropyLoss``)."""
 _JOINED = ("cohere", "gpt2", "gpt_neox", "gptj", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
            "qwen3", "smollm3", "starcoder2")  # fmt: skip
 _JOINS = "leave padding out: model = setup.model(...)"
-_LINE = f"pad batches to a multiple of {_MULTIPLE} tokens: data_collator = setup.collator(data_collator)"
+_PACKS = (
+    "pack the rows: train_dataset = setup.dataset(train_dataset, collator), data_collator = setup.collator(collator)"
+)
+_LINE = f"pad batches to a multiple of {MULTIPLE} tokens: data_collator = setup.collator(data_collator)"
+_LINES = {"pad_to_multiple": _LINE, _FREE: _JOINS, _PACKED: _PACKS}
 
 
 class Batching(Technique):
@@ -94,15 +107,15 @@ class Batching(Technique):
             return Choice(value, kind, "withheld" if why else status, why or words)
 
         on_cuda = facts.hardware.device == "cuda"
-        multiple = f"rows of a multiple of {_MULTIPLE} tokens" + ("" if on_cuda else ": a CPU gains little by it")
+        multiple = f"rows of a multiple of {MULTIPLE} tokens" + ("" if on_cuda else ": a CPU gains little by it")
         joined = "rows of a micro-batch are joined without padding; attention keeps them apart"
-        packed = "what is promised is a global batch in rows, and packing makes it one of tokens"
+        packed = "rows are joined to full ones; attention keeps them apart, and a step takes about as many tokens"
         return (
             pad,
             choice("pad_to_multiple", Kind.EXACT, _unpadded(facts), multiple, "offered" if on_cuda else "on_request"),
             choice(_GROUPS, Kind.METHOD, _ungrouped(facts), "rows of about the same length are trained on together"),
             choice(_FREE, Kind.EXACT, _apart(facts), joined, "on_request"),
-            choice("packing", Kind.METHOD, packed, ""),
+            choice(_PACKED, Kind.METHOD, _unpacked(facts), packed),
         )
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
@@ -112,7 +125,10 @@ class Batching(Technique):
             return f"it was not tried under parallel={others[PARALLEL]}"
         if value == _FREE and others["compile"] != "off":
             return "code would be compiled for each number of tokens"
-        return None
+        return not_packed(others, facts) if value == _PACKED else None
+
+    def loaded_rows(self, value: Value, rows: int, facts: Facts) -> int:
+        return max(1, round(rows * packed_share(facts))) if value == _PACKED else rows
 
     def held(self, facts: Facts) -> Held | None:
         script = facts.workload.script
@@ -127,7 +143,7 @@ class Batching(Technique):
             counted = recipe.state[self.name] = {"joined": 0, "padded": 0}
             recipe.unpadded = True
             recipe.model_wraps.append(lambda model: joining(model, counted))
-        if value == "pad_to_multiple":
+        if value in {"pad_to_multiple", _PACKED}:
             told: dict[str, Any] = {"fill": 0}
             recipe.state[self.name] = told
 
@@ -138,7 +154,13 @@ class Batching(Technique):
                 return model
 
             recipe.model_wraps.append(ask)
-            recipe.collate_wraps.append(lambda own: ToMultiple(own, told))
+            room = recipe.facts.workload.seq_len
+            if value == _PACKED:
+                rows = self.loaded_rows(value, recipe.micro_batch, recipe.facts)
+                recipe.join_rows(rows, lambda own, collate: Packed(own, collate, room))
+                recipe.collate_wraps.append(lambda own: Filling(own, room, told))
+            else:
+                recipe.collate_wraps.append(lambda own: ToMultiple(own, told))
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         if _alike(facts):
@@ -149,8 +171,8 @@ class Batching(Technique):
         elsewhere: dict[str, Mapping[str, Any]] = {"axolotl": {_GROUPS: True}} if value == _GROUPS else {}
         return Emission(
             training_args=arguments if facts.workload.launch_path == "trainer" else {},
-            script=() if script is not None else (_LINE,) if padded else (_JOINS,) if value == _FREE else (),
-            elsewhere={"sft": {"pad_to_multiple_of": _MULTIPLE}} if padded else elsewhere,
+            script=() if script is not None or value not in _LINES else (_LINES[value],),
+            elsewhere={"sft": {"pad_to_multiple_of": MULTIPLE}} if padded else elsewhere,
         )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
@@ -163,11 +185,13 @@ class Batching(Technique):
         return plan if self.name in plan else {**plan, self.name: self.baseline}
 
     def watch(self, model: nn.Module, recipe: Recipe, hooks: Hooks) -> Read:
-        """Count the micro-batches that are a multiple long."""
+        """Count the micro-batches that are a multiple long, and those of packed rows."""
         if _alike(recipe.facts):
             return self.observe
         counted = {"micro_steps": 0, "multiples": 0}
         main = recipe.facts.model.main_input
+        if recipe.plan[self.name] == _PACKED:
+            counted["packed"] = 0
 
         def count(_module: nn.Module, args: Any, kwargs: Any) -> None:
             import torch
@@ -175,7 +199,10 @@ class Batching(Technique):
             ids = kwargs.get(main, args[0] if args else None)
             if not torch.compiler.is_compiling() and isinstance(ids, torch.Tensor):
                 counted["micro_steps"] += 1
-                counted["multiples"] += int(ids.shape[-1]) % _MULTIPLE == 0
+                counted["multiples"] += int(ids.shape[-1]) % MULTIPLE == 0
+                if "packed" in counted:
+                    apart = kwargs.get("attention_mask") is None and kwargs.get("position_ids") is not None
+                    counted["packed"] += apart and int(ids.shape[-1]) == recipe.facts.workload.seq_len
 
         hooks.before(model, count)
         return lambda ran: {**counted, **_of_loader(ran.loader), **self.observe(ran)}
@@ -184,11 +211,15 @@ class Batching(Technique):
         return dict(ran.recipe.state.get(self.name, {})) if ran.recipe.plan[self.name] == _FREE else {}
 
     def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
+        if value == _PACKED and (left := seen.get("micro_steps", 0) - seen.get("packed", 0)):
+            return (
+                f"{left} of {seen['micro_steps']} micro-batches are not of packed rows (setup.dataset, setup.collator)"
+            )
         return _not_joined(seen) if value == _FREE else _otherwise(value, seen)
 
-    def changes(self, value: Value, facts: Facts) -> str | None:
-        if value == "packing":
-            return "Rows are joined and cut into rows of one length, so a step takes another number of them."
+    def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
+        if value == _PACKED:
+            return packed_words(plan, facts)
         if value != _GROUPS:
             return None
         own = facts.workload.script is None
@@ -202,82 +233,12 @@ class Batching(Technique):
             return Prior(time=(0.7 * used, 0.1 - 0.3 * used), memory=(0.0, 0.02))
         if value == _FREE:  # attention over all tokens of a micro-batch may cost more than the padding
             return Prior(time=(0.5 * math.log(max(0.05, _used(facts))), 0.4), memory=(0.0, 0.4))
+        if value == _PACKED:  # its trace is of full rows, and so is that of padded ones
+            full = _used(facts) / max(1e-9, mean_tokens(facts)) * facts.workload.seq_len
+            return Prior(time=(math.log(max(1.0, full)), 0.3), memory=(0.0, 0.1))
         if value == self.baseline:
             return Prior(time=(0.0, 0.01), memory=(0.0, 0.01))
         return Prior(time=(0.0, 0.05), memory=(0.01, 0.02))
-
-
-def joining(model: Any, counted: dict[str, int]) -> Any:
-    """The model, which joins the rows of a padded batch when it trains, and counts how many batches it did so."""
-    own = model.forward
-
-    @functools.wraps(getattr(own, "__func__", own))
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.training:
-            found = None if args else joined(kwargs)
-            counted["padded" if found is None else "joined"] += 1
-            kwargs = found or kwargs
-        return own(*args, **kwargs)
-
-    model.forward = types.MethodType(forward, model)
-    return model
-
-
-def joined(batch: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rows of a batch as one without padding; ``None`` where that would be another training.
-
-    Each row keeps its tokens and positions. Its first label goes, which nothing in it predicts.
-    """
-    import torch
-
-    ids, mask, labels = (cast("Any", batch.get(name)) for name in ("input_ids", "attention_mask", "labels"))
-    tensors = {name for name, one in batch.items() if isinstance(one, torch.Tensor) and one.ndim}
-    if not {"input_ids", "labels"} <= tensors <= {"input_ids", "attention_mask", "labels"} or labels.shape != ids.shape:
-        return None
-    places = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
-    kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    if kept.shape != ids.shape or not ((kept == (places < kept.sum(-1, keepdim=True))) & (kept | (labels < 0))).all():
-        return None
-    told = labels.masked_fill(places == 0, -100)
-    each = {"input_ids": ids, "labels": told, "position_ids": places}
-    return {**batch, "attention_mask": None, **{name: one[kept][None] for name, one in each.items()}}
-
-
-class ToMultiple:
-    """A collator whose batches are padded on, to a multiple of tokens; else it is the one inside.
-
-    Args:
-        own: Makes a batch of rows.
-        told: Holds the padding token as ``fill``, once the model is there.
-    """
-
-    def __init__(self, own: Callable[..., Any], told: Mapping[str, int]) -> None:
-        self.own, self.told = own, told
-
-    def __getattr__(self, name: str) -> Any:
-        if name in {"own", "told"}:
-            raise AttributeError(name)
-        return getattr(self.own, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The batch of the collator inside, padded on where it has a mask of its tokens."""
-        return padded_on(self.own(*args, **kwargs), fill=self.told["fill"])
-
-
-def padded_on(batch: Any, *, fill: int) -> Any:
-    """A batch with rows of a multiple of tokens; as it is where it has no mask that tells padding."""
-    import torch
-
-    ids = batch.get("input_ids") if hasattr(batch, "get") else None
-    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
-    if not isinstance(ids, torch.Tensor) or getattr(mask, "shape", None) != ids.shape:
-        return batch
-    short = -ids.shape[-1] % _MULTIPLE
-    for name, value in {"input_ids": fill, **_FILLS}.items():
-        held = batch.get(name)
-        if short and isinstance(held, torch.Tensor) and held.shape == ids.shape and not held.is_floating_point():
-            batch[name] = torch.nn.functional.pad(held, (0, short), value=value)
-    return batch
 
 
 def _not_joined(seen: Seen) -> str | None:
@@ -292,11 +253,11 @@ def _otherwise(value: Value, seen: Seen) -> str | None:
     """What else was done with the rows than the value says, in words."""
     steps, multiples, sampler = seen.get("micro_steps", 0), seen.get("multiples", 0), seen.get("sampler")
     if value == "pad_to_multiple" and multiples < steps:
-        return f"{steps - multiples} of {steps} micro-batches are no multiple of {_MULTIPLE} tokens long"
+        return f"{steps - multiples} of {steps} micro-batches are no multiple of {MULTIPLE} tokens long"
     if value == "pad_to_multiple" and seen.get("pads_on") is False:
         return "the loader's collator is none that pads on: does the script make its loader itself?"
     if value != "pad_to_multiple" and seen.get("pads_on"):
-        return f"batches are padded to a multiple of {_MULTIPLE} tokens"
+        return f"batches are padded to a multiple of {MULTIPLE} tokens"
     if value == _GROUPS and sampler not in {None, _SAMPLER}:
         return f"rows are chosen by {sampler}: does the script make its loader itself?"
     if value != _GROUPS and sampler == _SAMPLER:
@@ -338,7 +299,7 @@ def _alike(facts: Facts) -> str | None:
 def _unpadded(facts: Facts) -> str | None:
     """Why batches can't be padded on, in words."""
     work, model = facts.workload, facts.model
-    longest = -(-work.seq_len // _MULTIPLE) * _MULTIPLE
+    longest = -(-work.seq_len // MULTIPLE) * MULTIPLE
     table = model.position_rows
     if table is not None and longest > table >= work.seq_len:
         return f"its table of positions has {table} rows, and the longest of the data would have {longest}"
@@ -364,9 +325,16 @@ def _unknown(script: Script) -> str | None:
     ids = script.batch.get("input_ids")
     if ids is None or script.batch.get("attention_mask") != ids:
         return "its batches have no mask that tells padding from tokens"
-    known = {"input_ids", *_FILLS}
+    known = {"input_ids", *FILLS}
     other = next((name for name, shape in script.batch.items() if len(shape) > 1 and name not in known), None)
     return None if other is None else f"its batches hold {other}, which nobody here knows how to pad"
+
+
+def _unpacked(facts: Facts) -> str | None:
+    """Why rows can't be packed, in words."""
+    if facts.workload.script is not None:
+        return "a script's data set is its own: TRL packs rows by itself (packing=True)"
+    return _apart(facts)
 
 
 def _ungrouped(facts: Facts) -> str | None:
