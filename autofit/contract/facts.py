@@ -247,6 +247,7 @@ class Script:
         longest, mean_length: Numbers in a batch of the longest of these alone, and of one in the mean, all tensors
             together.
         tokens_a_row: Mean tokens of a row without its padding; ``None`` where it has none.
+        lengths: Tokens of some rows without their padding, evenly spread over the data set; empty where that is None.
         places: Some rows, evenly spread over the data set, by their numbers in it; the shortest first.
         longest_places: The longest rows; the first ones together make the largest micro-batch.
         seconds: From its start until its training begins.
@@ -278,6 +279,7 @@ class Script:
     longest: int = 0
     mean_length: float = 0.0
     tokens_a_row: float | None = None
+    lengths: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
     longest_places: tuple[int, ...] = ()
     seconds: float = 0.0

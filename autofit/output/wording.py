@@ -15,6 +15,7 @@ from autofit.contract.outcome import (
 from autofit.output.document import Document, Offer
 from autofit.output.plan_words import SPLIT
 from autofit.output.text import count, number, percent, plural, with_spread
+from autofit.registry import loaded_rows
 from autofit.system.statistics import median
 from autofit.system.units import duration
 
@@ -43,7 +44,9 @@ def product(document: Document) -> str:
     """The promise of the global batch, in numbers: ``8 x 4 x 1 = 32``."""
     work = document.workload
     factors = [*(str(document.plan[name]) for name in SPLIT), str(data_parallel(document.plan, work))]
-    return f"{' x '.join(factors)} = {work.global_batch}"
+    joined = loaded_rows(document.plan, document.facts)
+    packed = "" if joined == document.plan["micro_batch"] else f" rows, a micro-batch of which is {joined} packed ones"
+    return f"{' x '.join(factors)} = {work.global_batch}{packed}"
 
 
 def chosen(document: Document) -> list[Offer]:

@@ -172,7 +172,7 @@ def run_loop(
     data = dataset or _rows(clock, model, clock.effort.warm_up + clock.effort.max_steps, differ=differ)
     collate: Any = getattr(data, "collate", None)
     joined = differ and clock.recipe.joined_rows is not None
-    rows = clock.recipe.loaded_rows if joined else clock.recipe.micro_batch
+    rows = clock.recipe.loaded_rows if dataset is None else clock.recipe.micro_batch
     if joined:
         data = clock.recipe.dataset(data, collate)
         count = (clock.effort.warm_up + clock.effort.max_steps) * clock.accumulation * rows

@@ -35,7 +35,8 @@ micro-batch as have about as many tokens, and is left out where no whole number 
 is found before the first step, for all of them (best fit decreasing, as TRL's ``bfd``); none is cut. They are kept
 apart as those of ``padding_free``, for the types of model in ``_JOINED``; under FlashAttention transformers does so in
 a micro-batch of one row alone (``_is_packed_sequence``). Its trace is that of full rows with a mask, and its guard
-trains on rows that are not packed. Carried by ``setup.dataset(rows, collator)`` and ``setup.collator(collator)``.
+trains on rows that are not packed. Carried by ``setup.dataset(rows, collator)`` and ``setup.collator(collator)``; a
+script's Trainer is given them in the place of its data set.
 
 What is measured of ``group_by_length`` are micro-batches of an epoch that the Trainer's own sampler makes, taken evenly
 from the short to the long ones; the promise is for the mean over all of them. Fit is judged on the longest rows.
@@ -79,6 +80,8 @@ _STRATEGY = "train_sampling_strategy"
 _GROUPS = "group_by_length"
 _FREE = "padding_free"
 _PACKED = "packing"
+_PACKING_TRAINERS = ("Trainer", "SFTTrainer")
+"""Trainers whose loss is known to take packed rows; TRL's own packing gives them such."""
 _SAMPLER = "LengthGroupedSampler"
 _JOINED = ("cohere", "gpt2", "gpt_neox", "gptj", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2",
            "qwen3", "smollm3", "starcoder2")  # fmt: skip
@@ -308,13 +311,25 @@ def _unpadded(facts: Facts) -> str | None:
 
 def _apart(facts: Facts) -> str | None:
     """Why rows that are joined would not be kept apart, or nobody knows whether they are, in words."""
-    script, model = facts.workload.script, facts.model
-    if model.model_type not in _JOINED or not predicts_next_token(model.architecture):
-        return f"whether {model.architecture} keeps joined rows apart is not known"
-    if script is None:
-        return None
+    script = facts.workload.script
+    why = _not_joinable(facts)
+    if script is None or why:
+        return why
     if script.trainer != "Trainer":
         return f"{script.trainer or 'a loop'} may read of its model what has another shape where rows are joined"
+    return _unlabelled(script)
+
+
+def _not_joinable(facts: Facts) -> str | None:
+    """Why a model may not keep joined rows apart, in words."""
+    model = facts.model
+    if model.model_type in _JOINED and predicts_next_token(model.architecture):
+        return None
+    return f"whether {model.architecture} keeps joined rows apart is not known"
+
+
+def _unlabelled(script: Script) -> str | None:
+    """Why a script's rows can't be joined, in words."""
     if script.batch.get("labels") != script.batch.get("input_ids"):
         return "its batches have no label for each token"
     return _unknown(script)
@@ -332,9 +347,12 @@ def _unknown(script: Script) -> str | None:
 
 def _unpacked(facts: Facts) -> str | None:
     """Why rows can't be packed, in words."""
-    if facts.workload.script is not None:
-        return "a script's data set is its own: TRL packs rows by itself (packing=True)"
-    return _apart(facts)
+    script = facts.workload.script
+    if script is None:
+        return _apart(facts)
+    if script.trainer not in _PACKING_TRAINERS:
+        return f"{script.trainer or 'a loop'} may read of its rows what packed ones have not"
+    return _not_joinable(facts) or _unlabelled(script) or script.ungrouped
 
 
 def _ungrouped(facts: Facts) -> str | None:

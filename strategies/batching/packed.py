@@ -60,18 +60,25 @@ def tokens_of_a_packed_row(lengths: tuple[int, ...], rows: int, room: int) -> fl
     return sum(drawn) / len(packed(drawn, room))
 
 
+def lengths_of(facts: Facts) -> tuple[int, ...]:
+    """Tokens of the rows that are to be expected, or of a sample of them; none where nothing is known of them."""
+    work = facts.workload
+    return tuple(work.lengths if work.script is None else work.script.lengths)
+
+
 def mean_tokens(facts: Facts) -> float:
-    """Mean tokens of the rows that were told; 0 where none were."""
-    lengths = facts.workload.lengths
+    """Their mean; 0 where there are none."""
+    lengths = lengths_of(facts)
     return sum(lengths) / len(lengths) if lengths else 0.0
 
 
 def packed_share(facts: Facts) -> float:
     """Packed rows that have the tokens of one of the data's, in the mean."""
-    work = facts.workload
-    if not work.lengths:
+    work, lengths = facts.workload, lengths_of(facts)
+    if not lengths:
         return 1.0
-    return mean_tokens(facts) / tokens_of_a_packed_row(tuple(work.lengths), work.told_rows, work.seq_len)
+    rows = work.told_rows if work.script is None else work.script.rows or 0
+    return mean_tokens(facts) / tokens_of_a_packed_row(lengths, rows, max(work.seq_len, *lengths))
 
 
 def not_packed(others: Mapping[str, Value], facts: Facts) -> str | None:
@@ -174,9 +181,9 @@ class Filling:
         """A batch of shape ``(rows, room)``. What is added has no label, and each of it is a row by itself."""
         import torch
 
-        if not rows or not isinstance(rows[0], Mapping) or "position_ids" not in rows[0]:
-            return self.own(rows, *args, **kwargs)
         fills = {"input_ids": self.told["fill"], "labels": _IGNORED, "position_ids": 0}
+        if not rows or not isinstance(rows[0], Mapping) or {*rows[0]} != {*fills}:
+            return self.own(rows, *args, **kwargs)
         pad = torch.nn.functional.pad
         return {
             name: torch.stack([pad(row[name], (0, self.room - len(row[name])), value=value) for row in rows])

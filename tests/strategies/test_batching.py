@@ -97,7 +97,9 @@ def test_a_cpu_pads_to_a_multiple_on_request():
         (script_facts(), "padding_free", "no label for each token"),
         (script_facts(trainer="SFTTrainer", batch=LABELLED), "padding_free", "SFTTrainer may read"),
         (script_facts(trainer="", batch=LABELLED), "padding_free", "a loop may read"),
-        (script_facts(), "packing", "TRL packs rows by itself"),
+        (script_facts(), "packing", "no label for each token"),
+        (script_facts(trainer="DPOTrainer", batch=LABELLED), "packing", "DPOTrainer may read"),
+        (script_facts(trainer="SFTTrainer", batch=LABELLED, ungrouped="its data set is a stream"), "packing", "stream"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_had_says_why(facts, value, why):

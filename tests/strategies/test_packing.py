@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from autofit.training.expected_rows import tokens_of
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
 from tests.support.ragged import SKEWED, apart, collated, free_model, learned, ragged, told
-from tests.support.scripted import autofit
+from tests.support.scripted import WORDS, autofit, tiny_llama
 from tests.support.synthetic import cpu_facts, cuda_facts
 from tests.support.tiny import PLAIN, describe, write_config
 
@@ -177,6 +178,76 @@ def test_packed_rows_are_measured_by_their_tokens(server, tmp_path, launch_path)
     mean = sum(SKEWED) / len(SKEWED)
     assert outcome.tokens_per_second == pytest.approx(outcome.samples_per_second * mean)
     assert "not of packed rows" in BATCHING.in_effect("packing", {**seen, "packed": 0}, found)
+
+
+def skewed_texts(folder):
+    """A causal model, its tokenizer, and rows of which some are five times as long as others."""
+    numbers = random.Random(0)
+    tiny_llama(folder)
+    (folder / "skewed").mkdir()
+    lines = [
+        json.dumps({"text": " ".join(numbers.choices(WORDS, k=numbers.choice((6, 8, 12, 60))))}) for _ in range(400)
+    ]
+    (folder / "skewed" / "train.jsonl").write_text("\n".join(lines))
+
+
+CAUSAL = """
+import argparse, datasets, transformers
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--longer", action="store_true")
+options = parser.parse_args()
+tokenizer = transformers.AutoTokenizer.from_pretrained("llama")
+model = transformers.AutoModelForCausalLM.from_pretrained("llama")
+rows = datasets.load_dataset("json", data_files="skewed/train.jsonl", split="train")
+rows = rows.map(lambda row: tokenizer(row["text"] * (2 if options.longer else 1), return_token_type_ids=False))
+trainer = transformers.Trainer(
+    model=model,
+    args=transformers.TrainingArguments(
+        "trained", per_device_train_batch_size=8, max_steps=3, use_cpu=True, report_to="none", save_strategy="no"
+    ),
+    train_dataset=rows,
+    data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
+)
+trainer.train()
+print("trained on", trainer.args.per_device_train_batch_size, "rows of", trainer.train_dataset[0]["input_ids"].shape)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
+def test_a_script_is_packed_without_a_line_changed(tmp_path, kind):
+    skewed_texts(tmp_path)
+    if kind == "Trainer":
+        script, behind = tmp_path / "train.py", ("--",)
+        script.write_text(CAUSAL)
+    else:
+        script = Path(pytest.importorskip("trl").__file__).parent / "scripts" / "sft.py"
+        rows = ("--per_device_train_batch_size", 8, "--max_length", 128, "--max_steps", 3)
+        behind = ("--", "--model_name_or_path", "llama", "--dataset_name", "skewed", "--use_cpu", *rows)
+        behind = (*behind, "--output_dir", "trained", "--report_to", "none")
+    held = [f"--fix={one}" for one in ("checkpointing=off", "precision=fp32", "optimizer=adamw", "loader=default",
+                                       "micro_batch=8", "batching=packing")]  # fmt: skip
+    done = autofit(tmp_path, "tune", script, "--device", "cpu", "--output", "out", "--trials", 1, *held, *behind)
+    assert done.returncode == 0, done.stderr
+    found = read_document(tmp_path / "out")
+    assert found.guard.verdict == "method", found.guard
+    rows = loaded_rows(found.plan, found.facts)
+    assert f"takes {rows} packed rows" in " ".join(found.changes)
+    assert found.promise.tokens_per_second > found.promise.samples_per_second
+    ran = autofit(tmp_path, "run", "out", script, *behind)
+    assert ran.returncode == 0, ran.stderr
+    assert "took no effect: batching" not in ran.stderr, ran.stderr
+    if kind == "Trainer":
+        assert f"trained on {rows} rows of" in ran.stdout
+        longer = autofit(tmp_path, "run", "out", script, *behind, "--longer")
+        assert longer.returncode == 2
+        assert "cut rows to the length that was tuned for" in longer.stderr, longer.stderr
+    verified = json.loads(autofit(tmp_path, "verify", "out", "--json").stdout)
+    assert verified["outcome"]["kind"] == "measured", verified["broken"]
+    seen = verified["outcome"]["evidence"]["techniques"]["batching"]
+    assert seen["packed"] == seen["micro_steps"]
+    assert verified["outcome"]["padding"] < 0.1
 
 
 @pytest.mark.slow

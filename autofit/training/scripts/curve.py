@@ -56,7 +56,7 @@ def script_curve(
         from transformers import set_seed
 
         trainer.model_init = None
-        wrap(trainer, recipe)
+        wrap(trainer, recipe, joins=False)  # the same rows as the baseline's
         drop_nothing(trainer.model)
         set_seed(recipe.facts.workload.seed)
         listener.begin(trainer.model)
@@ -69,7 +69,12 @@ def script_curve(
         train=entry,
         call=script.call,
         construct=construct(folder),
-        tuned={**recipe.emission.training_args, **learning(recipe), "max_steps": most},
+        tuned={
+            **recipe.emission.training_args,
+            **learning(recipe),
+            "max_steps": most,
+            "per_device_train_batch_size": recipe.micro_batch,
+        },
         quiet=quiet(),
         environment=environment,
         loads=loads_of(recipe),

@@ -39,7 +39,7 @@ class Sample:
         sizes: Numbers in a batch of the row alone, all tensors together, by the row's place: of rows evenly spread.
         longest: Places of the longest rows that were found. The first ones together have the most of each tensor.
         longest_size: Numbers in a batch of the largest of them alone.
-        tokens: Mean tokens of the spread rows that are no padding; ``None`` where they have none.
+        counts: Tokens of the spread rows that are no padding, in the order of ``spread``; empty where they have none.
     """
 
     rows: int | None
@@ -47,7 +47,12 @@ class Sample:
     sizes: Mapping[int, int] = field(default_factory=dict)
     longest: tuple[int, ...] = ()
     longest_size: int = 0
-    tokens: float | None = None
+    counts: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> float | None:
+        """Mean tokens of the spread rows that are no padding; ``None`` where they have none."""
+        return sum(self.counts) / len(self.counts) if self.counts else None
 
     @property
     def spread(self) -> tuple[int, ...]:
@@ -91,15 +96,16 @@ def sample_of(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Sampl
         if time.monotonic() > until:
             break
     spread = [place for place in places[:SAMPLED_ROWS] if place in parts]
-    counted = [count for place in spread if (count := tokens[place]) is not None]
     longest = _worst_first(parts)
+    sizes = {place: sum(parts[place].values()) for place in spread}
+    counted = (tokens[place] for place in sorted(sizes, key=lambda place: sizes[place]))
     return Sample(
         rows=rows,
         looked_at=looked_at,
-        sizes={place: sum(parts[place].values()) for place in spread},
+        sizes=sizes,
         longest=tuple(longest),
         longest_size=sum(parts[longest[0]].values()),
-        tokens=sum(counted) / len(counted) if counted else None,
+        counts=tuple(count for count in counted if count is not None),
     )
 
 

@@ -53,6 +53,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
         "longest": rows.longest_size,
         "mean_length": sum(rows.sizes.values()) / max(1, len(rows.sizes)),
         "tokens_a_row": rows.tokens,
+        "lengths": rows.counts,
         "places": rows.spread,
         "longest_places": rows.longest,
         "seconds": seconds,

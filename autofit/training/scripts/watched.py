@@ -7,24 +7,50 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.technique import replacing
+from autofit.system.errors import InputError
 
 if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
     from autofit.training.timing import Listener
 
 
-def wrap(trainer: Any, recipe: Recipe, *, accumulation: int | None = None) -> None:
+def wrap(trainer: Any, recipe: Recipe, *, accumulation: int | None = None, joins: bool = True) -> None:
     """Put around a Trainer's model and optimizer what no argument carries.
 
     Args:
         trainer: About to train.
         recipe: Of the plan.
         accumulation: Of the script now; ``None`` where that is what was tuned.
+        joins: Whether its rows are joined where the plan says so.
     """
+    if joins:
+        join_rows(trainer, recipe)
     wrap_model(trainer, recipe, accumulation=accumulation)
     wrap_optimizer(trainer, recipe)
     keep_evaluated_order(trainer, recipe)
     keep_streams_whole(trainer, recipe)
+
+
+def join_rows(trainer: Any, recipe: Recipe) -> None:
+    """Have a Trainer train on rows of which each is several of its data set's, where the plan says so.
+
+    Raises:
+        InputError: It makes its loader itself, or its rows can't be joined.
+    """
+    from transformers import Trainer
+
+    if not recipe.dataset_wraps:
+        return
+    if type(trainer).get_train_dataloader is not Trainer.get_train_dataloader:
+        hint = "tune with --fix batching=pad"
+        raise InputError(f"{type(trainer).__name__} makes its loader itself, so its rows can't be packed", hint=hint)
+    own = trainer.train_dataset
+    trainer._set_signature_columns_if_needed()  # noqa: SLF001 - a Trainer has no other place for it
+    if hasattr(own, "column_names"):  # as the Trainer itself does for its loader
+        unused = {*own.column_names} - {*trainer._signature_columns}  # noqa: SLF001 - as above
+        own = own.remove_columns(sorted(unused)) if trainer.args.remove_unused_columns else own
+    trainer._signature_columns = [*trainer._signature_columns, "position_ids"]  # noqa: SLF001 - as above
+    trainer.train_dataset = recipe.dataset(own, trainer.data_collator)
 
 
 def wrap_model(trainer: Any, recipe: Recipe, *, accumulation: int | None = None) -> None:
