@@ -241,7 +241,7 @@ def test_a_script_is_packed_without_a_line_changed(tmp_path, kind):
     if kind == "Trainer":
         assert f"trained on {rows} rows of" in ran.stdout
         longer = autofit(tmp_path, "run", "out", script, *behind, "--longer")
-        assert longer.returncode == 2
+        assert longer.returncode != 0
         assert "cut rows to the length that was tuned for" in longer.stderr, longer.stderr
     verified = json.loads(autofit(tmp_path, "verify", "out", "--json").stdout)
     assert verified["outcome"]["kind"] == "measured", verified["broken"]
