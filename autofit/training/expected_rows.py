@@ -27,9 +27,10 @@ def tokens_of(inputs: Any) -> tuple[Any, int] | None:
     if mask is not None and getattr(mask, "shape", None) == ids.shape:
         return mask.sum(), ids.numel()
     if mask is None and getattr(positions, "shape", None) == ids.shape:
-        # rows begin at position 0 and go on with 1; what fills a packed row up stays at 0
+        # rows are runs of positions; what fills a packed row up stays at one
         goes_on = positions[..., 1:] == positions[..., :-1] + 1
-        return goes_on.sum() + (goes_on & (positions[..., :-1] == 0)).sum(), ids.numel()
+        runs = goes_on[..., :1].sum() + (goes_on[..., 1:] & ~goes_on[..., :-1]).sum()
+        return goes_on.sum() + runs, ids.numel()
     return ids.numel(), ids.numel()
 
 

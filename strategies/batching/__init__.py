@@ -237,7 +237,7 @@ class Batching(Technique):
         if value == _FREE:  # attention over all tokens of a micro-batch may cost more than the padding
             return Prior(time=(0.5 * math.log(max(0.05, _used(facts))), 0.4), memory=(0.0, 0.4))
         if value == _PACKED:  # its trace is of full rows, and so is that of padded ones
-            full = _used(facts) / max(1e-9, mean_tokens(facts)) * facts.workload.seq_len
+            full = _used(facts) / mean_tokens(facts) * facts.workload.seq_len
             return Prior(time=(math.log(max(1.0, full)), 0.3), memory=(0.0, 0.1))
         if value == self.baseline:
             return Prior(time=(0.0, 0.01), memory=(0.0, 0.01))

@@ -67,9 +67,9 @@ def lengths_of(facts: Facts) -> tuple[int, ...]:
 
 
 def mean_tokens(facts: Facts) -> float:
-    """Their mean; 0 where there are none."""
-    lengths = lengths_of(facts)
-    return sum(lengths) / len(lengths) if lengths else 0.0
+    """Their mean; where there are none all rows are as long."""
+    lengths = lengths_of(facts) or (facts.workload.seq_len,)
+    return sum(lengths) / len(lengths)
 
 
 def packed_share(facts: Facts) -> float:
@@ -184,6 +184,8 @@ class Filling:
         fills = {"input_ids": self.told["fill"], "labels": _IGNORED, "position_ids": 0}
         if not rows or not isinstance(rows[0], Mapping) or {*rows[0]} != {*fills}:
             return self.own(rows, *args, **kwargs)
+        if max(len(row["input_ids"]) for row in rows) > self.room:
+            raise InputError("a row is longer than it was when the rows were packed", hint="--fix batching=pad")
         pad = torch.nn.functional.pad
         return {
             name: torch.stack([pad(row[name], (0, self.room - len(row[name])), value=value) for row in rows])

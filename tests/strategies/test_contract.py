@@ -189,14 +189,14 @@ def test_another_value_is_refused(one, facts):
 @each_technique
 def test_what_it_changes_is_a_sentence(one, facts):
     for choice in one.choices(facts):
-        said = one.changes(choice.value, {}, facts)
+        plan = plan_with(one, choice.value, facts)
+        said = one.changes(choice.value, plan, facts)
         if said is None:
             assert choice.kind == Kind.EXACT or choice.value == one.baseline_for(facts), (
                 "nothing is said of what it changes"
             )
             continue
         assert re.fullmatch(r"[A-Z0-9].*\.", said), said
-        plan = plan_with(one, choice.value, facts)
         assert said in changes(plan, facts)
 
 

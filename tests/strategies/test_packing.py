@@ -97,6 +97,18 @@ def test_rows_of_an_evaluation_are_collated_as_ever_and_packed_ones_are_filled_u
     assert batch["input_ids"].shape == (1, ROOM)
     counted, places = tokens_of(batch)
     assert (int(counted), places) == (19, ROOM)
+    long = {name: torch.zeros(ROOM + 1, dtype=torch.long) for name in batch}
+    with pytest.raises(InputError, match="longer than it was"):
+        own([long])
+
+
+@pytest.mark.parametrize(
+    ("positions", "tokens"),
+    [([0, 1, 2, 0, 1], 5), ([0, 1, 0, 0, 0], 2), ([2, 3, 4, 5, 6], 5), ([0, 1, 2, 3, 0], 4), ([0, 0, 0, 1, 2], 3)],
+)
+def test_tokens_are_counted_by_runs_of_positions(positions, tokens):
+    batch = {"input_ids": torch.zeros(2, 5, dtype=torch.long), "position_ids": torch.tensor([positions] * 2)}
+    assert int(tokens_of(batch)[0]) == 2 * tokens
 
 
 # --- what is learned ----------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ def join_rows(trainer: Any, recipe: Recipe) -> None:
     if not recipe.dataset_wraps:
         return
     if type(trainer).get_train_dataloader is not Trainer.get_train_dataloader:
-        hint = "tune with --fix batching=pad"
-        raise InputError(f"{type(trainer).__name__} makes its loader itself, so its rows can't be packed", hint=hint)
+        kind = type(trainer).__name__
+        raise InputError(f"{kind} makes its loader itself, so its rows can't be joined", hint="tune the script itself")
     own = trainer.train_dataset
     trainer._set_signature_columns_if_needed()  # noqa: SLF001 - a Trainer has no other place for it
     if hasattr(own, "column_names"):  # as the Trainer itself does for its loader
