@@ -49,7 +49,7 @@ def build(site: Path, include: Path, out: Path) -> int:
     sources = sorted(str(path) for path in NATIVE.glob("*.cpp") if path.name not in WITH_TORCH)
     _compile("-O1", "-std=c++17", "-fvisibility=hidden", f"-I{include}", "-Wl,-soname,libhollow.so", "-o", str(core),
              *sources, "-ldl", "-lpthread")  # fmt: skip
-    _compile_values(site, out)
+    _compile_values(site, include, out)
     bodies = {name.removeprefix("hollow_") for name, _ in _symbols(core, "--defined-only")}
     libraries = _libraries(site, include, bodies)
     for soname, functions in sorted(libraries.items()):
@@ -57,13 +57,13 @@ def build(site: Path, include: Path, out: Path) -> int:
     return sum(len(functions) for functions in libraries.values())
 
 
-def _compile_values(site: Path, out: Path) -> None:
+def _compile_values(site: Path, include: Path, out: Path) -> None:
     torch = site / "torch"
     _compile(
-        "-O1", "-std=c++20", "-fvisibility=hidden", f"-I{torch}/include", f"-L{torch}/lib", f"-L{out}",
+        "-O1", "-std=c++20", "-fvisibility=hidden", f"-I{torch}/include", f"-I{include}", f"-L{torch}/lib", f"-L{out}",
         "-Wl,-soname,libhollow_values.so", "-o", str(out / "libhollow_values.so"),
         *(str(NATIVE / name) for name in WITH_TORCH),
-        "-ltorch_cpu", "-lc10", "-lhollow",
+        "-ltorch_cpu", "-lc10", "-lc10_cuda", "-lhollow",
     )  # fmt: skip
 
 

@@ -153,6 +153,20 @@ def test_what_comes_from_large_tensors_is_hollow_and_finite():
     assert large.argmax().item() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64], ids=str)
+def test_nothing_is_left_of_what_a_small_block_held(dtype):
+    """Inductor allocates without an operator, and no kernel of Triton's writes the loss that the host reads there."""
+    torch.empty(1, device="cuda")
+    before = torch.full((8,), 8176, device="cuda", dtype=dtype)
+    place = before.data_ptr()
+    del before
+    after = torch._C._dynamo.guards._empty_strided_cuda((8,), (1,), dtype)
+    assert after.data_ptr() == place
+    hollow_is_true = Reads().is_true
+    assert not hollow_is_true(place, after.nbytes)
+    assert after.tolist() == [0] * 8
+
+
 def test_an_index_out_of_range_fails_as_a_kernel_does():
     code = "import torch; torch.zeros(4, device='cuda')[torch.tensor([7], device='cuda')].sum().item()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

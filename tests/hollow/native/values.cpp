@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
 
 #include <cstdio>
@@ -31,6 +32,7 @@ using torch::jit::Stack;
 
 const int64_t MOST_INTEGER_BYTES = 16 << 20, MOST_BYTE_ELEMENTS = 64 << 10, MOST_FLOATS = 1024;
 const int64_t MOST_RESULT_ELEMENTS = 16 << 20;
+const size_t CLEARED_BYTES = MOST_FLOATS * sizeof(double);
 
 // Their shapes follow from values: the card's kernel would read what no kernel has written.
 const std::set<std::string> SHAPED_BY_VALUES = {
@@ -94,6 +96,22 @@ bool holds_truth(Range range) {
   for (char* at = range.begin; at < range.end; at = each->second, ++each)
     if (each == true_ranges.end() || each->first > at || each->second <= at) return false;
   return true;
+}
+
+// What a block held before is not true of what lies there next. Small blocks are cleared: no kernel of Triton's writes
+// the loss that the host reads there. Inductor allocates without an operator, so the allocator itself is asked.
+void watch_allocations() {
+  using c10::CachingDeviceAllocator::TraceEntry;
+  static const bool watched = [] {
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const TraceEntry& event) {
+      if (event.action_ != TraceEntry::ALLOC) return;
+      char* at = (char*)event.addr_;
+      forget({at, at + event.size_});
+      if (event.size_ <= CLEARED_BYTES) memset(at, 0, event.size_);
+    });
+    return true;
+  }();
+  (void)watched;
 }
 
 // ---- tensors
@@ -271,6 +289,7 @@ class Wrapper : public c10::OperatorKernel {
       return;
     }
     call_original(op, keys, stack);
+    if (allocates_) watch_allocations();  // the allocator stands since the first
     for (size_t i = 0; i < count; i++)
       if (is_written(schema.arguments()[i])) finish_written(schema, given[i], host, i, is_true);
     size_t returned = schema.returns().size();
