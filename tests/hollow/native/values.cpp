@@ -24,6 +24,7 @@ extern "C" void hollow_fail_device();
 
 namespace {
 
+using c10::CachingDeviceAllocator::TraceEntry;
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 using c10::IValue;
@@ -49,6 +50,12 @@ const std::set<std::string> SHAPED_BY_VALUES = {
 };
 // What cuDNN's planner would answer is not known; these are what PyTorch says where it has no such kernel.
 const std::set<std::string> NOT_HERE = {"aten::_scaled_dot_product_cudnn_attention", "aten::_cudnn_attention_forward"};
+// They mix bits to random numbers where the integers are many (the guard's sketches and roundings), and nothing is
+// decided by those: what is hollow, or is shifted, is not computed.
+const std::set<std::string> MIXING = {
+    "aten::add",  "aten::bitwise_and",  "aten::__rshift__",   "aten::mul",  "aten::sub",
+    "aten::add_", "aten::bitwise_and_", "aten::bitwise_xor_", "aten::mul_",
+};
 const std::set<std::string> ALLOCATIONS = {"aten::empty", "aten::empty_strided"};
 const std::set<std::string> UNTOUCHED = {
     "aten::resize_",   "aten::set_",        "aten::record_stream",
@@ -99,19 +106,14 @@ bool holds_truth(Range range) {
 }
 
 // What a block held before is not true of what lies there next. Small blocks are cleared: no kernel of Triton's writes
-// the loss that the host reads there. Inductor allocates without an operator, so the allocator itself is asked.
+// the loss that the host reads there. Inductor allocates without an operator, so the allocator is asked.
 void watch_allocations() {
-  using c10::CachingDeviceAllocator::TraceEntry;
-  static const bool watched = [] {
-    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const TraceEntry& event) {
-      if (event.action_ != TraceEntry::ALLOC) return;
-      char* at = (char*)event.addr_;
-      forget({at, at + event.size_});
-      if (event.size_ <= CLEARED_BYTES) memset(at, 0, event.size_);
-    });
-    return true;
-  }();
-  (void)watched;
+  c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const TraceEntry& event) {
+    if (event.action_ != TraceEntry::ALLOC) return;
+    char* at = (char*)event.addr_;
+    forget({at, at + event.size_});
+    if (event.size_ <= CLEARED_BYTES) memset(at, 0, event.size_);
+  });
 }
 
 // ---- tensors
@@ -288,8 +290,9 @@ class Wrapper : public c10::OperatorKernel {
       for (const IValue& result : host.results) stack->push_back(settled(IValue(), result, is_true));
       return;
     }
-    call_original(op, keys, stack);
-    if (allocates_) watch_allocations();  // the allocator stands since the first
+    original_.callBoxed(op, keys, stack);
+    static std::once_flag once;
+    if (allocates_) std::call_once(once, watch_allocations);  // the allocator stands since the first
     for (size_t i = 0; i < count; i++)
       if (is_written(schema.arguments()[i])) finish_written(schema, given[i], host, i, is_true);
     size_t returned = schema.returns().size();
@@ -299,8 +302,8 @@ class Wrapper : public c10::OperatorKernel {
       IValue& result = (*stack)[stack->size() - returned + i];
       if (host.done)
         result = settled(result, host.results[i], is_true);
-      else
-        each_tensor(result, [&](const at::Tensor& t) { allocates_ ? forget_tensor(t) : make_hollow(t); });
+      else if (!allocates_)
+        each_tensor(result, make_hollow);
     }
   }
 
@@ -318,7 +321,13 @@ class Wrapper : public c10::OperatorKernel {
         if (!given[i].isTensorList()) tensors.push_back(t);
       });
     }
-    return fits && broadcast_elements(tensors) <= MOST_RESULT_ELEMENTS;
+    return fits && broadcast_elements(tensors) <= MOST_RESULT_ELEMENTS && !mixes_many(schema.name(), tensors, *is_true);
+  }
+
+  static bool mixes_many(const std::string& name, const std::vector<at::Tensor>& given, bool is_true) {
+    return !given.empty() && given[0].numel() > MOST_BYTE_ELEMENTS &&
+           at::isIntegralType(given[0].scalar_type(), /*includeBool=*/false) && MIXING.count(name) &&
+           (!is_true || name == "aten::__rshift__");
   }
 
   // In-place operators that do not read what they write to.
@@ -326,14 +335,6 @@ class Wrapper : public c10::OperatorKernel {
     static const std::set<std::string> names = {"aten::copy_",   "aten::fill_",    "aten::zero_",     "aten::random_",
                                                 "aten::normal_", "aten::uniform_", "aten::bernoulli_"};
     return i == 0 && names.count(schema.name());
-  }
-
-  void call_original(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    original_.callBoxed(op, keys, stack);
-  }
-
-  static void forget_tensor(const at::Tensor& t) {
-    if (on_card(t)) forget(range_of(t));
   }
 
   static void finish_written(const c10::FunctionSchema& schema, const IValue& given, const HostCall& host, size_t i,
@@ -348,8 +349,8 @@ class Wrapper : public c10::OperatorKernel {
         write_result(t, results[next++], is_true);
       else if (argument.is_out() || whole)
         make_hollow(t);
-      else
-        forget_tensor(t);
+      else if (on_card(t))
+        forget(range_of(t));
     });
   }
 
