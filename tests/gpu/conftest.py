@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from autofit.machine.select import missing_cuda
+from tests.gpu.card import EMULATED
 
 HERE = Path(__file__).parent
 os.environ.setdefault("TORCH_CUBLAS_WORKSPACE_CACHE", "1")  # read once; programs here are compared without workspaces
@@ -13,11 +14,10 @@ os.environ.setdefault("TORCH_CUBLAS_WORKSPACE_CACHE", "1")  # read once; program
 
 def pytest_collection_modifyitems(items):
     missing = missing_cuda()
-    emulated = "HOLLOW_CARD" in os.environ
     for item in items:
         if HERE in Path(item.fspath).parents:
             item.add_marker(pytest.mark.gpu)
             if missing:
                 item.add_marker(pytest.mark.skip(reason=missing))
-            elif emulated and {"values", "speed"} & {mark.name for mark in item.iter_markers()}:
+            elif EMULATED and {"values", "speed"} & {mark.name for mark in item.iter_markers()}:
                 item.add_marker(pytest.mark.skip(reason="the emulated device computes nothing"))

@@ -9,6 +9,7 @@ from autofit.commands.tune import tune
 from autofit.commands.verify import verify
 from autofit.contract.outcome import Measured
 from autofit.system.units import GIB
+from tests.gpu.card import EMULATED
 from tests.gpu.models import LLAMA
 from tests.support.families import ASKED_LENGTHS, CONFIGS
 
@@ -23,6 +24,7 @@ HELD = {
     "quantization": "none",
 }
 """Each value more is a trace or two of the model."""
+ANY_SPEED = 0.95
 FAMILIES = ("bert-classes", "t5", "vit", "resnet", "segformer", "wav2vec2", "whisper", "clip")
 
 
@@ -33,7 +35,7 @@ def test_a_tune_keeps_its_promise_when_launched(tmp_path):
         str(source), output=tmp_path / "out", seq_len=512, global_batch=16, memory_limit=str(6 * GIB), trials=8
     )
     assert result.promise.peak_bytes <= 6 * GIB
-    found = verify(tmp_path / "out")
+    found = verify(tmp_path / "out", tolerance=ANY_SPEED if EMULATED else None)
     assert not found.broken, found
 
 
@@ -47,6 +49,6 @@ def test_a_model_of_each_family_is_tuned_and_launched(name, tmp_path):
         str(source), output=folder, device="cuda", trials=3, global_batch=4, seq_len=ASKED_LENGTHS.get(name), fix=HELD
     )
     assert autofit.load(folder).document.model.task == task
-    found = verify(folder, steps=2, tolerance=0.95)
+    found = verify(folder, steps=2, tolerance=ANY_SPEED)
     assert isinstance(found.outcome, Measured)
     assert not found.broken
