@@ -61,6 +61,8 @@ _MODES = {
 }
 _LIGER = {"liger", "liger_fused_ce"}
 _MIXED = {"bf16", "fp16"}
+_DEVICE_GUARD_FAILS = (2, 15)
+"""``InternalTorchDynamoError`` on ``_cuda_maybe_exchange_device`` of an ``autograd.Function``; Liger 0.8.5."""
 _OLDEST = (7, 0)  # torch.utils._triton: older devices lack what Triton's code needs
 
 
@@ -104,9 +106,8 @@ class Compile(Technique):
             return f"{others['parallel']} brings weights in by hooks that a compiled model passes by"
         if others.get("offload") == "activations":
             return "the hooks that move saved tensors to the host are none that a graph can hold"
-        if value != "regions" and others.get("kernels") in _LIGER:
-            return _beside_liger(others, facts)
-        return self.not_tried_split(value, others, {"off"})
+        beside = _beside_liger(value, others, facts) if others.get("kernels") in _LIGER else None
+        return beside or self.not_tried_split(value, others, {"off"})
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value != self.baseline:
@@ -222,8 +223,12 @@ def _lacking(facts: Facts) -> str | None:
     return facts.lacks_triton()
 
 
-def _beside_liger(others: Mapping[str, Value], facts: Facts) -> str | None:
-    """Why Liger's kernels can't be in the graph of a whole model."""
+def _beside_liger(value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
+    """Why Liger's kernels can't be in a graph."""
+    if others["kernels"] == "liger" and facts.release("torch") >= _DEVICE_GUARD_FAILS:
+        return "Dynamo of this PyTorch can't trace Liger's kernels: the device guard in them breaks its graph"
+    if value == "regions":  # Liger's loss is in none
+        return None
     mixed = others.get("precision") in _MIXED and others.get("adapter", "none") == "none"
     if mixed and (facts.hardware.capability or (8, 0)) >= (8, 0):
         # torch.addmm with out_dtype; as of Liger 0.8.5, with PyTorch 2.13

@@ -321,6 +321,14 @@ def test_ligers_loss_is_not_compiled_where_its_gradient_is_wider_than_its_produc
     assert compiling.conflict(whole, {**changed, "kernels": "chunked_ce"}, cuda_facts()) is None
 
 
+@pytest.mark.parametrize("value", ["regions", "model"])
+@pytest.mark.parametrize(("torch_version", "refused"), [("2.13.0", False), ("2.15.0", True)])
+def test_ligers_kernels_are_not_compiled_where_dynamo_fails_on_them(value, torch_version, refused):
+    facts = replace(cuda_facts(), packages={"torch": torch_version})
+    said = technique("compile").conflict(value, {"kernels": "liger", "precision": "tf32"}, facts)
+    assert ("Dynamo" in (said or "")) is refused
+
+
 def test_a_space_has_no_plan_that_compiles_ligers_loss_in_vain():
     base = cuda_facts()
     packages = {**base.packages, "liger-kernel": "0.8.5", "triton": "3.7.0"}
