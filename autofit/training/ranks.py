@@ -44,7 +44,8 @@ _STILL_ELSEWHERE_SECONDS = 60.0
 _GAPS = 5.0
 """Times as long as the longest silence so far, which a rank on a GPU may be silent for."""
 _SETTLED = 6
-"""Times that ranks have told something before their silence says anything: loading takes as long as it takes."""
+"""Times that each rank has told something before their silence says anything: loading takes as long as it takes, and so
+does a first step. Two optimizer steps tell that often."""
 _IDLE = 0.02
 """Of a processor, that each of some ranks which wait for one another uses at most: process groups look for work."""
 
@@ -154,8 +155,8 @@ class _Beats:
     spread: bool = False
     silent_seconds: float = 0.0
     longest_seconds: float = 0.0
-    _newest: int = 0
-    _told: int = 0
+    _newest: Mapping[Path, int] = field(default_factory=dict)
+    _told: dict[Path, int] = field(default_factory=dict)
     _used: Mapping[int, float] = field(default_factory=dict)
     _ticks: deque[tuple[float, Mapping[int, float]]] = field(default_factory=deque)
     _then: float = field(default_factory=time.monotonic)
@@ -164,11 +165,12 @@ class _Beats:
         """Whether no rank goes on any more, as far as can be seen."""
         now = time.monotonic()
         lived, self._then = min(now - self._then, 5 * _TICK_SECONDS), now
-        newest = max((_told_at(path) for path in self.files), default=0)
+        newest = {path: _told_at(path) for path in self.files}
         if newest != self._newest:
-            self._told += 1
+            for path in self.files:
+                self._told[path] = self._told.get(path, 0) + (newest[path] != self._newest.get(path, 0))
             self._newest = newest
-            if self._told > _SETTLED:
+            if self._settled():
                 self.longest_seconds = max(self.longest_seconds, self.silent_seconds)
             self.silent_seconds = 0.0
         self.silent_seconds += lived
@@ -179,13 +181,16 @@ class _Beats:
             self._ticks.popleft()
         if self.spread:
             longest = max(_STILL_ELSEWHERE_SECONDS, _GAPS * self.longest_seconds)
-            return self._told > _SETTLED and self.silent_seconds > longest
+            return self._settled() and self.silent_seconds > longest
         if self.on_cuda:  # waiting for a GPU keeps a CPU busy
-            return self._told > _SETTLED and self.silent_seconds > max(_STILL_SECONDS, _GAPS * self.longest_seconds)
+            return self._settled() and self.silent_seconds > max(_STILL_SECONDS, _GAPS * self.longest_seconds)
         seen = sum(seconds for seconds, _ in self._ticks)
         most = max((sum(tick.get(pid, 0.0) for _, tick in self._ticks) for pid in pids), default=0.0)
         idle = seen > _STILL_SECONDS and most < _IDLE * seen
         return idle and self.silent_seconds > _STILL_SECONDS and not any(map(_wants_to_run, pids))
+
+    def _settled(self) -> bool:
+        return min(self._told.values(), default=0) >= _SETTLED
 
 
 def _told_at(path: Path) -> int:

@@ -106,7 +106,7 @@ def test_a_rank_that_stands_still_is_found(tmp_path, monkeypatch, on_cuda):
     def work(rank):
         for step in range(12):
             say(tmp_path, rank, f"step {step}")
-            time.sleep(0.05)
+            time.sleep(0.2)
             if rank == 0 and step == 8:
                 break
         if on_cuda and rank:  # as one that waits for a GPU
@@ -147,6 +147,26 @@ def test_what_each_rank_uses_of_a_processor_counts(monkeypatch, shares, still):
         now[0] += 0.2
         found = beats.still({pid: pid for pid in range(4)})
     assert found is still
+
+
+def test_the_first_words_of_many_ranks_are_no_steps(tmp_path, monkeypatch):
+    """Eight ranks that say one after the other that they begin have not said yet how long a step takes."""
+    now = [0.0]
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    files = tuple(tmp_path / str(rank) for rank in range(8))
+    beats = ranks._Beats(files, on_cuda=True, _then=0.0)
+
+    def still(saying=()):
+        now[0] += 0.2
+        for file in saying:
+            file.write_text(str(now[0]))
+            os.utime(file, (now[0], now[0]))
+        return beats.still({})
+
+    assert not any(still([file]) for file in files)
+    assert not any(still() for _ in range(50))
+    assert not any(still(files) for _ in range(ranks._SETTLED))
+    assert any(still() for _ in range(50))
 
 
 def test_a_free_port_is_free():
