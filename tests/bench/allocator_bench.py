@@ -163,7 +163,7 @@ def row_of(bench, model, changes):
     outcome = bench.trial(plan)
     if not isinstance(outcome, Measured):
         kind = "unsupported" if isinstance(outcome, Unsupported) else type(outcome).__name__
-        return {**row, "failed": f"{kind}: {getattr(outcome, 'reason', '')}"[-600:]}
+        return {**row, "failed": f"{kind}: {getattr(outcome, 'reason', getattr(outcome, 'phase', ''))}"[-600:]}
     found = bench.compare(plan, outcome)
     if isinstance(found, str):
         return {**row, "failed": f"no trace: {found}"}
