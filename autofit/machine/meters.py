@@ -134,6 +134,9 @@ class CudaMeter:
         self.device = torch.cuda.current_device()
         warm = torch.ones(64, 64, device="cuda")
         _ = (warm @ warm).sum().item()
+        del warm, _
+        torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001 - a launch takes its own in the model's first product
+        torch.cuda.empty_cache()
         self.limit_bytes = limit_bytes
         self.total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         self.host = HostMeter(host_limit_bytes, "host")

@@ -11,7 +11,7 @@ from autofit.costmodel.memory.allocator import replay, smallest_capacity
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, _hull, pack, unpack
 from autofit.costmodel.memory.peak import evaluable_rows, need, peaks, phase_of
 from autofit.costmodel.memory.requests import requests
-from autofit.costmodel.tracing.timeline import CATEGORIES
+from autofit.costmodel.tracing.timeline import AFTER_EVALUATION, CATEGORIES
 from autofit.system.units import MIB
 from tests.support.layered import Layered, Writer
 from tests.support.traced import CONFIGS, PLAIN, Lab
@@ -231,6 +231,29 @@ def test_requests_are_the_run(model, rows, accumulation, steps):
         assert found.peak_bytes <= live.max() <= found.peak_bytes + batches + copies
     state = sum(model["micro"].gradients) * model["layers"] * model["state"]
     assert sum(sizes[block] for block in left) == micro.weights.sum() + state
+
+
+def test_an_evaluation_comes_before_the_last_step_which_alone_has_what_follows_it():
+    micro, optimizer = parts_of(
+        {"layers": 3, "micro": Layered(logits=(1001, 0)), "state": 2, "work": 7, "elsewhere": 0}
+    )
+    names = [AFTER_EVALUATION if name == "logits" else name for name in micro.tape.names]
+    writer = Writer()
+    writer.mark("evaluation")
+    writer.new(0, 1000)  # stays until the next step
+    micro = dataclasses.replace(
+        micro, tape=dataclasses.replace(micro.tape, names=tuple(names)), evaluation=writer.tape()
+    )
+    without, with_it = (requests(micro, optimizer, rows=3, accumulation=2, evaluated_rows=count) for count in (0, 7))
+    left = [sorted(one.sizes[block] for block in check_balance(one.events)) for one in (without, with_it)]
+    assert left[0] == left[1]
+    before, made = ([one.sizes[event] for event in one.events if event >= 0] for one in (without, with_it))
+    assert 1001 not in before
+    evaluated = made.index(7000)
+    assert 1001 not in made[:evaluated]
+    assert made[evaluated:].count(1001) == 2
+    assert made[:evaluated] == before[:evaluated]
+    assert len(made) == len(before) + 1
 
 
 BROAD = {**CONFIGS["llama"], "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2000}

@@ -11,7 +11,7 @@ from autofit.contract.emission import Emission
 from autofit.costmodel.seconds.collectives import COLLECTIVES
 from autofit.costmodel.tracing import fake_run, source, trace_job
 from autofit.costmodel.tracing.shard_layout import layout_of, local_bytes
-from autofit.costmodel.tracing.timeline import CATEGORIES, lengthen
+from autofit.costmodel.tracing.timeline import CATEGORIES, Tape, lengthen
 from autofit.registry import recipe_of, technique
 from tests.support.tiny import write_config
 from tests.support.traced import CONFIGS, PLAIN, facts_of, like_a_process_of_its_own
@@ -126,8 +126,8 @@ def test_the_first_backward_pass_after_an_evaluation_gathers_the_head_once_more(
     """FSDP2 takes a forward pass that no backward pass followed for one that it follows."""
     two, following, forward_begin = world(2, FSDP), fake_run.following, fake_run.Marks.forward_begin
 
-    def highest():
-        tape = two.micro_steps(accumulation=1).tape
+    def highest(of=lambda tape: tape):
+        tape = of(two.micro_steps(accumulation=1).tape)
         first = tape.segments.index("0:preB")
         return tape.live(2)[tape.starts[first] : [*tape.starts, None][first + 1]].max()
 
@@ -137,9 +137,10 @@ def test_the_first_backward_pass_after_an_evaluation_gathers_the_head_once_more(
             marks.sharded(input_ids=rows)
         forward_begin(marks)
 
-    said = highest()
+    said, usual = highest(), highest(Tape.after_a_step)
     monkeypatch.setattr(fake_run, "following", lambda recorder, **_: following(recorder, evaluates=False))
     plain = highest()
+    assert plain == usual
     monkeypatch.setattr(fake_run.Marks, "forward_begin", evaluating)
     assert said == highest()
     head = CONFIGS["llama"]["vocab_size"] * CONFIGS["llama"]["hidden_size"] * 2

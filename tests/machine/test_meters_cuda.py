@@ -95,6 +95,10 @@ class Card:
 
     def set_device(self, _device):
         self.outside = CONTEXT
+        self.hold(32 * MIB)  # cuBLAS' workspace, which the first product takes
+
+    def clear_workspaces(self):
+        self.allocated = 0
 
     def fraction(self, share):
         assert isinstance(share, float)
@@ -127,11 +131,18 @@ def card(monkeypatch):
         "synchronize": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, played)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", found.clear_workspaces, raising=False)
     with OnHost():
         yield found
 
 
 # memory
+
+
+def test_a_meter_leaves_the_allocator_as_a_launch_finds_it(card):
+    """Without cuBLAS' workspace, which a launch has behind what loading leaves free, and not before it."""
+    CudaMeter(10 * GIB, 4 * GIB, card.known)
+    assert (card.outside, card.allocated, card.reserved) == (CONTEXT, 0, 0)
 
 
 def test_the_ceiling_is_held_by_the_allocator_less_what_lies_outside(card):

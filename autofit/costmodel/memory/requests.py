@@ -12,6 +12,8 @@ from autofit.costmodel.memory.parts import MicroPart, OptimizerPart
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Tape
 
 _STATE, _GRADIENTS = (CATEGORIES.index(name) for name in ("state", "gradients"))
+_BEFORE_EVALUATION = 2
+"""Optimizer steps before the evaluation, as in a trial (:mod:`autofit.training.loops`)."""
 _PRODUCT = re.compile(r"aten\.(_?(addmm|mm|bmm|baddbmm|linear|addmm_activation|grouped_mm))\.")
 
 
@@ -35,15 +37,16 @@ def requests(
 ) -> Requests:
     """A whole run as allocations and frees for :mod:`autofit.costmodel.memory.allocator`.
 
-    Load, some optimizer steps, an evaluation step. Two micro-steps stand for any number above one: what more of them
-    ask for, the allocator has in store.
+    Load, two optimizer steps, an evaluation step, and the other steps, in the order of a trial. Two micro-steps stand
+    for any number above one: what more of them ask for, the allocator has in store.
 
     Args:
         micro: Its micro-steps.
         optimizer: Its optimizer.
         rows: The micro-batch.
         accumulation: Micro-steps to an optimizer step.
-        steps: How many of them. The first makes the state; the third finds other gaps between blocks than the second.
+        steps: How many of them. The first makes the state; the third finds other gaps between blocks than the second,
+            and those that an evaluation has left.
         evaluated_rows: Of the evaluation step; without any it is left out.
         workspaces: Bytes that cuBLAS keeps, from the first forward pass and from the first backward pass on.
     """
@@ -57,7 +60,8 @@ def requests(
     stop = "1:step" if accumulation > 1 else "0:step"
     tape = micro.tape_of(accumulation)
     end = int(tape.starts[tape.segments.index(stop)])
-    micro_sizes = tape.bytes_at(rows)
+    evaluation = micro.evaluation if evaluated_rows else None
+    usual = tape.after_a_step().bytes_at(rows)
     gradient = tape.categories == _GRADIENTS
     step_tape = optimizer.tape
     given = step_tape.categories == _GRADIENTS
@@ -66,7 +70,8 @@ def requests(
     begins = [_first_product(tape, segment) for segment in ("0:pre", "0:headB")[: len(workspaces)]]
     for turn in range(steps):
         base = len(sizes)
-        sizes += micro_sizes.tolist()
+        follows = evaluation is not None and turn == _BEFORE_EVALUATION
+        sizes += (tape.bytes_at(rows) if follows else usual).tolist()
         streams += tape.streams.tolist()
         done = 0
         for begin, workspace in zip(begins, kept, strict=True) if turn == 0 else ():
@@ -85,11 +90,14 @@ def requests(
             events.append(event + offset if event >= 0 else event - offset)
         events += [~int(block + base) for block in alive if not gradient[block]]
         events += [~int(block + base) for block in alive if gradient[block]]
-    if micro.evaluation is not None and evaluated_rows:
-        base = len(sizes)
-        sizes += micro.evaluation.bytes_at(evaluated_rows).tolist()
-        streams += micro.evaluation.streams.tolist()
-        events += _moved(micro.evaluation, base, 0, len(micro.evaluation.events))
+        if evaluation is not None and turn == min(_BEFORE_EVALUATION, steps) - 1:
+            base = len(sizes)
+            sizes += evaluation.bytes_at(evaluated_rows).tolist()
+            streams += evaluation.streams.tolist()
+            past = len(evaluation.events)
+            events += _moved(evaluation, base, 0, past)
+            # weights that stay gathered, which the next step is traced to gather itself
+            events += [~int(block + base) for block in np.flatnonzero(evaluation.alive(past - 1))]
     return Requests(_balanced(events), sizes, streams)
 
 

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autofit.contract.technique import replacing
 from autofit.costmodel.seconds.operator_time import Operator
 from autofit.costmodel.seconds.roofline import KINDS, Kind
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, called, signature
@@ -294,10 +293,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._label = before
-
-    def untimed(self) -> contextlib.AbstractContextManager[None]:
-        """What runs in here takes memory, but no time in most steps."""
-        return replacing([(Recorder, name, lambda *_: None) for name in ("_send", "_count")])
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autofit.contract.technique import replacing
 from autofit.costmodel.tracing.emulation.fake_mode import resize_native
-
-if TYPE_CHECKING:
-    from autofit.costmodel.tracing.recorder import Recorder
+from autofit.costmodel.tracing.recorder import Recorder
+from autofit.costmodel.tracing.timeline import AFTER_EVALUATION
 
 
 @contextlib.contextmanager
@@ -106,10 +105,21 @@ def _after_evaluation(recorder: Recorder) -> tuple[Any, str, Any]:
         used_first = group._post_forward_indices[-1:] == [0]
         prefetch(group)
         if used_first and recorder.segments[-1].startswith("0:"):
-            with recorder.untimed():
+            with _after_evaluation_alone():
                 group._prefetch_unshard(group.comm_ctx.post_forward_order[-1], "backward")
 
     return FSDPParamGroup, "_backward_prefetch", prefetched
+
+
+def _after_evaluation_alone() -> contextlib.AbstractContextManager[None]:
+    """What runs in here takes memory, which has its own name on the tape, but no time in most steps."""
+    new = Recorder._new_block
+
+    def named(recorder: Recorder, size: int, _: str, category: int) -> int:
+        return new(recorder, size, AFTER_EVALUATION, category)
+
+    untimed = [(Recorder, name, lambda *_: None) for name in ("_send", "_count")]
+    return replacing([*untimed, (Recorder, "_new_block", named)])
 
 
 def _address(tensor: torch.Tensor) -> int:

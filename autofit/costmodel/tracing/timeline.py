@@ -46,6 +46,8 @@ the buffers of collectives; ``elsewhere`` is not on the device: on the
 host, or in memory that the driver moves."""
 ELSEWHERE = CATEGORIES.index("elsewhere")
 
+AFTER_EVALUATION = "all-gather after an evaluation"
+"""Name of the operator whose blocks only the first micro-step after an evaluation has."""
 MIDDLE = ("F1", "B1")
 _PERIOD = {"F0": 0, "F1": 1, "F2": 2, "B0": 0, "B1": 1, "B2": 2}
 
@@ -103,7 +105,13 @@ class Tape:
 
     def without(self, *names: Category) -> Tape:
         """The same where blocks of some categories have no bytes: they are not on the device, or counted apart."""
-        gone = np.isin(self.categories, [CATEGORIES.index(name) for name in names])
+        return self._emptied(np.isin(self.categories, [CATEGORIES.index(name) for name in names]))
+
+    def after_a_step(self) -> Tape:
+        """The same where no evaluation came before."""
+        return self._emptied(np.isin(self.ops, [at for at, name in enumerate(self.names) if name == AFTER_EVALUATION]))
+
+    def _emptied(self, gone: Bools) -> Tape:
         sizes, per_row = (np.where(gone, 0.0, line) for line in (self.sizes, self.per_row))
         return dataclasses.replace(self, sizes=sizes, per_row=per_row)
 
