@@ -155,6 +155,10 @@ class Technique(ABC):
         """
         return value
 
+    def traced_in(self, plan: Mapping[str, Value]) -> bool:
+        """Whether a plan that has this technique's value can be traced, as far as its other values go."""
+        return True
+
     def runs_as(self, value: Value) -> Value:
         """The value whose micro-steps make the same tensors in the same order, wherever weights and gradients wait."""
         return value

@@ -24,7 +24,7 @@ unless ``cpu=True`` is said in the script, and under its ``FSDP`` a CPU trains a
 
 Sources: ``accelerate.Accelerator.prepare_model``, ``accelerate/state.py``, ``accelerate/utils/fsdp_utils.py`` (1.15).
 Carried by the Accelerate YAML; tensor parallelism by ``setup.model(...)``, too.
-Not covered: DeepSpeed's own settings of buckets.
+A trace runs DeepSpeed's own engine (:mod:`.zero`). Not covered: its settings of buckets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autofit.contract.emission import Emission
 from autofit.contract.layout import context_ranks, engine_of, layout_of, why_not_context, why_not_split
 from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique, divisors, replacing
 
-from . import context, tensor
+from . import context, tensor, zero
 from .emitted import accelerate_keys
 
 if TYPE_CHECKING:
@@ -102,11 +102,14 @@ class Parallel(Technique):
         return {self.name: value, **plan} | ({} if offload is None else {"offload": offload})
 
     def stand_in(self, value: Value, facts: Facts, recorder: TraceRecorder) -> AbstractContextManager[None]:
+        if engine_of(value) == "deepspeed":
+            return replacing(zero.on_cpu())
         return replacing(context.on_cpu()) if context_ranks(value) > 1 else contextlib.nullcontext()
 
+    def traced_in(self, plan: Mapping[str, Value]) -> bool:
+        return engine_of(plan[self.name]) != "deepspeed" or plan["offload"] == "none"
+
     def traced_as(self, value: Value, part: Part) -> Value | None:
-        if engine_of(value) == "deepspeed":  # its flat buffers are no tensors of the model's
-            return None
         # an optimizer has its share of the weights, whenever they are gathered and whoever has the tokens
         alike = value == "fsdp:noreshard" or context_ranks(value) > 1
         return "fsdp" if part == "optimizer" and alike else value

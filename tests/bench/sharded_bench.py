@@ -66,6 +66,16 @@ CONTEXT = (
     {"optimizer": "sgd", "micro_batch": 1},
 )
 """What context parallelism is tried with, over as many cards."""
+ZERO = (
+    {"parallel": "zero1"},
+    {"parallel": "zero1", "precision": "fp32", "micro_batch": 2},
+    {"parallel": "zero2", "adapter": "lora:r=16"},
+    {"parallel": "zero2", "accumulation": 2, "micro_batch": 2},
+    {"parallel": "zero3"},
+    {"parallel": "zero3", "checkpointing": "full", "micro_batch": 2},
+    {"parallel": "zero3", "accumulation": 2, "micro_batch": 2},
+)
+"""What DeepSpeed is tried with, where it is installed."""
 _SECONDS_A_RANK = 75
 """A trial's limit, so that many ranks can share a few cores."""
 
@@ -111,6 +121,7 @@ def families(processes):
         {"parallel": f"tp{processes}xfsdp1", "micro_batch": 2},
         {"parallel": f"cp2xfsdp{half}"},
         {"parallel": f"cp{processes}xfsdp1"},
+        *({"parallel": f"zero{stage}"} for stage in (1, 2, 3)),
     ]
 
 
@@ -120,7 +131,7 @@ def plans(processes):
     split = [{"parallel": f"tp2xfsdp{processes // 2}", **more} for more in TENSOR if processes % 2 == 0]
     parted = [{"parallel": f"cp2xfsdp{processes // 2}", **more} for more in CONTEXT if processes % 2 == 0]
     parted += [{"parallel": f"cp{processes}xfsdp1"}] if processes > 2 else []
-    return [*EACH, *(halves if processes >= 4 else []), *split, *parted]
+    return [*EACH, *(halves if processes >= 4 else []), *split, *parted, *ZERO]
 
 
 def main():

@@ -8,7 +8,7 @@ import pytest
 
 from autofit.costmodel.seconds import collectives
 from autofit.costmodel.seconds.collectives import COLLECTIVES, collective, exposed, links_of, seconds
-from autofit.costmodel.seconds.operator_time import Operators
+from autofit.costmodel.seconds.operator_time import COLUMNS, Operators
 from autofit.costmodel.tracing import trace_job
 from autofit.machine import gpu_catalogue
 from tests.support.tiny import write_config
@@ -52,7 +52,9 @@ def test_what_is_longer_than_what_it_runs_beside_stays():
 
 
 def test_deepspeed_sends_gradients_and_weights():
-    micro = SimpleNamespace(weights=np.array([4 * 10**9]))
+    """As it is known, where no trace has it; else as it is traced."""
+    none = Operators.from_rows(np.zeros((0, len(COLUMNS))), np.zeros(0))
+    micro = SimpleNamespace(weights=np.array([4 * 10**9]), exchanges=lambda *_: none)
     work = dataclasses.replace(facts_of("llama").workload, processes=4)
 
     def sent(stage, accumulation):
@@ -61,6 +63,9 @@ def test_deepspeed_sends_gradients_and_weights():
 
     assert [sent(stage, 1) for stage in (1, 2, 3)] == [2, 2, 3]  # each in 16 bits
     assert [sent(stage, 4) for stage in (1, 2, 3)] == [2, 5, 12]
+    traced = Operators.of([collective("all_gather", 6e9, 4)])
+    micro.exchanges = lambda *_: traced
+    assert sent(3, 4) == 3
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Traces of sharded plans: one rank of a fake world."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,9 +9,12 @@ import torch
 
 from autofit.contract import layout as contract_layout
 from autofit.contract.emission import Emission
-from autofit.costmodel.seconds.collectives import COLLECTIVES
+from autofit.costmodel.memory.allocator import replay
+from autofit.costmodel.seconds.collectives import COLLECTIVES, step_collectives
 from autofit.costmodel.tracing import fake_run, source, trace_job
-from autofit.costmodel.tracing.shard_layout import layout_of, local_bytes
+from autofit.costmodel.tracing.emulation import zero
+from autofit.costmodel.tracing.recorder import Recorder
+from autofit.costmodel.tracing.shard_layout import Layout, layout_of, local_bytes
 from autofit.costmodel.tracing.timeline import CATEGORIES, Tape, lengthen
 from autofit.registry import recipe_of, technique
 from tests.support.tiny import write_config
@@ -145,6 +149,64 @@ def test_the_first_backward_pass_after_an_evaluation_gathers_the_head_once_more(
     assert said == highest()
     head = CONFIGS["llama"]["vocab_size"] * CONFIGS["llama"]["hidden_size"] * 2
     assert said - plain == pytest.approx(head, rel=0.01)
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_an_engine_makes_before_its_first_step_is_held_and_what_that_leaves_is_state(stage, mixed_precision):
+    recorder = Recorder(fake=False)
+    with recorder:
+        weight, dataset = torch.zeros(1000), torch.zeros(77)
+        recorder.call([weight], "weights")
+        recorder.mark("begin")
+        copy = weight.bfloat16()
+        flat, batch = torch.cat([copy]), torch.zeros(50)
+        recorder.call([batch], "batch")
+        del weight, copy
+        recorder.mark("0:pre")
+        recorder.mark("0:headB")
+        state = torch.zeros_like(flat, dtype=torch.float32)
+        recorder.mark("begin")
+        logits = torch.zeros(9)
+    marks = SimpleNamespace(recorder=recorder, since=4)
+    found = zero.held(marks, Layout(engine=True, zero=stage), SimpleNamespace(mixed_precision=mixed_precision))
+    assert found.weights == (2000,)
+    if stage == 3:
+        assert found.loading is None
+    else:
+        sizes = [found.loading.sizes[event] for event in found.loading.events if event >= 0]
+        assert sizes == ([4000] if mixed_precision == "no" else []) + [2000, 2000]
+        assert replay(*found.loading).allocated_bytes == 2048
+    tape = zero.state(marks)
+    assert (tape.live(0).tolist(), tape.segments) == ([4000], ("0:step", "1:step"))
+    assert len(dataset) + len(state) + len(logits) == 1086
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_is_traced_with_its_own_engine(world, stage):
+    """Weights in 16 bits, or a share of them, beside a share in 32 bits and one of the state; and a whole bucket."""
+    pytest.importorskip("deepspeed")
+    eight, plan = world(8, {}), MIXED.replaced(parallel=f"zero{stage}")
+    micro, optimizer = eight.micro_part(plan), eight.optimizer_part(plan)
+    whole, bucket = world(1, {}).micro_part().weights.sum(), 2 * 500_000_000
+    share, gathered = whole / 8, whole / 2
+    if stage == 3:  # the bucket is always there, and a buffer for gradients; all weights stay gathered from then on
+        assert micro.loading is None
+        assert micro.weights.sum() - bucket == pytest.approx(2 * share, rel=0.05)
+        assert optimizer.state_bytes == pytest.approx(2 * share + gathered, rel=0.05)
+    else:
+        assert micro.weights.sum() == pytest.approx(gathered + share, rel=0.05)
+        assert optimizer.state_bytes == pytest.approx(2 * share, rel=0.05)
+        loaded = replay(*micro.loading)
+        assert loaded.rounded_bytes > whole, "flattened beside the weights as they come"
+        assert loaded.allocated_bytes == pytest.approx(micro.weights.sum(), rel=0.1)
+        assert micro.peaks(np.array([2.0]), adding=False)[0] > bucket
+    sent = step_collectives(micro, plan["parallel"], eight.facts.workload, 1, half=True)
+    gathers = sent.n == COLLECTIVES.index("all_gather")
+    assert sent.calls[gathers] @ sent.moved_bytes[gathers] == pytest.approx(gathered, rel=0.05)
+    late = step_collectives(micro, plan["parallel"], eight.facts.workload, 4, half=True)
+    assert late.calls.sum() > sent.calls.sum() or stage == 1
 
 
 @pytest.mark.slow

@@ -240,6 +240,8 @@ def test_what_can_not_be_traced_has_a_reason(lab, value, offload):
     assert found.untraced(plan) == f"parallel={value} can't be traced"
     assert found.need(plan) is None
     assert traced_plan(plan, "micro_steps") is None
+    on_device = plan.replaced(offload="none")
+    assert traced_plan(on_device, "micro_steps")["parallel"] == traced_plan(on_device, "optimizer")["parallel"] == value
 
 
 def test_plans_that_ask_for_the_same_memory_are_alike(lab):

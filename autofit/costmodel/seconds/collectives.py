@@ -158,9 +158,10 @@ def step_collectives(
 ) -> Operators:
     """The collectives of a whole optimizer step, with all of their calls.
 
-    Those of FSDP, of tensor and of context parallelism are traced. DDP's reducer is not: it reduces the gradients in
-    buckets, in the last micro-step. Nor is DeepSpeed, which reduces them in buckets of 16 bits where it computes in 16
-    bits, in each micro-step from stage 2 on, and gathers the weights: after each step, in stage 3 in each pass.
+    Those of FSDP, of DeepSpeed, of tensor and of context parallelism are traced. DDP's reducer is not: it reduces the
+    gradients in buckets, in the last micro-step. Nor is DeepSpeed where something waits on the host: it reduces them in
+    buckets of 16 bits where it computes in 16 bits, in each micro-step from stage 2 on, and gathers the weights: after
+    each step, in stage 3 in each pass.
 
     Args:
         micro: The micro-steps.
@@ -172,14 +173,15 @@ def step_collectives(
     """
     if engine_of(parallel) == "ddp":
         return _in_buckets([("all_reduce", float(micro.buckets_bytes), 1)], _BUCKET_BYTES, work.processes)
-    if engine_of(parallel) == "deepspeed":
+    traced = collectives_of(micro.exchanges(accumulation, rows))
+    if engine_of(parallel) == "deepspeed" and not len(traced.calls):
         stage = int(str(parallel)[-1])
         whole = float(micro.weights.sum()) * (0.5 if half else 1.0)
         reduces = ("all_reduce", 1) if stage == 1 else ("reduce_scatter", accumulation)
         gathers = 2 * accumulation if stage == 3 else 1
         found = [(reduces[0], whole, reduces[1]), ("all_gather", whole, gathers)]
         return _in_buckets(found, _ZERO_BUCKET_BYTES, work.processes)
-    return collectives_of(micro.exchanges(accumulation, rows))
+    return traced
 
 
 def _in_buckets(found: list[tuple[Any, float, int]], bucket_bytes: float, ranks: int) -> Operators:

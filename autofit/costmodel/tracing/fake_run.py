@@ -27,6 +27,7 @@ from torch import nn
 from autofit.contract import placement
 from autofit.contract.plan import Plan
 from autofit.contract.technique import replacing
+from autofit.costmodel.tracing.emulation import zero
 from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.emulation.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.emulation.fake_kernels import without_values
@@ -34,8 +35,8 @@ from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
 from autofit.costmodel.tracing.layers import Marks, find_layers, period_of, shorten, watch_layers
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.shard_layout import (
+    Held,
     Layout,
-    Loading,
     cut,
     layout_of,
     loading,
@@ -57,23 +58,6 @@ _PRIMES = (
     101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157,
     163, 167, 173, 179, 181, 191, 193, 197, 199, 1009,
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What a model holds, before it takes a step.
-
-    Attributes:
-        weights: Bytes of each parameter and buffer of the whole model.
-        buckets_bytes: Of DDP's reducer, of the whole model.
-        host_bytes: Of the weights that wait on the host.
-        loading: How a sharded model gets onto the device.
-    """
-
-    weights: tuple[int, ...]
-    buckets_bytes: int = 0
-    host_bytes: int = 0
-    loading: Loading | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +137,8 @@ def micro_steps(
     Raises:
         ModelError: No trace stands for a step of the model's task, or for the source's rows.
     """
-    source = source or FromConfig(plan, facts, config, folder, whole=how.get("whole", False))
+    asked = {"whole": how.get("whole", False), "accumulation": how.get("accumulation", 2)}
+    source = source or FromConfig(plan, facts, config, folder, **asked)
     with stepping(plan, facts, source, fake=fake, **how) as steps:
         source.run(steps.model, steps.marks, fake=fake)
     assert steps.found is not None
@@ -192,7 +177,8 @@ def stepping(
         layout = layout_of(recipe_of(plan, facts))
         model = source.model(fake=fake)
         holds = _held(model, layout, source.beside)
-        layers = find_layers(model, period_of(plan)) if fake and not whole and not source.beside else None
+        shortened = fake and not whole and not source.beside and not layout.zero
+        layers = find_layers(model, period_of(plan)) if shortened else None
         names = [name for name, _ in model.named_parameters()]
         if layers is not None:
             shorten(model, layers)
@@ -201,7 +187,8 @@ def stepping(
         recipe.micro_batch = rows or recipe.micro_batch
         source.take_rows(grows=rows is not None)
         with _recording(recipe, fake=fake, rows=rows) as recorder:
-            marks = Marks(recipe, recorder, accumulation=accumulation, steps=1, only_micro_steps=True)
+            count = zero.STEPS if layout.zero else 1
+            marks = Marks(recipe, recorder, accumulation=accumulation, steps=count, only_micro_steps=True)
             marks.sharded = model if layout.engine else None
             if layers is not None:
                 watch_layers(model, layers, marks)
@@ -212,9 +199,11 @@ def stepping(
                 if layers is None or isinstance(error, AutofitError):
                     raise
                 raise UnlikeError("the model needs the layers that were left out") from error
-        bare = set() if recorder.guessed else {name for name, one in _trained(model) if one.grad is None}
-        tape = recorder.tape(since=1, until=marks.past)
+        guessed = recorder.guessed or layout.zero  # an engine of its own takes the gradients away
+        bare = set() if guessed else {name for name, one in _trained(model) if one.grad is None}
+        tape = recorder.tape(since=marks.since, until=marks.past)
         evaluation = recorder.tape(since=marks.past) if marks.past and source.evaluates else None
+        holds = zero.held(marks, layout, recipe) if layout.zero else holds
     steps.found = MicroSteps(
         tape=_without_shares(tape, layout),
         evaluation=evaluation,
@@ -253,6 +242,8 @@ def unused(
     Neither DDP, which has a Trainer find unused parameters, nor FSDP2 gives them one: ``global_unused`` in
     ``reducer.cpp``, ``reduce_scatter_unused_params`` of ``FSDPParamGroup``. So it is asked of one process.
     """
+    if layout_of(recipe_of(plan, facts)).zero:  # its flat shares have a state whoever has a gradient
+        return frozenset()
     source = source or FromConfig(plan, facts, config, folder, alone=True)
     how = {"accumulation": 1, "any_rows": False, "evaluates": False, **how}
     return micro_steps(plan, facts, config=config, folder=folder, source=source, **how).unused
@@ -272,10 +263,15 @@ def optimizer_steps(
 
     Of a sharded plan each parameter is as large as its shard: optimizers treat a shard as they would a parameter.
     """
+    layout = layout_of(recipe_of(plan, facts))
+    if layout.zero:
+        source = source or FromConfig(plan, facts, config, folder)
+        with stepping(plan, facts, source, accumulation=1, any_rows=False, evaluates=False) as steps:
+            source.run(steps.model, steps.marks, fake=True)
+        return OptimizerSteps(tape=zero.state(steps.marks), elsewhere_bytes=0)
     source = source or FromConfig(plan, facts, config, folder, alone=True)
     with source.prepared() as recipe:
         model = source.model(fake=fake)
-        layout = layout_of(recipe_of(plan, facts))
         wholes = _names_of(model, cut(model, layout))
         source.take_rows(grows=False, given=True)
         model.forward = _given_gradients(model, wholes, unused)

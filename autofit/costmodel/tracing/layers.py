@@ -203,7 +203,15 @@ def _copied(module: nn.Module, made: dict[int, torch.Tensor]) -> nn.Module:
 
 
 class Marks:
-    """Stands where a trial has its clock: tells the recorder where a segment begins."""
+    """Stands where a trial has its clock: tells the recorder where a segment begins.
+
+    Args:
+        recipe: What is traced.
+        recorder: Is told.
+        accumulation: Micro-steps to an optimizer step.
+        steps: Optimizer steps.
+        only_micro_steps: Whether the last one ends before its optimizer steps.
+    """
 
     on_cuda = False
     in_parts = False
@@ -219,8 +227,10 @@ class Marks:
         self.done = 0
         self.accumulated = 0
         self.backward = False
+        self.since = 1
+        """Index of the segment that comes before the micro-steps of the last optimizer step."""
         self.past: int | None = None
-        """Index of the segment that comes after the micro-steps."""
+        """Index of the segment that comes after them."""
         self.parameters: list[nn.Parameter] = []
         self.sharded: nn.Module | None = None
 
@@ -251,7 +261,8 @@ class Marks:
         self.recorder.call((parameter.grad for parameter in self.parameters), "gradients")
         self.mark("step")
         self.accumulated += 1
-        if self.only_micro_steps and self.accumulated == self.accumulation:
+        last = self.done + 1 == self.effort.warm_up and self.accumulated == self.accumulation
+        if self.only_micro_steps and last:
             self.past = len(self.recorder.segments)
             self.recorder.mark("evaluation")
             raise TraceDone
@@ -265,6 +276,9 @@ class Marks:
         if self.done == self.effort.warm_up:
             self.recorder.close()
             raise TraceDone
+        if self.only_micro_steps:
+            self.since = len(self.recorder.segments)
+            self.recorder.mark("begin")
         return False
 
 

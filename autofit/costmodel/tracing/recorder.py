@@ -35,6 +35,7 @@ _DEVICE = torch.ops.prim.device.default
 """Asked of a fake tensor that is not native by every call from Python."""
 _VALUE = torch.ops.aten._local_scalar_dense.default
 _TO_COPY = torch.ops.aten._to_copy.default
+_META = torch.device("meta")
 StandIn = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -106,7 +107,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented  # its own dispatch comes down to local tensors
-        if self._closed or self._paused:
+        if self._closed or self._paused or kwargs.get("device") == _META:
             return func(*args, **kwargs)
         stand_in, key = self.stand_ins.get(func), None
         if stand_in is not None:

@@ -39,6 +39,7 @@ class Layout:
         engine: Whether an engine runs the model, so that a trace needs its world, also one of a single process.
         on_host: Whether shares of weights, gradients and optimizer state wait on the host (``fsdp_offload_params``).
         units: Names of the classes of modules that are sharded one at a time.
+        zero: Stage of DeepSpeed's ZeRO, whose engine has the weights in buffers of its own and steps by itself; else 0.
     """
 
     shards: int = 1
@@ -50,6 +51,7 @@ class Layout:
     engine: bool = False
     on_host: bool = False
     units: frozenset[str] = frozenset()
+    zero: int = 0
 
     def buckets_bytes(self, model: nn.Module) -> int:
         """Bytes of the reducer's buckets; a gradient is copied there and back, since it is no view of its bucket.
@@ -70,6 +72,23 @@ class Loading(NamedTuple):
 
     events: tuple[int, ...]
     sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a model holds, before it takes a step.
+
+    Attributes:
+        weights: Bytes of each parameter and buffer of the whole model.
+        buckets_bytes: Of DDP's reducer, of the whole model.
+        host_bytes: Of the weights that wait on the host.
+        loading: How a sharded model gets onto the device.
+    """
+
+    weights: tuple[int, ...]
+    buckets_bytes: int = 0
+    host_bytes: int = 0
+    loading: Loading | None = None
 
 
 def layout_of(recipe: Recipe) -> Layout:
@@ -94,6 +113,8 @@ def layout_of(recipe: Recipe) -> Layout:
     if tensor > 1:  # transformers' own FSDP keeps the weights' dtype, and in a plain loop nobody defers its gradients
         by_trainer = recipe.facts.workload.launch_path == "trainer"
         return Layout(shards=world // tensor, tensor=tensor, gathers_late=by_trainer and world > tensor, engine=True)
+    if engine == "DEEPSPEED":  # what it does at the end of an accumulation, its first micro-step alone may do
+        return Layout(gathers_late=True, engine=True, zero=int(written["deepspeed_config"]["zero_stage"]))
     return Layout(bucketed=engine == "MULTI_GPU" and world > 1, engine=world > 1)
 
 
@@ -269,3 +290,12 @@ def on_device(emission: Emission) -> Emission:
         return emission
     accelerate = {**emission.accelerate, "fsdp_config": {**config, "fsdp_offload_params": False}}
     return dataclasses.replace(emission, accelerate=accelerate)
+
+
+def accumulating(emission: Emission, micro_steps: int) -> Emission:
+    """What a plan writes, with so many micro-steps to an optimizer step where an engine is told of them."""
+    config = emission.accelerate.get("deepspeed_config")
+    if not config:
+        return emission
+    told = {**config, "gradient_accumulation_steps": micro_steps}
+    return dataclasses.replace(emission, accelerate={**emission.accelerate, "deepspeed_config": told})

@@ -25,6 +25,7 @@ from autofit.contract.plan import Plan
 from autofit.costmodel.tracing.layers import Marks, TraceDone, period_of, wrapped_in_part
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.shard_layout import (
+    accumulating,
     layout_of,
     on_device,
     one_process,
@@ -84,20 +85,30 @@ class FromConfig:
         folder: Where a Trainer may write.
         alone: Without the others of its world.
         whole: Wrap every layer, also those that no trace runs.
+        accumulation: Micro-steps to an optimizer step that an engine is told of.
     """
 
     def __init__(
-        self, plan: Plan, facts: Facts, config: Path, folder: Path, *, alone: bool = False, whole: bool = False
+        self,
+        plan: Plan,
+        facts: Facts,
+        config: Path,
+        folder: Path,
+        *,
+        alone: bool = False,
+        whole: bool = False,
+        accumulation: int = 1,
     ) -> None:
         self.plan, self.facts, self.config, self.folder = plan, facts, config, folder
-        self.alone, self.whole = alone, whole
+        self.alone, self.whole, self.accumulation = alone, whole, accumulation
         self.evaluates = facts.workload.launch_path == "trainer"  # else the script evaluates
         self.beside: list[nn.Module] = []
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[Recipe]:
         """The recipe as it can run here."""
-        with prepared(self.plan, self.facts, self.folder, alone=self.alone) as self.recipe:
+        plan, facts, folder = self.plan, self.facts, self.folder
+        with prepared(plan, facts, folder, alone=self.alone, accumulation=self.accumulation) as self.recipe:
             yield self.recipe
 
     def model(self, *, fake: bool) -> Any:
@@ -125,7 +136,7 @@ class FromConfig:
 
 
 @contextlib.contextmanager
-def prepared(plan: Plan, facts: Facts, folder: Path, *, alone: bool = False) -> Iterator[Recipe]:
+def prepared(plan: Plan, facts: Facts, folder: Path, *, alone: bool = False, accumulation: int = 1) -> Iterator[Recipe]:
     """The recipe as it can run on a CPU, in the environment of its launch; alone, without the others of its world."""
     recipe = recipe_of(plan, facts)
     engine = layout_of(recipe).engine and not alone
@@ -133,7 +144,7 @@ def prepared(plan: Plan, facts: Facts, folder: Path, *, alone: bool = False) -> 
         recipe.facts = one_process(facts)
         recipe.emission = without_engine(recipe.emission)
         recipe.spread = None
-    recipe.emission = on_cpu(on_device(recipe.emission), engine=engine)
+    recipe.emission = on_cpu(accumulating(on_device(recipe.emission), accumulation), engine=engine)
     recipe.mixed_precision = _FP16_AS_BF16.get(recipe.mixed_precision, recipe.mixed_precision)
     config_file = folder / "traced.json"  # as Accelerate takes it, too; YAML is read slowly
     config_file.write_text(json.dumps(recipe.emission.accelerate), encoding="utf-8")

@@ -22,6 +22,7 @@ import numpy as np
 
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, first_alone, pack
 from autofit.costmodel.tracing import fake_run
+from autofit.costmodel.tracing.shard_layout import Held
 from autofit.costmodel.tracing.timeline import Tape, UnlikeError, lengthen
 from autofit.costmodel.tracing.trace_request import alone_plan, run_plan, traced_plan
 from autofit.system.job import error_words
@@ -210,7 +211,7 @@ def part_of(found: fake_run.MicroSteps, tape: Tape, *, alone: Tape | None = None
     return MicroPart(tape=tape, evaluation=found.evaluation, notes=found.notes, alone=alone, **_held(found))
 
 
-def _held(found: fake_run.Held) -> dict[str, Any]:
+def _held(found: Held) -> dict[str, Any]:
     """What a model holds, as fields of :class:`MicroPart`."""
     return {
         "weights": np.array(found.weights, dtype=np.int64),

@@ -41,7 +41,7 @@ def traced_plan(plan: Plan, part: Part) -> Plan | None:
     values: dict[str, Value] = {}
     for name, value in plan.items():
         traced = technique(name).traced_as(value, part)
-        if traced is None:
+        if traced is None or not technique(name).traced_in(plan):
             return None
         values[name] = traced
     return Plan(values)

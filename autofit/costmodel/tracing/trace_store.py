@@ -215,7 +215,9 @@ def evaluated_rows(plan: Plan, facts: Facts) -> int:
 def untraceable(plan: Plan) -> list[str]:
     """The techniques whose values keep a plan from being traced."""
     return [
-        name for name, value in plan.items() if any(technique(name).traced_as(value, part) is None for part in PARTS)
+        name
+        for name, value in plan.items()
+        if not technique(name).traced_in(plan) or any(technique(name).traced_as(value, part) is None for part in PARTS)
     ]
 
 
