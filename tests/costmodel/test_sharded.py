@@ -187,8 +187,9 @@ def test_what_an_engine_makes_before_its_first_step_is_held_and_what_that_leaves
 def test_deepspeed_is_traced_with_its_own_engine(world, stage):
     """Weights in 16 bits, or a share of them, beside a share in 32 bits and one of the state; and a whole bucket."""
     pytest.importorskip("deepspeed")
-    eight, plan = world(8, {}), MIXED.replaced(parallel=f"zero{stage}")
+    eight, plan, product = world(8, {}), MIXED.replaced(parallel=f"zero{stage}"), torch.nn.functional.linear
     micro, optimizer = eight.micro_part(plan), eight.optimizer_part(plan)
+    assert torch.nn.functional.linear is product, "left behind for the next trace"
     whole, bucket = world(1, {}).micro_part().weights.sum(), 2 * 500_000_000
     share, gathered = whole / 8, whole / 2
     if stage == 3:  # the bucket is always there, and a buffer for gradients; all weights stay gathered from then on
