@@ -59,7 +59,8 @@ def tune(model: str, as_json: bool, verbose: bool, arguments: tuple[str, ...], *
 def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
     """Predict what plans for MODEL need on a card, and where it goes; no device and no weights are needed.
 
-    MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo.
+    MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo; or the path of
+    your own training script, whose arguments stand behind --: autofit estimate train.py --gpu 4090 -- --epochs 3
     """
     from autofit.commands.estimates.answer import ESTIMATE, table
     from autofit.commands.estimates.estimate import check_fits
@@ -78,7 +79,7 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
     if as_json:
         click.echo(dump_json(ESTIMATE, found), nl=False)
     else:
-        data_console(120).print(table(found) if every else screen(found))
+        data_console(120).print(screen(found) if found.ways else table(found))
     check_fits(found)
 
 
@@ -108,6 +109,7 @@ def _estimate_cards(model: str, *, as_json: bool, **options: Any) -> None:
     from autofit.commands.estimates.cards_table import cards_table
     from autofit.system.strict_json import dump_json
 
+    del options["arguments"], options["call"]  # of a script, which has no table
     if options.pop("output") is not None:
         raise click.UsageError("--output writes the files for one card: leave out --tokens, --price and other cards")
     with terminable():

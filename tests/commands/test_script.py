@@ -324,3 +324,33 @@ def test_a_public_script_of_trl_is_tuned_and_run(folder):
     ran = autofit(folder, "run", "chatted", script, "--", *arguments)
     assert ran.returncode == 0, ran.stderr
     assert "took no effect" not in ran.stderr
+
+
+@pytest.mark.slow
+def test_a_script_is_estimated_on_a_card_that_is_not_here(folder, tmp_path):
+    behind = ("--", "--model", folder / "tiny", "--batch", 2, "--output", tmp_path / "mine")
+    found = json.loads(autofit(tmp_path, "estimate", CLASSIFY, "--gpu", "RTX 4090", "--json", *behind).stdout)
+    assert (found["task"], found["global_batch"], found["seq_len"]) == ("script", 4, 32)
+    assert {plan["plan"]["micro_batch"] * plan["plan"]["accumulation"] for plan in found["plans"]} == {4}
+    assert {plan["verdict"] for plan in found["plans"]} == {"fits"}
+    (weights,) = {plan["need"]["by_category"]["weights"] for plan in found["plans"]}
+    assert 4 * found["parameters"] <= weights < 4.1 * found["parameters"]  # and some buffers
+    assert any("the script's own batch is 2 x 2 = 4 rows" in note for note in found["notes"])
+    assert any(note.endswith("fit is judged on the longest, and samples/s are theirs") for note in found["notes"])
+    assert not (tmp_path / "mine").exists()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--gpu", "4090", "--gpus", "2"), "on one card yet"),
+        (("--gpu", "4090", "--output", "out"), "those of a tune"),
+        (("--gpu", "4090,H100"), "estimated on one card"),
+        (("--gpu", "4090", "--tokens", "1e9"), "estimated on one card"),
+        (("--gpu", "4090", "--seq-len", "64"), "the length of its rows is the script's"),
+    ],
+)
+def test_what_an_estimate_of_a_script_can_t_be_asked_for(options, words):
+    ended = CliRunner().invoke(main, ["estimate", str(CLASSIFY), *options])
+    assert (ended.exit_code, words in ended.output) == (2, True), ended.output

@@ -132,7 +132,11 @@ def table(found: Estimate) -> RenderableType:
     if hidden:
         parts.append(Text(f"{hidden} more kinds of plan: --all shows them"))
     if shown:
-        parts += [Text(), *_recommended(found), Text(f"peak of the first: {cause(shown[0])}")]
+        parts += [
+            Text(),
+            *_recommended(found),
+            Text(f"peak of the first: {cause(shown[0], advises=found.task != 'script')}"),
+        ]
     if not any(one.verdict == "fits" for one in found.plans) and found.plans:
         smallest = min(found.plans, key=lambda one: one.device_bytes)
         parts.append(Text(f"nothing fits; the smallest needs {units.size(smallest.device_bytes)}"))

@@ -174,6 +174,8 @@ def estimate_cards(
         task=task,
         trust_remote_code=trust_remote_code,
     )
+    if request.is_script:
+        raise InputError(f"{model}: a script is estimated on one card", hint="--gpu NAME, and no --tokens or --price")
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
         folder = Path(scratch)
         config = fetched_config(request, folder, say)

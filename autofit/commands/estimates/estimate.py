@@ -15,15 +15,22 @@ from pathlib import Path
 from autofit import space
 from autofit.commands.estimates.answer import Estimate
 from autofit.commands.estimates.files import check_card, estimate_folder, write_estimate
-from autofit.commands.estimates.other_card import asked_card, counted_cards, described_model, elsewhere
+from autofit.commands.estimates.other_card import (
+    asked_card,
+    counted_cards,
+    described_model,
+    elsewhere,
+    on_other_card,
+)
 from autofit.commands.estimates.plans import MOST_KINDS, estimated_plans, why_recommended
-from autofit.commands.estimates.question import asked_question, fetched_config
+from autofit.commands.estimates.question import asked_question, check_script_question, fetched_config
 from autofit.commands.estimates.ways import fixed_bytes, outside_bytes, spaces_by_way
 from autofit.commands.estimates.ways import ways as every_way
 from autofit.commands.estimates.world import LINK_UNKNOWN, World, asked_world
 from autofit.commands.facts import read_facts, remarks
 from autofit.commands.model_source import modeling_module
 from autofit.commands.request import Request, Search
+from autofit.commands.scripts.request import SCRIPT_TASK, script_facts, script_notes
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, families_of, forecast, plans_to_trace, workspace_bytes
 from autofit.costmodel.seconds.collectives import links_of
@@ -32,6 +39,7 @@ from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue
 from autofit.machine.gpu_catalogue import Card
 from autofit.machine.select import choose_device
+from autofit.output.document import MODEL_FOLDER
 from autofit.registry import techniques
 from autofit.system import units
 from autofit.system.errors import ModelError, NothingFits
@@ -46,7 +54,7 @@ def estimate(
     gpus: int | None = None,
     nodes: int | None = None,
     seq_len: int | None = None,
-    global_batch: int = 32,
+    global_batch: int | None = None,
     allow: str | Sequence[str] = "exact,numeric",
     fix: space.Knobs = (),
     among: space.Knobs = (),
@@ -57,6 +65,8 @@ def estimate(
     most: int | None = MOST_KINDS,
     ways: bool = False,
     output: str | Path | None = None,
+    arguments: Sequence[str] = (),
+    call: int = 1,
     say: Callable[[str], None] = lambda _: None,
 ) -> Estimate:
     """Predict the memory and the speed of training plans on a GPU, without a device and without weights.
@@ -65,7 +75,8 @@ def estimate(
     of ``margin``), speed from a model of each operator's time on the card (samples/s).
 
     Args:
-        model: Hub id, folder or file with a ``config.json``, or ``demo``.
+        model: Hub id, folder or file with a ``config.json``, or ``demo``; or the path of a training script, which is
+            run up to its training.
         gpu: A GPU's name, such as ``"RTX 4090"``, or several of one kind, ``"2x RTX 4090"``; see
             :mod:`autofit.machine.gpu_catalogue`.
         memory: The memory of the GPU instead of its name: bytes, or a size such as ``"24GiB"``. Without either it is
@@ -73,7 +84,7 @@ def estimate(
         gpus: Cards of that kind that train together in one machine; by default one.
         nodes: Machines that have as many cards each; by default one.
         seq_len: Tokens in a row; by default the lesser of 1024 and the model's longest.
-        global_batch: Rows to an optimizer step.
+        global_batch: Rows to an optimizer step; by default 32, or what the script takes.
         allow: Classes of techniques that may be used: ``exact``, ``numeric``, ``method``.
         fix: A value for each knob that is held: ``{"precision": "bf16"}``, or ``["precision=bf16"]``.
         among: The values that a knob is restricted to: ``{"micro_batch": [1, 2]}``, or ``["micro_batch=1,2"]``.
@@ -83,9 +94,12 @@ def estimate(
         cache: Whether traces are read from the user's cache folder, and written there.
         most: How many kinds of plan to return, the fastest first, and of those with the same memory and speed the
             simplest; ``None`` for all.
-        ways: Whether to estimate each way of training too (full, LoRA, QLoRA), whatever ``allow`` says of its class.
+        ways: Whether to estimate each way of training too (full, LoRA, QLoRA), whatever ``allow`` says of its class; a
+            script has its own.
         output: Folder for the files of the recommended plan, as ``tune`` writes them, marked as estimated; none by
-            default. The card needs a name, since its speed is predicted.
+            default. The card needs a name, since its speed is predicted. Not for a script.
+        arguments: What stands behind the script on its command line.
+        call: Which of the script's calls of ``train()`` is estimated.
         say: Called with a line of text for each stage.
 
     Returns:
@@ -107,21 +121,30 @@ def estimate(
         launch_path=launch_path,
         task=task,
         trust_remote_code=trust_remote_code,
+        arguments=arguments,
+        call=call,
     )
     gpu, gpus = counted_cards(gpu, gpus)
     card, given = asked_card(gpu, memory)
+    if request.is_script:
+        check_script_question(gpus, nodes, output)
     world = asked_world(gpus, nodes, elsewhere=given is not None)
     if given is not None:
         check_card(card, output)
     with contextlib.ExitStack() as stack:
         target = None if output is None else stack.enter_context(estimate_folder(output))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autofit-estimate-")))
-        config = fetched_config(request, folder, say)
+        config = folder / MODEL_FOLDER if request.is_script else fetched_config(request, folder, say)
         here = choose_device("auto") if given is None else "cpu"
-        server = ForkServer(folder / "forkserver.log", here, modeling_module(config), trains=False)
+        modules = () if request.is_script else modeling_module(config)
+        server = ForkServer(folder / "forkserver.log", here, modules, trains=request.is_script)
         with contextlib.closing(server):
             kept = cache_folder() if cache else None
-            if given is not None:
+            if request.is_script:
+                facts = script_facts(folder, request, here, server, say)
+                facts = facts if given is None else on_other_card(facts, card, given)
+                card = card or gpu_catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
+            elif given is not None:
                 described = described_model(folder, config, request, server, kept)
                 facts = world.of(elsewhere(request, described, card, given))
             else:
@@ -132,7 +155,7 @@ def estimate(
             allowed = space.parse_allowed(settings.allowed)
             plans = space.build(facts, allowed, knobs)
             traces = Traces(facts, config, lambda: server, folder, kept)
-            spaces = spaces_by_way(facts, knobs, allowed) if ways else {}
+            spaces = spaces_by_way(facts, knobs, allowed) if ways and not request.is_script else {}
             every = [plans, *(one for one in spaces.values() if not isinstance(one, str))]
             traces.prepare([plan for one in every for plan in plans_to_trace(one, facts)], say)
             cast = forecast(plans, traces, facts, card, say)
@@ -153,7 +176,7 @@ def estimate(
             seq_len=facts.workload.seq_len,
             task=facts.model.task,
             rows=facts.model.rows_of(facts.workload.seq_len),
-            global_batch=global_batch,
+            global_batch=facts.workload.global_batch,
             margin=MARGIN,
             plans=tuple(rows),
             recommended=recommended,
@@ -163,7 +186,7 @@ def estimate(
             processes=world.processes,
             nodes=world.nodes,
             notes=notes,
-            remarks=tuple(remarks(facts.workload.seq_len, facts.model)),
+            remarks=() if request.is_script else tuple(remarks(facts.workload.seq_len, facts.model)),
             seconds=time.monotonic() - began,
             ways=by_way,
             telling=tuple(one.name for one in techniques() if one.ways or one.name in knobs),
@@ -183,7 +206,7 @@ def _asked(request: Request, settings: Search) -> tuple[str, ...]:
 
 def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space, world: World) -> tuple[str, ...]:
     """What was assumed."""
-    said = remarks(facts.workload.seq_len, facts.model)
+    said = script_notes(facts, tried=False) or remarks(facts.workload.seq_len, facts.model)
     if facts.hardware.device == "cuda":
         workspace = units.size(workspace_bytes(facts.hardware.capability))
         said.append(f"{units.size(CONTEXT_BYTES)} for the CUDA context and {workspace} for cuBLAS are included")
@@ -230,4 +253,5 @@ def check_fits(found: Estimate) -> None:
     larger = f"a card with {units.size(smallest.device_bytes * (1 + found.margin))}"
     if fixed_bytes(smallest) + outside_bytes(smallest) > found.memory_bytes:
         raise NothingFits("no plan fits", hint=f"{larger}, or --allow exact,numeric,method")
-    raise NothingFits("no plan fits", hint=f"a shorter --seq-len, {larger}, or --allow exact,numeric,method")
+    shorter = "shorter rows" if found.task == SCRIPT_TASK else "a shorter --seq-len"
+    raise NothingFits("no plan fits", hint=f"{shorter}, {larger}, or --allow exact,numeric,method")

@@ -90,28 +90,41 @@ def described_model(folder: Path, config: Path, request: Request, server: ForkSe
 
 def elsewhere(request: Request, model: Model, card: Card | None, memory_bytes: int) -> Facts:
     """The question on a card that is not here."""
-    host_total, _ = host_memory()
-    host = max(host_total, HOST_BYTES)
+    hardware = _hardware(card, memory_bytes)
     return Facts(
         model=model,
-        hardware=Hardware(
-            device="cuda",
-            name=card.name if card else f"a card of {units.size(memory_bytes)}",
-            total_bytes=memory_bytes,
-            free_bytes=memory_bytes,
-            host_total_bytes=host,
-            host_free_bytes=host,
-            precisions=card.precisions() if card else _EVERY_PRECISION,
-            capability=card.capability if card else None,
-            l2_bytes=(card and card.l2_bytes) or 0,
-        ),
+        hardware=hardware,
         workload=Workload(
             seq_len=row_length(request.seq_len, model),
             global_batch=request.global_batch or DEFAULT_GLOBAL_BATCH,
             limit_bytes=memory_bytes,
-            host_limit_bytes=host,
+            host_limit_bytes=hardware.host_total_bytes,
             launch_path=request.launch_path,
             seed=request.seed,
         ),
         packages=installed(),
+    )
+
+
+def on_other_card(facts: Facts, card: Card | None, memory_bytes: int) -> Facts:
+    """The same question on a card that is not here."""
+    hardware = _hardware(card, memory_bytes)
+    work = replace(facts.workload, limit_bytes=memory_bytes, host_limit_bytes=hardware.host_total_bytes)
+    return replace(facts, hardware=hardware, workload=work)
+
+
+def _hardware(card: Card | None, memory_bytes: int) -> Hardware:
+    """A machine with the card, and a host that has enough of everything."""
+    host_total, _ = host_memory()
+    host = max(host_total, HOST_BYTES)
+    return Hardware(
+        device="cuda",
+        name=card.name if card else f"a card of {units.size(memory_bytes)}",
+        total_bytes=memory_bytes,
+        free_bytes=memory_bytes,
+        host_total_bytes=host,
+        host_free_bytes=host,
+        precisions=card.precisions() if card else _EVERY_PRECISION,
+        capability=card.capability if card else None,
+        l2_bytes=(card and card.l2_bytes) or 0,
     )

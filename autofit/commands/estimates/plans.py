@@ -216,8 +216,8 @@ def _smallest_capacity(found: Need, parts: tuple[MicroPart, OptimizerPart], plan
     return allocator.smallest_capacity(asked.events, rounded, asked.streams, resolution_bytes=resolution)
 
 
-def cause(one: Estimated) -> str:
-    """What makes the peak, in words, and what would help where that is known."""
+def cause(one: Estimated, *, advises: bool = True) -> str:
+    """What makes the peak, in words, and what would help where that is known and ``advises`` says so."""
     need = one.need
     logits = need.by_category.get("logits", 0)
     where = {"load": "while loading", "forward": "in the forward pass", "backward": "in the backward pass"}
@@ -228,7 +228,7 @@ def cause(one: Estimated) -> str:
         return (
             f"{said}, most of which "
             + " or ".join(f"{what} ({name}={value}) would save" for name, value, what in saves)
-            if saves
+            if saves and advises
             else said
         )
     largest = max(need.by_category, key=lambda name: need.by_category[name])

@@ -7,42 +7,71 @@ from pathlib import Path
 
 from autofit import space
 from autofit.commands.model_source import fetch, own_code
-from autofit.commands.request import Request, Search, as_classes, as_knobs, check_request, validated
+from autofit.commands.request import (
+    DEFAULT_GLOBAL_BATCH,
+    Request,
+    Search,
+    as_classes,
+    as_knobs,
+    check_request,
+    validated,
+)
+from autofit.commands.scripts.named import is_script
 from autofit.contract.facts import LaunchPath, Task
 from autofit.output.document import MODEL_FOLDER
+from autofit.system.errors import InputError
 
 
 def asked_question(
     model: str,
     *,
     seq_len: int | None,
-    global_batch: int,
+    global_batch: int | None,
     allow: str | Sequence[str],
     fix: space.Knobs,
     among: space.Knobs,
     launch_path: LaunchPath,
     task: Task | None,
     trust_remote_code: bool,
+    arguments: Sequence[str] = (),
+    call: int = 1,
 ) -> tuple[Request, Search]:
     """The question and the plans that it allows.
 
     Raises:
         InputError: An argument can't be used.
     """
+    default_batch = None if is_script(str(model)) else DEFAULT_GLOBAL_BATCH
     request = validated(
         Request,
         {
             "model": str(model),
             "seq_len": seq_len,
-            "global_batch": global_batch,
+            "global_batch": default_batch if global_batch is None else global_batch,
             "launch_path": launch_path,
             "task": task,
             "trust_remote_code": trust_remote_code,
+            "arguments": arguments,
+            "call": call,
         },
     )
     settings = validated(Search, {"allowed": as_classes(allow), "fix": as_knobs(fix), "among": as_knobs(among)})
     check_request(request, settings)
     return request, settings
+
+
+def check_script_question(gpus: int | None, nodes: int | None, output: str | Path | None) -> None:
+    """Refuse what an estimate of a script can't be asked for.
+
+    Raises:
+        InputError: Several cards, or files.
+    """
+    if (gpus or 1) > 1 or (nodes or 1) > 1:
+        raise InputError("--gpus, --nodes: a script is estimated on one card yet", hint="leave them out")
+    if output is not None:
+        raise InputError(
+            "--output: the files for a script are those of a tune", hint="autofit tune SCRIPT on the card writes them"
+        )
 
 
 def fetched_config(request: Request, folder: Path, say: Callable[[str], None]) -> Path:

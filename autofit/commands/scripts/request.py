@@ -25,6 +25,8 @@ from autofit.system.units import duration
 from autofit.training.jobs import DescribeScriptJob
 
 _ENOUGH_ROWS = 500
+SCRIPT_TASK: Literal["script"] = "script"
+"""What a script trains a model for: whatever it is, it is the script's."""
 
 LONGEST_SECONDS = 3600.0
 """How long a script may prepare its data before it trains."""
@@ -65,7 +67,7 @@ def script_facts(
             "call": request.call,
         }
     )
-    told = {"name": request.model, "task": "script", "sample_tokens": int(script.tokens is not None)}
+    told = {"name": request.model, "task": SCRIPT_TASK, "sample_tokens": int(script.tokens is not None)}
     model = TypeAdapter(Model).validate_python({**found["model"], **told})
     with writing(folder / MODEL_FOLDER):
         (folder / MODEL_FOLDER).mkdir(exist_ok=True)
@@ -111,17 +113,21 @@ def _workload(request: Request, script: Script, hardware: Hardware, say: Callabl
     )
 
 
-def script_notes(facts: Facts) -> list[str]:
-    """What a reader should know of the script, a sentence each; nothing where no script is tuned."""
+def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
+    """What a reader should know of the script, a sentence each; nothing where no script is tuned.
+
+    Args:
+        facts: Of the question.
+        tried: Whether plans are tried; else they are estimated.
+    """
     script = facts.workload.script
     if script is None:
         return []
     own, asked = script.micro_batch * script.accumulation, facts.workload.global_batch
     batch = f"the script's own batch is {script.micro_batch} x {script.accumulation} = {own} rows"
-    said = [
-        f"{batch}; the plans take {asked}, as asked for" if asked != own else f"{batch}, and so is every plan's",
-        f"the script takes {duration(script.seconds)} until it trains, in each trial",
-    ]
+    said = [f"{batch}; the plans take {asked}, as asked for" if asked != own else f"{batch}, and so is every plan's"]
+    if tried:
+        said.append(f"the script takes {duration(script.seconds)} until it trains, in each trial")
     said += [
         f"{name}={held.value}: {held.reason}" if not held.by_script else f"{name} is left alone: {held.reason}"
         for name, held in space.held_by_script(facts)
@@ -130,14 +136,17 @@ def script_notes(facts: Facts) -> list[str]:
         said.append("the data set tells no number of rows: fit is judged on the rows that come first")
     elif script.longest and script.mean_length < 0.9 * script.longest:
         seen = f"{script.sampled:,} of its {script.rows:,} rows"
+        counts = (
+            "what counts is tokens/s without padding on the rows to be expected" if tried else "samples/s are theirs"
+        )
         said.append(
             f"rows differ: the mean is {script.mean_length / script.longest:.0%} of the longest of {seen}; fit is "
-            "judged on the longest, and what counts is tokens/s without padding on the rows to be expected"
+            f"judged on the longest, and {counts}"
         )
     if script.own.get("eval_strategy", "no") != "no":
         rows = script.own["per_device_eval_batch_size"]
         said.append(f"it evaluates {rows} rows at once: that is not measured, nor held against the ceiling")
-    if not script.trainer:
+    if tried and not script.trainer:
         said.append("a plain loop is not run by the guard: no plan's gradients were compared with a float32 baseline's")
     if 0 < script.sampled < min(script.rows or 0, _ENOUGH_ROWS):
         said.append(

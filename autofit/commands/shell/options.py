@@ -29,7 +29,7 @@ _SEQ_LEN = click.option(
     help="Tokens in a row (pixels, samples or frames).  [default: the lesser of 1024 and the model's]",
 )
 _GLOBAL_BATCH = click.option(
-    "--global-batch", type=int, default=32, show_default=True, help="Rows to an optimizer step."
+    "--global-batch", type=int, help="Rows to an optimizer step.  [default: 32, or the script's]"
 )
 _ALLOW = click.option(
     "--allow", default="exact,numeric", show_default=True, help="What may change: exact, numeric, method."
@@ -49,15 +49,18 @@ _TASK = click.option(
 )
 _TRUST = click.option("--trust-remote-code", is_flag=True, help="Let the model's own code run here.")
 
+_ARGUMENTS = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
+_CALL = click.option("--call", type=int, default=1, show_default=True, help="Which of a script's calls of train().")
+
 TUNE_OPTIONS: tuple[Option, ...] = (
-    click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]"),
-    click.option("--call", type=int, default=1, show_default=True, help="Which call of a script's train() is tuned."),
+    _ARGUMENTS,
+    _CALL,
     click.option("--output", default="autofit-out", show_default=True, help="Folder for the files and the trials."),
     click.option("--device", default="auto", show_default=True, help="auto, cuda or cpu."),
     click.option("--processes", type=int, help="Processes of the training, one on each GPU.  [default: 1]"),
     click.option("--nodes", type=int, help="Machines of a cluster (--on) that they are spread over.  [default: 1]"),
     _SEQ_LEN,
-    click.option("--global-batch", type=int, help="Rows to an optimizer step.  [default: 32, or the script's]"),
+    _GLOBAL_BATCH,
     click.option("--memory-limit", help="Ceiling: 22GiB, or 90% of what is free.  [default: 92%]"),
     click.option(
         "--trials",
@@ -108,6 +111,8 @@ TUNE_OPTIONS: tuple[Option, ...] = (
 )
 
 ESTIMATE_OPTIONS: tuple[Option, ...] = (
+    _ARGUMENTS,
+    _CALL,
     click.option(
         "--gpu", help='The card: "RTX 4090", H100...; several with commas.  [default: this machine\'s device]'
     ),
