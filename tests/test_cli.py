@@ -138,7 +138,7 @@ def test_the_command_line_is_the_one_that_was_designed():
             "--trials", "--trust-remote-code", "--verbose", "--wait",
         ],
         "estimate": [
-            "--all", "--allow", "--among", "--cache", "--fix", "--global-batch", "--gpu", "--gpus", "--json",
+            "--all", "--allow", "--among", "--cache", "--call", "--fix", "--global-batch", "--gpu", "--gpus", "--json",
             "--launch-path", "--memory", "--nodes", "--output", "--price", "--seq-len", "--task", "--tokens",
             "--trust-remote-code",
         ],
