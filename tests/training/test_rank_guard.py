@@ -81,7 +81,7 @@ def test_ranks_that_share_a_product_and_drop_out_other_activations_are_no_measur
 EVALUATED = """
 from pathlib import Path
 from autofit.training import loops
-def evaluated(trainer):
+def evaluated(trainer, rows=None):
     import torch
     def metrics(given):
         Path("SHAPES").write_text(f"{given.predictions.shape[:2]} {given.label_ids.shape}")
