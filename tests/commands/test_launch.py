@@ -132,7 +132,7 @@ def no_words_of_a_bug(done):
     assert "Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("launch_path", PATHS)
+@pytest.mark.parametrize("launch_path", ["trainer", pytest.param("loop", marks=pytest.mark.by_hand)])
 def test_two_processes_do_not_train_with_twice_the_rows(tuned, tmp_path, launch_path):
     folder = copied(tuned(launch_path), tmp_path / "out")
     script = REPOSITORY / "examples" / f"train_{launch_path}.py"

@@ -227,7 +227,7 @@ print("trained on", trainer.args.per_device_train_batch_size, "rows of", trainer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
+@pytest.mark.parametrize("kind", [pytest.param("Trainer", marks=pytest.mark.by_hand), "SFTTrainer"])
 def test_a_script_is_packed_without_a_line_changed(tmp_path, kind):
     skewed_texts(tmp_path)
     if kind == "Trainer":
