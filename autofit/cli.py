@@ -109,7 +109,6 @@ def _estimate_cards(model: str, *, as_json: bool, **options: Any) -> None:
     from autofit.commands.estimates.cards_table import cards_table
     from autofit.system.strict_json import dump_json
 
-    del options["arguments"], options["call"]  # of a script, which has no table
     if options.pop("output") is not None:
         raise click.UsageError("--output writes the files for one card: leave out --tokens, --price and other cards")
     with terminable():

@@ -108,6 +108,12 @@ def validated(kind: type[Asked], given: Mapping[str, Any]) -> Asked:
         raise InputError(f"{option} {got!r}: {words}", hint=hint) from None
 
 
+def batch_of(model: str, global_batch: int | None) -> int | None:
+    """Rows to an optimizer step: what was asked for, or what is usual; ``None`` where a script tells its own."""
+    usual = None if is_script(model) else DEFAULT_GLOBAL_BATCH
+    return usual if global_batch is None else global_batch
+
+
 def as_classes(allow: object) -> str:
     """``exact,numeric`` of what was given in Python: that text, or several names."""
     return ",".join(map(str, space.as_tuple(allow)))

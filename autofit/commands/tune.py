@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from autofit.commands.request import (
-    DEFAULT_GLOBAL_BATCH,
     Request,
     Search,
     as_classes,
     as_knobs,
+    batch_of,
     check_request,
     validated,
 )
-from autofit.commands.scripts.named import is_script
 from autofit.commands.shell.tune_config import write_config
 from autofit.commands.tunes.backend import Backend, DeviceBackend
 from autofit.commands.tunes.course import Course
@@ -113,7 +112,6 @@ def tune(
         MachineError: The machine stands in the way, or no plan got as far as to be measured.
         Interrupted: Ctrl-C; the best so far is written, if there is one.
     """
-    default_batch = None if is_script(str(model)) else DEFAULT_GLOBAL_BATCH
     request = validated(
         Request,
         {
@@ -122,7 +120,7 @@ def tune(
             "processes": processes,
             "nodes": nodes,
             "seq_len": seq_len,
-            "global_batch": default_batch if global_batch is None else global_batch,
+            "global_batch": batch_of(str(model), global_batch),
             "memory_limit": None if memory_limit is None else str(memory_limit),
             "launch_path": launch_path,
             "trust_remote_code": trust_remote_code,

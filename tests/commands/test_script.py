@@ -354,3 +354,10 @@ def test_a_script_is_estimated_on_a_card_that_is_not_here(folder, tmp_path):
 def test_what_an_estimate_of_a_script_can_t_be_asked_for(options, words):
     ended = CliRunner().invoke(main, ["estimate", str(CLASSIFY), *options])
     assert (ended.exit_code, words in ended.output) == (2, True), ended.output
+
+
+@pytest.mark.parametrize("options", [("--gpu", "4090"), ("--gpu", "4090,H100")])
+@pytest.mark.parametrize("behind", [("--", "--epochs", "3"), ("--call", "2")])
+def test_an_estimate_of_a_model_takes_nothing_of_a_scripts(options, behind):
+    ended = CliRunner().invoke(main, ["estimate", "demo", *options, *behind])
+    assert (ended.exit_code, "is no script" in ended.output) == (2, True), ended.output

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from autofit.commands.estimates.plans import Estimated, cause, why_recommended
 from autofit.commands.estimates.ways import Way
+from autofit.commands.scripts.request import SCRIPT_TASK
 from autofit.contract.plan import Plan
 from autofit.costmodel.tracing.timeline import Category
 from autofit.output.plan_words import chosen_words
@@ -135,7 +136,7 @@ def table(found: Estimate) -> RenderableType:
         parts += [
             Text(),
             *_recommended(found),
-            Text(f"peak of the first: {cause(shown[0], advises=found.task != 'script')}"),
+            Text(f"peak of the first: {cause(shown[0], advises=found.task != SCRIPT_TASK)}"),
         ]
     if not any(one.verdict == "fits" for one in found.plans) and found.plans:
         smallest = min(found.plans, key=lambda one: one.device_bytes)

@@ -126,6 +126,8 @@ def estimate_cards(
     task: Task | None = None,
     trust_remote_code: bool = False,
     cache: bool = True,
+    arguments: Sequence[str] = (),
+    call: int = 1,
     say: Callable[[str], None] = lambda _: None,
 ) -> CardsEstimate:
     """Predict the best plan on each of several cards, and what a training takes and costs there.
@@ -147,6 +149,8 @@ def estimate_cards(
         task: What the model is to be trained for; by default what its config names.
         trust_remote_code: Whether the model's own code may run.
         cache: Whether traces are read from the user's cache folder, and written there.
+        arguments: Of a script, which is not taken.
+        call: The same.
         say: Called with a line of text for each stage.
 
     Raises:
@@ -173,6 +177,8 @@ def estimate_cards(
         launch_path=launch_path,
         task=task,
         trust_remote_code=trust_remote_code,
+        arguments=arguments,
+        call=call,
     )
     if request.is_script:
         raise InputError(f"{model}: a script is estimated on one card", hint="--gpu NAME, and no --tokens or --price")

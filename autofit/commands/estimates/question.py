@@ -8,15 +8,14 @@ from pathlib import Path
 from autofit import space
 from autofit.commands.model_source import fetch, own_code
 from autofit.commands.request import (
-    DEFAULT_GLOBAL_BATCH,
     Request,
     Search,
     as_classes,
     as_knobs,
+    batch_of,
     check_request,
     validated,
 )
-from autofit.commands.scripts.named import is_script
 from autofit.contract.facts import LaunchPath, Task
 from autofit.output.document import MODEL_FOLDER
 from autofit.system.errors import InputError
@@ -41,13 +40,12 @@ def asked_question(
     Raises:
         InputError: An argument can't be used.
     """
-    default_batch = None if is_script(str(model)) else DEFAULT_GLOBAL_BATCH
     request = validated(
         Request,
         {
             "model": str(model),
             "seq_len": seq_len,
-            "global_batch": default_batch if global_batch is None else global_batch,
+            "global_batch": batch_of(str(model), global_batch),
             "launch_path": launch_path,
             "task": task,
             "trust_remote_code": trust_remote_code,
