@@ -123,7 +123,7 @@ AT_ONCE = {"dp": "128", "gpus": "128", "grad_accum": "1", "micro_batch": "2", "m
         (SWEPT, 0.001),
         ({**SWEPT, **AT_ONCE}, 0.001),
         ({**SWEPT, **WHOLE}, 0.003),
-        (TUNED, 0.02),
+        pytest.param(TUNED, 0.02, marks=pytest.mark.by_hand),
         (PRETRAINED, 0.01),
     ],
     ids=["nanotron", "nanotron without accumulation", "nanotron with DDP", "fsdp_qlora", "litgpt"],

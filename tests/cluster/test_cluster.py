@@ -171,6 +171,7 @@ def machines():
 
 
 @with_ray
+@pytest.mark.by_hand
 def test_a_tune_goes_on_where_a_machine_dies_and_leaves_nothing_behind(machines, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     killer = Killer(machines, at=1, joins="third")  # each of the two machines runs a trial then
@@ -217,6 +218,7 @@ def test_a_trial_over_two_machines_outlives_one_of_them(processes, guarded, mach
 
 
 @with_ray
+@pytest.mark.by_hand
 def test_a_tune_that_is_ended_by_sigterm_writes_the_best_so_far_and_leaves_nothing_behind(machines, tmp_path):
     out, held = tmp_path / "out", [word for one in HELD for word in ("--fix", one)]
     said = tmp_path / "said"

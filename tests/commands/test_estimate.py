@@ -356,16 +356,17 @@ def shown(found):
 
 
 def test_the_smallest_plan_is_the_one_that_runs_on_the_smallest_card():
-    tensors = np.array([10.0, 12.0, 11.0, 40.0])  # with what is to spare
-    cards = [13.0, 11.5, 12.5, 39.0]  # as the allocator's replay says
+    tensors = np.array([100.0, 120.0, 110.0, 400.0])  # with what is to spare
+    cards = [130, 115, 140, 390]  # as the allocator's replay says
     asked = []
 
-    def judged(place):
-        asked.append(place)
-        return SimpleNamespace(place=place, device_bytes=cards[place])
+    def judged(place, at_most):
+        asked.append((place, at_most))
+        fits = at_most is None or cards[place] <= at_most
+        return SimpleNamespace(place=place, device_bytes=cards[place]) if fits else None
 
     assert _smallest([0, 1, 2, 3], tensors, judged).place == 1
-    assert asked == [0, 2, 1], "a plan whose tensors alone are larger is not replayed"
+    assert asked == [(0, None), (2, 129), (1, 129)], "a plan whose tensors alone are larger is not replayed"
 
 
 def test_weights_that_are_too_large_are_told_what_was_not_tried():

@@ -151,6 +151,7 @@ def test_cards_that_train_together_are_told_and_paid_for_together(told):
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_a_table_recommends_what_the_estimate_of_one_card_does(server, monkeypatch):
     for module in (cards, estimates):
         monkeypatch.setattr(module, "ForkServer", lambda *_, **__: Lent(server))

@@ -44,7 +44,10 @@ BEYOND = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", BEYOND.values(), ids=BEYOND)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(sizes, id=name, marks=[pytest.mark.by_hand] * ("layers" in name)) for name, sizes in BEYOND.items()],
+)
 def test_a_model_of_petabytes_is_told_by_its_trace(tmp_path, server, monkeypatch, sizes):
     for module in (estimate, backend):
         monkeypatch.setattr(module, "ForkServer", lambda *_, **__: Lent(server))

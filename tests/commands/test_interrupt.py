@@ -166,6 +166,7 @@ def test_ctrl_c_in_the_middle_writes_the_best_so_far_and_resume_goes_on(start, t
     check_resume(start, output)
 
 
+@pytest.mark.by_hand
 def test_sigterm_in_the_middle_writes_the_best_so_far(start, tmp_path):
     output = tmp_path / "out"
     process = start(output)
@@ -212,6 +213,7 @@ def test_kill_9_leaves_no_process_and_resume_goes_on(start, tmp_path):
     check_resume(start, output)
 
 
+@pytest.mark.by_hand
 def test_a_killed_trial_has_crashed_and_the_tune_goes_on(start, tmp_path):
     output = tmp_path / "out"
     process = start(output)

@@ -330,19 +330,19 @@ def check_trained(done, folder):
     assert lines[-1] == f"trained 4 steps of {plan['micro_batch']} x {plan['accumulation']} rows a process"
 
 
-@pytest.mark.parametrize("which", ["tuned", "every_knob"])
+@pytest.mark.parametrize("which", [pytest.param("tuned", marks=pytest.mark.by_hand), "every_knob"])
 def test_the_trainer_example_runs_by_the_files(request, which):
     folder = request.getfixturevalue(which)("trainer")
     check_trained(launched(folder, "train_trainer.py", f"{folder.name}/training_args.json"), folder)
 
 
-@pytest.mark.parametrize("which", ["tuned", "every_knob"])
+@pytest.mark.parametrize("which", [pytest.param("tuned", marks=pytest.mark.by_hand), "every_knob"])
 def test_the_loop_example_runs_by_the_files(request, which):
     folder = request.getfixturevalue(which)("loop")
     check_trained(launched(folder, "train_loop.py", folder.name), folder)
 
 
-@pytest.mark.parametrize("launch_path", PATHS)
+@pytest.mark.parametrize("launch_path", [pytest.param("trainer", marks=pytest.mark.by_hand), "loop"])
 def test_an_example_says_that_its_rows_are_tokens(tuned, tmp_path, launch_path):
     folder = copied(tuned(launch_path), tmp_path / "out")
     document = json.loads((folder / DOCUMENT_FILE).read_text("utf-8"))

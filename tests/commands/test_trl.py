@@ -80,6 +80,7 @@ def test_an_adapter_of_the_script_s_own_is_told(tuned):
     assert any(one.startswith("adapter=none: the model has an adapter") for one in told["ignored"])
 
 
+@pytest.mark.by_hand
 def test_an_adapter_of_the_plan_is_trained(tuned):
     told = sft(tuned("precision=fp32", "checkpointing=off", "kernels=none", "adapter=lora:r=4"))
     assert [one.partition("=")[0] for one in told["ignored"]] == ["kernels"]

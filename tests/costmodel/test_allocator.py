@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autofit.costmodel.memory import allocator
 from autofit.costmodel.memory.allocator import _Sequence, replay, smallest_capacity
 from autofit.costmodel.memory.pools import RANGE, UNIT, Expandable, Segments
 from autofit.system.units import GIB, KIB, MIB
@@ -308,7 +309,7 @@ def check(pools, expandable):
     assert sum(size for _, size in pools.live.values()) == pools.allocated
     assert pools.allocated <= pools.reserved <= pools.peak_reserved
     if expandable:
-        every = sorted(spans + [hole for holes in pools._holes for hole in holes.items()])
+        every = sorted(spans + [hole for holes in pools.holes for hole in holes.items()])
         assert all(start + size == after for (start, size), (after, _) in itertools.pairwise(every)), "addresses lost"
         assert pools.reserved < pools.capacity + 20 * MIB // UNIT
     else:
@@ -354,7 +355,7 @@ def test_all_freed_pages_can_all_be_given_back(sequence):
     pools, _ = _Sequence(*sequence).run(None, expandable=True)
     pools._give_back()
     assert (pools.reserved, pools.size_at) == (0, {})
-    assert [len(holes) for holes in pools._holes] == [1, 1]
+    assert [len(holes) for holes in pools.holes] == [1, 1]
 
 
 @both
@@ -371,20 +372,40 @@ def test_the_smallest_capacity_is_an_edge(expandable, sequence):
         assert free.rounded_bytes <= on_it.peak_reserved_bytes == least <= free.peak_reserved_bytes
 
 
+def outcome(sequence, units, expandable):
+    pools, failed_at = sequence.run(units, expandable=expandable)
+    return failed_at, pools.live, pools.peak_reserved, pools.peak_allocated, pools.retries, pools.mallocs
+
+
 @both
 @given(sequences(), st.integers(1, 300))
 @settings(max_examples=60, deadline=None)
 def test_a_replay_knows_how_far_it_holds(expandable, sequence, capacity):
     """Between ``granted`` and ``refused`` every capacity gives the same replay."""
-    checked = _Sequence(*sequence)
-
-    def outcome(units):
-        pools, failed_at = checked.run(units, expandable=expandable)
-        return failed_at, pools.live, pools.peak_reserved, pools.peak_allocated, pools.retries, pools.mallocs
-
     units = capacity * MIB // UNIT
-    pools, _ = checked.run(units, expandable=expandable)
+    pools, _ = _Sequence(*sequence).run(units, expandable=expandable)
     assert pools.granted <= units < pools.refused
-    same = outcome(units)
-    assert outcome(pools.granted) == same
-    assert outcome(pools.refused - 1) == same
+    same = outcome(_Sequence(*sequence), units, expandable)
+    assert outcome(_Sequence(*sequence), pools.granted, expandable) == same
+    assert outcome(_Sequence(*sequence), pools.refused - 1, expandable) == same
+
+
+@both
+@given(sequences(), st.lists(st.integers(1, 300), min_size=2, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_a_replay_goes_on_where_another_went_the_same_way(expandable, sequence, capacities):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocator, "_KEPT_EVERY", 3)
+        again = _Sequence(*sequence)
+        for capacity in (None, *(capacity * MIB // UNIT for capacity in capacities)):
+            assert outcome(again, capacity, expandable) == outcome(_Sequence(*sequence), capacity, expandable)
+
+
+@both
+@given(sequences(), st.integers(1, 300))
+@settings(max_examples=60, deadline=None)
+def test_more_than_is_of_use_is_not_looked_for(expandable, sequence, most):
+    least = smallest_capacity(*sequence, expandable=expandable, at_most_bytes=most * MIB)
+    fits = replay(*sequence, expandable=expandable, capacity_bytes=most * MIB).fits
+    assert (least is not None) == fits
+    assert least is None or replay(*sequence, expandable=expandable, capacity_bytes=least).fits

@@ -416,7 +416,10 @@ def claims(lab):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "device"), [("llama", "cuda"), ("gpt2", "cpu"), ("gpt2", "cuda")])
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [("llama", "cuda"), *(pytest.param("gpt2", device, marks=pytest.mark.by_hand) for device in ("cpu", "cuda"))],
+)
 def test_a_value_needs_what_the_one_that_it_is_traced_as_needs(labs, config, device):
     lab, seen = labs(config, device=device), 0
     for name, value, part in claims(lab):

@@ -45,12 +45,25 @@ def test_a_trace_of_a_script_needs_what_real_tensors_need(server, folder):
     near(server, folder, facts_of_script(server, folder, SCRIPTS / "classify.py", "--model", folder / "tiny"))
 
 
-@pytest.mark.parametrize("family", ["token", "causal", "image", "seq2seq", "contrastive", "choice", "image_text"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("token", marks=pytest.mark.by_hand),
+        "causal",
+        "image",
+        "seq2seq",
+        "contrastive",
+        "choice",
+        "image_text",
+    ],
+)
 def test_a_trace_of_a_family_needs_what_real_tensors_need(server, folder, family):
     near(server, folder, facts_of_script(server, folder, SCRIPTS / "families.py", "--family", family))
 
 
-@pytest.mark.parametrize(("how", "precision"), [((), "fp32"), ((), "bf16"), (("--by-hand",), "fp32")])
+@pytest.mark.parametrize(
+    ("how", "precision"), [pytest.param((), "fp32", marks=pytest.mark.by_hand), ((), "bf16"), (("--by-hand",), "fp32")]
+)
 def test_a_trace_of_a_plain_loop_needs_what_real_tensors_need(server, folder, how, precision):
     facts = facts_of_script(server, folder, SCRIPTS / "loop.py", "--model", folder / "tiny", *how)
     if precision not in facts.hardware.precisions:
@@ -108,7 +121,10 @@ def test_what_of_a_loop_cant_be_traced_is_told(server, folder):
     assert traces.need(plans[0]) is None
 
 
-@pytest.mark.parametrize(("name", "model", "data"), [("sft", "llama", "texts"), ("reward", "reward", "pairs")])
+@pytest.mark.parametrize(
+    ("name", "model", "data"),
+    [("sft", "llama", "texts"), pytest.param("reward", "reward", "pairs", marks=pytest.mark.by_hand)],
+)
 def test_a_trace_of_a_trainer_of_trl_needs_what_real_tensors_need(server, tmp_path, name, model, data):
     script = Path(pytest.importorskip("trl").__file__).parent / "scripts" / f"{name}.py"
     tiny_llama(tmp_path)

@@ -1,5 +1,6 @@
 """Everything here needs a CUDA device, and is skipped without one; an emulated one has no values and no speed."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -21,3 +22,9 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=missing))
             elif EMULATED and {"values", "speed"} & {mark.name for mark in item.iter_markers()}:
                 item.add_marker(pytest.mark.skip(reason="the emulated device computes nothing"))
+
+
+def pytest_collection_finish():
+    """Tests here collect garbage to know what is alive; what the libraries have made need not be looked at again."""
+    gc.collect()
+    gc.freeze()

@@ -503,7 +503,8 @@ def test_rows_are_joined_in_a_tune_its_guard_and_its_launch(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", ["group_by_length", pytest.param("pad_to_multiple", marks=pytest.mark.by_hand)])
+@pytest.mark.by_hand
+@pytest.mark.parametrize("value", ["group_by_length", "pad_to_multiple"])
 def test_a_script_is_batched_without_a_line_changed(tmp_path, value):
     tiny_bert(tmp_path / "tiny")
     script, behind = SCRIPTS / "classify.py", ("--", "--model", "tiny", "--rows", 400, "--skewed")

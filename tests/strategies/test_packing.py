@@ -4,13 +4,16 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from autofit import space
+from autofit.commands.estimates import plans
 from autofit.contract.outcome import Measured
 from autofit.contract.technique import Kind
+from autofit.costmodel.memory.requests import Requests
 from autofit.output.document import read_document
 from autofit.registry import loaded_rows, recipe_of, technique
 from autofit.system.errors import InputError
@@ -226,6 +229,15 @@ print("trained on", trainer.args.per_device_train_batch_size, "rows of", trainer
 """
 
 
+def test_the_allocator_of_an_estimate_gets_as_many_rows_as_the_model(monkeypatch):
+    given = []
+    monkeypatch.setattr(plans, "requests", lambda *_, rows, **__: given.append(rows) or Requests([], [], []))
+    facts = told(cpu_facts(global_batch=8), tuple(range(3, ROOM + 1)), told_rows=2000)
+    plans._smallest_capacity(SimpleNamespace(peak_bytes=0), (None, None), PACKED, facts, None)
+    assert given == [loaded_rows(PACKED, facts)]
+    assert given[0] < PACKED["micro_batch"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("Trainer", marks=pytest.mark.by_hand), "SFTTrainer"])
 def test_a_script_is_packed_without_a_line_changed(tmp_path, kind):
@@ -263,6 +275,7 @@ def test_a_script_is_packed_without_a_line_changed(tmp_path, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_rows_are_packed_in_a_tune_its_files_and_its_launch(tmp_path):
     write_config(tmp_path / "tiny", max_position_embeddings=256, hidden_size=128, intermediate_size=512)
     (tmp_path / "lengths").write_text("\n".join(map(str, [24] * 550 + [32] * 350 + [256] * 100)))

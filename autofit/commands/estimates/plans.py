@@ -28,7 +28,7 @@ from autofit.costmodel.seconds.collectives import nccl_bytes
 from autofit.costmodel.tracing.timeline import Floats
 from autofit.costmodel.tracing.trace_store import Traces, evaluated_rows
 from autofit.output.exports.export import needs_yaml
-from autofit.registry import changes, recipe_of, techniques
+from autofit.registry import changes, loaded_rows, recipe_of, techniques
 from autofit.search.decision import changed_values
 from autofit.system import units
 from autofit.system.parallel import on_every_core
@@ -118,11 +118,13 @@ def estimated_plans(  # noqa: PLR0917 - of the story above
         say(f"replaying {len(chosen)} kinds of plan through the allocator")
 
     def judge(places: list[int]) -> tuple[Estimated, float]:
-        for place in places:  # from the largest micro-batch down, until it fits
-            one = estimated_plan(place, plans, cast, traces, facts)
-            if one.verdict == "fits":
-                break
-        return one, float(pace_of[place])
+        for place in places[:-1]:  # from the largest micro-batch down, until it fits
+            one = estimated_plan(place, plans, cast, traces, facts, at_most=fitting_bytes(facts))
+            if one is not None:
+                return one, float(pace_of[place])
+        one = estimated_plan(places[-1], plans, cast, traces, facts)
+        assert one is not None
+        return one, float(pace_of[places[-1]])
 
     found = on_every_core(judge, chosen)
     order = {"fits": 0, "tight": 1, "too large": 2}
@@ -143,8 +145,15 @@ def _apart(ranked: list[list[int]], plans: space.Space, need: Floats, pace_of: F
     return list(alike.values())
 
 
-def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Traces, facts: Facts) -> Estimated:
-    """One plan of a space, its allocations replayed through the allocator.
+def fitting_bytes(facts: Facts) -> int:
+    """The most that a plan may need which fits with the margin."""
+    return int(facts.workload.limit_bytes / (1 + MARGIN))
+
+
+def estimated_plan(
+    place: int, plans: space.Space, cast: Forecast, traces: Traces, facts: Facts, *, at_most: int | None = None
+) -> Estimated | None:
+    """One plan of a space, its allocations replayed through the allocator; ``None`` where it needs too much.
 
     Args:
         place: Its index in the space.
@@ -152,6 +161,7 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
         cast: The forecast of the space.
         traces: Hold the traces of its parts.
         facts: Model, card and sizes.
+        at_most: Bytes of the largest card that is of use; any by default.
     """
     plan, seconds = plans.plans[place], float(cast.seconds[place])
     roomy = 0 if cast.evaluable_rows is None else int(cast.evaluable_rows[place])
@@ -168,8 +178,14 @@ def estimated_plan(place: int, plans: space.Space, cast: Forecast, traces: Trace
     else:
         alike = traces.alike(plan, facts)
         if alike not in traces.capacities:
-            traces.capacities[alike] = _smallest_capacity(found, parts, plan, facts)
+            inside = None if at_most is None else at_most - untraced - outside
+            capacity = _smallest_capacity(found, parts, plan, facts, inside)
+            if capacity is None:
+                return None
+            traces.capacities[alike] = capacity
         device = traces.capacities[alike] + untraced + outside
+    if at_most is not None and device > at_most:
+        return None
     limit = facts.workload.limit_bytes
     verdict: Verdict = "fits" if device * (1 + MARGIN) <= limit else "tight" if device <= limit else "too large"
     return Estimated(
@@ -199,9 +215,11 @@ def replayed_bytes(one: Estimated, facts: Facts) -> int:
     return one.device_bytes - one.outside_bytes - untraced_bytes(one.plan, facts)
 
 
-def _smallest_capacity(found: Need, parts: tuple[MicroPart, OptimizerPart], plan: Plan, facts: Facts) -> int:
-    """What the allocator needs for a plan: its allocations are replayed."""
-    rows, accumulation = int(plan["micro_batch"]), int(plan["accumulation"])
+def _smallest_capacity(
+    found: Need, parts: tuple[MicroPart, OptimizerPart], plan: Plan, facts: Facts, at_most: int | None
+) -> int | None:
+    """What the allocator needs for a plan, its allocations replayed; ``None`` where that is more than ``at_most``."""
+    rows, accumulation = loaded_rows(plan, facts), int(plan["accumulation"])
     asked = requests(
         *parts,
         rows=rows,
@@ -213,7 +231,9 @@ def _smallest_capacity(found: Need, parts: tuple[MicroPart, OptimizerPart], plan
     resolution = max(2 * MIB, found.peak_bytes // 400)
     if sum(rounded) > pools.MOST_BYTES:  # no card of this world
         return found.peak_bytes + workspace_bytes(facts.hardware.capability)
-    return allocator.smallest_capacity(asked.events, rounded, asked.streams, resolution_bytes=resolution)
+    return allocator.smallest_capacity(
+        asked.events, rounded, asked.streams, resolution_bytes=resolution, at_most_bytes=at_most
+    )
 
 
 def cause(one: Estimated, *, advises: bool = True) -> str:

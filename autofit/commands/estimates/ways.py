@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autofit import space
-from autofit.commands.estimates.plans import AS_FAST, Estimated, estimated_plan, replayed_bytes
+from autofit.commands.estimates.plans import AS_FAST, Estimated, estimated_plan, fitting_bytes, replayed_bytes
 from autofit.commands.request import Search
 from autofit.contract.facts import Facts
 from autofit.contract.plan import Value
@@ -130,8 +130,8 @@ def _way(name: str, plans: space.Space, facts: Facts, traces: Traces, card: Card
         why = "; ".join(sorted({said for plan in plans.plans if (said := traces.untraced(plan))}))
         return Way(name=name, fastest=None, smallest=None, stops=f"no estimate: {why}")
 
-    def judged(place: int) -> Estimated:
-        return estimated_plan(place, plans, cast, traces, facts)
+    def judged(place: int, at_most: int | None) -> Estimated | None:
+        return estimated_plan(place, plans, cast, traces, facts, at_most=at_most)
 
     def rank(place: int) -> tuple[float, ...]:
         return changed_values(plans.plans[place]), float(pace[place]), float(need[place])
@@ -144,9 +144,8 @@ def _way(name: str, plans: space.Space, facts: Facts, traces: Traces, card: Card
             break
         alike = [place for place in fitting if not pace[place] > pace[fitting[0]] * (1 + AS_FAST)]
         best = min(alike, key=rank)
-        one = judged(best)
-        if one.verdict == "fits":
-            fastest = one
+        fastest = judged(best, fitting_bytes(facts))
+        if fastest is not None:
             break
         fitting.remove(best)
     if fastest is None and smallest.verdict == "fits":
@@ -162,14 +161,15 @@ def _way(name: str, plans: space.Space, facts: Facts, traces: Traces, card: Card
     return Way(name=name, fastest=fastest, smallest=smallest, stops=stops)
 
 
-def _smallest(places: list[int], need: Floats, judged: Callable[[int], Estimated]) -> Estimated:
+def _smallest(places: list[int], need: Floats, judged: Callable[[int, int | None], Estimated | None]) -> Estimated:
     """Of plans the one that runs on the smallest card: their tensors alone may put them in another order."""
     first, *others = sorted(places, key=lambda place: float(need[place]))[:_MOST_REPLAYS]
-    smallest = judged(first)
+    smallest = judged(first, None)
+    assert smallest is not None
     for place in others:
         if need[place] >= smallest.device_bytes * (1 + MARGIN):
             break
-        smallest = min(smallest, judged(place), key=lambda one: one.device_bytes)
+        smallest = judged(place, smallest.device_bytes - 1) or smallest
     return smallest
 
 

@@ -35,6 +35,7 @@ blocks of equal size; and an expandable range never ends (there: at 9/8 of the c
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -118,10 +119,11 @@ def smallest_capacity(
     *,
     expandable: bool = False,
     resolution_bytes: int = 2 * MIB,
-) -> int:
-    """The smallest ``capacity_bytes`` on which the sequence runs.
+    at_most_bytes: int | None = None,
+) -> int | None:
+    """The smallest ``capacity_bytes`` on which the sequence runs; ``None`` where it does not run on ``at_most_bytes``.
 
-    A bisection between the live requests and what is reserved without a limit. Each replay also tells between which
+    A search between the live requests and what is reserved without a limit. Each replay also tells between which
     capacities it would have gone the same way, and the search skips to their ends. With a resolution of up to 2 MiB
     the answer is exact: it runs there, and not on one byte less.
 
@@ -136,24 +138,32 @@ def smallest_capacity(
         streams: As for :func:`replay`.
         expandable: As for :func:`replay`.
         resolution_bytes: How far above the edge the answer may lie; coarser is faster.
+        at_most_bytes: The most that is of use: one replay tells that more is needed, where the edge takes several.
 
     Raises:
         ValueError: See :func:`replay`.
     """
     sequence = _Sequence(events, sizes, streams)
-    pools, _ = sequence.run(None, expandable=expandable)
+    most = None if at_most_bytes is None else at_most_bytes // UNIT
+    pools, failed_at = sequence.run(most, expandable=expandable)
+    if failed_at is not None:
+        return None
     fits = pools.granted
     fails = round_up(sequence.peak(), GRAIN) - 1
     if expandable:  # pages may go beyond the capacity, by less than one page
         fails = max(fails - LARGE_SEGMENT, -1)
     while fits - fails > max(resolution_bytes // UNIT, 1):
-        middle = (fits + fails) // 2
-        pools, failed_at = sequence.run(middle, expandable=expandable)
+        between = fails + (fits - fails + 3) // 4  # what fails ends early, what fits is replayed to its end
+        pools, failed_at = sequence.run(between, expandable=expandable)
         if failed_at is None:
             fits = pools.granted
         else:
             fails = pools.refused - 1
     return fits * UNIT
+
+
+_KEPT_EVERY = 10_000
+"""Events after which a replay's pools are kept, for other capacities to go on from."""
 
 
 class _Sequence:
@@ -176,20 +186,30 @@ class _Sequence:
         self.needs: list[int] = needs.tolist()
         self.pools: list[int] = (2 * on + (needs > SMALL_SIZE)).tolist()
         self._live = np.cumsum(np.where(steps < 0, -needs[blocks], needs[blocks]))
+        self._begun: list[tuple[int, Pools]] = []
 
     def peak(self, until: int | None = None) -> int:
         """Peak of the live requests before event ``until``."""
         return int(self._live[:until].max(initial=0))
 
     def run(self, capacity: int | None, *, expandable: bool) -> tuple[Pools, int | None]:
-        """Replay, and the index of the event that failed."""
-        pools = (Expandable if expandable else Segments)(self.needs, self.pools, capacity)
+        """Replay, and the index of the event that failed.
+
+        It goes on from where an earlier one has come by the events that go the same way on this capacity.
+        """
+        kind = Expandable if expandable else Segments
+        room = sys.maxsize if capacity is None else capacity
+        alike = [one for one in self._begun if type(one[1]) is kind and one[1].granted <= room < one[1].refused]
+        begin, begun = max(alike, key=lambda one: one[0], default=(0, None))
+        pools = kind(self.needs, self.pools, capacity) if begun is None else begun.copied(capacity)
         allocate, free = pools.allocate, pools.free
-        for index, event in enumerate(self.events):
-            if event < 0:
-                free(~event)
-            elif not allocate(event):
-                return pools, index
+        for start in range(begin, len(self.events), _KEPT_EVERY):
+            for index, event in enumerate(self.events[start : start + _KEPT_EVERY], start):
+                if event < 0:
+                    free(~event)
+                elif not allocate(event):
+                    return pools, index
+            self._begun.append((start + _KEPT_EVERY, pools.copied(capacity)))
         return pools, None
 
 

@@ -116,7 +116,7 @@ class MicroPart:
 
     def operators(self, rows: float) -> Operators:
         """The operators of one micro-step that finds gradients, each shape once."""
-        return _operators(self.tape, _of(self.tape, "1:"), rows)
+        return self._called("1:", rows)
 
     def exchanges(self, accumulation: int, rows: float = 1.0) -> Operators:
         """The operators of all micro-steps of an optimizer step, of which the last alone may send gradients.
@@ -124,18 +124,20 @@ class MicroPart:
         Their sizes are those of one row where none are given: for what does not grow with the rows, as FSDP's.
         """
         if accumulation == 1:
-            tape = self.tape if self.alone is None else self.alone
-            return _operators(tape, _of(tape, "0:" if tape is self.alone else "1:"), rows)
-        first, last = (_operators(self.tape, _of(self.tape, name), rows) for name in ("0:", "1:"))
-        times = first.calls * (accumulation - 1)
-        return Operators(
-            **{
-                one.name: np.concatenate(
-                    [times if one.name == "calls" else getattr(first, one.name), getattr(last, one.name)]
-                )
-                for one in dataclasses.fields(Operators)
-            }
-        )
+            return self._called("1:" if self.alone is None else "alone", rows)
+        first, last = (self._called(name, rows) for name in ("0:", "1:"))
+        return Operators.joined([dataclasses.replace(first, calls=first.calls * (accumulation - 1)), last])
+
+    def _called(self, micro_step: str, rows: float) -> Operators:
+        """The operators of one of the micro-steps; kept, since many plans share them."""
+        if (micro_step, rows) not in self._kept:
+            tape, name = (self.alone, "0:") if micro_step == "alone" and self.alone else (self.tape, micro_step)
+            self._kept[micro_step, rows] = _operators(tape, _of(tape, name), rows)
+        return self._kept[micro_step, rows]
+
+    @functools.cached_property
+    def _kept(self) -> dict[tuple[str, float], Operators]:
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

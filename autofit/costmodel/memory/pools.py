@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from autofit.system.units import MIB
 
@@ -73,6 +74,14 @@ class Pools(ABC):
         self.retries = self.mallocs = 0
         self.granted = 0
         self.refused = sys.maxsize
+
+    def copied(self, capacity: int | None) -> Self:
+        """The same pools, for another capacity, on which they would have come this far the same way."""
+        other = copy.copy(self)
+        other.capacity = sys.maxsize if capacity is None else capacity
+        other.spare = [list(one) for one in self.spare]
+        other.size_at, other.start_before, other.live = dict(self.size_at), dict(self.start_before), dict(self.live)
+        return other
 
     def allocate(self, block: int) -> bool:
         """Whether there was room."""
@@ -176,6 +185,12 @@ class Segments(Pools):
         self.segments: dict[int, int] = {}
         self._next = 0
 
+    def copied(self, capacity: int | None) -> Self:
+        """With segments of its own."""
+        other = super().copied(capacity)
+        other.segments = dict(self.segments)
+        return other
+
     def _grow(self, pool: int, need: int) -> tuple[int, int]:
         start, size = self._next, _segment(need)
         self.segments[start] = size
@@ -202,10 +217,16 @@ class Expandable(Pools):
     def __init__(self, needs: Sequence[int], pool_of: Sequence[int], capacity: int | None) -> None:
         super().__init__(needs, pool_of, capacity)
         # what is not mapped, by start; sorted, and the last one never ends
-        self._holes: list[dict[int, int]] = [{pool * RANGE: RANGE} for pool in range(len(self.spare))]
+        self.holes: list[dict[int, int]] = [{pool * RANGE: RANGE} for pool in range(len(self.spare))]
+
+    def copied(self, capacity: int | None) -> Self:
+        """With holes of its own."""
+        other = super().copied(capacity)
+        other.holes = [dict(one) for one in self.holes]
+        return other
 
     def _choose(self, pool: int, index: int) -> int:
-        holes, spare = self._holes[pool], self.spare[pool]
+        holes, spare = self.holes[pool], self.spare[pool]
         room = self._room(spare[index], holes)
         while index + 1 < len(spare):
             further = self._room(spare[index + 1], holes)
@@ -221,7 +242,7 @@ class Expandable(Pools):
 
     def _grow(self, pool: int, need: int) -> tuple[int, int]:
         start = next(start for start in self._starts(pool) if self._reach(pool, start, need) >= need)
-        holes, page = self._holes[pool], _page(pool)
+        holes, page = self.holes[pool], _page(pool)
         while (size := self.size_at.get(start, 0)) < need:
             at = start + size
             hole = holes.pop(at)
@@ -234,12 +255,12 @@ class Expandable(Pools):
 
     def _starts(self, pool: int) -> Iterator[int]:
         """Where free addresses begin that contain a hole, the lowest first, ``find_expandable_block``."""
-        for hole in sorted(self._holes[pool]):
+        for hole in sorted(self.holes[pool]):
             yield self.start_before.get(hole, hole)
 
     def _reach(self, pool: int, start: int, need: int) -> int:
         """How many addresses from ``start`` on are free or not mapped; counted up to ``need``."""
-        holes, reach = self._holes[pool], 0
+        holes, reach = self.holes[pool], 0
         while reach < need:
             at = start + reach
             step = self.size_at.get(at, 0) or holes.get(at, 0)
@@ -250,7 +271,7 @@ class Expandable(Pools):
 
     def _give_back(self) -> None:
         for pool, spare in enumerate(self.spare):
-            holes, page = self._holes[pool], _page(pool)
+            holes, page = self.holes[pool], _page(pool)
             for key in list(spare):
                 start, size = key & _START, key >> _SHIFT
                 first, last = round_up(start, page), (start + size) // page * page

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -106,6 +106,13 @@ class Operators:
             for name, column in zip(COLUMNS, rows.T, strict=True)
         }
         return cls(**columns, calls=np.ones(len(rows)) if calls is None else calls)
+
+    @classmethod
+    def joined(cls, several: Sequence[Self]) -> Self:
+        """All of several, one behind the other."""
+        return cls(
+            **{field.name: np.concatenate([getattr(one, field.name) for one in several]) for field in fields(cls)}
+        )
 
     def __len__(self) -> int:
         return len(self.kind)

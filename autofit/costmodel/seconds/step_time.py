@@ -90,28 +90,41 @@ class StepClock:
             tf32: Whether float32 products are made in TF32.
             fp16: Whether what was traced in bfloat16 is made in float16.
         """
-        step = self._of(optimizer, 0, tf32=tf32, fp16=fp16)
-        micros = np.array([self._of(micro, int(one), tf32=tf32, fp16=fp16) for one in rows]).reshape(-1, 2)
-        both = micros * np.asarray(accumulation, dtype=np.float64)[:, None] + np.array(step)
+        step = self._of(optimizer, [0], tf32=tf32, fp16=fp16)
+        micros = self._of(micro, rows.tolist(), tf32=tf32, fp16=fp16)
+        both = micros * np.asarray(accumulation, dtype=np.float64)[:, None] + step
         return np.asarray(both.max(axis=1))
 
-    def _of(self, part: MicroPart | OptimizerPart, rows: int, *, tf32: bool, fp16: bool) -> tuple[float, float]:
-        """Device and host seconds of one micro-step, or with no rows of the optimizer's step."""
-        key = (id(part), rows, tf32, fp16)
-        if key not in self._device_and_host:
+    def _of(self, part: MicroPart | OptimizerPart, rows: list[int], *, tf32: bool, fp16: bool) -> Numbers:
+        """Device and host seconds of one micro-step of each of ``rows``, or with no rows of the optimizer's step."""
+        keys = [(id(part), one, tf32, fp16) for one in rows]
+        missing = sorted(set(keys) - self._device_and_host.keys())
+        if missing:
             self._parts.append(part)  # so that its id stays its own
-            operators = part.operators(rows) if rows else part.operators()  # type: ignore[call-arg]
-            computed = operators.computed_in(tf32=tf32, fp16=fp16)
-            self._device_and_host[key] = (device_seconds(computed, self.card), host_seconds(computed))
-        return self._device_and_host[key]
+            found = [
+                (part.operators(one) if one else part.operators()).computed_in(tf32=tf32, fp16=fp16)  # type: ignore[call-arg]
+                for _, one, *_ in missing
+            ]
+            on_host = [host_seconds(one) for one in found]
+            both = zip(_each_on_device(found, self.card), on_host, strict=True)
+            self._device_and_host.update(zip(missing, both, strict=True))
+        return np.array([self._device_and_host[key] for key in keys]).reshape(-1, 2)
 
 
 def device_seconds(operators: Operators, card: Card) -> float:
     """Of all calls, on a device that always has the next operator in its queue."""
-    kernels = float(operators.calls @ (operators.kind != _NOTHING))
+    return _each_on_device([operators], card)[0]
+
+
+def _each_on_device(several: list[Operators], card: Card) -> list[float]:
+    """The same of each of several, whose laws are worked out together."""
     fit = operator_time.coefficients()["fit"].get("step", _PLAIN)
-    busy = float(operators.calls @ operator_time.seconds(operators, card).seconds)
-    return on_device(busy, kernels, fit)
+    every = operator_time.seconds(operator_time.Operators.joined(several), card).seconds
+    parted = np.split(every, np.cumsum([len(one) for one in several])[:-1])
+    return [
+        on_device(float(one.calls @ taken), float(one.calls @ (one.kind != _NOTHING)), fit)
+        for one, taken in zip(several, parted, strict=True)
+    ]
 
 
 def host_seconds(operators: Operators) -> float:

@@ -190,7 +190,7 @@ class Traces:
     def alike(plan: Plan, facts: Facts) -> Hashable:
         """Equal for plans that ask for the same memory in the same order, on cards whose libraries do."""
         traced = (traced_plan(plan, part) for part in PARTS)
-        rows = (loaded_rows(plan, facts), plan["accumulation"], evaluated_rows(plan, facts))
+        rows = (loaded_rows(plan, facts), int(plan["accumulation"]) > 1, evaluated_rows(plan, facts))
         return (*traced, *rows, facts.hardware.capability)
 
     def _part(self, plan: Plan, part: Part) -> MicroPart | OptimizerPart | None:

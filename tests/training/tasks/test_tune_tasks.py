@@ -15,10 +15,12 @@ HELD = {"optimizer": "adamw", "attention": "default", "kernels": "none", "offloa
 """Each value more is a trace or two of the model."""
 
 
-BY_HAND = [pytest.param(name, marks=pytest.mark.by_hand) for name in ("clip", "segformer", "t5", "vit", "wav2vec2")]
+BY_HAND = [
+    pytest.param(name, marks=pytest.mark.by_hand) for name in ("clip", "segformer", "t5", "vit", "wav2vec2", "whisper")
+]
 
 
-@pytest.mark.parametrize("name", ["bert-classes", "whisper", *BY_HAND])
+@pytest.mark.parametrize("name", ["bert-classes", *BY_HAND])
 def test_a_model_of_each_family_is_tuned_and_launched(name, tmp_path):
     task, config = CONFIGS[name]
     (tmp_path / "model").mkdir()
