@@ -4,6 +4,9 @@ CPU: the resident set. ``VmHWM`` is its exact peak, reset by writing 5 to ``/pro
 libraries are faulted in before the base is read, so that a fresh process and a forked one, which start with
 different shares of them, count the same afterwards.
 
+A process that is forked for a trial has pages of the one that it comes from, which has built there what the trial would
+have: they count as the trial's own. The kernel leaves file pages out of a fork, so they are faulted in again.
+
 CUDA: the allocator's own counters, plus what lies outside it (context, kernels, managed memory), which is what the
 driver counts for the device more than before the process came, less what the allocator holds.
 """
@@ -12,9 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from autofit.contract.facts import Facts
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+_PRESENT_BIT = 63  # of an entry of /proc/PID/pagemap
 _LATE_KERNELS_BYTES = 32 * MIB  # room for kernels that are loaded after warm-up
 _STATUS = re.compile(r"^(VmHWM|VmRSS|VmData|RssAnon):\s+(\d+) kB", re.MULTILINE)
 
@@ -79,33 +84,89 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5", "ascii")
 
 
+def highest_bytes() -> int:
+    """The peak of the resident set since it was last reset."""
+    peak = status().get("VmHWM")
+    if peak is None:  # gVisor has none
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak
+
+
 def fault_in_libraries() -> None:
     """Read every mapped library page into the resident set, so that it belongs to the base."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    _fault_in(_mapped_files())
+
+
+def _mapped_files() -> Iterator[tuple[int, int]]:
+    """First address and the one behind the last of each mapping of a file that can be read."""
     for line in Path("/proc/self/maps").read_text("utf-8", "replace").splitlines():
         span, access, _offset, _device, inode, *path = line.split(maxsplit=5)
         # what a driver maps is no library
         if inode != "0" and access.startswith("r") and not "".join(path).startswith("/dev/"):
             start, end = (int(part, 16) for part in span.split("-"))
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ)
+            yield start, end
+
+
+def _file_pages() -> list[tuple[int, int]]:
+    """The parts of mapped files that are in the resident set."""
+    import numpy as np
+
+    found = []
+    size = resource.getpagesize()
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
+        for start, end in _mapped_files():
+            entries = os.pread(pagemap.fileno(), (end - start) // size * 8, start // size * 8)
+            there = np.frombuffer(entries, np.uint64) >> np.uint64(_PRESENT_BIT)
+            turns = np.flatnonzero(np.diff(there.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+            found += [(start + first * size, start + last * size) for first, last in turns.tolist()]
+    return found
+
+
+def _fault_in(spans: Iterable[tuple[int, int]]) -> None:
+    """Read some addresses into the resident set."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for start, end in spans:
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ)
+
+
+class Inheritance:
+    """What a process holds when others are forked from it, above its base, which is now."""
+
+    def __init__(self) -> None:
+        fault_in_libraries()
+        reset_peak()
+        self.base_bytes = status()["VmRSS"]
+        self.held_bytes = self.peak_bytes = 0
+        self._pages: list[tuple[int, int]] = []
+
+    def leave(self) -> None:
+        """Look at it in the process that is to be forked, before anything else is done for that."""
+        self.held_bytes = status()["VmRSS"] - self.base_bytes
+        self.peak_bytes = highest_bytes() - self.base_bytes
+        self._pages = _file_pages()
+
+    def take(self) -> None:
+        """Hold the same in a process that was just forked."""
+        _fault_in(self._pages)
 
 
 class HostMeter:
     """The resident set above that of the idle process: the CPU's device memory, and every device's host side."""
 
-    def __init__(self, limit_bytes: int, where: Literal["device", "host"]) -> None:
-        fault_in_libraries()
+    def __init__(
+        self, limit_bytes: int, where: Literal["device", "host"], inherited: Inheritance | None = None
+    ) -> None:
+        if inherited is None:
+            fault_in_libraries()
         reset_peak()
         self.limit_bytes = limit_bytes
         self.where: Literal["device", "host"] = where
-        self.base_bytes = status()["VmRSS"]
+        self.base_bytes = status()["VmRSS"] - (inherited.held_bytes if inherited else 0)
+        self._inherited_bytes = inherited.peak_bytes if inherited else 0
 
     def peak_bytes(self) -> int:
         """Peak since the meter was made, above the base."""
-        peak = status().get("VmHWM")
-        if peak is None:  # gVisor has none
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return max(0, peak - self.base_bytes)
+        return max(self._inherited_bytes, highest_bytes() - self.base_bytes)
 
     def check(self) -> None:
         """Raise where the peak is above the ceiling."""
@@ -125,7 +186,9 @@ class HostMeter:
 class CudaMeter:
     """The allocator's peaks and what lies outside it; tells the allocator that the card is as large as the ceiling."""
 
-    def __init__(self, limit_bytes: int, host_limit_bytes: int, uuid: str | None) -> None:
+    def __init__(
+        self, limit_bytes: int, host_limit_bytes: int, uuid: str | None, inherited: Inheritance | None = None
+    ) -> None:
         import torch
 
         self.uuid = seen_uuid() or uuid  # a launch may see another card than was tuned on
@@ -139,7 +202,7 @@ class CudaMeter:
         torch.cuda.empty_cache()
         self.limit_bytes = limit_bytes
         self.total_bytes = torch.cuda.get_device_properties(self.device).total_memory
-        self.host = HostMeter(host_limit_bytes, "host")
+        self.host = HostMeter(host_limit_bytes, "host", inherited)
         self._outside_bytes = self._settled_bytes = 0
         self._measure_outside()
         self._cap()
@@ -225,12 +288,12 @@ def memory_kills() -> int:
     return kills
 
 
-def meter(facts: Facts) -> Meter:
-    """The meter for the device, with the workload's ceilings; starts to count now."""
+def meter(facts: Facts, inherited: Inheritance | None = None) -> Meter:
+    """The meter for the device, with the workload's ceilings; starts to count now, what is inherited included."""
     work = facts.workload
     if facts.hardware.device == "cuda":
-        return CudaMeter(work.limit_bytes, work.host_limit_bytes, facts.hardware.uuid)
-    return HostMeter(work.limit_bytes, "device")
+        return CudaMeter(work.limit_bytes, work.host_limit_bytes, facts.hardware.uuid, inherited)
+    return HostMeter(work.limit_bytes, "device", inherited)
 
 
 def guard_host(limit_bytes: int) -> None:
@@ -289,5 +352,6 @@ def warm_up_threads() -> None:
     """Start the threads and load the kernels that every step needs, so that they belong to the base of memory."""
     import torch
 
-    layer = torch.nn.Linear(256, 256)
+    with torch.random.fork_rng(devices=[]):  # what is random afterwards is as without it
+        layer = torch.nn.Linear(256, 256)
     layer(torch.ones(256, 256)).sum().backward()

@@ -74,6 +74,38 @@ def test_memory_that_is_only_reserved_does_not_count(seen_by):
     assert seen["half"] == near(100)
 
 
+def test_what_a_process_inherits_counts_as_if_it_had_made_it(seen_by):
+    """Pages of a file that its parent has read are not in a fork, and pages that it shares are."""
+    seen = seen_by("""
+        import mmap, os
+        from autofit.machine.meters import Inheritance
+        def read(mapped): return sum(mapped[place] for place in range(0, len(mapped), 4096))
+        (folder / "data").write_bytes(bytes(50 * MIB))
+        data = open(folder / "data", "rb")
+        inherited = Inheritance()
+        gone = filled(300)
+        del gone
+        tensor = filled(200)
+        mapped = mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ)
+        read(mapped)
+        inherited.leave()
+        if os.fork() == 0:
+            inherited.take()
+            before = filled(20)
+            meter = HostMeter(GIB, "device", inherited)
+            first, start = meter.peak_bytes(), status()["VmRSS"] - meter.base_bytes
+            tensor += 1
+            read(mapped)
+            more = filled(100)
+            tell(first=first, start=start, peak=meter.peak_bytes())
+            os._exit(0)
+        os.wait()
+    """)
+    assert seen["first"] == near(300)
+    assert seen["start"] == near(250)
+    assert seen["peak"] == near(350)
+
+
 def test_what_was_there_before_is_not_counted(seen_by):
     seen = seen_by("""
         before = filled(300)
