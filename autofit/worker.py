@@ -7,6 +7,7 @@ run by itself, as ``python -m autofit.worker FOLDER``.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from autofit.costmodel.jobs import RatesJob, TraceJob
 from autofit.machine.jobs import HardwareJob
 from autofit.output.jobs import CheckJob
 from autofit.system.job import JOB, Job
-from autofit.training.jobs import CurveJob, DescribeScriptJob, TrialJob
+from autofit.training.jobs import SNAPSHOT_JOB, CurveJob, DescribeScriptJob, TrialJob
 from autofit.training.profiling.jobs import ProfileJob
 from autofit.training.tasks.jobs import DescribeJob
 
@@ -30,6 +31,11 @@ JOBS: TypeAdapter[Job] = TypeAdapter(Kinds)
 def main(folder: Path) -> None:
     """Do the job in a folder."""
     JOBS.validate_json((folder / JOB).read_bytes()).run(folder)
+
+
+def snapshot(folder: Path, next_job: Callable[[], Path]) -> str:
+    """Do the snapshot's job in a folder; see :class:`autofit.training.jobs.SnapshotJob`."""
+    return SNAPSHOT_JOB.validate_json((folder / JOB).read_bytes()).run(folder, next_job)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,13 @@ goes (PR_SET_PDEATHSIG); each job's process is in a session of its own, asks for
 killed as a group. Both are needed: the signal alone is lost where the server has not asked yet, the socket alone
 where a child has inherited it.
 
+A snapshot is a child that has run a job of its own up to some point and forks one child there for each further job, as
+the server does: what the job has made until then need not be made again. It lives until it is closed.
+
 This is the parent's side; the process itself is :mod:`autofit.system.fork_server_process`. Messages are lines of JSON:
 ``{"run": FOLDER, "early": BOOL}`` and ``{"kill": SIGNAL}`` to the server, ``{"ready": SECONDS}``, ``{"pid": PID}`` and
-``{"exit": STATUS}`` back.
+``{"exit": STATUS}`` back; ``{"snapshot": FOLDER}`` with a socket, by which a snapshot is told the same, and says
+``{"snapshot": PID}`` first, and ``{"refused": WORDS}`` where it can't be forked.
 """
 
 from __future__ import annotations
@@ -34,55 +38,24 @@ from autofit.system.errors import MachineError, ServerLost
 from autofit.system.files import helper_environment, refuse_a_full_disk, write_atomically, writing
 from autofit.system.job import JOB, Job, job_text
 from autofit.system.redact import harmless
+from autofit.system.units import duration
 
 FAILED_JOB_LOG = "failed-job.log"
 _TICK_SECONDS = 1.0
 
 
-class ForkServer:
-    """The parent's side: starts the server, runs jobs, kills them.
+class Unforkable(Exception):  # noqa: N818 - an answer more than an error
+    """No job can be forked from a snapshot, and why, in words."""
 
-    Args:
-        log: File that takes what the server prints.
-        device: ``cuda`` or ``cpu``.
-        modules: Modules to load beyond the usual ones, such as the model's; what can't be loaded is left out.
-        trains: Whether jobs train, or only trace: what that has no use for takes two seconds to load.
-    """
 
-    def __init__(self, log: Path, device: str, modules: tuple[str, ...] = (), *, trains: bool = True) -> None:
-        self.log = log
-        self.trains = trains
-        self.device = device
-        self.modules = modules
-        self.import_seconds = 0.0
-        self._process: subprocess.Popen[bytes] | None = None
+class _Forking:
+    """The parent's side of a process that forks one child for each job: runs jobs, and kills them."""
+
+    def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self._buffer = b""
         self._job = 0
-
-    def start(self) -> None:
-        """Start the server without waiting for it."""
-        ours, theirs = socket.socketpair()
-        # a driver that was asked once can't be used after a fork; this asks NVML instead
-        environment = {**harmless(os.environ), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if self.device == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # what is loaded for the CPU asks for a device that is there
-        if not self.trains:
-            environment["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes asks for the compiler when it is imported
-        arguments = [str(theirs.fileno()), self.device, "train" if self.trains else "trace", *self.modules]
-        with writing(self.log), self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "autofit.system.fork_server_process", *arguments],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=helper_environment(environment),
-                start_new_session=True,
-            )
-        theirs.close()
-        self._socket = ours
-        self._buffer = b""
+        self.import_seconds = 0.0
 
     def run(self, folder: Path, *, kill_after_seconds: float, early: bool = False) -> int | None:
         """Run the job in a folder and wait for its end.
@@ -101,17 +74,11 @@ class ForkServer:
             MachineError: The server can't be started.
             ServerLost: It ended while the job ran.
         """
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            self.start()
         self._send({"run": str(folder), "early": early})
         left = None
         late = False
         while True:
-            asked = time.monotonic()
-            message = self._receive(None if left is None else max(0.0, min(left, _TICK_SECONDS)))
-            if left is not None:
-                left -= min(time.monotonic() - asked, 2 * _TICK_SECONDS)
+            message, left = self._hear(left)
             if message is None:
                 if left is not None and left <= 0:
                     late = True
@@ -139,9 +106,133 @@ class ForkServer:
             with contextlib.suppress(MachineError):
                 self._send({"kill": int(signal.SIGKILL)})
 
+    def _hear(self, left: float | None) -> tuple[dict[str, Any] | None, float | None]:
+        """The next message, or ``None`` after a while; and what is left of some seconds in which this process lived."""
+        asked = time.monotonic()
+        message = self._receive(None if left is None else max(0.0, min(left, _TICK_SECONDS)))
+        return message, None if left is None else left - min(time.monotonic() - asked, 2 * _TICK_SECONDS)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            assert self._socket is not None
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise self._lost() from error
+
+    def _receive(self, timeout: float | None) -> dict[str, Any] | None:
+        """The next message, or ``None`` at the time-out."""
+        assert self._socket is not None
+        while b"\n" not in self._buffer:
+            readable, _, _ = select.select([self._socket], [], [], timeout)
+            if not readable:
+                return None
+            try:
+                part = self._socket.recv(65536)
+            except OSError as error:
+                raise self._lost() from error
+            if not part:
+                raise self._lost()
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _lost(self) -> MachineError:
+        """End what is left of the process and its job; the error that says so."""
+        raise NotImplementedError
+
+    def _end_job(self) -> bool:
+        """End what the job has started: it dies with this process by itself. Whether there was one."""
+        job, self._job = self._job, 0
+        if job:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(job, signal.SIGKILL)
+        return bool(job)
+
+
+class ForkServer(_Forking):
+    """The parent's side: starts the server, runs jobs, kills them.
+
+    Args:
+        log: File that takes what the server prints.
+        device: ``cuda`` or ``cpu``.
+        modules: Modules to load beyond the usual ones, such as the model's; what can't be loaded is left out.
+        trains: Whether jobs train, or only trace: what that has no use for takes two seconds to load.
+    """
+
+    def __init__(self, log: Path, device: str, modules: tuple[str, ...] = (), *, trains: bool = True) -> None:
+        super().__init__()
+        self.log = log
+        self.trains = trains
+        self.device = device
+        self.modules = modules
+        self._process: subprocess.Popen[bytes] | None = None
+        self._snapshots: list[Snapshot] = []
+
+    def start(self) -> None:
+        """Start the server without waiting for it."""
+        ours, theirs = socket.socketpair()
+        # a driver that was asked once can't be used after a fork; this asks NVML instead
+        environment = {**harmless(os.environ), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if self.device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # what is loaded for the CPU asks for a device that is there
+        if not self.trains:
+            environment["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes asks for the compiler when it is imported
+        arguments = [str(theirs.fileno()), self.device, "train" if self.trains else "trace", *self.modules]
+        with writing(self.log), self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "autofit.system.fork_server_process", *arguments],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=helper_environment(environment),
+                start_new_session=True,
+            )
+        theirs.close()
+        self._socket = ours
+        self._buffer = b""
+
+    def run(self, folder: Path, *, kill_after_seconds: float, early: bool = False) -> int | None:
+        """Run the job in a folder and wait for its end; the server is started where there is none."""
+        self._started()
+        return super().run(folder, kill_after_seconds=kill_after_seconds, early=early)
+
+    def snapshot(self, folder: Path, *, kill_after_seconds: float) -> Snapshot:
+        """Have the job in a folder run up to where it asks for others, and wait until they can be forked there.
+
+        Raises:
+            Unforkable: They can't be, it never asked, or took too long.
+            MachineError: The server can't be started.
+        """
+        self._started()
+        ours, theirs = socket.socketpair()
+        made = Snapshot(ours, folder)
+        self._snapshots.append(made)
+        try:
+            assert self._socket is not None
+            with theirs:
+                socket.send_fds(
+                    self._socket, [json.dumps({"snapshot": str(folder)}).encode() + b"\n"], [theirs.fileno()]
+                )
+            made.wait(kill_after_seconds)
+        except OSError as error:
+            raise self._lost() from error
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _started(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self.start()
+
     def close(self) -> None:
-        """End the server, and with it the job that is running."""
+        """End the server, and with it the job that is running, and the snapshots."""
         self._job = 0
+        while self._snapshots:
+            self._snapshots.pop().close()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -187,45 +278,73 @@ class ForkServer:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        try:
-            assert self._socket is not None
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError as error:
-            raise self._lost() from error
-
-    def _receive(self, timeout: float | None) -> dict[str, Any] | None:
-        """The next message, or ``None`` at the time-out."""
-        assert self._socket is not None
-        while b"\n" not in self._buffer:
-            readable, _, _ = select.select([self._socket], [], [], timeout)
-            if not readable:
-                return None
-            try:
-                part = self._socket.recv(65536)
-            except OSError as error:
-                raise self._lost() from error
-            if not part:
-                raise self._lost()
-            self._buffer += part
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
-
     def _lost(self) -> MachineError:
         status = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(5)  # the socket closes a little before its end
-        job = self._job
-        if job:  # it dies with the server, but what it has started does not
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(job, signal.SIGKILL)
+        lost = ServerLost if self._end_job() else MachineError
         self.close()
-        return (ServerLost if job else MachineError)(
+        return lost(
             f"the process that starts trials ended (status {status}){_last_words(self.log)}",
             hint=f"its log is {self.log}; go on with --resume",
         )
+
+
+class Snapshot(_Forking):
+    """The parent's side of a snapshot; :meth:`ForkServer.snapshot` makes one.
+
+    Args:
+        link: What the snapshot is told its jobs by.
+        folder: Of the job that it has run.
+    """
+
+    def __init__(self, link: socket.socket, folder: Path) -> None:
+        super().__init__()
+        self._socket = link
+        self._pid = 0
+        self.folder = folder
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return self._socket is None
+
+    def wait(self, seconds: float) -> None:
+        """Wait until jobs can be forked.
+
+        Raises:
+            Unforkable: They can't be.
+        """
+        left: float | None = seconds
+        while left is not None and left > 0:
+            try:
+                message, left = self._hear(left)
+            except ServerLost as error:
+                words = _last_words(self.folder / "stderr.log")
+                raise Unforkable(f"its process ended before it trained{words}") from error
+            if message and "snapshot" in message:
+                self._pid = int(message["snapshot"])
+            elif message and "refused" in message:
+                raise Unforkable(message["refused"])
+            elif message and "ready" in message:
+                return
+        raise Unforkable(f"it did not begin to train in {duration(seconds)}")
+
+    def close(self) -> None:
+        """End the snapshot, and with it the job that is running."""
+        self._end_job()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+            if self._pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._pid, signal.SIGKILL)
+
+    def _lost(self) -> MachineError:
+        self._pid = 0  # it has ended, and the number may be another process's
+        self.close()
+        return ServerLost("the snapshot that the trial was forked from ended")
 
 
 def _last_words(log: Path) -> str:

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +29,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _FIRST = ("torch", "transformers", "transformers.modeling_utils")
 _ALWAYS = ("torch._dynamo", "accelerate.commands.launch")
 _WORKER = "autofit.worker"
-"""The module whose ``main`` does a job; known by name, since it knows every kind of job and this one none."""
+"""The module whose ``main`` does a job, and whose ``snapshot`` makes one; known by name, since it knows every kind of
+job and this one none."""
 # peft and bitsandbytes, which Trainer's module imports, ask for the device at import; a forked child can't use CUDA
 # once its parent has touched it; so does torchao, which transformers imports where it is installed
 _ON_CPU = ("transformers.trainer", _WORKER, "torch.utils.data")
@@ -40,6 +41,11 @@ def die_with_parent(parent: int, number: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _adopt_orphans() -> None:
+    """Have the kernel make children of this process of those whose parent ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def load_bitsandbytes() -> None:
@@ -98,7 +104,8 @@ class _Server:
         self.child = 0
         self.buffer = b""
         self.loading = True
-        self.waiting: list[Path] = []
+        self.waiting: list[Callable[[], None]] = []
+        self.snapshots: set[int] = set()
 
     def say(self, message: dict[str, Any]) -> None:
         """Tell the parent, or end where it is gone."""
@@ -108,7 +115,8 @@ class _Server:
             self.end()
 
     def end(self, *_: object) -> NoReturn:
-        """Kill the job and all that it has started, and go."""
+        """Kill the job, the snapshots and all that they have started, and go."""
+        self.snapshots.clear()
         self.sweep()
         os._exit(0)
 
@@ -116,16 +124,27 @@ class _Server:
         """Kill the job's group, and what has left the group: an orphan becomes a child of this process."""
         self.signal(signal.SIGKILL)
         for _ in range(100):
-            children = psutil.Process().children(recursive=True)
-            for one in children:
+            left = self.left_behind()
+            for one in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
             with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            if not children:
+                while ended := os.waitpid(-1, os.WNOHANG)[0]:
+                    self.snapshots.discard(ended)
+            if not left:
                 return
             time.sleep(0.005)
+
+    def left_behind(self) -> list[psutil.Process]:
+        """All processes below this one but for the snapshots, and what is below them."""
+        kept, left = set(self.snapshots), []
+        for one in psutil.Process().children(recursive=True):  # a parent comes before its children
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if one.pid in kept or one.ppid() in kept:
+                    kept.add(one.pid)
+                else:
+                    left.append(one)
+        return left
 
     def signal(self, number: int) -> None:
         """Send a signal to the job's whole group."""
@@ -144,29 +163,37 @@ class _Server:
     def loaded(self) -> None:
         """Begin what has waited for the imports."""
         self.loading = False
-        for folder in self.waiting:
-            self.fork(folder)
+        for begin in self.waiting:
+            begin()
 
     def turn(self, timeout: float | None = None) -> None:
-        """Wait for the parent or for the job's end, and deal with it."""
-        watched: list[Any] = [self.control]
-        ended = os.pidfd_open(self.child) if self.child else None
-        if ended is not None:
-            watched.append(ended)
-        readable, _, _ = select.select(watched, [], [], timeout)
-        if ended is not None:
-            os.close(ended)
-            if ended in readable:
-                _, status = os.waitpid(self.child, 0)
-                self.sweep()  # what the job has left behind
-                self.child = 0
-                self.say({"exit": status})
+        """Wait for the parent or for the end of the job or of a snapshot, and deal with it."""
+        watched = {os.pidfd_open(pid): pid for pid in (*self.snapshots, self.child) if pid}
+        asked: list[Any] = [self.control, *watched]
+        readable, _, _ = select.select(asked, [], [], timeout)
+        for ends, pid in watched.items():
+            os.close(ends)
+            if ends in readable:
+                self.ended(pid)
         if self.control in readable:
             self.listen()
 
+    def ended(self, pid: int) -> None:
+        """The job or a snapshot has ended: end what it has left behind."""
+        if pid == self.child:
+            _, status = os.waitpid(pid, 0)
+            self.sweep()
+            self.child = 0
+            self.say({"exit": status})
+        elif pid in self.snapshots:  # else it was waited for already
+            os.waitpid(pid, 0)
+            self.snapshots.discard(pid)
+            if not self.child:  # else its end is near
+                self.sweep()
+
     def listen(self) -> None:
         """Do what the parent says."""
-        part = self.control.recv(65536)
+        part, handles, _, _ = socket.recv_fds(self.control, 65536, 1)
         if not part:
             self.end()
         self.buffer += part
@@ -175,12 +202,16 @@ class _Server:
             message = json.loads(line)
             if "kill" in message:
                 self.signal(message["kill"])
-            elif "run" in message:
-                folder = Path(message["run"])
-                if self.loading and not message["early"]:
-                    self.waiting.append(folder)
-                else:
-                    self.fork(folder)
+                continue
+            if "snapshot" in message:
+                folder = Path(message["snapshot"])
+                begin = functools.partial(self.fork_snapshot, folder, socket.socket(fileno=handles.pop()))
+            else:
+                begin = functools.partial(self.fork, Path(message["run"]))
+            if self.loading and not message.get("early"):
+                self.waiting.append(begin)
+            else:
+                begin()
 
     def fork(self, folder: Path) -> None:
         """Fork the process of a job."""
@@ -190,6 +221,52 @@ class _Server:
             self.control.close()
             _job(folder, server, self.device)
         self.say({"pid": self.child})
+
+    def fork_snapshot(self, folder: Path, control: socket.socket) -> None:
+        """Fork the process of a snapshot, which hears of its jobs by a socket of its own."""
+        server = os.getpid()
+        child = os.fork()
+        if child == 0:
+            self.control.close()
+            _job(folder, server, self.device, _Snapshot(control, self.device).make)
+        control.close()
+        self.snapshots.add(child)
+
+
+class _Snapshot(_Server):
+    """The side of a snapshot: a job that has run up to some point, where a child is forked for each further job."""
+
+    forked: Path | None = None
+    """The folder of this process's job, where it is such a child."""
+
+    def make(self, folder: Path) -> None:
+        """Run the job that asks for others; where it never does, tell the parent why."""
+        _adopt_orphans()
+        self.say({"snapshot": os.getpid()})
+        if why := importlib.import_module(_WORKER).snapshot(folder, self.next_job):
+            self.say({"refused": why})
+
+    def next_job(self) -> Path:
+        """Serve until a child is forked, and return in the child, with the folder of its job."""
+        self.loading = False
+        self.say({"ready": 0.0})
+        while self.forked is None:
+            self.turn()
+        return self.forked
+
+    def fork(self, folder: Path) -> None:
+        """Fork the process of a job, which goes on from here."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()  # else each child says it again
+        snapshot = os.getpid()
+        self.child = os.fork()
+        if self.child == 0:
+            self.control.close()
+            _begin(folder, snapshot)
+            self.forked = folder
+        else:
+            self.say({"pid": self.child})
 
 
 def serve(descriptor: int, device: str, modules: tuple[str, ...], *, trains: bool = True) -> NoReturn:
@@ -201,7 +278,7 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...], *, trains: boo
     signal.signal(signal.SIGTERM, server.end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(os.getppid(), signal.SIGTERM)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _adopt_orphans()
     os.register_at_fork(after_in_child=own_threads)
     if not trains:
         _leave_out("datasets", "scipy")
@@ -234,21 +311,26 @@ def device_is_spoilt() -> bool:
     return cuda is not None and bool(cuda._is_in_bad_fork())  # noqa: SLF001 - PyTorch's own question before it begins
 
 
-def _job(folder: Path, server: int, device: str) -> NoReturn:
-    """The child: a session of its own, its output in the folder, then the worker; never returns."""
+def _begin(folder: Path, parent: int) -> None:
+    """What a child does first: a session of its own that dies with its parent, its output in the folder."""
+    os.setsid()
+    die_with_parent(parent, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for stream, name in ((1, "stdout.log"), (2, "stderr.log")):
+        handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(handle, stream)
+        os.close(handle)
+
+
+def _job(folder: Path, server: int, device: str, work: Callable[[Path], None] | None = None) -> NoReturn:
+    """The child: does the job in the folder, or other work there; never returns."""
     code = 1
     try:
-        os.setsid()
-        die_with_parent(server, signal.SIGKILL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        for stream, name in ((1, "stdout.log"), (2, "stderr.log")):
-            handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(handle, stream)
-            os.close(handle)
-        if device == "cuda" and device_is_spoilt():
+        _begin(folder, server)
+        if work is None and device == "cuda" and device_is_spoilt():
             os.execv(sys.executable, [sys.executable, "-m", _WORKER, str(folder)])  # noqa: S606 - a list
-        importlib.import_module(_WORKER).main(folder)
+        (work or importlib.import_module(_WORKER).main)(folder)
         code = 0
     except BaseException:  # noqa: BLE001 - the top of the child; it must not return into the server
         import traceback

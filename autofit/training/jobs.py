@@ -16,19 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import TypeAdapter
+
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import OUTCOME, Crashed, Measured, Outcome, OutOfMemory, Unsupported
 from autofit.contract.plan import Plan
 from autofit.contract.recipe import Recipe
 from autofit.machine.describe import given_threads
-from autofit.machine.meters import CeilingBroken, guard_host, memory_kills, meter, warm_up_threads
+from autofit.machine.meters import CeilingBroken, Inheritance, guard_host, memory_kills, meter, warm_up_threads
 from autofit.machine.model import describe_built, describe_module
 from autofit.registry import recipe_of
 from autofit.system import strict_json
 from autofit.system.errors import InputError
 from autofit.system.files import write_atomically
 from autofit.system.fork_server_process import load_bitsandbytes
-from autofit.system.job import error_words
+from autofit.system.job import JOB, error_words
 from autofit.system.strict_json import dump_json
 from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
 from autofit.training.guard.loss_curve import CURVE, Curve, listener_of, of_ranks, record
@@ -36,12 +38,13 @@ from autofit.training.guard.rounding import Rounding, rounded
 from autofit.training.joined import failure_words, joined, unwritten
 from autofit.training.launch_environment import launch_environment, write_yaml
 from autofit.training.loops import run_recipe
-from autofit.training.measure import measure
+from autofit.training.measure import clock_of, concluded
 from autofit.training.ranks import PROGRESS_FILE, Share, all_here, own_rank, rank_folder, result_file, run_ranks
 from autofit.training.scripts.curve import script_curve
 from autofit.training.scripts.entry import describe, keep_quiet, measure_steps, rows_words
 from autofit.training.scripts.leave import Refused
-from autofit.training.timing import Effort
+from autofit.training.scripts.snapshot import ScriptSnapshot
+from autofit.training.timing import Clock, Effort
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,60 @@ class TrialJob:
         alone = self.facts.workload.processes == 1
         outcome = tried(self, folder, folder.parent) if alone else tried_by_ranks(self.facts, folder, train, self.share)
         write_atomically(folder / self.RESULT, dump_json(OUTCOME, outcome))
+
+
+TRIAL_JOB: TypeAdapter[TrialJob] = TypeAdapter(TrialJob)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotJob:
+    """Run a user's script up to its Trainer, and have trials forked there.
+
+    Attributes:
+        plan: One that says what all of the trials' plans say where a model is loaded.
+    """
+
+    plan: Plan
+    facts: Facts
+
+    def run(self, folder: Path, next_job: Callable[[], Path]) -> str:
+        """Serve trials; in the process of one, leave its outcome.
+
+        Args:
+            folder: Where the script may write until it trains.
+            next_job: Waits until a trial is forked; returns in its process, with its folder.
+
+        Returns:
+            Why no trial can be forked, in words; nothing in the process of a trial.
+        """
+        facts, recipe, before = self.facts, recipe_of(self.plan, self.facts), dict(os.environ)
+        _take_environment(_launch_of(recipe, folder), facts)
+        launch = {name: value for name, value in os.environ.items() if before.get(name) != value}
+        keep_quiet()
+
+        def begin(own: Path, inherited: Inheritance) -> tuple[Clock, Mapping[str, str]]:
+            job = TRIAL_JOB.validate_json((own / JOB).read_bytes())
+            for name, value in launch.items():  # what the snapshot's own launch has set, and not the script
+                if os.environ.get(name) == value:
+                    os.environ.pop(name)
+                    os.environ |= {name: before[name]} if name in before else {}
+            recipe = recipe_of(job.plan, facts)
+            _take_environment(_launch_of(recipe, own), facts)
+            _computing(facts)
+            return _clock(job, recipe, own, own.parent, inherited=inherited), _of_the_launch()
+
+        snapshot = ScriptSnapshot(
+            recipe=recipe, folder=folder, threads=given_threads() or 1, next_job=next_job, begin=begin
+        )
+        found = snapshot.run()
+        if snapshot.own is None:
+            return str(found)
+        outcome = _caught(facts, lambda: snapshot.outcome(found))
+        write_atomically(snapshot.own / TrialJob.RESULT, dump_json(OUTCOME, outcome))
+        return ""
+
+
+SNAPSHOT_JOB: TypeAdapter[SnapshotJob] = TypeAdapter(SnapshotJob)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,10 +236,15 @@ def tried(
         rank: Of this process, where there are several.
         on_step: Told how many optimizer steps are done, each time.
     """
+    return _caught(job.facts, lambda: _measured(job, folder, trials, rank, on_step))
+
+
+def _caught(facts: Facts, run: Callable[[], Outcome]) -> Outcome:
+    """The outcome of what is run, whatever it raises."""
     try:
-        return _measured(job, folder, trials, rank, on_step)
+        return run()
     except CeilingBroken as broken:
-        work = job.facts.workload
+        work = facts.workload
         return OutOfMemory(
             where=broken.where,
             phase="load",
@@ -237,35 +299,37 @@ def _trained(job: CurveJob, folder: Path, rank: int | None = None) -> Curve:
 
 
 def _measured(job: TrialJob, folder: Path, trials: Path, rank: int | None, on_step: Callable[[int], None]) -> Outcome:
-    recipe = _launched(job.plan, job.facts, folder, rank)
+    recipe, script = _launched(job.plan, job.facts, folder, rank), job.facts.workload.script
+    clock = _clock(job, recipe, folder, trials, on_step=on_step)
+    if script is None:
+        return concluded(clock, lambda: run_recipe(clock, config=Path(job.config), folder=folder))
+    keep_quiet()
+    environment = _of_the_launch()
+    return concluded(
+        clock,
+        lambda: measure_steps(clock, script, folder=folder, environment=environment),
+        words=rows_words(script),
+    )
+
+
+def _clock(
+    job: TrialJob,
+    recipe: Recipe,
+    folder: Path,
+    trials: Path,
+    *,
+    on_step: Callable[[int], None] = lambda _: None,
+    inherited: Inheritance | None = None,
+) -> Clock:
+    """What listens to a trial, from now on; see :func:`tried`."""
     recipe.tensor_cache = TensorCache(trials / CACHE_FOLDER)
     tell = _teller(folder)
     tell("load")
-    counter = meter(job.facts)
-    script = job.facts.workload.script
-    if script is None:
-        return measure(
-            recipe,
-            job.effort,
-            counter,
-            lambda clock: run_recipe(clock, config=Path(job.config), folder=folder),
-            tell,
-            on_step=on_step,
-        )
-    keep_quiet()
-    effort = job.effort
-    if script.own_split is not None:  # fewer micro-steps can't stand for its own
+    counter = meter(job.facts, inherited)
+    effort, script = job.effort, job.facts.workload.script
+    if script is not None and script.own_split is not None:  # fewer micro-steps can't stand for its own
         effort = dataclasses.replace(effort, fidelity="whole")
-    environment = _of_the_launch()
-    return measure(
-        recipe,
-        effort,
-        counter,
-        lambda clock: measure_steps(clock, script, folder=folder, environment=environment),
-        tell,
-        words=rows_words(script),
-        on_step=on_step,
-    )
+    return clock_of(recipe, effort, counter, tell, on_step)
 
 
 def _of_the_launch() -> dict[str, str]:
@@ -287,20 +351,31 @@ def _teller(folder: Path) -> Callable[[str], None]:
 def _launched(plan: Plan, facts: Facts, folder: Path, rank: int | None) -> Recipe:
     """Become the process that ``accelerate launch`` starts for a plan, and return its recipe."""
     recipe = recipe_of(plan, facts)
-    config_file = folder / "accelerate.yaml"
-    write_yaml(config_file, dict(recipe.emission.accelerate))
-    _take_environment(launch_environment(config_file, rank), facts)
+    _take_environment(_launch_of(recipe, folder, rank), facts)
     load_bitsandbytes()
-    import torch
     from transformers import Trainer, utils
 
     _ = Trainer  # imported before the base of memory is read
-    torch.set_num_threads(given_threads() or 1)
     utils.logging.set_verbosity(logging.ERROR)
+    _computing(facts)
+    return recipe
+
+
+def _launch_of(recipe: Recipe, folder: Path, rank: int | None = None) -> dict[str, str]:
+    """The variables that a launch sets for a recipe."""
+    config_file = folder / "accelerate.yaml"
+    write_yaml(config_file, dict(recipe.emission.accelerate))
+    return launch_environment(config_file, rank)
+
+
+def _computing(facts: Facts) -> None:
+    """Have all threads that a launch has, and the host's memory guarded."""
+    import torch
+
+    torch.set_num_threads(given_threads() or 1)
     warm_up_threads()
     if facts.hardware.device == "cpu":
         guard_host(facts.workload.limit_bytes)
-    return recipe
 
 
 def _take_environment(environment: Mapping[str, str], facts: Facts) -> None:

@@ -44,9 +44,21 @@ def measure(
     Raises:
         Exception: Whatever is none of the expected failures.
     """
+    clock = clock_of(recipe, effort, meter, progress, on_step)
+    return concluded(clock, lambda: run(clock), words=words)
+
+
+def clock_of(
+    recipe: Recipe,
+    effort: Effort,
+    meter: Meter,
+    progress: Callable[[str], None] = lambda _: None,
+    on_step: Callable[[int], None] = lambda _: None,
+) -> Clock:
+    """What listens to the training steps of a recipe; see :func:`measure`."""
     facts = recipe.facts
     shortened = effort.fidelity == "parts" and recipe.accumulation > PARTS
-    clock = Clock(
+    return Clock(
         recipe=recipe,
         effort=effort,
         meter=meter,
@@ -56,8 +68,14 @@ def measure(
         progress=progress,
         on_step=on_step,
     )
+
+
+def concluded(clock: Clock, run: Callable[[], Evidence], *, words: str | None = None) -> Outcome:
+    """The outcome of what a clock listens to; see :func:`measure`."""
+    recipe = clock.recipe
+    facts = recipe.facts
     try:
-        evidence = run(clock)
+        evidence = run()
     except Exception as error:
         failed = _failed(error, clock)
         if failed is None:
@@ -65,7 +83,7 @@ def measure(
         return failed
     disturbance = clock.cpu.others()
     evidence = dataclasses.replace(evidence, recompiles=compiled_graphs() - evidence.compiled_graphs)
-    reading = with_workers(meter.read(), clock.waits.worker_bytes, on_cuda=clock.on_cuda)
+    reading = with_workers(clock.meter.read(), clock.waits.worker_bytes, on_cuda=clock.on_cuda)
     refused = _broken(clock, reading) or _ignored(recipe, evidence)
     if refused is not None:
         return refused
@@ -83,7 +101,7 @@ def measure(
         outside_bytes=reading.outside_bytes,
         host_bytes=reading.host_bytes,
         limit_bytes=facts.workload.limit_bytes,
-        fidelity="parts" if shortened else "whole",
+        fidelity="parts" if clock.in_parts else "whole",
         steps=steps,
         loader_seconds=clock.waits.batch_wait(clock.accumulation) * recipe.accumulation,
         padding=clock.padding,

@@ -28,6 +28,7 @@ from autofit.contract.outcome import (
     PredictedSpeed,
     TimedOut,
     Trial,
+    Unsupported,
 )
 from autofit.contract.plan import Plan
 from autofit.machine.describe import host_memory
@@ -49,6 +50,8 @@ from autofit.training.timing import Effort
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
+    from autofit.system.fork_server import Snapshot
+    from autofit.training.scripts.snapshots import Snapshots
 
 TRIAL_FILE = "trial.json"
 _SLACK_BYTES = 64 * MIB
@@ -89,6 +92,8 @@ class ProcessRunner:
         note: Told of what is worth a line.
         rated: Puts the MFU into what was measured, or says why it can't have been.
         speeds: Predicted speed of each plan, to stand beside what is measured.
+        snapshots: Of a user's script: trials of the search are forked from them. What is promised is measured on runs
+            of the whole script, as a launch is.
     """
 
     def __init__(
@@ -103,8 +108,10 @@ class ProcessRunner:
         note: Callable[[str], None] = lambda _: None,
         rated: Rated = unrated,
         speeds: Mapping[Plan, PredictedSpeed] = MappingProxyType({}),
+        snapshots: Snapshots | None = None,
     ) -> None:
         self.rated = rated
+        self.snapshots = snapshots
         self.speeds = speeds
         self.predicted = predicted or {}
         self.known = known
@@ -136,24 +143,19 @@ class ProcessRunner:
                 f"{self.folder.parent} is gone: it was deleted or moved while the tune ran",
                 hint="tune again, or put it back and --resume",
             )
-        with writing(folder):
-            if folder.exists():  # one that was cut off
-                shutil.rmtree(folder)
-            folder.mkdir(parents=True)
         job = TrialJob(plan=plan, facts=self.facts, config=str(self.config.resolve()), effort=effort, share=self.share)
-        write_atomically(folder / JOB, job_text(job))
-        self.settle()
-        kills_before = memory_kills()
-        lost = ""
-        try:
-            status = self.server.run(folder.resolve(), kill_after_seconds=limit_seconds)
-        except ServerLost as error:
-            status, lost = int(signal.SIGKILL), error.message
-        ran_out = memory_kills() > kills_before
-        outcome = self._outcome(folder, status, limit_seconds, host_ran_out=ran_out, lost=lost)
-        if isinstance(outcome, OutOfMemory):
-            outcome = self._external_pressure(plan, outcome, killed=ran_out)
-        elif isinstance(outcome, Measured) and (why := spilled(plan, outcome, self.known, self.facts)):
+        snapshot = None
+        if self.snapshots is not None and purpose == "search":
+            snapshot = self.snapshots.of(plan, kill_after_seconds=limit_seconds)
+        outcome = self._tried(folder, job, limit_seconds, snapshot)
+        if self.snapshots is not None and snapshot is not None and (snapshot.closed or _may_be_the_forks(outcome)):
+            whole = self._tried(folder, job, limit_seconds, None)
+            if snapshot.closed or whole.kind != outcome.kind:
+                forked, run = (one.kind.replace("_", " ") for one in (outcome, whole))
+                said = f" ({outcome.reason})" if isinstance(outcome, Crashed) else ""
+                self.snapshots.give_up(f"trial {number} ended as {forked}{said} when it was, and as {run} when not")
+            outcome = whole
+        if isinstance(outcome, Measured) and (why := spilled(plan, outcome, self.known, self.facts)):
             self.note(f"trial {number} {why}: counted as out of memory")
             limit = self.facts.workload.limit_bytes
             peak = max(outcome.peak_bytes, limit)
@@ -171,6 +173,26 @@ class ProcessRunner:
         )
         write_atomically(folder / TRIAL_FILE, dump_json(TRIAL, trial))
         return trial
+
+    def _tried(self, folder: Path, job: TrialJob, limit_seconds: float, snapshot: Snapshot | None) -> Outcome:
+        """The outcome of a trial's process, forked from a snapshot or else from the server."""
+        with writing(folder):
+            if folder.exists():  # one that was cut off
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+        write_atomically(folder / JOB, job_text(job))
+        self.settle()
+        kills_before = memory_kills()
+        lost = ""
+        try:
+            status = (snapshot or self.server).run(folder.resolve(), kill_after_seconds=limit_seconds)
+        except ServerLost as error:
+            status, lost = int(signal.SIGKILL), error.message
+        ran_out = memory_kills() > kills_before
+        outcome = self._outcome(folder, status, limit_seconds, host_ran_out=ran_out, lost=lost)
+        if isinstance(outcome, OutOfMemory):
+            outcome = self._external_pressure(job.plan, outcome, killed=ran_out)
+        return outcome
 
     def settle(self, patience_seconds: float = 10.0) -> None:
         """Wait until the device's memory has come back: from the trial before, or from a process that took it.
@@ -233,6 +255,12 @@ class ProcessRunner:
             name = signal.Signals(number).name
             return Crashed(reason=f"killed by {name} after {phase}", log_tail=tail)
         return Crashed(reason=f"ended with status {os.WEXITSTATUS(status)} after {phase}", log_tail=tail)
+
+
+def _may_be_the_forks(outcome: Outcome) -> bool:
+    """Whether an outcome may come of the fork: what has run no step, or not to its end by itself."""
+    hung = isinstance(outcome, TimedOut) and outcome.phase in {"start", "load"}
+    return hung or isinstance(outcome, Crashed | Unsupported)
 
 
 def spilled(plan: Plan, outcome: Measured, known: Sequence[Trial], facts: Facts) -> str | None:

@@ -269,6 +269,8 @@ def test_a_script_is_tuned_run_and_verified(folder):
     assert found.promise.tokens_per_second < 33 * found.promise.samples_per_second
     assert "autofit run out" in done.stdout
     assert not (folder / "mine").exists()
+    assert any("are forked from the script where it begins to train" in words for words in found.notes)
+    assert not [*(folder / "out" / "trials").glob("kept/*")], "what a snapshot has written goes with the tune"
     assert "per_device_eval_batch_size" not in json.loads((folder / "out" / "training_args.json").read_text())
     verified = autofit(folder, "verify", "out", "--json")
     assert verified.returncode in {0, 4}, verified.stderr
@@ -294,6 +296,7 @@ def test_a_plain_loop_is_tuned_run_and_verified(folder):
     assert done.returncode == 0, done.stderr
     found = read_document(folder / "looped")
     assert found.promise.launch_path == "loop"
+    assert any("until it trains, in each trial" in words for words in found.notes)
     assert found.workload.global_batch == 8
     ran = autofit(folder, "run", "looped", LOOP, "--", "--model", "tiny")
     assert ran.returncode == 0, ran.stderr

@@ -13,6 +13,7 @@ import optuna
 import pytest
 
 from autofit import space
+from autofit.contract.facts import Script
 from autofit.contract.outcome import Crashed, Diverged, Evidence, Measured, OutOfMemory, TimedOut, Trial, Unsupported
 from autofit.machine import describe, meters
 from autofit.search import loop, searcher
@@ -25,6 +26,7 @@ from autofit.search.risk import min_gain_if_infeasible
 from autofit.search.samplers import make_sampler
 from autofit.search.study import record
 from autofit.search.surrogate.observation import Observation
+from autofit.search.trial_log import TrialLog
 from autofit.system.errors import MachineError
 from autofit.training.runner import ProcessRunner, spilled
 from tests.support.synthetic import GIB, Landscape, cpu_facts, cuda_facts, measured, out_of_memory
@@ -141,6 +143,15 @@ def test_a_quiet_moment_makes_no_winner():
     one, _, _ = held(*slowed, plans=(fastest, lucky))
     assert one.best().plan == lucky
     assert one.playoff().plan == fastest
+
+
+def test_time_is_kept_for_finalists_that_run_all_of_a_script_where_other_trials_do_not():
+    script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2, seconds=60.0)
+    facts = dataclasses.replace(FACTS, workload=dataclasses.replace(FACTS.workload, script=script))
+    quick = tried(measured((0.1, 0.1, 0.1), GIB, FACTS))
+    given = {"space": SPACE, "runner": Scripted(quick.outcome), "seconds": 3600.0, "left": lambda: 200.0}
+    assert not Campaign(facts=FACTS, trials=TrialLog([quick]), **given).is_spent()
+    assert Campaign(facts=facts, trials=TrialLog([quick]), **given).is_spent()
 
 
 def test_nothing_is_repeated_when_the_time_is_spent():

@@ -19,6 +19,7 @@ FAULT = "fault.py"
 FAULTS = "AUTOFIT_FAULTS"
 PHASES = {"load": "step_begin", "forward": "forward_begin", "backward": "forward_end", "optimizer": "backward_end"}
 honest = worker.main
+honest_snapshot = worker.snapshot
 
 
 def main(folder):
@@ -73,4 +74,12 @@ def configured(folder):
         yield Path(json.loads((folder / JOB).read_text("utf-8"))["config"])
 
 
-worker.main = main
+def snapshot(folder, next_job):
+    if not (folder / FAULT).exists():
+        return honest_snapshot(folder, next_job)
+    names = {"folder": folder, "next_job": next_job, "why": "", "__name__": "fault"}
+    exec(compile((folder / FAULT).read_text("utf-8"), FAULT, "exec"), names)
+    return names["why"]
+
+
+worker.main, worker.snapshot = main, snapshot

@@ -2,6 +2,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,8 @@ import psutil
 import pytest
 
 from autofit.output.jobs import CheckJob
-from autofit.system.errors import MachineError
-from autofit.system.fork_server import ForkServer
+from autofit.system.errors import MachineError, ServerLost
+from autofit.system.fork_server import ForkServer, Unforkable
 from autofit.system.fork_server_process import own_threads
 from autofit.system.job import job_text
 from tests.support.tiny import REPOSITORY, SUPPORT, alive, gone, offspring, wait_until
@@ -361,6 +362,10 @@ server.start()
 if sys.argv[2] == "shared" and os.fork() == 0:  # somebody else holds our end of the socket
     Path(sys.argv[1], "holder").write_text(str(os.getpid()))
     time.sleep(1000)
+if sys.argv[2] == "snapshot":
+    server.snapshot(Path(sys.argv[1]) / "job", kill_after_seconds=600).run(
+        Path(sys.argv[1]) / "forked", kill_after_seconds=600
+    )
 status = server.run(Path(sys.argv[1]) / "job", kill_after_seconds=6 if sys.argv[2] == "brief" else 600)
 sys.exit(status != 0)
 """
@@ -434,6 +439,108 @@ def test_the_server_loads_torch_and_leaves_the_device_alone(tmp_path, monkeypatc
     assert not seen["initialized"]
     assert not seen["bad_fork"]
     assert seen["device_files"] == []
+
+
+# snapshots: jobs that are forked from what another has run up to
+
+
+SNAPSHOT = """
+    import os
+    (folder / "pid").write_text(str(os.getpid()))
+    made = [1]
+    own = next_job()
+    made.append(2)
+    (own / "seen").write_text(f"{made} {os.getppid()}")
+    exec((own / "code").read_text())
+"""
+
+
+def forked(folder, code=""):
+    folder.mkdir(exist_ok=True)
+    (folder / "code").write_text(textwrap.dedent(code))
+    return folder
+
+
+def test_jobs_are_forked_from_what_a_snapshot_has_run_up_to(server, tmp_path):
+    made = server.snapshot(job(tmp_path / "snapshot", SNAPSHOT), kill_after_seconds=PATIENT)
+    with contextlib.closing(made):
+        pid = pid_in(tmp_path / "snapshot")
+        for name in ("one", "two"):
+            folder = forked(tmp_path / name, "print('words')")
+            assert made.run(folder, kill_after_seconds=PATIENT) == 0
+            assert (folder / "seen").read_text() == f"[1, 2] {pid}"
+            assert (folder / "stdout.log").read_text() == "words\n"
+            assert server.run(job(tmp_path / f"other-{name}", CHILDREN), kill_after_seconds=PATIENT) == 0
+            assert alive(pid), "the server ends what its own jobs leave behind, and no snapshot"
+        fails = forked(tmp_path / "fails", "raise LookupError('of its own making')")
+        assert os.waitstatus_to_exitcode(made.run(fails, kill_after_seconds=PATIENT)) == 1
+        assert "LookupError: of its own making" in (fails / "stderr.log").read_text()
+    assert gone(pid)
+
+
+@pytest.mark.parametrize(
+    "code", [CHILDREN, CHILDREN + "    time.sleep(1000)\n", DAEMON], ids=["left", "hung", "daemon"]
+)
+def test_what_a_job_of_a_snapshot_has_started_is_ended_with_it(server, tmp_path, code):
+    made = server.snapshot(job(tmp_path / "snapshot", SNAPSHOT), kill_after_seconds=PATIENT)
+    with contextlib.closing(made):
+        folder = forked(tmp_path / "job", "folder = own\n" + textwrap.dedent(code))
+        assert made.run(folder, kill_after_seconds=3.0) == (None if "sleep(1000)\n" in code[-20:] else 0)
+        started = [pid_in(folder, name) for name in ("child", "forked", "daemon") if (folder / name).exists()]
+        assert started
+        assert gone(*started)
+        assert made.run(forked(tmp_path / "next"), kill_after_seconds=PATIENT) == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("why = 'it reads the stars'", "it reads the stars"),
+        ("import os; os._exit(3)", "its process ended before it trained"),
+        ("raise LookupError('of its own making')", "LookupError: of its own making"),
+        (SLEEP, "it did not begin to train in 2.0 s"),
+    ],
+)
+def test_a_snapshot_that_can_not_be_had_is_refused_in_words(server, tmp_path, code, words):
+    with pytest.raises(Unforkable, match=re.escape(words)):
+        server.snapshot(job(tmp_path / "snapshot", code), kill_after_seconds=2.0)
+    if (tmp_path / "snapshot" / "pid").exists():
+        assert gone(pid_in(tmp_path / "snapshot"))
+    assert server.run(job(tmp_path / "next", ""), kill_after_seconds=PATIENT) == 0
+
+
+def test_a_snapshot_that_is_killed_is_told_and_its_job_goes_with_it(server, tmp_path):
+    made = server.snapshot(job(tmp_path / "snapshot", SNAPSHOT), kill_after_seconds=PATIENT)
+    kills = forked(tmp_path / "job", CHILDREN + "    os.kill(os.getppid(), signal.SIGKILL); time.sleep(1000)\n")
+    (kills / "code").write_text("folder = own\n" + (kills / "code").read_text())
+    with pytest.raises(ServerLost, match="the snapshot that the trial was forked from ended"):
+        made.run(kills, kill_after_seconds=PATIENT)
+    assert made.closed
+    assert gone(pid_in(tmp_path / "snapshot"), pid_in(kills, "child"), pid_in(kills, "forked"))
+    assert server.run(job(tmp_path / "next", ""), kill_after_seconds=PATIENT) == 0
+
+
+def test_a_server_that_is_closed_takes_its_snapshots_along(own_server, tmp_path):
+    made = own_server.snapshot(job(tmp_path / "snapshot", SNAPSHOT), kill_after_seconds=PATIENT)
+    made._send(
+        {
+            "run": str(
+                forked(tmp_path / "job", "(own / 'pid').write_text(str(os.getpid()))\nimport time; time.sleep(99)")
+            )
+        }
+    )
+    running = pid_in(tmp_path / "job")
+    own_server.close()
+    assert gone(pid_in(tmp_path / "snapshot"), running)
+
+
+def test_a_killed_parent_takes_a_snapshot_and_its_job(tmp_path, quick_path):
+    forked(tmp_path / "forked", "(own / 'pid').write_text(str(os.getpid()))\nimport time; time.sleep(99)")
+    with parent(tmp_path, "snapshot", quick_path, SNAPSHOT) as process:
+        running = pid_in(tmp_path / "forked"), pid_in(tmp_path / "job")
+        process.kill()
+        process.wait()
+        assert gone(*running)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -127,7 +127,8 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
     batch = f"the script's own batch is {script.micro_batch} x {script.accumulation} = {own} rows"
     said = [f"{batch}; the plans take {asked}, as asked for" if asked != own else f"{batch}, and so is every plan's"]
     if tried:
-        said.append(f"the script takes {duration(script.seconds)} until it trains, in each trial")
+        each = "" if script.trainer and facts.workload.processes == 1 else ", in each trial"  # else trials tell it
+        said.append(f"the script takes {duration(script.seconds)} until it trains{each}")
     said += [
         f"{name}={held.value}: {held.reason}" if not held.by_script else f"{name} is left alone: {held.reason}"
         for name, held in space.held_by_script(facts)

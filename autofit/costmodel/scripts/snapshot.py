@@ -30,6 +30,7 @@ from autofit.system.job import error_words
 from autofit.training.scripts.entry import keep_quiet, on_the_cpu, quiet
 from autofit.training.scripts.leave import Enough, Left, Refused, run_until_left
 from autofit.training.scripts.patches import Patches, loads_of
+from autofit.training.scripts.snapshot import without_monitor
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Script
@@ -98,7 +99,7 @@ class Snapshot:
         torch.set_num_threads(1)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as each trace has it
         keep_quiet()
-        _without_monitor()
+        without_monitor()
         self.install()
         try:
             run_until_left(self.script.path, self.script.arguments)
@@ -266,10 +267,3 @@ def check(part: MicroPart, exact: float | None, rows: int) -> None:
             f"the memory of the script's step does not grow evenly with its rows: {rows} rows need {exact:,.0f} bytes, "
             f"and their growth says {said:,.0f}"
         )
-
-
-def _without_monitor() -> None:
-    """Keep progress bars from starting a thread, beside which nothing is forked."""
-    import tqdm  # type: ignore[import-untyped]
-
-    tqdm.tqdm.monitor_interval = 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from autofit.costmodel.scripts.loop_snapshot import LoopSnapshot
 from autofit.costmodel.scripts.snapshot import UNSAFE, Snapshot, in_child, report
 from autofit.registry import recipe_of
+from autofit.training.scripts.patches import said_where_loaded
 
 if TYPE_CHECKING:
     from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
@@ -42,8 +43,7 @@ def _by_loading(job: TraceRequests) -> list[list[TraceRequest]]:
     """The requests, those together that say the same where a model is loaded."""
     groups: dict[str, list[TraceRequest]] = {}
     for request in sorted(job.requests, key=lambda one: one.part):
-        recipe = recipe_of(request.plan, job.facts)
-        groups.setdefault(repr((sorted(recipe.model_arguments.items()), recipe.weights_dtype)), []).append(request)
+        groups.setdefault(said_where_loaded(recipe_of(request.plan, job.facts)), []).append(request)
     return list(groups.values())
 
 

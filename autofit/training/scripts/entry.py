@@ -207,24 +207,14 @@ def measure_steps(clock: Clock, script: Script, *, folder: Path, environment: Ma
         Refused: The script does something that can't be tuned.
         InputError: It ends before it trains.
     """
-    recipe, effort = clock.recipe, clock.effort
     if not script.trainer:
         return measure_loop(clock, script, construct=construct(folder), environment=environment)
 
     def entry(trainer: Any, train: Callable[[], Any]) -> Any:
-        raise Enough(_measured(clock, script, trainer, train))
+        raise Enough(measured_at(clock, script, trainer, train))
 
-    steps = effort.warm_up + effort.max_steps
-    tuned = {**recipe.emission.training_args, "gradient_accumulation_steps": clock.accumulation, "max_steps": steps}
-    patches = Patches(
-        train=entry,
-        call=script.call,
-        construct=construct(folder),
-        tuned=tuned,
-        quiet=quiet(),
-        environment=environment,
-        loads=loads_of(recipe),
-    )
+    patches = Patches(train=entry, call=script.call, quiet=quiet())
+    put_in(patches, clock, folder=folder, environment=environment)
     patches.install()
     try:
         run_until_left(script.path, script.arguments, measured=True)
@@ -232,6 +222,19 @@ def measure_steps(clock: Clock, script: Script, *, folder: Path, environment: Ma
         evidence: Evidence = enough.found
         return evidence
     raise AssertionError("a script was left without a reason")
+
+
+def put_in(patches: Patches, clock: Clock, *, folder: Path, environment: Mapping[str, str]) -> None:
+    """Have a script's Trainer be made with the plan of a clock; see :func:`measure_steps`."""
+    recipe, effort = clock.recipe, clock.effort
+    patches.construct = construct(folder)
+    patches.tuned = {
+        **recipe.emission.training_args,
+        "gradient_accumulation_steps": clock.accumulation,
+        "max_steps": effort.warm_up + effort.max_steps,
+    }
+    patches.environment = environment
+    patches.loads = loads_of(recipe)
 
 
 def train_with(
@@ -302,8 +305,8 @@ def train_with(
     run_to_its_end(path, arguments, lambda: bool(entered))
 
 
-def _measured(clock: Clock, script: Script, trainer: Any, train: Callable[[], Any]) -> Evidence:
-    """Train until the clock says enough."""
+def measured_at(clock: Clock, script: Script, trainer: Any, train: Callable[[], Any]) -> Evidence:
+    """Train with a script's Trainer until the clock says enough."""
     recipe, effort = clock.recipe, clock.effort
     trainer.model_init = None
     wrap(trainer, recipe)

@@ -273,3 +273,8 @@ def loads_of(recipe: Recipe) -> Callable[[dict[str, Any]], dict[str, Any]]:
         return {**given, **recipe.model_arguments, "dtype": getattr(torch, recipe.weights_dtype)}
 
     return changed
+
+
+def said_where_loaded(recipe: Recipe) -> str:
+    """What a recipe says where a model is loaded, as one word: recipes of the same run a script alike until then."""
+    return repr((sorted(recipe.model_arguments.items()), recipe.weights_dtype))
