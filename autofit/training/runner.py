@@ -92,8 +92,8 @@ class ProcessRunner:
         note: Told of what is worth a line.
         rated: Puts the MFU into what was measured, or says why it can't have been.
         speeds: Predicted speed of each plan, to stand beside what is measured.
-        snapshots: Of a user's script: trials of the search are forked from them. What is promised is measured on runs
-            of the whole script, as a launch is.
+        snapshots: Of a user's script: trials of the search are forked from them. Finalists run the whole script, as
+            a launch does, so that no promise rests on forks alone.
     """
 
     def __init__(

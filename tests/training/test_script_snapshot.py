@@ -15,6 +15,7 @@ from autofit.training.runner import ProcessRunner
 from autofit.training.scripts import snapshots
 from autofit.training.scripts.snapshots import Snapshots
 from autofit.training.timing import Effort
+from tests.support.cases import some_slow
 from tests.support.scripted import tiny_bert
 from tests.support.tiny import gone
 
@@ -128,6 +129,7 @@ def test_what_is_loaded_otherwise_comes_of_a_run_of_its_own(tried):
     assert len(one.notes) == 1
 
 
+@pytest.mark.slow
 def test_a_finalist_runs_all_of_the_script(tried):
     one = tried()
     one.run(one.forking)
@@ -136,7 +138,10 @@ def test_a_finalist_runs_all_of_the_script(tried):
     assert one.runs == before + 1
 
 
-@pytest.mark.parametrize(("ballast", "gone_again"), [(1, 1), (200, 1), (1, 400)])
+@pytest.mark.parametrize(
+    ("ballast", "gone_again"),
+    [(200, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 1), (1, 400)))],
+)
 def test_what_the_script_holds_and_held_before_it_trains_counts(tried, ballast, gone_again):
     """Its pages are shared with the process that the trial is forked from; a launch has them to itself."""
     one = tried(ballast=ballast, gone=gone_again)
@@ -146,6 +151,7 @@ def test_what_the_script_holds_and_held_before_it_trains_counts(tried, ballast, 
     assert forked.peak_bytes == pytest.approx(whole.peak_bytes, abs=2 * MIB)
 
 
+@pytest.mark.slow
 def test_a_plan_that_breaks_the_ceiling_is_out_of_memory(tried):
     one = tried(ballast=60, memory_limit="56MiB")
     assert one.run(one.forking).kind == "out_of_memory"
@@ -162,7 +168,7 @@ UNSAFE = {
 }
 
 
-@pytest.mark.parametrize("more", UNSAFE)
+@pytest.mark.parametrize("more", some_slow(UNSAFE, lambda more: "threading" not in more))
 def test_a_script_that_can_not_be_forked_runs_in_each_trial_and_that_is_told(tried, more):
     one = tried(more)
     before = one.runs
@@ -201,6 +207,7 @@ def test_a_snapshot_that_is_killed_is_told_and_its_trial_runs_all_of_the_script(
     assert "the snapshot that the trial was forked from ended" in one.notes[-1]
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_would_leave_too_little_memory_is_not_kept(tried, monkeypatch):
     monkeypatch.setattr(snapshots, "host_memory", lambda: (0, 0))
     one = tried()
