@@ -91,6 +91,7 @@ def test_autofit_finds_the_best_of_a_sweep_in_fewer_trials_than_chance(tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_the_bench_prints_its_sums_as_json(tmp_path):
     path = write(tmp_path / "sweep.csv", rows())
     command = [sys.executable, str(Path(__file__).parent / "search_bench.py"), "--playback", str(path), "--seeds", "1"]

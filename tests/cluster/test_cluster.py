@@ -171,7 +171,6 @@ def machines():
 
 
 @with_ray
-@pytest.mark.by_hand
 def test_a_tune_goes_on_where_a_machine_dies_and_leaves_nothing_behind(machines, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     killer = Killer(machines, at=1, joins="third")  # each of the two machines runs a trial then
@@ -191,7 +190,8 @@ def test_a_tune_goes_on_where_a_machine_dies_and_leaves_nothing_behind(machines,
 
 
 @with_ray
-@pytest.mark.parametrize(("processes", "guarded"), [(2, True), pytest.param(4, False, marks=pytest.mark.by_hand)])
+@pytest.mark.by_hand
+@pytest.mark.parametrize(("processes", "guarded"), [(2, True), (4, False)])
 def test_a_trial_over_two_machines_outlives_one_of_them(processes, guarded, machines, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     while len(machines.worker_nodes) < 3:

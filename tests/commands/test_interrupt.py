@@ -232,6 +232,7 @@ def test_a_killed_trial_has_crashed_and_the_tune_goes_on(start, tmp_path):
     assert f"trial   {number:3d}" in process.said()
 
 
+@pytest.mark.by_hand
 def test_two_tunes_do_not_share_a_folder_or_a_device(start, tmp_path):
     output, other = tmp_path / "out", tmp_path / "other"
     first = start(output)

@@ -213,6 +213,7 @@ def test_a_sample_of_other_values_is_launched_for_two_steps(tuned, server, tmp_p
         assert technique(name).in_effect(PLAIN[name], found.outcome.evidence.of(name), document.facts)
 
 
+@pytest.mark.by_hand
 def test_a_promise_that_is_too_good_is_found_broken(tuned, tmp_path):
     folder = copied(tuned("loop"), tmp_path / "out")
     promise = read_document(folder).promise

@@ -308,6 +308,7 @@ def test_a_plain_loop_is_tuned_run_and_verified(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_a_public_script_of_trl_is_tuned_and_run(folder):
     script = Path(pytest.importorskip("trl").__file__).parent / "scripts" / "sft.py"
     tiny_llama(folder)

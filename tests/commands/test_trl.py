@@ -57,6 +57,7 @@ def sft(folder, *ways):
     return json.loads(command(folder, *words).splitlines()[-1])
 
 
+@pytest.mark.by_hand
 def test_what_is_written_rules_over_its_defaults(tuned):
     """By itself it switches bf16 and checkpointing on; and its loss is its own, whatever was measured."""
     told = sft(tuned("precision=fp32", "checkpointing=off", "kernels=none"))

@@ -27,7 +27,6 @@ EVERY_DAY = {
     "output folder deleted",
     "journal: garbage in the middle",
     "SIGINT twice",
-    "stderr closed by its reader",
     "the clock is set back",
 }
 """Injected into whole tunes where nothing else is asked for; tests/commands/test_interrupt.py has the signals."""

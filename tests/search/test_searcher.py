@@ -268,7 +268,7 @@ def test_optunas_samplers_never_repeat_nor_run_the_impossible(tmp_path, name, fa
     assert [trial.plan for trial in again] == [trial.plan for trial in trials]
 
 
-@pytest.mark.parametrize("name", ["tpe", "random", "grid"])
+@pytest.mark.parametrize("name", [pytest.param("tpe", marks=pytest.mark.slow), "random", "grid"])
 def test_optunas_samplers_end_with_the_space(tmp_path, name):
     plans = space.build(CPU, given={"micro_batch": (1, 2), "precision": ("bf16",)})
     searcher = open_searcher(tmp_path, plans, CPU, sampler=name)

@@ -488,7 +488,7 @@ REAL = [
         one,
         value,
         id=f"{one.name}={value} on {name} by {path}",
-        marks=() if value in BY_DEFAULT else pytest.mark.slow,
+        marks=() if value in BY_DEFAULT else [pytest.mark.slow] + [pytest.mark.by_hand] * (value == "regions"),
     )
     for name, path, one, value in real()
 ]

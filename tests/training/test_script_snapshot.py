@@ -147,8 +147,8 @@ def test_what_the_script_holds_and_held_before_it_trains_counts(tried, ballast, 
     one = tried(ballast=ballast, gone=gone_again)
     forked, whole = one.run(one.forking), one.run(one.plain)
     assert not [words for words in one.notes if "each trial" in words]
-    assert max(ballast, gone_again) * MIB < whole.peak_bytes < (max(ballast, gone_again) + 120) * MIB
-    assert forked.peak_bytes == pytest.approx(whole.peak_bytes, abs=2 * MIB)
+    assert 0.99 * max(ballast, gone_again) * MIB < whole.peak_bytes < (max(ballast, gone_again) + 120) * MIB
+    assert forked.peak_bytes == pytest.approx(whole.peak_bytes, abs=4 * MIB)
 
 
 @pytest.mark.slow

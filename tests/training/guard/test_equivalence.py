@@ -117,6 +117,7 @@ def test_the_winner_is_compared_with_the_baseline_of_its_own_split(look):
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_a_compiled_plan_trains_the_same(look):
     found = look(PLAIN.replaced(micro_batch=2, accumulation=2, compile="regions"))
     assert found.verdict == "same", found.words
