@@ -187,7 +187,7 @@ def estimated_plan(
     if at_most is not None and device > at_most:
         return None
     limit = facts.workload.limit_bytes
-    verdict: Verdict = "fits" if device * (1 + MARGIN) <= limit else "tight" if device <= limit else "too large"
+    verdict: Verdict = "fits" if device <= fitting_bytes(facts) else "tight" if device <= limit else "too large"
     return Estimated(
         plan=plan,
         need=_with_temporaries(found, untraced) if untraced else found,

@@ -116,7 +116,7 @@ class MicroPart:
 
     def operators(self, rows: float) -> Operators:
         """The operators of one micro-step that finds gradients, each shape once."""
-        return self._called("1:", rows)
+        return _operators(self.tape, _of(self.tape, "1:"), rows)
 
     def exchanges(self, accumulation: int, rows: float = 1.0) -> Operators:
         """The operators of all micro-steps of an optimizer step, of which the last alone may send gradients.
@@ -124,19 +124,20 @@ class MicroPart:
         Their sizes are those of one row where none are given: for what does not grow with the rows, as FSDP's.
         """
         if accumulation == 1:
-            return self._called("1:" if self.alone is None else "alone", rows)
+            return self._called("1:" if self.alone is None else "0:", rows, alone=self.alone)
         first, last = (self._called(name, rows) for name in ("0:", "1:"))
         return Operators.joined([dataclasses.replace(first, calls=first.calls * (accumulation - 1)), last])
 
-    def _called(self, micro_step: str, rows: float) -> Operators:
-        """The operators of one of the micro-steps; kept, since many plans share them."""
-        if (micro_step, rows) not in self._kept:
-            tape, name = (self.alone, "0:") if micro_step == "alone" and self.alone else (self.tape, micro_step)
-            self._kept[micro_step, rows] = _operators(tape, _of(tape, name), rows)
-        return self._kept[micro_step, rows]
+    def _called(self, micro_step: str, rows: float, *, alone: Tape | None = None) -> Operators:
+        """The operators of one of the micro-steps; kept, since plans of each accumulation share them."""
+        key = (micro_step, rows, alone is not None)
+        if key not in self._kept:
+            tape = alone or self.tape
+            self._kept[key] = _operators(tape, _of(tape, micro_step), rows)
+        return self._kept[key]
 
     @functools.cached_property
-    def _kept(self) -> dict[tuple[str, float], Operators]:
+    def _kept(self) -> dict[tuple[str, float, bool], Operators]:
         return {}
 
 
