@@ -10,6 +10,7 @@ import torch
 from autofit.contract import layout as contract_layout
 from autofit.contract.emission import Emission
 from autofit.costmodel.memory.allocator import replay
+from autofit.costmodel.memory.parts import pack
 from autofit.costmodel.seconds.collectives import COLLECTIVES, step_collectives
 from autofit.costmodel.tracing import fake_run, source, trace_job
 from autofit.costmodel.tracing.emulation import zero
@@ -50,7 +51,7 @@ def world(tmp_path, monkeypatch):
             workload = dataclasses.replace(plain.workload, processes=processes, global_batch=64 * processes)
             self.facts = dataclasses.replace(plain, workload=workload)
             self.written = written
-            for module in (fake_run, source):
+            for module in (fake_run, source, trace_job):
                 monkeypatch.setattr(module, "recipe_of", self.recipe)
 
         def recipe(self, plan, facts):
@@ -235,6 +236,38 @@ def test_offloaded_shares_of_weights_state_and_gradients_wait_on_the_host(world,
     assert micro.host_bytes == pytest.approx(share, rel=0.01)
     assert optimizer.elsewhere_bytes >= state
     assert micro.held_bytes < here.held_bytes
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "fsdp:noreshard"])
+def test_shares_that_wait_on_the_host_need_no_run_of_their_own(tmp_path, monkeypatch, parallel):
+    write_config(tmp_path, CONFIGS["llama"])
+    plain = facts_of("llama", device="cuda")
+    facts = dataclasses.replace(
+        plain,
+        workload=dataclasses.replace(plain.workload, processes=8, global_batch=512),
+        model=dataclasses.replace(plain.model, layer_classes=("LlamaDecoderLayer",)),
+    )
+    kept = PLAIN.replaced(micro_batch=2, precision="bf16", parallel=parallel)
+    plans, runs = (kept, kept.replaced(offload="parameters")), []
+    for name in ("micro_steps", "optimizer_steps"):
+        run = getattr(fake_run, name)
+        monkeypatch.setattr(fake_run, name, lambda *a, run=run, **k: runs.append(run) or run(*a, **k))
+
+    def traced(plan, known):
+        with like_a_process_of_its_own():
+            micro = trace_job.micro_part(plan, facts, tmp_path, tmp_path, known=known)
+            steps = trace_job.optimizer_part(plan, facts, tmp_path, tmp_path, unused=frozenset(), known=known)
+            return {**pack(None, steps), **{f"micro {name}": array for name, array in pack(micro, None).items()}}
+
+    known = trace_job.Known(plans=plans)
+    traced(kept, known)
+    ran = len(runs)
+    mine = traced(plans[1], known)
+    assert len(runs) == ran
+    alone = traced(plans[1], trace_job.Known())
+    assert len(runs) == 2 * ran
+    assert mine.keys() == alone.keys()
+    assert [name for name in mine if not np.array_equal(mine[name], alone[name])] == []
 
 
 @pytest.fixture

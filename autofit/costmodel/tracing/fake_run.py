@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from autofit.contract import placement
 from autofit.contract.plan import Plan
 from autofit.contract.technique import replacing
+from autofit.costmodel.tracing import shard_layout
 from autofit.costmodel.tracing.emulation import zero
 from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.emulation.cuda_kernels import kernel_stand_ins
@@ -34,18 +34,10 @@ from autofit.costmodel.tracing.emulation.fake_kernels import without_values
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
 from autofit.costmodel.tracing.layers import Marks, find_layers, period_of, shorten, watch_layers
 from autofit.costmodel.tracing.recorder import Recorder
-from autofit.costmodel.tracing.shard_layout import (
-    Held,
-    Layout,
-    cut,
-    layout_of,
-    loading,
-    local_bytes,
-    share_bytes,
-)
+from autofit.costmodel.tracing.shard_layout import Held, Layout, cut, layout_of
 from autofit.costmodel.tracing.sharded import following
 from autofit.costmodel.tracing.source import FromConfig, Source
-from autofit.costmodel.tracing.timeline import ELSEWHERE, Tape, UnlikeError
+from autofit.costmodel.tracing.timeline import Tape, UnlikeError
 from autofit.costmodel.tracing.trace_request import kernels_of
 from autofit.registry import recipe_of, techniques
 from autofit.system.errors import AutofitError
@@ -72,6 +64,7 @@ class MicroSteps(Held):
         gathers_late: Whether a micro-step that is followed by another leaves whole gradients on every rank.
         unused: The trainable parameters of the whole model that got no gradient, by name; none where that hangs on
             values that are not known.
+        alike: What the models of other plans hold whose micro-steps are the same.
     """
 
     tape: Tape
@@ -80,19 +73,7 @@ class MicroSteps(Held):
     unused: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     gathers_late: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSteps:
-    """What a trace of two optimizer steps gives.
-
-    Attributes:
-        tape: Each step's gradients are made in segment ``0:headB``, and the step is ``0:step``.
-        elsewhere_bytes: Of the optimizer, on the host or in managed memory.
-    """
-
-    tape: Tape
-    elsewhere_bytes: int
+    alike: dict[Plan, Held] = dataclasses.field(default_factory=dict)
 
 
 def prime_micro_batch(model: nn.Module, seq_len: int) -> int:
@@ -156,6 +137,7 @@ def stepping(
     accumulation: int = 2,
     any_rows: bool = True,
     evaluates: bool = True,
+    alike: Collection[Plan] = (),
 ) -> Iterator[Stepping]:
     """What stands around the micro-steps of a trace, for a source that does not take them by itself.
 
@@ -168,6 +150,7 @@ def stepping(
         accumulation: Micro-steps to trace.
         any_rows: Whether the trace is to hold for any number of rows above one; else for the plan's alone.
         evaluates: Whether an evaluation step is traced too, if one belongs to the training.
+        alike: Plans whose micro-steps are the same: what their models hold is told, too.
 
     Raises:
         UnlikeError: The model needs the layers that were left out.
@@ -176,7 +159,9 @@ def stepping(
     with source.prepared() as recipe:
         layout = layout_of(recipe_of(plan, facts))
         model = source.model(fake=fake)
-        holds = _held(model, layout, source.beside)
+        holds, *others = (
+            shard_layout.held(model, layout_of(recipe_of(one, facts)), source.beside) for one in (plan, *alike)
+        )
         shortened = fake and not whole and not source.beside and not layout.zero
         layers = find_layers(model, period_of(plan)) if shortened else None
         names = [name for name, _ in model.named_parameters()]
@@ -211,26 +196,8 @@ def stepping(
         notes=tuple(sorted(recorder.notes)),
         gathers_late=layout.gathers_late,
         unused=frozenset(name for name in names if (layers.traced_name(name) if layers else name) in bare),
+        alike=dict(zip(alike, others, strict=True)),
         **{one.name: getattr(holds, one.name) for one in dataclasses.fields(holds)},
-    )
-
-
-def held(plan: Plan, facts: Facts, *, config: Path, folder: Path) -> Held:
-    """What the plan's model holds, without a run; the arguments are those of :func:`micro_steps`."""
-    source = FromConfig(plan, facts, config, folder)
-    with source.prepared():
-        return _held(source.model(fake=True), layout_of(recipe_of(plan, facts)), source.beside)
-
-
-def _held(model: nn.Module, layout: Layout, beside: list[nn.Module]) -> Held:
-    shares = share_bytes(model, layout) if layout.on_host else {}
-    return Held(
-        weights=tuple(size for one in (model, *beside) for size in local_bytes(one, layout)),
-        # one share at a time is brought in to be gathered
-        buckets_bytes=layout.buckets_bytes(model) + max(shares.values(), default=0),
-        host_bytes=sum(shares.values()),
-        # a model that is split as it is loaded comes to its device in shares
-        loading=loading(model, layout) if layout.shards > 1 and layout.tensor == 1 else None,
     )
 
 
@@ -258,17 +225,19 @@ def optimizer_steps(
     fake: bool = True,
     source: Source | None = None,
     unused: frozenset[str] = frozenset(),
-) -> OptimizerSteps:
+) -> Tape:
     """Trace two optimizer steps of the plan, with given gradients of every parameter but the ``unused``.
 
-    Of a sharded plan each parameter is as large as its shard: optimizers treat a shard as they would a parameter.
+    Each step's gradients are made in segment ``0:headB``, and the step is ``0:step``. Of a sharded plan each parameter
+    is as large as its shard: optimizers treat a shard as they would a parameter. Shares that wait on the host are
+    traced as if they were on the device.
     """
     layout = layout_of(recipe_of(plan, facts))
     if layout.zero:
         source = source or FromConfig(plan, facts, config, folder)
         with stepping(plan, facts, source, accumulation=1, any_rows=False, evaluates=False) as steps:
             source.run(steps.model, steps.marks, fake=True)
-        return OptimizerSteps(tape=zero.state(steps.marks), elsewhere_bytes=0)
+        return zero.state(steps.marks)
     source = source or FromConfig(plan, facts, config, folder, alone=True)
     with source.prepared() as recipe:
         model = source.model(fake=fake)
@@ -278,10 +247,7 @@ def optimizer_steps(
         with _recording(recipe, fake=fake) as recorder:
             marks = Marks(recipe, recorder, accumulation=1, steps=2)
             source.run(model, marks, fake=fake)
-        tape = recorder.tape(since=1)
-    if layout.on_host:
-        tape = dataclasses.replace(tape, categories=np.full_like(tape.categories, ELSEWHERE))
-    return OptimizerSteps(tape=tape, elsewhere_bytes=round(float(tape.live_elsewhere(0).max())))
+        return recorder.tape(since=1)
 
 
 def _without_shares(tape: Tape, layout: Layout) -> Tape:

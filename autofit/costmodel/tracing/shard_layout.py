@@ -7,6 +7,7 @@ sharding: :func:`local_bytes` of the traced model must be what FSDP2 made of it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -170,27 +171,46 @@ def local_dtype(parameter: torch.Tensor, layout: Layout) -> torch.dtype:
     return torch.float32 if layout.upcast and parameter.requires_grad else parameter.dtype
 
 
+def held(model: nn.Module, layout: Layout, beside: Iterable[nn.Module] = ()) -> Held:
+    """What one rank holds of a model, and of those beside it, before it takes a step."""
+    shares = share_bytes(model, layout)
+    here = _on_device(model, layout, shares)
+    on_host = shares.values() if layout.on_host else ()
+    return Held(
+        weights=(*here.values(), *(size for one in beside for size in local_bytes(one, layout))),
+        # one share at a time is brought in to be gathered
+        buckets_bytes=layout.buckets_bytes(model) + max(on_host, default=0),
+        host_bytes=sum(on_host),
+        # a model that is split as it is loaded comes to its device in shares
+        loading=_loading(model, layout, shares, here) if layout.shards > 1 and layout.tensor == 1 else None,
+    )
+
+
 def local_bytes(model: nn.Module, layout: Layout) -> list[int]:
     """Bytes of each parameter and buffer of one rank that lie on its device."""
-    shares = {} if layout.on_host else share_bytes(model, layout)
-    return list((shares | {id(buffer): buffer.nbytes for buffer in model.buffers()}).values())
+    return [*_on_device(model, layout, share_bytes(model, layout)).values()]
+
+
+def _on_device(model: nn.Module, layout: Layout, shares: dict[int, int]) -> dict[int, int]:
+    """Of the shares and the buffers those that are not on the host, by the tensor's id."""
+    return ({} if layout.on_host else shares) | {id(buffer): buffer.nbytes for buffer in model.buffers()}
 
 
 def share_bytes(model: nn.Module, layout: Layout) -> dict[int, int]:
     """Bytes of one rank's share of each parameter, by the parameter's id."""
     splits = split_dimensions(model, layout)
     shapes = ((one, local_shape(one, layout, splits.get(id(one)))) for one in model.parameters())
-    return {id(one): torch.empty(shape, dtype=local_dtype(one, layout), device="meta").nbytes for one, shape in shapes}
+    return {id(one): math.prod(shape) * local_dtype(one, layout).itemsize for one, shape in shapes}
 
 
-def loading(model: nn.Module, layout: Layout) -> Loading:
+def _loading(model: nn.Module, layout: Layout, shares: dict[int, int], kept: dict[int, int]) -> Loading:
     """How one rank's share of a model that is sharded gets onto its device.
 
     Each unit is brought there whole and freed once its shares are made; the embeddings are held until the last unit is
     done. Source: ``fully_shard``, and ``fsdp2_prepare_model`` of ``accelerate/utils/fsdp_utils.py`` (1.15), whose
     variables hold them.
     """
-    found = _Loading(model, layout)
+    found = _Loading(layout, shares, kept)
     embeddings = [
         parameter
         for name in ("get_input_embeddings", "get_output_embeddings")
@@ -210,10 +230,8 @@ def loading(model: nn.Module, layout: Layout) -> Loading:
 class _Loading:
     """Writes down allocations and frees; the first blocks are the parameters and buffers that stay."""
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self.layout = layout
-        self.shares = share_bytes(model, layout)
-        kept = ({} if layout.on_host else self.shares) | {id(buffer): buffer.nbytes for buffer in model.buffers()}
+    def __init__(self, layout: Layout, shares: dict[int, int], kept: dict[int, int]) -> None:
+        self.layout, self.shares = layout, shares
         self.number = {key: block for block, key in enumerate(kept)}
         self.sizes = list(kept.values())
         self.events: list[int] = []

@@ -14,7 +14,7 @@ import tempfile
 import traceback
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,10 @@ import numpy as np
 
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, first_alone, pack
 from autofit.costmodel.tracing import fake_run
-from autofit.costmodel.tracing.shard_layout import Held
-from autofit.costmodel.tracing.timeline import Tape, UnlikeError, lengthen
+from autofit.costmodel.tracing.shard_layout import Held, layout_of
+from autofit.costmodel.tracing.timeline import ELSEWHERE, Tape, UnlikeError, lengthen
 from autofit.costmodel.tracing.trace_request import alone_plan, run_plan, traced_plan
+from autofit.registry import recipe_of
 from autofit.system.job import error_words
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ def _child(job: TraceRequests, groups: Iterable[list[TraceRequest]], report: Pat
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         failed, known = {}, Known()
-        for request in itertools.chain.from_iterable(groups):
+        for request, alike in ((one, group) for group in groups for one in group):
+            known.plans = tuple(one.plan for one in alike)
             try:
                 _trace(job, request, known)
             except Exception as error:  # noqa: BLE001 - a model's own code can raise anything; it is told
@@ -152,12 +154,18 @@ class Known:
     """What a process has traced that other plans of the same question share.
 
     Attributes:
-        runs: The last two plans that were run, and what came of them.
+        plans: Of the requests that are traced one after the other.
+        runs: The last two plans whose micro-steps were run, and what came of them.
+        ready: The same of plans that will not be run, since one was that runs as they do.
+        steps: The last optimizer's steps that were run, by the plan that runs so.
         evaluations: Evaluation steps, by the plan that is traced for them.
         unused: The parameters that get no gradient, by the plan that is traced for them.
     """
 
+    plans: tuple[Plan, ...] = ()
     runs: dict[Plan, MicroPart] = dataclasses.field(default_factory=dict)
+    ready: dict[Plan, MicroPart] = dataclasses.field(default_factory=dict)
+    steps: dict[Plan, Tape] = dataclasses.field(default_factory=dict)
     evaluations: dict[Plan | None, Tape] = dataclasses.field(default_factory=dict)
     unused: dict[Plan, frozenset[str]] = dataclasses.field(default_factory=dict)
 
@@ -190,19 +198,20 @@ def micro_part(
             source.
     """
     known = known or Known()
-    ran = known.runs.get(run_plan(plan))
-    if ran is not None:
-        held = fake_run.held(plan, facts, config=config, folder=folder)
-        ran = ran.without("gradients") if held.host_bytes else ran
-        return dataclasses.replace(ran, **_held(held))
+    if plan in known.ready:
+        return known.ready.pop(plan)
     trace = functools.partial(_micro_steps, plan, facts, config, folder, source=source, whole=whole, any_rows=any_rows)
-    found, tape = trace(accumulation=2, evaluations=known.evaluations)
+    alike = {one for one in known.plans if run_plan(one) == plan} - {plan}
+    found, tape = trace(accumulation=2, evaluations=known.evaluations, alike=alike)
     alone = None
     if found.gathers_late:
         sending = known.runs.get(alone_plan(plan))
         alone = trace(accumulation=1)[1] if sending is None else first_alone(sending.tape)
     part = part_of(found, tape, alone=alone)
     known.runs = dict([*known.runs.items()][-1:]) | {plan: part}
+    for one, held in found.alike.items():
+        waiting = part.without("gradients") if held.host_bytes else part
+        known.ready[one] = dataclasses.replace(waiting, **_held(held))
     return part
 
 
@@ -232,6 +241,7 @@ def _micro_steps(
     whole: bool,
     any_rows: bool,
     evaluations: dict[Plan | None, Tape] | None = None,
+    alike: Collection[Plan] = (),
 ) -> tuple[fake_run.MicroSteps, Tape]:
     """What was traced, its evaluation and the tape of the whole model.
 
@@ -246,6 +256,7 @@ def _micro_steps(
         accumulation=accumulation,
         source=source,
         any_rows=any_rows,
+        alike=alike,
     )
     evaluated = traced_plan(plan, "evaluation")
     evaluation = (evaluations or {}).get(evaluated)
@@ -280,10 +291,16 @@ def optimizer_part(
 
     The ``unused`` parameters get no gradient; where they are not given, they are traced of the config's model.
     """
+    known = known or Known()
     if unused is None:
-        unused = _unused(plan, facts, config, folder, (known or Known()).unused)
-    found = fake_run.optimizer_steps(plan, facts, config=config, folder=folder, source=source, unused=unused)
-    return OptimizerPart(tape=found.tape, elsewhere_bytes=found.elsewhere_bytes)
+        unused = _unused(plan, facts, config, folder, known.unused)
+    tape = known.steps.get(run_plan(plan))
+    if tape is None:
+        tape = fake_run.optimizer_steps(plan, facts, config=config, folder=folder, source=source, unused=unused)
+        known.steps = {run_plan(plan): tape}
+    if layout_of(recipe_of(plan, facts)).on_host:
+        tape = dataclasses.replace(tape, categories=np.full_like(tape.categories, ELSEWHERE))
+    return OptimizerPart(tape=tape, elsewhere_bytes=round(float(tape.live_elsewhere(0).max())))
 
 
 def _unused(plan: Plan, facts: Facts, config: Path, folder: Path, known: dict[Plan, frozenset[str]]) -> frozenset[str]:
