@@ -13,31 +13,36 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import numpy as np
 from packaging.version import Version
 
-from autofit.contract.layout import PARALLEL, data_parallel
 from autofit.contract.plan import Plan
 from autofit.costmodel.evaluation import most_rows
-from autofit.costmodel.memory import peak
+from autofit.costmodel.families import (
+    FamilyForecast,
+    ForecastInputs,
+    Known,
+    families_to_trace,
+    forecast_families,
+    traceable,
+    without_checkpointing,
+)
 from autofit.costmodel.seconds import roofline
-from autofit.costmodel.seconds.collectives import exposed_seconds, links_of, nccl_bytes
+from autofit.costmodel.seconds.collectives import links_of, nccl_bytes
 from autofit.costmodel.seconds.roofline import WORK
 from autofit.costmodel.seconds.step_time import StepClock
 from autofit.costmodel.tracing.timeline import Bools, Floats
-from autofit.costmodel.tracing.trace_store import MANY, evaluated_rows, untraceable
-from autofit.registry import loaded_rows, recipe_of, technique, techniques
+from autofit.costmodel.tracing.trace_store import evaluated_rows
+from autofit.registry import techniques
 from autofit.system.units import MIB
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts, Hardware
-    from autofit.contract.technique import HostOffload
     from autofit.contract.trace import Ints
-    from autofit.costmodel.memory.parts import MicroPart, OptimizerPart
     from autofit.costmodel.tracing.trace_store import Traces
     from autofit.machine.gpu_catalogue import Card
     from autofit.space import Space
@@ -203,106 +208,71 @@ def workspaces(capability: tuple[int, int] | None) -> tuple[int, ...]:
 
 def plans_to_trace(space: Space, facts: Facts) -> list[Plan]:
     """Those whose traces :func:`forecast` asks for, so that those of several spaces can be made side by side."""
-    families = _families(space)
-    nearest = [_traceable(family, facts) for family in families]
+    families = families_to_trace(space)
+    nearest = [traceable(family, facts) for family in families]
     unchecked = map(without_checkpointing, nearest) if peak_prior(facts.hardware).heap_share else ()
     return [*families, *nearest, *unchecked]
 
 
-def _families(space: Space) -> dict[Plan, list[int]]:
-    families = families_of(space)
-    return families if len(families) > _FEW else families_of(space, one_row_apart=True)
-
-
 def forecast(
-    space: Space, traces: Traces, facts: Facts, card: Card | None = None, say: Callable[[str], None] = lambda _: None
+    space: Space,
+    traces: Traces,
+    facts: Facts,
+    card: Card | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    known: Known | None = None,
+    forks: bool = False,
 ) -> Forecast:
     """Trace the families of a space and compute the forecast of each plan.
+
+    Args:
+        space: The plans.
+        traces: Make and hold their traces.
+        facts: What they are for.
+        card: Whose speed is forecast.
+        say: Called with a line of text for each stage.
+        known: What was forecast before of plans for the same facts and card, and takes what is forecast now.
+        forks: Whether large spaces may be divided among forks of this process, which then must have no other threads.
 
     Raises:
         MachineError: No process can be started, or nothing can be written.
     """
-    families = _families(space)
+    families = families_to_trace(space)
     prior = peak_prior(facts.hardware)
-    nearest_traceable = {family: _traceable(family, facts) for family in families}
     traces.prepare(plans_to_trace(space, facts), say)
-    count = len(space.plans)
-    tensors, seconds = np.full(count, np.nan), np.full(count, np.nan)
-    work, approximate = np.full((count, len(WORK)), np.nan), np.zeros(count, dtype=bool)
-    activations, evaluable, most = np.zeros(count), np.zeros(count, dtype=np.int64), most_rows(facts)
-    waiting = facts.workload.launch_path == "trainer"
     clock = StepClock(card) if card is not None else None
     on_cuda = facts.hardware.device == "cuda"
-    nominal = nominal_of(facts, card)
-    links = links_of(card, processes=facts.workload.processes, nodes=facts.workload.nodes, on_cpu=not on_cuda)
+    plans = {int(plan["micro_batch"]): plan for plan in space.plans}
+    inputs = ForecastInputs(
+        space=space,
+        traces=traces,
+        facts=facts,
+        clock=clock,
+        nominal=nominal_of(facts, card),
+        links=links_of(card, processes=facts.workload.processes, nodes=facts.workload.nodes, on_cpu=not on_cuda),
+        most=most_rows(facts),
+        evaluated={rows: evaluated_rows(plan, facts) for rows, plan in plans.items()},
+    )
+    found = FamilyForecast.nothing(len(space.plans))
+    for members, said in forecast_families(families, inputs, {} if known is None else known, forks=forks):
+        for one in fields(said):
+            getattr(found, one.name)[members] = getattr(said, one.name)
     nccl = np.array([float(nccl_bytes(plan, facts.workload)) for plan in space.plans]) * on_cuda
     untraced = np.array([float(untraced_bytes(plan, facts)) for plan in space.plans])
-    plans = {int(plan["micro_batch"]): plan for plan in space.plans}
-    evaluated = {rows: evaluated_rows(plan, facts) for rows, plan in plans.items()}
-    for family, members in families.items():
-        parts = traces.parts(family)
-        nearest = parts or traces.parts(nearest_traceable[family])
-        if nearest is None:
-            continue
-        micro, optimizer = nearest
-        whole, _ = traces.parts(without_checkpointing(nearest_traceable[family])) or nearest
-        given = np.array([int(space.plans[place]["micro_batch"]) for place in members])
-        rows = np.array([loaded_rows(space.plans[place], facts) for place in members])
-        accumulation = np.array([int(space.plans[place]["accumulation"]) for place in members])
-        activations[members] = whole.activation_bytes_per_row() * rows
-        micro_step = micro.work(rows.astype(np.float64)).computed_in(**arithmetic_of(family, facts))
-        amounts = roofline.amounts(micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation)
-        host_offload = _host_offload(family, micro, facts)
-        copied = _copied_bytes(host_offload, accumulation)
-        amounts[:, _TRANSFER] += copied
-        if host_offload is not None and parts is None:
-            tensors[members] = peak.host_offload_peaks(
-                micro, host_offload.held_bytes, rows, accumulation, waiting=waiting
-            )
-            approximate[members] = True
-        ranks = data_parallel(family, facts.workload)
-        samples = given * accumulation * ranks
-        step = None if clock is None else _step_seconds(clock, nearest, family, facts, rows, accumulation)
-        amounts[:, _NETWORK] = sent = exposed_seconds(
-            micro, family.get(PARALLEL, "none"), facts.workload, links,
-            accumulation=accumulation, rows=rows, computed=amounts @ nominal if step is None else step,
-            half=recipe_of(family, facts).mixed_precision != "no",
-        )  # fmt: skip
-        work[members] = amounts / samples[:, None]
-        if parts is None:
-            continue
-        together = np.array([evaluated[int(one)] for one in given])
-        tensors[members] = peak.peaks(micro, optimizer, rows, accumulation, waiting=waiting, evaluated_rows=together)
-        roomy = peak.evaluable_rows(micro, optimizer, rows, accumulation, waiting=waiting, most=most)
-        evaluable[members] = np.where(roomy > together, roomy, 0)
-        if step is not None:
-            seconds[members] = (step + sent + copied * nominal[_TRANSFER]) / samples  # as if no copy hid
     return Forecast(
-        tensor_bytes=tensors,
-        seconds=seconds,
-        work=work,
-        nominal=nominal,
+        tensor_bytes=found.tensors,
+        seconds=found.seconds,
+        work=found.work,
+        nominal=inputs.nominal,
         known_card=card is not None,
         timed=bool(facts.rates),
-        approximate=approximate,
+        approximate=found.approximate,
         peak_prior=prior,
-        kernel_overhead_bytes=kernel_overhead_bytes(facts, work) + nccl + untraced,
-        activation_bytes=activations,
+        kernel_overhead_bytes=kernel_overhead_bytes(facts, found.work) + nccl + untraced,
+        activation_bytes=found.activations,
         seconds_log_std=0.0 if clock is None else clock.log_std,
-        evaluable_rows=evaluable,
-    )
-
-
-def _step_seconds(  # noqa: PLR0917 - of the loop above
-    clock: StepClock, parts: tuple[MicroPart, OptimizerPart], family: Plan, facts: Facts, rows: Ints, accumulation: Ints
-) -> Floats:
-    """Seconds of an optimizer step of each plan, without collectives, by the laws or the plain roofline."""
-    micro, optimizer = parts
-    if clock.by_laws:
-        return clock.step_seconds(micro, optimizer, rows, accumulation, **arithmetic_of(family, facts))
-    micro_step = micro.work(rows.astype(np.float64)).computed_in(**arithmetic_of(family, facts))
-    return roofline.step_seconds(
-        clock.card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
+        evaluable_rows=found.evaluable,
     )
 
 
@@ -321,57 +291,3 @@ def kernel_overhead_bytes(facts: Facts, work: Floats) -> Floats:
 def untraced_bytes(plan: Plan, facts: Facts) -> int:
     """Device memory that the plan takes beyond its trace, as its techniques say."""
     return sum(one.untraced_bytes(plan[one.name], plan, facts) for one in techniques())
-
-
-def without_checkpointing(family: Plan) -> Plan:
-    """The plan without recomputation, of many rows: all that a micro-step makes is kept for its backward pass."""
-    kept = {name: technique(name).baseline for name in family if technique(name).recomputes}
-    return family.replaced(**kept, micro_batch=MANY)
-
-
-def _traceable(family: Plan, facts: Facts) -> Plan:
-    """The nearest traceable plan: the baseline in the place of each value that can't be traced.
-
-    One process splits nothing: an engine is there for what waits on the host, and goes with it.
-    """
-    names = untraceable(family)
-    if names and facts.workload.processes == 1 and PARALLEL in family:
-        names = [*names, PARALLEL]
-    return family.replaced(**{name: technique(name).baseline for name in names})
-
-
-def _host_offload(family: Plan, micro: MicroPart, facts: Facts) -> HostOffload | None:
-    """What a technique says of a plan that waits on the host; ``None`` where none says anything, or several do."""
-    weights = np.append(micro.weights, micro.host_bytes)
-    every = (one.host_offload(family[one.name], family, facts, weights) for one in techniques())
-    found = [one for one in every if one is not None]
-    return found[0] if len(found) == 1 else None
-
-
-def _copied_bytes(host_offload: HostOffload | None, accumulation: Ints) -> Floats:
-    """What a step copies between host and device; a trace counts what waits on the host, but not this."""
-    if host_offload is None:
-        return np.zeros(len(accumulation))
-    return np.asarray(accumulation * host_offload.micro_step_bytes + host_offload.step_bytes, dtype=np.float64)
-
-
-def families_of(space: Space, *, one_row_apart: bool = False) -> dict[Plan, list[int]]:
-    """Indices of the plans that differ in the micro-batch alone, by the plan that is traced for them."""
-    families: dict[Plan, list[int]] = {}
-    for place, plan in enumerate(space.plans):
-        rows = min(int(plan["micro_batch"]), MANY) if one_row_apart else MANY
-        families.setdefault(plan.replaced(micro_batch=rows, accumulation=1), []).append(place)
-    return families
-
-
-class Arithmetic(TypedDict):
-    """What a plan computes in otherwise than it was traced."""
-
-    tf32: bool
-    fp16: bool
-
-
-def arithmetic_of(family: Plan, facts: Facts) -> Arithmetic:
-    """The arithmetic of the plan: fp16 was traced as bf16, and TF32 as float32."""
-    built = recipe_of(family, facts)
-    return {"tf32": built.tf32, "fp16": built.mixed_precision == "fp16"}

@@ -27,7 +27,8 @@ from autofit.commands.model_source import modeling_module
 from autofit.commands.request import Search
 from autofit.contract.facts import Facts, LaunchPath, Model, Task
 from autofit.contract.plan import Plan
-from autofit.costmodel.forecast import Forecast, forecast, without_checkpointing
+from autofit.costmodel.families import without_checkpointing
+from autofit.costmodel.forecast import Forecast, forecast
 from autofit.costmodel.seconds.step_time import EIGHTY
 from autofit.costmodel.seconds.utilisation import model_flops, peak_flops
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
@@ -308,7 +309,7 @@ def _on_card(
 ) -> OnCard:
     knobs = space.parse_knobs(settings.fix, settings.among, facts)
     plans = space.build(facts, space.parse_allowed(settings.allowed), knobs)
-    cast = forecast(plans, traces, facts, card, say)
+    cast = forecast(plans, traces, facts, card, say, forks=True)
     found, _, recommended = estimated_plans(plans, cast, traces, facts, MOST_KINDS, say)
     if not found:
         return OnCard(card=card.name, memory_bytes=card.memory_bytes, price=price)

@@ -32,7 +32,8 @@ from autofit.commands.model_source import modeling_module
 from autofit.commands.request import Request, Search
 from autofit.commands.scripts.request import SCRIPT_TASK, script_facts, script_notes
 from autofit.contract.facts import Facts, LaunchPath, Task
-from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, families_of, forecast, plans_to_trace, workspace_bytes
+from autofit.costmodel.families import Known, families_of
+from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, forecast, plans_to_trace, workspace_bytes
 from autofit.costmodel.seconds.collectives import links_of
 from autofit.costmodel.seconds.step_time import StepClock
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
@@ -158,8 +159,9 @@ def estimate(
             spaces = spaces_by_way(facts, knobs, allowed) if ways and not request.is_script else {}
             every = [plans, *(one for one in spaces.values() if not isinstance(one, str))]
             traces.prepare([plan for one in every for plan in plans_to_trace(one, facts)], say)
-            cast = forecast(plans, traces, facts, card, say)
-            by_way = every_way(facts, spaces, traces, card)
+            known: Known = {}
+            cast = forecast(plans, traces, facts, card, say, known=known, forks=True)
+            by_way = every_way(facts, spaces, traces, card, known)
             rows, kinds, recommended = estimated_plans(plans, cast, traces, facts, most, say)
             notes = _notes(facts, card, traces, plans, world)
             best = next((one for one in rows if one.plan == recommended), None)

@@ -11,11 +11,11 @@ import numpy as np
 from autofit import space
 from autofit.contract.facts import Facts
 from autofit.contract.plan import Plan
+from autofit.costmodel.families import families_of
 from autofit.costmodel.forecast import (
     CONTEXT_BYTES,
     MARGIN,
     Forecast,
-    families_of,
     untraced_bytes,
     workspace_bytes,
     workspaces,

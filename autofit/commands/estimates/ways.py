@@ -13,6 +13,7 @@ from autofit.commands.request import Search
 from autofit.contract.facts import Facts
 from autofit.contract.plan import Value
 from autofit.contract.technique import Kind
+from autofit.costmodel.families import Known
 from autofit.costmodel.forecast import MARGIN, forecast
 from autofit.costmodel.tracing.timeline import Category, Floats
 from autofit.costmodel.tracing.trace_store import Traces
@@ -51,6 +52,7 @@ def ways(
     spaces: Mapping[str, space.Space | str],
     traces: Traces,
     card: Card | None,
+    known: Known,
 ) -> tuple[Way, ...]:
     """Every way of training, in the order of the techniques that tell them apart; each in a process of its own.
 
@@ -59,13 +61,14 @@ def ways(
         spaces: Of :func:`spaces_by_way`.
         traces: Made already: a process that is forked here can't ask for one.
         card: The catalogue's, where it is known.
+        known: What was forecast before for these facts and this card.
     """
 
     def found(name: str) -> Way:
         plans = spaces[name]
         if isinstance(plans, str):
             return Way(name=name, fastest=None, smallest=None, stops=plans)
-        return _way(name, plans, facts, traces, card)
+        return _way(name, plans, facts, traces, card, known)
 
     every = tuple(on_every_core(found, list(spaces)))
     for one in (one for way in every for one in (way.fastest, way.smallest) if one is not None):
@@ -120,8 +123,8 @@ def held_by_way(facts: Facts, given: Knobs) -> dict[str, Knobs | str]:
     return found
 
 
-def _way(name: str, plans: space.Space, facts: Facts, traces: Traces, card: Card | None) -> Way:
-    cast = forecast(plans, traces, facts, card)
+def _way(name: str, plans: space.Space, facts: Facts, traces: Traces, card: Card | None, known: Known) -> Way:  # noqa: PLR0917 - of the story above
+    cast = forecast(plans, traces, facts, card, known=known)
     limit = facts.workload.limit_bytes
     need = cast.predicted_bytes * (1 + MARGIN)
     pace = cast.seconds if cast.known_card else cast.work @ cast.nominal

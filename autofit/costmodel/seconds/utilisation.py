@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autofit.contract.outcome import Crashed, Measured
-from autofit.costmodel.forecast import arithmetic_of, families_of, without_checkpointing
+from autofit.costmodel.families import arithmetic_of, families_of, without_checkpointing
 from autofit.costmodel.seconds.roofline import KINDS, Numbers, Totals
 from autofit.registry import recipe_of
 
