@@ -159,9 +159,8 @@ def stepping(
     with source.prepared() as recipe:
         layout = layout_of(recipe_of(plan, facts))
         model = source.model(fake=fake)
-        holds, *others = (
-            shard_layout.held(model, layout_of(recipe_of(one, facts)), source.beside) for one in (plan, *alike)
-        )
+        layouts = (layout_of(recipe_of(one, facts)) for one in (plan, *alike))
+        holds, *others = shard_layout.held(model, layouts, source.beside)
         shortened = fake and not whole and not source.beside and not layout.zero
         layers = find_layers(model, period_of(plan)) if shortened else None
         names = [name for name, _ in model.named_parameters()]

@@ -54,13 +54,13 @@ class Layout:
     units: frozenset[str] = frozenset()
     zero: int = 0
 
-    def buckets_bytes(self, model: nn.Module) -> int:
+    def buckets_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Bytes of the reducer's buckets; a gradient is copied there and back, since it is no view of its bucket.
 
         Source: ``torch/csrc/distributed/c10d/reducer.cpp`` (``initialize_buckets``); ``gradient_as_bucket_view`` is
         false unless asked for, and so it is in Accelerate.
         """
-        trained = (parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        trained = (parameter.nbytes for parameter in parameters if parameter.requires_grad)
         return sum(trained) if self.bucketed else 0
 
 
@@ -171,39 +171,50 @@ def local_dtype(parameter: torch.Tensor, layout: Layout) -> torch.dtype:
     return torch.float32 if layout.upcast and parameter.requires_grad else parameter.dtype
 
 
-def held(model: nn.Module, layout: Layout, beside: Iterable[nn.Module] = ()) -> Held:
-    """What one rank holds of a model, and of those beside it, before it takes a step."""
-    shares = share_bytes(model, layout)
-    here = _on_device(model, layout, shares)
-    on_host = shares.values() if layout.on_host else ()
-    return Held(
-        weights=(*here.values(), *(size for one in beside for size in local_bytes(one, layout))),
-        # one share at a time is brought in to be gathered
-        buckets_bytes=layout.buckets_bytes(model) + max(on_host, default=0),
-        host_bytes=sum(on_host),
-        # a model that is split as it is loaded comes to its device in shares
-        loading=_loading(model, layout, shares, here) if layout.shards > 1 and layout.tensor == 1 else None,
-    )
+def held(model: nn.Module, layouts: Iterable[Layout], beside: Iterable[nn.Module] = ()) -> list[Held]:
+    """What one rank holds of a model, and of those beside it, before it takes a step; under each layout."""
+    # to walk a model takes long: its adapters are modules of modules
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    found = []
+    for layout in layouts:
+        shares = share_bytes(model, layout, parameters)
+        here = _on_device(layout, shares, buffers)
+        on_host = shares.values() if layout.on_host else ()
+        loading = None
+        if layout.shards > 1 and layout.tensor == 1:  # a model that is split as it is loaded comes there in shares
+            loading = _loading(model, layout, shares, here, parameters)
+        found.append(
+            Held(
+                weights=(*here.values(), *(size for one in beside for size in local_bytes(one, layout))),
+                # one share at a time is brought in to be gathered
+                buckets_bytes=layout.buckets_bytes(parameters) + max(on_host, default=0),
+                host_bytes=sum(on_host),
+                loading=loading,
+            )
+        )
+    return found
 
 
 def local_bytes(model: nn.Module, layout: Layout) -> list[int]:
     """Bytes of each parameter and buffer of one rank that lie on its device."""
-    return [*_on_device(model, layout, share_bytes(model, layout)).values()]
+    return [*_on_device(layout, share_bytes(model, layout, model.parameters()), model.buffers()).values()]
 
 
-def _on_device(model: nn.Module, layout: Layout, shares: dict[int, int]) -> dict[int, int]:
+def _on_device(layout: Layout, shares: dict[int, int], buffers: Iterable[torch.Tensor]) -> dict[int, int]:
     """Of the shares and the buffers those that are not on the host, by the tensor's id."""
-    return ({} if layout.on_host else shares) | {id(buffer): buffer.nbytes for buffer in model.buffers()}
+    return ({} if layout.on_host else shares) | {id(buffer): buffer.nbytes for buffer in buffers}
 
 
-def share_bytes(model: nn.Module, layout: Layout) -> dict[int, int]:
-    """Bytes of one rank's share of each parameter, by the parameter's id."""
+def share_bytes(model: nn.Module, layout: Layout, parameters: Iterable[nn.Parameter]) -> dict[int, int]:
+    """Bytes of one rank's share of each parameter of a model, by the parameter's id."""
     splits = split_dimensions(model, layout)
-    shapes = ((one, local_shape(one, layout, splits.get(id(one)))) for one in model.parameters())
+    shapes = ((one, local_shape(one, layout, splits.get(id(one)))) for one in parameters)
     return {id(one): math.prod(shape) * local_dtype(one, layout).itemsize for one, shape in shapes}
 
 
-def _loading(model: nn.Module, layout: Layout, shares: dict[int, int], kept: dict[int, int]) -> Loading:
+def _loading(
+    model: nn.Module, layout: Layout, shares: dict[int, int], kept: dict[int, int], parameters: list[nn.Parameter]
+) -> Loading:
     """How one rank's share of a model that is sharded gets onto its device.
 
     Each unit is brought there whole and freed once its shares are made; the embeddings are held until the last unit is
@@ -222,7 +233,7 @@ def _loading(model: nn.Module, layout: Layout, shares: dict[int, int], kept: dic
         if type(module).__name__ in layout.units:
             found.shard(one for one in module.parameters() if id(one) not in held)
     late = [block for one in embeddings for block in found.shard([one], free=False)]
-    found.shard(model.parameters())
+    found.shard(parameters)
     found.events += [~block for block in late]
     return found.done()
 
