@@ -6,9 +6,10 @@ import pytest
 
 SIMPLE = ("precision=bf16", "kernels=none", "adapter=none", "optimizer=adamw", "compile=off")
 CELLS = (
-    """
+    f"""
 import autofit
-found = autofit.tune("demo", output="out", trials=2, seq_len=64, global_batch=4, device="cpu", guard=False)
+found = autofit.tune("demo", output="out", trials=1, seq_len=64, global_batch=4, device="cpu",
+    guard=False, fix={SIMPLE})
 found
 """,
     'autofit.estimate("demo", gpu="H100", fix=' + repr(SIMPLE) + ")",
