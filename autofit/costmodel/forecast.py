@@ -233,7 +233,8 @@ def forecast(
         card: Whose speed is forecast.
         say: Called with a line of text for each stage.
         known: What was forecast before of plans for the same facts and card, and takes what is forecast now.
-        forks: Whether large spaces may be divided among forks of this process, which then must have no other threads.
+        forks: Whether a large space is divided among forks of this process. What they work out of the traces is lost
+            with them, which is worse where other cards ask the same traces.
 
     Raises:
         MachineError: No process can be started, or nothing can be written.

@@ -309,7 +309,7 @@ def _on_card(
 ) -> OnCard:
     knobs = space.parse_knobs(settings.fix, settings.among, facts)
     plans = space.build(facts, space.parse_allowed(settings.allowed), knobs)
-    cast = forecast(plans, traces, facts, card, say, forks=True)
+    cast = forecast(plans, traces, facts, card, say)
     found, _, recommended = estimated_plans(plans, cast, traces, facts, MOST_KINDS, say)
     if not found:
         return OnCard(card=card.name, memory_bytes=card.memory_bytes, price=price)
