@@ -62,6 +62,7 @@ def environment_of(folder: Path, card: str, count: int) -> dict[str, str]:
         "HOLLOW_STATE": f"/proc/{os.getpid()}/fd/{state}",
         # the planner of cuDNN's attention asks what no stand-in answers
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+        "USE_PYTORCH_KERNEL_CACHE": "0",  # what is compiled at run time is none, and must not stay for a card
     }
 
 

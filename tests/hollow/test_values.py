@@ -234,6 +234,16 @@ def test_singular_values_have_the_shapes_that_a_card_would_give(rows, dtype):
     assert all(part.is_cuda for part in found)
 
 
+@pytest.mark.parametrize("function", [torch.erfinv, torch.special.i0e, torch.special.zeta])
+def test_a_kernel_that_is_compiled_at_run_time_runs_and_stays_nowhere(function):
+    """PyTorch has NVRTC compile some, by version, and keeps what comes of it for the next process."""
+    given = torch.ones(300, 400, device="cuda")
+    made = function(given, given) if function is torch.special.zeta else function(given)
+    torch.cuda.synchronize()
+    assert (made.shape, made.dtype) == (given.shape, given.dtype)
+    assert os.environ["USE_PYTORCH_KERNEL_CACHE"] == "0"
+
+
 def test_the_cache_of_a_card_is_its_own():
     """Inductor clears it between runs of a kernel that it times, with a buffer of that size."""
     properties = torch.cuda.get_device_properties(0)
