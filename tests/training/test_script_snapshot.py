@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -13,10 +14,12 @@ from autofit.registry import recipe_of
 from autofit.system.units import MIB
 from autofit.training.runner import ProcessRunner
 from autofit.training.scripts import snapshots
+from autofit.training.scripts.snapshot import off_the_device
 from autofit.training.scripts.snapshots import Snapshots
 from autofit.training.timing import Effort
 from tests.support.cases import some_slow
 from tests.support.scripted import tiny_bert
+from tests.support.synthetic import cuda_facts
 from tests.support.tiny import gone
 
 QUICK = Effort(min_steps=2, max_steps=2)
@@ -214,3 +217,18 @@ def test_a_snapshot_that_would_leave_too_little_memory_is_not_kept(tried, monkey
     assert isinstance(one.run(one.forking), Measured)
     assert "a trial may need" in one.notes[0]
     assert not one.snapshots._made
+
+
+@pytest.mark.parametrize(("capability", "able"), [((9, 0), True), ((6, 1), False)])
+def test_who_asks_for_triton_while_it_is_imported_is_answered_without_the_device(monkeypatch, capability, able):
+    """As torchao does, which transformers imports where it is installed."""
+    import torch
+    from torch.utils import _triton
+
+    monkeypatch.setattr(torch._C, "_cuda_init", lambda: None, raising=False)  # not in a build for the CPU
+    before = _triton.has_triton
+    with off_the_device(replace(cuda_facts().hardware, capability=capability), "train.py") as touched:
+        monkeypatch.setattr(_triton, "has_triton_package", lambda: True)
+        assert _triton.has_triton() is able
+        assert touched == []
+    assert _triton.has_triton is before

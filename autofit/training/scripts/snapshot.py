@@ -91,9 +91,9 @@ class ScriptSnapshot:
 
         script, hardware = self.script, self.recipe.facts.hardware
         torch.set_num_threads(1)  # a pool of threads does not outlive a fork
-        if hardware.device == "cuda":
-            self._touched = self._kept.enter_context(off_the_device(hardware, script.path))
         try:
+            if hardware.device == "cuda":
+                self._touched = self._kept.enter_context(off_the_device(hardware, script.path))
             self._prepare(hardware.device == "cuda")
             run_until_left(script.path, script.arguments, measured=True)
         except Enough as enough:
@@ -217,6 +217,7 @@ def off_the_device(hardware: Hardware, path: str) -> Iterator[list[str]]:
         How the script was about to use it, in words, each time that it was left.
     """
     import torch
+    from torch.utils import _triton
 
     touched: list[str] = []
 
@@ -238,6 +239,8 @@ def off_the_device(hardware: Hardware, path: str) -> Iterator[list[str]]:
         (cuda, "current_device", lambda: 0),
         (cuda, "get_device_capability", lambda *_: able),
         *([(cuda, "is_bf16_supported", lambda *_, **__: True)] if ampere else []),
+        # torchao asks while it is imported, which transformers does where it is installed
+        (_triton, "has_triton", lambda: able >= (7, 0) and _triton.has_triton_package()),
     ]
     with replacing(changes):
         from transformers import training_args
