@@ -482,6 +482,7 @@ def test_rows_of_skewed_lengths_are_grouped_where_that_may_be_and_the_launch_kee
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand
 def test_rows_are_joined_in_a_tune_its_guard_and_its_launch(tmp_path):
     write_config(tmp_path / "tiny", max_position_embeddings=256, hidden_size=128, intermediate_size=512)
     (tmp_path / "lengths").write_text("\n".join(map(str, [24] * 550 + [32] * 350 + [256] * 100)))

@@ -239,7 +239,8 @@ def test_the_allocator_of_an_estimate_gets_as_many_rows_as_the_model(monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("Trainer", marks=pytest.mark.by_hand), "SFTTrainer"])
+@pytest.mark.by_hand
+@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
 def test_a_script_is_packed_without_a_line_changed(tmp_path, kind):
     skewed_texts(tmp_path)
     if kind == "Trainer":
