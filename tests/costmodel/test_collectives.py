@@ -12,7 +12,7 @@ from autofit.costmodel.seconds.operator_time import COLUMNS, Operators
 from autofit.costmodel.tracing import trace_job
 from autofit.machine import gpu_catalogue
 from tests.support.tiny import write_config
-from tests.support.traced import CONFIGS, PLAIN, facts_of, like_a_process_of_its_own
+from tests.support.traced import CONFIGS, PLAIN, facts_of, like_a_process_of_its_own, sharded_facts
 
 A100 = gpu_catalogue.find("A100 SXM 80 GB")
 GIB = float(1 << 30)
@@ -71,12 +71,7 @@ def test_deepspeed_sends_gradients_and_weights():
 @pytest.mark.slow
 def test_the_trace_of_a_sharded_step_holds_its_collectives(tmp_path):
     write_config(tmp_path, CONFIGS["llama"])
-    plain = facts_of("llama", device="cuda")
-    facts = dataclasses.replace(
-        plain,
-        workload=dataclasses.replace(plain.workload, processes=4, global_batch=256),
-        model=dataclasses.replace(plain.model, layer_classes=("LlamaDecoderLayer",)),
-    )
+    facts = sharded_facts(4)
 
     def sent(parallel, *accumulations):
         plan = PLAIN.replaced(parallel=parallel, precision="bf16", micro_batch=2)

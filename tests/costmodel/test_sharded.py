@@ -19,7 +19,7 @@ from autofit.costmodel.tracing.shard_layout import Layout, layout_of, local_byte
 from autofit.costmodel.tracing.timeline import CATEGORIES, Tape, lengthen
 from autofit.registry import recipe_of, technique
 from tests.support.tiny import write_config
-from tests.support.traced import CONFIGS, PLAIN, facts_of, like_a_process_of_its_own
+from tests.support.traced import CONFIGS, PLAIN, facts_of, like_a_process_of_its_own, sharded_facts
 
 MIXED = PLAIN.replaced(precision="bf16", micro_batch=2)
 FSDP = {
@@ -241,12 +241,7 @@ def test_offloaded_shares_of_weights_state_and_gradients_wait_on_the_host(world,
 @pytest.mark.parametrize("parallel", ["fsdp", "fsdp:noreshard"])
 def test_shares_that_wait_on_the_host_need_no_run_of_their_own(tmp_path, monkeypatch, parallel):
     write_config(tmp_path, CONFIGS["llama"])
-    plain = facts_of("llama", device="cuda")
-    facts = dataclasses.replace(
-        plain,
-        workload=dataclasses.replace(plain.workload, processes=8, global_batch=512),
-        model=dataclasses.replace(plain.model, layer_classes=("LlamaDecoderLayer",)),
-    )
+    facts = sharded_facts(8)
     kept = PLAIN.replaced(micro_batch=2, precision="bf16", parallel=parallel)
     plans, runs = (kept, kept.replaced(offload="parameters")), []
     for name in ("micro_steps", "optimizer_steps"):

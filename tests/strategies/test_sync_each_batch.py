@@ -12,7 +12,7 @@ from autofit.costmodel.tracing import fake_run, trace_job
 from autofit.registry import converted, recipe_of, technique
 from tests.support.synthetic import cpu_facts, cuda_facts
 from tests.support.tiny import CONFIGS, PLAIN, write_config
-from tests.support.traced import facts_of, like_a_process_of_its_own
+from tests.support.traced import like_a_process_of_its_own, sharded_facts
 
 SYNC = technique("sync_each_batch")
 
@@ -82,15 +82,6 @@ def test_what_was_ignored_is_told(value, seen, why):
     assert found is None if why is None else why in found
 
 
-def eight_processes(launch_path="trainer"):
-    plain = facts_of("llama", device="cuda", launch_path=launch_path)
-    return replace(
-        plain,
-        workload=replace(plain.workload, processes=8, global_batch=512),
-        model=replace(plain.model, layer_classes=("LlamaDecoderLayer",)),
-    )
-
-
 @pytest.mark.parametrize(
     ("launch_path", "values"),
     [
@@ -106,7 +97,7 @@ def eight_processes(launch_path="trainer"):
 )
 def test_an_only_micro_step_is_like_the_first_of_those_that_send(tmp_path, monkeypatch, launch_path, values):
     write_config(tmp_path, CONFIGS["llama"])
-    plan, facts, run = PLAIN.replaced(micro_batch=2, **values), eight_processes(launch_path), []
+    plan, facts, run = PLAIN.replaced(micro_batch=2, **values), sharded_facts(8, launch_path), []
     traced = fake_run.micro_steps
     monkeypatch.setattr(fake_run, "micro_steps", lambda *a, **k: run.append(k["accumulation"]) or traced(*a, **k))
 
@@ -131,7 +122,7 @@ def test_an_only_micro_step_is_like_the_first_of_those_that_send(tmp_path, monke
 @pytest.mark.slow
 def test_the_trace_sees_what_it_saves_and_what_it_sends(tmp_path):
     write_config(tmp_path, CONFIGS["llama"])
-    facts = eight_processes()
+    facts = sharded_facts(8)
 
     def traced(value):
         plan = PLAIN.replaced(parallel="fsdp", micro_batch=2, sync_each_batch=value)

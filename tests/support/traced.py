@@ -1,6 +1,7 @@
 """Models small enough to trace in tenths of a second, and the same runs on real tensors to compare with."""
 
 import contextlib
+import dataclasses
 import warnings
 
 import torch
@@ -167,6 +168,16 @@ class Lab:
                 marks = Marks(recipe, recorder, accumulation=plan["accumulation"], steps=2)
                 source.train(recipe, model, marks, self.folder, fake=False)
             return recorder.tape()
+
+
+def sharded_facts(processes, launch_path="trainer"):
+    """The same for a Llama on several GPUs, whose layers FSDP may take for its units; 64 rows a process."""
+    plain = facts_of("llama", device="cuda", launch_path=launch_path)
+    return dataclasses.replace(
+        plain,
+        workload=dataclasses.replace(plain.workload, processes=processes, global_batch=64 * processes),
+        model=dataclasses.replace(plain.model, layer_classes=("LlamaDecoderLayer",)),
+    )
 
 
 def every_choice(facts):
