@@ -138,19 +138,22 @@ def forecast_families(
     plans = inputs.space.plans
     keys = {family: (family, *(plans[place] for place in members)) for family, members in families.items()}
 
-    def micro_steps(family: Plan) -> str:
-        parts = traces_of(family, inputs)
-        return "" if parts is None else str(id(parts[0]))
-
-    # those that share a trace go to one process, which then reads it once
-    ordered = sorted((family for family, key in keys.items() if key not in known), key=micro_steps)
-    groups = [list(group) for _, group in itertools.groupby(ordered, micro_steps)]
+    groups: dict[int, list[Plan]] = {}  # those that share a trace go to one process, which works it out once
+    for family, key in keys.items():
+        if key not in known:
+            parts = traces_of(family, inputs)
+            groups.setdefault(0 if parts is None else id(parts[0]), []).append(family)
+    missing = [*itertools.chain.from_iterable(groups.values())]
 
     def forecast_group(group: list[Plan]) -> list[FamilyForecast | None]:
         return [_forecast_family(family, families[family], inputs) for family in group]
 
-    found = on_every_core(forecast_group, groups) if forks and len(ordered) >= _MANY else map(forecast_group, groups)
-    known.update(zip((keys[family] for family in ordered), itertools.chain.from_iterable(found), strict=True))
+    found = (
+        on_every_core(forecast_group, [*groups.values()])
+        if forks and len(missing) >= _MANY
+        else map(forecast_group, groups.values())
+    )
+    known.update(zip((keys[family] for family in missing), itertools.chain.from_iterable(found), strict=True))
     return ((members, said) for family, members in families.items() if (said := known[keys[family]]) is not None)
 
 
