@@ -241,27 +241,26 @@ def nearest_change(trials: Sequence[Trial], space: Space, limit_bytes: int, fact
         limit_bytes: The ceiling on the device.
         facts: Lets it name the values that ``--allow method`` would add; without them none is named.
     """
-    seen = [
-        (_held_or_traced(trial.outcome, trial.predicted_bytes), trial.plan, trial.outcome)
-        for trial in trials
-        if isinstance(trial.outcome, Measured)
-        or (
-            isinstance(trial.outcome, OutOfMemory)
-            and trial.outcome.where == "device"
-            and not trial.outcome.external_pressure
-        )
-    ]
+    worst: dict[Plan, tuple[int, Measured | OutOfMemory]] = {}
+    for trial in trials:
+        found = trial.outcome
+        if isinstance(found, OutOfMemory) and (found.where == "host" or found.external_pressure):
+            continue
+        if isinstance(found, Measured | OutOfMemory):
+            need = _held_or_traced(found, trial.predicted_bytes)
+            before = worst.get(trial.plan, (need, found))  # what fitted once may break the ceiling another time
+            worst[trial.plan] = max(before, (need, found), key=lambda one: (isinstance(one[1], OutOfMemory), one[0]))
     on_host = [
         trial.plan for trial in trials if isinstance(trial.outcome, OutOfMemory) and trial.outcome.where == "host"
     ]
-    if not seen and on_host:
+    if not worst and on_host:
         spent = [one for one in techniques() if any(one.spends_host(plan[one.name]) for plan in on_host)]
         off = " ".join(f"--fix {one.name}={one.baseline}" for one in spent)
         free = "Every plan that was tried ran out of the host's memory: free some of it"
         return f"{free}, or keep less there ({off})." if off else f"{free}."
-    if not seen:
+    if not worst:
         return "No plan that was tried got as far as to show its memory."
-    need, plan, outcome = min(seen, key=lambda one: (one[0], changed_values(one[1])))
+    plan, (need, outcome) = min(worst.items(), key=lambda one: (one[1][0], changed_values(one[0])))
     if isinstance(outcome, Measured):
         words = [f"The tightest plan that was seen needs {size(need)} under a ceiling of {size(limit_bytes)}"]
         change = f"a ceiling of {size(need)}"
@@ -276,12 +275,24 @@ def nearest_change(trials: Sequence[Trial], space: Space, limit_bytes: int, fact
         words = [f"The tightest plan that was seen {held}"]
         change = f"a ceiling of more than {size(max(need, limit_bytes))}"
     words.append(f"({plan.words()}). What may help: {change} (--memory-limit)")
-    if isinstance(outcome, Measured) or outcome.phase in {"forward", "backward"}:
-        words.append("or a shorter sequence (--seq-len: activations shrink with it)")
+    shorter = shorter_rows(facts)
+    if shorter and (isinstance(outcome, Measured) or outcome.phase in {"forward", "backward"}):
+        words.append(f"or {shorter}")
     smaller = [] if facts is None else _smaller_methods(space, facts)
     if smaller:
         words.append(f"or --allow exact,numeric,method, which adds {', '.join(smaller)}")
     return " ".join(words) + "."
+
+
+def shorter_rows(facts: Facts | None) -> str:
+    """How activations shrink with the rows, in words; empty where a script's rows are no text."""
+    if facts is None or facts.workload.script is None:
+        return "a shorter sequence (--seq-len: activations shrink with it)"
+    return (
+        "shorter rows, by the script's own arguments (activations shrink with them)"
+        if facts.model.sample_tokens
+        else ""
+    )
 
 
 def _held_or_traced(outcome: Measured | OutOfMemory, traced_bytes: int | None) -> int:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autofit import space
+from autofit.contract.facts import Script
 from autofit.contract.outcome import Crashed, Diverged, TimedOut, Trial
 from autofit.search.decision import decide, finalists, nearest_change
 from tests.support.synthetic import GIB, cuda_facts, measured, out_of_memory
@@ -243,6 +244,24 @@ def test_nearest_change_in_the_optimizer_step_does_not_blame_the_sequence():
 def test_nearest_change_of_a_plan_that_ran_over_the_ceiling():
     words = nearest_change([run(0, BF16, 1.0, 30 * GIB)], SPACE, LIMIT)
     assert "needs 30.00 GiB under a ceiling of 22.00 GiB" in words
+
+
+def test_a_plan_that_fitted_once_is_told_by_what_it_needed_when_it_did_not():
+    runs = [run(0, BF16, 1.0, 21 * GIB), failed(1, BF16, out_of_memory(FACTS, peak_bytes=22 * GIB))]
+    assert "held 22.00 GiB" in nearest_change(runs, SPACE, LIMIT)
+    assert "a ceiling of more than 22.06 GiB" in nearest_change(runs[::-1], SPACE, LIMIT)
+
+
+def test_a_scripts_rows_are_shortened_by_its_own_arguments():
+    script = Script(
+        path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=1, weights_dtype="float32"
+    )
+    facts = replace(FACTS, workload=replace(FACTS.workload, script=script))
+    words = nearest_change([run(0, BF16, 1.0, 30 * GIB)], SPACE, LIMIT, facts)
+    assert "--seq-len" not in words
+    assert "or shorter rows, by the script's own arguments" in words
+    images = replace(facts, model=replace(facts.model, sample_tokens=0))
+    assert "rows" not in nearest_change([run(0, BF16, 1.0, 30 * GIB)], SPACE, LIMIT, images)
 
 
 def test_nearest_change_without_a_device_peak():

@@ -11,7 +11,7 @@ import numpy as np
 
 from autofit.contract.outcome import Crashed, Measured, Outcome, OutOfMemory, TimedOut, Trial
 from autofit.output.plan_words import plan_words
-from autofit.search.decision import nearest_change
+from autofit.search.decision import nearest_change, shorter_rows
 from autofit.system import units
 from autofit.system.errors import AutofitError, MachineError, NothingFits
 from autofit.system.statistics import median
@@ -100,10 +100,11 @@ def no_winner(
     if not trials and forecast is not None:
         smallest = int(np.nanargmin(forecast.device_bytes))
         needed = units.size(float(forecast.device_bytes[smallest]))
+        helps = [f"a ceiling of {needed} (--memory-limit)", shorter_rows(facts), "--allow exact,numeric,method"]
         return NothingFits(
             f"Nothing fits, by what the plans' traces say: the smallest needs about {needed} under a ceiling of "
-            f"{units.size(limit_bytes)} ({space.plans[smallest].words()}). What may help: a ceiling of "
-            f"{needed} (--memory-limit), a shorter sequence (--seq-len), or --allow exact,numeric,method."
+            f"{units.size(limit_bytes)} ({space.plans[smallest].words()}). What may help: "
+            f"{', or '.join(filter(None, helps))}."
         )
     if not trials or any(_shows_memory(trial.outcome) for trial in trials):
         said = f"Nothing fits. {nearest_change(trials, space, limit_bytes, facts)}"
