@@ -12,7 +12,7 @@ from autofit.contract.plan import Plan
 from autofit.output.document import Document
 from autofit.output.plan_words import baseline_values, is_baseline, plan_words
 from autofit.output.text import number, plural
-from autofit.output.wording import KINDS
+from autofit.output.wording import KINDS, scattered
 from autofit.registry import techniques
 from autofit.search.decision import pool
 from autofit.system.units import size
@@ -26,6 +26,7 @@ class Standing:
         samples_per_second: The promise's for the winner; else that of all its runs together, as the winner was chosen.
         peak_bytes: The promise's for the winner; else the most of its runs.
         runs: How many times it was measured.
+        doubt: That its runs differ too much for a comparison, in words; empty where they don't.
     """
 
     plan: Plan
@@ -34,6 +35,12 @@ class Standing:
     runs: int
     is_winner: bool
     is_baseline: bool
+    doubt: str = ""
+
+    @property
+    def doubted(self) -> str:
+        """Its doubt, to stand behind a comparison with it."""
+        return f" ({self.doubt})" if self.doubt else ""
 
 
 def standings(document: Document) -> list[Standing]:
@@ -55,6 +62,7 @@ def standings(document: Document) -> list[Standing]:
                 runs=len(seen),
                 is_winner=wins,
                 is_baseline=is_baseline(plan, baseline),
+                doubt=scattered(shown, seen, "that plan") if seen else "",
             )
         )
     return sorted(found, key=lambda one: (not one.is_winner, -one.samples_per_second, one.peak_bytes))
@@ -91,16 +99,17 @@ def against_baseline(document: Document) -> tuple[float | None, list[str]]:
             return None, [f"{plural(failed, 'baseline trial')}, and none was measured inside the ceiling.", meaning]
         return None, ["No baseline plan was tried, so there is none to compare with."]
 
-    def compared(other: Standing) -> str:
+    def beside(other: Standing) -> str:
         return (
             f"({plan_words(other.plan)}) makes {number(other.samples_per_second)} samples/s with a peak memory of "
             f"{size(other.peak_bytes)}; the winner makes {times(winner, other)} that with {size(winner.peak_bytes)}"
+            f"{other.doubted}"
         )
 
     fastest, largest = alike[0], max(alike, key=lambda one: int(one.plan["micro_batch"]))
-    said = [f"The fastest baseline plan {compared(fastest)}."]
+    said = [f"The fastest baseline plan {beside(fastest)}."]
     if largest.plan != fastest.plan:
-        said.append(f"The baseline plan with the largest micro-batch that fits {compared(largest)}.")
+        said.append(f"The baseline plan with the largest micro-batch that fits {beside(largest)}.")
     return winner.samples_per_second / fastest.samples_per_second, [*said, meaning]
 
 
@@ -113,9 +122,8 @@ def against_script(document: Document) -> tuple[float | None, str | None]:
     """
     if document.workload.script is None or document.estimated is not None:
         return None, None
-    own = {one.name: one.own(document.facts) for one in techniques()}
     ranked = standings(document)
-    found = next((one for one in ranked if all(own.get(name) == value for name, value in one.plan.items())), None)
+    found = _scripts_own(document, ranked)
     if found is None:
         return None, None
     if found.is_winner:
@@ -123,8 +131,33 @@ def against_script(document: Document) -> tuple[float | None, str | None]:
     said = (
         f"What the script does by itself ({plan_words(found.plan)}) makes {number(found.samples_per_second)} samples/s"
     )
-    said += f" with a peak memory of {size(found.peak_bytes)}; the winner makes {times(ranked[0], found)} that."
-    return ranked[0].samples_per_second / found.samples_per_second, said
+    said += f" with a peak memory of {size(found.peak_bytes)}; the winner makes {times(ranked[0], found)} that"
+    return ranked[0].samples_per_second / found.samples_per_second, f"{said}{found.doubted}."
+
+
+def compared(document: Document) -> tuple[Standing | None, str]:
+    """What the winner is compared with first, and in words how many times as fast it is; empty where nothing else is.
+
+    That is what a script does by itself, or else the fastest baseline plan.
+    """
+    ranked = standings(document)
+    for (ratio, _), other, what in (
+        (against_script(document), _scripts_own(document, ranked), "what the script does by itself"),
+        (
+            against_baseline(document),
+            next((one for one in ranked if one.is_baseline), None),
+            "the fastest baseline plan",
+        ),
+    ):
+        if ratio is not None and other is not None:
+            return other, f"{times(ranked[0], other)} {what}{other.doubted}"
+    return None, ""
+
+
+def _scripts_own(document: Document, ranked: list[Standing]) -> Standing | None:
+    """The plan that is what the user's script does by itself, where it was measured."""
+    own = {one.name: one.own(document.facts) for one in techniques()}
+    return next((one for one in ranked if all(own.get(name) == value for name, value in one.plan.items())), None)
 
 
 def times(one: Standing, other: Standing) -> str:

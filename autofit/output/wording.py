@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from autofit.contract.layout import data_parallel
@@ -174,13 +175,26 @@ def pace(document: Document) -> str:
 
 def uncertain(document: Document) -> str:
     """That runs of the winner differ too much for a spread, in words; empty where they don't."""
-    relative = document.promise.step_seconds_spread / document.promise.step_seconds
-    if document.estimated is not None or relative <= _UNCERTAIN:
+    if document.estimated is not None:
         return ""
-    speeds = [one.samples_per_second for one in _runs(document)]
+    return scattered(document.promise, _runs(document), "this plan")
+
+
+def scattered(seen: Promise | Measured, runs: Sequence[Measured], plan: str) -> str:
+    """That a plan's runs differ too much for a spread, in words; empty where they don't.
+
+    Args:
+        seen: All of them together.
+        runs: Each of them.
+        plan: What it is called.
+    """
+    relative = seen.step_seconds_spread / seen.step_seconds
+    if relative <= _UNCERTAIN:
+        return ""
+    speeds = [one.samples_per_second for one in runs]
     if len(speeds) > 1:
-        return f"uncertain: runs of this plan gave {number(min(speeds))} to {number(max(speeds))} samples/s"
-    return f"uncertain: runs of this plan took up to {1 + relative:.1f} times as long"
+        return f"uncertain: runs of {plan} gave {number(min(speeds))} to {number(max(speeds))} samples/s"
+    return f"uncertain: runs of {plan} took up to {1 + relative:.1f} times as long"
 
 
 def changes(document: Document) -> list[str]:

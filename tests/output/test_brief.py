@@ -15,7 +15,7 @@ from autofit.output.reports.brief import SCREEN_LINES, brief
 from autofit.output.reports.report import summary
 from autofit.output.text import number
 from autofit.training.guard.equivalence import Guard
-from tests.output.test_report import DOCUMENTS, document, words
+from tests.output.test_report import DOCUMENTS, WINNER, document, measured, plan, words
 
 
 def screen(doc, folder="autofit-out", width=80):
@@ -90,6 +90,8 @@ def test_a_loss_that_nobody_looked_at_in_other_micro_batches_is_not_said_to_be_t
 
 def test_the_speed_is_compared_with_the_fastest_baseline_plan():
     assert "3.08 times the fastest baseline plan" in words(screen(document()))
+    wild = document([(WINNER, measured(51.9, 15.8)), (plan(4), measured(17.0, 15.0)), (plan(4), measured(6.0, 15.0))])
+    assert "fastest baseline plan (uncertain: runs of that plan gave 6.000 to 17.00 samples/s)" in words(screen(wild))
 
 
 def test_a_loader_that_binds_is_said_first():

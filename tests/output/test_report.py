@@ -439,6 +439,17 @@ class TestComparison:
         won = replace(shown, workload=replace(shown.workload, script=itself))
         assert standings.against_script(won) == (None, "The winner is what the script does by itself.")
 
+    def test_a_plan_whose_runs_scatter_is_compared_with_a_doubt(self):
+        calm = [(WINNER, measured(51.9, 15.8)), (plan(4), measured(17.0, 15.0))]
+        assert standings.compared(document(calm))[1].endswith("times the fastest baseline plan")
+        wild = document([*calm, (plan(4), measured(6.0, 15.0))])
+        other, said = standings.compared(wild)
+        assert other.plan == plan(4)
+        assert said.endswith("(uncertain: runs of that plan gave 6.000 to 17.00 samples/s)")
+        assert other.doubt in standings.against_baseline(wild)[1][0]
+        assert other.doubt in words(terminal(wild))
+        assert other.doubt in html(wild, folder="autofit-out")
+
     def test_plain_plans_that_failed_and_none_at_all(self):
         only = [(WINNER, measured(51.9, 15.8))]
         assert "No baseline plan was tried" in standings.against_baseline(document(only))[1][0]

@@ -57,15 +57,12 @@ def brief(document: Document, *, folder: str | Path) -> Group:
 def _promise(document: Document) -> list[str]:
     """The promised speed and memory, and the speed beside a search over the batch size alone."""
     promise = document.promise
-    ratio, _ = standings.against_baseline(document)
-    own, _ = standings.against_script(document)
+    _, beside = standings.compared(document)
     share = percent(promise.peak_bytes / promise.limit_bytes)
-    beside = "" if ratio is None else f"; {ratio:.2f} times the fastest baseline plan"
-    beside = beside if own is None else f"; {own:.2f} times what the script does by itself"
     rows = document.workload.evaluated_rows
     evaluated = f", evaluating {rows} rows at once" if rows else ""
     return [
-        f"{wording.pace(document)}{beside}",
+        f"{wording.pace(document)}{f'; {beside}' if beside else ''}",
         *wording.training_words(document),
         f"peak memory {size(promise.peak_bytes)}, {share} of the ceiling of {size(promise.limit_bytes)}{evaluated}",
     ]

@@ -110,6 +110,7 @@ def html(document: Document, *, folder: str | Path) -> str:
         split=list(zip((*SPLIT, "processes"), wording.product(document).split(" = ")[0].split(" x "), strict=True)),
         ratio=ratio,
         own=own,
+        other=standings.compared(document)[0],
         comparison=[*([said] if said else []), *comparison],
         scatter=charts.scatter(document) if document.trials else None,
         losses=charts.losses(document),
