@@ -1,8 +1,9 @@
 """Every fault of ``tests/faults/injection.py``, several times over, and the table of them.
 
 ``python tests/bench/fault_bench.py --tries 3 --markdown``; some need root, and say so where they can't be injected.
-The last line is one JSON object. ``--ranks`` has one rank of a trial of several fail, under each layout, on a CPU that
-Accelerate takes for a GPU.
+The last line is one JSON object. ``--script tests/data/scripts/classify.py`` injects them into tunes of a script, whose
+trials are forked from one run of it; each trial of ``loop.py`` runs it. ``--ranks`` has one rank of a trial of several
+fail, under each layout, on a CPU that Accelerate takes for a GPU.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ def markdown(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def of_tunes(tries: int, only: str, *, talk: bool) -> list[dict]:
+def of_tunes(tries: int, only: str, script: Path | None, *, talk: bool) -> list[dict]:
     """A row for each fault that a whole tune has to survive."""
     rows = {}
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
-        place = Place(Path(folder))
+        place = Place(Path(folder), script)
         try:
             for number in range(tries):
                 for one in FAULTS:
-                    if not re.search(only, one.name):
+                    if not re.search(only, one.name) or (one.of_scripts and script is None):
                         continue
                     empty = {"fault": one.name, "injected": one.injected, "tries": 0, "survived": 0, "sees": ""}
                     row = rows.setdefault(one.name, {**empty, "same_plan": 0, "seconds": [], "failures": []})
@@ -109,6 +110,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tries", type=int, default=3)
     parser.add_argument("--only", default="", help="kinds whose names match this")
+    parser.add_argument("--script", type=lambda path: Path(path).resolve(), help="a script to tune")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true", help="no talk")
     parser.add_argument("--ranks", action="store_true", help="one rank of several, in the place of the others")
@@ -123,12 +125,13 @@ def main() -> int:
         at = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         print(json.dumps({"bench": "faults of ranks", "at": at, "rows": rows}))
         return 0 if all(one["as_it_should"] == one["tries"] and not one["processes_left"] for one in rows) else 1
-    table = of_tunes(options.tries, options.only, talk=not options.json)
+    table = of_tunes(options.tries, options.only, options.script, talk=not options.json)
     if options.markdown:
         print(markdown(table))
     whole = [row for row in table if row["tries"] >= options.tries == row["survived"]]
     result = {
         "bench": "faults",
+        "tuned": options.script.name if options.script else "a model's config",
         "at": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "kinds": len(table),
         "kinds_survived": len(whole),

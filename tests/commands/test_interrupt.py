@@ -15,20 +15,32 @@ import pytest
 from autofit.contract.outcome import Crashed, Measured
 from autofit.output.document import read_document
 from autofit.training.runner import finished
+from tests.support.scripted import SCRIPTS, tiny_bert
 from tests.support.tiny import REPOSITORY, alive, gone, offspring, wait_until, write_config
 
 pytestmark = pytest.mark.slow
 PATIENT = 240.0
 TRIALS = 5
+NAMES = ("config", "classify.py", "loop.py")
+
+
+def of(*names, ci=()):
+    """What is tuned: a model from its config; a script, whose trials are forked from one run; one that each runs."""
+    every = [pytest.param(name, marks=() if name in ci else pytest.mark.by_hand) for name in names or NAMES]
+    return pytest.mark.parametrize("target", every, indirect=True)
 
 
 @pytest.fixture
-def tiny(tmp_path):
-    return write_config(tmp_path / "tiny", vocab_size=1024)
+def target(request, tmp_path):
+    """What stands on the command line before and behind the options."""
+    name = getattr(request, "param", "config")
+    if name == "config":
+        return [str(write_config(tmp_path / "tiny", vocab_size=1024)), "--global-batch", "4"], []
+    return [str(SCRIPTS / name)], ["--", "--model", str(tiny_bert(tmp_path / "tiny")), "--accumulate", "1"]
 
 
 @pytest.fixture
-def start(tiny, tmp_path):
+def start(target, tmp_path):
     """Starts `autofit tune` as a shell does; what is still there at the end of a test is killed."""
     started = []
 
@@ -41,9 +53,10 @@ def start(tiny, tmp_path):
             "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",  # threads that wait for one another crawl where others compute too
         }
+        what, arguments = target
         command = [
-            sys.executable, "-m", "autofit.cli", "tune", str(tiny), "--output", str(output), "--json",
-            "--global-batch", "4", "--trials", str(TRIALS), *options,
+            sys.executable, "-m", "autofit.cli", "tune", *what, "--output", str(output), "--json",
+            "--trials", str(TRIALS), *options, *arguments,
         ]  # fmt: skip
         name = f"{len(started)}-{output.name}"
         with (tmp_path / f"{name}.out").open("wb") as out, (tmp_path / f"{name}.err").open("wb") as err:
@@ -150,6 +163,7 @@ def no_words_of_a_bug(process):
     assert "Traceback" not in process.said(), process.said()
 
 
+@of(ci={"config"})
 def test_ctrl_c_in_the_middle_writes_the_best_so_far_and_resume_goes_on(start, tmp_path):
     output = tmp_path / "out"
     process = start(output)
@@ -166,7 +180,7 @@ def test_ctrl_c_in_the_middle_writes_the_best_so_far_and_resume_goes_on(start, t
     check_resume(start, output)
 
 
-@pytest.mark.by_hand
+@of()
 def test_sigterm_in_the_middle_writes_the_best_so_far(start, tmp_path):
     output = tmp_path / "out"
     process = start(output)
@@ -180,6 +194,7 @@ def test_sigterm_in_the_middle_writes_the_best_so_far(start, tmp_path):
     assert f"output: {output}" in (output / "tune.yaml").read_text("utf-8")  # the best so far can be repeated too
 
 
+@of(ci={"config"})
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_a_stop_before_anything_was_measured_leaves_nothing(start, tmp_path, number, code):
     output = tmp_path / "out"
@@ -199,6 +214,7 @@ def test_a_stop_before_anything_was_measured_leaves_nothing(start, tmp_path, num
     assert not output.exists()
 
 
+@of(ci={"classify.py"})
 def test_kill_9_leaves_no_process_and_resume_goes_on(start, tmp_path):
     output = tmp_path / "out"
     process = start(output)
@@ -232,7 +248,7 @@ def test_a_killed_trial_has_crashed_and_the_tune_goes_on(start, tmp_path):
     assert f"trial   {number:3d}" in process.said()
 
 
-@pytest.mark.by_hand
+@of("config", "classify.py")
 def test_two_tunes_do_not_share_a_folder_or_a_device(start, tmp_path):
     output, other = tmp_path / "out", tmp_path / "other"
     first = start(output)

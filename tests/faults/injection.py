@@ -29,6 +29,7 @@ import psutil
 from autofit.contract.outcome import Crashed, Diverged, Measured, OutOfMemory, TimedOut
 from autofit.system.statistics import spread
 from autofit.training.runner import finished
+from tests.support.scripted import tiny_bert
 from tests.support.tiny import wait_until, write_config
 from tests.support.warm import MARK, Warm
 
@@ -38,8 +39,8 @@ WINNER = "16-off"
 CONSTANTS = {"MOST_REPEATS": 0, "LEAST_LIMIT_SECONDS": 6.0, "SLOWEST": 3}
 CGROUPS = Path("/sys/fs/cgroup/memory")
 OPTIONS = (
-    "--seq-len", "32", "--global-batch", "16", "--fix", "precision=fp32", "--fix", "optimizer=adamw",
-    "--fix", "attention=default", "--fix", "kernels=none", "--among", "micro_batch=1,4,16", "--sampler", "grid",
+    "--fix", "precision=fp32", "--fix", "optimizer=adamw", "--fix", "attention=default", "--fix", "kernels=none",
+    "--among", "micro_batch=1,4,16", "--sampler", "grid",
 )  # fmt: skip
 
 
@@ -48,12 +49,21 @@ class Impossible(Exception):  # noqa: N818 - it becomes a skip
 
 
 class Place:
-    """What many arenas share: a warm process, the model, a cache of traces, and an undisturbed answer."""
+    """What many arenas share: a warm process, what is tuned, a cache of traces, and an undisturbed answer.
 
-    def __init__(self, root: Path):
+    A tiny Llama from its config is tuned, or a script, which trains a tiny BERT in as many rows a step.
+    """
+
+    def __init__(self, root: Path, script: Path | None = None):
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
-        self.model = write_config(root / "tiny", vocab_size=1024)
+        if script is None:
+            self.target = [str(write_config(root / "tiny", vocab_size=1024)), "--seq-len", "32", "--global-batch", "16"]
+            self.arguments: list[str] = []
+        else:
+            self.target = [str(script), "--fix", "loader=default"]
+            self.arguments = ["--", "--model", str(tiny_bert(root / "tiny")), "--batch", "4", "--accumulate", "4"]
+        self.script = script
         self.mark = uuid.uuid4().hex
         self.clock = root / "clock"
         self.clock.write_bytes(struct.pack("d", 0.0))
@@ -139,6 +149,13 @@ class Arena:
         self.group: str | None = None
         self.seen = ""
         """What the user saw, in the tune's own words."""
+        self.words = ""
+        """What these have to match."""
+
+    @property
+    def forks(self) -> bool:
+        """Whether trials are forked from a run of a script."""
+        return self.place.script is not None and "Trainer" in self.place.script.read_text("utf-8")
 
     def start(
         self, *more: str, out: str | None = "", err: str | None = "", ignored: int = 0, **constants: float
@@ -150,8 +167,8 @@ class Arena:
         environment = {"TMPDIR": str(self.tmp), "AUTOFIT_LOCKS": str(self.tmp), "AUTOFIT_FAULTS": str(self.scripts)}
         pid = self.place.warm.start(
             arguments=[
-                "tune", str(self.place.model), "--output", str(self.output), "--json", *OPTIONS, *self.options, *space,
-                *more,
+                "tune", *self.place.target, "--output", str(self.output), "--json", *OPTIONS, *self.options, *space,
+                *more, *self.place.arguments,
             ],
             folder=str(self.root),
             environment=environment,
@@ -204,7 +221,7 @@ class Arena:
         """Keep the first line that holds these words, which must be there."""
         lines = [line for line in tune.said().splitlines() if re.search(words, line)]
         assert lines, f"no {words!r} in: {tune.said()}"
-        self.seen = lines[0].strip()
+        self.seen, self.words = lines[0].strip(), words
         assert "Traceback" not in tune.said(), tune.said()
 
 
@@ -222,6 +239,8 @@ class Fault:
     """What a trial does, where the fault is one of a trial's process."""
     kind: type | None = None
     """What becomes of that trial."""
+    of_scripts: bool = False
+    """Whether it can only happen where a script is tuned."""
 
 
 FAULTS: list[Fault] = []
@@ -302,12 +321,24 @@ def in_a_trial(name: str, injected: str, code: str, kind: type, words: str) -> N
         arena.script(WINNER, code)
         tune = arena.start()
         assert tune.end() == 0, tune.said()
-        assert arena.fired()
-        first, second, *_ = arena.of()
+        failed_once(arena, tune, kind, words)
+        assert re.search(arena.words, " ".join(json.loads(tune.printed())["notes"]))
+
+
+def failed_once(arena: Arena, tune: Tune, kind: type, words: str) -> None:
+    """The winner's first trial came to a bad end: it is measured again.
+
+    One that crashed where it was forked from a script is run anew at once, and no other is forked any more.
+    """
+    assert arena.fired()
+    first, *others = arena.of()
+    if arena.forks and kind is Crashed:
+        assert isinstance(first, Measured), first
+        words = r"from here on each trial runs the script .*: trial 2 ended as crashed \(.*\) when it was"
+    else:
         assert isinstance(first, kind), first
-        assert isinstance(second, Measured), second
-        arena.see(tune, words)
-        assert re.search(words, " ".join(json.loads(tune.printed())["notes"]))
+        assert isinstance(others[0], Measured), others
+    arena.see(tune, words)
 
 
 def midst(action: str, phase: str = "backward") -> str:
@@ -500,15 +531,24 @@ honest(folder)
     arena.see(tune, "spilled into the host's memory")
 
 
-@fault("the process that starts trials dies", "SIGKILL to it while a trial runs")
-def lost_server(arena: Arena) -> None:
-    arena.script(WINNER, midst("os.kill(os.getppid(), signal.SIGKILL); time.sleep(100)"))
+def orphaned(arena: Arena, ancestor: int, words: str) -> None:
+    """A process that a trial comes from, 0 being its parent, is killed in the midst of the trial."""
+    arena.script(WINNER, midst(f"import psutil; psutil.Process().parents()[{ancestor}].kill(); time.sleep(100)"))
     tune = arena.start()
     assert tune.end() == 0, tune.said()
-    first, second, *_ = arena.of()
-    assert isinstance(first, Crashed), first
-    assert isinstance(second, Measured), second
-    arena.see(tune, "the process that starts trials ended")
+    failed_once(arena, tune, Crashed, words)
+
+
+@fault("the process that starts trials dies", "SIGKILL to it while a trial runs")
+def lost_server(arena: Arena) -> None:
+    orphaned(arena, 1 if arena.forks else 0, "the process that starts trials ended")
+
+
+@fault("the script's run that trials are forked from dies", "SIGKILL to it while a trial runs", of_scripts=True)
+def lost_snapshot(arena: Arena) -> None:
+    if not arena.forks:
+        raise Impossible("a plain loop is not forked")
+    orphaned(arena, 0, "from here on each trial runs the script")
 
 
 # --- the disk and the folder ------------------------------------------------------------------------------------------
@@ -526,12 +566,11 @@ def small_disk(arena: Arena, folder: Path, size: str) -> None:
 
 
 FULL = """
-def fill(path, leave=0):
+def fill(path):
     handle = open(path, "wb", buffering=0)
     try:
         while True: handle.write(bytes(1024))
     except OSError: pass
-    handle.truncate(max(0, handle.tell() - leave))
     handle.close()
 """
 
@@ -569,12 +608,14 @@ def full_in_the_journal(arena: Arena) -> None:
 
 @fault(
     "disk full: the emission",
-    "the output folder is a tmpfs of 1 MiB, filled but for 40 KiB before the files are written",
+    "the output folder is a tmpfs of 1 MiB, filled before the files are written",
 )
 def full_in_the_emission(arena: Arena) -> None:
+    if arena.place.script is not None and not arena.forks:
+        raise Impossible("nothing trains between a plain loop's last trial and the files")
     small_disk(arena, arena.output, "1m")
     arena.options = ("--memory-limit", "1GiB")
-    arena.script("curve", FULL + "honest(folder)\nfill(root / 'out' / 'filler', 40 << 10)\n")
+    arena.script("curve", FULL + "honest(folder)\nfill(root / 'out' / 'filler')\n")
     tune = arena.start()
     assert tune.end() == 5, tune.said()
     arena.see(tune, "^error: the disk is full")

@@ -31,7 +31,7 @@ EVERY_DAY = {
 }
 """Injected into whole tunes where nothing else is asked for; tests/commands/test_interrupt.py has the signals."""
 IN_TRIALS = [one for one in FAULTS if one.code is not None]
-IN_TUNES = [one for one in FAULTS if one.code is None]
+IN_TUNES = [one for one in FAULTS if one.code is None and not one.of_scripts]
 QUICK = Effort(min_steps=2, max_steps=2)
 
 

@@ -3,6 +3,7 @@
 A job whose folder, or whose model's folder, holds ``fault.py`` runs that file instead, with ``folder`` (the job's) in
 its namespace. So does one that is named in the folder ``AUTOFIT_FAULTS``: ``16-off.py`` for a trial of 16 rows with
 checkpointing off, ``curve.py``, ``check.py`` and the like for other jobs; once, and then the file is called ``.done``.
+A trial that is forked from a user's script does so where it begins, and goes on where the file calls ``honest``.
 Whatever else the server does is the real thing.
 """
 
@@ -35,8 +36,8 @@ def main(folder):
         perform(script, folder)
 
 
-def perform(script, folder):
-    exec(compile(script, FAULT, "exec"), {"folder": folder, "honest": honest, "at": at, "__name__": "fault"})
+def perform(script, folder, work=honest):
+    exec(compile(script, FAULT, "exec"), {"folder": folder, "honest": work, "at": at, "__name__": "fault"})
 
 
 def at(phase, action, step=1):
@@ -75,8 +76,14 @@ def configured(folder):
 
 
 def snapshot(folder, next_job):
+    def forked():
+        own = next_job()
+        if script := due(own):
+            perform(script, own, lambda _: None)
+        return own
+
     if not (folder / FAULT).exists():
-        return honest_snapshot(folder, next_job)
+        return honest_snapshot(folder, forked)
     names = {"folder": folder, "next_job": next_job, "why": "", "__name__": "fault"}
     exec(compile((folder / FAULT).read_text("utf-8"), FAULT, "exec"), names)
     return names["why"]
