@@ -16,6 +16,9 @@ training's own peak, once a run of it has evaluated them. ``prediction_loss_only
 without a word (``Trainer.evaluate`` and ``evaluation_loop``). With ``compute_metrics`` the logits of all rows stay on
 the device until the end, or for ``eval_accumulation_steps`` batches: that is not measured.
 
+A script evaluates as many rows at once as it says, its longest, beside the winner, which holds for that what
+``compute_metrics`` would read of all rows; fewer are written only where they break the ceiling.
+
 Not covered: a last, smaller micro-batch. Rows of different lengths fit by the longest, and are timed as
 they are to be expected where a script or ``--lengths`` tells them.
 """
@@ -124,8 +127,11 @@ class MicroBatch(Technique):
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         rows = int(value)
         arguments = {"per_device_train_batch_size": rows}
-        if facts.workload.script is None:  # what a script evaluates at once is its own
-            arguments["per_device_eval_batch_size"] = facts.workload.evaluated_rows or evaluated_rows(rows, facts)
+        script, told = facts.workload.script, facts.workload.evaluated_rows
+        if script is None:
+            arguments["per_device_eval_batch_size"] = told or evaluated_rows(rows, facts)
+        elif 0 < told < script.evaluated_rows:  # else what it evaluates at once is its own
+            arguments["per_device_eval_batch_size"] = told
         return Emission(training_args=arguments)
 
     def traced_as(self, value: Value, part: Part) -> Value | None:

@@ -229,6 +229,7 @@ class Script:
         micro_batch, accumulation: The script's own.
         own: Its other arguments that techniques decide on, as JSON values: fields of ``TrainingArguments``, and what
             else its Trainer is given, in words.
+        evaluated_rows: That its Trainer evaluates at once; 0 where it is given none to evaluate.
         loads: What it says itself where it loads its model, as texts: ``attn_implementation``, ``dtype``.
         weights_dtype: Of its model's largest weight.
         adapter: The adapter that it puts on its model, in words.
@@ -262,6 +263,7 @@ class Script:
     micro_batch: Positive
     accumulation: Positive
     own: Mapping[str, Any] = field(default_factory=dict)
+    evaluated_rows: Annotated[int, Field(ge=0)] = 0
     loads: Mapping[str, str] = field(default_factory=dict)
     weights_dtype: str = "float32"
     adapter: str | None = None
@@ -313,7 +315,7 @@ class Workload:
             are as long.
         told_rows: Rows that these lengths were told of, before they were thinned out.
         evaluated_rows: That a Trainer evaluates at once beside the chosen plan, where more than usual were found to
-            have room; 0: what is usual.
+            have room, or so many of a script's own rows; 0: what is usual, or a script's own, which was not tried.
     """
 
     seq_len: Annotated[int, Field(ge=2)]

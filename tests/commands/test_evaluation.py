@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 import autofit
-from autofit.commands.tunes.evaluation import evaluating
+from autofit.commands.tunes.evaluation import evaluating, scripts_own
 from autofit.commands.verify import VERIFICATION
-from autofit.contract.outcome import Measured
+from autofit.contract.facts import Script
+from autofit.contract.outcome import Crashed, Measured
 from autofit.costmodel.evaluation import most_rows
 from autofit.output import findings
 from autofit.output.document import read_document
@@ -17,6 +19,8 @@ from autofit.output.exports.export import export
 from autofit.output.reports import report
 from autofit.registry import recipe_of
 from autofit.search.decision import Decision
+from autofit.system.units import GIB
+from autofit.training.scripts.watched import evaluate_longest
 from autofit.training.tasks.table import kind_of
 from tests.commands.test_launch import command
 from tests.output.test_brief import screen
@@ -61,6 +65,89 @@ def test_where_nothing_above_the_usual_rows_fits_they_stay(outcome):
     assert (asked, rows, len(said)) == ([4, 2], 0, 2), "its logits allow one"
     assert seen == measured(50, 15.8)
     assert tried([], 1)[0] == []
+
+
+SCRIPT = Script(
+    path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=1, own={"per_device_eval_batch_size": 8},
+    evaluated_rows=8,
+)  # fmt: skip
+CEILING = FACTS.workload.limit_bytes / GIB
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "rows", "written", "said"),
+    [
+        ([measured(40, CEILING)], 8, None, None),
+        (
+            [out_of_memory(), measured(40, CEILING + 1), measured(40, 15.9)],
+            2,
+            2,
+            "evaluates 2 rows at once, and not 8: ",
+        ),
+        ([out_of_memory()] * 4, 0, None, "does not fit under the ceiling: 1 row beside the winner: out of memory"),
+        ([Crashed(reason="its metric fails")], 0, None, "nor held against the ceiling: 8 rows beside the winner: "),
+    ],
+)
+def test_a_script_evaluates_its_own_rows_or_fewer_where_they_break_the_ceiling(outcomes, rows, written, said):
+    facts = replace(FACTS, workload=replace(FACTS.workload, script=SCRIPT))
+    assert scripts_own(facts) == 8
+    decision = Decision(plan=WINNER, measured=measured(50, 15.8), reason="", runners_up=())
+    found = iter(outcomes)
+    seen, kept, words = evaluating(decision, facts, 8, lambda _: next(found))
+    assert (kept, next(found, None)) == (rows, None)
+    assert recipe_of(WINNER, facts.evaluating(kept)).emission.training_args.get("per_device_eval_batch_size") == written
+    assert (said in words[0]) if said else not words
+    assert seen.peak_bytes == (outcomes[-1].peak_bytes if rows else decision.measured.peak_bytes)
+
+
+class Kept:
+    """What a script's Trainer joins while it evaluates: the rows of each tensor that comes of it."""
+
+    def __init__(self, monkeypatch):
+        from transformers import trainer_pt_utils
+
+        self.rows, join = [], trainer_pt_utils.nested_concat
+
+        def joined(*given, **how):
+            found = join(*given, **how)
+            self.rows.append(tuple(found.shape))
+            return found
+
+        monkeypatch.setattr(trainer_pt_utils, "nested_concat", joined)
+
+
+def test_what_metrics_read_of_all_rows_is_held_as_an_evaluation_does(tmp_path, monkeypatch):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    rows = [{"input_ids": torch.ones(length, dtype=torch.long)} for length in (3, 9, 5, 4, 7)]
+
+    def collate(given):
+        ids = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in given], batch_first=True)
+        return {"input_ids": ids, "labels": ids}
+
+    def trainer(**given):
+        arguments = TrainingArguments(
+            str(tmp_path), use_cpu=True, per_device_eval_batch_size=2, report_to="none", eval_accumulation_steps=1
+        )
+        return Trainer(LlamaForCausalLM(config), arguments, data_collator=collate, eval_dataset=rows, **given)
+
+    metrics = {"compute_metrics": lambda found: {"rows": len(found.predictions)}}
+    kept = Kept(monkeypatch)
+    evaluated = trainer(**metrics)
+    assert evaluated.evaluate()["eval_rows"] == 5
+    whole = {shape for shape in kept.rows if shape[0] == 5 and len(shape) > 1}  # and not the losses
+    kept.rows.clear()
+    evaluate_longest(evaluated, 2)
+    assert evaluated.model.training
+    assert set(kept.rows) == {(5, 9, 32), (5, 9)} == whole
+    kept.rows.clear()
+    evaluate_longest(trainer(), 2)
+    assert not kept.rows, "the loss alone is kept"
 
 
 def evaluated(rows=0, **changes):

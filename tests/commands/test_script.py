@@ -205,8 +205,9 @@ def test_what_a_script_holds_is_no_plans_to_change():
     emitted = recipe_of(plans[0], facts).emission.training_args
     assert emitted["per_device_train_batch_size"] == 4
     assert not [note for note in script_notes(facts) if "evaluates" in note]
-    evaluates = dataclasses.replace(script, own={"eval_strategy": "steps", "per_device_eval_batch_size": 16})
-    notes = script_notes(cpu_facts(global_batch=8, script=evaluates))
+    evaluates = cpu_facts(global_batch=8, script=dataclasses.replace(script, evaluated_rows=16))
+    assert not [note for note in script_notes(evaluates) if "evaluates" in note], "it is tried beside the winner"
+    notes = script_notes(evaluates, tried=False)
     assert "it evaluates 16 rows at once: that is not measured, nor held against the ceiling" in notes
     assert "use_liger_kernel" not in emitted
 
@@ -271,6 +272,7 @@ def test_a_script_is_tuned_run_and_verified(folder):
     assert not (folder / "mine").exists()
     assert any("are forked from the script where it begins to train" in words for words in found.notes)
     assert not [*(folder / "out" / "trials").glob("kept/*")], "what a snapshot has written goes with the tune"
+    assert found.workload.evaluated_rows == 8, "as many as it evaluates itself, which fit"
     assert "per_device_eval_batch_size" not in json.loads((folder / "out" / "training_args.json").read_text())
     verified = autofit(folder, "verify", "out", "--json")
     assert verified.returncode in {0, 4}, verified.stderr

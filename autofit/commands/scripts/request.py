@@ -18,6 +18,7 @@ from autofit.contract.facts import Facts, Hardware, Model, Script, Workload
 from autofit.machine.jobs import HardwareJob
 from autofit.machine.packages import installed
 from autofit.output.document import MODEL_FOLDER
+from autofit.output.text import plural
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import write_atomically, writing
 from autofit.system.fork_server import FAILED_JOB_LOG, ForkServer
@@ -144,9 +145,9 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
             f"rows differ: the mean is {script.mean_length / script.longest:.0%} of the longest of {seen}; fit is "
             f"judged on the longest, and {counts}"
         )
-    if script.own.get("eval_strategy", "no") != "no":
-        rows = script.own["per_device_eval_batch_size"]
-        said.append(f"it evaluates {rows} rows at once: that is not measured, nor held against the ceiling")
+    if script.evaluated_rows and not (tried and facts.workload.processes == 1):
+        rows = plural(script.evaluated_rows, "row")
+        said.append(f"it evaluates {rows} at once: that is not measured, nor held against the ceiling")
     if tried and not script.trainer:
         said.append("a plain loop is not run by the guard: no plan's gradients were compared with a float32 baseline's")
     if 0 < script.sampled < min(script.rows or 0, _ENOUGH_ROWS):

@@ -16,7 +16,7 @@ from autofit.commands.request import TRIALS, Request, Search, keep_request, star
 from autofit.commands.scripts.request import script_notes
 from autofit.commands.shell.explanations import disturbance_notes, no_winner, peak_correction
 from autofit.commands.tunes.backend import Backend, predicted_bytes, predicted_speeds
-from autofit.commands.tunes.evaluation import Try, evaluating, trials_of
+from autofit.commands.tunes.evaluation import UNEVALUATED, Try, evaluating, scripts_own, trials_of
 from autofit.commands.tunes.output_folder import FORKSERVER_LOG
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Outcome
@@ -24,6 +24,7 @@ from autofit.costmodel.forecast import Forecast
 from autofit.output.document import MODEL_FOLDER, REQUEST
 from autofit.output.plan_words import plan_words
 from autofit.output.result import Result, compose, write_result
+from autofit.output.text import plural
 from autofit.search import tradeoffs
 from autofit.search.events import Events
 from autofit.search.loop import LONGEST_TRIAL_SECONDS, Campaign
@@ -191,6 +192,7 @@ class Course:
                 )
         if stopped is not None:
             decision = self._best_so_far(campaign, server, stopped)
+            self._unevaluated(facts)
         for words in disturbance_notes(campaign.trials):
             self._note(words)
         if decision is None:
@@ -279,12 +281,15 @@ class Course:
     ) -> Decision | None:
         """The winner, run once more with the most rows that a Trainer may evaluate at once, which is kept."""
         roomy = None if found is None else found.evaluable_rows
-        left = self._left()
-        if decision is None or roomy is None or (left is not None and left <= 0):
+        left, rows = self._left(), scripts_own(facts)
+        if decision is not None and roomy is not None and facts.workload.script is None:
+            rows = int(roomy[plans.plans.index(decision.plan)])
+        if decision is None or not rows:
             return decision
-        rows = int(roomy[plans.plans.index(decision.plan)])
-        if rows:
-            self.events.note(f"evaluating {rows} rows at once beside the winner")
+        if left is not None and left <= 0:
+            self._unevaluated(facts)
+            return decision
+        self.events.note(f"evaluating {plural(rows, 'row')} at once beside the winner")
 
         def attempt(one: Facts) -> Outcome:
             left = self._left()
@@ -295,6 +300,11 @@ class Course:
             self._note(words)
         self.evaluated_rows = rows
         return dataclasses.replace(decision, measured=measured)
+
+    def _unevaluated(self, facts: Facts) -> None:
+        """Say that nobody has looked at a script's evaluation."""
+        if scripts_own(facts):
+            self._note(f"{UNEVALUATED}: the tune has ended before")
 
     def _left(self) -> float | None:
         """Seconds left of the time budget."""

@@ -22,7 +22,7 @@ from autofit.training.scripts.loop_entry import describing, measure_loop, train_
 from autofit.training.scripts.patches import Made, Patches, loads_of
 from autofit.training.scripts.rows import sample_of, take_in_order, why_ungrouped
 from autofit.training.scripts.traits import inner_of, longest_batch, shapes, traits
-from autofit.training.scripts.watched import watch, wrap
+from autofit.training.scripts.watched import evaluate_longest, watch, wrap
 from autofit.training.tasks.loss_scale import script_leaves_undivided
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
         "accumulation": int(made.arguments["gradient_accumulation_steps"]),
         "own": _own(made.arguments) | _handed(made.given),
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
+        "evaluated_rows": 0 if trainer.eval_dataset is None else int(made.arguments["per_device_eval_batch_size"]),
         "loading": loading,
         "ungrouped": why_ungrouped(trainer, loader.dataset, 1 / rate if rate else None),
         "batch": shapes(batch),
@@ -334,6 +335,8 @@ def measured_at(clock: Clock, script: Script, trainer: Any, train: Callable[[], 
             clock.waits.worker_bytes = workers_bytes()
             seen.append(observer.evidence(trainer.optimizer, trainer.accelerator, counted(clock)))
             observer.close()
+            if recipe.facts.workload.evaluated_rows:
+                evaluate_longest(trainer, recipe.facts.workload.evaluated_rows)
 
     watch(trainer, clock, count=tokens.count, stepped=stepped)
     trainer.get_batch_samples = timed_batches

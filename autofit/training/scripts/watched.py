@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.technique import replacing
 from autofit.system.errors import InputError
+from autofit.training.scripts.rows import sample_of
+from autofit.training.scripts.traits import longest_batch
 
 if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
@@ -169,6 +171,8 @@ def watch(
     compute_loss, training_step = trainer.compute_loss, trainer.training_step
 
     def timed_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not model.training:
+            return compute_loss(model, inputs, *args, **kwargs)
         count(inputs)
         clock.forward_begin()
         loss = compute_loss(model, inputs, *args, **kwargs)
@@ -195,3 +199,61 @@ def watch(
     trainer.pop_callback(EarlyStoppingCallback)
     trainer.add_callback(Told())
     trainer.compute_loss, trainer.training_step = timed_loss, timed_step
+
+
+def evaluate_longest(trainer: Any, rows: int) -> None:
+    """Evaluate the longest rows as a Trainer does, between two steps: its peak belongs to the training's.
+
+    Args:
+        trainer: That trains.
+        rows: Evaluated at once.
+    """
+    import torch
+
+    given = trainer.eval_dataset
+    with (
+        replacing([(trainer.args, "per_device_eval_batch_size", rows)]),
+        torch.compiler.set_stance("force_eager"),  # code of its own would take longer than the whole measurement
+    ):
+        trainer.model.eval()
+        for dataset in given.values() if isinstance(given, dict) else (given,):
+            loader = trainer.get_eval_dataloader(dataset)
+            seen = sample_of(loader.dataset, loader.collate_fn)
+            together = min(rows, seen.rows or rows)
+            _evaluate(trainer, longest_batch(loader, seen, together), together, seen.rows or together)
+        trainer.model.train()
+
+
+def _evaluate(trainer: Any, batch: Any, rows: int, of: int) -> None:
+    """Evaluate the last batch of so many rows while what ``compute_metrics`` is to read of the others is held.
+
+    A Trainer keeps that on the device until its end, or for ``eval_accumulation_steps`` batches, then on the host, and
+    joins each batch to it (``Trainer.evaluation_loop`` of transformers 5.23).
+    """
+    import torch
+    from torch.utils._pytree import tree_map
+    from transformers.trainer_pt_utils import nested_concat
+
+    args = trainer.args
+    loss_only = trainer.compute_metrics is None or bool(args.prediction_loss_only)
+
+    def predicted() -> list[Any]:
+        _, logits, labels = trainer.prediction_step(trainer.model, batch, loss_only)
+        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, labels)
+        return [logits, labels]
+
+    def of_others(one: Any) -> Any:
+        many = isinstance(one, torch.Tensor) and one.ndim
+        return one.new_ones((others, *one.shape[1:])) if many else one  # written to, or a CPU would not hold them
+
+    found = predicted()
+    batches = args.eval_accumulation_steps if args.device.type != "cpu" else None
+    others = min(of, (batches or of) * rows) - rows
+    if others <= 0 or args.batch_eval_metrics:
+        return
+    held = [tree_map(of_others, one) for one in found]
+    del found
+    for place, one in enumerate(predicted()):
+        if one is not None and args.eval_do_concat_batches:
+            held[place] = nested_concat(held[place], one)  # type: ignore[no-untyped-call]
