@@ -185,6 +185,7 @@ def main():
     parser.add_argument("--family", choices=FAMILIES, required=True)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--evaluate", action="store_true", help="Metrics of all predictions after each epoch.")
     parser.add_argument("--output", default="trained")
     options = parser.parse_args()
     if options.wide:
@@ -208,11 +209,14 @@ def main():
         remove_unused_columns=False,
         report_to="none",
         save_strategy="no",
+        eval_strategy="epoch" if options.evaluate else "no",
         use_cpu=not torch.cuda.is_available(),
     )
     kind = Contrastive if options.family == "contrastive" else Trainer
     collator = default_data_collator if options.family == "image" else collate
-    kind(model=model, args=arguments, train_dataset=rows, data_collator=collator).train()
+    evaluated = {"eval_dataset": rows[:20], "compute_metrics": lambda found: {"tensors": len(found.predictions)}}
+    given = evaluated if options.evaluate else {}
+    kind(model=model, args=arguments, train_dataset=rows, data_collator=collator, **given).train()
     print("micro-batch", arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
 
 
