@@ -148,6 +148,36 @@ def test_what_metrics_read_of_all_rows_is_held_as_an_evaluation_does(tmp_path, m
     kept.rows.clear()
     evaluate_longest(trainer(), 2)
     assert not kept.rows, "the loss alone is kept"
+    assert evaluated.evaluate()["eval_rows"] == 5, "it evaluates by itself again"
+
+
+def test_an_evaluation_generates_as_long_a_text_as_it_will(tmp_path, monkeypatch):
+    import torch
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=32,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+        eos_token_id=None,
+    )
+    asked = []
+    model = T5ForConditionalGeneration(config)
+    generate = model.generate
+    monkeypatch.setattr(
+        model, "generate", lambda *given, **how: asked.append(how["max_length"]) or generate(*given, **how)
+    )
+    arguments = Seq2SeqTrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", predict_with_generate=True, generation_max_length=7
+    )
+    rows = [{"input_ids": torch.ones(5, dtype=torch.long), "labels": torch.ones(4, dtype=torch.long)}] * 3
+    trainer = Seq2SeqTrainer(model, arguments, eval_dataset=rows, compute_metrics=lambda _: {})
+    evaluate_longest(trainer, 2)
+    assert asked == [7, 7]
 
 
 def evaluated(rows=0, **changes):

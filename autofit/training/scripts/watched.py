@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.technique import replacing
 from autofit.system.errors import InputError
+from autofit.training.scripts.leave import Enough
 from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch
 
@@ -202,7 +204,7 @@ def watch(
 
 
 def evaluate_longest(trainer: Any, rows: int) -> None:
-    """Evaluate the longest rows as a Trainer does, between two steps: its peak belongs to the training's.
+    """Evaluate the longest rows as ``Trainer.evaluate`` does, between two steps: its peak belongs to the training's.
 
     Args:
         trainer: That trains.
@@ -210,21 +212,36 @@ def evaluate_longest(trainer: Any, rows: int) -> None:
     """
     import torch
 
-    given = trainer.eval_dataset
+    def loop(loader: Any, *_: Any, prediction_loss_only: bool | None = None, ignore_keys: Any = None, **__: Any) -> Any:
+        seen = sample_of(loader.dataset, loader.collate_fn)
+        together = min(rows, seen.rows or rows)
+        batch = longest_batch(loader, seen, together)
+        loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        _evaluate(
+            trainer,
+            lambda: trainer.prediction_step(trainer.model, batch, loss_only, ignore_keys=ignore_keys)[1:],
+            together,
+            seen.rows or together,
+        )
+        raise Enough(None)  # its metrics, and who listens to it, are no matter
+
+    given, own = trainer.eval_dataset, vars(trainer).get("evaluation_loop")
+    trainer.evaluation_loop = loop
     with (
         replacing([(trainer.args, "per_device_eval_batch_size", rows)]),
         torch.compiler.set_stance("force_eager"),  # code of its own would take longer than the whole measurement
     ):
         trainer.model.eval()
         for dataset in given.values() if isinstance(given, dict) else (given,):
-            loader = trainer.get_eval_dataloader(dataset)
-            seen = sample_of(loader.dataset, loader.collate_fn)
-            together = min(rows, seen.rows or rows)
-            _evaluate(trainer, longest_batch(loader, seen, together), together, seen.rows or together)
+            with contextlib.suppress(Enough):
+                trainer.evaluate(dataset)
         trainer.model.train()
+    del trainer.evaluation_loop
+    if own is not None:
+        trainer.evaluation_loop = own
 
 
-def _evaluate(trainer: Any, batch: Any, rows: int, of: int) -> None:
+def _evaluate(trainer: Any, predict: Callable[[], tuple[Any, Any]], rows: int, of: int) -> None:
     """Evaluate the last batch of so many rows while what ``compute_metrics`` is to read of the others is held.
 
     A Trainer keeps that on the device until its end, or for ``eval_accumulation_steps`` batches, then on the host, and
@@ -235,10 +252,9 @@ def _evaluate(trainer: Any, batch: Any, rows: int, of: int) -> None:
     from transformers.trainer_pt_utils import nested_concat
 
     args = trainer.args
-    loss_only = trainer.compute_metrics is None or bool(args.prediction_loss_only)
 
     def predicted() -> list[Any]:
-        _, logits, labels = trainer.prediction_step(trainer.model, batch, loss_only)
+        logits, labels = predict()
         if logits is not None and trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)
         return [logits, labels]
