@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -33,7 +34,7 @@ _WORKER = "autofit.worker"
 job and this one none."""
 # peft and bitsandbytes, which Trainer's module imports, ask for the device at import; a forked child can't use CUDA
 # once its parent has touched it; so does torchao, which transformers imports where it is installed
-_ON_CPU = ("transformers.trainer", _WORKER, "torch.utils.data")
+_ON_CPU = ("transformers.trainer", "torch.utils.data")
 
 
 def die_with_parent(parent: int, number: int) -> None:
@@ -157,8 +158,10 @@ class _Server:
         for name in modules:
             if ready_for_early:
                 self.turn(0)
+            gc.disable()  # half a million objects are made, and none is garbage: a tenth of the imports
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+            gc.enable()
 
     def loaded(self) -> None:
         """Begin what has waited for the imports."""
@@ -280,9 +283,10 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...], *, trains: boo
     die_with_parent(os.getppid(), signal.SIGTERM)
     _adopt_orphans()
     os.register_at_fork(after_in_child=own_threads)
+    _import_transformers()
     if not trains:
         _leave_out("datasets", "scipy")
-    first = [*_FIRST, *modules]
+    first = [*((_WORKER,) if device == "cpu" else ()), *_FIRST, *modules]
     if device == "cuda" and find_spec("torchao"):
         first = [name for name in first if not name.startswith("transformers.")]
     server.load(first, ready_for_early=False)
@@ -293,6 +297,19 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...], *, trains: boo
     server.loaded()
     while True:
         server.turn()
+
+
+def _import_transformers() -> None:
+    """Import transformers, which reads its 1600 files of models twice: what it keeps of them are 128 folders of 550."""
+    bounded: Any = functools.lru_cache
+    functools.lru_cache = lambda maxsize=128, typed=False: (
+        bounded(None)(maxsize) if callable(maxsize) else bounded(maxsize, typed)
+    )
+    try:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("transformers")
+    finally:
+        functools.lru_cache = bounded
 
 
 def _leave_out(*packages: str) -> None:

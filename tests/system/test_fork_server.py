@@ -105,6 +105,44 @@ def test_a_server_for_traces_loads_what_they_need_and_no_more(tmp_path, monkeypa
     assert not {"datasets", "pandas", "scipy.optimize"} & loaded
 
 
+def test_a_server_collects_no_garbage_while_it_imports_and_has_the_worker_before_an_early_job(
+    tmp_path, monkeypatch, quick_path
+):
+    (tmp_path / "stubs" / "asking.py").write_text(
+        "import gc, pathlib, sys\n"
+        "seen = gc.isenabled(), 'autofit.worker' in sys.modules\n"
+        "pathlib.Path(__file__).with_suffix('.seen').write_text(str(seen))"
+    )
+    monkeypatch.setenv("PYTHONPATH", quick_path)
+    asks = job(tmp_path / "job", "import gc; (folder / 'seen').write_text(str(gc.isenabled()))")
+    with contextlib.closing(ForkServer(tmp_path / "log", "cpu", ("asking", "faulty"))) as started:
+        assert started.run(asks, kill_after_seconds=PATIENT) == 0
+    assert (tmp_path / "stubs" / "asking.seen").read_text() == "(False, True)"
+    assert (asks / "seen").read_text() == "True"
+
+
+READS = """
+import builtins
+import functools
+
+from autofit.system.fork_server_process import _import_transformers
+
+bounded = functools.lru_cache
+_import_transformers()
+assert functools.lru_cache is bounded
+read, real = [], builtins.open
+builtins.open = lambda file, *args, **kwargs: (read.append(str(file)), real(file, *args, **kwargs))[1]
+import transformers.models
+
+print(sum("modeling_" in one for one in read), transformers.models.llama.__name__)
+"""
+
+
+def test_the_models_of_transformers_are_read_once():
+    ended = subprocess.run([sys.executable, "-c", READS], capture_output=True, text=True, check=True, timeout=120)
+    assert ended.stdout.split() == ["0", "transformers.models.llama"]
+
+
 def test_a_job_that_raises_ends_with_status_one_and_leaves_its_traceback(server, tmp_path):
     raises = job(tmp_path / "job", "raise LookupError('of its own making')")
     assert os.waitstatus_to_exitcode(server.run(raises, kill_after_seconds=PATIENT)) == 1
