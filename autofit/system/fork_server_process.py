@@ -290,6 +290,8 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...], *, trains: boo
     if device == "cuda" and find_spec("torchao"):
         first = [name for name in first if not name.startswith("transformers.")]
     server.load(first, ready_for_early=False)
+    if not trains:
+        gc.freeze()  # else a job that describes or traces a model looks through all that was imported
     if device == "cpu" and trains:
         load_bitsandbytes()
     server.load((*_ALWAYS, *(_ON_CPU if device == "cpu" else ())), ready_for_early=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.contract.facts import Task, predicts_next_token
+from autofit.contract.recipe import without_drawing
 from autofit.machine.model import beside_the_base, describe_built, has_plain_head
 from autofit.system.errors import ModelError
 from autofit.training.tasks.inputs import INPUTS
@@ -44,7 +45,7 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool, task: Ta
 
     settings = AutoConfig.from_pretrained(config, trust_remote_code=trust_remote_code)
     kind = task_of(name, settings, task, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
+    with torch.device("meta"), without_drawing():
         model = getattr(transformers, kind.auto).from_config(settings, trust_remote_code=trust_remote_code)
     lacking = [called for module, called in kind.packages.items() if importlib.util.find_spec(module) is None]
     if lacking:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autofit.training.tasks.rows import make_batch
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from autofit.training.tasks.kind import Kind, Spec
 
 _ITEMS = "num_items_in_batch"
+_FEW_LAYERS = 2
+"""Of the longest list of layers, each of which hands on what the last one does."""
 _ASKED = {"__bool__": False, "__int__": 1, "__float__": 1.0, "__index__": 1, "item": 1}
 """The value that a tensor without values is said to have, by how it is asked."""
 
@@ -40,10 +42,27 @@ def leaves_undivided(model: Any, kind: Kind, spec: Spec) -> bool:
         return False
     batch = {**make_batch(kind, spec, 2, torch.Generator()), **kind.constants}
     kind.prepare(model)
-    for fake in (False, True):  # tensors of the meta device take a tenth of the time, and say less of themselves
-        with contextlib.suppress(Exception):  # a model may ask for values, which there are none of
+    # tensors of the meta device take a tenth of the time, and say less of themselves; a model may need all its layers
+    for fake, layers in ((False, _FEW_LAYERS), (False, None), (True, None)):
+        # a model may ask for values, which there are none of
+        with contextlib.suppress(Exception), _cut(model, layers):
             return not _looks_at_items(lambda items, of: model(**of(batch), **{_ITEMS: items}), model, fake=fake)
     return not _hands_items_on(model)
+
+
+@contextlib.contextmanager
+def _cut(model: Any, count: int | None) -> Iterator[None]:
+    """A model with the first layers of its longest list of them alone; with all where no ``count`` is given."""
+    from torch import nn
+
+    lists = (one for one in model.modules() if isinstance(one, nn.ModuleList))
+    layers = vars(max(lists, key=len, default=nn.ModuleList()))
+    whole = layers["_modules"]
+    layers["_modules"] = dict([*whole.items()][:count])
+    try:
+        yield
+    finally:
+        layers["_modules"] = whole
 
 
 def script_leaves_undivided(trainer: Any, batch: Any) -> bool | None:

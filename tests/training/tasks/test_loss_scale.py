@@ -12,7 +12,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from autofit.training.tasks.loss_scale import _hands_items_on, script_leaves_undivided
+from autofit.training.tasks.loss_scale import _hands_items_on, leaves_undivided, script_leaves_undivided
+from autofit.training.tasks.rows import Spec
+from autofit.training.tasks.table import TASKS
 
 TINY = LlamaConfig(
     vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
@@ -69,6 +71,28 @@ class OwnMean(LlamaForCausalLM):
     def forward(self, input_ids=None, labels=None, **kwargs):
         logits = super().forward(input_ids=input_ids).logits
         return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class NeedsItsLast(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        assert self.model.layers[self.config.num_hidden_layers - 1] is not None
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("made", "undivided", "ran"), [(LlamaForCausalLM, False, 2), (OwnMean, True, 2), (NeedsItsLast, False, 8)]
+)
+def test_few_layers_tell_whether_a_loss_looks_at_the_items(made, undivided, ran):
+    config = LlamaConfig(**{**TINY.to_dict(), "num_hidden_layers": 8})
+    with torch.device("meta"):
+        model = made(config)
+    calls = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda *_: calls.append(1))
+    spec = Spec(config=config, main="input_ids", length=8, vocabulary=64)
+    assert leaves_undivided(model, TASKS["causal-lm"], spec) is undivided
+    assert len(calls) == ran
+    assert len(model.model.layers) == 8
 
 
 def adapted(model):
