@@ -134,6 +134,13 @@ def test_what_is_known_is_made_without_the_dispatcher() -> None:
     assert told(first) == told(second)
 
 
+def test_pytorch_s_own_memory_of_operators_is_not_asked() -> None:
+    before = FakeTensorMode.cache_info()
+    with FakeMode():
+        torch.empty(3, 5, 7).sum(1)
+    assert FakeTensorMode.cache_info() == before
+
+
 def test_what_an_operator_gives_back_is_the_tensor_that_it_was_given() -> None:
     gather = torch.ops.fsdp.all_gather_copy_in.default
     for _ in range(2):  # by PyTorch, then anew

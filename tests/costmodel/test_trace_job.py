@@ -1,5 +1,6 @@
 """The job of tracing: which requests go together, and what is left of a trace."""
 
+import gc
 import itertools
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from autofit.contract.recipe import without_drawing
+from autofit.costmodel.tracing import trace_job
 from autofit.costmodel.tracing.trace_job import _in_groups, save
 from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
 from tests.support.traced import PLAIN
@@ -31,6 +33,25 @@ def test_a_plan_is_traced_behind_the_one_whose_first_micro_step_is_like_its_only
     (group,) = _in_groups(TraceRequest(part="micro_steps", plan=plan, file=f"{plan.words()}.npz") for plan in plans)
     found = [(one.plan["sync_each_batch"], one.plan["offload"]) for one in group]
     assert found == [("on", "none"), ("on", "parameters"), ("off", "none"), ("off", "parameters")]
+
+
+def test_garbage_is_collected_where_there_is_much_of_it(tmp_path, monkeypatch):
+    told = tmp_path / "told"
+
+    def say(word):
+        with told.open("a") as file:
+            file.write(f"{word} ")
+
+    held = itertools.chain([0], itertools.repeat(trace_job._GARBAGE_BYTES + 1))
+    monkeypatch.setattr(trace_job, "_trace", lambda *_: say(f"traced:{gc.isenabled()}"))
+    monkeypatch.setattr(trace_job, "status", lambda: {"VmRSS": next(held)})
+    monkeypatch.setattr(gc, "collect", lambda: say("collected"))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    requests = tuple(TraceRequest(part="micro_steps", plan=PLAIN, file=f"{name}.npz") for name in "ab")
+    assert not trace_job.trace_all(
+        TraceRequests(facts=None, config="", requests=requests, folder=str(tmp_path)), tmp_path
+    )
+    assert told.read_text().split() == ["traced:False", "collected", "traced:False"]
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path):

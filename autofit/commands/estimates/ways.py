@@ -70,11 +70,11 @@ def ways(
             return Way(name=name, fastest=None, smallest=None, stops=plans)
         return _way(name, plans, facts, traces, card, known)
 
-    every = tuple(on_every_core(found, list(spaces)))
+    every = on_every_core(found, [*spaces][::-1])[::-1]  # those that come last take the longest, and begin first
     for one in (one for way in every for one in (way.fastest, way.smallest) if one is not None):
         if facts.hardware.device != "cpu":  # what those processes have replayed, this one need not
             traces.capacities[traces.alike(one.plan, facts)] = replayed_bytes(one, facts)
-    return every
+    return tuple(every)
 
 
 def spaces_by_way(facts: Facts, given: Knobs, allowed: frozenset[Kind]) -> dict[str, space.Space | str]:

@@ -242,11 +242,11 @@ class _Lengthened:
         blocks = len(tape.sizes)
         allocates = np.flatnonzero(tape.events >= 0)
         place_of_event = np.searchsorted(tape.starts, np.arange(len(tape.events)), side="right") - 1
-        self.made_in = np.full(blocks, -1)
-        self.made_in[tape.events[allocates]] = place_of_event[allocates]
+        made_in, died_in = np.full(blocks, -1), np.full(blocks, -1)
+        made_in[tape.events[allocates]] = place_of_event[allocates]
         frees = np.flatnonzero(tape.events < 0)
-        self.died_in = np.full(blocks, -1)
-        self.died_in[~tape.events[frees]] = place_of_event[frees]
+        died_in[~tape.events[frees]] = place_of_event[frees]
+        self.made_in, self.died_in = made_in.tolist(), died_in.tolist()
         self.nth = np.zeros(blocks, dtype=np.int64)  # which allocation of its segment it is
         self.made_by: list[list[int]] = [[] for _ in tape.segments]
         for event in allocates:
@@ -326,7 +326,7 @@ class _Lengthened:
         self.events.append(new)
 
     def _free(self, block: int, place: int, copy: int) -> None:
-        made = int(self.made_in[block])
+        made = self.made_in[block]
         born = _PERIOD.get(self.names[made])
         here = _PERIOD.get(self.names[place])
         if born is None or (born != 1 and here is None):

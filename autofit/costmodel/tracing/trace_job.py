@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import logging
@@ -25,8 +26,10 @@ from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing.shard_layout import Held, layout_of
 from autofit.costmodel.tracing.timeline import ELSEWHERE, Tape, UnlikeError, lengthen
 from autofit.costmodel.tracing.trace_request import alone_plan, run_plan, traced_plan
+from autofit.machine.meters import status
 from autofit.registry import recipe_of
 from autofit.system.job import error_words
+from autofit.system.units import MIB
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 _NUMBER_BYTES = 4
 _ROWS = 2
 """Some layers want more than one row to train on."""
+_GARBAGE_BYTES = 512 * MIB
+"""What traces may leave behind, some MB each, before it is collected."""
 _MANY = 6
 """Evaluations from which on there are several for each core of a small machine."""
 
@@ -109,7 +114,8 @@ def _child(job: TraceRequests, groups: Iterable[list[TraceRequest]], report: Pat
     try:
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
-        failed, known = {}, Known()
+        gc.disable()  # a twentieth of the traces
+        failed, known, resident = {}, Known(), status()["VmRSS"]
         for request, alike in ((one, group) for group in groups for one in group):
             known.plans = tuple(one.plan for one in alike)
             try:
@@ -117,6 +123,9 @@ def _child(job: TraceRequests, groups: Iterable[list[TraceRequest]], report: Pat
             except Exception as error:  # noqa: BLE001 - a model's own code can raise anything; it is told
                 traceback.print_exc()
                 failed[request.file] = f"its trace failed: {error_words(error)}"
+            if status()["VmRSS"] > resident + _GARBAGE_BYTES:
+                gc.collect()
+                resident = status()["VmRSS"]
         report.write_text(json.dumps(failed), "utf-8")
         code = 0
     finally:

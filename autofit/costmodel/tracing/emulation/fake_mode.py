@@ -91,6 +91,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # its keys take as long as what they save: most is known here
         self._patterns: dict[torch.device, FakeTensor] = {}
         unsafe = self._allow_unsafe_data_ptr_access
         guards = torch._C._set_warn_deprecated_on_mutable_data_ptr, torch._C._set_throw_on_mutable_data_ptr
