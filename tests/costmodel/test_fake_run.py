@@ -1,6 +1,7 @@
 """Traces of small models, against whole traces and against real tensors."""
 
 import contextlib
+import importlib
 import itertools
 import os
 import random
@@ -21,7 +22,7 @@ from autofit.costmodel.tracing import fake_run, trace_job
 from autofit.costmodel.tracing.emulation import cuda, cuda_kernels
 from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.fake_run import prime_micro_batch
-from autofit.costmodel.tracing.layers import PERIODS, Layers, find_layers, period_of, wrapped_in_part
+from autofit.costmodel.tracing.layers import PERIODS, Layers, find_layers, find_list, period_of, wrapped_in_part
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.timeline import CATEGORIES, lengthen
 from autofit.costmodel.tracing.trace_request import kernels_of, traced_plan
@@ -63,6 +64,10 @@ WRAPPED = [
     ("llama", {"adapter": "lora:r=16", "kernels": "chunked_ce"}),
     ("llama", {"adapter": "dora:r=8", "checkpointing": "every_2"}),
     ("llama", {"adapter": "lora:r=16", "quantization": "nf4", "precision": "bf16"}),
+    ("llama", {"adapter": "lora:r=16", "quantization": "int8"}),
+    ("deepseek_v3", {"adapter": "lora:r=4", "quantization": "nf4"}),
+    ("mixtral", {"adapter": "lora:r=4", "quantization": "nf4"}),
+    ("gpt2", {"adapter": "lora:r=4", "quantization": "nf4"}),
     ("gpt2", {"adapter": "lora:r=4"}),
     ("gemma2", {"adapter": "lora:r=4", "checkpointing": "full"}),
     ("mixtral", {"adapter": "lora:r=4"}),
@@ -86,6 +91,18 @@ def test_a_model_that_is_wrapped_in_part_has_the_weights_of_one_that_is_wrapped_
         )
         assert first == second
     assert [name for name, _ in whole.named_modules()] == [name for name, _ in part.named_modules()]
+
+
+def test_a_trace_quantizes_the_layers_that_it_runs(labs, monkeypatch):
+    loading = importlib.import_module("autofit.strategies.quantization.loading")
+    lab, filled, fill = labs("llama", device="cuda"), [], loading._fill_4bit
+    monkeypatch.setattr(loading, "_fill_4bit", lambda *given: filled.append(fill(*given)))
+    plan = PLAIN.replaced(adapter="lora:r=16", quantization="nf4")
+    one = fake_run.FromConfig(plan, lab.facts, lab.folder, lab.folder)
+    with like_a_process_of_its_own(), one.prepared():
+        layers = find_list(one.model(fake=True))[1]
+    assert len(filled) == 7 * (PERIODS + 1)
+    assert len(layers) == 9
 
 
 def test_copies_stand_for_the_layers_that_no_trace_runs():

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from autofit.contract.emission import Emission
 from autofit.contract.plan import Plan
+from autofit.contract.recipe import without_drawing
 from autofit.costmodel.tracing.layers import Marks, TraceDone, period_of, wrapped_in_part
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.shard_layout import (
@@ -118,11 +119,17 @@ class FromConfig:
             raise ModelError(untraced)
         build, wraps = functools.partial(self.recipe.model, None, config=self.config), self.recipe.model_wraps
         if fake and wraps and not self.whole:
-            self.recipe.model_wraps = []
+            quantized = self.recipe.random_model  # that, too, is left to the layers that are run
+            self.recipe.model_wraps, self.recipe.random_model = [], None
+
+            def quantize(model: Any) -> Any:
+                with torch.device("meta"), without_drawing():
+                    return model if quantized is None else quantized(lambda: model)
+
             try:
-                found = wrapped_in_part(build(device="meta"), wraps, period_of(self.plan))
+                found = wrapped_in_part(build(device="meta"), [quantize, *wraps], period_of(self.plan))
             finally:
-                self.recipe.model_wraps = wraps
+                self.recipe.model_wraps, self.recipe.random_model = wraps, quantized
             if found is not None:
                 return found
         return build(device="meta" if fake else "cpu")
