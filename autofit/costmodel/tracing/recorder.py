@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autofit.costmodel.seconds.operator_time import Operator
-from autofit.costmodel.seconds.roofline import KINDS, Kind
+from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, called, signature
 from autofit.costmodel.tracing.in_place import add, only_writes
 from autofit.costmodel.tracing.operator_table import OperatorTable, collective_of, operator_of
@@ -75,7 +75,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work_per_row: list[list[list[float]]] = [_nothing()]
         self.operators = OperatorTable(rows)
         self._number_of: dict[Any, int] = {torch.cpu.current_stream(): 0}  # streams, which a trace has in name only
-        self._counted: dict[Hashable, tuple[Kind, float, list[int], int]] = {}
+        self._counted: dict[Hashable, tuple[int, tuple[float, float, float, float], int]] = {}
+        self._called: dict[int, str] = {}  # operators' names, which it takes long to put together
         self._block: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._made_in: list[int] = []
@@ -136,7 +137,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         category = self._label
         if func is _TO_COPY and self._is_weight(args[0]):
             category = _COPIES
-        self._write(storage, key, str(func), category)
+        name = self._called.get(id(func)) or self._called.setdefault(id(func), str(func))
+        self._write(storage, key, name, category)
         return True
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
@@ -182,11 +184,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if counted is None:
             kind, flops, moved = work_of(func, args, kwargs, result, outputs)
             index = self.operators.index_of(*operator_of(func, args, kwargs, outputs, flops))
-            counted = kind, flops, moved, index
+            counted = KINDS.index(kind), self._shares(flops, moved), index
             if key is not None:
                 self._counted[key] = counted
-        self._add(*counted[:3])
-        self.operators.call(len(self.segments) - 1, counted[3])
+        self._add(*counted[:2])
+        self.operators.call(len(self.segments) - 1, counted[2])
 
     def _send(self, one: Operator | None) -> None:
         """Add a collective; gathered weights don't grow with the rows, whatever divides them."""
@@ -199,24 +201,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _describe(self, one: Operator, moved: Sequence[float], calls: float = 1.0) -> None:
         self.operators.add(len(self.segments) - 1, one, moved, calls)
 
-    def _add(self, kind: Kind, flops: float, moved: Iterable[int]) -> None:
-        """One operator's FLOPs, and the bytes of each tensor that it reads or writes."""
-        column = KINDS.index(kind)
-        fixed, grows = self.work[-1][column], self.work_per_row[-1][column]
-        fixed[2] += 1
+    def _shares(self, flops: float, moved: Sequence[int]) -> tuple[float, float, float, float]:
+        """One operator's FLOPs and the bytes that it reads or writes: of no rows, and of each row."""
         if self.rows is None:
-            fixed[0] += flops
-            fixed[1] += sum(moved)
-            return
-        if flops % self.rows:
-            fixed[0] += flops
-        else:
-            grows[0] += flops / self.rows
-        for size in moved:
-            if size % self.rows:
-                fixed[1] += size
-            else:
-                grows[1] += size / self.rows
+            return flops, sum(moved), 0.0, 0.0
+        grows = sum(size for size in moved if size % self.rows == 0)
+        fixed = flops if flops % self.rows else 0.0
+        return fixed, sum(moved) - grows, (flops - fixed) / self.rows, grows / self.rows
+
+    def _add(self, column: int, shares: tuple[float, float, float, float]) -> None:
+        fixed, grows = self.work[-1][column], self.work_per_row[-1][column]
+        fixed[0] += shares[0]
+        fixed[1] += shares[1]
+        fixed[2] += 1
+        grows[0] += shares[2]
+        grows[1] += shares[3]
 
     # -- what the run tells ---------------------------------------------------------------------------------------
 
@@ -256,7 +255,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def passes(self, *sizes: int) -> None:
         """A kernel writes these bytes and reads them again, in memory that it takes for itself."""
         if not self._closed:
-            self._add("other", 0.0, [2 * size for size in sizes])
+            self._add(KINDS.index("other"), self._shares(0.0, [2 * size for size in sizes]))
             moved = [2.0 * size for size in sizes]
             self._describe(Operator(kind="dequantize", moved_bytes=sum(moved)), moved)
 
@@ -272,7 +271,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def transfer(self, moved_bytes: int) -> None:
         """Bytes go over the bus, to the host or back."""
         if not self._closed:
-            self._add("transfer", 0.0, [moved_bytes])
+            self._add(KINDS.index("transfer"), self._shares(0.0, [moved_bytes]))
             self._describe(Operator(kind="transfer", moved_bytes=float(moved_bytes)), [moved_bytes])
 
     def busies_host(self, operators: float) -> None:

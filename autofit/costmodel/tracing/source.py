@@ -219,7 +219,8 @@ def train(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool,
     """Train until the marks say enough; the model and its optimizer stand ready when segment 1 begins."""
     recorder = marks.recorder
     if fake:
-        make_fake(model)
+        with torch._C.DisableTorchFunction():  # nothing that CUDA would do otherwise
+            make_fake(model)
         if recipe.spread is not None:
             model = recipe.spread(model)
         model.to = lambda *_, **__: model  # it is where it should be, and fake parameters can't be moved
