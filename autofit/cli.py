@@ -89,7 +89,7 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
 @click.pass_context
 def run(context: click.Context, folder: str, script: str, arguments: tuple[str, ...]) -> None:
-    """Launch SCRIPT, unmodified, with the plan in DIR; its exit code is the script's."""
+    """Launch SCRIPT, unmodified, with the plan in DIR; where it fails the exit code is accelerate launch's, 1."""
     from autofit.commands.scripts.run import run as launch
 
     with terminable():

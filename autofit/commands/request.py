@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import math
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,7 +215,7 @@ def check_script(request: Request) -> None:
         "--processes": (request.processes or 1) > 1 and "a script is tuned on one process yet",
         "--lengths": request.lengths is not None and "the length of its rows is the script's",
         "--task": request.task is not None and "what it trains for is the script's",
-        "--launch-path": request.launch_path != "trainer" and "scripts with a transformers Trainer are tuned",
+        "--launch-path": request.launch_path != "trainer" and "how it trains is the script's",
         "--trust-remote-code": request.trust_remote_code and "whether a model's code runs is the script's",
     }
     for option, why in refused.items():
@@ -313,6 +314,8 @@ def _as_given(name: str, request: Request) -> str:
     option, value = _option(name), getattr(request, name)
     if name == "model":
         return f"for the model {value!r}"
+    if name == "arguments":
+        return f"with -- {shlex.join(value)}" if value else "without arguments of the script"
     if value is None or value is False:
         return f"without {option}"
     return f"with {option}" if value is True else f"with {option} {value}"

@@ -96,7 +96,7 @@ def waiting(document: Document) -> str | None:
     )
     if share < _WAITS_LONG:
         return f"{said}."
-    return f"{said}: more processors or rows prepared beforehand make it faster, and neither another plan nor device."
+    return f"{said}: more processors or rows prepared beforehand make it faster, and no faster device."
 
 
 def evaluation(document: Document) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autofit.contract.outcome import (
@@ -26,6 +27,7 @@ class Standing:
         samples_per_second: The promise's for the winner; else that of all its runs together, as the winner was chosen.
         peak_bytes: The promise's for the winner; else the most of its runs.
         runs: How many times it was measured.
+        noise: The spread of its steps' seconds, as a share of them.
         doubt: That its runs differ too much for a comparison, in words; empty where they don't.
     """
 
@@ -35,6 +37,7 @@ class Standing:
     runs: int
     is_winner: bool
     is_baseline: bool
+    noise: float = 0.0
     doubt: str = ""
 
     @property
@@ -62,6 +65,7 @@ def standings(document: Document) -> list[Standing]:
                 runs=len(seen),
                 is_winner=wins,
                 is_baseline=is_baseline(plan, baseline),
+                noise=shown.step_seconds_spread / shown.step_seconds,
                 doubt=scattered(shown, seen, "that plan") if seen else "",
             )
         )
@@ -150,7 +154,8 @@ def compared(document: Document) -> tuple[Standing | None, str]:
         ),
     ):
         if ratio is not None and other is not None:
-            return other, f"{times(ranked[0], other)} {what}{other.doubted}"
+            close = abs(ratio - 1) <= math.hypot(ranked[0].noise, other.noise) and not other.doubt
+            return other, f"{times(ranked[0], other)} {what}{' (within the noise)' if close else other.doubted}"
     return None, ""
 
 

@@ -18,7 +18,7 @@ from autofit.contract.outcome import Measured, Outcome, OutOfMemory, TimedOut, T
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.registry import techniques
-from autofit.space import Space
+from autofit.space import Space, held_by_script
 from autofit.system.statistics import median, spread
 from autofit.system.units import duration, size
 
@@ -302,11 +302,13 @@ def _held_or_traced(outcome: Measured | OutOfMemory, traced_bytes: int | None) -
 
 def _smaller_methods(space: Space, facts: Facts) -> list[str]:
     """Values of another training method that are to be had here, are not in the space, and save memory."""
+    held = {name for name, _ in held_by_script(facts)}
     return [
         f"{one.name}={choice.value}"
         for one in techniques()
         for choice in one.choices(facts)
         if choice.status == "offered"
+        and one.name not in held
         and choice.kind == Kind.METHOD
         and choice.value not in space.domains.get(one.name, ())
         and one.prior(choice.value, facts).memory[0] < 0

@@ -45,6 +45,7 @@ WRONG = {
     "no_batch": "is None",
     "no_rows": "has no rows",
     "no_weights": "has no parameters",
+    "unused": "does not depend on a weight of the model",
     "nothing": "is None, and no function",
     "missing": "has no missing",
 }

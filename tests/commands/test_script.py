@@ -72,6 +72,8 @@ BAD = {
     "import argparse; argparse.ArgumentParser().parse_args()": "ended before it trained (exit 2)",
     "1 / 0": "failed before it trained (line 1): ZeroDivisionError",
     "input('how many? ')": "reads from stdin",
+    "import sys; sys.stdin.read()": "reads from stdin",
+    "import json, sys; json.load(sys.stdin.buffer)": "reads from stdin",
     "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '1'": "sets CUDA_VISIBLE_DEVICES itself",
     "arguments = None": "makes its Trainer without arguments",
     "model.half()": "trains weights in float16",
@@ -116,6 +118,18 @@ def test_a_model_that_its_class_makes_attends_as_it_does(described):
         "Trainer(model, arguments, train_dataset=[{'input_ids': [1, 2, 3], 'labels': 0}] * 4).train()\n"
     )
     assert found["script"]["loads"] == {"attn_implementation": "sdpa"}
+
+
+def test_a_call_that_is_never_made_is_told(described):
+    text = (
+        HEAD + "arguments = TrainingArguments('x', per_device_train_batch_size=2)\n"
+        "model = Model(BertConfig(num_hidden_layers=1, hidden_size=24))\n"
+        "trainer = Trainer(model, arguments, train_dataset=[{'input_ids': [1, 2, 3], 'labels': 0}] * 4)\n"
+        "trainer.train()\ntrainer.train()\n"
+    )
+    assert described(text, call=2)["script"]["trainer"] == "Trainer"
+    found = described(text, call=3)
+    assert (found["error"], found["hint"]) == ("train.py calls train() 2 times", "no --call 3 is there")
 
 
 def test_a_module_that_is_none_of_transformers_is_described(described):

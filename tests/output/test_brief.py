@@ -107,7 +107,7 @@ def test_a_loader_that_binds_is_said_first():
     doc = replace(doc, workload=replace(doc.workload, script=script), trials=trials)
     said = words(screen(doc))
     assert "The script's loader takes 800 ms for the rows of a step" in said
-    assert "neither another plan nor device" in said
+    assert "no faster device" in said
     assert said.index("Loader") < said.index("Winner")
     assert findings.findings(doc)[0][1] == findings.waiting(doc)
     assert findings.waiting(replace(doc, trials=document().trials)) is None

@@ -135,9 +135,13 @@ def test_a_scripts_name_is_no_model(target):
     doc = answer("full")
     script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=1, adapter="lora of 8")
     doc = replace(doc, workload=replace(doc.workload, script=script), model=replace(doc.model, name="train.py"))
+    if target != "sft":
+        with pytest.raises(InputError, match=r"on its model itself \(lora of 8\), without which all weights would be"):
+            export(doc, target, folder="out")
+        doc = replace(doc, workload=replace(doc.workload, script=replace(script, adapter=None)))
     found = export(doc, target, folder="out")
     assert "what train.py does by itself" in comments(found, target)
-    assert "with an adapter (lora of 8)" in comments(found, target)
+    assert ("with an adapter (lora of 8)" in comments(found, target)) == (target == "sft")
     assert "train.py" not in str(found.settings)
     if target == "sft":  # rows that were not seen may be longer
         assert "max_length" not in found.settings

@@ -442,6 +442,8 @@ class TestComparison:
     def test_a_plan_whose_runs_scatter_is_compared_with_a_doubt(self):
         calm = [(WINNER, measured(51.9, 15.8)), (plan(4), measured(17.0, 15.0))]
         assert standings.compared(document(calm))[1].endswith("times the fastest baseline plan")
+        near = document([calm[0], (plan(4), measured(50.0, 15.0, relative=0.04))])
+        assert standings.compared(near)[1].endswith("times the fastest baseline plan (within the noise)")
         wild = document([*calm, (plan(4), measured(6.0, 15.0))])
         other, said = standings.compared(wild)
         assert other.plan == plan(4)

@@ -260,6 +260,7 @@ def test_a_scripts_rows_are_shortened_by_its_own_arguments():
     words = nearest_change([run(0, BF16, 1.0, 30 * GIB)], SPACE, LIMIT, facts)
     assert "--seq-len" not in words
     assert "or shorter rows, by the script's own arguments" in words
+    assert words.endswith("which adds precision=bf16_weights."), "its adapter and its optimizer are the script's"
     images = replace(facts, model=replace(facts.model, sample_tokens=0))
     assert "rows" not in nearest_change([run(0, BF16, 1.0, 30 * GIB)], SPACE, LIMIT, images)
 

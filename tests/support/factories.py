@@ -47,6 +47,11 @@ def looks_at_values():
     return Net(), batch, masked
 
 
+def unused():
+    weight = nn.Parameter(torch.ones(10))
+    return Net(), batch, lambda _, batch: weight.sum() * batch["images"].mean()
+
+
 def fails():
     return 1 / 0
 

@@ -147,10 +147,8 @@ def test_every_training_like_the_tuned_one_gets_the_plan_and_no_other(tmp_path):
     planned = [8, 1, recipe.emission.training_args["optim"], "bf16"]
     assert seen == [planned, [*other, "no"], planned, [*other, "no"]]
     assert around == ["4", "4"]
-    words = (
-        "another Trainer of the script asks for a batch on each device of 16, not 8, optim sgd, not adamw_torch_fused"
-    )
-    assert said == [f"{words}: the plan is not put into it"] * 2
+    words = "asks for rows a step on each device of 16, not 8, optim sgd, not adamw_torch_fused"
+    assert said == [f"another Trainer of the script {words}: the plan is not put into it"] * 2
 
 
 def test_the_second_training_is_meant_where_that_one_was_tuned(tmp_path):
@@ -165,6 +163,12 @@ def test_other_arguments_of_the_only_training_are_told(tmp_path):
     seen, said, _ = run(tmp_path, recipe, [4, 2, "sgd"])
     assert seen[0][:2] == [8, 1]
     assert said == ["the script asks for optim sgd, not adamw_torch_fused, as it was tuned: it trains as the plan says"]
+
+
+def test_another_batch_of_the_only_training_is_another_training(tmp_path):
+    recipe, _ = plan()
+    with pytest.raises(InputError, match="rows a step on each device of 16, not 8, as it was tuned: whether"):
+        run(tmp_path, recipe, [8, 2, "adamw_torch_fused"])
 
 
 def test_another_model_or_trainer_is_another_training(tmp_path):

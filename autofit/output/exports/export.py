@@ -78,7 +78,7 @@ def export(document: Document, target: str, *, folder: str | Path) -> Exported:
         folder: Where the answer is, as the user calls it; it goes into the words.
 
     Raises:
-        InputError: There is no such target.
+        InputError: There is no such target, or it would train something else.
     """
     if target not in TARGETS:
         raise InputError(f"--to {target!r} is not known", hint=near(target, list(TARGETS)))
@@ -86,6 +86,9 @@ def export(document: Document, target: str, *, folder: str | Path) -> Exported:
     other = _other_than_next_token(document)
     if next_token and other is not None:
         raise InputError(f"--to {target}: it trains causal language models, and {other}", hint="--to python")
+    if target in {"axolotl", "llamafactory"} and script is not None and script.adapter:
+        own = f"the script puts an adapter on its model itself ({script.adapter})"
+        raise InputError(f"--to {target}: {own}, without which all weights would be trained", hint="--to sft")
     carried = _carried(document, target, str(folder))
     if next_token and script is not None:
         carried.lacking.insert(0, _of_script(document, script))

@@ -205,6 +205,8 @@ def split_words(baseline: Plan, facts: Facts, train: Callable[[Plan, Rounding | 
     script = facts.workload.script
     if script is None or facts.workload.global_batch % script.micro_batch:
         return None
+    if script.factory is not None and script.rows is None:
+        return None  # its rows are drawn anew for each micro-batch, so that no two splits train on the same
     own = baseline.replaced(
         micro_batch=script.micro_batch, accumulation=facts.workload.global_batch // script.micro_batch
     )

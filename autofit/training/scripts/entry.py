@@ -108,6 +108,11 @@ def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path) 
     except Enough as enough:
         found: dict[str, Any] = enough.found
         return found
+    except InputError as error:
+        if 0 < patches.calls < call:
+            times = f"{patches.calls} time{'s' * (patches.calls > 1)}"
+            raise InputError(f"{Path(path).name} calls train() {times}", hint=f"no --call {call} is there") from error
+        raise
     raise AssertionError("a script was left without a reason")
 
 
@@ -137,6 +142,7 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
     return found
 
 
+_BATCH = "rows a step on each device of"
 _DECIDED_ON = (
     "optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile", "use_liger_kernel",
     "per_device_eval_batch_size", "eval_strategy", "train_sampling_strategy", "dataloader_drop_last",
@@ -177,7 +183,7 @@ def asks_otherwise(made: Made, kind: type, model: Any, facts: Facts, tuned: Mapp
     rows = made.arguments["per_device_train_batch_size"] * made.arguments["gradient_accumulation_steps"]
     asked: dict[str, tuple[Any, Any]] = {
         "Trainer": (kind.__name__, script.trainer),
-        "a batch on each device of": (rows, script.micro_batch * script.accumulation),
+        _BATCH: (rows, script.micro_batch * script.accumulation),
         **{name: (own[name], script.own[name]) for name in _DECIDED_ON if name in tuned and name in script.own},
         **{name: (now, script.own[name]) for name, now in handed.items() if name in script.own},
     }
@@ -284,7 +290,7 @@ def train_with(
         if trainer not in entered:
             found = differs(made, type(trainer), trainer.model)
             differ = f"the script asks for {', '.join(found.values())}, as it was tuned"
-            if found.keys() & {"Trainer", "model", *_handed(made.given)}:
+            if found.keys() & {_BATCH, "Trainer", "model", *_handed(made.given)}:
                 raise InputError(f"{differ}: whether the plan trains it alike is not known", hint=AS_TUNED)
             if found:
                 say(f"{differ}: it trains as the plan says")

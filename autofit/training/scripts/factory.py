@@ -13,6 +13,7 @@ It is trained by a transformers ``Trainer``, so that all that can be tuned of a 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import traceback
@@ -162,8 +163,14 @@ def check_loss(name: str, model: Any, batch: Any, loss: Callable[[Any, Any], Any
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         shape = f" of the shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else ""
         raise Refused(f"the loss of {name} is {_kind(found)}{shape}", "return a tensor with one number")
+    used = "are the model's weights trainable, and is it used?"
     if not found.requires_grad:
-        raise Refused(f"the loss of {name} has no gradient", "are the model's weights trainable, and is it used?")
+        raise Refused(f"the loss of {name} has no gradient", used)
+    both = (*without_storage.parameters(), *model.parameters())  # a loss may know the model by itself
+    weights = [one for one in both if one.requires_grad]
+    with fake, contextlib.suppress(*untold):
+        if weights and all(one is None for one in torch.autograd.grad(found, weights, allow_unused=True)):
+            raise Refused(f"the loss of {name} does not depend on a weight of the model", used)
 
 
 def _kind(found: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import sys
@@ -90,6 +91,7 @@ def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = Fals
     """
     name = Path(path).name
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(_Nothing()))
     try:
         run(path, arguments)
     except Left:
@@ -121,6 +123,16 @@ def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = Fals
         hint="does it need an argument for that, such as --do_train? Training in processes that the script starts "
         "itself, and loops without Accelerate, can't be tuned",
     )
+
+
+class _Nothing(io.RawIOBase):
+    """What a script reads from where nobody types: an end that can't be taken for an empty file."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, _: Any) -> int:
+        raise EOFError
 
 
 def _line(error: BaseException, path: str) -> str:

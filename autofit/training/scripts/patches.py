@@ -66,6 +66,7 @@ class Patches:
         made: What each Trainer was made with, by its ``id``.
         said: What the script itself said where it loaded its model.
         loaded: Whether it loaded one: a model that its class makes can't be told anything.
+        calls: How many times ``train`` was called.
     """
 
     train: Callable[[Any, Callable[[], Any]], Any]
@@ -86,7 +87,7 @@ class Patches:
     loaded: bool = False
     _own: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
     _left: dict[int, str] = field(default_factory=dict)
-    _calls: int = 0
+    calls: int = 0
 
     def install(self) -> None:
         """Put them in."""
@@ -162,10 +163,10 @@ class Patches:
         def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
             from transformers.trainer_utils import TrainOutput
 
-            self._calls += 1
-            if self.call is not None and self._calls < self.call and self.skips_earlier:
+            self.calls += 1
+            if self.call is not None and self.calls < self.call and self.skips_earlier:
                 return TrainOutput(0, 0.0, {})
-            meant = id(trainer) in self.made if self.call is None else self._calls == self.call
+            meant = id(trainer) in self.made if self.call is None else self.calls == self.call
             if id(trainer) in self._left:
                 self.leaves(self._left[id(trainer)])
             if not meant:
