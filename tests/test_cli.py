@@ -266,6 +266,8 @@ USAGE = [
     (["tune", ""], "is no model"),
     (["tune", "demo", "--global-batch", "0"], "--global-batch 0"),
     (["tune", "demo", "--trials", "0"], "--trials 0"),
+    (["tune", "train.py", "--epochs", "3"], "there is no option --epochs"),
+    (["run", "out", "train.py", "--epochs", "3"], "there is no option --epochs"),
     (["tune", "demo", "--seq-len", "1"], "--seq-len 1"),
     (["tune", "demo", "--memory-limit", "banana"], "'banana' is not a memory limit"),
     (["tune", "demo", "--memory-limit", "0%"], "not a share"),

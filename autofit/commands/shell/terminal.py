@@ -29,7 +29,14 @@ class Command(click.Command):
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
         """Read the command line."""
-        left = super().parse_args(context, args)
+        script = next((one for one in args if one.endswith(".py")), None)
+        try:
+            left = super().parse_args(context, args)
+        except click.NoSuchOption as error:
+            if script is None:
+                raise
+            behind = f"{script} -- {error.option_name} ..."
+            raise InputError(f"there is no option {error.option_name}", hint=f"is it the script's? {behind}") from error
         for option in self.params:
             value = context.params.get(option.name or "")
             if isinstance(option, click.Option) and any(one == "" for one in (value, *_several(value))):
