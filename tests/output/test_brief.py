@@ -88,6 +88,13 @@ def test_a_loss_that_nobody_looked_at_in_other_micro_batches_is_not_said_to_be_t
         assert said in words(screen(scripted))
 
 
+@pytest.mark.parametrize(
+    "note", ["the script's evaluation does not fit under the ceiling: x", "the script evaluates 2 rows"]
+)
+def test_a_scripts_evaluation_that_does_not_fit_is_on_the_screen(note):
+    assert f"Evaluation {note}" in words(screen(replace(document(), notes=("another", note))))
+
+
 def test_the_speed_is_compared_with_the_fastest_baseline_plan():
     assert "3.08 times the fastest baseline plan" in words(screen(document()))
     wild = document([(WINNER, measured(51.9, 15.8)), (plan(4), measured(17.0, 15.0)), (plan(4), measured(6.0, 15.0))])

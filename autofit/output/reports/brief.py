@@ -38,6 +38,9 @@ def brief(document: Document, *, folder: str | Path) -> Group:
     for title, sentences in (("Promise", _promise(document)), ("Changes", _changes(document))):
         for place, sentence in enumerate(sentences):
             table.add_row("" if place else title, _text(sentence))
+    for note in document.notes:
+        if note.startswith(("the script's evaluation", "the script evaluates")):  # no promise of memory holds without
+            table.add_row("Evaluation", _text(note))
     unchecked = _unchecked(document)
     if unchecked is not None:
         table.add_row("Unchecked", _text(unchecked))

@@ -131,6 +131,9 @@ class _Nothing(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
+    def fileno(self) -> int:
+        return 0
+
     def readinto(self, _: Any) -> int:
         raise EOFError
 
