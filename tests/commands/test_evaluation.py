@@ -151,6 +151,7 @@ def test_what_metrics_read_of_all_rows_is_held_as_an_evaluation_does(tmp_path, m
     assert evaluated.evaluate()["eval_rows"] == 5, "it evaluates by itself again"
 
 
+@pytest.mark.slow
 def test_an_evaluation_generates_as_long_a_text_as_it_will(tmp_path, monkeypatch):
     import torch
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration

@@ -72,7 +72,6 @@ BAD = {
     "import argparse; argparse.ArgumentParser().parse_args()": "ended before it trained (exit 2)",
     "1 / 0": "failed before it trained (line 1): ZeroDivisionError",
     "input('how many? ')": "reads from stdin",
-    "import sys; sys.stdin.read()": "reads from stdin",
     "import json, sys; json.load(sys.stdin.buffer)": "reads from stdin",
     "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '1'": "sets CUDA_VISIBLE_DEVICES itself",
     "arguments = None": "makes its Trainer without arguments",
@@ -120,6 +119,7 @@ def test_a_model_that_its_class_makes_attends_as_it_does(described):
     assert found["script"]["loads"] == {"attn_implementation": "sdpa"}
 
 
+@pytest.mark.slow
 def test_a_call_that_is_never_made_is_told(described):
     text = (
         HEAD + "arguments = TrainingArguments('x', per_device_train_batch_size=2)\n"
