@@ -241,6 +241,7 @@ def test_a_job_that_dies_of_a_signal_is_told_so(server, tmp_path, code, number):
             "while True: ctypes.PyDLL(None).sleep(1000)",
             True,
             id="native-with-gil-and-handler",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)",
@@ -315,6 +316,7 @@ def test_a_killed_parent_takes_what_has_left_the_session(tmp_path, quick_path):
         assert gone(running)
 
 
+@pytest.mark.slow
 def test_the_time_in_which_all_were_stopped_does_not_count(tmp_path, quick_path):
     code = WRITE_PID + "import time; began = time.time()\nwhile time.time() < began + 4: time.sleep(0.01)"
     with parent(tmp_path, "brief", quick_path, code) as process:
@@ -648,6 +650,7 @@ print("torch._inductor.compile_fx" in sys.modules, float(made.min()))
 """
 
 
+@pytest.mark.slow
 def test_bitsandbytes_loads_the_compiler_when_it_first_needs_it():
     ended = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True, timeout=120)
     assert ended.stdout.split() == ["False", "True", "1.0"]
