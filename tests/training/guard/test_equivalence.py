@@ -11,6 +11,7 @@ from autofit.commands.request import Request, Search
 from autofit.commands.shell.explanations import no_winner
 from autofit.commands.tunes import course
 from autofit.commands.tunes.backend import DeviceBackend
+from autofit.contract.facts import Script
 from autofit.contract.outcome import Trial
 from autofit.contract.technique import Kind
 from autofit.registry import recipe_of
@@ -399,3 +400,20 @@ def test_rows_that_can_be_learned(facts):
     assert len(rows) == 32
     assert len({int(token) for row in range(32) for token in rows[row]["input_ids"]}) <= loss_curve._TOKENS
     assert rows[0]["input_ids"].tolist() == rows[4]["input_ids"].tolist(), "a pool of one global batch"
+
+
+@pytest.mark.parametrize(("drawn", "trainings"), [(True, 0), (False, 3)])
+def test_no_two_splits_of_rows_that_are_drawn_anew_are_compared(drawn, trainings):
+    trained = []
+    script = Script(
+        path="factory.py", sha256="", factory="nets:make", trainer="FactoryTrainer", micro_batch=8, accumulation=1,
+        rows=None if drawn else 64,
+    )  # fmt: skip
+
+    def train(plan, _rounding):
+        trained.append(plan)
+        return Curve(failed="it was not to be trained")
+
+    split = PLAIN.replaced(micro_batch=2, accumulation=4)
+    assert equivalence.split_words(split, cpu_facts(global_batch=8, script=script), train) is None
+    assert len(trained) == trainings
