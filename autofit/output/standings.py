@@ -144,16 +144,14 @@ def compared(document: Document) -> tuple[Standing | None, str]:
 
     That is what a script does by itself, or else the fastest baseline plan.
     """
+    if document.estimated is not None:
+        return None, ""
     ranked = standings(document)
-    for (ratio, _), other, what in (
-        (against_script(document), _scripts_own(document, ranked), "what the script does by itself"),
-        (
-            against_baseline(document),
-            next((one for one in ranked if one.is_baseline), None),
-            "the fastest baseline plan",
-        ),
-    ):
-        if ratio is not None and other is not None:
+    own = None if document.workload.script is None else _scripts_own(document, ranked)
+    baseline = next((one for one in ranked if one.is_baseline), None)
+    for other, what in ((own, "what the script does by itself"), (baseline, "the fastest baseline plan")):
+        if other is not None and not other.is_winner:
+            ratio = ranked[0].samples_per_second / other.samples_per_second
             close = abs(ratio - 1) <= math.hypot(ranked[0].noise, other.noise) and not other.doubt
             return other, f"{times(ranked[0], other)} {what}{' (within the noise)' if close else other.doubted}"
     return None, ""

@@ -6,7 +6,8 @@ Accelerate loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,17 +129,25 @@ def evaluate_once(trainer: Any, rows: Any = None) -> None:
     """Evaluate one batch as a Trainer does, between two steps: its peak belongs to the training's.
 
     It is one of some rows, or else of those that are trained on.
+    """
+    model, rows = trainer.model, trainer.train_dataset if rows is None else rows
+    first = len(rows)  # where rows differ in length, the longest ones lie behind the last
+    batch = trainer.data_collator([rows[first + one] for one in range(trainer.args.per_device_eval_batch_size)])
+    with between_steps(model):
+        trainer.prediction_step(model, batch, prediction_loss_only=True)
+
+
+@contextlib.contextmanager
+def between_steps(model: Any) -> Iterator[None]:
+    """Let a model that trains be evaluated for a while.
 
     Nothing is compiled for it, since a graph of its own would take longer than the whole measurement.
     """
     import torch
 
-    model, rows = trainer.model, trainer.train_dataset if rows is None else rows
-    first = len(rows)  # where rows differ in length, the longest ones lie behind the last
-    batch = trainer.data_collator([rows[first + one] for one in range(trainer.args.per_device_eval_batch_size)])
     model.eval()
     with torch.compiler.set_stance("force_eager"):
-        trainer.prediction_step(model, batch, prediction_loss_only=True)
+        yield
     model.train()
 
 

@@ -8,6 +8,7 @@ switched on there as Accelerate does it on a GPU. ``tests/bench/guard_bench.py``
 
 import tempfile
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from autofit.contract.facts import Facts
@@ -297,10 +298,10 @@ class Bench:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         runner = ProcessRunner(folder, self._described(case), self._spoilt(case), self.server)
         effort = Effort(fidelity="whole", min_steps=2, max_steps=3)
-        outcomes = (runner.run(0, case.plan, effort, purpose="search", limit_seconds=300.0).outcome for _ in range(2))
-        outcome = next(outcomes)
-        killed = isinstance(outcome, Crashed) and "killed by SIG" in outcome.reason
-        return next(outcomes) if killed else outcome
+        run = partial(runner.run, 0, case.plan, effort, purpose="search", limit_seconds=300.0)
+        first = run().outcome
+        killed = isinstance(first, Crashed) and "killed by SIG" in first.reason
+        return run().outcome if killed else first
 
     def _spoilt(self, case):
         """The model's folder, with what the case does wrong."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.technique import replacing
 from autofit.system.errors import InputError
+from autofit.training.loops import between_steps
 from autofit.training.scripts.leave import Enough
 from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch
@@ -210,7 +211,6 @@ def evaluate_longest(trainer: Any, rows: int) -> None:
         trainer: That trains.
         rows: Evaluated at once.
     """
-    import torch
 
     def loop(loader: Any, *_: Any, prediction_loss_only: bool | None = None, ignore_keys: Any = None, **__: Any) -> Any:
         seen = sample_of(loader.dataset, loader.collate_fn)
@@ -227,15 +227,10 @@ def evaluate_longest(trainer: Any, rows: int) -> None:
 
     given, own = trainer.eval_dataset, vars(trainer).get("evaluation_loop")
     trainer.evaluation_loop = loop
-    with (
-        replacing([(trainer.args, "per_device_eval_batch_size", rows)]),
-        torch.compiler.set_stance("force_eager"),  # code of its own would take longer than the whole measurement
-    ):
-        trainer.model.eval()
+    with replacing([(trainer.args, "per_device_eval_batch_size", rows)]), between_steps(trainer.model):
         for dataset in given.values() if isinstance(given, dict) else (given,):
             with contextlib.suppress(Enough):
                 trainer.evaluate(dataset)
-        trainer.model.train()
     del trainer.evaluation_loop
     if own is not None:
         trainer.evaluation_loop = own
