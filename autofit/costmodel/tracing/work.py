@@ -25,7 +25,7 @@ def work_of(
                 first = tensor if first is None else first
     flops, kind = 0.0, "other"
     counter = flop_registry.get(func._overloadpacket)
-    if "flash_attention" in str(func):
+    if "flash_attention" in str(func) or "cudnn_attention" in str(func):  # PyTorch's own counter takes no grouped heads
         flops = _attention_flops(func, args)
         kind = _product(first) if first is None or first.dtype == torch.float32 else "attention"
     elif counter is not None:
@@ -60,8 +60,8 @@ def _attention_flops(func: Any, args: tuple[Any, ...]) -> float:
     query, key, value = args[1:4] if backward else args[0:3]
     batch, heads, rows, width = query.shape
     columns, value_width = key.shape[-2], value.shape[-1]
-    causal = args[7] if backward else len(args) > 4 and args[4]
-    ring = distributed.is_initialized() and not causal and rows != columns
+    causal = args[7] if backward else len(args) > 4 and args[4]  # of flash attention, the one kernel of a ring
+    ring = "flash_attention" in str(func) and distributed.is_initialized() and not causal and rows != columns
     batch *= 2 if ring else 1
     scores = 2.0 * batch * heads * rows * columns * width
     outputs = 2.0 * batch * heads * rows * columns * value_width
