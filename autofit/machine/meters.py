@@ -7,8 +7,21 @@ different shares of them, count the same afterwards.
 A process that is forked for a trial has pages of the one that it comes from, which has built there what the trial would
 have: they count as the trial's own. The kernel leaves file pages out of a fork, so they are faulted in again.
 
-CUDA: the allocator's own counters, plus what lies outside it (context, kernels, managed memory), which is what the
-driver counts for the device more than before the process came, less what the allocator holds.
+CUDA: the allocator's own counters, plus what lies outside it (context, kernels, managed memory): what this process
+holds of the device, less what the allocator holds. The driver tells the first in two ways; the larger counts:
+
+- It lists the process with its bytes. Page tables are not in them (9 MB beside 1 GiB on an H100), and managed memory is
+  not: the driver's own module holds it, for no process.
+- The device's used bytes have grown since before there was a context. What others are listed with is left out, then and
+  now; siblings (other ranks) and children are no others. What is listed for nobody counts as this process's.
+
+The first is never less than what the process allocated, whoever comes or goes. The second adds what the first lacks.
+What others take unlisted is in it, which is too much; what they give back unlisted hides as much managed memory of this
+process. Without neighbours it is the device's growth.
+
+Where the driver does not tell, the device's growth counts, with all that neighbours take. So it is where it does not
+list this process (in a container, by some drivers), or without bytes (WDDM, so WSL), or with fewer than the allocator
+holds; and where it listed the number before there was a context: a process outside the container has it.
 """
 
 from __future__ import annotations
@@ -23,7 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from autofit.machine.nvml import device_used_bytes, local_rank, seen_uuid
+from autofit.machine.nvml import DeviceUse, device_use, local_rank, seen_uuid
+from autofit.machine.other_processes import kin
 from autofit.system.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -48,7 +62,8 @@ class CeilingBroken(Exception):  # noqa: N818 - it becomes an outcome
 class Reading:
     """Peaks since the meter was made, in bytes; see :class:`autofit.contract.outcome.Measured`.
 
-    ``settled_bytes`` lay outside of the allocator when warm-up was over: what came later may be somebody else's.
+    ``settled_bytes`` lay outside of the allocator when warm-up was over, or later where the driver lists them as this
+    process's: what else came later may be somebody else's.
     """
 
     peak_bytes: int
@@ -192,7 +207,7 @@ class CudaMeter:
         import torch
 
         self.uuid = seen_uuid() or uuid  # a launch may see another card than was tuned on
-        self.before_bytes = device_used_bytes(self.uuid)
+        self.before = device_use(self.uuid)
         torch.cuda.set_device(local_rank())
         self.device = torch.cuda.current_device()
         warm = torch.ones(64, 64, device="cuda")
@@ -210,8 +225,10 @@ class CudaMeter:
     def _measure_outside(self) -> None:
         import torch
 
-        held = device_used_bytes(self.uuid) - self.before_bytes - torch.cuda.memory_reserved()
-        self._outside_bytes = max(self._outside_bytes, held, 0)
+        reserved = torch.cuda.memory_reserved()
+        held, listed = _own_bytes(self.before, device_use(self.uuid), reserved)
+        self._outside_bytes = max(self._outside_bytes, held - reserved)
+        self._settled_bytes = max(self._settled_bytes, listed - reserved)
 
     def _cap(self) -> None:
         import torch
@@ -254,6 +271,23 @@ class CudaMeter:
             alloc_retries=int(stats.get("num_alloc_retries", 0)),
             settled_bytes=self._settled_bytes,
         )
+
+
+def _own_bytes(before: DeviceUse, now: DeviceUse, reserved_bytes: int) -> tuple[int, int]:
+    """What this process holds of a device; of that, what the driver lists as its own: 0 where it does not tell.
+
+    Args:
+        before: When this process had no context yet.
+        now: Any time later.
+        reserved_bytes: What its allocator holds now.
+    """
+    grown = now.used_bytes - before.used_bytes
+    listed = now.held_bytes.get(os.getpid()) or 0
+    if os.getpid() in before.held_bytes or listed < max(reserved_bytes, 1):
+        return grown, 0
+    own = kin()
+    past, present = (sum(held or 0 for pid, held in use.held_bytes.items() if pid not in own) for use in (before, now))
+    return max(listed, grown - (present - past)), listed
 
 
 def control_groups() -> Iterator[Path]:

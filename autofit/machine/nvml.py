@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from autofit.system.errors import MachineError
+
+_LOOKS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse:
+    """What of a device is used at one moment.
+
+    Attributes:
+        used_bytes: By all together: what ``nvidia-smi`` counts.
+        held_bytes: Of each process that the driver lists, by its number; ``None`` where it does not tell them. Managed
+            memory is in none of them.
+    """
+
+    used_bytes: int
+    held_bytes: Mapping[int, int | None]
 
 
 @contextlib.contextmanager
@@ -48,7 +65,35 @@ def device_used_bytes(uuid: str | None) -> int:
         MachineError: The driver does not tell; that of a chip which shares the host's memory does not.
     """
     with on_device(uuid) as (nvml, handle):
-        return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+        return _used_bytes(nvml, handle)
+
+
+def _used_bytes(nvml: Any, handle: Any) -> int:
+    return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+
+
+def device_use(uuid: str | None) -> DeviceUse:
+    """What is used on a device, and by whom: of a moment in which no process took or gave back any, where there is one.
+
+    Raises:
+        MachineError: As for :func:`device_used_bytes`.
+    """
+    with on_device(uuid) as (nvml, handle):
+        held = held_bytes(nvml, handle)
+        for _ in range(_LOOKS):
+            used, before, held = _used_bytes(nvml, handle), held, held_bytes(nvml, handle)
+            if held == before:
+                break
+    return DeviceUse(used_bytes=used, held_bytes=held)
+
+
+def held_bytes(nvml: Any, handle: Any) -> dict[int, int | None]:
+    """Bytes of a device by process, ``None`` where the driver does not tell them; empty where it lists no processes."""
+    held: dict[int, int | None] = {}
+    for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
+        with contextlib.suppress(nvml.NVMLError):
+            held.update({one.pid: one.usedGpuMemory for one in ask(handle)})
+    return held
 
 
 def cards() -> list[tuple[str, int]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from autofit.machine.nvml import on_device
+from autofit.machine.nvml import held_bytes, on_device
 from autofit.system.errors import MachineError
 from autofit.system.units import GIB, size
 
@@ -94,9 +94,7 @@ def _on_device(uuid: str | None) -> Iterable[Neighbour]:
     own = _own()
     held: dict[int, int | None] = {}
     with contextlib.suppress(MachineError), on_device(uuid) as (nvml, handle):
-        for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
-            with contextlib.suppress(nvml.NVMLError):
-                held.update({one.pid: one.usedGpuMemory for one in ask(handle)})
+        held = held_bytes(nvml, handle)
     for pid, count in held.items():
         if pid not in own:
             name, user = _who(pid)
@@ -120,6 +118,14 @@ def _own() -> set[int]:
     with contextlib.suppress(psutil.Error, OSError):
         return {me.pid, *(child.pid for child in me.children(recursive=True))}
     return {os.getpid()}
+
+
+def kin() -> set[int]:
+    """This process, its siblings, and all that they have started: the ranks of one training are siblings."""
+    me = psutil.Process()
+    with contextlib.suppress(psutil.Error, OSError):
+        return {me.pid, *(one.pid for one in (me.parent() or me).children(recursive=True))}
+    return {me.pid}
 
 
 def _who(pid: int) -> tuple[str, str]:

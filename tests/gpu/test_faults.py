@@ -33,6 +33,22 @@ sys.stdin.read()
 """
 
 
+NEIGHBOUR = """
+import pathlib, sys, time, torch
+first, then, folder = int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3])
+kept = torch.empty(first, dtype=torch.uint8, device="cuda")
+print("taken", flush=True)
+while not (folder / "go").exists():
+    time.sleep(0.01)
+del kept
+torch.cuda.empty_cache()
+kept = torch.empty(then, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+(folder / "changed").touch()
+sys.stdin.read()
+"""
+
+
 @pytest.fixture(scope="module")
 def device(tmp_path_factory):
     """A server whose jobs can be told to fail, the folder of a model, and the facts."""
@@ -134,9 +150,9 @@ def test_a_hang_with_a_full_device_is_killed_and_its_memory_is_back(try_fault):
 
 
 @contextlib.contextmanager
-def foreigner(count):
+def foreigner(count, *more, program=FOREIGNER):
     """Another process that holds so many bytes of the device."""
-    command = [sys.executable, "-c", FOREIGNER, str(count)]
+    command = [sys.executable, "-c", program, *map(str, (count, *more))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout.readline() == b"taken\n"
@@ -188,3 +204,33 @@ def test_a_process_that_takes_the_device_in_the_middle_is_noticed_and_trials_are
     assert any("another process took memory" in note for note in notes)
     assert any("trial 1 ran out of memory that other processes held" in note for note in notes)
     assert campaign.decide() is not None
+
+
+@pytest.mark.parametrize(("first", "then"), [(0.01, 0.7), (0.7, 0.01)], ids=["takes", "gives back"])
+def test_what_a_neighbour_takes_or_gives_back_while_a_trial_warms_up_is_not_the_trial_s(
+    try_fault, device, tmp_path, first, then
+):
+    alone = try_fault()
+    assert isinstance(alone, Measured), alone
+    server, config, facts = device
+    code = f"""
+    import pathlib, time
+    def act():
+        pathlib.Path({str(tmp_path / "go")!r}).touch()
+        while not pathlib.Path({str(tmp_path / "changed")!r}).exists():
+            time.sleep(0.01)
+    at("forward", act, 0)
+    honest(folder)
+    """
+    shares = (int(share * facts.workload.limit_bytes) for share in (first, then))
+    with foreigner(*shares, tmp_path, program=NEIGHBOUR):
+        free = facts.hardware.total_bytes - device_used_bytes(facts.hardware.uuid)
+        here = dataclasses.replace(facts, hardware=dataclasses.replace(facts.hardware, free_bytes=free))
+        (config / "fault.py").write_text(textwrap.dedent(code))
+        try:
+            runner = ProcessRunner(tmp_path / "beside", here, config, server)
+            beside = runner.run(0, PLAN, QUICK, purpose="search", limit_seconds=300.0).outcome
+        finally:
+            (config / "fault.py").unlink()
+    assert isinstance(beside, Measured), beside
+    assert abs(beside.outside_bytes - alone.outside_bytes) < 64 * MIB

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -19,6 +20,8 @@ from autofit.contract.outcome import Evidence
 from autofit.costmodel.jobs import TraceJob
 from autofit.machine import describe, jobs, meters, select
 from autofit.machine.meters import CeilingBroken, CudaMeter, out_of_memory
+from autofit.machine.nvml import device_use, device_used_bytes
+from autofit.machine.other_processes import kin
 from autofit.registry import recipe_of, technique
 from autofit.system.errors import MachineError, ModelError
 from autofit.system.job import job_text
@@ -55,6 +58,10 @@ class Card:
     def __init__(self):
         self.known = f"GPU-{BARE}"
         self.others = self.outside = self.allocated = self.reserved = 0
+        self.managed = 0  # of this process, and listed for none
+        self.neighbours = {}
+        self.own_entry = lambda held: {os.getpid(): held}
+        self.meanwhile = []
         self.peak_allocated = self.peak_reserved = 0
         self.capacity = TOTAL
         self.refuses = None
@@ -80,7 +87,19 @@ class Card:
 
     def nvmlDeviceGetMemoryInfo(self, _handle, version):  # noqa: N802
         assert version == self.nvmlMemory_v2
-        return SimpleNamespace(used=self.others + self.outside + self.reserved)
+        listed = sum(held or 0 for held in self.neighbours.values())
+        used = self.others + listed + self.outside + self.managed + self.reserved
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return SimpleNamespace(used=used)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, _handle):  # noqa: N802
+        held = self.outside + self.reserved
+        listed = {**self.neighbours, **(self.own_entry(held) if held else {})}
+        return [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in listed.items()]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, _handle):  # noqa: N802
+        raise self.NVMLError("Not Supported")
 
     def nvmlSystemGetDriverVersion(self):  # noqa: N802
         return "580.65.06"
@@ -184,6 +203,99 @@ def test_what_a_neighbour_takes_while_steps_are_timed_is_told_from_the_plan_s_ow
     assert not measure(recipe, Effort(), meter, lambda _: Evidence()).external_pressure
 
 
+@pytest.mark.parametrize("kernels", [0, 100 * MIB])
+@pytest.mark.parametrize(("then", "now"), [(0, 4 * GIB), (4 * GIB, GIB), (4 * GIB, None)])
+def test_a_neighbour_that_takes_or_gives_back_memory_during_warm_up_is_not_the_trial_s(card, then, now, kernels):
+    card.neighbours = {2**22: then}
+    meter = CudaMeter(10 * GIB, 4 * GIB, card.known)
+    card.hold(3 * GIB)
+    card.outside += kernels
+    card.neighbours = {} if now is None else {2**22: now}
+    meter.settle()
+    assert card.capacity == pytest.approx(10 * GIB - CONTEXT - kernels - 32 * MIB)
+    card.neighbours = {2**22: 6 * GIB}
+    assert meter.read().outside_bytes == CONTEXT + kernels
+
+
+@pytest.mark.parametrize("then", [0, 4 * GIB])
+def test_what_is_listed_for_nobody_is_the_trial_s_own(card, then):
+    """Managed memory, page tables; a neighbour's own of that kind can't be told from it."""
+    card.neighbours = {2**22: then}
+    meter = CudaMeter(10 * GIB, 4 * GIB, card.known)
+    card.managed = GIB
+    card.neighbours = {2**22: 2 * GIB}
+    meter.settle()
+    assert meter.read().outside_bytes == CONTEXT + GIB
+
+
+@pytest.mark.parametrize(
+    "own_entry",
+    [
+        lambda _: {},
+        lambda _: {os.getpid(): None},
+        lambda _: {os.getpid(): 0},
+        lambda held: {os.getpid(): held - CONTEXT - 1},
+    ],
+    ids=["absent", "not available", "nothing", "less than the allocator holds"],
+)
+def test_a_driver_that_does_not_tell_the_trial_s_own_has_the_device_s_growth_counted(card, own_entry):
+    card.own_entry = own_entry
+    meter = CudaMeter(10 * GIB, 4 * GIB, card.known)
+    card.hold(3 * GIB)
+    card.neighbours = {2**22: GIB}
+    meter.settle()
+    assert meter.read().outside_bytes == CONTEXT + GIB
+
+
+def test_a_slice_of_a_card_that_lists_no_processes_has_its_growth_counted(card, monkeypatch):
+    def refuse(*_):
+        raise card.NVMLError("Not Supported")
+
+    card.known = f"MIG-{BARE}"
+    monkeypatch.setattr(card, "nvmlDeviceGetComputeRunningProcesses", refuse)
+    meter = CudaMeter(10 * GIB, 4 * GIB, None)
+    card.neighbours = {2**22: GIB}
+    meter.settle()
+    assert meter.read().outside_bytes == CONTEXT + GIB
+
+
+def test_a_process_of_another_container_that_has_the_same_number_is_not_the_trial(card):
+    card.own_entry = lambda held: {2**21: held}  # as the host counts
+    card.neighbours = {os.getpid(): 5 * GIB}
+    meter = CudaMeter(10 * GIB, 4 * GIB, card.known)
+    card.hold(3 * GIB)
+    meter.settle()
+    assert meter.read().outside_bytes == CONTEXT
+
+
+def test_what_another_rank_takes_of_the_same_card_counts(card, monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        found = kin()
+    assert {os.getpid(), child.pid} <= found
+    assert os.getppid() not in found
+    monkeypatch.setattr(meters, "kin", lambda: {os.getpid(), 2**22})
+    meter = CudaMeter(10 * GIB, 4 * GIB, card.known)
+    card.neighbours = {2**22: CONTEXT}
+    meter.settle()
+    assert meter.read().outside_bytes == 2 * CONTEXT
+
+
+def test_the_device_is_looked_at_while_nobody_takes_memory(card):
+    card.meanwhile = [lambda: card.neighbours.update({2**22: 4 * GIB})]
+    found = device_use(card.known)
+    assert (found.used_bytes, found.held_bytes) == (4 * GIB, {2**22: 4 * GIB})
+
+
+def test_what_the_trial_takes_outside_of_the_allocator_after_warm_up_is_its_own(card):
+    meter = CudaMeter(10 * GIB, 4 * GIB, card.known)
+    card.hold(10 * GIB - CONTEXT - 32 * MIB)
+    meter.settle()
+    card.outside += 100 * MIB
+    recipe = recipe_of(PLAIN, cuda_facts(limit_bytes=10 * GIB, global_batch=4))
+    found = measure(recipe, Effort(), meter, lambda _: Evidence())
+    assert (found.kind, found.external_pressure) == ("out_of_memory", False)
+
+
 def test_the_card_that_is_measured_is_the_one_that_is_seen(card):
     """A launch may see another one than was tuned on."""
     assert CudaMeter(10 * GIB, 4 * GIB, "GPU-of-another-machine").uuid == card.known
@@ -221,7 +333,7 @@ def test_a_kernel_without_the_peak_of_the_resident_set_is_asked_in_another_way(m
 def test_a_driver_that_does_not_answer_is_told_in_words(card):
     card.refuses = "Not Supported"
     with pytest.raises(MachineError, match=r"does not answer \(Not Supported\)"):
-        meters.device_used_bytes(card.known)
+        device_used_bytes(card.known)
 
 
 def test_memory_that_the_host_can_t_pin_is_the_host_s(monkeypatch):
