@@ -10,8 +10,8 @@ have: they count as the trial's own. The kernel leaves file pages out of a fork,
 CUDA: the allocator's own counters, plus what lies outside it (context, kernels, managed memory): what this process
 holds of the device, less what the allocator holds. The driver tells the first in two ways; the larger counts:
 
-- It lists the process with its bytes. Page tables are not in them (9 MB beside 1 GiB on an H100), and managed memory is
-  not: the driver's own module holds it, for no process.
+- It lists the process with its bytes. What the driver's own module holds for it is not in them: managed memory, and
+  some more (9 MB beside 1 GiB and a context on an H100).
 - The device's used bytes have grown since before there was a context. What others are listed with is left out, then and
   now; siblings (other ranks) and children are no others. What is listed for nobody counts as this process's.
 

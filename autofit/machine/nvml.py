@@ -11,6 +11,7 @@ from typing import Any
 from autofit.system.errors import MachineError
 
 _LOOKS = 5
+"""At a device at most, until nobody has taken or given back memory between two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,7 +202,7 @@ class ProcessRunner:
         """
         deadline = time.monotonic() + patience_seconds
         while (free := self.free_bytes()) < self._idle_bytes - _SLACK_BYTES and time.monotonic() < deadline:
-            time.sleep(0.05)  # also where the rest were enough: what goes later may hide as much of the next one's
+            time.sleep(0.05)  # also where the rest were enough: what goes later may hide as much of the next trial's
         if free < self._idle_bytes - _SLACK_BYTES:
             self._idle_bytes = free  # for somebody who stays it is waited once
         if free < self.room_bytes - _SLACK_BYTES:

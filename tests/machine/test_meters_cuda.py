@@ -219,7 +219,7 @@ def test_a_neighbour_that_takes_or_gives_back_memory_during_warm_up_is_not_the_t
 
 @pytest.mark.parametrize("then", [0, 4 * GIB])
 def test_what_is_listed_for_nobody_is_the_trial_s_own(card, then):
-    """Managed memory, page tables; a neighbour's own of that kind can't be told from it."""
+    """Managed memory; a neighbour's can't be told from it."""
     card.neighbours = {2**22: then}
     meter = CudaMeter(10 * GIB, 4 * GIB, card.known)
     card.managed = GIB
