@@ -189,6 +189,10 @@ class Technique(ABC):
         """Device memory that a plan with the value takes, at most, beyond what its trace shows."""
         return 0
 
+    def untraced_time(self, value: Value, facts: Facts) -> float:
+        """The natural logarithm of a factor on the seconds of a step that a trace does not count."""
+        return 0.0
+
     def period(self, value: Value) -> int:
         """After how many of the repeated layers what the value does to them repeats.
 

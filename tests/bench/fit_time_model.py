@@ -39,7 +39,7 @@ _PRIOR = 0.05
 """Weight of a coefficient's start, in residuals for a factor of e."""
 _ROUND = 4
 START: dict[str, dict[str, float]] = {
-    "memory": {"hbm": 0.85, "gddr": 0.78, "clocks_per_byte_6": 0.115, "start": 2e-6},
+    "memory": {"hbm": 0.85, "gddr": 0.78, "clocks_per_byte_6": 0.115, "start": 2.4e-6},
     "elementwise": {},
     "norm": {"passes": 1.2, "again": 0.2, "wide": 0.1, "row": 2.0, "element": 0.9},
     "softmax": {"passes": 1.0, "again": 0.3, "wide": 0.9, "row": 0.4, "element": 0.9},
@@ -47,8 +47,13 @@ START: dict[str, dict[str, float]] = {
         "whole": 3.0, "simt_share": 1.1, "simt_reuse": 11.0, "simt_flop_per_joule": 75.0, "simt_start": 9.0,
         "kept": 1.5, "passes": 1.3, "again_6": 0.5, "again_7": 1.5, "again_8": 1.5, "row_bytes_6": 1.8e5,
         "tensor_share": 1.0, "tensor_reuse": 12.0, "tensor_flop_per_joule": 450.0, "tensor_start": 96.0,
+        "unaligned": 0.3, "odd": 0.55,
     },
-    "attention": {"forward": 0.75, "backward": 0.6, "width": 16.0, "idle": 0.3, "newer": 0.55},
+    "attention": {
+        "forward": 0.75, "backward": 0.6, "width": 16.0, "idle": 0.3, "newer": 0.9, "newer_backward": 0.8,
+        "efficient": 0.6, "efficient_newer": 0.3, "forward_full": 0.7, "backward_full": 0.5, "keys": 256.0,
+    },
+    "quantized": {"element": 7.5},
     "passes": {
         "reduction": 1.1, "gather": 1.5, "copy": 1.2, "optimizer": 1.1, "dequantize": 1.3, "transfer": 0.8,
         "elementwise": 1.0,
@@ -73,9 +78,10 @@ FIXED = frozenset({
     ("memory", "clocks_per_byte_6"), ("memory", "start"), ("isolated", "pause"), ("norm", "wide"), ("softmax", "wide"),
 })  # fmt: skip
 """What these rows don't tell: one card alone is a Pascal with stacked memory, so that held out nothing would tell of it
-(taken is its published STREAM); a kernel's start is not told apart from the host's part (Liger's shortest kernels take
-2 to 6 µs); no row is wider than 4,096 elements (Liger's rows of PyTorch's cross entropy, 32,000 to 131,072 wide); and
-the pause between two calls shows only on a card at its power cap (a synchronize and a launch: some 150 µs)."""
+(taken is its published STREAM); a kernel's start is not told apart from the host's part (on an H100 the smallest take
+2.4 µs, see ``own_operators.py``); no row is wider than 4,096 elements (Liger's rows of PyTorch's cross entropy, 32,000
+to 131,072 wide); and the pause between two calls shows only on a card at its power cap (a synchronize and a launch:
+some 150 µs)."""
 
 Fit = dict[str, dict[str, float]]
 

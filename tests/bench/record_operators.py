@@ -1,15 +1,16 @@
 """Times every operator of real training steps on the card that is here, each by itself and the whole step beside them.
 
-    python tests/bench/record_operators.py --output DIR [--seconds 120] [--only TEXT]
+    python tests/bench/record_operators.py --output DIR [--seconds 120] [--kernels 40] [--only TEXT]
 
-A program is a model of ``tests/gpu/fits.py`` or ``allocator_bench.py``, a precision, an optimizer and a size. Its step
+A program is a model of ``tests/gpu/fits.py``, a precision, an optimizer and a size. Its step
 runs as it is, with the clock around it; then under a dispatch mode that puts two CUDA events around each operator,
 behind a kernel that only waits, so that the host is ahead and the events hold the operator alone. What an operator is
 (kind, shape, arithmetic, bytes) is written down by the code that writes it down in a trace.
 
 DIR/operators.csv has a line for each distinct operator of a program: the bytes that it made and those that it held at
-its peak, how often it was called, the median and the smallest seconds. DIR/steps.csv has a line for each program: the median of the whole step, the sum of its operators.
-Both are appended to; programs that they hold are not run again.
+its peak, how often it was called, the median and the smallest seconds; ``own_operators.py`` reads it. DIR/steps.csv has
+a line for each program: the median of the whole step, the sum of its operators. Both are appended to; programs that
+they hold are not run again. ``--kernels N`` times those of ``lone_kernels.py`` before, for so many seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,13 @@ if str(ROOT) not in sys.path:
 from autofit.costmodel.seconds.operator_time import COLUMNS  # noqa: E402 - the checkout is found first
 from autofit.costmodel.tracing.operator_table import operator_of  # noqa: E402
 from autofit.costmodel.tracing.work import work_of  # noqa: E402
+from tests.bench.lone_kernels import kernels  # noqa: E402
 from tests.gpu.fits import MODELS  # noqa: E402
 
 WAIT_CYCLES = 300_000
 """About 150 µs of an H100: longer than the host takes to issue an operator."""
+_MADE_UP = ("rand", "normal", "uniform")
+"""Operators that make the rows and weights."""
 WHOLE_STEPS, TIMED_STEPS = 6, 2
 MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 768, "num_hidden_layers": 12,
          "state_size": 16, "vocab_size": 50280}  # fmt: skip
@@ -116,8 +120,10 @@ class OperatorTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         after = allocated()
         outputs = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
         one, _ = operator_of(func, args, kwargs, outputs, work_of(func, args, kwargs, result, outputs)[1])
-        if one.kind != "nothing" and not is_view(func):
-            name = func._schema.name.rpartition("::")[2]
+        name = func._schema.name.rpartition("::")[2]
+        if one.kind != "nothing" and not is_view(func) and not name.startswith(_MADE_UP):
+            if one.kind == "product" and one.arithmetic == "fp32" and torch.backends.cuda.matmul.allow_tf32:
+                one = replace(one, arithmetic="tf32")
             taken = after["current"] - before, after["peak"] - before
             self.calls.append(((name, *(getattr(one, column) for column in COLUMNS), *taken), begin, end))
         return result
@@ -140,7 +146,9 @@ def allocated() -> dict[str, int]:
 def is_view(func: Any) -> bool:
     """Whether an operator launches nothing and only looks at its input otherwise."""
     views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.arguments)
-    return func._schema.name in {"aten::_unsafe_view", "aten::_reshape_alias"} or (views and not func._schema.is_mutable)
+    return func._schema.name in {"aten::_unsafe_view", "aten::_reshape_alias"} or (
+        views and not func._schema.is_mutable
+    )
 
 
 # -- the training -------------------------------------------------------------------------------------------------
@@ -263,11 +271,17 @@ def timed(functions: list[Any], times: int) -> dict[tuple[Any, ...], list[float]
     return each
 
 
+def _number(value: Any) -> Any:
+    """Whole numbers without a point, words as they are."""
+    return int(value) if isinstance(value, (bool, float)) and value == int(value) else value
+
+
 def lines_of(name: str, each: dict[tuple[Any, ...], list[float]], times: int) -> list[dict[str, Any]]:
     """The lines of a table."""
     return [
         {
-            "program": name, "op": key[0], **dict(zip((*COLUMNS, "made", "peak"), key[1:], strict=True)),
+            "program": name, "op": key[0],
+            **{column: _number(value) for column, value in zip((*COLUMNS, "made", "peak"), key[1:], strict=True)},
             "calls": len(seconds) / times, "seconds": f"{statistics.median(seconds):.4g}",
             "least": f"{min(seconds):.4g}",
         }
@@ -276,131 +290,6 @@ def lines_of(name: str, each: dict[tuple[Any, ...], list[float]], times: int) ->
 
 
 # -- kernels by themselves ----------------------------------------------------------------------------------------
-
-_SHAPES = (
-    (768, 768), (3072, 768), (768, 3072), (2048, 2048), (8192, 2048), (2048, 8192), (4096, 4096), (14336, 4096),
-    (1000, 1024), (50257, 768), (768, 50257), (50264, 768), (2050, 2050), (2052, 2052), (32000, 2048), (2048, 32000),
-    (128256, 2048), (5120, 1024), (16, 4096), (4096, 16),
-)  # fmt: skip
-_ROWS = (1, 64, 500, 512, 2048, 4096, 8192, 16384)
-_MOST_SECONDS = 8e-3
-
-
-def kernels() -> dict[str, list[Any]]:
-    """Functions that call one kernel or a few, by the name of their group."""
-    functional, halves = torch.nn.functional, torch.bfloat16
-    found: dict[str, list[Any]] = defaultdict(list)
-
-    def tensor(*shape: int, dtype: torch.dtype = halves, grad: bool = False) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=dtype).requires_grad_(grad)
-
-    def product(m: int, n: int, k: int, dtype: torch.dtype, layout: str, tf32: bool) -> Any:
-        def run() -> None:
-            torch.backends.cuda.matmul.allow_tf32 = tf32
-            left = tensor(k, m, dtype=dtype).t() if layout[0] == "t" else tensor(m, k, dtype=dtype)
-            right = tensor(n, k, dtype=dtype).t() if layout[1] == "t" else tensor(k, n, dtype=dtype)
-            for _ in range(3):
-                left @ right
-            torch.backends.cuda.matmul.allow_tf32 = False
-
-        return run
-
-    for name, dtype, rate in (("bf16", halves, 4e14), ("tf32", torch.float32, 2e14), ("fp32", torch.float32, 4e13)):
-        for number, (n, k) in enumerate(_SHAPES):
-            for m in _ROWS[number % 2 :: 2] if name != "bf16" else _ROWS:
-                if 2 * m * n * k / rate < _MOST_SECONDS:
-                    layouts = ("nt", "nn", "tn") if name == "bf16" else (("nt", "nn", "tn")[number % 3],)
-                    found[f"product {name}"] += [product(m, n, k, dtype, one, name == "tf32") for one in layouts]
-
-    def batched(batch: int, rows: int, width: int) -> Any:
-        def run() -> None:
-            query, key = tensor(batch, rows, width), tensor(batch, rows, width)
-            for _ in range(3):
-                torch.bmm(torch.bmm(query, key.transpose(1, 2)), key)
-
-        return run
-
-    def attention(batch: int, heads: int, groups: int, rows: int, width: int, dtype: torch.dtype, backend: Any) -> Any:
-        def run() -> None:
-            query = tensor(batch, heads, rows, width, dtype=dtype, grad=True)
-            key, value = (tensor(batch, groups, rows, width, dtype=dtype, grad=True) for _ in range(2))
-            with torch.nn.attention.sdpa_kernel(backend):
-                for _ in range(2):
-                    out = functional.scaled_dot_product_attention(
-                        query, key, value, is_causal=True, enable_gqa=heads != groups
-                    )
-                    out.sum().backward()
-
-        return run
-
-    backends = torch.nn.attention.SDPBackend
-    for batch, heads, rows, width in (
-        (1, 16, 512, 64), (8, 12, 1024, 64), (4, 32, 2048, 64), (1, 32, 8192, 64), (32, 16, 512, 64), (2, 16, 2048, 128),
-        (1, 32, 4096, 128), (4, 32, 2048, 128), (1, 16, 1024, 128), (1, 8, 2048, 256), (16, 12, 256, 64),
-        (2, 64, 4096, 128), (8, 8, 512, 64), (8, 14, 512, 64), (7, 12, 512, 64), (2, 12, 500, 64),
-    ):  # fmt: skip
-        for backend in (backends.CUDNN_ATTENTION, backends.FLASH_ATTENTION, backends.EFFICIENT_ATTENTION):
-            found["attention"].append(attention(batch, heads, heads, rows, width, halves, backend))
-        found["attention"].append(attention(batch, heads, heads // 4, rows, width, halves, backends.FLASH_ATTENTION))
-        if rows < 8192:
-            found["attention"].append(
-                attention(batch, heads, heads, rows, width, torch.float32, backends.EFFICIENT_ATTENTION)
-            )
-        if rows <= 2048:
-            found["batched"].append(batched(batch * heads, rows, width))
-
-    def rows_of(m: int, n: int, dtype: torch.dtype) -> Any:
-        def run() -> None:
-            x, weight, bias = tensor(m, n, dtype=dtype, grad=True), tensor(n, dtype=dtype, grad=True), tensor(n)
-            for _ in range(2):
-                functional.layer_norm(x, (n,), weight, bias.to(dtype)).backward(x.detach())
-                functional.rms_norm(x, (n,), weight).backward(x.detach())
-                functional.softmax(x, -1).backward(x.detach())
-                functional.gelu(x).backward(x.detach())
-                functional.silu(x).backward(x.detach())
-                with torch.no_grad():
-                    (x * x, x + x, x * 2, x.float(), x.to(halves), x.sum(-1), x.sum(0), x.pow(2).mean(-1), x.amax(-1))
-                    (torch.cat((x, x), -1), x.t().contiguous(), x.view(-1, 2, n // 2).transpose(0, 1).contiguous())
-                    (x[:, : n // 2] * x[:, n // 2 :], x * weight, x * x[:, :1], x.square().sum(), x.clone(), -x)
-                    (torch.zeros_like(x), functional.dropout(x, 0.1), x.norm())
-
-        return run
-
-    def table(m: int, n: int, words: int, dtype: torch.dtype) -> Any:
-        def run() -> None:
-            weight, ids = tensor(words, n, dtype=dtype, grad=True), torch.randint(0, words, (m,), device="cuda")
-            logits = tensor(m, words, dtype=torch.float32, grad=True)
-            for _ in range(2):
-                functional.embedding(ids, weight).sum().backward()
-                functional.cross_entropy(logits, ids).backward()
-
-        return run
-
-    def update(count: int, number: int, dtype: torch.dtype, **given: bool) -> Any:
-        def run() -> None:
-            weights = [tensor(count // number, dtype=dtype).requires_grad_() for _ in range(number)]
-            for one in weights:
-                one.grad = torch.ones_like(one)
-            optimizer = torch.optim.AdamW(weights, lr=1e-5, **given)
-            for _ in range(3):
-                optimizer.step()
-
-        return run
-
-    for m in (512, 2048, 8192, 32768):
-        for n in (768, 2048, 4096, 14336):
-            for dtype in (halves, torch.float32):
-                if m * n <= 1 << 28:
-                    found["rows"].append(rows_of(m, n, dtype))
-    for m, n, words in ((2048, 2048, 128256), (8192, 768, 50257), (4096, 4096, 32000), (8192, 896, 151936)):
-        found["table"] += [table(m, n, words, dtype) for dtype in (halves, torch.float32)]
-    for count in (1 << 20, 1 << 26, 1 << 28):
-        for number in (1, 64, 400):
-            for dtype in (halves, torch.float32):
-                found["optimizer"] += [
-                    update(count, number, dtype, **given) for given in ({"fused": True}, {"foreach": True})
-                ]
-    return found
 
 
 def run_kernels(folder: Path, seconds: float) -> None:
@@ -428,7 +317,7 @@ def run_kernels(folder: Path, seconds: float) -> None:
             except Exception as error:  # noqa: BLE001 - the others are still to be timed
                 print(f"{name} {number}: {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
             torch.cuda.empty_cache()
-        lines = [line for line in lines_of(f"kernels {name}", each, 1) if not line["op"].startswith("normal")]
+        lines = lines_of(f"kernels {name}", each, 1)
         append(folder / "operators.csv", lines)
         print(f"{name}: {len(lines)} operators, {time.monotonic() - began:.0f} s", flush=True)
 

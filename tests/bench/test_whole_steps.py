@@ -4,7 +4,8 @@ import csv
 
 import pytest
 
-from tests.bench.whole_steps import score
+from tests.bench.fit_time_model import STEPS
+from tests.bench.whole_steps import score, tracing
 from tests.bench.whole_steps.cards import card_of
 from tests.bench.whole_steps.clock import Seconds
 from tests.bench.whole_steps.rows import Step, keep, read
@@ -143,3 +144,12 @@ def test_order_choice_and_interval_are_scored():
     assert few["choice_regret"]["groups"] == 0
     assert few["rank_correlation"] == -1
     assert few["interval_coverage"] == pytest.approx(0.0)
+
+
+def test_a_program_is_traced_and_kept_until_what_it_depends_on_changes(tmp_path, monkeypatch):
+    program = next(step.program for step in read(STEPS) if step.program is not None)
+    first = tracing.traced(program, tmp_path)
+    assert first.calls.sum() > 0
+    monkeypatch.setattr(tracing, "_trace", lambda _: pytest.fail("it is kept"))
+    again = tracing.traced(program, tmp_path)
+    assert (again.operators == first.operators).all()

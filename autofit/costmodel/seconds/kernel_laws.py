@@ -49,7 +49,12 @@ _SHARED_OPERANDS = {9: 1.6, 10: 2.7}
 Blackwell's GeForce): Hopper's wgmma multiplies 64 x 256, Blackwell's tcgen05 128 x 256 out of shared memory (PTX ISA),
 each ``mn/(m + n)``."""
 _DATACENTER = (9, 10)
-"""Generations whose tensor cores FlashAttention-2 can't fill: 35 % of an H100 (arXiv 2407.08608)."""
+"""Generations on which PyTorch takes cuDNN's attention, and whose tensor cores older kernels can't fill."""
+_WHOLE_VECTOR = 16.0
+"""Bytes that Hopper's tensor memory accelerator needs rows to be a multiple of (CUDA C++ Programming Guide); without it
+cuBLAS takes kernels of Ampere's instructions, and with an odd number of 16-bit elements those that load one by one."""
+_ASYNCHRONOUS_COPIES = 9
+"""The generation from which that is so."""
 _TENSOR_TILES = ((128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """Of kernels on tensor cores (CUTLASS' default configurations)."""
 
@@ -89,13 +94,17 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Products:
-    """``batch`` times ``(m, k) x (k, n)``, whose elements have ``size`` bytes; one value for each operator."""
+    """``batch`` times ``(m, k) x (k, n)``, whose elements have ``size`` bytes; one value for each operator.
+
+    ``aligned_bytes`` is the largest power of two, of 16 at most, that divides each row of all three matrices.
+    """
 
     batch: Numbers
     m: Numbers
     n: Numbers
     k: Numbers
     size: Numbers
+    aligned_bytes: Numbers
 
     def at(self, places: Any) -> Products:
         """Some of them."""
@@ -169,6 +178,9 @@ def _tile_seconds(
         )
     share = np.exp(fit[f"{kind}_share"]) * reuse / (reuse + fed)
     share = share / (1 + share**8) ** (1 / 8)
+    if kind == "tensor" and generation >= _ASYNCHRONOUS_COPIES:
+        share = share * np.where(products.aligned_bytes < _WHOLE_VECTOR, np.exp(fit["unaligned"]), 1.0)
+        share = share * np.where(products.aligned_bytes < 4, np.exp(fit["odd"]), 1.0)
     work = waves * 2.0 * columns * rows * (k + np.exp(fit[f"{kind}_start"])) * figures.sms
     free = work / (figures.peak * share)
     joules = np.where(figures.stacked > 0, _JOULES_PER_BYTE["hbm"], _JOULES_PER_BYTE["gddr"])
@@ -206,17 +218,32 @@ def streaming_seconds(
     return larger(bytes_seconds, clocks / (figures.sms * figures.hz))
 
 
+def quantized_seconds(
+    figures: Figures, fit: Coefficients, memory: Coefficients, *, moved_bytes: Numbers, n: Numbers
+) -> Numbers:
+    """Of an optimizer's update whose state has 8 bits: the clocks that an SM needs to quantize an element, or bytes."""
+    clocks = n * np.exp(fit["element"]) / (figures.sms * figures.hz)
+    return larger(clocks, memory_seconds(figures, memory, moved_bytes))
+
+
 def attention_seconds(
     figures: Figures, fit: Coefficients, memory: Coefficients, *, flops: Numbers, moved_bytes: Numbers, batch: Numbers,
-    m: Numbers, width: Numbers, backward: Numbers,
+    m: Numbers, n: Numbers, width: Numbers, backward: Any, efficient: Any, full: Any,
 ) -> Numbers:  # fmt: skip
-    """Of a fused kernel that keeps no scores: the FLOPs over the whole square, at the share that its tiles reach.
+    """Of a fused kernel that keeps no scores: half of the FLOPs that it is given, at the share that its tiles reach.
 
-    A block of :data:`_QUERIES` rows of one head is one tile; few of them leave SMs idle.
+    A block of :data:`_QUERIES` rows of one head is one tile; few of them leave SMs idle, and each has a start that
+    takes as long as some ``keys``. PyTorch's memory-efficient kernel (``efficient``) has Ampere's instructions; in
+    float32 (``full``) it is the only one.
     """
-    share = np.exp(np.where(backward > 0, fit["backward"], fit["forward"])) * width / (width + np.exp(fit["width"]))
-    share = share * np.where(np.isin(figures.generation, _DATACENTER), np.exp(fit["newer"]), 1.0)
+    modern = np.isin(figures.generation, _DATACENTER)
+    newer = np.exp(np.where(backward, fit["newer_backward"], fit["newer"]))
+    share = np.exp(np.where(backward, fit["backward"], fit["forward"])) * np.where(modern, newer, 1.0)
+    slower = np.exp(np.where(modern, fit["efficient_newer"], fit["efficient"]))
+    share = np.where(efficient, share * slower, share)
+    share = np.where(full, np.exp(np.where(backward, fit["backward_full"], fit["forward_full"])), share)
+    share = np.minimum(share * width / (width + np.exp(fit["width"])), 1.0)
     waves = batch * m / _QUERIES / figures.sms
     busy = waves / (waves + np.exp(fit["idle"]))
-    arithmetic = flops / (figures.peak * np.minimum(share, 1.0) * busy)
+    arithmetic = 0.5 * flops * (1 + np.exp(fit["keys"]) / n) / (figures.peak * share * busy)
     return larger(arithmetic, memory_seconds(figures, memory, moved_bytes))

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 TimedKind = Literal[
     "product", "attention", "elementwise", "norm", "softmax", "reduction", "gather", "copy", "optimizer", "dequantize",
-    "transfer", "nothing", "collective",
+    "transfer", "nothing", "collective", "quantized",
 ]  # fmt: skip
 """``product`` is a matrix product or a convolution; ``attention`` a fused kernel; ``gather`` reads or writes rows by
 index; ``copy`` changes dtype or layout; ``optimizer`` updates lists of parameters in one launch or a few; ``transfer``
 goes over the bus; ``nothing`` launches no kernel; ``collective`` goes over the links to other ranks beside all else:
-:mod:`autofit.costmodel.seconds.collectives`."""
+:mod:`autofit.costmodel.seconds.collectives`; ``quantized`` updates a parameter whose state has 8 bits."""
 TIMED_KINDS: tuple[TimedKind, ...] = get_args(TimedKind)
 Arithmetic = Literal["fp32", "tf32", "bf16", "fp16"]
 ARITHMETICS: tuple[Arithmetic, ...] = get_args(Arithmetic)
@@ -50,9 +50,10 @@ class Operator:
     Attributes:
         kind: What it does.
         arithmetic: Of a product, what it multiplies in; of others, the dtype of its first tensor.
-        layout: Of a product.
+        layout: Of a product. Of ``attention`` ``tt`` is PyTorch's memory-efficient kernel, all else a faster one.
         backward: Whether it belongs to the backward pass (of ``attention``, ``norm`` and ``softmax``: another kernel).
-        flops: Floating-point operations; 0 where they don't count.
+        flops: Floating-point operations; 0 where they don't count. Of ``attention`` those of the whole square where
+            half of it is left out (causal), else twice as many.
         moved_bytes: Read and written, each tensor once.
         batch, m, n, k: Of a product, ``batch`` times ``(m, k) x (k, n)``. Of attention, heads times batch, rows of the
             query, rows of the key, width of a head. Of ``norm``, ``softmax`` and ``reduction``, ``m`` rows of ``n``
@@ -219,7 +220,10 @@ def device_seconds(
         places = np.flatnonzero(operators.kind == kind)
         own, card = operators.at(places), figures.at(places)
         if name == "product":
-            shapes = Products(batch=own.batch, m=own.m, n=own.n, k=own.k, size=size[places])
+            shapes = Products(
+                batch=own.batch, m=own.m, n=own.n, k=own.k, size=size[places],
+                aligned_bytes=_aligned_bytes(own, size[places]),
+            )  # fmt: skip
             found[places] = kernel_laws.product_seconds(card, fit["product"], memory, shapes, pause=pause)
         elif name in {"norm", "softmax"}:
             found[places] = kernel_laws.streaming_seconds(
@@ -229,8 +233,11 @@ def device_seconds(
         elif name == "attention":
             found[places] = kernel_laws.attention_seconds(
                 card, fit["attention"], memory, flops=own.flops, moved_bytes=own.moved_bytes, batch=own.batch, m=own.m,
-                width=own.k, backward=own.backward.astype(np.float64),
+                n=own.n, width=own.k, backward=own.backward > 0, efficient=own.layout == LAYOUTS.index("tt"),
+                full=own.arithmetic == ARITHMETICS.index("fp32"),
             )  # fmt: skip
+        elif name == "quantized":
+            found[places] = kernel_laws.quantized_seconds(card, fit[name], memory, moved_bytes=own.moved_bytes, n=own.n)
         elif name == "transfer":
             found[places] = own.moved_bytes / (BUS_BYTES_PER_SECOND * np.exp(fit["passes"][name]))
         elif name not in {"nothing", "collective"}:
@@ -238,6 +245,15 @@ def device_seconds(
             found[places] = passes * kernel_laws.memory_seconds(card, memory, own.moved_bytes)
     launched = ~np.isin(operators.kind, _UNLAUNCHED)
     return np.asarray(found + launched * np.exp(fit["memory"]["start"]))
+
+
+def _aligned_bytes(products: Operators, size: Numbers) -> Numbers:
+    """The largest power of two, of 16 at most, that divides the rows of both factors and of the result, in bytes."""
+    left = np.where(np.isin(products.layout, (LAYOUTS.index("tn"), LAYOUTS.index("tt"))), products.m, products.k)
+    right = np.where(np.isin(products.layout, (LAYOUTS.index("nt"), LAYOUTS.index("tt"))), products.k, products.n)
+    rows = np.stack([left, right, products.n]) * size
+    divides = [np.all(np.mod(rows, power) == 0, axis=0) for power in (16, 8, 4)]
+    return np.select(divides, [16.0, 8.0, 4.0], 2.0)
 
 
 def bound_seconds(operators: Operators, card: Card) -> Numbers:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 ROOFLINE_LOG_STD = 0.35
 """Standard deviation of the natural logarithm of measured over predicted seconds of a whole step, by the roofline."""
-_PLAIN = {"slack": 0.0, "gap": -math.inf, "host": math.log(roofline.HOST_SECONDS_PER_OPERATOR)}
-_NOTHING = operator_time.TIMED_KINDS.index("nothing")
+_PLAIN = {"slack": 0.0, "sharded": 0.0, "gap": -math.inf, "host": math.log(roofline.HOST_SECONDS_PER_OPERATOR)}
+_NOTHING, _COLLECTIVE = (operator_time.TIMED_KINDS.index(name) for name in ("nothing", "collective"))
 T = TypeVar("T", float, "Numbers")
 EIGHTY = 1.2816
 """Standard deviations either side that hold four fifths of a normal distribution."""
@@ -122,7 +122,12 @@ def _each_on_device(several: list[Operators], card: Card) -> list[float]:
     every = operator_time.seconds(operator_time.Operators.joined(several), card).seconds
     parted = np.split(every, np.cumsum([len(one) for one in several])[:-1])
     return [
-        on_device(float(one.calls @ taken), float(one.calls @ (one.kind != _NOTHING)), fit)
+        on_device(
+            float(one.calls @ taken),
+            float(one.calls @ (one.kind != _NOTHING)),
+            float((one.kind == _COLLECTIVE).any()),
+            fit,
+        )
         for one, taken in zip(several, parted, strict=True)
     ]
 
@@ -146,24 +151,29 @@ def log_std_of(card: Card, found: Mapping[str, Any]) -> float:
     return float(steps["log_std"]["seen" if card.name in steps["cards"] else "unseen"])
 
 
-def on_device(seconds: T, kernels: T, fit: Mapping[str, float]) -> T:
-    """Seconds of kernels one behind the other: a gap after each, and what a long run is slower than a kernel alone.
+def on_device(seconds: T, kernels: T, sharded: T, fit: Mapping[str, float]) -> T:
+    """Seconds of kernels one behind the other.
+
+    There is a gap after each; a long run on a hot card is slower than a kernel alone, and a rank whose weights are
+    gathered meanwhile is slower still.
 
     Args:
         seconds: Sum over the kernels.
         kernels: How many they are.
-        fit: The coefficients ``slack`` and ``gap``, as logarithms.
+        sharded: 1 where weights are gathered while they run, else 0.
+        fit: The coefficients ``slack``, ``sharded`` and ``gap``, as logarithms.
     """
-    return np.exp(fit["slack"]) * (seconds + np.exp(fit["gap"]) * kernels)  # type: ignore[no-any-return]
+    return np.exp(fit["slack"] + fit["sharded"] * sharded) * (seconds + np.exp(fit["gap"]) * kernels)  # type: ignore[no-any-return]
 
 
-def together(seconds: Numbers, kernels: Numbers, calls: Numbers, fit: Mapping[str, float]) -> Numbers:
+def together(seconds: Numbers, kernels: Numbers, calls: Numbers, sharded: Numbers, fit: Mapping[str, float]) -> Numbers:
     """Seconds of whole steps: the slower of device and host.
 
     Args:
         seconds: Sums over the kernels of each step.
         kernels: How many they are.
         calls: Operators that the host issues, those without a kernel included.
-        fit: The coefficients ``slack``, ``gap`` and ``host``, as logarithms.
+        sharded: As for :func:`on_device`.
+        fit: The coefficients ``slack``, ``sharded``, ``gap`` and ``host``, as logarithms.
     """
-    return np.asarray(np.maximum(on_device(seconds, kernels, fit), np.exp(fit["host"]) * calls))
+    return np.asarray(np.maximum(on_device(seconds, kernels, sharded, fit), np.exp(fit["host"]) * calls))

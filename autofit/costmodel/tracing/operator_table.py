@@ -24,6 +24,7 @@ _ARITHMETICS: dict[torch.dtype, Arithmetic] = {torch.bfloat16: "bf16", torch.flo
 _KINDS: tuple[tuple[TimedKind, tuple[str, ...]], ...] = (
     ("nothing", ("empty", "new_empty", "detach", "alias", "_local_scalar_dense", "set_", "resize_", "record_stream")),
     ("attention", ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")),
+    ("quantized", ("optimizer_update_8bit",)),
     ("optimizer", ("_foreach_", "_fused_", "optimizer_update")),
     ("norm", ("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "rms_norm")),
     ("softmax", ("_softmax", "_log_softmax", "softmax")),
@@ -41,7 +42,12 @@ _GATHERS = ("embedding", "index_select", "index", "gather", "take")
 _OVERWRITES = frozenset({"copy_", "_foreach_copy_"})
 _KEPT = frozenset({"grads"})
 """Written by no kernel, though the schema of the fused optimizers says so: only a gradient scaler's are."""
-_WRITES_ONLY = frozenset({"zero_", "fill_", "normal_", "uniform_", "bernoulli_", "zeros", "ones", "full", "arange"})
+_WRITES_ONLY = frozenset({
+    "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "zeros", "ones", "full", "arange", "zeros_like", "ones_like",
+    "full_like", "new_zeros", "new_ones", "new_full", "rand_like", "randn_like",
+})  # fmt: skip
+_PICKS = ("nll_loss",)
+"""Reads of its first tensor only what its second points at; what it makes it writes."""
 
 
 class OperatorTable:
@@ -172,7 +178,8 @@ def _operator_of(
         query, key = (tensors[1], tensors[2]) if backward else (tensors[0], tensors[1])
         batch, heads, m, width = query.shape
         return Operator(
-            kind=kind, arithmetic=arithmetic, backward=backward, flops=flops,
+            kind=kind, arithmetic=arithmetic, layout="tt" if "efficient" in name else "nn", backward=backward,
+            flops=flops if _skips_half(func, args, kwargs) or _in_ring(m, key.shape[-2]) else 2 * flops,
             batch=batch * heads, m=m, n=key.shape[-2], k=width,
         )  # fmt: skip
     n = float(max((one.numel() for one in (made or tensors)), default=0))
@@ -182,6 +189,18 @@ def _operator_of(
         n = float(_width(name, args, widest))
         m = widest.numel() / max(n, 1.0)
     return Operator(kind=kind, arithmetic=arithmetic, backward=backward, flops=flops, m=m, n=n)
+
+
+def _skips_half(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an attention kernel leaves out half of the square."""
+    place = next((k for k, one in enumerate(func._schema.arguments) if one.name == "is_causal"), len(args))
+    causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
+    return bool(causal)
+
+
+def _in_ring(rows: int, columns: int) -> bool:
+    """Whether it is one of a ring's, whose FLOPs count a whole square twice already."""
+    return dist.is_initialized() and rows != columns
 
 
 def _kind(name: str, func: Any) -> TimedKind:
@@ -220,6 +239,8 @@ def _moved(func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor], made: 
         read = []
     elif name in _OVERWRITES:
         read = tensors[1:]
+    elif name.startswith(_PICKS):
+        read = tensors[-1:]
     elif name.startswith(_GATHERS) and read:
         read = sorted(read, key=_held)[:-1] + made
     return [_held(one) for one in (*read, *written)]

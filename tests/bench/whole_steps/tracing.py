@@ -80,8 +80,8 @@ def traced(program: Program, folder: Path | None = None) -> Traced:
 def _ground() -> str:
     """All that a trace depends on but its program: how programs are built, how operators are recorded, versions."""
     own = [Path(__file__).with_name(name) for name in ("models.py", "tracing.py")]
-    names = ("recorder.py", "operator_table.py", "emulation/cuda.py", "layers.py")
-    recording = [Path(layering.__file__).with_name(name) for name in names]
+    names = ("recorder.py", "operator_table.py", "work.py", "emulation/cuda.py", "layers.py")
+    recording = [Path(layering.__file__).parent / name for name in names]
     texts = [path.read_text("utf-8") for path in (*own, *recording)]
     return " ".join((version("torch"), version("transformers"), *texts))
 
