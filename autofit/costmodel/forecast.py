@@ -48,8 +48,10 @@ if TYPE_CHECKING:
     from autofit.space import Space
 
 _TRANSFER, _NETWORK = WORK.index("transfer"), WORK.index("network")
-CONTEXT_BYTES = 512 * MIB
-"""Context and kernels. With lazy loading, the default since CUDA 12.2, 274 MiB before any kernel (pytorch/pytorch PR
+_HOPPER = (9, 0)
+_CONTEXT_BYTES, _CONTEXT_BYTES_HOPPER = 512 * MIB, 768 * MIB
+"""Context and kernels. On an H100 with CUDA 13.0 610 MiB with one kernel, 719 to 764 MiB in training, compiled or not.
+On older cards, with lazy loading, the default since CUDA 12.2, 274 MiB before any kernel (pytorch/pytorch PR
 86509), and more with each library that is loaded; 1343 MiB on a V100 with CUDA 11.2. Measured on a real device."""
 _CONTEXT_STD = 256 * MIB
 _WORKSPACE_BYTES = 8_519_680
@@ -181,7 +183,7 @@ def peak_prior(hardware: Hardware) -> PeakPrior:
     if hardware.device == "cpu":
         return _CPU
     return PeakPrior(
-        offset_bytes=CONTEXT_BYTES + workspace_bytes(hardware.capability),
+        offset_bytes=context_bytes(hardware.capability) + workspace_bytes(hardware.capability),
         offset_std=_CONTEXT_STD,
         slope=1.0,
         slope_std=0.03,
@@ -194,6 +196,11 @@ def peak_prior(hardware: Hardware) -> PeakPrior:
     )
 
 
+def context_bytes(capability: tuple[int, int] | None) -> int:
+    """Bytes of a process's context and kernels on the device, outside of PyTorch's allocator."""
+    return _CONTEXT_BYTES_HOPPER if capability and capability >= _HOPPER else _CONTEXT_BYTES
+
+
 def workspace_bytes(capability: tuple[int, int] | None) -> int:
     """Bytes of cuBLAS' workspaces inside PyTorch's allocator; where they are not cached, of one product's."""
     return sum(workspaces(capability))
@@ -201,7 +208,7 @@ def workspace_bytes(capability: tuple[int, int] | None) -> int:
 
 def workspaces(capability: tuple[int, int] | None) -> tuple[int, ...]:
     """The same, one by one: of the thread that calls the model, and of autograd's."""
-    each = _WORKSPACE_BYTES_HOPPER if capability and capability >= (9, 0) else _WORKSPACE_BYTES
+    each = _WORKSPACE_BYTES_HOPPER if capability and capability >= _HOPPER else _WORKSPACE_BYTES
     kept = Version(version("torch")) < _UNKEPT or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
     return (each,) * (_THREADS if kept else 1)
 

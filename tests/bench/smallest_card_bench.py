@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from autofit.commands.estimates.estimate import estimate  # noqa: E402 - the checkout is found first
-from autofit.costmodel.forecast import CONTEXT_BYTES  # noqa: E402
+from autofit.costmodel.forecast import context_bytes  # noqa: E402
+from autofit.machine.gpu_catalogue import find  # noqa: E402
 from autofit.system.errors import AutofitError  # noqa: E402
 from autofit.system.units import MIB  # noqa: E402
 from tests.gpu.fits import MODELS, Case, preload  # noqa: E402
@@ -89,7 +90,7 @@ def trained(card, memory_bytes, model, plan, folder):
     child = os.fork()
     if child == 0:
         os.environ["HOLLOW_CARD"] = describe(card, memory_bytes)
-        os.environ["HOLLOW_CONTEXT_MIB"] = str(CONTEXT_BYTES // MIB)
+        os.environ["HOLLOW_CONTEXT_MIB"] = str(context_bytes(find(card).capability) // MIB)
         try:
             answer.write_text(json.dumps(train(model, dict(plan), folder)))
         except BaseException as error:  # noqa: BLE001 - the top of the process

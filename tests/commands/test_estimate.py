@@ -24,7 +24,7 @@ from autofit.commands.estimates.ways import _smallest, _untried, held_by_way
 from autofit.commands.request import Request, Search
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
-from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, workspace_bytes
+from autofit.costmodel.forecast import MARGIN, context_bytes, workspace_bytes
 from autofit.costmodel.memory import peak
 from autofit.costmodel.tracing import trace_store
 from autofit.costmodel.tracing.timeline import CATEGORIES
@@ -68,7 +68,7 @@ def test_the_demo_on_a_card_by_its_name(ask):
     assert speeds == sorted(speeds, reverse=True)
     for one in found.plans:
         assert sum(one.need.by_category.values()) == pytest.approx(one.need.peak_bytes, rel=1e-6)
-        outside = CONTEXT_BYTES + workspace_bytes((8, 9))
+        outside = context_bytes((8, 9)) + workspace_bytes((8, 9))
         assert one.device_bytes >= one.need.peak_bytes + outside
         assert one.plan["micro_batch"] * one.plan["accumulation"] == SMALL["global_batch"]
     assert not any("offload=parameters" in why for why in found.untraced)

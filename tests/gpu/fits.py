@@ -315,7 +315,7 @@ def predicted_of(case, traces, model):
     from dataclasses import asdict as fields
 
     from autofit.contract.plan import Plan
-    from autofit.costmodel.forecast import CONTEXT_BYTES, workspaces
+    from autofit.costmodel.forecast import context_bytes, workspaces
     from autofit.costmodel.memory import allocator
     from autofit.costmodel.memory.requests import requests
     from autofit.costmodel.tracing.trace_store import evaluated_rows
@@ -341,7 +341,7 @@ def predicted_of(case, traces, model):
         },
         "reserved_bytes": allocator.replay(events, whole, streams).peak_reserved_bytes,
         "workspace_bytes": sum(held),
-        "context_bytes": CONTEXT_BYTES,
+        "context_bytes": context_bytes(CAPABILITY),
         "elsewhere_bytes": need.elsewhere_bytes,
         "phase": need.phase,
         "segment": need.segment,

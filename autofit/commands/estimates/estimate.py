@@ -33,7 +33,7 @@ from autofit.commands.request import Request, Search
 from autofit.commands.scripts.request import SCRIPT_TASK, script_facts, script_notes
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.costmodel.families import Known, families_of
-from autofit.costmodel.forecast import CONTEXT_BYTES, MARGIN, forecast, plans_to_trace, workspace_bytes
+from autofit.costmodel.forecast import MARGIN, context_bytes, forecast, plans_to_trace, workspace_bytes
 from autofit.costmodel.seconds.collectives import links_of
 from autofit.costmodel.seconds.step_time import StepClock
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
@@ -210,8 +210,8 @@ def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space, 
     """What was assumed."""
     said = script_notes(facts, tried=False) or remarks(facts.workload.seq_len, facts.model)
     if facts.hardware.device == "cuda":
-        workspace = units.size(workspace_bytes(facts.hardware.capability))
-        said.append(f"{units.size(CONTEXT_BYTES)} for the CUDA context and {workspace} for cuBLAS are included")
+        context, workspace = (units.size(one(facts.hardware.capability)) for one in (context_bytes, workspace_bytes))
+        said.append(f"{context} for the CUDA context and {workspace} for cuBLAS are included")
     if world.processes > 1:
         links = links_of(card, processes=world.processes, nodes=world.nodes)
         over = f" and {links.across / 1e9:.4g} GB/s between machines" if world.nodes > 1 else ""

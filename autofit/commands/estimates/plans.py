@@ -13,9 +13,9 @@ from autofit.contract.facts import Facts
 from autofit.contract.plan import Plan
 from autofit.costmodel.families import families_of
 from autofit.costmodel.forecast import (
-    CONTEXT_BYTES,
     MARGIN,
     Forecast,
+    context_bytes,
     untraced_bytes,
     workspace_bytes,
     workspaces,
@@ -172,7 +172,7 @@ def estimated_plan(
     assert parts is not None
     # on a CPU it is what processes were seen to hold for such tensors
     on_cpu, untraced = facts.hardware.device == "cpu", untraced_bytes(plan, facts)
-    outside = 0 if on_cpu else CONTEXT_BYTES + nccl_bytes(plan, facts.workload)
+    outside = 0 if on_cpu else context_bytes(facts.hardware.capability) + nccl_bytes(plan, facts.workload)
     if on_cpu:
         device = round(float(cast.device_bytes[place]))
     else:
