@@ -36,7 +36,7 @@ from autofit.commands.request import Request
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Trial
 from autofit.contract.plan import Plan
-from autofit.costmodel.forecast import CONTEXT_BYTES, Forecast, forecast, workspace_bytes
+from autofit.costmodel.forecast import Forecast, context_bytes, forecast, workspace_bytes
 from autofit.costmodel.seconds.roofline import WORK
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue
@@ -61,7 +61,7 @@ class Card:
         self.draw, self.facts, self.plans, self.cast, self.wrong = draw, facts, plans, cast, wrong
         rates = np.array([math.exp(self._normal(f"rate {kind}", RATE)) for kind in WORK])
         self.work = cast.work * cast.nominal * rates
-        self.context_bytes = CONTEXT_BYTES * math.exp(self._normal("context", CONTEXT))
+        self.context_bytes = context_bytes(facts.hardware.capability) * math.exp(self._normal("context", CONTEXT))
         self.context_bytes += workspace_bytes(facts.hardware.capability)
         self.few_rows = FEW_ROWS * math.exp(self._normal("few rows", 0.5))
 

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
-from autofit.costmodel.forecast import CONTEXT_BYTES
+from autofit.costmodel.forecast import context_bytes
 from autofit.costmodel.memory import allocator
 from autofit.machine import gpu_catalogue
 
@@ -110,7 +110,7 @@ def reserved_bytes(run: Run) -> int:
     events = np.concatenate([np.arange(first, first + fake.HANDLES), tape.events])
     sizes = np.concatenate([tape.bytes_at(0), np.full(fake.HANDLES, float(fake.WORKSPACE_BYTES))])
     streams = np.concatenate([tape.streams, np.zeros(fake.HANDLES, dtype=np.int64)])
-    room = card.usable_bytes - CONTEXT_BYTES
+    room = card.usable_bytes - context_bytes(card.capability)
     return int(allocator.replay(events, sizes, streams, capacity_bytes=room).peak_reserved_bytes)
 
 
