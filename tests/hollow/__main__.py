@@ -60,8 +60,6 @@ def environment_of(folder: Path, card: str, count: int) -> dict[str, str]:
         "HOLLOW_GPUS": str(count),
         "HOLLOW_LAWS": str(Path(__file__).with_name("clock.py")),
         "HOLLOW_STATE": f"/proc/{os.getpid()}/fd/{state}",
-        # the planner of cuDNN's attention asks what no stand-in answers
-        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
         "USE_PYTORCH_KERNEL_CACHE": "0",  # what is compiled at run time is none, and must not stay for a card
     }
 

@@ -87,6 +87,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._label = _TEMPORARIES
         self._fixed: set[int] = set()  # blocks that don't grow with the rows, whatever divides them
         self._most: dict[int, int] = {}  # how large blocks get with the rows, where there is an end
+        self._beside: dict[int, int] = {}  # bytes of a block that don't grow with the rows, beside those that do
         self._emptied: dict[int, tuple[str, int]] = {}  # storages of no bytes, which may get theirs back
         self.notes: set[str] = set()
         self.guessed = False  # whether a condition was asked of values that are not known
@@ -240,9 +241,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.categories[block] = index
 
     @contextlib.contextmanager
-    def holding(self, *sizes: int, name: str, most: int | None = None) -> Iterator[None]:
-        """Blocks of these bytes live while the context does: what a kernel takes for itself, ``most`` of any rows."""
-        blocks = [self._new_block(size, name, _TEMPORARIES) for size in sizes]
+    def holding(self, *sizes: int, name: str, most: int | None = None, beside: int = 0) -> Iterator[None]:
+        """Blocks of these bytes live while the context does: a kernel's own, ``most`` and ``beside`` of any rows."""
+        blocks = [self._new_block(size + beside, name, _TEMPORARIES) for size in sizes]
+        self._beside |= dict.fromkeys(blocks, beside)
         if most is not None and self.rows is not None:
             self._most |= dict.fromkeys(blocks, most)
         try:
@@ -342,9 +344,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         per_row = np.zeros_like(sizes)
         if self.rows is not None:
             fixed = np.isin(np.flatnonzero(kept), list(self._fixed))
-            grows = (sizes % self.rows == 0) & ~fixed
-            per_row = np.where(grows, sizes / self.rows, 0.0)
-            sizes = np.where(grows, 0.0, sizes)
+            beside = np.array([self._beside.get(int(block), 0) for block in np.flatnonzero(kept)])
+            grows = ((sizes - beside) % self.rows == 0) & ~fixed
+            per_row = np.where(grows, (sizes - beside) / self.rows, 0.0)
+            sizes = np.where(grows, beside, sizes)
         most = np.array([self._most.get(int(block), np.inf) for block in np.flatnonzero(kept)], dtype=np.float64)
         operators, operators_per_row, calls = self.operators.arrays(since, past)
         return Tape(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from autofit.contract.facts import Facts
 from autofit.contract.plan import Plan, Value
 from autofit.contract.technique import Part
 from autofit.registry import technique
+
+_CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+"""PyTorch reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +64,11 @@ def alone_plan(plan: Plan) -> Plan:
 def kernels_of(capability: tuple[int, int] | None) -> tuple[int, int]:
     """The capability that stands for all whose kernels take the same memory; an A100's where it is not told.
 
-    Below 8.0 there is no FlashAttention; some have less shared memory, and the kernels smaller tiles.
+    Below 8.0 there is no FlashAttention; some have less shared memory, and the kernels smaller tiles. On 9.x and 10.x
+    PyTorch prefers cuDNN's attention, unless the environment says otherwise.
     """
+    if capability is not None and capability[0] in {9, 10} and os.environ.get(_CUDNN_LAST) != "1":
+        return (capability[0], 0)
     if capability is None or capability in {(8, 0), (8, 7)} or (9, 0) <= capability < (12, 0):
         return (8, 0)
     return (7, 5) if capability < (8, 0) else (8, 6)

@@ -41,13 +41,18 @@ STAND_IN int hollow_cudnnGetProperty(int which, int* value) {
 }
 STAND_IN size_t hollow_cudnnGetCudartVersion() { return 13020; }
 STAND_IN const char* hollow_cudnnGetErrorString(int) { return "hollow"; }
-// cuDNN's planner knows one engine for each graph, which needs no workspace. By the numbers of cudnn_graph.h.
-const int KNOB_CHOICES = 302, WORKSPACE_SIZE = 402, NUMERICAL_NOTE = 1303, BEHAVIOR_NOTE = 1305;
+// cuDNN's planner knows one engine for each graph, which needs no workspace, but for attention: values.cpp tells it.
+// By the numbers of cudnn_graph.h.
+const int KNOB_CHOICES = 302, CONFIG_WORKSPACE = 303, SHARED_MEMORY = 304, WORKSPACE_SIZE = 402, NUMERICAL_NOTE = 1303,
+          BEHAVIOR_NOTE = 1305;
+static thread_local int64_t plan_workspace;
+STAND_IN void hollow_plans_attention(int64_t workspace) { plan_workspace = workspace; }
 STAND_IN int hollow_cudnnBackendCreateDescriptor(int, void** d) { return give_handle(d); }
 STAND_IN int hollow_cudnnBackendGetAttribute(void*, int name, int, int64_t, int64_t* count, void* found) {
   bool none = name == KNOB_CHOICES || name == NUMERICAL_NOTE || name == BEHAVIOR_NOTE;
   if (count) *count = none ? 0 : 1;
-  if (name == WORKSPACE_SIZE && found) *(int64_t*)found = 0;
+  if ((name == WORKSPACE_SIZE || name == CONFIG_WORKSPACE) && found) *(int64_t*)found = plan_workspace;
+  if (name == SHARED_MEMORY && found) *(int32_t*)found = 0;
   return 0;
 }
 static int no_bytes(size_t* bytes) {

@@ -31,6 +31,7 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_map_only
 from transformers import modeling_utils
 
+from autofit.costmodel.tracing.emulation import cudnn
 from autofit.costmodel.tracing.emulation.cuda_kernels import SIXTEEN as _SIXTEEN
 from autofit.costmodel.tracing.emulation.cuda_kernels import fused_attention
 
@@ -139,9 +140,12 @@ def _attention(  # noqa: PLR0917 - PyTorch's own order
 ) -> torch.Tensor:
     """By the kernel that CUDA chooses; the fused ones keep a seed where dropout has a mask."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-    fused = fused_attention(query, key, value, attn_mask, dtype=dtype, capability=capability)
+    fused = fused_attention(query, key, value, attn_mask, dtype=dtype, capability=capability, dropout=dropout_p)
     if fused is None:
         return attention_by_scores(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if fused == "cudnn":
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+        return cudnn.attention(query, key, value, attn_mask, is_causal=is_causal, scale=options.get("scale"))
     learned = attn_mask is not None and attn_mask.requires_grad
     if value.shape[-1] != query.shape[-1] or learned:  # which the CPU's fused kernel does not do
         query, key, value = (each.to(dtype) for each in (query, key, value))

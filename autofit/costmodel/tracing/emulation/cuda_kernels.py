@@ -3,6 +3,7 @@
 =================================  ================================================================================
 attention, forward                 results of parts of the keys, see :func:`_split_bytes`
 attention, backward                float32 accumulators, see :func:`_flash_bytes` and :func:`_efficient_bytes`
+attention by cuDNN                 workspaces, see :mod:`~autofit.costmodel.tracing.emulation.cudnn`
 norms and softmax, backward        a copy of a gradient that is not contiguous, such as that of a sum
 softmax                            backward its gradient times its result; where it looks for empty rows, a mask
 sums over rows                     each block's partial sums, which another block adds up
@@ -24,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from packaging.version import Version
 
+from autofit.costmodel.tracing.emulation import cudnn
+
 if TYPE_CHECKING:
     from autofit.costmodel.tracing.recorder import Recorder
 
@@ -36,9 +39,9 @@ _CHUNK = 1 << 16
 _ROWS_OF_SUMS = 32
 GROUPED_EFFICIENT = Version(torch.__version__).release >= (2, 14)
 """Whether the memory-efficient kernel takes fewer heads of keys than of queries."""
-_RESIDENT_THREADS = {(7, 5): 80 * 2048, (8, 0): 132 * 2048, (8, 6): 142 * 1536}
+_RESIDENT_THREADS = {(7, 5): 80 * 2048, (8, 6): 142 * 1536} | dict.fromkeys([(8, 0), (9, 0), (10, 0)], 132 * 2048)
 """Threads that a card runs at once, by :func:`~autofit.costmodel.tracing.trace_request.kernels_of`: those of a V100, an
-H100 and an L40S. A card with fewer splits a long sum over fewer blocks."""
+L40S and an H100. A card with fewer splits a long sum over fewer blocks."""
 
 
 def kernel_stand_ins(capability: tuple[int, int] = _AMPERE) -> dict[Any, Any]:
@@ -51,6 +54,7 @@ def kernel_stand_ins(capability: tuple[int, int] = _AMPERE) -> dict[Any, Any]:
     attention = _AttentionBackward(capability)
     reduction = functools.partial(_reduction, _RESIDENT_THREADS[capability])
     return {
+        **cudnn.stand_ins(),
         ops._scaled_dot_product_flash_attention_for_cpu.default: functools.partial(_flash_forward, capability),
         ops._scaled_dot_product_flash_attention_for_cpu_backward.default: attention,
         ops._scaled_dot_product_efficient_attention_backward.default: attention,
@@ -69,9 +73,9 @@ def kernel_stand_ins(capability: tuple[int, int] = _AMPERE) -> dict[Any, Any]:
 
 def fused_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-    *, dtype: torch.dtype, capability: tuple[int, int],
+    *, dtype: torch.dtype, capability: tuple[int, int], dropout: float = 0.0,
 ) -> str | None:  # fmt: skip
-    """The fused kernel that CUDA takes, ``flash`` or ``efficient``; ``None`` where it multiplies out the scores.
+    """The fused kernel that CUDA takes: ``cudnn``, ``flash`` or ``efficient``; ``None`` where it makes the scores.
 
     Args:
         query: ``(batch, heads, rows, width)``, as ``key`` and ``value``.
@@ -79,14 +83,16 @@ def fused_attention(
         value: May be of another width; FlashAttention does not know that.
         mask: FlashAttention takes none.
         dtype: In which it computes, which autocast may have changed.
-        capability: FlashAttention needs 8.0.
+        capability: FlashAttention needs 8.0, cuDNN's comes first on 9.x and 10.x.
+        dropout: That cuDNN's knows in steps.
 
-    Source: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``. cuDNN's attention, which PyTorch may prefer on
-    Hopper, is not modelled.
+    Source: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``.
     """
     width = query.shape[-1]
     if query.dim() != 4 or key.shape[-1] != width:
         return None
+    if cudnn.takes(query, key, value, mask, dtype=dtype, capability=capability, dropout=dropout):
+        return "cudnn"
     sixteen = dtype in SIXTEEN
     if sixteen and capability >= _AMPERE and mask is None and value.shape[-1] == width <= 256:
         return "flash"
