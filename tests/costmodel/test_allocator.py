@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autofit.costmodel.memory import allocator
 from autofit.costmodel.memory.allocator import _Sequence, replay, smallest_capacity
-from autofit.costmodel.memory.pools import RANGE, UNIT, Expandable, Segments
+from autofit.costmodel.memory.pools import _TOP, RANGE, UNIT, Expandable, Segments
 from autofit.system.units import GIB, KIB, MIB
 
 
@@ -122,11 +122,24 @@ def test_of_equals_the_lowest_address_is_taken():
     pools = Segments([48 * KIB * 2] * 3, [1] * 3, None)
     for block in (0, 1):
         assert pools.allocate(block)
-    where = pools.live[0]
+    where = pools.live[1]
     pools.free(1)
     pools.free(0)
     assert pools.allocate(2)
     assert pools.live[2] == where
+
+
+def test_a_segment_lies_below_the_others_or_in_the_highest_gap_that_large_ones_left():
+    """From 20 MiB on they begin at multiples of 32 MiB, as far as could be told from what an H100 reserved."""
+    sizes = [1, *(size * MIB // UNIT for size in (20, 500, 12, 10, 40, 22))]
+    pools = Segments(sizes, [0] + [1] * 6, None)
+    for block in range(len(sizes)):
+        assert pools.allocate(block)
+    assert [(_TOP - start // 2) * UNIT // MIB for start in pools.segments] == [2, 32, 544, 44, 12, 608, 640]
+    pools.free(2)
+    pools._give_back()
+    assert pools.allocate(2)
+    assert (_TOP - pools.live[2][0] // 2) * UNIT // MIB == 544
 
 
 def test_freed_neighbours_join():
@@ -347,6 +360,7 @@ def test_all_freed_is_all_cached_and_whole(sequence):
     assert pools.size_at == pools.segments
     pools._give_back()
     assert pools.reserved == 0
+    assert pools.gaps == [(0, _TOP)]
 
 
 @given(sequences())

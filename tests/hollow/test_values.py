@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autofit.machine.describe import describe_hardware
@@ -188,10 +187,30 @@ def test_what_is_computed_from_hollow_numbers_is_finite():
     assert (1 / sums).sum().isfinite().item()
 
 
-def test_cudnns_attention_is_refused_as_on_a_card_without_it():
-    query = torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.bfloat16)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
-        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+@pytest.mark.parametrize(("heads", "rows", "width", "made", "peak"), [
+    (16, 512, 64, (1082368, 3145728), (1082880, 6324736)),
+    (24, 500, 64, (1585152, 4608000), (1585664, 9264640)),
+    (8, 2048, 256, (8455168, 25165824), (8455680, 50397696)),
+])  # fmt: skip
+def test_cudnns_attention_makes_and_takes_what_it_did_on_an_h100(heads, rows, width, made, peak):
+    """Forward and backward, of the gradient of a sum; an H100 80GB HBM3, torch 2.11, cuDNN 9.19, 2026-11-26."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("measured on 9.0")
+    shape = (1, heads, rows, width)
+    given = [torch.empty(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    out, *forward = bytes_of(lambda: torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True))
+    assert "Cudnn" in out.grad_fn.name()
+    gradient = out.new_empty(()).expand(shape)
+    _, *backward = bytes_of(lambda: torch.autograd.grad(out, given, gradient, retain_graph=True))
+    assert [forward, backward] == [list(pair) for pair in zip(made, peak, strict=True)]
+
+
+def bytes_of(call):
+    """What a call returns, makes, and holds at its peak."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    return result, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -252,8 +271,9 @@ def test_the_cache_of_a_card_is_its_own():
     assert describe_hardware("cuda")["l2_bytes"] == expected
 
 
-def test_addresses_rise_as_a_drivers_do():
-    """The allocator takes the lowest of equal blocks, and its model takes the oldest segment for the lowest."""
+def test_addresses_fall_as_a_drivers_do():
+    """The allocator takes the lowest of equal blocks; large ones begin at multiples of 32 MiB, as its model has it."""
     blocks = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(4)]
     places = [block.data_ptr() for block in blocks]
-    assert places == sorted(places)
+    assert places == sorted(places, reverse=True)
+    assert all(place % (32 << 20) == 0 for place in places)

@@ -21,10 +21,12 @@ _OWN_SEGMENT = 10 * MIB // UNIT  # kMinLargeAlloc: from here on a request gets a
 LARGE_SEGMENT = 20 * MIB // UNIT  # large_segment_size
 GRAIN = 2 * MIB // UNIT  # kRoundLarge; every segment and every page is a multiple of it
 
+_COARSE = 32 * MIB // UNIT  # where the driver lets a segment of 20 MiB or more begin; a smaller one: GRAIN
 _SHIFT = 48  # a free block is one number, size << _SHIFT | start, so that order is by size, then by address
 _START = (1 << _SHIFT) - 1
 MOST_BYTES = (1 << (_SHIFT - 7)) * UNIT
 """Of all requests together; beyond it the addresses would not do. That is 1 PiB."""
+_TOP = 1 << (_SHIFT - 2)
 RANGE = LARGE_SEGMENT << 26  # addresses of one expandable pool: 1.25 PiB, a multiple of both page sizes
 
 
@@ -176,27 +178,39 @@ class Pools(ABC):
 
 
 class Segments(Pools):
-    """Segments from ``cudaMalloc``."""
+    """Segments from ``cudaMalloc``, which the driver lays below one another, the large ones at coarser addresses."""
 
     large_rest = SMALL_SIZE
 
     def __init__(self, needs: Sequence[int], pool_of: Sequence[int], capacity: int | None) -> None:
         super().__init__(needs, pool_of, capacity)
         self.segments: dict[int, int] = {}
-        self._next = 0
+        self.gaps = [(0, _TOP)]  # between segments, from the lowest on
 
     def copied(self, capacity: int | None) -> Self:
         """With segments of its own."""
         other = super().copied(capacity)
-        other.segments = dict(self.segments)
+        other.segments, other.gaps = dict(self.segments), list(self.gaps)
         return other
 
     def _grow(self, pool: int, need: int) -> tuple[int, int]:
-        start, size = self._next, _segment(need)
+        size = _segment(need)
+        start = 2 * self._place(size)  # twice: never touches the next one
         self.segments[start] = size
-        self._next += size + 1  # never touches the next one
         self._reserve(size)
         return start, size
+
+    def _place(self, size: int) -> int:
+        """The highest place that is free."""
+        step = _COARSE if size >= LARGE_SEGMENT else GRAIN
+        for index in range(len(self.gaps) - 1, -1, -1):
+            low, high = self.gaps[index]
+            start = (high - size) // step * step
+            if start >= low:
+                rests = (low, start), (start + size, high)
+                self.gaps[index : index + 1] = [rest for rest in rests if rest[0] < rest[1]]
+                return start
+        raise AssertionError("the lowest gap holds all that MOST_BYTES allows")
 
     def _give_back(self) -> None:
         for pool, spare in enumerate(self.spare):
@@ -206,6 +220,17 @@ class Segments(Pools):
                     self._take(pool, start)
                     del self.segments[start]
                     self.reserved -= size
+                    self._vacate(start // 2, start // 2 + size)
+
+    def _vacate(self, low: int, high: int) -> None:
+        gaps = self.gaps
+        index = bisect_left(gaps, (low, high))
+        if index < len(gaps) and gaps[index][0] == high:
+            high = gaps.pop(index)[1]
+        if index and gaps[index - 1][1] == low:
+            index -= 1
+            low = gaps.pop(index)[0]
+        gaps.insert(index, (low, high))
 
 
 class Expandable(Pools):

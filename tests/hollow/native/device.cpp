@@ -64,6 +64,7 @@ Slot* own_slot;
 int own_pid;
 std::map<char*, Block> blocks;             // what the device holds
 std::map<char*, size_t> pinned, reserved;  // host memory; address ranges
+std::map<char*, char*> gaps = {{(char*)0x100000000000, (char*)0x500000000000}};  // addresses for device memory
 bool contexts[MAX_DEVICES];
 double busy[MAX_DEVICES];
 Graph* graph_in_capture;
@@ -248,7 +249,6 @@ bool take(size_t bytes, int device) {
 
 void give(size_t bytes, int device) { slot().used[card_of(device)] -= (long long)whole_pages(bytes); }
 
-// Addresses rise, as a driver's do: of free blocks of equal size PyTorch takes the lowest.
 char* map_pages(size_t bytes) {
   static char* next = (char*)0x600000000000;
   int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -257,10 +257,41 @@ char* map_pages(size_t bytes) {
   return at == MAP_FAILED ? nullptr : (char*)at;
 }
 
+// The highest free address, from 20 MiB on a multiple of 32 MiB: so an H100's driver laid them, by what was reserved
+// there. Of free blocks of equal size PyTorch takes the lowest.
+char* place(size_t bytes) {
+  size_t size = whole_pages(std::max<size_t>(bytes, 1)), step = size >= 10 * PAGE ? 16 * PAGE : PAGE;
+  for (auto gap = gaps.rbegin(); gap != gaps.rend(); ++gap) {
+    auto [low, high] = *gap;
+    char* start = (char*)((size_t)(high - size) / step * step);
+    if ((size_t)(high - low) < size || start < low) continue;
+    gaps.erase(low);
+    if (low < start) gaps[low] = start;
+    if (start + size < high) gaps[start + size] = high;
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+    void* at = mmap(start, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return at == MAP_FAILED ? nullptr : start;
+  }
+  return nullptr;
+}
+
+void vacate(char* low, char* high) {
+  auto after = gaps.find(high);
+  if (after != gaps.end()) {
+    high = after->second;
+    gaps.erase(after);
+  }
+  auto next = gaps.lower_bound(low);
+  if (next != gaps.begin() && std::prev(next)->second == low)
+    std::prev(next)->second = high;
+  else
+    gaps[low] = high;
+}
+
 void* allocate(size_t bytes, int device) {
   Guard guard(lock);
   if (!take(bytes, device)) return nullptr;
-  char* at = map_pages(bytes);
+  char* at = place(bytes);
   if (at)
     blocks[at] = {bytes, device};
   else
@@ -273,7 +304,9 @@ bool release(void* address) {
   auto found = blocks.find((char*)address);
   if (found == blocks.end()) return false;
   give(found->second.bytes, found->second.device);
-  munmap(address, found->second.bytes);
+  size_t size = whole_pages(std::max<size_t>(found->second.bytes, 1));
+  munmap(address, size);
+  vacate((char*)address, (char*)address + size);
   blocks.erase(found);
   return true;
 }
