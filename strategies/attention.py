@@ -13,8 +13,9 @@ but an installed package; ``flex_attention`` costs its compilation. All are the 
 Sources: Dao et al. (arXiv 2205.14135, 2307.08691), Shah et al. (arXiv 2407.08608), Dong et al. (arXiv 2412.05496);
 ``PreTrainedModel._check_and_adjust_attn_implementation`` for what an architecture supports.
 
-A trace takes FlashAttention for PyTorch's fused kernel, which is the same algorithm and keeps the same tensors: query,
-key, value, output and a float32 a row. Where a window slides, that is an upper bound, since PyTorch's needs a mask.
+A trace takes FlashAttention for PyTorch's fused kernel (cuDNN's on cards of 9.x and 10.x), which is the same algorithm
+and keeps the same tensors: query, key, value, output and a float32 a row. Where a window slides, that is an upper
+bound, since PyTorch's needs a mask.
 
 Not covered: kernels from the hub, which transformers loads by the ``kernels`` package; FlashAttention-4; widths of
 heads that a kernel refuses, which a trial finds out; traces of ``flex_attention``.

@@ -25,7 +25,8 @@ the compiler finds cheaper to compute again, and it has fewer temporaries. Two t
 - A whole model that transformers compiles is given a causal mask, for while it is traced nobody can see that each row
   is one sequence. Attention then takes PyTorch's memory-efficient kernel in place of flash attention, and where layers
   are computed again in the backward pass, Inductor writes the mask out for every head (``sdpa_constraint`` of
-  ``torch/_inductor/lowering.py`` spares that to the forward pass alone). With ``regions`` there is no mask.
+  ``torch/_inductor/lowering.py`` spares that to the forward pass alone). With ``regions`` there is no mask. cuDNN's
+  attention, which cards of 9.x and 10.x take, leaves the mask as it is: there what is added is too much.
 - Inductor times some kernels when they are first called, unless its cache has them, and meanwhile holds a buffer as
   large as the device's L2 (``InductorBenchmarker.benchmark_gpu``).
 

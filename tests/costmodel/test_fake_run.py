@@ -762,7 +762,7 @@ def test_a_mask_is_added_to_the_scores_in_place():
 
 @pytest.mark.parametrize(
     ("capability", "same_as"),
-    [(None, (8, 0)), ((7, 5), (7, 5)), ((8, 9), (8, 6)), ((9, 0), (8, 0)), ((12, 0), (8, 6)), ((7, 0), (7, 5))],
+    [(None, (8, 0)), ((7, 5), (7, 5)), ((8, 9), (8, 6)), ((9, 0), (9, 0)), ((12, 0), (8, 6)), ((7, 0), (7, 5))],
 )
 def test_cards_whose_kernels_take_the_same_share_their_traces(capability, same_as):
     assert kernels_of(capability) == same_as

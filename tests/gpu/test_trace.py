@@ -132,6 +132,10 @@ BACKENDS = {
 HEADS, ROWS, LENGTH = 8, 4, 1024
 
 
+def prefers_cudnn():
+    return kernels_of(torch.cuda.get_device_capability()) >= (9, 0)
+
+
 def skip_without_bfloat16(dtype):
     """Skip on a card that has none: no plan computes in it there, and what a trace says of it stands for float16."""
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
@@ -209,7 +213,7 @@ def test_attention(dtype, backend, key_heads, dropout, width):
 
 
 def test_attention_whose_values_are_of_another_width():
-    """As DeepSeek's has it: FlashAttention does not do that, and the memory-efficient kernel does."""
+    """As DeepSeek's has it: FlashAttention does not do that, and cuDNN's and the memory-efficient kernel do."""
     skip_without_bfloat16(torch.bfloat16)
 
     def make(device):
@@ -224,7 +228,8 @@ def test_attention_whose_values_are_of_another_width():
         out.relu().sum().backward()
         return out.grad_fn.name()
 
-    assert "Efficient" in check("attention whose values are of another width", make, program)
+    said = check("attention whose values are of another width", make, program)
+    assert ("Cudnn" if prefers_cudnn() else "Efficient") in said
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=short)
@@ -625,7 +630,7 @@ def skip_without(plan, facts, *names):
 
 
 def test_a_compiled_model_that_recomputes_takes_no_more_than_told(bench_of):
-    """The mask that such a graph writes out for each head is in no trace."""
+    """The mask that such a graph writes out for each head is in no trace; cuDNN's attention wants none."""
     heads = {"num_attention_heads": 48, "head_dim": 16, "vocab_size": 1024, "num_hidden_layers": 4}
     bench = bench_of(heads)
     plan = PLAIN.replaced(compile="model", checkpointing="full")
@@ -635,7 +640,8 @@ def test_a_compiled_model_that_recomputes_takes_no_more_than_told(bench_of):
     assert isinstance(outcome, Measured), outcome
     found, added = bench.compare(plan, outcome), untraced_bytes(plan, facts)
     assert isinstance(found, Compared), found
-    assert found.traced_allocated < found.allocated <= found.traced_allocated + added, found
+    assert found.allocated <= found.traced_allocated + added, found
+    assert prefers_cudnn() or found.traced_allocated < found.allocated, found
 
 
 @pytest.mark.parametrize(

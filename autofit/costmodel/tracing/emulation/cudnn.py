@@ -12,8 +12,8 @@ Sources: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` (``check_prefe
 ``node/scaled_dot_product_flash_attention.h``. The workspaces were measured on an H100 (PyTorch 2.11, cuDNN 9.19); what
 a plan takes on a card of 10.x, or by another cuDNN, is taken to be the same.
 
-A build of PyTorch for the CPU does not know the cuDNN of one for CUDA: taken is what PyPI's wheels require, 9.19 (2.11),
-9.20 (2.12, 2.13), 9.24 (2.14) and 9.26 (2.15). It is preferred above 9.15.
+A build of PyTorch for the CPU does not know the cuDNN of one for CUDA: taken is what PyPI's wheels require, 9.19 (of
+2.11), 9.20 (2.12, 2.13), 9.24 (2.14) and 9.26 (2.15). It is preferred above 9.15.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _PLAN_BYTES = 256
 """What a plan of cuDNN takes beside what its frontend tells."""
 
 
-def takes(  # noqa: PLR0911 - as many reasons as PyTorch has
+def takes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
     *, dtype: torch.dtype, capability: tuple[int, int], dropout: float,
 ) -> bool:  # fmt: skip
     """Whether PyTorch takes cuDNN's kernel; the arguments are those of ``fused_attention``, of four dimensions each."""
-    if capability < _HOPPER or dtype not in _SIXTEEN or not torch.backends.cuda.cudnn_sdp_enabled():
+    if capability < _HOPPER or dtype not in _SIXTEEN or not torch._C._get_cudnn_sdp_enabled():
         return False
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
@@ -118,6 +118,8 @@ def _backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict
     workspace = 4 * batch * heads * rows * (width + 1)
     if key.shape[1] != heads:
         workspace += key.element_size() * batch * heads * key.shape[2] * (width + value.shape[-1])
-    with recorder.holding(*copied, name="a gradient made contiguous"):
-        with recorder.holding(workspace, beside=_PLAN_BYTES, name="attention's workspace"):
-            return gradients
+    with (
+        recorder.holding(*copied, name="a gradient made contiguous"),
+        recorder.holding(workspace, beside=_PLAN_BYTES, name="attention's workspace"),
+    ):
+        return gradients
