@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -118,19 +119,23 @@ def test_best_fit_takes_the_smallest_that_is_large_enough():
     assert result.peak_reserved_bytes == 70 * MIB
 
 
-def test_of_equals_the_lowest_address_is_taken():
+@pytest.mark.parametrize("by_address", [False, True])
+def test_of_equals_that_of_the_oldest_segment_is_taken_or_the_one_at_the_lowest_address(monkeypatch, by_address):
+    """The former from torch 2.12 on; the driver lays a newer segment below an older one."""
+    monkeypatch.setattr(Segments, "by_address", by_address)
     pools = Segments([48 * KIB * 2] * 3, [1] * 3, None)
     for block in (0, 1):
         assert pools.allocate(block)
-    where = pools.live[1]
+    where = pools.live[by_address]
     pools.free(1)
     pools.free(0)
     assert pools.allocate(2)
     assert pools.live[2] == where
 
 
-def test_a_segment_lies_below_the_others_or_in_the_highest_gap_that_large_ones_left():
+def test_a_segment_lies_below_the_others_or_in_the_highest_gap_that_large_ones_left(monkeypatch):
     """From 20 MiB on they begin at multiples of 32 MiB, as far as could be told from what an H100 reserved."""
+    monkeypatch.setattr(Segments, "by_address", True)
     sizes = [1, *(size * MIB // UNIT for size in (20, 500, 12, 10, 40, 22))]
     pools = Segments(sizes, [0] + [1] * 6, None)
     for block in range(len(sizes)):
@@ -352,10 +357,15 @@ def test_after_every_event(expandable, sequence, capacity):
     assert pools.allocated == 0
 
 
-@given(sequences())
+@pytest.mark.parametrize("by_address", [False, True])
+@given(sequence=sequences())
 @settings(max_examples=60, deadline=None)
-def test_all_freed_is_all_cached_and_whole(sequence):
-    pools, failed_at = _Sequence(*sequence).run(None, expandable=False)
+def test_all_freed_is_all_cached_and_whole(by_address, sequence):
+    with mock.patch.object(Segments, "by_address", by_address):
+        all_freed(*_Sequence(*sequence).run(None, expandable=False))
+
+
+def all_freed(pools, failed_at):
     assert failed_at is None
     assert pools.size_at == pools.segments
     pools._give_back()

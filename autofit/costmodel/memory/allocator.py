@@ -9,14 +9,14 @@ Source: ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h``
 
 * A request is rounded up to 512 bytes. Up to 1 MiB it is *small* and cut from segments of 2 MiB; below 10 MiB from
   segments of 20 MiB; above, its segment is its size rounded up to 2 MiB.
-* The smallest free block that is large enough is taken, of equals the one at the lowest address. What is left over
-  becomes a free block: in the small pool always, in the large pool where more than 1 MiB is left. So a large block may
-  be up to 1 MiB larger than what was asked for, and ``torch.cuda.max_memory_allocated`` counts it whole.
+* The smallest free block that is large enough is taken; of equals the one in the oldest segment, and there at the
+  lowest address (before torch 2.12: the one at the lowest address in any). What is left over becomes a free block: in
+  the small pool always, in the large pool where more than 1 MiB is left. So a large block may be up to 1 MiB larger
+  than what was asked for, and ``torch.cuda.max_memory_allocated`` counts it whole.
 * A freed block joins its free neighbours in the same segment.
 * Each stream has pools of its own: what was allocated on one is never used again on another, until its segment has
   gone back to the driver.
-* No free block: a new segment, which the driver puts at the highest free address, from 20 MiB on at a multiple of
-  32 MiB. Over the capacity: every segment of all pools that is free as a whole goes back to
+* No free block: a new segment. Over the capacity: every segment of all pools that is free as a whole goes back to
   the driver, and the request for a segment is made once more (a *retry*); then it is out of memory.
 
 With ``expandable``, each pool is one range of addresses that grows by pages of 2 MiB (small) or 20 MiB (large); any
@@ -32,9 +32,10 @@ defaults (``max_split_size_mb``, ``garbage_collection_threshold``, ``roundup_pow
 ``large_segment_size_mb``); ``empty_cache()``; memory outside the allocator (context, cuBLAS' own, NCCL), whose
 addresses may lie between. An expandable range never ends (there: at 9/8 of the card, then a second range begins).
 
-Where the driver puts a segment matters between free blocks of equal size alone. Its rule is not published: this one
-was found among some 30 by what an H100 (driver 580.159) reserved for 37 plans of three models. There and for 18 plans
-of three others it is off by at most 0.4 %, where addresses that rise are off by up to 18 %.
+Before torch 2.12 it matters where the driver puts a segment. Its rule is not published; it is taken to be the highest
+free address, from 20 MiB on at a multiple of 32 MiB. Of some 30 rules this one told best what an H100 (driver 580.159)
+reserved for 37 plans of three models. There and for 18 plans of three others it is off by at most 0.4 %, where
+addresses that rise are off by up to 18 %.
 """
 
 from __future__ import annotations

@@ -6,7 +6,10 @@ import copy
 import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Self
+
+from packaging.version import Version
 
 from autofit.system.units import MIB
 
@@ -178,14 +181,16 @@ class Pools(ABC):
 
 
 class Segments(Pools):
-    """Segments from ``cudaMalloc``, which the driver lays below one another, the large ones at coarser addresses."""
+    """Segments from ``cudaMalloc``."""
 
     large_rest = SMALL_SIZE
+    by_address = Version(version("torch")).release < (2, 12)  # else the oldest segment's is the first of equals
 
     def __init__(self, needs: Sequence[int], pool_of: Sequence[int], capacity: int | None) -> None:
         super().__init__(needs, pool_of, capacity)
         self.segments: dict[int, int] = {}
         self.gaps = [(0, _TOP)]  # between segments, from the lowest on
+        self._next = 0
 
     def copied(self, capacity: int | None) -> Self:
         """With segments of its own."""
@@ -195,13 +200,17 @@ class Segments(Pools):
 
     def _grow(self, pool: int, need: int) -> tuple[int, int]:
         size = _segment(need)
-        start = 2 * self._place(size)  # twice: never touches the next one
+        if self.by_address:
+            start = 2 * self._place(size)  # twice: never touches the next one
+        else:
+            start = self._next
+            self._next += size + 1
         self.segments[start] = size
         self._reserve(size)
         return start, size
 
     def _place(self, size: int) -> int:
-        """The highest place that is free."""
+        """The highest place that is free, as the driver does it."""
         step = _COARSE if size >= LARGE_SEGMENT else GRAIN
         for index in range(len(self.gaps) - 1, -1, -1):
             low, high = self.gaps[index]
@@ -220,7 +229,8 @@ class Segments(Pools):
                     self._take(pool, start)
                     del self.segments[start]
                     self.reserved -= size
-                    self._vacate(start // 2, start // 2 + size)
+                    if self.by_address:
+                        self._vacate(start // 2, start // 2 + size)
 
     def _vacate(self, low: int, high: int) -> None:
         gaps = self.gaps

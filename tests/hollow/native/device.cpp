@@ -258,7 +258,7 @@ char* map_pages(size_t bytes) {
 }
 
 // The highest free address, from 20 MiB on a multiple of 32 MiB: so an H100's driver laid them, by what was reserved
-// there. Of free blocks of equal size PyTorch takes the lowest.
+// there. Before 2.12 PyTorch takes the lowest of free blocks of equal size.
 char* place(size_t bytes) {
   size_t size = whole_pages(std::max<size_t>(bytes, 1)), step = size >= 10 * PAGE ? 16 * PAGE : PAGE;
   for (auto gap = gaps.rbegin(); gap != gaps.rend(); ++gap) {
