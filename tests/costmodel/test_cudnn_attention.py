@@ -144,7 +144,7 @@ LEARNED = torch.empty(1, 4, 32, 32, requires_grad=True)
 def test_it_is_taken_where_pytorch_takes_it(monkeypatch, call, by_version):
     """In PyTorch 2.11, 2.12 to 2.13, and from 2.14 on: cuDNN's, FlashAttention or the memory-efficient kernel.
 
-    So said ``torch.backends.cuda.can_use_cudnn_attention`` and ``torch._fused_sdp_choice`` of 2.11, 2.13, 2.14.1 and
+    So said ``torch.backends.cuda.can_use_cudnn_attention`` and ``torch._fused_sdp_choice`` of 2.11 to 2.13, 2.14.1 and
     2.15 on emulated cards.
     """
     for (any_dropout, wide), kernel in zip(((True, False), (False, False), (False, True)), by_version, strict=True):
