@@ -76,7 +76,7 @@ def on_its_device(document: Document, say: Callable[[str], None]) -> dict[str, s
         with on_device(hardware.uuid):
             return {"CUDA_VISIBLE_DEVICES": hardware.uuid}
     except MachineError as error:
-        say(f"the {hardware.name} that was tuned on is not here: {error.message}")
+        say(f"the {hardware.name} that was tuned on is not here, the first device takes its place: {error.message}")
         return {}
 
 

@@ -45,7 +45,8 @@ def driver() -> Iterator[Any]:
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
-        raise MachineError(f"the Nvidia driver does not answer ({error})", hint="what does nvidia-smi say?") from error
+        said = "knows no such device" if str(error) == "Not Found" else "does not answer"
+        raise MachineError(f"the Nvidia driver {said} ({error})", hint="what does nvidia-smi say?") from error
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Everything here needs a CUDA device, and is skipped without one; an emulated one has no values and no speed."""
 
 import gc
+import json
 import os
 from pathlib import Path
 
@@ -29,3 +30,11 @@ def pytest_collection_finish():
     if not missing_cuda():
         gc.collect()
         gc.freeze()
+
+
+def pytest_runtest_logreport(report):
+    """A record keeps the reason of each failure when it comes, since a run may be cut off before it tells them."""
+    path = os.environ.get("AUTOFIT_GPU_CHECKS")
+    if path and report.failed:
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"check": report.nodeid, "failed": report.longreprtext[-4000:]}) + "\n")

@@ -6,11 +6,13 @@
 step        what runs                                                     seconds at most  file in DIR
 ==========  ============================================================  ===============  =========================
 doctor      ``autofit doctor --json``                                     60               ``doctor.json``
+tune        a 1B-parameter Llama, sequence length 2048, under 40 GiB      720              ``tune.json``
+verify      ``autofit verify`` of what the tune wrote                     240              ``verify.json``
+operators   ``record_operators.py``: each alone, and whole steps          180              ``operators/``
+allocator   ``allocator_bench.py``: traces and the real allocator         900              ``allocator.json``
 traces      ``tests/gpu/test_trace.py``: each comparison with its bytes     300              ``traces.txt checks.jsonl``
 tests       the other tests of ``tests/gpu``                              400              ``tests.txt``
 fits        ``tests/gpu/fits.py``: the smallest card of some forty plans  540              ``fits.jsonl``
-tune        a 1B-parameter Llama, sequence length 2048, under 40 GiB      720              ``tune.json``
-verify      ``autofit verify`` of what the tune wrote                     240              ``verify.json``
 ==========  ============================================================  ===============  =========================
 
 DIR/record.json says of each step what was run, how it ended and how long it took; a step that is run again replaces its
@@ -36,7 +38,11 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 from tests.gpu.models import LLAMA_1B  # noqa: E402 - the checkout is found first
 
-LIMITS = {"doctor": 60.0, "traces": 300.0, "tests": 400.0, "fits": 540.0, "tune": 720.0, "verify": 240.0}
+BENCHES = HERE.parent / "bench"
+LIMITS = {
+    "doctor": 60.0, "tune": 720.0, "verify": 240.0, "operators": 180.0, "allocator": 900.0, "traces": 300.0,
+    "tests": 400.0, "fits": 540.0,
+}  # fmt: skip
 AUTOFIT = [sys.executable, "-m", "autofit.cli"]
 GRACE = 20.0  # between the end that a program is asked for and the one that it is made to
 
@@ -48,11 +54,15 @@ def commands(options, seconds):
     fits = [sys.executable, str(HERE / "fits.py"), "--output", str(out / "fits.jsonl")]
     if options.predictions:
         fits += ["--predictions", str(options.predictions)]
-    pytest = [sys.executable, "-m", "pytest", "-v", "-n", "0", "-p", "no:cacheprovider", "--durations=15"]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # the latter warns, and warnings are errors
+    pytest = [sys.executable, "-m", "pytest", "-v", "-n", "0", *plugins, "--durations=15"]
     traces = HERE / "test_trace.py"
     minutes = max(0.5, (seconds["tune"] - GRACE) / 60)
+    recorder = [sys.executable, str(BENCHES / "record_operators.py"), "--output", str(out / "operators")]
     return {
         "doctor": [*AUTOFIT, "doctor", "--json"],
+        "operators": [*recorder, "--kernels", "40", "--seconds", f"{max(1.0, seconds['operators'] - GRACE):.0f}"],
+        "allocator": [sys.executable, str(BENCHES / "allocator_bench.py"), "--json", str(out / "allocator.json")],
         "traces": [*pytest, str(traces)],
         "tests": [*pytest, *map(str, sorted(set(HERE.glob("test_*.py")) - {traces}, key=_dearest_last))],
         "fits": [*fits, "--budget-seconds", f"{max(1.0, seconds['fits'] - GRACE):.0f}"],
@@ -77,7 +87,7 @@ FILES = {
     "tune": "tune.json",
     "verify": "verify.json",
 }
-"""Where a step's stdout goes; that of ``fits`` is only talk."""
+"""Where a step's stdout goes; that of the others is only talk."""
 
 
 def run(command, limit_seconds, stdout, environment):
