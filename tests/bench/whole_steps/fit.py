@@ -3,10 +3,9 @@ copies, gaps between kernels, the host.
 
 The kernels' coefficients are held but for those in :data:`WANTED`, which no published kernel is of. They are fitted to
 whole steps and to the operators that were timed alone on :data:`OWN_CARD`, both of the same weight, and to the whole
-steps that those are of. Steps that differ in
-the accumulation alone are one row, the median of them; no source decides by its number of rows, since at most
-:data:`MOST` of each source and card are fitted to, and the interval is the mean over the cards of each source, each
-card left out in turn. The same minimizer as the kernels', no random numbers.
+steps that those are of. Steps that differ in the accumulation alone are one row, the median of them; no source decides
+by its number of rows, since at most :data:`MOST` of each source and card are fitted to, and the interval is the mean
+over the cards of each source, each card left out in turn. The same minimizer as the kernels', no random numbers.
 """
 
 from __future__ import annotations
