@@ -46,8 +46,6 @@ WAIT_CYCLES = 300_000
 _MADE_UP = ("rand", "normal", "uniform")
 """Operators that make the rows and weights."""
 WHOLE_STEPS, TIMED_STEPS = 6, 2
-MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 768, "num_hidden_layers": 12,
-         "state_size": 16, "vocab_size": 50280}  # fmt: skip
 
 # model, tokens in a row, rows, precision, optimizer, attention, compiled parts; those that tell most come first
 PROGRAMS = """
@@ -145,10 +143,10 @@ def allocated() -> dict[str, int]:
 
 def is_view(func: Any) -> bool:
     """Whether an operator launches nothing and only looks at its input otherwise."""
+    if func._schema.name in {"aten::_unsafe_view", "aten::_reshape_alias"}:
+        return True
     views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.arguments)
-    return func._schema.name in {"aten::_unsafe_view", "aten::_reshape_alias"} or (
-        views and not func._schema.is_mutable
-    )
+    return views and not func._schema.is_mutable
 
 
 # -- the training -------------------------------------------------------------------------------------------------
@@ -158,7 +156,7 @@ def training_of(program: Program) -> Any:
     """A function that makes one optimizer step."""
     import transformers
 
-    values = dict(MODELS.get(program.model, MAMBA))
+    values = dict(MODELS[program.model])
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     config._attn_implementation = program.attention
     config.use_cache = False
@@ -243,7 +241,8 @@ def run(program: Program, folder: Path) -> None:
         issued.append(time.perf_counter() - began)
         torch.cuda.synchronize()
         whole.append(time.perf_counter() - began)
-    each = timed([step], TIMED_STEPS) if program.compiled == "off" else {}
+    peak_bytes = torch.cuda.max_memory_allocated()  # before each operator's own is asked
+    each = timed(step, TIMED_STEPS) if program.compiled == "off" else {}
     lines = lines_of(program.name, each, TIMED_STEPS)
     append(folder / "operators.csv", lines)
     total = sum(sum(seconds) for seconds in each.values()) / TIMED_STEPS
@@ -253,21 +252,20 @@ def run(program: Program, folder: Path) -> None:
         "step_seconds": f"{statistics.median(whole):.5g}", "issued_seconds": f"{statistics.median(issued):.5g}",
         "operator_seconds": f"{total:.5g}", "operators": sum(line["calls"] for line in lines),
         "steps": json.dumps([round(one, 5) for one in whole]),
-        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "peak_bytes": peak_bytes,
     }])  # fmt: skip
     print(f"{program.name}: step {statistics.median(whole):.4f} s, issued {statistics.median(issued):.4f}, "
           f"operators {total:.4f}", flush=True)  # fmt: skip
 
 
-def timed(functions: list[Any], times: int) -> dict[tuple[Any, ...], list[float]]:
+def timed(function: Any, times: int) -> dict[tuple[Any, ...], list[float]]:
     """Seconds of every call, by what the operator is."""
     each: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    for function in functions:
-        for _ in range(times):
-            with OperatorTimes() as mode:
-                function()
-            for key, seconds in mode.seconds().items():
-                each[key] += seconds
+    for _ in range(times):
+        with OperatorTimes() as mode:
+            function()
+        for key, seconds in mode.seconds().items():
+            each[key] += seconds
     return each
 
 
@@ -304,15 +302,14 @@ def run_kernels(folder: Path, seconds: float) -> None:
         pairs.append((begin, end))
     torch.cuda.synchronize()
     print("an empty pair of events:", statistics.median(one.elapsed_time(two) for one, two in pairs) / 1e3, flush=True)
-    groups = kernels()
-    for name, functions in groups.items():
+    for name, functions in kernels().items():
         each: dict[tuple[Any, ...], list[float]] = defaultdict(list)
         for number, function in enumerate(functions):
             if time.monotonic() - began > seconds:
                 print(f"{name}: the time is spent after {number} of {len(functions)}", flush=True)
                 break
             try:
-                for key, its in timed([function], 2).items():
+                for key, its in timed(function, 2).items():
                     each[key] += its[len(its) // 2 :]  # the first calls load their kernels
             except Exception as error:  # noqa: BLE001 - the others are still to be timed
                 print(f"{name} {number}: {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)

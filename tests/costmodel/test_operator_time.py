@@ -111,9 +111,7 @@ def test_a_large_product_comes_near_the_peak_but_where_power_is_short():
     assert starved[0] < 0.5, "70 W do not keep 40 SMs at their boost clock"
 
 
-SIDES = st.integers(1, 7_500).map(
-    lambda eights: 8 * eights
-)  # aligned: on Hopper an odd row costs more than a longer one
+SIDES = st.integers(1, 60_000)
 
 
 @given(
@@ -121,6 +119,9 @@ SIDES = st.integers(1, 7_500).map(
     batch=st.integers(1, 512), arithmetic=st.sampled_from(ARITHMETICS), card=st.sampled_from(KNOWN),
 )  # fmt: skip
 def test_any_product_on_any_card_takes_longer_where_it_is_larger(sides, more, batch, arithmetic, card):
+    """But for rows that are no whole vectors on Hopper's tensor cores: there longer ones may win."""
+    if card.capability >= (9, 0) and arithmetic != "fp32":
+        sides = tuple(8 * -(-side // 8) for side in sides)
     large = tuple(side * times for side, times in zip(sides, more, strict=True))
     both = Operators.of([product(*size, batch=batch, arithmetic=arithmetic) for size in (sides, large)])
     told = seconds(both, card)

@@ -1,14 +1,13 @@
 """Everything here needs a CUDA device, and is skipped without one; an emulated one has no values and no speed."""
 
 import gc
-import json
 import os
 from pathlib import Path
 
 import pytest
 
 from autofit.machine.select import missing_cuda
-from tests.gpu.card import EMULATED
+from tests.gpu.card import EMULATED, note
 
 HERE = Path(__file__).parent
 os.environ.setdefault("TORCH_CUBLAS_WORKSPACE_CACHE", "1")  # read once; programs here are compared without workspaces
@@ -34,7 +33,5 @@ def pytest_collection_finish():
 
 def pytest_runtest_logreport(report):
     """A record keeps the reason of each failure when it comes, since a run may be cut off before it tells them."""
-    path = os.environ.get("AUTOFIT_GPU_CHECKS")
-    if path and report.failed:
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"check": report.nodeid, "failed": report.longreprtext[-4000:]}) + "\n")
+    if report.failed:
+        note(report.nodeid, failed=report.longreprtext[-4000:])

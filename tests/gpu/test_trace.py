@@ -11,9 +11,6 @@ import dataclasses
 import functools
 import gc
 import importlib
-import json
-import os
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -33,20 +30,12 @@ from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.trace_request import kernels_of
 from autofit.registry import technique
 from autofit.system.units import KIB, MIB
+from tests.gpu.card import note
 from tests.gpu.models import LLAMA
 from tests.gpu.trials import PLAIN, Bench, Compared
 
 NEAR = 0.03
 SLACK_BYTES = 64 * KIB  # seeds, scalars, and what is rounded up to 512 bytes
-
-
-def note(name, **values):
-    """Leave a line for the record."""
-    path = os.environ.get("AUTOFIT_GPU_CHECKS")
-    if path:
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"check": name, **values}) + "\n")
-    print(name, values)
 
 
 # -- one program, twice -------------------------------------------------------------------------------------------

@@ -239,7 +239,8 @@ def test_pythons_part_in_checkpointing_counts_for_the_host(tmp_path, device):
     # of nine layers, every other one; a recomputed operator is one more, and Python's part as much again and more
     assert found["every_2"] - found["off"] == pytest.approx((found["full"] - found["off"]) * 5 / 9, rel=0.2)
     assert found["full"] > 1.6 * found["off"]
-    assert found["selective"] > 1.9 * found["full"]
+    # cuDNN's attention, which a card of 9.0 takes, saves more tensors, each of which a hook sees again
+    assert found["selective"] > (2 if device == "cpu" else 1.9) * found["full"]
     assert torch.utils.checkpoint._checkpoint_hook is hooks
     assert operators("off") == found["off"]
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from autofit.costmodel.seconds.collectives import CollectiveKind, collective
 from autofit.costmodel.seconds.operator_time import COLUMNS, Arithmetic, Layout, Operator, TimedKind, row_of
 from autofit.costmodel.tracing.timeline import Floats
+from autofit.costmodel.tracing.work import counts_twice
 
 _CODES = 4
 """Columns that are no sizes."""
@@ -179,7 +180,7 @@ def _operator_of(
         batch, heads, m, width = query.shape
         return Operator(
             kind=kind, arithmetic=arithmetic, layout="tt" if "efficient" in name else "nn", backward=backward,
-            flops=flops if _skips_half(func, args, kwargs) or _in_ring(m, key.shape[-2]) else 2 * flops,
+            flops=flops if counts_twice(func, args, kwargs, m, key.shape[-2]) else 2 * flops,
             batch=batch * heads, m=m, n=key.shape[-2], k=width,
         )  # fmt: skip
     n = float(max((one.numel() for one in (made or tensors)), default=0))
@@ -189,18 +190,6 @@ def _operator_of(
         n = float(_width(name, args, widest))
         m = widest.numel() / max(n, 1.0)
     return Operator(kind=kind, arithmetic=arithmetic, backward=backward, flops=flops, m=m, n=n)
-
-
-def _skips_half(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an attention kernel leaves out half of the square."""
-    place = next((k for k, one in enumerate(func._schema.arguments) if one.name == "is_causal"), len(args))
-    causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
-    return bool(causal)
-
-
-def _in_ring(rows: int, columns: int) -> bool:
-    """Whether it is one of a ring's, whose FLOPs count a whole square twice already."""
-    return dist.is_initialized() and rows != columns
 
 
 def _kind(name: str, func: Any) -> TimedKind:

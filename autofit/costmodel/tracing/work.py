@@ -26,7 +26,7 @@ def work_of(
     flops, kind = 0.0, "other"
     counter = flop_registry.get(func._overloadpacket)
     if "flash_attention" in str(func) or "cudnn_attention" in str(func):  # PyTorch's own counter takes no grouped heads
-        flops = _attention_flops(func, args)
+        flops = _attention_flops(func, args, kwargs)
         kind = _product(first) if first is None or first.dtype == torch.float32 else "attention"
     elif counter is not None:
         flops = float(counter(*_usual(func, args), **kwargs, out_val=result))
@@ -48,7 +48,21 @@ def _product(tensor: torch.Tensor | None) -> Kind:
     return "matmul fp32" if tensor is None else kinds.get(tensor.dtype, "matmul fp32")
 
 
-def _attention_flops(func: Any, args: tuple[Any, ...]) -> float:
+def counts_twice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, columns: int) -> bool:
+    """Whether :func:`work_of` counts twice what attention over such a square computes: causal, or one of a ring's."""
+    return _is_causal(func, args, kwargs) or _in_ring(rows, columns)
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    place = next((k for k, one in enumerate(func._schema.arguments) if one.name == "is_causal"), len(args))
+    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+
+
+def _in_ring(rows: int, columns: int) -> bool:
+    return distributed.is_initialized() and rows != columns
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Two products forward, five backward, over the whole square: what PyTorch's own counter does for CUDA's.
 
     A causal kernel leaves out half of it, which is known to who reads them: a block of a ring that leaves out nothing
@@ -60,9 +74,7 @@ def _attention_flops(func: Any, args: tuple[Any, ...]) -> float:
     query, key, value = args[1:4] if backward else args[0:3]
     batch, heads, rows, width = query.shape
     columns, value_width = key.shape[-2], value.shape[-1]
-    causal = args[7] if backward else len(args) > 4 and args[4]  # of flash attention, the one kernel of a ring
-    ring = "flash_attention" in str(func) and distributed.is_initialized() and not causal and rows != columns
-    batch *= 2 if ring else 1
+    batch *= 2 if _in_ring(rows, columns) and not _is_causal(func, args, kwargs) else 1
     scores = 2.0 * batch * heads * rows * columns * width
     outputs = 2.0 * batch * heads * rows * columns * value_width
     return float(3 * scores + 2 * outputs if backward else scores + outputs)
