@@ -29,6 +29,9 @@ _NOISE = frozenset({
 """Words that tell no card from another."""
 _LAPTOP = frozenset({"laptop", "mobile", "notebook", "max"})
 
+_PCIE_BYTES_PER_SECOND = {7: 15.75e9, 8: 31.5e9, 9: 63e9}
+"""By the major compute capability from which on cards have it: 3.0, 4.0, 5.0."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
@@ -75,6 +78,12 @@ class Card:
     watts: int | None = None
     nvlink_bytes_per_second: float | None = None
     source: str
+
+    @property
+    def bus_bytes_per_second(self) -> float:
+        """Of the 16 lanes of PCIe that cards of its generation have, one way, raw; the machine may have fewer."""
+        major = 8 if self.capability is None else self.capability[0]
+        return _PCIE_BYTES_PER_SECOND[max((one for one in _PCIE_BYTES_PER_SECOND if one <= major), default=7)]
 
     @property
     def memory_bytes(self) -> int:

@@ -67,6 +67,7 @@ class Figures:
         sms: Streaming multiprocessors.
         peak: FLOP/s of the arithmetic of each operator.
         bandwidth: Bytes per second of the device's memory.
+        bus: Bytes per second to the host, one way, raw.
         stacked: 1 where it is HBM, 0 where it is GDDR.
         l2: Bytes.
         hz: Boost clock.
@@ -79,6 +80,7 @@ class Figures:
     sms: Numbers
     peak: Numbers
     bandwidth: Numbers
+    bus: Numbers
     stacked: Numbers
     l2: Numbers
     hz: Numbers

@@ -239,7 +239,7 @@ def device_seconds(
         elif name == "quantized":
             found[places] = kernel_laws.quantized_seconds(card, fit[name], memory, moved_bytes=own.moved_bytes, n=own.n)
         elif name == "transfer":
-            found[places] = own.moved_bytes / (BUS_BYTES_PER_SECOND * np.exp(fit["passes"][name]))
+            found[places] = own.moved_bytes / (card.bus * np.exp(fit["passes"][name]))
         elif name not in {"nothing", "collective"}:
             passes = np.exp(fit["passes"].get(name, 0.0))
             found[places] = passes * kernel_laws.memory_seconds(card, memory, own.moved_bytes)
@@ -261,7 +261,7 @@ def bound_seconds(operators: Operators, card: Card) -> Numbers:
     peaks = np.array([card.rate(name) for name in ARITHMETICS])
     works = ~np.isin(operators.kind, [TIMED_KINDS.index("nothing"), TIMED_KINDS.index("collective")])
     bus = operators.kind == TIMED_KINDS.index("transfer")
-    bandwidth = np.where(bus, BUS_BYTES_PER_SECOND, card.bandwidth_bytes_per_second)
+    bandwidth = np.where(bus, card.bus_bytes_per_second, card.bandwidth_bytes_per_second)
     # a causal kernel leaves out half of the square that its FLOPs are counted over
     flops = operators.flops * np.where(operators.kind == TIMED_KINDS.index("attention"), 0.5, 1.0)
     bound = np.maximum(flops / peaks[operators.arithmetic], operators.moved_bytes / bandwidth)
@@ -292,6 +292,7 @@ def figures_of(operators: Operators, card: Card) -> Figures:
         sms=card.sms * each,
         peak=peaks[operators.arithmetic],
         bandwidth=card.bandwidth_bytes_per_second * each,
+        bus=card.bus_bytes_per_second * each,
         stacked=float(card.capability[1] == 0 and card.capability[0] < 12) * each,
         l2=card.l2_bytes * each,
         hz=card.boost_hz * each,
@@ -304,8 +305,6 @@ def figures_of(operators: Operators, card: Card) -> Figures:
 
 _UNLAUNCHED = tuple(TIMED_KINDS.index(kind) for kind in ("nothing", "transfer", "collective"))
 _HALVES = (ARITHMETICS.index("bf16"), ARITHMETICS.index("fp16"))
-BUS_BYTES_PER_SECOND = 3.15e10
-"""PCIe 4.0 x16, raw."""
 _EFFICIENCY: dict[tuple[int, int], float] = {
     (6, 0): 1.0, (6, 1): 1.0, (7, 0): 1.0, (7, 5): 1.0, (8, 0): 2.6, (8, 6): 1.8, (8, 9): 3.6, (9, 0): 3.6,
     (10, 0): 6.0, (12, 0): 3.8,

@@ -60,9 +60,11 @@ ATTENTION_SHARE = 0.5
 BANDWIDTH_SHARE = 0.8
 """Of the datasheet's bandwidth. 90 % from 100 MB on and 75 % from 10 MB on (calculon, a100_80g.json); 74 to 83 % by
 BabelStream on a GH200 (UoB-HPC/BabelStream issue 194)."""
-BUS_BYTES_PER_SECOND = 2.5e10
-"""Pinned copies over PCIe 4.0 x16, whose raw rate is 31.5 GB/s; 24 to 26 GB/s are usual (CUDA's bandwidthTest). Half of
-it on PCIe 3.0, twice on 5.0: the catalogue does not know the machine around the card."""
+BUS_SHARE = 0.8
+"""Of the raw rate of the bus, for pinned copies: 24 to 26 of the 31.5 GB/s of PCIe 4.0 x16 are usual (CUDA's
+bandwidthTest), and an H100 made 53 of 63."""
+_BUS_BYTES_PER_SECOND = 2.5e10
+"""The same over PCIe 4.0, for a card that is not known."""
 HOST_SECONDS_PER_OPERATOR = 8e-6
 """Python, autograd, dispatcher and launch of one eager operator. Layer by layer 5 to 25 µs (jiahuanglin.xyz, GPU kernel
 serving, lesson 18); the low end, since most operators of a step are issued by autograd's C++ engine."""
@@ -154,7 +156,7 @@ def _unmeasured_seconds(card: Card | None, *, on_cpu: bool, threads: int) -> Num
     if on_cpu:
         flops = 4e10 * max(threads, 1)
         return 1 / np.array([flops] * 5 + [1e10, 1e10, 1 / HOST_SECONDS_PER_OPERATOR, 1.0])
-    rates = [1.5e13, 6e13, 1.2e14, 1.2e14, 6e13, 8e11, BUS_BYTES_PER_SECOND, 1 / HOST_SECONDS_PER_OPERATOR, 1.0]
+    rates = [1.5e13, 6e13, 1.2e14, 1.2e14, 6e13, 8e11, _BUS_BYTES_PER_SECOND, 1 / HOST_SECONDS_PER_OPERATOR, 1.0]
     return 1 / np.array(rates)
 
 
@@ -174,7 +176,7 @@ def _device_seconds(card: Card, totals: Totals) -> Numbers:
 def _bandwidths(card: Card) -> Numbers:
     """Attainable bytes per second for each of :data:`KINDS`."""
     own = card.bandwidth_bytes_per_second * BANDWIDTH_SHARE
-    return np.array([BUS_BYTES_PER_SECOND if kind == "transfer" else own for kind in KINDS])
+    return np.array([card.bus_bytes_per_second * BUS_SHARE if kind == "transfer" else own for kind in KINDS])
 
 
 def _rates(card: Card) -> Numbers:
