@@ -385,10 +385,11 @@ def test_the_rest_moves_bytes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_products_do_what_the_products_of_their_experts_do(dtype):
+@pytest.mark.parametrize("groups", [False, True])
+def test_grouped_products_do_what_the_products_of_their_experts_do(dtype, groups):
     """Forward, and backward for the rows and for the weights; PyTorch's own counter leaves them out."""
     rows, wide, narrow, experts = 24, 32, 16, 4
-    recorder = Recorder(fake=True, stand_ins=without_values())
+    recorder = Recorder(fake=True, stand_ins=without_values(), groups=groups)
     with FakeTensorMode(), recorder:
         recorder.mark("0:F0")
         given, weights = torch.empty(rows, wide, dtype=dtype), torch.empty(experts, wide, narrow, dtype=dtype)
@@ -401,10 +402,21 @@ def test_grouped_products_do_what_the_products_of_their_experts_do(dtype):
             (rows, wide),
             (experts, wide, narrow),
         ]
-    work = recorder.tape(since=1).work[0]
+    tape = recorder.tape(since=1)
+    at_once = groups and dtype == torch.bfloat16
+    calls = 1 if at_once else experts
     kind = KINDS.index("matmul bf16" if dtype == torch.bfloat16 else "matmul fp32")
-    assert work[kind, 0] == 3 * 2 * rows * wide * narrow
-    assert work[kind, 2] == 3
+    assert tape.work[0, kind, 0] == 3 * 2 * rows * wide * narrow
+    assert tape.work[0, kind, 2] == 3 * calls
+    found, products = Operators.from_rows(tape.operators[1:]), tape.calls[1:]  # the first is what makes the tensors
+    assert products[:, 2].tolist() == [calls] * 3
+    assert found.batch.tolist() == [experts / calls] * 3
+    one = rows / experts  # rows of an expert
+    shapes = [[*shape] for shape in zip(found.m, found.n, found.k, strict=True)]
+    assert shapes == [[one, narrow, wide], [one, wide, narrow], [wide, narrow, one]]
+    assert (found.batch * found.m * found.n * found.k * 2 == found.flops).all()
+    size = dtype.itemsize * (rows * wide + rows * narrow + experts * wide * narrow)
+    assert found.moved_bytes.tolist() == [(size + 4 * experts) / calls] * 3
 
 
 def test_who_waits_for_a_collective_gets_what_it_made():

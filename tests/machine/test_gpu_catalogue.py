@@ -265,3 +265,11 @@ def test_a_device_is_matched_by_name_and_size(name, total_mib, wanted):
 )
 def test_peaks_are_those_of_the_papers(name, precision, tera):
     assert find(name).peak(precision) == pytest.approx(tera * 1e12, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [("T4", 15.75e9), ("P100-PCIE-16GB", 15.75e9), ("A100-80GB", 31.5e9), ("4090", 31.5e9), ("5090", 63e9)],
+)
+def test_the_bus_is_that_of_its_generation(name, rate):
+    assert find(name).bus_bytes_per_second == rate

@@ -303,7 +303,8 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
     on_cuda, capability = recipe.facts.hardware.device == "cuda", kernels_of(recipe.facts.hardware.capability)
     stand_ins = {**(without_values() if fake else {}), **(kernel_stand_ins(capability) if on_cuda else {})}
     mode = FakeMode() if fake else None
-    recorder = Recorder(stand_ins=stand_ins, fake=fake, mode=mode, rows=rows)
+    groups = on_cuda and capability[0] in {9, 10}
+    recorder = Recorder(stand_ins=stand_ins, fake=fake, mode=mode, rows=rows, groups=groups)
     with contextlib.ExitStack() as stack:
         for one in techniques():
             stack.enter_context(one.stand_in(recipe.plan[one.name], recipe.facts, recorder))

@@ -144,6 +144,22 @@ def operator_of(
     return (one, []) if one.kind == "nothing" else (replace(one, moved_bytes=sum(moved)), moved)
 
 
+def calls_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any], flops: float, *, groups: bool
+) -> tuple[Operator, list[float], float]:
+    """As :func:`operator_of`, and how often the device does it: experts are multiplied one after the other.
+
+    Those in bfloat16 are one kernel where ``groups``: on cards of compute capability 9.x and 10.x. Source:
+    ``_grouped_mm_cuda`` in ``GroupedBlas.cpp`` (torch 2.13).
+    """
+    one, moved = operator_of(func, args, kwargs, outputs, flops)
+    if func is not torch.ops.aten._grouped_mm.default or (groups and one.arithmetic == "bf16") or one.batch == 0:
+        return one, moved, 1.0
+    count = one.batch
+    each = replace(one, batch=1.0, flops=one.flops / count, moved_bytes=one.moved_bytes / count)
+    return each, [size / count for size in moved], count
+
+
 def _moved_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Any]) -> list[float]:
     tensors = [one for value in (*args, *kwargs.values()) for one in _each(value)]
     return _moved(func, args, tensors, [one for one in outputs if isinstance(one, torch.Tensor)])
@@ -242,16 +258,33 @@ def _product(
         result, weight = (tensors[0], tensors[2]) if "backward" in name else (made[0], tensors[1])
         inner = weight.numel() / weight.shape[0]
         return 1.0, result.numel() / result.shape[1], float(result.shape[1]), inner, "nt"
+    if name == "_grouped_mm":
+        return _of_experts(tensors[0], tensors[1], made[0])
     pair = [one for one in tensors if one.dim() >= 2][-2:]  # a bias stands before them
     if len(pair) < 2:
         return 0.0, 0.0, 0.0, 0.0, "nn"
     left, right = pair
-    layout: Layout = f"{_side(left)}{_side(right)}"  # type: ignore[assignment]
     batch = left.shape[0] if left.dim() == 3 else 1
-    if name == "_grouped_mm":
-        experts = right.shape[0] if right.dim() == 3 else 1
-        return float(experts), left.shape[-2] / experts, float(right.shape[-1]), float(left.shape[-1]), layout
-    return float(batch), float(left.shape[-2]), float(right.shape[-1]), float(left.shape[-1]), layout
+    return float(batch), float(left.shape[-2]), float(right.shape[-1]), float(left.shape[-1]), _layout(left, right)
+
+
+def _of_experts(
+    left: torch.Tensor, right: torch.Tensor, made: torch.Tensor
+) -> tuple[float, float, float, float, Layout]:
+    """Products of all experts, which the rows, the columns or what is summed over are divided among, each alike."""
+    experts = next(one.shape[0] for one in (left, right, made) if one.dim() == 3)
+    m, n, k = float(left.shape[-2]), float(right.shape[-1]), float(left.shape[-1])
+    if left.dim() == right.dim() == 2:
+        k /= experts
+    elif left.dim() == 2:
+        m /= experts
+    elif right.dim() == 2:
+        n /= experts
+    return float(experts), m, n, k, _layout(left, right)
+
+
+def _layout(left: torch.Tensor, right: torch.Tensor) -> Layout:
+    return f"{_side(left)}{_side(right)}"  # type: ignore[return-value]
 
 
 def _side(tensor: torch.Tensor) -> str:

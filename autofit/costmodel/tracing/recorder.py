@@ -23,7 +23,7 @@ from autofit.costmodel.seconds.operator_time import Operator
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, called, signature
 from autofit.costmodel.tracing.in_place import add, only_writes
-from autofit.costmodel.tracing.operator_table import OperatorTable, collective_of, operator_of
+from autofit.costmodel.tracing.operator_table import OperatorTable, calls_of, collective_of
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape, ordered
 from autofit.costmodel.tracing.work import work_of
 
@@ -48,6 +48,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mode: The mode of fake tensors right below this one.
         rows: The micro-batch, if it is a prime that divides no other dimension: then what it divides grows with the
             rows, and the rest does not, and the tape holds for any number of them.
+        groups: Whether the device multiplies experts in bfloat16 all at once.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake: bool = True,
         mode: FakeMode | None = None,
         rows: int | None = None,
+        groups: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.run = called if mode is None else mode.run
-        self.rows = rows
+        self.rows, self.groups = rows, groups
         self.stand_ins = {torch.ops.aten.add.Tensor: add, **(stand_ins or {})}
         self.events: list[int] = []
         self.sizes: list[int] = []
@@ -75,7 +77,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work_per_row: list[list[list[float]]] = [_nothing()]
         self.operators = OperatorTable(rows)
         self._number_of: dict[Any, int] = {torch.cpu.current_stream(): 0}  # streams, which a trace has in name only
-        self._counted: dict[Hashable, tuple[int, tuple[float, float, float, float], int]] = {}
+        self._counted: dict[Hashable, tuple[int, tuple[float, float, float, float], int, float]] = {}
         self._called: dict[int, str] = {}  # operators' names, which it takes long to put together
         self._block: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -184,12 +186,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted = None if key is None else self._counted.get(key)
         if counted is None:
             kind, flops, moved = work_of(func, args, kwargs, result, outputs)
-            index = self.operators.index_of(*operator_of(func, args, kwargs, outputs, flops))
-            counted = KINDS.index(kind), self._shares(flops, moved), index
+            one, each, calls = calls_of(func, args, kwargs, outputs, flops, groups=self.groups)
+            counted = KINDS.index(kind), self._shares(flops, moved), self.operators.index_of(one, each), calls
             if key is not None:
                 self._counted[key] = counted
-        self._add(*counted[:2])
-        self.operators.call(len(self.segments) - 1, counted[2])
+        self._add(*counted[:2], counted[3])
+        self.operators.call(len(self.segments) - 1, *counted[2:])
 
     def _send(self, one: Operator | None) -> None:
         """Add a collective; gathered weights don't grow with the rows, whatever divides them."""
@@ -210,11 +212,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fixed = flops if flops % self.rows else 0.0
         return fixed, sum(moved) - grows, (flops - fixed) / self.rows, grows / self.rows
 
-    def _add(self, column: int, shares: tuple[float, float, float, float]) -> None:
+    def _add(self, column: int, shares: tuple[float, float, float, float], calls: float = 1.0) -> None:
         fixed, grows = self.work[-1][column], self.work_per_row[-1][column]
         fixed[0] += shares[0]
         fixed[1] += shares[1]
-        fixed[2] += 1
+        fixed[2] += calls
         grows[0] += shares[2]
         grows[1] += shares[3]
 
