@@ -67,6 +67,7 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
     from autofit.commands.estimates.estimate import estimate as run
     from autofit.commands.estimates.plans import MOST_KINDS
     from autofit.commands.estimates.screen import screen
+    from autofit.commands.scripts.named import is_script
     from autofit.system.strict_json import dump_json
 
     if _asks_about_cards(options):
@@ -74,7 +75,8 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
         return
     options = {name: value for name, value in options.items() if name not in {"tokens", "price"}}
     with terminable():
-        most = None if every else MOST_KINDS
+        ways_alone = not (as_json or options["output"] or is_script(model))  # the screen shows no kinds of plans
+        most = None if every else 0 if ways_alone else MOST_KINDS
         found = run(model, most=most, ways=not every, say=lambda words: click.echo(words, err=True), **options)
     if as_json:
         click.echo(dump_json(ESTIMATE, found), nl=False)
