@@ -15,7 +15,15 @@ EACH_SCRIPT = (
     {"micro_batch": 8},
 )
 """What each is tried with; a script's own optimizer and adapter stay."""
-SCRIPT_NAMES = ("image-text", "masked-loop", "masked-loop by hand", "reward (TRL)")
+SCRIPT_NAMES = (
+    "image-text",
+    "masked-loop",
+    "masked-loop by hand",
+    "reward (TRL)",
+    "sft (TRL)",
+    "sft LoRA (TRL)",
+    "dpo (TRL)",
+)
 
 
 def script_of(name, folder):
@@ -28,26 +36,35 @@ def script_of(name, folder):
         return SCRIPTS / "loop.py", ("--model", str(folder / "bert"), *by_hand)
     tiny_llama(folder)  # for its tokenizer
     _config(folder / "reward", "llama-reward")
-    _pairs(folder / "pairs")
+    _config(folder / "llama", "llama-reward", architectures=["LlamaForCausalLM"])
+    _texts(folder)
     trl = importlib.util.find_spec("trl")
     assert trl is not None
     words = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_length", "256")
-    named = ("--model_name_or_path", str(folder / "reward"), "--dataset_name", str(folder / "pairs"))
-    return Path(trl.origin).parent / "scripts/reward.py", (*named, "--output_dir", str(folder / "trained"), *words)
+    kind = name.partition(" ")[0]
+    model, data = "reward" if kind == "reward" else "llama", "texts" if kind == "sft" else "pairs"
+    if "LoRA" in name:
+        words += ("--use_peft", "--lora_target_modules", "all-linear")
+    named = ("--model_name_or_path", str(folder / model), "--dataset_name", str(folder / data))
+    return Path(trl.origin).parent / f"scripts/{kind}.py", (*named, "--output_dir", str(folder / "trained"), *words)
 
 
-def _config(folder, model):
+def _config(folder, model, **changes):
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(TASK_MODELS[model][1]))
+    (folder / "config.json").write_text(json.dumps({**TASK_MODELS[model][1], **changes}))
 
 
-def _pairs(folder, rows=48):
-    """Pairs of answers of 50 to 200 words."""
+def _texts(folder, rows=48):
+    """Rows of 50 to 200 words, and pairs of such answers."""
     numbers = random.Random(0)
 
     def say():
         return " ".join(numbers.choices(WORDS, k=numbers.randint(50, 200)))
 
-    folder.mkdir()
-    lines = [json.dumps({"prompt": "w1 w2", "chosen": say(), "rejected": say()}) for _ in range(rows)]
-    (folder / "train.jsonl").write_text("\n".join(lines))
+    makers = {
+        "texts": lambda: {"text": say()},
+        "pairs": lambda: {"prompt": "w1 w2", "chosen": say(), "rejected": say()},
+    }
+    for name, make in makers.items():
+        (folder / name).mkdir()
+        (folder / name / "train.jsonl").write_text("\n".join(json.dumps(make()) for _ in range(rows)))

@@ -168,6 +168,32 @@ def test_only_the_hull_can_be_a_peak(lines, rows):
             assert peak == live.max() == live[moment]
 
 
+ENDED = st.lists(st.tuples(SIZES, st.integers(1, MIB), st.integers(1, 200), st.booleans()), min_size=1, max_size=20)
+
+
+@given(ENDED, st.lists(st.integers(0, 400), min_size=1, max_size=8))
+def test_large_blocks_that_begin_or_stop_to_grow_are_a_peak_of_lines_between_these_rows(blocks, rows):
+    writer, most = Writer(), []
+    writer.mark("0:F0")
+    for (zero, slope, end, steps), (_, alone, *_) in zip(blocks, reversed(blocks), strict=True):
+        held = 32 * MIB
+        # grows to its end; or is there from more rows than that on; beside one that grows without an end
+        block = writer.new(-held * end, held) if steps else writer.new(zero, held / end)
+        writer.drop(block, writer.new(0, alone) if slope % 2 else block)
+        most += [held if steps else zero + held, *([np.inf] if slope % 2 else [])]
+    writer.mark("0:step")
+    writer.mark("1:F0")
+    writer.mark("1:step")
+    events = [event for place, event in enumerate(writer.events) if event not in writer.events[:place]]
+    tape = dataclasses.replace(writer.tape(), events=np.array(events), most=np.array(most, dtype=np.float64))
+    tape = dataclasses.replace(tape, starts=np.array([0, len(events), len(events), len(events)]))
+    part = MicroPart(tape=tape, weights=np.zeros(0, dtype=np.int64))
+    found, moments = part.peaks(np.array(rows, dtype=np.float64), adding=False)
+    for at, peak, moment in zip(rows, found, moments, strict=True):
+        assert peak == pytest.approx(tape.live(at).max(), rel=1e-4)
+        assert tape.by_category(int(moment), at).sum() == pytest.approx(peak, rel=1e-4)
+
+
 @given(LINES)
 def test_a_hull_is_no_longer_than_it_must_be(lines):
     zero, slope = (np.array(values, dtype=np.float64) for values in zip(*lines, strict=True))

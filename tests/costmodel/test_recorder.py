@@ -161,6 +161,21 @@ def test_what_a_kernel_holds_lives_as_long_as_it_runs():
     assert tape.names[tape.ops[1]] == "accumulators"
 
 
+def test_what_grows_up_to_a_share_or_is_there_after_some_rows():
+    rows = 101
+    with recording(rows=rows) as recorder:
+        with recorder.up_to(0.5):
+            grows, fixed = torch.empty(rows, KIB), torch.empty(KIB)
+            with recorder.holding(8 * KIB, name="from the fourth row on", after=3):
+                pass
+        beyond = torch.empty(rows, KIB)
+    assert grows.numel() == beyond.numel() > fixed.numel()
+    tape = recorder.tape(since=1)
+    assert tape.bytes_at(3).tolist() == [3 * 4 * KIB, 4 * KIB, 0, 3 * 4 * KIB]
+    assert tape.bytes_at(4).tolist() == [4 * 4 * KIB, 4 * KIB, 8 * KIB, 4 * 4 * KIB]
+    assert tape.bytes_at(rows).tolist() == [rows * 2 * KIB, 4 * KIB, 8 * KIB, rows * 4 * KIB]
+
+
 def test_a_kernel_that_fails_holds_nothing_any_more():
     with recording() as recorder, contextlib.suppress(ZeroDivisionError), recorder.holding(KIB, name="held"):
         raise ZeroDivisionError

@@ -1,7 +1,10 @@
 """Traces of users' scripts against the same steps on real tensors."""
 
+import dataclasses
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autofit import space
@@ -20,18 +23,19 @@ def folder(tmp_path):
     return tmp_path
 
 
-def plans_of(facts, precision="fp32"):
-    """A plan of each checkpointing, of four rows twice."""
+def plans_of(facts, precision="fp32", rows=4):
+    """A plan of each checkpointing, of so many rows twice."""
     found: dict[object, Plan] = {}
     for plan in space.build(facts).plans:
-        if (plan["micro_batch"], plan["accumulation"], plan["precision"]) == (4, 2, precision):
+        if (plan["micro_batch"], plan["accumulation"], plan["precision"]) == (rows, 2, precision):
             found.setdefault(plan["checkpointing"], plan)
     return list(found.values())
 
 
-def near(server, folder, facts, precision="fp32"):
+def near(server, folder, facts, precision="fp32", rows=4):
     """Every plan's peak by its trace is what real tensors need."""
-    plans = plans_of(facts, precision)
+    plans = plans_of(facts, precision, rows)
+    assert plans
     traces = traces_of(server, folder, facts, plans)
     assert not traces.failed
     for number, plan in enumerate(plans):
@@ -139,6 +143,53 @@ def test_a_trace_of_a_trainer_of_trl_needs_what_real_tensors_need(server, tmp_pa
         *OWN,
     )
     near(server, tmp_path, facts_of_script(server, tmp_path, script, *words))
+
+
+def sft(server, folder, **given):
+    """Facts of an SFT by TRL of so many rows twice, of 64 tokens each."""
+    pytest.importorskip("trl")
+    given = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, **given}
+    return facts_of_script(server, folder, SCRIPTS / "sft.py", json.dumps(given))
+
+
+@pytest.mark.parametrize(
+    ("rows", "precision", "given"),
+    [
+        (4, "fp32", {"lora": 4, "answers": True}),
+        (100, "fp32", {"lora": 4}),  # two tiles of tokens
+        pytest.param(100, "bf16", {}, marks=pytest.mark.by_hand),
+        pytest.param(4, "bf16", {"lora": 4, "words": 40_000}, marks=pytest.mark.by_hand),  # two tiles of the vocabulary
+        pytest.param(4, "fp32", {"lora": 4, "packing": True, "packing_strategy": "wrapped"}, marks=pytest.mark.by_hand),
+        pytest.param(4, "fp32", {"lora": 4, "loss_type": "dft"}, marks=pytest.mark.by_hand),
+    ],
+)
+def test_a_trace_of_tokens_in_tiles_needs_what_real_tensors_need(server, tmp_path, rows, precision, given):
+    facts = sft(server, tmp_path, **given, per_device_train_batch_size=rows, count=4 * rows)
+    if precision not in facts.hardware.precisions:
+        pytest.skip(f"no {precision} here")
+    near(server, tmp_path, facts, precision, rows)
+
+
+def test_on_a_card_a_tile_is_one_buffer_of_the_tokens_that_have_a_label(server, tmp_path):
+    facts = sft(server, tmp_path, lora=4, answers=True)
+    card = dataclasses.replace(facts.hardware, device="cuda", capability=(8, 0))
+    facts = dataclasses.replace(facts, hardware=card)
+    (plan, *_) = plans_of(facts)
+    traces = traces_of(server, tmp_path, facts, [plan])
+    assert not traces.failed
+    tape = traces.parts(plan)[0].tape
+    width, a_row = 4 * 32_768, 64 - 8  # the first eight words are asked
+    of_buffers = np.flatnonzero(np.isfinite(tape.most) & (tape.per_row == a_row * width))
+    assert len(of_buffers) == 4  # of each micro-step's forward and backward pass
+    assert np.allclose(tape.most[of_buffers], 4096 * width)
+    assert traces.need(plan).peak_bytes > 4 * a_row * width
+
+
+def test_rows_that_trl_joins_without_padding_cant_be_traced(server, tmp_path):
+    facts = sft(server, tmp_path, lora=4, packing=True)
+    plans = plans_of(facts)[:1]
+    traces = traces_of(server, tmp_path, facts, plans)
+    assert "the script's batches don't grow with their rows: cu_seq_lens_q" in traces.untraced(plans[0])
 
 
 LOSS = """

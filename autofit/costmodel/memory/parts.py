@@ -64,35 +64,26 @@ class MicroPart:
 
     def peaks(self, rows: Floats, *, adding: bool) -> tuple[Floats, Ints]:
         """Peak bytes beside the weights and the state at each of ``rows``, and the events that make them."""
-        return _at(rows, *(self._highest_adding if adding else self._highest_fresh))
+        return (self._highest_adding if adding else self._highest_fresh).at(rows)
 
     @functools.cached_property
-    def _highest_fresh(self) -> tuple[Floats, Floats, Ints]:
-        return self._highest(self.tape_of(1), "0:step")
+    def _highest_fresh(self) -> _Highest:
+        return _Highest.of(self.tape_of(1), "0:step")
 
     @functools.cached_property
-    def _highest_adding(self) -> tuple[Floats, Floats, Ints]:
-        return self._highest(self.tape, "1:step")
+    def _highest_adding(self) -> _Highest:
+        return _Highest.of(self.tape, "1:step")
 
     def evaluation_peaks(self, rows: Floats) -> tuple[Floats, Ints]:
         """Peak bytes of evaluating so many ``rows``, beside the weights and the state, and the events; 0 if none is."""
         if self.evaluation is None:
             return np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
-        return _at(rows, *self._highest_evaluating)
+        return self._highest_evaluating.at(rows)
 
     @functools.cached_property
-    def _highest_evaluating(self) -> tuple[Floats, Floats, Ints]:
+    def _highest_evaluating(self) -> _Highest:
         assert self.evaluation is not None
-        zero, slope = self.evaluation.lines()
-        moments = _hull(zero, slope)
-        return zero[moments], slope[moments], moments
-
-    def _highest(self, tape: Tape, stop: str) -> tuple[Floats, Floats, Ints]:
-        """Of all moments before a segment those that are the peak at some number of rows: lines, and events."""
-        end = int(tape.starts[tape.segments.index(stop)])
-        zero, slope = (line[:end] for line in tape.lines())
-        moments = _hull(zero, slope)
-        return zero[moments], slope[moments], moments
+        return _Highest.of(self.evaluation)
 
     def without(self, *names: Category) -> MicroPart:
         """The same where blocks of some categories are not on the device."""
@@ -105,8 +96,8 @@ class MicroPart:
         return float(self.tape.per_row[batch].sum()) / TRACED_MICRO_STEPS
 
     def activation_bytes_per_row(self) -> float:
-        """What one row of a batch makes the device hold at once, at most."""
-        return float(self.tape.lines()[1].max())
+        """What one row of a batch makes the device hold at once, at most, without what has stopped growing."""
+        return float(self.tape.lines(np.inf)[1].max())
 
     def work(self, rows: Floats) -> Totals:
         """The work of one micro-step that finds gradients, at each of ``rows``."""
@@ -223,11 +214,40 @@ def _totals(work: Floats) -> Totals:
     return Totals(flops=work[..., 0], moved_bytes=work[..., 1], operators=np.asarray(work[..., 2].sum(axis=-1)))
 
 
-def _at(rows: Floats, zero: Floats, slope: Floats, moments: Ints) -> tuple[Floats, Ints]:
-    """The highest of some lines at each of ``rows``, and the event that it stands for."""
-    at = zero[None, :] + slope[None, :] * rows[:, None]
-    best = at.argmax(axis=1)
-    return at[np.arange(len(rows)), best], moments[best]
+@dataclass(frozen=True, slots=True)
+class _Highest:
+    """The moments of a tape that are the peak at some number of rows.
+
+    Attributes:
+        ends: See :meth:`Tape.ends`.
+        lines: Below the first of them, between each two and above the last: bytes at no rows, those that a row adds,
+            and the events, of each moment.
+    """
+
+    ends: Floats
+    lines: tuple[tuple[Floats, Floats, Ints], ...]
+
+    @classmethod
+    def of(cls, tape: Tape, stop: str | None = None) -> _Highest:
+        """Of all moments before a segment, or of all."""
+        end = None if stop is None else int(tape.starts[tape.segments.index(stop)])
+        ends, found = tape.ends(), []
+        for rows in (*ends, np.inf):
+            zero, slope = (line[:end] for line in tape.lines(rows))
+            moments = _hull(zero, slope)
+            found.append((zero[moments], slope[moments], moments))
+        return cls(ends, tuple(found))
+
+    def at(self, rows: Floats) -> tuple[Floats, Ints]:
+        """The peak at each of ``rows``, and the event that makes it."""
+        peaks, events = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
+        places = np.searchsorted(self.ends, rows)
+        for place in set(places.tolist()):
+            zero, slope, moments = self.lines[place]
+            at = zero[None, :] + slope[None, :] * rows[places == place][:, None]
+            best = at.argmax(axis=1)
+            peaks[places == place], events[places == place] = at[np.arange(len(at)), best], moments[best]
+        return peaks, events
 
 
 def _hull(zero: Floats, slope: Floats) -> Ints:

@@ -84,15 +84,13 @@ def need(
     in_evaluation = float(evaluated[0]) + state + done
     if micro.evaluation is not None and in_evaluation > max(in_micro, float(step[at_step]) + queue):
         tape, moment, total = micro.evaluation, int(events[0]), held + in_evaluation
-        zero, slope = tape.by_category(moment)
-        parts, beside[_BATCH] = zero + slope * evaluated_rows, done
+        parts, beside[_BATCH] = tape.by_category(moment, evaluated_rows), done
     elif in_micro >= float(step[at_step]) + queue:
         tape, moment, total = of_micro, int(moments[0]), held + in_micro
-        zero, slope = tape.by_category(moment)
-        parts = zero + slope * rows
+        parts = tape.by_category(moment, rows)
     else:
         tape, moment, total = optimizer.tape, at_step, held + float(step[at_step]) + queue
-        parts, _ = tape.by_category(moment)
+        parts = tape.by_category(moment)
         beside[_STATE] = 0.0
     for category, bytes_beside in beside.items():
         parts[category] += bytes_beside

@@ -77,9 +77,14 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         real_args, real_kwargs = tree_unflatten(
             [known[id(one)] if isinstance(one, torch.Tensor) else one for one in leaves], spec
         )
+        sized = torch.Tag.dynamic_output_shape not in func.tags and torch.Tag.data_dependent_output not in func.tags
+        result = func(*args, **kwargs) if sized else None
+        if any(isinstance(one, FakeTensor) and one.numel() > _LARGEST for one in tree_leaves(result)):
+            return result
         with _disable_current_modes(), torch.no_grad():
             real = func(*real_args, **real_kwargs)
-        result = self._fake(func, args, kwargs, real)
+        if not sized:  # the sizes depend on values
+            result = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
         for fake, value in zip(tree_leaves(result), tree_leaves(real), strict=True):
             if isinstance(fake, FakeTensor) and value.numel() <= _LARGEST:
                 self._known[fake] = value
@@ -122,13 +127,6 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         with self:
             return torch.nonzero(mask)
-
-    @staticmethod
-    def _fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], real: Any) -> Any:
-        """The same of fake tensors; where the sizes depend on values, the real ones."""
-        if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
-            return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
-        return func(*args, **kwargs)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -32,6 +32,7 @@ from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.emulation.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.emulation.fake_kernels import without_values
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
+from autofit.costmodel.tracing.emulation.tiled_loss import tiled_loss
 from autofit.costmodel.tracing.layers import Marks, find_layers, period_of, shorten, watch_layers
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.shard_layout import Held, Layout, cut, layout_of
@@ -316,6 +317,8 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
             evaluates = recipe.facts.workload.launch_path == "trainer"
             stack.enter_context(following(recorder, evaluates=evaluates))
         stack.enter_context(recorder)
+        if fake:
+            stack.enter_context(tiled_loss(recorder, on_cuda=on_cuda))
         if on_cuda:
             stack.enter_context(placement.use(placement.Traced(recorder)))
             stack.enter_context(like_cuda(capability))

@@ -21,16 +21,17 @@ from torch.utils._pytree import tree_leaves
 
 from autofit.costmodel.seconds.operator_time import Operator
 from autofit.costmodel.seconds.roofline import KINDS
+from autofit.costmodel.tracing.categories import categorized
+from autofit.costmodel.tracing.emulation.fake_kernels import said_value
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, called, signature
 from autofit.costmodel.tracing.in_place import add, only_writes
 from autofit.costmodel.tracing.operator_table import OperatorTable, calls_of, collective_of
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape, ordered
-from autofit.costmodel.tracing.work import work_of
+from autofit.costmodel.tracing.work import by_rows, work_of
 
-_WEIGHTS, _COPIES, _GRADIENTS, _STATE, _ACTIVATIONS, _LOGITS, _BATCH, _TEMPORARIES, _COMMUNICATION, _ = range(
-    len(CATEGORIES)
+_WEIGHTS, _COPIES, _TEMPORARIES, _COMMUNICATION = map(
+    CATEGORIES.index, ("weights", "copies", "temporaries", "communication")
 )
-_HEAD = frozenset({"head", "loss", "headB"})
 _DEVICE = torch.ops.prim.device.default
 """Asked of a fake tensor that is not native by every call from Python."""
 _VALUE = torch.ops.aten._local_scalar_dense.default
@@ -88,8 +89,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paused = 0
         self._label = _TEMPORARIES
         self._fixed: set[int] = set()  # blocks that don't grow with the rows, whatever divides them
-        self._most: dict[int, int] = {}  # how large blocks get with the rows, where there is an end
+        self._share: float | None = None  # of its size, up to which what is made grows with the rows
+        self._most: dict[int, float] = {}  # how large blocks get with the rows, where there is an end
         self._beside: dict[int, int] = {}  # bytes of a block that don't grow with the rows, beside those that do
+        self._after: dict[int, int] = {}  # rows up to which a block is not there
         self._emptied: dict[int, tuple[str, int]] = {}  # storages of no bytes, which may get theirs back
         self.notes: set[str] = set()
         self.guessed = False  # whether a condition was asked of values that are not known
@@ -107,7 +110,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operator and write down what it made."""
         if self.fake and (func is _DEVICE or func is _VALUE):
             self.guessed |= func is _VALUE and args[0].dtype == torch.bool
-            return args[0].device if func is _DEVICE else _one(args[0])
+            return args[0].device if func is _DEVICE else said_value(args[0])
         kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented  # its own dispatch comes down to local tensors
@@ -167,6 +170,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append(block)
         if category == _COMMUNICATION:
             self._fixed.add(block)
+        if self._share is not None:
+            self._most[block] = size * self._share
         return block
 
     def _free(self, key: int, _: object) -> None:
@@ -187,7 +192,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if counted is None:
             kind, flops, moved = work_of(func, args, kwargs, result, outputs)
             one, each, calls = calls_of(func, args, kwargs, outputs, flops, groups=self.groups)
-            counted = KINDS.index(kind), self._shares(flops, moved), self.operators.index_of(one, each), calls
+            counted = KINDS.index(kind), by_rows(self.rows, flops, moved), self.operators.index_of(one, each), calls
             if key is not None:
                 self._counted[key] = counted
         self._add(*counted[:2], counted[3])
@@ -203,14 +208,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _describe(self, one: Operator, moved: Sequence[float], calls: float = 1.0) -> None:
         self.operators.add(len(self.segments) - 1, one, moved, calls)
-
-    def _shares(self, flops: float, moved: Sequence[int]) -> tuple[float, float, float, float]:
-        """One operator's FLOPs and the bytes that it reads or writes: of no rows, and of each row."""
-        if self.rows is None:
-            return flops, sum(moved), 0.0, 0.0
-        grows = sum(size for size in moved if size % self.rows == 0)
-        fixed = flops if flops % self.rows else 0.0
-        return fixed, sum(moved) - grows, (flops - fixed) / self.rows, grows / self.rows
 
     def _add(self, column: int, shares: tuple[float, float, float, float], calls: float = 1.0) -> None:
         fixed, grows = self.work[-1][column], self.work_per_row[-1][column]
@@ -243,12 +240,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.categories[block] = index
 
     @contextlib.contextmanager
-    def holding(self, *sizes: int, name: str, most: int | None = None, beside: int = 0) -> Iterator[None]:
-        """Blocks of these bytes live while the context does: a kernel's own, ``most`` and ``beside`` of any rows."""
+    def up_to(self, share: float) -> Iterator[None]:
+        """What is made in here grows with the rows up to this share of its size."""
+        before, self._share = self._share, share
+        try:
+            yield
+        finally:
+            self._share = before
+
+    @contextlib.contextmanager
+    def holding(self, *sizes: int, name: str, beside: int = 0, after: int | None = None) -> Iterator[None]:
+        """Blocks of these bytes live while the context does: a kernel's own, ``beside`` of any rows.
+
+        Those with an ``after`` are there from more than so many rows on, and do not grow.
+        """
         blocks = [self._new_block(size + beside, name, _TEMPORARIES) for size in sizes]
         self._beside |= dict.fromkeys(blocks, beside)
-        if most is not None and self.rows is not None:
-            self._most |= dict.fromkeys(blocks, most)
+        self._after |= {} if after is None else dict.fromkeys(blocks, after)
         try:
             yield
         finally:
@@ -259,7 +267,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def passes(self, *sizes: int) -> None:
         """A kernel writes these bytes and reads them again, in memory that it takes for itself."""
         if not self._closed:
-            self._add(KINDS.index("other"), self._shares(0.0, [2 * size for size in sizes]))
+            self._add(KINDS.index("other"), by_rows(self.rows, 0.0, [2 * size for size in sizes]))
             moved = [2.0 * size for size in sizes]
             self._describe(Operator(kind="dequantize", moved_bytes=sum(moved)), moved)
 
@@ -275,7 +283,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def transfer(self, moved_bytes: int) -> None:
         """Bytes go over the bus, to the host or back."""
         if not self._closed:
-            self._add(KINDS.index("transfer"), self._shares(0.0, [moved_bytes]))
+            self._add(KINDS.index("transfer"), by_rows(self.rows, 0.0, [moved_bytes]))
             self._describe(Operator(kind="transfer", moved_bytes=float(moved_bytes)), [moved_bytes])
 
     def busies_host(self, operators: float) -> None:
@@ -341,16 +349,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         renamed = np.where(events >= 0, number[blocks], ~number[blocks])
         before = np.concatenate([[0], np.cumsum(mine)])
         starts = before[np.array(self.starts[since:past])]
-        categories = np.array(self._categorized(), dtype=np.int64)
+        categories = np.array(categorized(self.categories, self.segments, self._made_in, self._died_in), dtype=np.int64)
         sizes = np.array(self.sizes, dtype=np.float64)[kept]
-        per_row = np.zeros_like(sizes)
+        per_row, most = np.zeros_like(sizes), np.full_like(sizes, np.inf)
         if self.rows is not None:
             fixed = np.isin(np.flatnonzero(kept), list(self._fixed))
             beside = np.array([self._beside.get(int(block), 0) for block in np.flatnonzero(kept)])
             grows = ((sizes - beside) % self.rows == 0) & ~fixed
             per_row = np.where(grows, (sizes - beside) / self.rows, 0.0)
             sizes = np.where(grows, beside, sizes)
-        most = np.array([self._most.get(int(block), np.inf) for block in np.flatnonzero(kept)], dtype=np.float64)
+            ends = np.array([self._most.get(int(block), np.inf) for block in np.flatnonzero(kept)])
+            most = np.where(grows, ends, np.inf)
+            for block, after in self._after.items():  # a line that climbs from nothing to all within a row
+                if kept[block]:
+                    at, size = number[block], self.sizes[block]
+                    sizes[at], per_row[at], most[at] = -size * after, size, size
         operators, operators_per_row, calls = self.operators.arrays(since, past)
         return Tape(
             events=ordered(renamed[mine], starts),
@@ -371,30 +384,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             calls=calls,
         )
 
-    def _categorized(self) -> list[int]:
-        """Categories, with what was not told read off from when a block was made and freed."""
-        names = [name.rpartition(":")[2] for name in self.segments]
-        backward = [name.endswith("B") or (name[0] == "B" and name[1:].isdigit()) for name in names]
-        found = list(self.categories)
-        for block, category in enumerate(found):
-            if category != _TEMPORARIES:
-                continue
-            made, died = self._made_in[block], self._died_in.get(block, len(names))
-            if names[made] in {"begin", "step"} and died == len(names):
-                found[block] = _STATE
-            elif names[made] in _HEAD:
-                found[block] = _LOGITS
-            elif not backward[made] and died < len(names) and backward[died] and names[made] != "step":
-                found[block] = _ACTIVATIONS
-        return found
-
 
 def _nothing() -> list[list[float]]:
     return [[0.0, 0.0, 0.0] for _ in KINDS]
-
-
-def _one(tensor: torch.Tensor) -> Any:
-    """The value that a fake tensor is said to have."""
-    if tensor.dtype == torch.bool:
-        return False
-    return 1.0 if tensor.dtype.is_floating_point else 1

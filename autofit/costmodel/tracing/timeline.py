@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from autofit.contract.trace import Ints
 from autofit.system.errors import AutofitError
+from autofit.system.units import MIB
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -53,6 +54,7 @@ _PERIOD = {"F0": 0, "F1": 1, "F2": 2, "B0": 0, "B1": 1, "B2": 2}
 
 
 _FEW_ROWS = 16
+_LARGE = 16 * MIB
 _FLOATS = ("sizes", "per_row", "most", "work", "work_per_row", "operators", "operators_per_row", "calls")
 
 
@@ -68,7 +70,7 @@ class Tape:
 
     Attributes:
         events: ``k >= 0`` allocates block ``k``, ``~k`` frees it.
-        sizes: Bytes of each block; with ``per_row``, those of no rows at all.
+        sizes: Bytes of each block; with ``per_row``, those of no rows at all, where it is there then.
         per_row: Bytes of each block that a row of the micro-batch adds.
         most: Bytes that a block has at most, of any rows; infinite for most blocks.
         categories: Index into :data:`CATEGORIES` of each block.
@@ -122,7 +124,7 @@ class Tape:
 
     def bytes_at(self, rows: float) -> Floats:
         """Bytes of each block at a micro-batch."""
-        return np.minimum(self.sizes + self.per_row * rows, self.most)
+        return np.clip(self.sizes + self.per_row * rows, 0.0, self.most)
 
     def live(self, rows: float) -> Floats:
         """Live bytes on the device after each event."""
@@ -132,19 +134,30 @@ class Tape:
         """Live bytes that are not on the device after each event."""
         return self._cumulated(self.bytes_at(rows) * (self.categories == ELSEWHERE))
 
-    def lines(self) -> tuple[Floats, Floats]:
-        """Live bytes on the device after each event, as ``at_zero`` and ``per_row``.
+    def ends(self) -> Floats:
+        """The rows at which large blocks begin or stop to grow: from one to the next, the run is straight lines."""
+        large = np.isfinite(self.most) & (self.most > _LARGE) & (self.per_row > 0)
+        levels = np.stack([np.maximum(0.0, -self.sizes), self.most - self.sizes])[:, large]
+        ends = np.unique(np.round(levels / self.per_row[large], 3))
+        return ends[ends > 0]
 
-        A block that stops growing within few rows is taken as large as it gets.
+    def lines(self, rows: float = 0.0) -> tuple[Floats, Floats]:
+        """Live bytes on the device after each event, as ``at_zero`` and ``per_row``, around so many rows.
+
+        A small block that stops growing within few rows is taken as large as it gets.
         """
         here = self.categories != ELSEWHERE
-        zero, slope = self._straight()
+        zero, slope = self._straight(rows)
         return self._cumulated(zero * here), self._cumulated(slope * here)
 
-    def _straight(self) -> tuple[Floats, Floats]:
-        """``sizes`` and ``per_row``, without an end to any block's growth."""
-        full = self.sizes + self.per_row * _FEW_ROWS > self.most
-        return np.where(full, self.most, self.sizes), np.where(full, 0.0, self.per_row)
+    def _straight(self, rows: float) -> tuple[Floats, Floats]:
+        """``sizes`` and ``per_row`` between those of :meth:`ends` that are around so many rows."""
+        bounds = np.concatenate([[0.0], ends := self.ends(), 2 * ends[-1:]])
+        middle = float(bounds[np.searchsorted(ends, rows) :][:2].mean())
+        few = np.where(self.most > _LARGE, middle, max(middle, _FEW_ROWS))
+        there = self.sizes + self.per_row * few
+        flat = (there < 0) | (there > self.most)
+        return np.where(flat, np.clip(there, 0.0, self.most), self.sizes), np.where(flat, 0.0, self.per_row)
 
     def _cumulated(self, sizes: Floats) -> Floats:
         allocates = self.events >= 0
@@ -163,15 +176,12 @@ class Tape:
         """Name of the segment that an event belongs to."""
         return self.segments[int(np.searchsorted(self.starts, moment, side="right")) - 1]
 
-    def by_category(self, moment: int) -> tuple[Floats, Floats]:
-        """Live bytes after the event at ``moment`` for each category, as ``at_zero`` and ``per_row``."""
+    def by_category(self, moment: int, rows: float = 0.0) -> Floats:
+        """Live bytes of so many rows after the event at ``moment`` for each category."""
         alive = self.alive(moment)
-        count = len(CATEGORIES)
-        zero, slope = self._straight()
-        return (
-            np.asarray(np.bincount(self.categories[alive], zero[alive], count), dtype=np.float64),
-            np.asarray(np.bincount(self.categories[alive], slope[alive], count), dtype=np.float64),
-        )
+        zero, slope = self._straight(rows)
+        held = (zero + slope * rows)[alive]
+        return np.asarray(np.bincount(self.categories[alive], held, len(CATEGORIES)), dtype=np.float64)
 
     def part(self, names: Sequence[str]) -> tuple[int, int]:
         """First and past-the-last event of the segments of these names, which stand next to one another."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,15 @@ def work_of(
     elif func is torch.ops.aten._grouped_mm.default:  # which PyTorch's own counter does not know
         flops, kind = 2.0 * args[0].numel() * args[1].shape[-1], _product(first)
     return kind, flops, moved
+
+
+def by_rows(rows: int | None, flops: float, moved: Sequence[int]) -> tuple[float, float, float, float]:
+    """One operator's FLOPs and the bytes that it reads or writes: of no rows, and of each row."""
+    if rows is None:
+        return flops, sum(moved), 0.0, 0.0
+    grows = sum(size for size in moved if size % rows == 0)
+    fixed = flops if flops % rows else 0.0
+    return fixed, sum(moved) - grows, (flops - fixed) / rows, grows / rows
 
 
 def _usual(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

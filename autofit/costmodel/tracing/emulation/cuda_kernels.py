@@ -301,7 +301,7 @@ def _reduction(threads: int, recorder: Recorder, func: Any, args: tuple[Any, ...
     if sums:
         each = 2 if "amax" in str(func) and args[0].dtype in SIXTEEN else 4
         recorder.follow(result, func, args)
-        with recorder.holding(sums * each, most=most * each, name="partial sums"):
+        with recorder.up_to(most / sums), recorder.holding(sums * each, name="partial sums"):
             pass
     return result
 

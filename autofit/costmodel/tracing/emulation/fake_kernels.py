@@ -131,3 +131,10 @@ class _Nonzero:
         else:
             found = -(-mask.numel() // self.experts)
         return torch.empty(found, mask.dim(), dtype=torch.int64)
+
+
+def said_value(tensor: torch.Tensor) -> Any:
+    """The value that a fake tensor is said to have."""
+    if tensor.dtype == torch.bool:
+        return False
+    return 1.0 if tensor.dtype.is_floating_point else 1
