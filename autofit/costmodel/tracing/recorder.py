@@ -24,7 +24,7 @@ from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.categories import categorized
 from autofit.costmodel.tracing.emulation.fake_kernels import said_value
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, called, signature
-from autofit.costmodel.tracing.in_place import add, only_writes
+from autofit.costmodel.tracing.emulation.in_place import add, only_writes
 from autofit.costmodel.tracing.operator_table import OperatorTable, calls_of, collective_of
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape, ordered
 from autofit.costmodel.tracing.work import by_rows, work_of
