@@ -42,7 +42,7 @@ from autofit.training.measure import clock_of, concluded
 from autofit.training.ranks import PROGRESS_FILE, Share, all_here, own_rank, rank_folder, result_file, run_ranks
 from autofit.training.scripts.curve import script_curve
 from autofit.training.scripts.entry import describe, keep_quiet, measure_steps, rows_words
-from autofit.training.scripts.leave import Refused
+from autofit.training.scripts.leave import Refused, name_of
 from autofit.training.scripts.snapshot import ScriptSnapshot
 from autofit.training.timing import Clock, Effort
 
@@ -272,7 +272,7 @@ def _described(job: DescribeScriptJob, folder: Path) -> dict[str, Any]:
             traceback.print_exception(error.__cause__)
         return {"error": error.message, "hint": error.hint}
     model = found.pop("model")
-    name = Path(job.path).name
+    name = name_of(job.path, job.arguments)
     of_transformers = bool(found["config"])
     told = describe_built(name, model.config, model) if of_transformers else describe_module(name, model)
     return {**found, "model": told}

@@ -136,6 +136,14 @@ def test_each_card_has_its_best_plan_hours_and_cost(told):
     assert json.loads(CARDS_ESTIMATE.dump_json(told))["cards"][1]["cost"] == second.cost
 
 
+def test_the_usual_global_batch_is_told(server, monkeypatch):
+    monkeypatch.setattr(cards, "ForkServer", lambda *_, **__: Lent(server))
+    asked = {"seq_len": 32, "global_batch": None, "fix": {"precision": "bf16", "optimizer": "adamw"}}
+    found = estimate_cards("demo", gpu="H100,4090", **asked)
+    assert found.global_batch == 32
+    assert "global batch 32;" in _shown(found)
+
+
 def test_cards_that_train_together_are_told_and_paid_for_together(told):
     found = told("2x 4090")
     (pair,) = found.cards

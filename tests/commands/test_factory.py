@@ -69,6 +69,22 @@ def test_a_factory_that_is_wrong_is_told_in_one_line(facts, factory):
     assert told.value.hint
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ("--max_steps", "x"),
+            f"{HERE}:make ended before it trained (exit 2): {HERE}:make: error: argument --max_steps",
+        ),
+        (("--nonsense", "x"), f"{HERE}:make failed before it trained: ValueError: Some specified arguments"),
+    ],
+)
+def test_wrong_flags_of_a_factory_are_told_by_its_name(facts, flags, words):
+    with pytest.raises(InputError) as told:
+        facts("make", *flags)
+    assert told.value.message.startswith(words)
+
+
 def test_what_is_known_of_a_plain_module(facts):
     found = facts("make", "--per_device_train_batch_size", "8")
     model, script = found.model, found.workload.script

@@ -69,7 +69,8 @@ HEAD = "from transformers import Trainer, TrainingArguments, BertConfig, BertFor
 BAD = {
     "": "ended without training",
     "import sys; sys.exit(3)": "ended before it trained (exit 3)",
-    "import argparse; argparse.ArgumentParser().parse_args()": "ended before it trained (exit 2)",
+    "import argparse; argparse.ArgumentParser().parse_args()": "ended before it trained (exit 2): train.py: error: "
+    "unrecognized arguments: --unknown",
     "1 / 0": "failed before it trained (line 1): ZeroDivisionError",
     "input('how many? ')": "reads from stdin",
     "import json, sys; json.load(sys.stdin.buffer)": "reads from stdin",
@@ -224,6 +225,29 @@ def test_what_a_script_holds_is_no_plans_to_change():
     notes = script_notes(evaluates, tried=False)
     assert "it evaluates 16 rows at once: that is not measured, nor held against the ceiling" in notes
     assert "use_liger_kernel" not in emitted
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("trainer = Trainer(model)\ntrainer.train()\nmodel.train()", False),
+        ("trainer = SFTTrainer(model)\ntrainer.train()\ntrainer.train()", True),
+        ("for fold in range(5):\n    if fold:\n        trl.SFTTrainer(model).train()", True),
+        ("def epoch():\n    for batch in loader:\n        model.train()", False),
+        ("no python", False),
+    ],
+)
+def test_a_script_that_trains_several_times_is_told_which_is_tuned(tmp_path, text, told):
+    (tmp_path / "train.py").write_text(text)
+    path = str(tmp_path / "train.py")
+    script = Script(path=path, sha256="", trainer="Trainer", micro_batch=4, accumulation=1)
+
+    def said(**changed):
+        return "--call N" in " ".join(script_notes(cpu_facts(script=dataclasses.replace(script, **changed))))
+
+    assert said() is told
+    assert not said(call=2)
+    assert not said(path=str(tmp_path / "gone.py"))
 
 
 def test_a_slow_data_set_is_looked_at_all_over_and_that_is_told(monkeypatch):

@@ -21,7 +21,7 @@ from autofit.commands.shell.terminal import data_console
 from autofit.commands.tunes.backend import DeviceBackend
 from autofit.commands.tunes.output_folder import remove_unstarted_output
 from autofit.contract.facts import Script
-from autofit.contract.outcome import Crashed, TimedOut, Trial, Unsupported
+from autofit.contract.outcome import Crashed, Diverged, TimedOut, Trial, Unsupported
 from autofit.contract.plan import Plan
 from autofit.output import text
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST, Training
@@ -537,6 +537,12 @@ def test_where_every_plan_fails_the_failure_is_shown(tune, out, outcome, words):
     assert f"{number:05d}" in caught.value.hint
 
 
+def test_a_loss_that_is_never_finite_is_no_fault_of_the_machine(tune, out):
+    with pytest.raises(InputError, match="every plan that was tried diverged: the loss was nan at step 0") as caught:
+        tune(Replay(out, dict.fromkeys(range(99), Diverged(loss="nan", step=0))), trials=3)
+    assert "its logs are in" in caught.value.hint
+
+
 def test_a_file_that_a_script_misses_in_every_trial_is_told_as_what_saving_leaves_out(out):
     gone = Crashed(reason="FileNotFoundError: [Errno 2] No such file or directory: 'out/rank.json'", log_tail="")
     facts = cpu_facts(global_batch=4)
@@ -720,6 +726,10 @@ def test_what_a_tune_cost_is_told_over_all_of_its_sessions(tune, out):
         path.write_text(json.dumps({**json.loads(path.read_text()), "wall_seconds": 1000.0}))
     result = tune(Replay(out), trials=6, resume=True)
     assert 3000 < result.document.seconds < 3000 + 600
+    told = out / "autofit.json"  # which knows of the time between trials, too
+    told.write_text(json.dumps({**json.loads(told.read_text()), "seconds": 5000.0}))
+    again = tune(Replay(out), trials=7, resume=True)
+    assert 5000 < again.document.seconds < 5000 + 600
 
 
 def study_of(folder):

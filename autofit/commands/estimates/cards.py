@@ -119,7 +119,7 @@ def estimate_cards(
     gpus: int | None = None,
     nodes: int | None = None,
     seq_len: int | None = None,
-    global_batch: int = 32,
+    global_batch: int | None = None,
     allow: str | Sequence[str] = "exact,numeric",
     fix: space.Knobs = (),
     among: space.Knobs = (),
@@ -142,7 +142,7 @@ def estimate_cards(
         gpus: Cards of each kind that train together in a machine; hours and costs are those of all of them.
         nodes: Machines that have as many cards each.
         seq_len: Tokens in a row; by default the lesser of 1024 and the model's longest.
-        global_batch: Rows to an optimizer step.
+        global_batch: Rows to an optimizer step; by default 32.
         allow: Classes of techniques that may be used.
         fix: A value for each knob that is held.
         among: The values that a knob is restricted to.
@@ -198,20 +198,22 @@ def estimate_cards(
             ]
     fitting = [row for row in rows if row.hours is not None]
     priced = [row for row in fitting if row.cost is not None]
-    length = facts[asked[0]].workload.seq_len
+    work = facts[asked[0]].workload
     return CardsEstimate(
         model=str(model),
         parameters=described.parameters,
-        seq_len=length,
+        seq_len=work.seq_len,
         task=described.task,
-        rows=described.rows_of(length),
-        global_batch=global_batch,
+        rows=described.rows_of(work.seq_len),
+        global_batch=work.global_batch,
         cards_together=world.processes,
         tokens=wanted,
         cards=tuple(rows),
         fastest=min(fitting, key=lambda row: row.hours or math.inf).card if fitting else None,
         cheapest=min(priced, key=lambda row: row.cost or math.inf).card if priced else None,
-        notes=_notes(length, described, rows, prices, smaller=smaller_way(facts[asked[0]], settings), world=world),
+        notes=_notes(
+            work.seq_len, described, rows, prices, smaller=smaller_way(facts[asked[0]], settings), world=world
+        ),
         seconds=time.monotonic() - began,
     )
 

@@ -10,6 +10,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from autofit.system.errors import InputError
+from autofit.training.scripts.leave import FACTORY
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -58,11 +59,8 @@ def named(model: str, arguments: Sequence[str] = ()) -> Named:
         if not path.is_file():
             raise InputError(f"no script {model!r}", hint="is its path right?")
         return Named(path=path, arguments=tuple(arguments), text=path, name=path.name)
-    import autofit.training.scripts
-
     text, folder = _source(model.partition(":")[0])
-    path = Path(autofit.training.scripts.__file__).with_name("factory.py")
-    return Named(path=path, arguments=(model, str(folder), *arguments), text=text, name=model, factory=True)
+    return Named(path=FACTORY, arguments=(model, str(folder), *arguments), text=text, name=model, factory=True)
 
 
 def _source(module: str) -> tuple[Path, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -134,6 +135,11 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
         f"{name}={held.value}: {held.reason}" if not held.by_script else f"{name} is left alone: {held.reason}"
         for name, held in space.held_by_script(facts)
     ]
+    if tried and script.call == 1 and _trains_often(script):
+        said.append(
+            "its text has several calls of train(), or one in a loop: the first that is made is tuned (--call N tunes "
+            "another), and `autofit run` puts the plan into each whose arguments are alike"
+        )
     if script.rows is None:
         said.append("the data set tells no number of rows: fit is judged on the rows that come first")
     elif script.longest and script.mean_length < 0.9 * script.longest:
@@ -156,3 +162,31 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
             "be among the others"
         )
     return said
+
+
+def _trains_often(script: Script) -> bool:
+    """Whether several calls of a Trainer's ``train()`` stand in a script's text, or one in a loop."""
+    if script.factory is not None:
+        return False
+    try:
+        tree = ast.parse(Path(script.path).read_bytes())
+    except (OSError, ValueError, SyntaxError):  # it is gone since, when a tune is resumed
+        return False
+
+    def is_made(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Trainer")
+
+    nodes = list(ast.walk(tree))
+    targets = [target for one in nodes if isinstance(one, ast.Assign) and is_made(one.value) for target in one.targets]
+    made = {ast.unparse(target) for target in targets}
+
+    def trains(node: ast.AST) -> bool:
+        of = node.func if isinstance(node, ast.Call) else None
+        return (
+            isinstance(of, ast.Attribute)
+            and of.attr == "train"
+            and (is_made(of.value) or ast.unparse(of.value) in made)
+        )
+
+    loops = [one for one in nodes if isinstance(one, ast.For | ast.While)]
+    return sum(map(trains, nodes)) > 1 or any(trains(inner) for loop in loops for inner in ast.walk(loop))

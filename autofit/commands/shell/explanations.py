@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autofit.contract.outcome import Crashed, Measured, Outcome, OutOfMemory, TimedOut, Trial
-from autofit.output.plan_words import plan_words
+from autofit.contract.outcome import Crashed, Diverged, Measured, Outcome, OutOfMemory, TimedOut, Trial
+from autofit.output.plan_words import outcome_words, plan_words
 from autofit.search.decision import nearest_change, shorter_rows
 from autofit.system import units
-from autofit.system.errors import AutofitError, MachineError, NothingFits
+from autofit.system.errors import AutofitError, InputError, MachineError, NothingFits
 from autofit.system.statistics import median
 from autofit.training.runner import trial_folder
 
@@ -137,10 +137,13 @@ def _deadline(trials: Sequence[Trial], trials_folder: Path, timeout: float) -> M
     )
 
 
-def _none_measured(trials: Sequence[Trial], trials_folder: Path, *, scripted: bool) -> MachineError:
+def _none_measured(trials: Sequence[Trial], trials_folder: Path, *, scripted: bool) -> InputError | MachineError:
     """Why every trial failed."""
     last = trials[-1]
     logs = f"its logs are in {trial_folder(trials_folder, last.number)}"
+    if all(isinstance(trial.outcome, Diverged) for trial in trials):
+        ask = "does the script's loss stay finite by itself?" if scripted else "are the sizes in its config right?"
+        return InputError(f"every plan that was tried {outcome_words(last.outcome)}", hint=f"{ask} {logs}")
     reasons = {trial.outcome.reason for trial in trials if isinstance(trial.outcome, Crashed)}
     if len(reasons) == 1 and all(isinstance(trial.outcome, Crashed) for trial in trials):
         reason = reasons.pop()

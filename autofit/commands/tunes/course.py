@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -19,9 +19,9 @@ from autofit.commands.tunes.backend import Backend, predicted_bytes, predicted_s
 from autofit.commands.tunes.evaluation import UNEVALUATED, Try, evaluating, scripts_own, trials_of
 from autofit.commands.tunes.output_folder import FORKSERVER_LOG
 from autofit.contract.facts import Facts
-from autofit.contract.outcome import Outcome
+from autofit.contract.outcome import Outcome, Trial
 from autofit.costmodel.forecast import Forecast
-from autofit.output.document import MODEL_FOLDER, REQUEST
+from autofit.output.document import MODEL_FOLDER, REQUEST, read_document
 from autofit.output.plan_words import plan_words
 from autofit.output.result import Result, compose, write_result
 from autofit.output.text import plural
@@ -31,7 +31,7 @@ from autofit.search.loop import LONGEST_TRIAL_SECONDS, Campaign
 from autofit.search.recordings.writer import Writer
 from autofit.search.searcher import open_searcher
 from autofit.search.trial_log import TrialLog
-from autofit.system.errors import InputError, Interrupted, MachineError, Stopped
+from autofit.system.errors import AutofitError, InputError, Interrupted, MachineError, Stopped
 from autofit.system.fork_server import ForkServer
 from autofit.system.locks import waited_for
 from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
@@ -167,7 +167,7 @@ class Course:
             plans, facts, config, server=server, folder=self.folder, note=self._note, say=self.events.note
         )
         campaign = self._campaign(facts, plans, config, server, found, rated)
-        spent = sum(trial.wall_seconds for trial in campaign.trials)
+        spent = self._spent(campaign.trials)
         with _best_in_hint(campaign):
             self.events.ready(facts, plans, len(campaign.trials))
             _, stopped = _until_stopped(campaign.retry_interrupted_trial)
@@ -305,6 +305,13 @@ class Course:
         """Say that nobody has looked at a script's evaluation."""
         if scripts_own(facts):
             self._note(f"{UNEVALUATED}: the tune has ended before")
+
+    def _spent(self, trials: Sequence[Trial]) -> float:
+        """Seconds of the tunes that this one goes on with: what their answer tells, or at least those of its trials."""
+        seconds = sum(trial.wall_seconds for trial in trials)
+        with contextlib.suppress(AutofitError):
+            return max(seconds, read_document(self.folder).seconds) if trials else 0.0
+        return seconds
 
     def _left(self) -> float | None:
         """Seconds left of the time budget."""

@@ -16,7 +16,7 @@ from autofit.training.expected_rows import Tokens
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
 from autofit.training.row_order import wanted
-from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, run_to_its_end, run_until_left
+from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, name_of, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop_entry import describing, measure_loop, train_loop_with, waits_of
 from autofit.training.scripts.patches import Made, Patches, loads_of
@@ -111,7 +111,8 @@ def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path) 
     except InputError as error:
         if 0 < patches.calls < call:
             times = f"{patches.calls} time{'s' * (patches.calls > 1)}"
-            raise InputError(f"{Path(path).name} calls train() {times}", hint=f"no --call {call} is there") from error
+            told = f"{name_of(path, arguments)} calls train() {times}"
+            raise InputError(told, hint=f"no --call {call} is there") from error
         raise
     raise AssertionError("a script was left without a reason")
 

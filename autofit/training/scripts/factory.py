@@ -46,7 +46,7 @@ def main(name: str, folder: str, flags: list[str]) -> None:
     model, batches, loss = made(name, folder)
     rows, collate, endless = _rows(name, batches)
     reader: Any = HfArgumentParser
-    parser = reader(TrainingArguments)
+    parser = reader(TrainingArguments, prog=name)
     parser.set_defaults(per_device_train_batch_size=USUAL_ROWS, **({"max_steps": USUAL_STEPS} if endless else {}))
     (arguments,) = parser.parse_args_into_dataclasses(flags)
     arguments.remove_unused_columns = False  # forward() does not tell which columns the loss reads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import runpy
@@ -16,6 +17,10 @@ from autofit.system.job import error_words
 
 AS_TUNED = "tune it with these arguments, or run it with those that it was tuned with"
 """What to do where a script asks for what was not asked for when it was tuned."""
+
+
+FACTORY = Path(__file__).with_name("factory.py")
+"""The script that stands for a factory, whose name is its first argument."""
 
 
 class Left(BaseException):
@@ -42,6 +47,11 @@ class Enough(Left):
     def __init__(self, found: Any) -> None:
         super().__init__()
         self.found = found
+
+
+def name_of(path: str, arguments: Sequence[str]) -> str:
+    """What people call a script."""
+    return arguments[0] if Path(path) == FACTORY else Path(path).name
 
 
 def run(path: str, arguments: Sequence[str]) -> None:
@@ -71,7 +81,7 @@ def run_to_its_end(path: str, arguments: Sequence[str], trained: Callable[[], bo
             raise
     if not trained():
         raise InputError(
-            f"{Path(path).name} ended without training: the plan was put into nothing",
+            f"{name_of(path, arguments)} ended without training: the plan was put into nothing",
             hint="does it need an argument for that, such as --do_train?",
         )
 
@@ -89,7 +99,7 @@ def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = Fals
         InputError: It ended before, by itself or by an error.
         Exception: The script's own, where it is measured.
     """
-    name = Path(path).name
+    name = name_of(path, arguments)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     sys.stdin = io.TextIOWrapper(io.BufferedReader(_Nothing()))
     try:
@@ -103,7 +113,7 @@ def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = Fals
         raise
     except SystemExit as end:
         raise InputError(
-            f"{name} ended before it trained (exit {end.code!r})",
+            f"{name} ended before it trained (exit {end.code!r}){_last_line() if end.code else ''}",
             hint="does it run with these arguments by itself? They stand behind --: autofit tune train.py -- ARGS",
         ) from end
     except EOFError as error:
@@ -138,7 +148,18 @@ class _Nothing(io.RawIOBase):
         raise EOFError
 
 
+def _last_line() -> str:
+    """The last line on stderr, where a job keeps that in a file: argparse says there what is wrong."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+        log = Path("/proc/self/fd/2")
+        if log.is_file():
+            lines = [line for line in log.read_text(errors="replace")[-4000:].splitlines() if line.strip()]
+    return f": {lines[-1].strip()[:500]}" if lines else ""
+
+
 def _line(error: BaseException, path: str) -> str:
-    """Where in the script an error came up, in words."""
+    """Where in the user's own script an error came up, in words."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    return f" (line {lines[-1]})" if lines else ""
+    return f" (line {lines[-1]})" if lines and Path(path) != FACTORY else ""
