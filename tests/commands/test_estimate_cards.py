@@ -1,5 +1,6 @@
 """The table over several cards: what is asked, what is told, and what is refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -142,6 +143,15 @@ def test_the_usual_global_batch_is_told(server, monkeypatch):
     found = estimate_cards("demo", gpu="H100,4090", **asked)
     assert found.global_batch == 32
     assert "global batch 32;" in _shown(found)
+
+
+def test_hours_of_a_model_that_reads_no_text_are_of_its_samples(told):
+    found = told()
+    assert found.unit == "tokens"
+    assert "tokens/s" in _shown(found)
+    shown = _shown(dataclasses.replace(found, unit="images"))
+    assert "hours for 1B images" in shown
+    assert "tokens" not in shown.split("fastest:")[0].partition("hours for")[2]
 
 
 def test_cards_that_train_together_are_told_and_paid_for_together(told):

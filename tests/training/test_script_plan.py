@@ -140,6 +140,21 @@ def run(tmp_path, recipe, *trainings):
     return json.loads(found.read_text()), said, entered.read_text().split()
 
 
+@pytest.mark.parametrize(("architecture", "told"), [("LlamaForCausalLM", True), ("Net", False)])
+def test_a_plan_of_a_config_is_put_into_a_model_of_that_class_alone(tmp_path, architecture, told):
+    facts = cpu_facts(global_batch=8)
+    facts = dataclasses.replace(facts, model=dataclasses.replace(facts.model, architecture=architecture))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = (json.dumps([(4, 2, OWN["optim"], "Other")]), str(tmp_path), str(tmp_path / "seen"))
+    recipe = recipe_of(PLAIN.replaced(micro_batch=8, accumulation=1), facts)
+    if told:
+        with pytest.raises(InputError, match="trains a Other, and the plan was found for LlamaForCausalLM"):
+            trained(recipe, tmp_path / "train.py", words)
+    else:
+        trained(recipe, tmp_path / "train.py", words)
+        assert json.loads((tmp_path / "seen").read_text())[0][:2] == [8, 1]
+
+
 def test_every_training_like_the_tuned_one_gets_the_plan_and_no_other(tmp_path):
     recipe, _ = plan()
     like, other = [4, 2, "adamw_torch_fused"], [4, 4, "sgd"]

@@ -86,6 +86,7 @@ class CardsEstimate:
         rows: The rows, in words.
         cards_together: How many cards of a kind train together.
         tokens: That hours and cost are of; samples, where these are no text.
+        unit: What is counted, in words: ``tokens``, or ``images``.
         cards: In the order in which they were asked for.
         fastest, cheapest: Names of cards; ``None`` where nothing fits, or no price was given.
         notes: What was assumed.
@@ -99,6 +100,7 @@ class CardsEstimate:
     global_batch: int
     cards_together: int = 1
     tokens: float
+    unit: str = "tokens"
     cards: tuple[OnCard, ...]
     fastest: str | None
     cheapest: str | None
@@ -208,6 +210,7 @@ def estimate_cards(
         global_batch=work.global_batch,
         cards_together=world.processes,
         tokens=wanted,
+        unit="tokens" if described.sample_tokens else f"{described.sample}s",
         cards=tuple(rows),
         fastest=min(fitting, key=lambda row: row.hours or math.inf).card if fitting else None,
         cheapest=min(priced, key=lambda row: row.cost or math.inf).card if priced else None,

@@ -16,19 +16,20 @@ def cards_table(found: CardsEstimate) -> RenderableType:
     """The cards as a table, what they do in words below it."""
     head = (
         f"{found.model}: {count(found.parameters)} parameters, {found.task} on {found.rows}, global batch "
-        f"{found.global_batch}; hours for {count(found.tokens)} tokens"
+        f"{found.global_batch}; hours for {count(found.tokens)} {found.unit}"
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("card", no_wrap=True)
     table.add_column("plan", overflow="fold", min_width=24)
-    for name in ("rows x acc.", "needs", "samples/s", "tokens/s", "MFU", "hours"):
+    text = found.unit == "tokens"  # else a sample is what is counted
+    for name in ("rows x acc.", "needs", "samples/s", *(["tokens/s"] * text), "MFU", "hours"):
         table.add_column(name, justify="right", no_wrap=True)
     priced = any(row.cost is not None for row in found.cards)
     if priced:
         table.add_column("cost", justify="right", no_wrap=True)
     each = f"{found.cards_together}x " if found.cards_together > 1 else ""
     for row in found.cards:
-        table.add_row(*_cells(row, each + row.card, priced=priced))
+        table.add_row(*_cells(row, each + row.card, priced=priced, text=text))
     parts: list[RenderableType] = [Text(head), Text(), table, Text()]
     if found.fastest is not None and len(found.cards) > 1:
         words = f"fastest: {found.fastest}"
@@ -38,7 +39,7 @@ def cards_table(found: CardsEstimate) -> RenderableType:
     return Group(*parts)
 
 
-def _cells(row: OnCard, name: str, *, priced: bool) -> list[RenderableType]:
+def _cells(row: OnCard, name: str, *, priced: bool, text: bool) -> list[RenderableType]:
     if row.plan is None or row.device_bytes is None:
         return [name, Text("no plan can be traced")]
     size = f"{row.plan['micro_batch']} x {row.plan['accumulation']}"
@@ -52,7 +53,7 @@ def _cells(row: OnCard, name: str, *, priced: bool) -> list[RenderableType]:
         size,
         needs,
         f"~{_three(row.samples_per_second)}",
-        f"~{_three(row.tokens_per_second)}",
+        *([f"~{_three(row.tokens_per_second)}"] if text else []),
         _mfu(row),
         f"~{_three(row.hours)}",
     ]

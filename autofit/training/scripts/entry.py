@@ -295,6 +295,12 @@ def train_with(
                 raise InputError(f"{differ}: whether the plan trains it alike is not known", hint=AS_TUNED)
             if found:
                 say(f"{differ}: it trains as the plan says")
+            kind, told = type(inner_of(trainer.model)), recipe.facts.model.architecture
+            if tuned is None and told not in {one.__name__ for one in kind.__mro__}:
+                raise InputError(
+                    f"the script trains a {kind.__name__}, and the plan was found for {told}",
+                    hint=f"tune the script itself: autofit tune {Path(path).name}",
+                )
             entered.append(trainer)
             wrap(trainer, recipe, accumulation=made.arguments["gradient_accumulation_steps"])
         return around(trainer, train, made.arguments)
