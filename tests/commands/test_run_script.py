@@ -93,7 +93,12 @@ def test_a_training_on_more_processes_than_the_answer_s_is_refused_without_a_tra
 @pytest.mark.parametrize(
     ("text", "trained", "error", "words"),
     [
-        ("print('hello')", False, InputError, r"never\.py ended without training: the plan was put into nothing"),
+        (
+            "print('hello')",
+            False,
+            InputError,
+            r"never\.py ended without training by a Trainer: the plan was put into nothing",
+        ),
         ("import sys; sys.exit(0)", False, InputError, "ended without training"),
         ("import sys; sys.exit(3)", False, SystemExit, "3"),
         ("import sys; sys.exit()", True, SystemExit, "^$"),
@@ -105,7 +110,7 @@ def test_a_script_that_never_trains_is_told(text, trained, error, words, tmp_pat
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(error, match=words):
-        run_to_its_end(str(script), (), lambda: trained)
+        run_to_its_end(str(script), (), lambda: trained, by="a Trainer")
 
 
 def test_a_script_that_trained_ends_as_it_would(tmp_path, monkeypatch):
@@ -113,7 +118,7 @@ def test_a_script_that_trained_ends_as_it_would(tmp_path, monkeypatch):
     script.write_text("import pathlib, sys; pathlib.Path(sys.argv[1]).touch()")
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    run_to_its_end(str(script), (str(tmp_path / "done"),), lambda: True)
+    run_to_its_end(str(script), (str(tmp_path / "done"),), lambda: True, by="a Trainer")
     assert (tmp_path / "done").exists()
 
 

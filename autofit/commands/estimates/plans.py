@@ -241,7 +241,8 @@ def cause(one: Estimated, *, advises: bool = True) -> str:
     need = one.need
     logits = need.by_category.get("logits", 0)
     where = {"load": "while loading", "forward": "in the forward pass", "backward": "in the backward pass"}
-    words = f"{where.get(need.phase, 'in the optimizer step')}, at {need.operator}"
+    evaluates = need.segment == "evaluation"
+    words = f"{'in an evaluation' if evaluates else where.get(need.phase, 'in the optimizer step')}, at {need.operator}"
     if need.segment in {"head", "loss", "headB"} and logits > 0.05 * need.peak_bytes:
         said = f"{words}: logits and loss take {units.size(logits)}"
         saves = [(one.name, *one.saves["logits"]) for one in techniques() if "logits" in one.saves]

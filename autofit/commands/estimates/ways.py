@@ -184,7 +184,8 @@ def what_stops(smallest: Estimated, plans: space.Space, facts: Facts) -> str:
         return f"{needs}: weights and gradients alone are {units.size(alone)}{_untried(plans, facts)}"
     parts = smallest.need.by_category
     largest = max(parts, key=lambda one: parts[one])
-    return f"{needs}, of which {largest} take {units.size(parts[largest])}"
+    evaluates = " in an evaluation (--launch-path loop counts none)" * (smallest.need.segment == "evaluation")
+    return f"{needs}{evaluates}, of which {largest} take {units.size(parts[largest])}"
 
 
 def _untried(plans: space.Space, facts: Facts) -> str:

@@ -316,7 +316,7 @@ def train_with(
         random_weights=False,
     )
     patches.install()
-    run_to_its_end(path, arguments, lambda: bool(entered))
+    run_to_its_end(path, arguments, lambda: bool(entered), by="a transformers Trainer")
 
 
 def measured_at(clock: Clock, script: Script, trainer: Any, train: Callable[[], Any]) -> Evidence:

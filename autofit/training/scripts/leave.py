@@ -63,16 +63,17 @@ def run(path: str, arguments: Sequence[str]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def run_to_its_end(path: str, arguments: Sequence[str], trained: Callable[[], bool]) -> None:
+def run_to_its_end(path: str, arguments: Sequence[str], trained: Callable[[], bool], *, by: str) -> None:
     """Run a script as it is, with a plan put in.
 
     Args:
         path: Of the script.
         arguments: What stands behind it on its command line.
         trained: Whether the plan was put into a training.
+        by: What trains it, in words.
 
     Raises:
-        InputError: It ended well, and trained nothing.
+        InputError: It ended well, and trained nothing by that.
     """
     try:
         run(path, arguments)
@@ -81,7 +82,7 @@ def run_to_its_end(path: str, arguments: Sequence[str], trained: Callable[[], bo
             raise
     if not trained():
         raise InputError(
-            f"{name_of(path, arguments)} ended without training: the plan was put into nothing",
+            f"{name_of(path, arguments)} ended without training by {by}: the plan was put into nothing",
             hint="does it need an argument for that, such as --do_train?",
         )
 

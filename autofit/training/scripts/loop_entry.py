@@ -345,4 +345,4 @@ def train_loop_with(
         counts=_told_once(recipe, script, say),
         quiet=False,
     ).install()
-    run_to_its_end(str(Path(path).absolute()), arguments, lambda: bool(entered))
+    run_to_its_end(str(Path(path).absolute()), arguments, lambda: bool(entered), by="a loop with an Accelerator")
