@@ -61,3 +61,7 @@ def __getattr__(name: str) -> Any:
         found = for_python(found)
     globals()[name] = found
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

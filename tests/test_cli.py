@@ -91,6 +91,7 @@ def test_the_public_names_are_there_and_are_what_they_are_called():
         "tune",
         "verify",
     ]
+    assert set(autofit.__all__) <= set(dir(autofit)), "what a shell completes"
     for name in autofit.__all__:
         found = getattr(autofit, name)
         assert getattr(found, "__name__", "__version__") == name

@@ -118,3 +118,9 @@ def test_a_loader_that_binds_is_said_first():
     assert said.index("Loader") < said.index("Winner")
     assert findings.findings(doc)[0][1] == findings.waiting(doc)
     assert findings.waiting(replace(doc, trials=document().trials)) is None
+
+
+def test_a_folder_with_spaces_can_be_pasted():
+    said = words(screen(document(), folder="my out", width=120))
+    for command in ("verify", "report"):
+        assert f"autofit {command} 'my out'" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -51,7 +52,7 @@ def brief(document: Document, *, folder: str | Path) -> Group:
         parts += [Text("Your script", style="bold"), *(_text(f"  - {one_line(line, 150)}") for line in script), Text()]
     launch, verify = (wording.shell_lines(words) for words in wording.launch_commands(document, folder))
     parts += [Text("Launch", style="bold"), *(command_line(f"  {line}") for line in (*launch, *verify))]
-    parts.append(_text(f"  All of it: {Path(folder) / REPORT}, or autofit report {folder}"))
+    parts.append(_text(f"  All of it: {Path(folder) / REPORT}, or autofit report {shlex.quote(str(folder))}"))
     took = f"{plural(len(document.trials), 'trial')} in {duration(document.seconds)}"
     notes = f"; {plural(len(document.notes), 'note')} in the report" if document.notes else ""
     return Group(*parts, _text(f"  {took}{notes}", style="dim"))

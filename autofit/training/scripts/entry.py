@@ -295,12 +295,7 @@ def train_with(
                 raise InputError(f"{differ}: whether the plan trains it alike is not known", hint=AS_TUNED)
             if found:
                 say(f"{differ}: it trains as the plan says")
-            kind, told = type(inner_of(trainer.model)), recipe.facts.model.architecture
-            if tuned is None and told not in {one.__name__ for one in kind.__mro__}:
-                raise InputError(
-                    f"the script trains a {kind.__name__}, and the plan was found for {told}",
-                    hint=f"tune the script itself: autofit tune {Path(path).name}",
-                )
+            _check_class(trainer.model, recipe.facts, path)
             entered.append(trainer)
             wrap(trainer, recipe, accumulation=made.arguments["gradient_accumulation_steps"])
         return around(trainer, train, made.arguments)
@@ -317,6 +312,20 @@ def train_with(
     )
     patches.install()
     run_to_its_end(path, arguments, lambda: bool(entered), by="a transformers Trainer")
+
+
+def _check_class(model: Any, facts: Facts, path: str) -> None:
+    """Refuse a model of another class than the plan of a config was found for.
+
+    Raises:
+        InputError: It is none.
+    """
+    kind, told = type(inner_of(model)), facts.model.architecture
+    if facts.workload.script is None and told not in {one.__name__ for one in kind.__mro__}:
+        raise InputError(
+            f"the script trains a {kind.__name__}, and the plan was found for {told}",
+            hint=f"tune the script itself: autofit tune {Path(path).name}",
+        )
 
 
 def measured_at(clock: Clock, script: Script, trainer: Any, train: Callable[[], Any]) -> Evidence:
