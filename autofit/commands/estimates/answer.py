@@ -16,7 +16,7 @@ from autofit.commands.scripts.request import SCRIPT_TASK
 from autofit.contract.plan import Plan
 from autofit.costmodel.tracing.timeline import Category
 from autofit.output.plan_words import chosen_words
-from autofit.output.text import clean
+from autofit.output.text import clean, count
 from autofit.system import units
 
 _LETTERS: dict[Category, tuple[str, str]] = {
@@ -161,7 +161,7 @@ def heading(found: Estimate) -> str:
     """The question, in two lines."""
     cards = f"{found.processes} cards, each {found.card}" if found.processes > 1 else found.card
     return (
-        f"{found.model}: {_count(found.parameters)} parameters, {found.task} on {found.rows}, global batch "
+        f"{found.model}: {count(found.parameters)} parameters, {found.task} on {found.rows}, global batch "
         f"{found.global_batch}\n{cards}: {units.size(found.memory_bytes)}; a plan fits if the card has "
         f"{found.margin:.0%} more than the plan needs"
     )
@@ -181,10 +181,6 @@ def _recommended(found: Estimate) -> list[Text]:
     why = why_recommended(plan == found.plans[0].plan)
     changes = next(one.changes for one in found.plans if one.plan == plan)
     return [Text(f"{words} ({why})"), *(Text(f"  {said}") for said in changes)]
-
-
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
 
 
 def bar(one: Estimated, memory_bytes: int) -> Text:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from autofit.contract.outcome import Measured
 from autofit.output.plan_words import outcome_words, plan_words
-from autofit.output.text import clean
+from autofit.output.text import clean, count
 from autofit.system import units
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ConsoleEvents:
         """The question, in full."""
         model, hardware, work = facts.model, facts.hardware, facts.workload
         self._line(
-            f"{model.name}: {model.architecture}, {model.parameters / 1e6:,.1f}M parameters, {model.layers} layers"
+            f"{model.name}: {model.architecture}, {count(model.parameters)} parameters, {model.layers} layers"
             + ("" if model.task in {"causal-lm", "script"} else f", for {model.task}: {model.trained_on}")
         )
         self._line(
