@@ -1,6 +1,5 @@
 """What plans need on a card that is not here, from the config to the table."""
 
-import dataclasses
 import io
 import json
 import re
@@ -479,6 +478,8 @@ def test_who_holds_an_adapter_has_one_way(ask):
     text = shown(found)
     assert "train an adapter" in text
     assert "rows of 144 tokens are longer than the 128 the model was made for" in text
+    spread = " ".join(shown(replace(found, processes=2, nodes=2)).replace("\\", "").split())
+    assert "--processes 2 --nodes 2 --on ray://HOST" in spread
 
 
 def test_a_number_of_cards_may_stand_with_the_name():

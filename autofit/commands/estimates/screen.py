@@ -82,6 +82,8 @@ def _to_paste(way: Way, one: Estimated, found: Estimate) -> list[RenderableType]
     held += [*found.asked, "--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
     if found.processes > 1:
         held += ["--processes", str(found.processes)]
+    if found.nodes > 1:
+        held += ["--nodes", str(found.nodes), "--on", "ray://HOST"]
     measured = shell_lines(["autofit", "tune", found.model, *held], width=80)
     return [
         Text(f"To paste, {named} at its fastest (the simplest plan within {100 * AS_FAST:.0f} % of it):", style="bold"),
