@@ -499,5 +499,5 @@ def test_a_way_holds_what_tells_it_apart_and_leaves_the_rest():
     assert held["LoRA"]["quantization"] == ("none",)
     assert held["QLoRA"] == {"precision": ("fp32",), "adapter": ("none", "lora:r=16"), "quantization": ("nf4",)}
     assert held_by_way(facts, {"adapter": ("none",)}) == {"as asked": {"adapter": ("none",)}}
-    without = held_by_way(dataclasses.replace(facts, packages={}), {})
+    without = held_by_way(replace(facts, packages={}), {})
     assert "peft is not installed" in without["LoRA"]
