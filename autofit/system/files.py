@@ -35,17 +35,22 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def machine_error(error: OSError, path: Path) -> MachineError:
     """An operating-system error on a file, in words."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return MachineError(f"the disk is full: {path} can't be written", hint="free some space, then --resume")
+        return MachineError(
+            f"the disk is full: {path} can't be written", hint="free some space and try again, a tune by --resume"
+        )
     if error.errno == errno.EROFS:
         return MachineError(
-            f"{path} can't be written any more: it is read-only", hint="make it writable, then --resume"
+            f"{path} can't be written any more: it is read-only",
+            hint="make it writable and try again, a tune by --resume",
         )
     if error.errno == errno.ENOENT:
         return MachineError(
             f"{path} can't be written: its folder is gone",
             hint="was it deleted or moved? --resume begins anew without it",
         )
-    return MachineError(f"{path} can't be written: {error.strerror or error}", hint="check the folder, then --resume")
+    return MachineError(
+        f"{path} can't be written: {error.strerror or error}", hint="check the folder and try again, a tune by --resume"
+    )
 
 
 def refuse_a_full_disk(folder: Path) -> None:
