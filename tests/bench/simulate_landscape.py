@@ -124,6 +124,8 @@ def traced(options: argparse.Namespace) -> tuple[Facts, Space, Forecast]:
         with contextlib.closing(server):
             model = read_facts(folder, request, "cpu", server, print).model
             facts = elsewhere(request, model, card, card.memory_bytes)
+            names = card.driver_names or (card.name,)  # as a device tells its name, so that the search knows the card
+            facts = dataclasses.replace(facts, hardware=dataclasses.replace(facts.hardware, name=names[0]))
             knobs = space.parse_knobs(options.fix, options.among, facts)
             plans = space.build(facts, space.parse_allowed(options.allow), knobs)
             cast = forecast(plans, Traces(facts, config, lambda: server, folder, cache_folder()), facts, card, print)
