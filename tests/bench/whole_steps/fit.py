@@ -4,8 +4,9 @@ copies, gaps between kernels, the host.
 The kernels' coefficients are held but for those in :data:`WANTED`, which no published kernel is of. They are fitted to
 whole steps and to the operators that were timed alone on :data:`OWN_CARD`, both of the same weight, and to the whole
 steps that those are of. Steps that differ in the accumulation alone are one row, the median of them; no source decides
-by its number of rows, since at most :data:`MOST` of each source and card are fitted to, and the interval is the mean
-over the cards of each source, each card left out in turn. The same minimizer as the kernels', no random numbers.
+by its number of rows, since at most :data:`MOST` of each source and card are fitted to, and the interval is the
+geometric mean over the cards of each source, each card left out in turn. The same minimizer as the kernels', no random
+numbers.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ WANTED = (
     *(("passes", name) for name in ("copy", "reduction", "gather", "optimizer", "dequantize")),
     ("step", "slack"),
     ("step", "sharded"),
+    ("step", "older"),
     ("step", "host"),
 )  # fmt: skip
-START = {"slack": 0.0, "sharded": 0.0, "gap": float(np.log(1.2e-6)), "host": float(np.log(8e-6))}
+START = {"slack": 0.0, "sharded": 0.0, "older": 0.0, "gap": float(np.log(1.2e-6)), "host": float(np.log(8e-6))}
 """How much slower unaligned products are is not fitted, since small ones would decide: it is the median of those of
 2,048 rows and more on :data:`OWN_CARD`, 160 to 240 and 95 to 150 TFLOP/s where aligned ones reach 710 to 820.
 The gap is not fitted: steps that keep :data:`OWN_CARD` busy take 0.6 to 1.9 µs a kernel more than their kernels."""
@@ -59,6 +61,7 @@ class Batch:
         bound: Seconds that no operator takes less than.
         step: Which step each operator is of.
         sharded: 1 for each step that is a rank's of several, else 0; of shape ``(steps,)``.
+        older: 1 for each step of a program of before April 2023, slower by a factor of its own, else 0.
         count: Steps.
     """
 
@@ -67,6 +70,7 @@ class Batch:
     bound: Numbers
     step: Any
     sharded: Numbers
+    older: Numbers
     count: int
 
 
@@ -86,6 +90,7 @@ def batch_of(steps: Sequence[Step], traces: Mapping[Any, Traced]) -> Batch:
         bound=np.concatenate(bounds),
         step=np.concatenate(owners),
         sharded=np.array([float(step.world > 1) for step in steps]),
+        older=np.array([float(step.older) for step in steps]),
         count=len(steps),
     )
 
@@ -111,7 +116,8 @@ def predicted(batch: Batch, fit: Mapping[str, Mapping[str, float]]) -> Numbers:
     device, host, kernels = (
         np.bincount(batch.step, weights, batch.count) for weights in (calls * each, calls, launches)
     )
-    return step_time.together(device, kernels, host, batch.sharded, fit["step"])
+    age = np.exp(fit["step"].get("older", 0.0) * batch.older)
+    return step_time.together(device * age, kernels * age, host, batch.sharded, fit["step"])
 
 
 def refined(
@@ -178,7 +184,7 @@ def _origin(step: Step) -> tuple[str, str]:
 
 
 def _spread(errors: Numbers, steps: Sequence[Step]) -> float:
-    """The mean, over the cards of each source, of the standard deviation whose 80 % interval holds 80 % of the steps.
+    """The geometric mean, over the cards of each source, of the standard deviation whose 80 % interval holds 80 %.
 
     A new card may be any of them. That of the median card is too narrow: half of the cards are farther off than it.
     """
@@ -187,7 +193,7 @@ def _spread(errors: Numbers, steps: Sequence[Step]) -> float:
         if not np.isnan(error):
             origins[_origin(step)].append(abs(error))
     each = [float(np.quantile(its, 0.8)) for its in origins.values()]
-    return round(statistics.fmean(each) / step_time.EIGHTY, 3) if each else 0.0
+    return round(statistics.geometric_mean(each) / step_time.EIGHTY, 3) if each else 0.0
 
 
 def _thinned(steps: Sequence[Step]) -> list[Step]:

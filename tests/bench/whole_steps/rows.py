@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from autofit.costmodel.seconds import operator_time
 from autofit.machine.gpu_catalogue import Card
@@ -27,6 +28,8 @@ SQUAD_LENGTH = 384
 _LOW_PRECISION_NORM_FROM = 3
 _METRICS_UNTIL = 1
 _CARDS_A_NODE = 8
+_NEWER_FROM = 3
+"""The generation of llm-foundry's page that ran MPT, from April 2023 on; before it was MosaicGPT."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,7 @@ class Step:
         fp16: Whether 16 bits are fp16.
         world: Ranks.
         nodes: Machines that they are in.
+        older: Whether its program is older than April 2023.
         reduced_bytes: Of a gradient's element when it is sent; 0 where no collective is counted.
         reason: Why it is not expressed.
     """
@@ -67,6 +71,7 @@ class Step:
     fp16: bool = False
     world: int = 1
     nodes: int = 1
+    older: bool = False
     reduced_bytes: int = 0
     reason: str = ""
 
@@ -178,6 +183,7 @@ def llmfoundry(raw: Iterator[dict[str, str]]) -> Iterator[Step]:
             "model": row["model"],
             "card_name": row["gpu_type"],
             "setting": f"generation {row['generation']}",
+            "older": int(row["generation"]) < _NEWER_FROM,
         }
         card = card_of(row["gpu_type"])
         if ranks > _CARDS_A_NODE and ranks % _CARDS_A_NODE:
@@ -245,7 +251,7 @@ def lambda_labs(raw: Iterator[dict[str, str]]) -> Iterator[Step]:
     """DeepLearningExamples' PyTorch programs, run by Lambda."""
     for row in raw:
         name, task = row["gpu"], row["task"]
-        common = {"source": "lambda", "model": task, "card_name": name, "setting": row["set"].split()[0]}
+        common = {"source": "lambda", "model": task, "card_name": name, "setting": row["set"].split()[0], "older": True}
         if row["gpus"] != "1":
             yield Step(**common, reason="on several cards: collectives are part of it")
             continue
@@ -297,7 +303,7 @@ def nvidia(raw: Iterator[dict[str, str]]) -> Iterator[Step]:
     for row in raw:
         task = row["task"].rpartition("/")[2]
         words = f"{row['hardware']} {row['section']}"
-        common = {"source": "nvidia", "model": task, "card_name": _named_card(words)}
+        common = {"source": "nvidia", "model": task, "card_name": _named_card(words), "older": True}
         if row["framework"] != "PyTorch":
             yield Step(**common, reason=f"{row['framework']}'s program and kernels")
         elif task != "BERT":
@@ -308,7 +314,7 @@ def nvidia(raw: Iterator[dict[str, str]]) -> Iterator[Step]:
             yield _nvidia_bert(row, common)
 
 
-def _nvidia_bert(row: dict[str, str], common: dict[str, str]) -> Step:
+def _nvidia_bert(row: dict[str, str], common: dict[str, Any]) -> Step:
     card = card_of(common["card_name"])
     if card is None:
         return Step(**common, reason=f"no card in {row['hardware']!r}")
