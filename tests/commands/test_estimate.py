@@ -149,6 +149,7 @@ def test_a_smaller_card_takes_a_smaller_micro_batch(ask):
     assert 1 <= small.plan["micro_batch"] < big.plan["micro_batch"]
 
 
+@pytest.mark.slow
 def test_what_is_kept_needs_no_process(ask):
     first = ask(memory="8GiB")
     before = list(ask.started)
@@ -266,6 +267,7 @@ def test_rows_that_the_model_does_not_know_are_said(ask):
     assert any(f"longer than the {longest}" in note for note in said)
 
 
+@pytest.mark.slow
 def test_of_a_card_that_is_not_known_precisions_of_one_size_are_told_once(ask):
     found = ask(memory="8GiB", most=None)
     assert {one.plan["precision"] for one in found.plans} == {"fp32", "bf16"}
@@ -273,6 +275,7 @@ def test_of_a_card_that_is_not_known_precisions_of_one_size_are_told_once(ask):
     assert {one.plan["precision"] for one in asked.plans} == {"fp16"}
 
 
+@pytest.mark.slow
 def test_the_table_says_what_would_save_the_logits(ask):
     found = ask("demo", memory="8GiB", seq_len=128, global_batch=32, fix=("kernels=none",))
     console = Console(width=120, record=True, file=io.StringIO())

@@ -154,6 +154,7 @@ def test_hours_of_a_model_that_reads_no_text_are_of_its_samples(told):
     assert "tokens" not in shown.split("fastest:")[0].partition("hours for")[2]
 
 
+@pytest.mark.slow
 def test_cards_that_train_together_are_told_and_paid_for_together(told):
     found = told("2x 4090")
     (pair,) = found.cards
