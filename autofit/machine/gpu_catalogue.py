@@ -29,8 +29,8 @@ _NOISE = frozenset({
 """Words that tell no card from another."""
 _LAPTOP = frozenset({"laptop", "mobile", "notebook", "max"})
 
-_PCIE_BYTES_PER_SECOND = {7: 15.75e9, 8: 31.5e9, 9: 63e9}
-"""By the major compute capability from which on cards have it: 3.0, 4.0, 5.0."""
+PCIE_BYTES_PER_SECOND = {7: 15.75e9, 8: 31.5e9, 9: 63e9}
+"""Of 16 lanes, one way, raw, by the major compute capability from which on cards have it: 3.0, 4.0, 5.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Card:
     def bus_bytes_per_second(self) -> float:
         """Of the 16 lanes of PCIe that cards of its generation have, one way, raw; the machine may have fewer."""
         major = 8 if self.capability is None else self.capability[0]
-        return _PCIE_BYTES_PER_SECOND[max((one for one in _PCIE_BYTES_PER_SECOND if one <= major), default=7)]
+        return since(PCIE_BYTES_PER_SECOND, major)
 
     @property
     def memory_bytes(self) -> int:
@@ -107,6 +107,11 @@ class Card:
         ampere = ("tf32", "bf16") if self.capability >= (8, 0) else ()
         half = ("fp16",) if self.capability >= (7, 0) or self.capability == (6, 0) else ()
         return ("fp32", *ampere, *half)
+
+
+def since(rates: Mapping[int, float], major: int) -> float:
+    """The rate of the newest generation that is not newer; of an older card, of the oldest."""
+    return rates[max((one for one in rates if one <= major), default=min(rates))]
 
 
 @functools.cache

@@ -28,6 +28,7 @@ import numpy as np
 
 from autofit.contract.layout import PARALLEL, engine_of, layout_of
 from autofit.costmodel.seconds.operator_time import TIMED_KINDS, Operator, Operators, row_of
+from autofit.machine.gpu_catalogue import PCIE_BYTES_PER_SECOND, since
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Workload
@@ -46,8 +47,6 @@ _ZERO_BUCKET_BYTES = 10**9
 """Of DeepSpeed's ``reduce_bucket_size`` and ``allgather_bucket_size``, 5e8 elements of 16 bits."""
 _BACKWARD_SHARE = 2 / 3
 """Of a micro-step: two products of a backward pass to one of a forward pass."""
-_PCIE_BYTES_PER_SECOND = 31.5e9
-"""Of 16 lanes of PCIe 4.0, one way, for a card that is not known."""
 _NETWORK_BYTES_PER_SECOND = {7: 50e9, 8: 200e9, 9: 400e9}
 """Of eight cards with NVLink, as rented: 4 x 100 Gbit/s (DGX-1), 8 x 200 (A100), 8 x 400 (H100)."""
 _PLAIN_NETWORK = 12.5e9
@@ -86,16 +85,11 @@ def links_of(card: Card | None, *, processes: int, nodes: int, on_cpu: bool = Fa
     major = 8 if card is None or card.capability is None else card.capability[0]
     nvlink = None if card is None else card.nvlink_bytes_per_second
     return Links(
-        inside=_PCIE_BYTES_PER_SECOND if card is None else nvlink or card.bus_bytes_per_second,
-        across=_since(_NETWORK_BYTES_PER_SECOND, major) if nvlink else _PLAIN_NETWORK,
+        inside=PCIE_BYTES_PER_SECOND[major] if card is None else nvlink or card.bus_bytes_per_second,
+        across=since(_NETWORK_BYTES_PER_SECOND, major) if nvlink else _PLAIN_NETWORK,
         sums=nvlink is not None and major >= 9,
         a_machine=a_machine,
     )
-
-
-def _since(rates: Mapping[int, float], major: int) -> float:
-    """The rate of the newest generation that is not newer."""
-    return rates[max((one for one in rates if one <= major), default=min(rates))]
 
 
 @functools.cache
