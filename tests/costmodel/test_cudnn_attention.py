@@ -11,7 +11,7 @@ from autofit.costmodel.tracing.emulation import cudnn
 from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.emulation.cuda_kernels import fused_attention, kernel_stand_ins
 from autofit.costmodel.tracing.recorder import Recorder
-from autofit.costmodel.tracing.trace_request import kernels_of
+from autofit.costmodel.tracing.trace_request import groups_experts, kernels_of
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 UNIT = 512  # the allocator rounds up to it
@@ -173,3 +173,4 @@ def test_the_environment_may_put_it_last(monkeypatch, capability, first, last):
     assert kernels_of(capability) == first
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     assert kernels_of(capability) == last
+    assert groups_experts(capability) == (first >= (9, 0))  # whatever attention does

@@ -15,6 +15,7 @@ import torch
 from autofit.costmodel.seconds.operator_time import Operators
 from autofit.costmodel.seconds.step_time import device_seconds
 from autofit.costmodel.tracing.operator_table import calls_of
+from autofit.costmodel.tracing.trace_request import groups_experts
 from autofit.costmodel.tracing.work import work_of
 from autofit.machine import gpu_catalogue
 
@@ -51,8 +52,7 @@ def seconds(text: str) -> float:
         outputs = [_value(one) for one in given["results"]]
         result = outputs[0] if len(outputs) == 1 else tuple(outputs)
         _, flops, _ = work_of(func, args, kwargs, result, outputs)
-        groups = (card().capability or (0, 0))[0] in {9, 10}
-        one, _, calls = calls_of(func, args, kwargs, outputs, flops, groups=groups)
+        one, _, calls = calls_of(func, args, kwargs, outputs, flops, groups=groups_experts(card().capability))
     return calls * device_seconds(Operators.of([one]).computed_in(tf32=given["tf32"]), card())
 
 

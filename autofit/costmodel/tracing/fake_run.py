@@ -39,7 +39,7 @@ from autofit.costmodel.tracing.shard_layout import Held, Layout, cut, layout_of
 from autofit.costmodel.tracing.sharded import following
 from autofit.costmodel.tracing.source import FromConfig, Source
 from autofit.costmodel.tracing.timeline import Tape, UnlikeError
-from autofit.costmodel.tracing.trace_request import kernels_of
+from autofit.costmodel.tracing.trace_request import groups_experts, kernels_of
 from autofit.registry import recipe_of, techniques
 from autofit.system.errors import AutofitError
 
@@ -301,10 +301,11 @@ def _given_gradients(model: nn.Module, wholes: dict[str, int], unused: frozenset
 @contextlib.contextmanager
 def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterator[Recorder]:
     """A recorder, and around it what stands in for the device and for the techniques' own kernels."""
-    on_cuda, capability = recipe.facts.hardware.device == "cuda", kernels_of(recipe.facts.hardware.capability)
+    card = recipe.facts.hardware
+    on_cuda, capability = card.device == "cuda", kernels_of(card.capability)
     stand_ins = {**(without_values() if fake else {}), **(kernel_stand_ins(capability) if on_cuda else {})}
     mode = FakeMode() if fake else None
-    groups = on_cuda and capability[0] in {9, 10}
+    groups = on_cuda and groups_experts(card.capability)
     recorder = Recorder(stand_ins=stand_ins, fake=fake, mode=mode, rows=rows, groups=groups)
     with contextlib.ExitStack() as stack:
         for one in techniques():

@@ -12,6 +12,8 @@ from autofit.registry import technique
 
 _CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 """PyTorch reads it."""
+_DATA_CENTRE = {9, 10}
+"""Major capabilities of the H100, B200 and their like, for which PyTorch has kernels that no other card runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +69,13 @@ def kernels_of(capability: tuple[int, int] | None) -> tuple[int, int]:
     Below 8.0 there is no FlashAttention; some have less shared memory, and the kernels smaller tiles. On 9.x and 10.x
     PyTorch prefers cuDNN's attention, unless the environment says otherwise.
     """
-    if capability is not None and capability[0] in {9, 10} and os.environ.get(_CUDNN_LAST) != "1":
+    if capability is not None and capability[0] in _DATA_CENTRE and os.environ.get(_CUDNN_LAST) != "1":
         return (capability[0], 0)
     if capability is None or capability in {(8, 0), (8, 7)} or (9, 0) <= capability < (12, 0):
         return (8, 0)
     return (7, 5) if capability < (8, 0) else (8, 6)
+
+
+def groups_experts(capability: tuple[int, int] | None) -> bool:
+    """Whether PyTorch multiplies experts in bfloat16 all at once there, and not one after the other."""
+    return capability is not None and capability[0] in _DATA_CENTRE

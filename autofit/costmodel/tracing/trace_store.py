@@ -28,7 +28,7 @@ from autofit.costmodel.jobs import TraceJob
 from autofit.costmodel.memory import peak
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, unpack
 from autofit.costmodel.memory.peak import Need
-from autofit.costmodel.tracing.trace_request import TraceRequest, kernels_of, traced_plan
+from autofit.costmodel.tracing.trace_request import TraceRequest, groups_experts, kernels_of, traced_plan
 from autofit.registry import loaded_rows, recipe_of, source_folders, technique
 from autofit.system.files import writing
 
@@ -224,13 +224,13 @@ def untraceable(plan: Plan) -> list[str]:
 def ground_of(facts: Facts, config: Path) -> list[object]:
     """All that a trace depends on, but the plan."""
     versions = {name: facts.packages.get(name) for name in sorted(facts.packages)}
-    work = facts.workload
+    work, on_cuda = facts.workload, facts.hardware.device == "cuda"
     return [
         source_hash(),
         versions,
         model_of(config),
         facts.hardware.device,
-        kernels_of(facts.hardware.capability) if facts.hardware.device == "cuda" else None,
+        [one(facts.hardware.capability) for one in (kernels_of, groups_experts)] if on_cuda else None,
         work.seq_len,
         bool(work.lengths),  # then there is a mask
         work.processes,
