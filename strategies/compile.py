@@ -63,6 +63,9 @@ _MODES = {
 _LIGER = {"liger", "liger_fused_ce"}
 _MIXED = {"bf16", "fp16"}
 _DEVICE_GUARD_FAILS = (2, 15)
+_COPIES_FORWARD = (1, 15)
+"""From this Accelerate on the copy that ``compile_regions`` makes has a forward pass of its own; before, a model whose
+forward pass was put in its place, as autocast's is, goes on calling its own layers."""
 """``InternalTorchDynamoError`` on ``_cuda_maybe_exchange_device`` of an ``autograd.Function``; Liger 0.8.5."""
 _OLDEST = (7, 0)  # torch.utils._triton: older devices lack what Triton's code needs
 
@@ -105,6 +108,9 @@ class Compile(Technique):
         engine = engine_of(others.get("parallel", "none"))
         if engine in {"fsdp", "deepspeed"}:
             return f"{others['parallel']} brings weights in by hooks that a compiled model passes by"
+        wrapped = others.get("precision") in _MIXED or others.get("kernels") == "chunked_ce"
+        if value == "regions" and wrapped and (0,) < facts.release("accelerate") < _COPIES_FORWARD:
+            return "Accelerate before 1.15 compiles layers that a model with another forward pass does not call"
         if others.get("offload") == "activations":
             return "the hooks that move saved tensors to the host are none that a graph can hold"
         beside = _beside_liger(value, others, facts) if others.get("kernels") in _LIGER else None

@@ -9,12 +9,11 @@ that: any integer that divides it, not only powers of two.
 
 A Trainer evaluates 8 rows at once unless told otherwise, which may be more than it trains on. So
 ``per_device_eval_batch_size`` is written too: the micro-batch, or as many of its rows as make no more than 512 MiB of
-logits in float32. Evaluation makes them all, also where the loss is trained a chunk at a time. Trials and
-traces of a Trainer evaluate one such batch. Of the winner more are written, as many as its trace says stay below the
-training's own peak, once a run of it has evaluated them. ``prediction_loss_only`` is not written. Without
-``compute_metrics`` a Trainer drops the logits of each batch anyway; with it, ``True`` would leave the metrics out
-without a word (``Trainer.evaluate`` and ``evaluation_loop``). With ``compute_metrics`` the logits of all rows stay on
-the device until the end, or for ``eval_accumulation_steps`` batches: that is not measured.
+logits in float32. Trials and traces of a Trainer evaluate one such batch. Of the winner more are written, as many as
+its trace says stay below the training's own peak, once a run of it has evaluated them. ``prediction_loss_only`` is
+not written. Without ``compute_metrics`` a Trainer drops the logits of each batch anyway; with it, ``True`` would
+leave the metrics out without a word (``Trainer.evaluate`` and ``evaluation_loop``). With ``compute_metrics`` the
+logits of all rows stay on the device until the end, or for ``eval_accumulation_steps`` batches: that is not measured.
 
 A script evaluates as many rows at once as it says, its longest, beside the winner, which holds for that what
 ``compute_metrics`` would read of all rows; fewer are written only where they break the ceiling.

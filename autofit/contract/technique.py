@@ -189,6 +189,10 @@ class Technique(ABC):
         """Device memory that a plan with the value takes, at most, beyond what its trace shows."""
         return 0
 
+    def bytes_if_asked(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> int:
+        """Device memory of each row of an evaluation that is taken only where a metric reads its predictions."""
+        return 0
+
     def untraced_time(self, value: Value, facts: Facts) -> float:
         """The natural logarithm of a factor on the seconds of a step that a trace does not count."""
         return 0.0

@@ -191,7 +191,10 @@ def _forecast_family(family: Plan, members: list[int], inputs: ForecastInputs) -
     if parts is not None:
         together = np.array([inputs.evaluated[int(one)] for one in given])
         said.tensors[:] = peak.peaks(micro, optimizer, rows, accumulation, waiting=waiting, evaluated_rows=together)
-        roomy = peak.evaluable_rows(micro, optimizer, rows, accumulation, waiting=waiting, most=inputs.most)
+        asked = sum(one.bytes_if_asked(family[one.name], family, facts) for one in techniques())
+        roomy = peak.evaluable_rows(
+            micro, optimizer, rows, accumulation, waiting=waiting, most=inputs.most, if_asked=asked
+        )
         said.evaluable[:] = np.where(roomy > together, roomy, 0)
         if step is not None:
             said.seconds[:] = (step + sent + copied * inputs.nominal[_TRANSFER]) / samples  # as if no copy hid

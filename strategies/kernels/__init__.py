@@ -30,6 +30,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
+from autofit.contract.layout import PARALLEL, engine_of
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Technique
 
 from .chunked_loss import CHUNKS, ChunkedLoss, chunk_loss
@@ -52,8 +53,7 @@ _LOSS_ALONE = {
 """Liger leaves out what an architecture's function does not take."""
 _LIGER: dict[str, dict[str, bool] | None] = {"liger": None, "liger_fused_ce": _LOSS_ALONE}
 _LIGERS_LOSS = "liger_kernel.transformers.model."
-
-
+_LOGIT_BYTES = 2 + 4
 _NEXT_TOKEN = {"causal-lm", "script"}
 """Tasks whose loss may be that of next-token prediction."""
 
@@ -113,14 +113,20 @@ class Kernels(Technique):
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value == "chunked_ce":
             chunked = recipe.state[self.name] = ChunkedLoss()
-            recipe.model_wraps.append(functools.partial(chunk_loss, chunked=chunked))
+            evaluates = _head_is_whole(recipe.plan)
+            recipe.model_wraps.append(functools.partial(chunk_loss, chunked=chunked, evaluates=evaluates))
         elif value in _LIGER and recipe.facts.workload.launch_path == "loop":
             recipe.model_wraps.append(functools.partial(_apply_liger, settings=_LIGER[str(value)] or {}))
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
-        if part == "optimizer" or (part == "evaluation" and value == "chunked_ce"):
-            return self.baseline  # an evaluation makes all logits
+        if part == "optimizer":
+            return self.baseline
         return None if value in _LIGER else value
+
+    def bytes_if_asked(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> int:
+        """Logits in 16 bits and in float32, which an evaluation of ``chunked_ce`` makes when they are read."""
+        unmade = value == "chunked_ce" and _head_is_whole(plan)
+        return _LOGIT_BYTES * facts.workload.seq_len * facts.model.vocab_size if unmade else 0
 
     def watch(self, model: nn.Module, recipe: Recipe, hooks: Hooks) -> Read:
         """Whether the output layer makes a score of every token of the vocabulary, for every position."""
@@ -179,6 +185,11 @@ class Kernels(Technique):
             "liger_fused_ce": Prior(time=(0.02, 0.1), memory=(-0.2, 0.2)),
             "liger": Prior(time=(-0.1, 0.1), memory=(-0.3, 0.2)),
         }[str(value)]
+
+
+def _head_is_whole(plan: Mapping[str, Value]) -> bool:
+    """Whether each process holds the whole weight of the output layer at all times."""
+    return engine_of(plan.get(PARALLEL, "none")) in {"none", "ddp"}
 
 
 def _apply_liger(model: PreTrainedModel, settings: Mapping[str, bool]) -> PreTrainedModel:

@@ -6,6 +6,8 @@ import functools
 import types
 from typing import TYPE_CHECKING, Any, cast
 
+from .unmade_logits import unmade_logits
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
@@ -60,8 +62,15 @@ class ChunkedLoss:
         return total / (count if isinstance(count, int) else count.to(total.device))
 
 
-def chunk_loss(model: PreTrainedModel, chunked: ChunkedLoss) -> PreTrainedModel:
-    """Take the loss a chunk at a time while the model trains with labels; its output then has no logits."""
+def chunk_loss(model: PreTrainedModel, chunked: ChunkedLoss, *, evaluates: bool = True) -> PreTrainedModel:
+    """Take the loss a chunk at a time while the model trains with labels; its output then has no logits.
+
+    Args:
+        model: The model; it is changed.
+        chunked: Takes the loss.
+        evaluates: Whether it takes that of an evaluation too, whose logits are then made when they are asked for. The
+            output layer has to hold its whole weight between the steps.
+    """
     import torch
 
     head: Any = cast("Any", model).get_output_embeddings()
@@ -87,12 +96,17 @@ def chunk_loss(model: PreTrainedModel, chunked: ChunkedLoss) -> PreTrainedModel:
     @functools.wraps(forward or own)
     def with_chunked_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         keep = kwargs.get("logits_to_keep", 0)
-        chunked.on = self.training and kwargs.get("labels") is not None and isinstance(keep, int) and keep == 0
+        whole = kwargs.get("labels") is not None and isinstance(keep, int) and keep == 0
+        unasked = evaluates and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        chunked.on = whole and (self.training or unasked)
         try:
             output = forward(self, *args, **kwargs) if forward else own(*args, **kwargs)
             if chunked.on and hasattr(output, "logits"):
                 # what stands there is the hidden state, and nobody shall take it for logits
-                output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
+                given = {name: value for name, value in output.items() if name != "logits"}
+                if not self.training:
+                    given["logits"] = unmade_logits(functools.partial(head_forward, head), head.weight, output.logits)
+                output = type(output)(**given)
             return output
         finally:
             chunked.on = False

@@ -1,6 +1,7 @@
 """Traces of small models, against whole traces and against real tensors."""
 
 import contextlib
+import dataclasses
 import importlib
 import itertools
 import os
@@ -252,13 +253,17 @@ def test_an_evaluation_step_needs_what_it_needs_on_real_tensors(labs, kernels):
     assert tape.live(3).max() == pytest.approx(real.live(0).max(), rel=1e-3)
 
 
-def test_logits_that_training_never_makes_are_the_peak_of_the_evaluation(tmp_path):
-    lab = Lab(tmp_path, CONFIGS["llama"] | {"vocab_size": 20_000})
-    plan = PLAIN.replaced(micro_batch=4, checkpointing="full", kernels="chunked_ce")
-    found = lab.need(plan)
-    assert (found.phase, found.segment) == ("forward", "evaluation")
-    assert found.by_category["logits"] >= 2 * 4 * lab.facts.workload.seq_len * 20_000 * 4
-    assert "gradients" not in found.by_category
+@pytest.mark.parametrize(("parallel", "whole"), [("none", False), ("fsdp", True)])
+def test_an_evaluation_makes_all_logits_only_where_the_output_layer_is_split(tmp_path, parallel, whole):
+    lab = Lab(tmp_path, CONFIGS["llama"] | {"vocab_size": 20_000}, device="cuda")
+    split = dataclasses.replace(lab.facts.model, layer_classes=("LlamaDecoderLayer",))
+    lab.facts = dataclasses.replace(lab.facts, model=split)
+    offload = "parameters" if whole else "none"
+    plan = PLAIN.replaced(micro_batch=4, checkpointing="full", kernels="chunked_ce", parallel=parallel, offload=offload)
+    logits = 4 * lab.facts.workload.seq_len * 20_000 * 4
+    peak = lab.micro(plan).evaluation.live(4).max()
+    assert bool(peak >= 2 * logits) is whole
+    assert whole or peak < logits / 2 + 20_000 * lab.facts.model.parameters
 
 
 def test_a_loop_evaluates_by_itself(labs):
@@ -467,7 +472,6 @@ EVALUATED_ALIKE = [
     {"checkpointing": "selective"},
     {"checkpointing": "full_offload"},
     {"checkpointing": "every_2"},
-    {"kernels": "chunked_ce"},
     {"offload": "activations"},
     {"precision": "bf16", "kernels": "chunked_ce", "checkpointing": "full"},
     {"precision": "bf16", "adapter": "lora:r=16", "quantization": "nf4", "checkpointing": "full"},

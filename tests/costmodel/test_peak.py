@@ -299,19 +299,19 @@ def test_an_allocator_holds_what_the_plan_needs(tmp_path, config, precision):
 
 
 def test_an_allocator_also_holds_an_evaluation_step_and_the_workspaces(tmp_path):
-    """The chunked loss makes no logits while it trains, and all of them while it evaluates."""
+    """Of more rows than are trained on."""
     lab = Lab(tmp_path / "config", {**BROAD, "vocab_size": 20000}, device="cuda", seq_len=128)
-    plan = PLAIN.replaced(kernels="chunked_ce", optimizer="sgd", checkpointing="full", micro_batch=16)
+    plan = PLAIN.replaced(optimizer="sgd", checkpointing="full", micro_batch=16)
     parts = lab.micro(plan), lab.optimizer(plan)
-    found = need(*parts, rows=16, accumulation=1, waiting=False, evaluated_rows=16)
+    found = need(*parts, rows=16, accumulation=1, waiting=False, evaluated_rows=48)
     assert found.segment == "evaluation"
     without, with_all = (
         replay(*requests(*parts, rows=16, accumulation=1, **more))
-        for more in ({}, {"evaluated_rows": 16, "workspaces": (4 * MIB, 4 * MIB)})
+        for more in ({}, {"evaluated_rows": 48, "workspaces": (4 * MIB, 4 * MIB)})
     )
     assert without.rounded_bytes < 0.9 * found.peak_bytes
     assert with_all.rounded_bytes == pytest.approx(found.peak_bytes + 8 * MIB, rel=0.01)
-    events, _, _ = requests(*parts, rows=16, accumulation=1, evaluated_rows=16, workspaces=(4 * MIB, 4 * MIB))
+    events, _, _ = requests(*parts, rows=16, accumulation=1, evaluated_rows=48, workspaces=(4 * MIB, 4 * MIB))
     check_balance(events)
 
 
@@ -346,5 +346,7 @@ def test_as_many_rows_are_evaluated_as_stay_below_the_training(tmp_path, values)
     assert with_it <= without
     assert evaluable_rows(*parts, rows, accumulation, waiting=True, most=8) == [min(found, 8)]
     assert evaluable_rows(*parts, rows, accumulation, waiting=True, most=0) == [0]
+    held = evaluable_rows(*parts, rows, accumulation, waiting=True, most=most, if_asked=alone.peak_bytes // 8)
+    assert held < min(found, 8)
     unknown = dataclasses.replace(parts[0], evaluation=None)
     assert evaluable_rows(unknown, parts[1], rows, accumulation, waiting=True, most=most) == [0]

@@ -78,7 +78,7 @@ VERSIONS = {
     "python": "3.11.9",
     "torch": "2.11.0",
     "transformers": "5.23.0",
-    "accelerate": "1.14.0",
+    "accelerate": "1.15.0",
     "bitsandbytes": "0.49",
 }
 

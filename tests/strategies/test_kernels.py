@@ -4,14 +4,16 @@ import copy
 import importlib
 import types
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.other import compile_regions
+from packaging.version import Version
 from torch._dynamo.testing import CompileCounter
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from autofit import space
 from autofit.machine import model as described
@@ -143,7 +145,81 @@ def test_logits_are_there_where_they_are_asked_for():
         assert model_(**given, logits_to_keep=20).logits.shape == (3, 20, 128)
         output = model_.eval()(**given)
         assert output.logits.shape == (3, 20, 128)
+        assert output.logits.requires_grad
         assert torch.isfinite(output.loss)
+
+
+@pytest.fixture
+def heads(monkeypatch):
+    """How often an output layer has made its logits."""
+    made, forward = [], torch.nn.Linear.forward
+
+    def counted(self, given):
+        made.extend([self] * (self.out_features == 128))
+        return forward(self, given)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", counted)
+    return made
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_an_evaluation_makes_its_logits_when_they_are_read(heads, autocasts):
+    plain, chunked = (one.eval() for one in pair())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        one, other = plain(**batch()), chunked(**batch())
+    assert heads == [plain.lm_head]
+    torch.testing.assert_close(other.loss, one.loss.to(other.loss), rtol=1e-2 if autocasts else 1e-5, atol=1e-6)
+    logits, wanted = other.logits, one.logits.float()
+    assert (logits.shape, logits.dtype, logits.requires_grad) == (wanted.shape, torch.float32, False)
+    assert convert_outputs_to_fp32(lambda: other)().logits is logits  # as Accelerate hands an output on
+    assert heads == [plain.lm_head]
+    for read in (torch.Tensor.detach, lambda it: it[:, 1:].argmax(-1), torch.Tensor.cpu, lambda it: it * 2):
+        torch.testing.assert_close(read(logits), read(wanted), rtol=0, atol=0)
+    assert (logits.numpy() == wanted.numpy()).all()
+    assert logits.tolist() == wanted.tolist()
+    assert logits.data.sum() == wanted.sum()
+    assert repr(logits) == repr(wanted)
+    assert heads == [plain.lm_head, chunked.lm_head]
+
+
+def test_logits_that_are_read_after_a_step_are_refused():
+    _, chunked = pair()
+    with torch.no_grad():
+        logits = chunked.eval()(**batch()).logits
+        chunked.lm_head.weight.add_(1)
+        with pytest.raises(RuntimeError, match="after the weights had changed"):
+            logits.argmax(-1)
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+def test_a_trainer_evaluates_as_before(tmp_path, heads, metrics):
+    found = []
+    for one in pair():
+        seen = []
+
+        def of(predictions, seen=seen):
+            seen.append(torch.from_numpy(predictions.predictions))
+            return {"tokens": predictions.predictions.shape[-1]}
+
+        heads.clear()
+        rows = [{name: value[row] for name, value in batch().items()} for row in range(3)]
+        args = TrainingArguments(str(tmp_path), use_cpu=True, bf16=True, report_to="none", per_device_eval_batch_size=2)
+        trainer = Trainer(one, args, eval_dataset=rows, compute_metrics=of if metrics else None)
+        found.append((trainer.evaluate()["eval_loss"], seen, len(heads)))
+    (one, seen, by_plain), (other, seen_too, by_chunked) = found
+    assert other == pytest.approx(one, rel=1e-2)
+    assert (by_plain, by_chunked) == (2, 2 * metrics)
+    for mine, theirs in zip(seen_too, seen, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
+
+
+def test_an_evaluation_makes_its_logits_where_the_output_layer_may_be_split_afterwards(heads):
+    plain, _ = pair()
+    whole = chunked_loss.chunk_loss(plain, chunked_loss.ChunkedLoss(), evaluates=False).eval()
+    with torch.no_grad():
+        output = whole(**batch())
+    assert heads == [whole.lm_head]
+    assert type(output.logits) is torch.Tensor
 
 
 @pytest.mark.slow
@@ -162,6 +238,9 @@ def test_a_compiled_model_is_broken_once():
     assert sum(torch._dynamo.utils.counters["graph_break"].values()) <= 2
 
 
+@pytest.mark.skipif(
+    Version(version("accelerate")) < Version("1.15"), reason="its copy of a model calls the model's own layers"
+)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # what follows a break is asked for its gradient
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_the_layers_of_a_model_are_compiled_and_not_those_that_it_was_copied_from(precision):
@@ -212,6 +291,21 @@ def test_a_trainer_still_knows_that_the_model_averages_by_itself():
 
     plain, chunked = pair()
     assert inspect.signature(chunked.forward) == inspect.signature(plain.forward)
+
+
+@pytest.mark.parametrize(
+    ("values", "unmade"),
+    [
+        ({"kernels": "chunked_ce"}, True),
+        ({"kernels": "chunked_ce", "parallel": "ddp"}, True),
+        ({"kernels": "chunked_ce", "parallel": "fsdp"}, False),
+        ({"kernels": "none"}, False),
+    ],
+)
+def test_a_metric_finds_room_for_the_logits_of_the_evaluation_batch(values, unmade):
+    facts = cuda_facts()
+    wanted = 6 * facts.workload.seq_len * facts.model.vocab_size * unmade
+    assert KERNELS.bytes_if_asked(values["kernels"], values, facts) == wanted
 
 
 # -- who may have it ------------------------------------------------------------------------------------------------
@@ -319,6 +413,23 @@ def test_ligers_loss_is_not_compiled_where_its_gradient_is_wider_than_its_produc
     compiling = technique("compile")
     assert bool(compiling.conflict(whole, {**changed, "kernels": "liger_fused_ce"}, cuda_facts())) is refused
     assert compiling.conflict(whole, {**changed, "kernels": "chunked_ce"}, cuda_facts()) is None
+
+
+@pytest.mark.parametrize(
+    ("release", "changed", "refused"),
+    [
+        ("1.14.0", {"kernels": "chunked_ce"}, True),
+        ("1.14.0", {"precision": "bf16"}, True),
+        ("1.14.0", {}, False),
+        ("1.14.0", {"compile": "model", "kernels": "chunked_ce"}, False),
+        ("1.15.0", {"precision": "bf16", "kernels": "chunked_ce"}, False),
+    ],
+)
+def test_layers_that_the_models_forward_pass_would_not_call_are_not_compiled(release, changed, refused):
+    others = {"compile": "regions", "kernels": "none", "precision": "tf32", **changed}
+    facts = replace(cuda_facts(), packages={"accelerate": release})
+    said = technique("compile").conflict(others.pop("compile"), others, facts)
+    assert ("before 1.15" in (said or "")) is refused
 
 
 @pytest.mark.parametrize("value", ["regions", "model"])

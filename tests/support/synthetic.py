@@ -19,7 +19,7 @@ SHAPING = {"precision", "checkpointing", "optimizer", "offload"}
 PACKAGES = {
     "torch": "2.13.0",
     "transformers": "5.17.0",
-    "accelerate": "1.14.0",
+    "accelerate": "1.15.0",
     "bitsandbytes": "0.50.0",
     "deepspeed": "0.18.0",
     "peft": "0.18.0",

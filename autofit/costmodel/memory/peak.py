@@ -130,16 +130,25 @@ def peaks(
 
 
 def evaluable_rows(
-    micro: MicroPart, optimizer: OptimizerPart, rows: Ints, accumulation: Ints, *, waiting: bool, most: int
+    micro: MicroPart,
+    optimizer: OptimizerPart,
+    rows: Ints,
+    accumulation: Ints,
+    *,
+    waiting: bool,
+    most: int,
+    if_asked: int = 0,
 ) -> Ints:
     """Of many plans that share their parts the rows that an evaluation may take at once and stay below the training.
 
-    A power of two up to ``most``, which is one; 0 where none stays below, or no evaluation is traced.
+    A power of two up to ``most``, which is one; 0 where none stays below, or no evaluation is traced. There is room for
+    ``if_asked`` bytes of each row beside what was traced.
     """
     if micro.evaluation is None or not most:
         return np.zeros(len(rows), dtype=np.int64)
     sizes = 2 ** np.arange(most.bit_length())
     evaluated = micro.held_bytes + optimizer.state_bytes + micro.evaluation_peaks(sizes.astype(np.float64))[0]
+    evaluated += if_asked * sizes
     beside = _done_batches(micro, rows, accumulation) * waiting
     room = _SURELY_BELOW * peaks(micro, optimizer, rows, accumulation, waiting=waiting) - beside
     found: Ints = np.where(evaluated <= room[:, None], sizes, 0).max(axis=1)
