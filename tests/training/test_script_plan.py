@@ -1,11 +1,13 @@
 """A plan put into a user's own script for its real training: into which of its Trainers, and what is told."""
 
 import dataclasses
+import io
 import json
 import multiprocessing
 import os
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import transformers
@@ -14,7 +16,7 @@ from autofit.contract.facts import Loading, Script
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError
 from autofit.training.scripts.entry import asks_otherwise, train_with
-from autofit.training.scripts.patches import Made, _given
+from autofit.training.scripts.patches import Made, Patches, _given
 from autofit.training.scripts.watched import keep_scale
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import PLAIN
@@ -258,6 +260,30 @@ def test_what_a_trainer_is_given_is_found_however_its_class_takes_it(tmp_path):
             assert found["model"] is model
             assert found.get("args") is (None if "model" in names else arguments)
             assert found["data_collator"] is len
+
+
+def test_where_weights_are_random_nothing_is_written_over_trained_ones(tmp_path):
+    """Whatever is trained: a script may save before its training, or between two of them."""
+
+    def run():
+        Patches(train=lambda _trainer, _train: None).install()
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
+        arguments = transformers.TrainingArguments(str(tmp_path / "trained"), use_cpu=True, report_to="none")
+        transformers.Trainer(model, arguments).save_model(str(tmp_path / "trained"))
+        model.save_pretrained(tmp_path / "trained")
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)).save_pretrained(
+            tmp_path / "trained"
+        )
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+        torch.save(torch.ones(3), memory := io.BytesIO())
+        memory.seek(0)
+        assert torch.load(memory).tolist() == [1, 1, 1], "a copy in memory is no file"
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_what_the_plan_leaves_alone_is_no_other_training():

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.system.errors import InputError
 from autofit.training.scripts.leave import Refused
+from autofit.training.scripts.patches import keep_files
 
 if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
@@ -193,14 +194,9 @@ class LoopPatches:
 
     def _keep_files(self, owner: Any) -> None:
         """Have nothing written over what the script has trained before: the weights here are random."""
-        import safetensors.torch
-        import torch
-        from transformers import PreTrainedModel
-
         for name in _SILENT:
             setattr(owner, name, lambda *_, **__: None)
-        for place, name in ((PreTrainedModel, "save_pretrained"), (torch, "save"), (safetensors.torch, "save_file")):
-            setattr(place, name, self._told_of(lambda *_, **__: None, True))
+        keep_files(lambda nothing: self._told_of(nothing, True))
 
     def _told_of(self, function: Callable[..., Any], ends: bool) -> Callable[..., Any]:
         @functools.wraps(function)

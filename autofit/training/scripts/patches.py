@@ -12,7 +12,9 @@ import copy
 import dataclasses
 import functools
 import inspect
+import io
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +32,36 @@ _OF_WEIGHTS = (
     "allow_all_kernels", "mirror", "_fast_init", "from_tf", "from_flax", "offload_state_dict", "disable_mmap",
 )  # fmt: skip
 """Arguments of ``from_pretrained`` that are for reading weights, of which none are read."""
+
+
+def keep_files(told: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda nothing: nothing) -> None:
+    """Have a script write nothing over what it has trained before: the weights here are random.
+
+    Args:
+        told: Given what stands for a function that saves; returns what is called in its place.
+    """
+    import safetensors.torch
+    import torch
+    from transformers import PreTrainedModel, Trainer
+
+    models: list[Any] = [PreTrainedModel]
+    if "peft" in sys.modules:  # a Trainer imports it where it is installed
+        models.append(sys.modules["peft"].PeftModel)
+    places: list[tuple[Any, str]] = [
+        *((one, name) for one in models for name in ("save_pretrained", "push_to_hub")),
+        *((Trainer, name) for name in ("save_model", "push_to_hub")),
+        *((safetensors.torch, name) for name in ("save_file", "save_model")),
+    ]
+    for place, name in places:
+        setattr(place, name, told(lambda *_, **__: None))
+    save = torch.save
+
+    @functools.wraps(save)
+    def into_memory(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, io.BytesIO):
+            save(obj, f, *args, **kwargs)
+
+    torch.save = told(into_memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +94,7 @@ class Patches:
         takes: Given what a Trainer is made with, and its class; in words why its arguments are not changed.
         leaves: Called with these words where such a Trainer begins to train.
         before_trainer: Called where a Trainer is about to be made, before its arguments are changed.
-        random_weights: Whether models get random weights, and no file of weights is read or fetched.
+        random_weights: Whether models get random weights, and no file of weights is read, fetched or written.
         made: What each Trainer was made with, by its ``id``.
         said: What the script itself said where it loaded its model.
         loaded: Whether it loaded one: a model that its class makes can't be told anything.
@@ -94,6 +126,8 @@ class Patches:
         self._into_models()
         self._into_arguments()
         self._into_trainer()
+        if self.random_weights:
+            keep_files()
 
     def _loading(self, given: dict[str, Any]) -> dict[str, Any]:
         """What is said where a model is loaded, in place of what the script says."""
