@@ -102,7 +102,7 @@ def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path) 
         quiet=quiet(),
     )
     patches.install()
-    describing(patches, lambda: time.monotonic() - began).install()
+    describing(path, patches, lambda: time.monotonic() - began).install()
     try:
         run_until_left(path, arguments)
     except Enough as enough:

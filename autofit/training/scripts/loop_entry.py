@@ -30,9 +30,10 @@ _MANUAL = "it does not train in `with accelerator.accumulate(model):`, so how of
 _LOADER = "its loader makes its micro-batches itself"
 
 
-def describing(patches: Patches, seconds: Callable[[], float]) -> LoopPatches:
-    """What tells of a loop, and leaves the script once it is known how it steps."""
+def describing(path: str, patches: Patches, seconds: Callable[[], float]) -> LoopPatches:
+    """What tells of a script's loop, and leaves the script once it is known how it steps."""
     seen = Seen()
+    _refuse_loops_of_its_own(path, lambda: bool(patches.made or seen.precision))
 
     def construct(given: dict[str, Any]) -> dict[str, Any]:
         asked = given.get("mixed_precision")
@@ -71,6 +72,28 @@ def describing(patches: Patches, seconds: Callable[[], float]) -> LoopPatches:
         foreign=lambda: bool(patches.made),
     )
     return loop
+
+
+def _refuse_loops_of_its_own(path: str, known: Callable[[], bool]) -> None:
+    """Leave a script where its first optimizer step is neither a Trainer's nor an Accelerator's.
+
+    Such a loop would train to its end. One in a script that names a Trainer or an Accelerator may come before these.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    text = Path(path).read_text("utf-8", "replace").lower()
+    if "lightning" not in text and ("trainer" in text or "accelerator" in text):
+        return
+
+    def stepped(*_: Any) -> None:
+        if not known():
+            raise Refused(
+                f"{Path(path).name} trains in a loop without Accelerate, into which no plan can be put",
+                "have an Accelerator prepare model, optimizer and loader, and call its backward(loss); or write a "
+                "function that returns the model, its batches and its loss: autofit tune my.nets:make",
+            )
+
+    register_optimizer_step_post_hook(stepped)
 
 
 def _described(
