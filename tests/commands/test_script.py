@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from autofit import space
 from autofit.cli import main
 from autofit.commands.request import Request
-from autofit.commands.scripts.request import script_facts, script_notes
-from autofit.contract.facts import Script
+from autofit.commands.scripts.request import _workload, script_facts, script_notes
+from autofit.contract.facts import Loading, Script
 from autofit.output.document import read_document
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError
@@ -77,6 +77,7 @@ BAD = {
     "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '1'": "sets CUDA_VISIBLE_DEVICES itself",
     "arguments = None": "makes its Trainer without arguments",
     "model.half()": "trains weights in float16",
+    "import torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters()).step()": "in a loop without Accelerate",
     "arguments.fsdp = 'full_shard'": "asks for DeepSpeed or FSDP",
 }
 
@@ -274,6 +275,23 @@ def test_a_slow_data_set_is_looked_at_all_over_and_that_is_told(monkeypatch):
     assert f"{seen.looked_at} of its 10,000 rows were looked at" in said
 
 
+def test_a_data_set_smaller_than_a_step_is_refused():
+    """No optimizer step would take as many rows as the answer says."""
+    request, hardware = Request(model="train.py", global_batch=None, memory_limit="1GiB"), cpu_facts().hardware
+    script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2, rows=7)
+
+    def rows(asked=None, **changed):
+        one, told = dataclasses.replace(script, **changed), dataclasses.replace(request, global_batch=asked)
+        return _workload(told, one, hardware, lambda _: None).global_batch
+
+    with pytest.raises(InputError, match="has 7 rows, and an optimizer step is to take 8"):
+        rows()
+    assert rows(4) == 4
+    assert rows(rows=8) == rows(rows=None) == 8
+    loading = Loading(workers=0, cores=1, fixed="its loader makes its micro-batches itself")
+    assert rows(loading=loading) == 8, "what it numbers may be batches"
+
+
 def test_options_that_are_the_scripts_own_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
@@ -316,6 +334,11 @@ def test_a_script_is_tuned_run_and_verified(folder):
     assert verified.returncode in {0, 4}, verified.stderr
     launched = json.loads(verified.stdout)
     assert launched["outcome"]["kind"] == "measured"
+    (folder / "elsewhere").mkdir()
+    lost = autofit(folder / "elsewhere", "verify", "../out")
+    assert lost.returncode == 4
+    assert "the launch broke the promise: crashed: OSError" in lost.stderr, "the script's own error"
+    assert "call it where you tuned" in lost.stderr
     ran = autofit(folder, "run", "out", CLASSIFY, *arguments)
     assert ran.returncode == 0, ran.stderr
     assert "micro-batch 8 1" in ran.stdout

@@ -104,9 +104,15 @@ def _workload(request: Request, script: Script, hardware: Hardware, say: Callabl
             f"{script.micro_batch} rows, which it is held at: {script.depends_on_rows}",
             hint=f"give a multiple of {script.micro_batch}",
         )
+    rows = request.global_batch or own
+    if script.rows is not None and script.rows < rows and (script.loading is None or script.loading.fixed is None):
+        raise InputError(
+            f"the script's data set has {plural(script.rows, 'row')}, and an optimizer step is to take {rows}",
+            hint="give the script more rows, or smaller batches",
+        )
     return Workload(
         seq_len=max(2, script.tokens or 2),
-        global_batch=request.global_batch or own,
+        global_batch=rows,
         limit_bytes=ceiling(request, hardware, say),
         host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING),
         launch_path="loop" if not script.trainer else "trainer",
