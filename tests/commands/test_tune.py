@@ -555,6 +555,27 @@ def test_a_file_that_a_script_misses_in_every_trial_is_told_as_what_saving_leave
         assert ("nothing is saved while a script is tuned" in hint) is told
 
 
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("RuntimeError: The size of tensor a (3) must match", InputError),
+        ("RuntimeError: CUDA error: device-side assert triggered", MachineError),
+        ("killed by SIGKILL after load", MachineError),
+    ],
+)
+def test_what_a_script_raises_in_every_trial_is_the_scripts(out, reason, kind):
+    facts = cpu_facts(global_batch=4)
+    plans = space.build(facts)
+    outcome = Crashed(reason=reason, log_tail="")
+    trials = [Trial(number=0, plan=plans.plans[0], outcome=outcome, wall_seconds=1.0)]
+    script = Script(path="train.py", sha256="", trainer="", micro_batch=4, accumulation=1)
+    scripted = replace(facts, workload=replace(facts.workload, script=script))
+    found = no_winner(trials, {}, scripted, plans, forecast=None, trials_folder=out)
+    assert type(found) is kind
+    assert "does the script train by itself" in found.hint
+    assert type(no_winner(trials, {}, facts, plans, forecast=None, trials_folder=out)) is MachineError
+
+
 @pytest.mark.parametrize("trials", [1, 3])
 def test_a_time_that_is_too_short_is_named(tune, out, trials):
     """What came, what was wanted, what to do; the logs alone would not tell."""

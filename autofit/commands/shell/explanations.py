@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 NOTICEABLE = 0.1
 """Median CPU share of other processes from which a note is made."""
+_OF_THE_MACHINE = (
+    "cuda", "nccl", "cublas", "cudnn", "acceleratorerror", "memoryerror", "dataloader worker", "no space left",
+    "killed by", "ended with status",
+)  # fmt: skip
+"""What the reason of a crash says where it may be no fault of the user's script."""
 
 
 def disturbance_notes(trials: Sequence[Trial]) -> list[str]:
@@ -147,10 +152,15 @@ def _none_measured(trials: Sequence[Trial], trials_folder: Path, *, scripted: bo
     reasons = {trial.outcome.reason for trial in trials if isinstance(trial.outcome, Crashed)}
     if len(reasons) == 1 and all(isinstance(trial.outcome, Crashed) for trial in trials):
         reason = reasons.pop()
-        ask = "does the model train at all, and are the sizes in its config right?"
-        if scripted and reason.startswith("FileNotFoundError"):
-            ask = "nothing is saved while a script is tuned: does it write into a folder that saving makes?"
-        return MachineError(f"every plan that was tried crashed alike: {reason}", hint=f"{ask} {logs}")
+        crashed = f"every plan that was tried crashed alike: {reason}"
+        if not scripted:
+            ask = "does the model train at all, and are the sizes in its config right?"
+        elif reason.startswith("FileNotFoundError"):
+            ask = "nothing is saved while a script is tuned: does it read what it has saved?"
+        else:
+            ask = "does the script train by itself with these arguments?"
+        kind = InputError if scripted and not any(word in reason.lower() for word in _OF_THE_MACHINE) else MachineError
+        return kind(crashed, hint=f"{ask} {logs}")
     why = getattr(last.outcome, "reason", last.outcome.kind.replace("_", " "))
     return MachineError(f"no plan could be measured; the last one, {last.plan.words()}: {why}", hint=logs)
 
