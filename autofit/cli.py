@@ -131,7 +131,7 @@ def verify(folder: str, steps: int, on: str | None, as_json: bool) -> None:
     """Launch the files in DIR with accelerate launch, and compare with the promise (exit 4 where it is broken)."""
     from autofit.commands.verify import VERIFICATION
     from autofit.commands.verify import verify as run
-    from autofit.contract.outcome import Measured
+    from autofit.contract.outcome import Crashed, Measured
     from autofit.system import units
     from autofit.system.strict_json import dump_json
 
@@ -149,11 +149,16 @@ def verify(folder: str, steps: int, on: str | None, as_json: bool) -> None:
             f"ceiling   {units.size(promise.limit_bytes)}"
         )
     if found.broken:
+        hint = "is something else running here? Otherwise tune again"
+        if isinstance(found.outcome, Crashed):
+            hint = (
+                "call it where you tuned, if files are named from there; `autofit verify --json` has the launch's log"
+            )
+        elif found.estimated:
+            hint = "`autofit tune` measures here"
         raise PromiseBroken(
             f"the launch broke the {'estimate' if found.estimated else 'promise'}: " + "; ".join(found.broken),
-            hint="`autofit tune` measures here"
-            if found.estimated
-            else "is something else running here? Otherwise tune again",
+            hint=hint,
         )
     if not as_json:
         if found.estimated:

@@ -30,6 +30,7 @@ def main(folder: Path, result: Path, steps: int) -> None:
     from autofit.output.setup import read_setup
     from autofit.system.files import write_atomically
     from autofit.system.strict_json import dump_json
+    from autofit.training.jobs import caught
     from autofit.training.loops import run_loop, run_trainer, untuned
     from autofit.training.measure import measure
     from autofit.training.ranks import result_file
@@ -64,7 +65,8 @@ def main(folder: Path, result: Path, steps: int) -> None:
 
     warm_up_threads()
     words = rows_words(script) if script else None
-    outcome = measure(setup.recipe, effort, meter(setup.document.facts), run, words=words)
+    facts = setup.document.facts
+    outcome = caught(facts, lambda: measure(setup.recipe, effort, meter(facts), run, words=words))
     if setup.document.workload.processes == 1:
         write_atomically(result, dump_json(OUTCOME, outcome))
     else:

@@ -119,7 +119,7 @@ class SnapshotJob:
         found = snapshot.run()
         if snapshot.own is None:
             return str(found)
-        outcome = _caught(facts, lambda: snapshot.outcome(found))
+        outcome = caught(facts, lambda: snapshot.outcome(found))
         write_atomically(snapshot.own / TrialJob.RESULT, dump_json(OUTCOME, outcome))
         return ""
 
@@ -236,10 +236,10 @@ def tried(
         rank: Of this process, where there are several.
         on_step: Told how many optimizer steps are done, each time.
     """
-    return _caught(job.facts, lambda: _measured(job, folder, trials, rank, on_step))
+    return caught(job.facts, lambda: _measured(job, folder, trials, rank, on_step))
 
 
-def _caught(facts: Facts, run: Callable[[], Outcome]) -> Outcome:
+def caught(facts: Facts, run: Callable[[], Outcome]) -> Outcome:
     """The outcome of what is run, whatever it raises."""
     try:
         return run()
