@@ -143,7 +143,7 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
     ]
     if tried and script.call == 1 and _trains_often(script):
         said.append(
-            "its text has several calls of train(), or one in a loop: the first that is made is tuned (--call N tunes "
+            "its text has several trainings, or one in a loop: the first that is made is tuned (--call N tunes "
             "another), and `autofit run` puts the plan into each whose arguments are alike"
         )
     if script.rows is None:
@@ -171,7 +171,7 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
 
 
 def _trains_often(script: Script) -> bool:
-    """Whether several calls of a Trainer's ``train()`` stand in a script's text, or one in a loop."""
+    """Whether a script's text trains by a Trainer, or by a function that does, several times or in a loop."""
     if script.factory is not None:
         return False
     try:
@@ -194,5 +194,17 @@ def _trains_often(script: Script) -> bool:
             and (is_made(of.value) or ast.unparse(of.value) in made)
         )
 
+    functions = [one for one in nodes if isinstance(one, ast.FunctionDef)]
+    training = {one.name for one in functions if any(map(trains, ast.walk(one)))}
+
+    def calls(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in training
+
+    called = [ast.unparse(one.func) for one in nodes if isinstance(one, ast.Call) and calls(one)]
     loops = [one for one in nodes if isinstance(one, ast.For | ast.While)]
-    return sum(map(trains, nodes)) > 1 or any(trains(inner) for loop in loops for inner in ast.walk(loop))
+    in_loops = [inner for loop in loops for inner in ast.walk(loop)]
+    return (
+        sum(map(trains, nodes)) > 1
+        or len(called) > len(set(called))
+        or any(trains(one) or calls(one) for one in in_loops)
+    )
