@@ -89,7 +89,7 @@ def _to_paste(way: Way, one: Estimated, found: Estimate) -> list[RenderableType]
         Text(f"To paste, {named} at its fastest (the simplest plan within {100 * AS_FAST:.0f} % of it):", style="bold"),
         *(command_line(f"  {line}") for line in lines),
         *_launched(one, found),
-        *(Text(f"  and in the script: {clean(said)}") for said in one.script),
+        *(Text(f"  and: {clean(said)}") for said in one.script),
         command_line("Measure it on the card: " + "\n".join(measured)),
         Text(),
     ]
