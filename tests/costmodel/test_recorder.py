@@ -284,6 +284,17 @@ def test_a_fake_tensor_has_one_as_its_value(dtype, value, closed):
         assert type(tensor.item()) is type(value)
 
 
+@pytest.mark.parametrize("mode", [FakeTensorMode, FakeMode])
+def test_what_is_computed_of_plain_numbers_alone_keeps_its_value(mode):
+    """Longformer's number of chunks: ``torch.div`` of two sizes makes a tensor, which is a size again."""
+    with (fake := mode()), Recorder(mode=fake if mode is FakeMode else None) as recorder:
+        recorder.mark("0:F0")
+        chunks = torch.div(1024, 128, rounding_mode="trunc")
+        assert torch.empty(4, chunks - 1).shape == (4, 7)
+        assert torch.empty(4, chunks + 1).shape == (4, 9)
+        assert (chunks * torch.empty((), dtype=torch.int64)).item() == 1, "one of the two is not known"
+
+
 def test_a_real_tensor_keeps_its_value():
     with recording():
         assert torch.full((), 7.0).item() == 7.0

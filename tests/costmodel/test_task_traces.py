@@ -114,6 +114,19 @@ def test_features_of_speech_that_are_masked_are_traced(tmp_path):
     assert need.peak_bytes == pytest.approx(live.max(), rel=0.02, abs=pool_bytes(lab) + 4096)
 
 
+def test_a_model_that_computes_sizes_with_tensors_is_traced(tmp_path, monkeypatch):
+    """Longformer divides a row into chunks; which of its weights are unused depends on values, which are not known."""
+    longformer = {**CONFIGS["roberta-masked"][1], "model_type": "longformer", "attention_window": 8}
+    config = {**longformer, "architectures": ["LongformerForMaskedLM"]}
+    monkeypatch.setitem(CONFIGS, "longformer", ("masked-lm", config))
+    lab = TaskLab("longformer", tmp_path, "trainer")
+    plan = PLAIN.replaced(micro_batch=4, accumulation=2)
+    real, need = lab.real(plan), lab.need(plan)
+    held = real.by_category(int(real.live(0).argmax()))
+    for name in ("weights", "gradients", "activations", "logits"):
+        assert need.by_category[name] == pytest.approx(held[CATEGORIES.index(name)], rel=0.005), name
+
+
 def test_a_model_that_looks_at_certain_layers_is_traced_whole(tmp_path):
     """BEiT's segmentation takes the outputs of layers by their number."""
     lab = TaskLab("beit", tmp_path, "trainer")

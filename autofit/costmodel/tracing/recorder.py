@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from autofit.costmodel.seconds.operator_time import Operator
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.categories import categorized
-from autofit.costmodel.tracing.emulation.fake_kernels import said_value
+from autofit.costmodel.tracing.emulation.fake_kernels import follow_number, said_value
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, called, signature
 from autofit.costmodel.tracing.emulation.in_place import add, only_writes
 from autofit.costmodel.tracing.operator_table import OperatorTable, calls_of, collective_of
@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         stand_ins: What is called instead of an operator, with this recorder, the operator and its arguments.
-        fake: Whether tensors have no values; then one that is asked for is 1.
+        fake: Whether tensors have no values; then one that is asked for is 1, unless plain numbers alone made it.
         mode: The mode of fake tensors right below this one.
         rows: The micro-batch, if it is a prime that divides no other dimension: then what it divides grows with the
             rows, and the rest does not, and the tape holds for any number of them.
@@ -123,6 +123,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = kwargs.get("out", args[0]) if func._schema.returns else None
         else:
             result, key = self.run(func, args, kwargs)
+        follow_number(func, args, kwargs, result)
         outputs = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
         made = stand_in is not None  # which may have written down what it made
         for tensor in outputs:

@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autofit.costmodel.tracing.emulation.fake_mode import of_operator
+
 if TYPE_CHECKING:
     from autofit.costmodel.tracing.recorder import Recorder, StandIn
 
 BALANCED = "every expert is assumed to get its equal share of the tokens"
+_NUMBER = "known_number"
+"""Attribute of a fake tensor whose value is known."""
 
 
 def without_values() -> dict[Any, StandIn]:
@@ -133,8 +137,25 @@ class _Nonzero:
         return torch.empty(found, mask.dim(), dtype=torch.int64)
 
 
+@of_operator
+def _computes(func: Any) -> bool:
+    """Whether an operator makes one number of two."""
+    ops = torch.ops.aten
+    return func in {ops.add.Tensor, ops.sub.Tensor, ops.mul.Tensor, ops.div.Tensor, ops.div.Tensor_mode}
+
+
+def follow_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """Keep the value of what a model computes of plain numbers alone, such as ``torch.div(length, window)``."""
+    if not _computes(func) or result.dim():
+        return
+    values = [vars(one).get(_NUMBER) if isinstance(one, torch.Tensor) else one for one in args]
+    if None not in values:
+        with torch._C._DisableTorchDispatch():
+            vars(result)[_NUMBER] = func(*map(torch.tensor, values), **kwargs).item()
+
+
 def said_value(tensor: torch.Tensor) -> Any:
-    """The value that a fake tensor is said to have."""
+    """The value that a fake tensor is said to have: its own, where that is known."""
     if tensor.dtype == torch.bool:
         return False
-    return 1.0 if tensor.dtype.is_floating_point else 1
+    return vars(tensor).get(_NUMBER, 1.0 if tensor.dtype.is_floating_point else 1)
