@@ -58,6 +58,7 @@ def ask(server, monkeypatch):
     return invoke
 
 
+@pytest.mark.slow
 def test_the_demo_on_a_card_by_its_name(ask):
     found = ask(gpu="4090")
     assert found.card == "RTX 4090"
@@ -237,6 +238,7 @@ def test_nothing_fits_ends_with_three(server, monkeypatch):
     assert "Traceback" not in ended.output
 
 
+@pytest.mark.slow
 def test_the_bar_is_as_long_as_the_need(ask):
     one = ask(memory="8GiB").plans[0]
     whole = bar(one, one.need.peak_bytes).plain

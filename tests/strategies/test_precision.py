@@ -32,6 +32,7 @@ def test_float16_without_a_scaled_loss_is_refused():
     assert PRECISION.in_effect("fp16", seen, FACTS) == "the loss is not scaled"
 
 
+@pytest.mark.slow
 def test_a_ctc_loss_is_not_broken_by_a_flag_of_tf32():
     """Which ``tf32: false`` does: PyTorch's two flags of cuDNN differ from then on, and its loss asks for both."""
     speech = dataclasses.replace(FACTS, model=dataclasses.replace(FACTS.model, task="ctc"))

@@ -444,6 +444,7 @@ def test_server_and_job_die_with_a_killed_parent(tmp_path, quick_path, kind):
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_still_loading_dies_with_a_killed_parent(tmp_path):
     with parent(tmp_path, "alone", str(SUPPORT)) as process:
         started = wait_until(lambda: offspring(process.pid), what="the server")

@@ -75,9 +75,8 @@ def test_a_script_that_sets_the_accumulation_reads_what_it_has_set(tmp_path):
     assert found[4] == 8
 
 
-@pytest.mark.parametrize(
-    "skip", ["accelerator.skip_first_batches", pytest.param("skip_first_batches", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("skip", ["accelerator.skip_first_batches", "skip_first_batches"])
 def test_a_resumed_epoch_skips_as_many_rows(tmp_path, skip):
     rest = f"""
     rest = {skip}(loader, 8)

@@ -346,6 +346,7 @@ def test_a_trial_that_takes_too_long_has_timed_out(try_fault):
     assert training_seconds(trial) == 0.0
 
 
+@pytest.mark.slow
 def test_a_real_trial_that_takes_too_long_tells_how_far_it_came(try_plan):
     effort = Effort(min_steps=10**6, max_steps=10**6, seconds=10**6)
     found = try_plan(plan={"micro_batch": 4, "accumulation": 1}, effort=effort, limit_seconds=6.0).outcome

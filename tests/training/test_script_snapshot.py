@@ -103,6 +103,7 @@ def tried(server, tmp_path, model):
             each.close()
 
 
+@pytest.mark.slow
 def test_trials_that_load_alike_share_one_run_of_the_script(tried):
     one = tried()
     before = one.runs
