@@ -63,10 +63,10 @@ _MODES = {
 _LIGER = {"liger", "liger_fused_ce"}
 _MIXED = {"bf16", "fp16"}
 _DEVICE_GUARD_FAILS = (2, 15)
+"""``InternalTorchDynamoError`` on ``_cuda_maybe_exchange_device`` of an ``autograd.Function``; Liger 0.8.5."""
 _COPIES_FORWARD = (1, 15)
 """From this Accelerate on the copy that ``compile_regions`` makes has a forward pass of its own; before, a model whose
 forward pass was put in its place, as autocast's is, goes on calling its own layers."""
-"""``InternalTorchDynamoError`` on ``_cuda_maybe_exchange_device`` of an ``autograd.Function``; Liger 0.8.5."""
 _OLDEST = (7, 0)  # torch.utils._triton: older devices lack what Triton's code needs
 
 

@@ -263,7 +263,7 @@ def test_an_evaluation_makes_all_logits_only_where_the_output_layer_is_split(tmp
     logits = 4 * lab.facts.workload.seq_len * 20_000 * 4
     peak = lab.micro(plan).evaluation.live(4).max()
     assert bool(peak >= 2 * logits) is whole
-    assert whole or peak < logits / 2 + 20_000 * lab.facts.model.parameters
+    assert whole or peak < logits
 
 
 def test_a_loop_evaluates_by_itself(labs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -197,14 +198,15 @@ def _trains_often(script: Script) -> bool:
     functions = [one for one in nodes if isinstance(one, ast.FunctionDef)]
     training = {one.name for one in functions if any(map(trains, ast.walk(one)))}
 
-    def calls(node: ast.AST) -> bool:
-        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in training
+    def called(node: ast.AST) -> str | None:
+        name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+        return name if name in training else None
 
-    called = [ast.unparse(one.func) for one in nodes if isinstance(one, ast.Call) and calls(one)]
+    calls = Counter(filter(None, map(called, nodes)))
     loops = [one for one in nodes if isinstance(one, ast.For | ast.While)]
     in_loops = [inner for loop in loops for inner in ast.walk(loop)]
     return (
         sum(map(trains, nodes)) > 1
-        or len(called) > len(set(called))
-        or any(trains(one) or calls(one) for one in in_loops)
+        or max(calls.values(), default=0) > 1
+        or any(trains(one) or called(one) for one in in_loops)
     )
