@@ -47,10 +47,14 @@ def pytest_addoption(parser):
     )
 
 
+LONGEST = {"test_cli.py", "test_end_to_end.py", "test_runner.py"}
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("by_hand") and not config.getoption("--all-faults"):
             item.add_marker(pytest.mark.skip(reason="one more of its kind: --all-faults"))
+    items.sort(key=lambda item: item.path.name not in LONGEST)  # or one worker would wait for them at the end
 
 
 FAULT_TABLE = pytest.StashKey()

@@ -144,7 +144,7 @@ def test_the_command_line_is_the_one_that_was_designed():
             "--trust-remote-code",
         ],
         "run": [],
-        "verify": ["--json", "--on", "--steps"],
+        "verify": ["--json", "--on", "--steps", "--tolerance"],
         "doctor": ["--all", "--device", "--json", "--model", "--task"],
         "profile": ["--json", "--output", "--steps"],
         "report": ["--json"],
@@ -340,6 +340,7 @@ def test_threads_that_accelerate_launch_can_not_read_are_refused(run, monkeypatc
         ["tune", "demo", "--trials", "x"],
         ["tune", "demo", "--seed"],
         ["verify", "x", "--steps", "1"],
+        ["verify", "x", "--tolerance", "1.5"],
         ["tuen"],
     ],
     ids=" ".join,
@@ -460,9 +461,9 @@ def test_a_verification_is_told_by_its_exit_code(tune, run, monkeypatch, tmp_pat
     monkeypatch.setattr(
         "autofit.commands.verify.verify", lambda folder, **options: asked.append((folder, options)) or verified
     )
-    done = run("verify", "out", "--steps", "7", *(["--json"] if as_json else []))
+    done = run("verify", "out", "--steps", "7", "--tolerance", "0.4", *(["--json"] if as_json else []))
     assert asked[0][0] == "out"
-    assert asked[0][1]["steps"] == 7
+    assert (asked[0][1]["steps"], asked[0][1]["tolerance"]) == (7, 0.4)
     assert done.exit_code == (4 if broken else 0)
     if as_json:
         assert VERIFICATION.validate_json(done.stdout) == verified

@@ -133,7 +133,7 @@ def _judged(launch: Launch, document: Document, tolerance: float, say: Callable[
         raise MachineError(
             f"the promise can't be judged: in each of {len(launched)} launches other processes used a large part of "
             f"the CPU, and the best of them came to {best.speed_ratio:.0%} of the promised speed",
-            hint="verify again when less else is running here",
+            hint="verify again when less else is running here, or let more be missing: --tolerance 0.8",
         )
     return best
 

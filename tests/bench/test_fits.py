@@ -76,6 +76,7 @@ def test_a_crash_and_the_end_of_time_end_the_search():
     assert (whole.free, whole.runs_bytes, len(whole.tries)) == (None, None, 1)
 
 
+@pytest.mark.slow
 def test_the_cases_are_plans_that_can_be_had():
     wanted = fits.cases()
     assert len(wanted) >= 40
@@ -121,6 +122,7 @@ class Forked:
         return {"fits": True, "pid": self.pid, "left_bytes": 5 * MIB if limit == 3 else 0}
 
 
+@pytest.mark.slow
 def test_a_process_serves_until_it_is_spoilt(tmp_path):
     process = fits.Process(fits.cases()[0], {}, tmp_path, time.monotonic() + 3, make=Forked)
     first = process.run(None)

@@ -79,7 +79,7 @@ def test_the_function_of_the_package_takes_values():
     found = autofit.estimate(
         "demo",
         gpu="4090",
-        fix={"precision": "bf16", "micro_batch": 2},
+        fix={"precision": "bf16", "micro_batch": 2, "kernels": "none", "compile": "off"},
         among={"optimizer": ["adamw", "sgd"]},
         allow=["exact", "numeric"],
         **SMALL,
@@ -215,7 +215,8 @@ def run(server, monkeypatch, *words):
 
 
 def test_the_command_prints_a_table_or_json(server, monkeypatch):
-    small = ["demo", "--seq-len", "32", "--global-batch", "8"]
+    held = [word for text in HELD[1:] for word in ("--fix", text)]
+    small = ["demo", "--seq-len", "32", "--global-batch", "8", *held]
     shown = run(server, monkeypatch, *small, "--gpu", "T4", "--all")
     assert shown.exit_code == 0
     assert "T4" in shown.stdout
@@ -227,6 +228,7 @@ def test_the_command_prints_a_table_or_json(server, monkeypatch):
     assert json.loads(told.stdout)["plans"][0]["need"]["by_category"]
 
 
+@pytest.mark.slow
 def test_nothing_fits_ends_with_three(server, monkeypatch):
     held = [word for text in HELD for word in ("--fix", text)]
     small = ["demo", "--seq-len", "32", "--global-batch", "8", "--memory", "100MiB"]
@@ -257,7 +259,7 @@ def test_a_notebook_shows_it_once(ask, monkeypatch):
     """rich displays by itself what it prints in a notebook."""
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setattr("rich.jupyter.display", lambda *_: pytest.fail("shown beside what is returned"))
-    assert ask(memory="8GiB")._repr_html_().startswith("<pre>")
+    assert ask(memory="8GiB", fix=HELD, **SMALL)._repr_html_().startswith("<pre>")
 
 
 def test_rows_that_the_model_does_not_know_are_said(ask):

@@ -114,6 +114,7 @@ def told(server, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_each_card_has_its_best_plan_hours_and_cost(told):
     told = told()
     first, second = told.cards

@@ -238,7 +238,7 @@ def test_a_tune_writes_more_rows_than_it_trains_on_and_a_launch_evaluates_them_u
     for target in ("python", "cli", "sft"):
         assert str(rows) in re.findall(r"eval_batch_size\W+(\d+)", export(found, target, folder="out").text)
     assert autofit.load(tmp_path / "out").recipe.emission.training_args["per_device_eval_batch_size"] == rows
-    done = command(tmp_path, "autofit.cli", "verify", "out", "--json")
+    done = command(tmp_path, "autofit.cli", "verify", "out", "--json", "--tolerance", "0.95")
     launched = VERIFICATION.validate_json(done.stdout).outcome
     assert isinstance(launched, Measured)
     assert launched.peak_bytes < 1.25 * found.promise.peak_bytes + 8 * MIB

@@ -118,6 +118,6 @@ def test_a_plain_module_is_tuned_run_and_verified(tmp_path):
     ran = autofit(ROOT, "run", answer, f"{HERE}:make", "--", *flags, "--max_steps", 3)
     assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "trained" / "model.safetensors").is_file()
-    verified = autofit(ROOT, "verify", answer)
-    assert verified.returncode in {0, 5}, verified.stderr  # the speed of a shared machine is no matter of this test
-    assert "every knob took effect" in verified.stdout or "below" in verified.stdout
+    verified = autofit(ROOT, "verify", answer, "--tolerance", 0.95)
+    assert verified.returncode == 0, verified.stderr  # the speed of a shared machine is no matter of this test
+    assert "every knob took effect" in verified.stdout

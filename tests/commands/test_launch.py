@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from autofit.commands import launching, verify
 from autofit.commands.request import STARTED
-from autofit.commands.verify import VERIFICATION, judge
+from autofit.commands.verify import VERIFICATION
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Measured, Unsupported
 from autofit.output import result
@@ -166,7 +166,8 @@ def test_a_real_tune_makes_a_promise_that_verify_finds_kept(tuned, launch_path):
     folder = tuned(launch_path)
     document = read_document(folder)
     assert document.promise.launch_path == launch_path
-    done = python(like_packages(folder.parent), *AUTOFIT, "verify", folder, "--json")
+    words = ("verify", folder, "--json", "--tolerance", str(WIDE_TOLERANCE))
+    done = python(like_packages(folder.parent), *AUTOFIT, *words)
     no_words_of_a_bug(done)
     found = TypeAdapter(verify.Verification).validate_json(done.stdout)
     assert found.promise == document.promise
@@ -174,9 +175,8 @@ def test_a_real_tune_makes_a_promise_that_verify_finds_kept(tuned, launch_path):
     assert found.outcome.fidelity == "whole"
     assert len(found.outcome.steps) == 5
     assert found.outcome.evidence.of("accumulation")["micro_steps"] == document.plan["accumulation"]
-    assert done.returncode == (4 if found.broken else 0)
     # where others had the processors at that moment, the speed alone may have suffered
-    assert judge(found.promise, found.outcome, tolerance=WIDE_TOLERANCE).broken == ()
+    assert (done.returncode, found.broken, found.launches) == (0, (), 1)
     # trial and launch count memory alike, from whatever base they started
     assert abs(found.outcome.peak_bytes - found.promise.peak_bytes) < 0.25 * found.promise.peak_bytes + 8 * MIB
 

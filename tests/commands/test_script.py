@@ -333,8 +333,8 @@ def test_a_script_is_tuned_run_and_verified(folder):
     assert not [*(folder / "out" / "trials").glob("kept/*")], "what a snapshot has written goes with the tune"
     assert found.workload.evaluated_rows == 8, "as many as it evaluates itself, which fit"
     assert "per_device_eval_batch_size" not in json.loads((folder / "out" / "training_args.json").read_text())
-    verified = autofit(folder, "verify", "out", "--json")
-    assert verified.returncode in {0, 4}, verified.stderr
+    verified = autofit(folder, "verify", "out", "--json", "--tolerance", "0.95")
+    assert verified.returncode == 0, verified.stderr
     launched = json.loads(verified.stdout)
     assert launched["outcome"]["kind"] == "measured"
     (folder / "elsewhere").mkdir()
@@ -367,8 +367,8 @@ def test_a_plain_loop_is_tuned_run_and_verified(folder):
     ran = autofit(folder, "run", "looped", LOOP, "--", "--model", "tiny")
     assert ran.returncode == 0, ran.stderr
     assert "micro-steps 8 steps 8" in ran.stdout
-    verified = autofit(folder, "verify", "looped", "--json")
-    assert verified.returncode in {0, 5}, verified.stderr
+    verified = autofit(folder, "verify", "looped", "--json", "--tolerance", "0.95")
+    assert verified.returncode == 0, verified.stderr
     launched = json.loads(verified.stdout)
     assert launched["outcome"]["kind"] == "measured"
 

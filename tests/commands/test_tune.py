@@ -711,6 +711,7 @@ def test_what_was_measured_beside_a_busy_neighbour_is_measured_once_more(tune, o
     assert crowded.promise.step_seconds < 2 * quiet.promise.step_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), Terminated("stopped by SIGTERM")])
 def test_a_repeat_that_was_stopped_is_made_by_resume(tune, out, stop):
     quiet_folder = out.parent / "quiet"

@@ -833,6 +833,7 @@ def shapes(wide):
     return [(p.numel(), id(p) in embeddings) for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_optimizers_hold_their_state(wide, shapes):
     count = sum(number for number, _ in shapes)
     one = technique("optimizer")

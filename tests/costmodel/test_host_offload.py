@@ -65,6 +65,7 @@ def test_what_the_engines_leave_on_the_device_is_forecast_roughly(known):
     assert rough.min() >= 0.1
 
 
+@pytest.mark.slow
 def test_a_trace_of_fsdp_is_given_what_it_copies(known):
     plans, cast = known
     mine = [place for place, plan in enumerate(plans.plans) if plan["parallel"] == "fsdp"]

@@ -122,6 +122,19 @@ each_technique = pytest.mark.parametrize("one", techniques(), ids=lambda one: on
 each_machine = looped(facts=FACTS)
 
 
+@pytest.fixture(scope="module")
+def every_plan():
+    """The plans of the whole space on a machine, built once for all tests."""
+    built = {}
+
+    def plans(facts):
+        if id(facts) not in built:  # FACTS keeps them alive
+            built[id(facts)] = space.build(facts, EVERY).plans
+        return built[id(facts)]
+
+    return plans
+
+
 def plan_with(one, value, facts):
     """The plan nearest to the plain one that has the value; conflicts apart."""
     plan = {other.name: other.baseline_for(facts) for other in techniques()} | {one.name: value}
@@ -224,8 +237,8 @@ def test_nothing_seen_is_no_crash(one, facts):
 
 @each_machine
 @each_technique
-def test_a_conflict_has_words(one, facts):
-    for other in space.build(facts, EVERY).plans[::5] if facts.workload.processes != 5 else ():
+def test_a_conflict_has_words(one, facts, every_plan):
+    for other in every_plan(facts)[::5] if facts.workload.processes != 5 else ():
         for choice in one.choices(facts):
             said = one.conflict(choice.value, other, facts)
             assert said is None or (said.strip() and "\n" not in said)
@@ -307,7 +320,7 @@ def test_what_is_emitted_is_plain_json_and_never_auto(one, facts):
 @each_technique
 def test_every_key_is_one_that_the_installed_libraries_know(one, facts, fields):
     for choice in one.choices(facts):
-        now = replace(facts, packages={**facts.packages, **installed()})
+        now = replace(facts, packages={**facts.packages, **HERE})
         emission = one.emit(choice.value, plan_with(one, choice.value, now), now)
         assert emission.training_args.keys() <= fields["training_args"]
         assert emission.accelerate.keys() <= fields["accelerate"]
@@ -328,13 +341,13 @@ def test_a_field_that_one_value_writes_every_value_writes(one, facts):
 
 
 @each_machine
-def test_all_techniques_together_collide_nowhere(facts):
+def test_all_techniques_together_collide_nowhere(facts, every_plan):
     if facts.workload.global_batch % facts.workload.processes:
         return
     for one in techniques():
         for choice in one.choices(facts):
             recipe_of(plan_with(one, choice.value, facts), facts)
-    for plan in space.build(facts, EVERY).plans[::11]:
+    for plan in every_plan(facts)[::11]:
         filled = recipe_of(plan, facts)
         assert filled.micro_batch * filled.accumulation * facts.workload.processes == facts.workload.global_batch
         assert filled.emission.accelerate["mixed_precision"] in {"no", "bf16", "fp16"}

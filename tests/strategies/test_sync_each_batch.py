@@ -48,17 +48,12 @@ def test_it_is_written_where_a_trainer_reads_it_and_given_to_a_loop(launch_path)
 
 
 def test_an_accelerator_of_a_loop_has_it():
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     recipe = recipe_of(PLAIN.replaced(accumulation=4), cpu_facts())
     recipe.sync_each_batch = True
-    try:
+    with like_a_process_of_its_own():
         accelerator = recipe.accelerator()
         assert accelerator.gradient_accumulation_steps == 4
         assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"] is True
-    finally:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
 
 
 def test_a_plan_of_an_earlier_version_has_it_off():

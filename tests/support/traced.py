@@ -5,6 +5,7 @@ import dataclasses
 import warnings
 
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from bitsandbytes.optim import GlobalOptimManager
 
 from autofit.contract.facts import Facts, Hardware, Model, Workload
@@ -100,13 +101,20 @@ def like_a_process_of_its_own():
     precision, threads = torch.backends.fp32_precision, torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for one another crawl where others compute too
     GlobalOptimManager.get_instance().initialize()  # it remembers which parameter, by its place, wants 32 bits
+    _forget_accelerators()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        _forget_accelerators()
         torch.set_num_threads(threads)
         torch.backends.fp32_precision = precision
+
+
+def _forget_accelerators():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 class Lab:

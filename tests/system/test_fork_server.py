@@ -247,6 +247,7 @@ def test_a_job_that_dies_of_a_signal_is_told_so(server, tmp_path, code, number):
             "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)",
             True,
             id="ignores-term",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -275,6 +276,7 @@ CHILDREN = """
 """
 
 
+@pytest.mark.slow
 def test_the_children_of_a_killed_job_go_with_it(server, tmp_path):
     folder = job(tmp_path / "job", CHILDREN + "    time.sleep(1000)\n")
     assert server.run(folder, kill_after_seconds=3.0) is None
@@ -301,6 +303,7 @@ DAEMON = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "    os.abort()\n", "    time.sleep(1000)\n"], ids=["ends", "aborts", "hangs"])
 def test_what_has_left_the_job_s_session_is_ended_too(server, tmp_path, end):
     folder = job(tmp_path / "job", DAEMON + end)
@@ -454,7 +457,7 @@ def test_a_server_that_is_still_loading_dies_with_a_killed_parent(tmp_path):
         assert not (tmp_path / "job" / "pid").exists()
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)])
 def test_the_server_loads_torch_and_leaves_the_device_alone(tmp_path, monkeypatch, device):
     code = """
         import json, os, sys
@@ -519,6 +522,7 @@ def test_jobs_are_forked_from_what_a_snapshot_has_run_up_to(server, tmp_path):
     assert gone(pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code", [CHILDREN, CHILDREN + "    time.sleep(1000)\n", DAEMON], ids=["left", "hung", "daemon"]
 )

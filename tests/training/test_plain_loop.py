@@ -61,6 +61,7 @@ def run(tmp_path, rest, patched=True):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_script_computes_with_its_own_numbers(tmp_path):
     own, planned = (run(tmp_path, "gave = train(loader)", patched) for patched in (False, True))
     assert (own[0], own[1]) == (planned[0], planned[1]) == (8, 8), "as many steps as it has computed"
@@ -98,6 +99,7 @@ def test_a_resume_in_the_middle_of_a_micro_batch_is_refused(tmp_path):
     assert "skips 3 micro-batches of 2 rows, which are no whole number of the plan's, of 4" in run(tmp_path, rest)[4]
 
 
+@pytest.mark.slow
 def test_what_was_saved_under_another_split_goes_on_with_a_whole_step(tmp_path):
     """Three micro-steps of the script's own may have been an optimizer step; of the plan's there is one half made."""
     rest = f"""
@@ -110,5 +112,6 @@ def test_what_was_saved_under_another_split_goes_on_with_a_whole_step(tmp_path):
     assert (made, gave) == (8, pytest.approx(1.0))
 
 
+@pytest.mark.slow
 def test_a_loop_that_asks_for_its_loaders_length_is_told_of(tmp_path):
     assert run(tmp_path, "gave = train(loader, asks=True)")[3] == [0] * 16

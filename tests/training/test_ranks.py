@@ -98,6 +98,7 @@ def test_of_two_failures_the_first_one_counts(tmp_path):
     assert pids == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_cuda", [False, True])
 def test_a_rank_that_stands_still_is_found(tmp_path, monkeypatch, on_cuda):
     monkeypatch.setattr(ranks, "_STILL_SECONDS", 0.6)

@@ -188,6 +188,7 @@ def test_another_batch_of_the_only_training_is_another_training(tmp_path):
         run(tmp_path, recipe, [8, 2, "adamw_torch_fused"])
 
 
+@pytest.mark.slow
 def test_another_model_or_trainer_is_another_training(tmp_path):
     """Its loss may be divided where that of the tuned one is not."""
     recipe, _ = plan(undivided=True)
@@ -204,6 +205,7 @@ def test_another_model_or_trainer_is_another_training(tmp_path):
     assert said == [f"{asks} model Other, not Net: {left}"]
 
 
+@pytest.mark.slow
 def test_another_loss_or_a_stream_is_another_training(tmp_path):
     recipe, _ = plan()
     like = [4, 2, "adamw_torch_fused"]

@@ -121,6 +121,7 @@ def test_trials_that_load_alike_share_one_run_of_the_script(tried):
     assert [outcome.evidence.of("micro_batch")["rows"] for outcome in forked] == [8, 2, 4]
 
 
+@pytest.mark.slow
 def test_what_is_loaded_otherwise_comes_of_a_run_of_its_own(tried):
     one = tried()
     before = one.runs
@@ -172,7 +173,7 @@ UNSAFE = {
 }
 
 
-@pytest.mark.parametrize("more", some_slow(UNSAFE, lambda more: "threading" not in more))
+@pytest.mark.parametrize("more", some_slow(UNSAFE, lambda more: "mmap" in more))
 def test_a_script_that_can_not_be_forked_runs_in_each_trial_and_that_is_told(tried, more):
     one = tried(more)
     before = one.runs
@@ -184,6 +185,7 @@ def test_a_script_that_can_not_be_forked_runs_in_each_trial_and_that_is_told(tri
     assert UNSAFE[more] in one.notes[0]
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_in_a_fork_alone_is_run_again_and_no_other_is_forked(tried):
     one = tried(
         "first = os.getpid()\n"

@@ -24,6 +24,7 @@ from autofit.training.guard import equivalence, loss_curve
 from autofit.training.guard.equivalence import Guard, Guards, how_many, judge, kind_of, references, rounding_of
 from autofit.training.guard.loss_curve import CURVE, NOT_FINITE, OUT_OF_MEMORY, Curve, of_ranks, without_dropout
 from autofit.training.guard.rounding import Rounding
+from tests.support.cases import some_slow
 from tests.support.faulty import FAULT
 from tests.support.guard_cases import Bench, defects, honest
 from tests.support.synthetic import cpu_facts, cuda_facts, measured
@@ -54,6 +55,7 @@ REFUSED = {
     "norms and biases are stuck at bfloat16": "exact",
     "weights decay, and norms with them": "exact",
 }
+QUICK = {"a micro-batch is dropped", "a layer is frozen", "labels are shifted by one"}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,12 @@ def bench(server, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "case", [one for one in honest() if (one.architecture, one.name) in PASSED], ids=lambda one: one.words()
+    "case",
+    some_slow(
+        [one for one in honest() if (one.architecture, one.name) in PASSED],
+        lambda one: one.name in {"all", "fp16"},
+        ids=lambda one: one.words(),
+    ),
 )
 def test_an_honest_plan_passes(bench, case):
     found, comparisons = bench.look(case)
@@ -73,8 +80,11 @@ def test_an_honest_plan_passes(bench, case):
 
 @pytest.mark.parametrize(
     "case",
-    [one for one in defects() if one.architecture == "llama" and REFUSED.get(one.defect) == one.name],
-    ids=lambda one: one.words(),
+    some_slow(
+        [one for one in defects() if one.architecture == "llama" and REFUSED.get(one.defect) == one.name],
+        lambda one: one.defect in QUICK,
+        ids=lambda one: one.words(),
+    ),
 )
 def test_a_defect_is_refused(bench, case):
     found, _ = bench.look(case)
@@ -109,6 +119,7 @@ def look(server, facts, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_winner_is_compared_with_the_baseline_of_its_own_split(look):
     found = look(BF16)
     assert found.verdict == "same", found.words
@@ -124,6 +135,7 @@ def test_a_compiled_plan_trains_the_same(look):
     assert found.verdict == "same", found.words
 
 
+@pytest.mark.slow
 def test_dropout_is_left_out(look):
     """GPT-2 has it in its config, and its rows would fall otherwise in another split of the batch."""
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 32}
