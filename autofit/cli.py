@@ -128,7 +128,8 @@ def _estimate_cards(model: str, *, as_json: bool, **options: Any) -> None:
 @click.option(
     "--tolerance",
     type=click.FloatRange(0, 1),
-    help="Share of the promised speed that may be missing.  [default: 0.1 on a GPU, 0.3 on a CPU]",
+    help="Share of the promised speed that may be missing.  [default: 0.1 on a GPU, 0.3 on a CPU; of an "
+    "estimate, what its range allows]",
 )
 @click.option("--on", metavar="ADDRESS", help="Launch on machines of a Ray cluster: auto, HOST:PORT or ray://HOST.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verification as JSON to stdout.")

@@ -21,7 +21,7 @@ import autofit
 from autofit import cli
 from autofit.commands.shell import terminal
 from autofit.commands.shell.doctor_table import SCREEN_LINES
-from autofit.commands.verify import VERIFICATION, Verification
+from autofit.commands.verify import TOLERANCE, VERIFICATION, Verification
 from autofit.contract.outcome import Crashed
 from autofit.machine import other_processes
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, read_document
@@ -315,6 +315,11 @@ def test_bad_input_is_one_line_and_a_hint(run, tmp_path, words, said):
     assert said in message
     assert len(hint) > len("hint: ")
     assert done.stdout == ""
+
+
+def test_verify_tells_how_much_of_the_speed_may_be_missing(run):
+    said = " ".join(run("verify", "--help").stdout.split())
+    assert f"{TOLERANCE['cuda']} on a GPU, {TOLERANCE['cpu']} on a CPU" in said
 
 
 @pytest.mark.parametrize("words", [["tune", "demo"], ["estimate", "demo", "--memory", "8GiB"], ["verify", "somewhere"]])

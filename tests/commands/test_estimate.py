@@ -215,7 +215,7 @@ def run(server, monkeypatch, *words):
 
 
 def test_the_command_prints_a_table_or_json(server, monkeypatch):
-    held = [word for text in HELD[1:] for word in ("--fix", text)]
+    held = [f"--fix={text}" for text in HELD[1:]]
     small = ["demo", "--seq-len", "32", "--global-batch", "8", *held]
     shown = run(server, monkeypatch, *small, "--gpu", "T4", "--all")
     assert shown.exit_code == 0
@@ -230,7 +230,7 @@ def test_the_command_prints_a_table_or_json(server, monkeypatch):
 
 @pytest.mark.slow
 def test_nothing_fits_ends_with_three(server, monkeypatch):
-    held = [word for text in HELD for word in ("--fix", text)]
+    held = [f"--fix={text}" for text in HELD]
     small = ["demo", "--seq-len", "32", "--global-batch", "8", "--memory", "100MiB"]
     ended = run(server, monkeypatch, *small, *held)
     assert ended.exit_code == 3

@@ -91,9 +91,10 @@ def test_a_launch_that_failed_breaks_the_promise_at_once(folder, launches):
 
 def test_launches_on_a_busy_machine_are_not_judged(folder, launches):
     made = launches(*[(0.5, 0.9)] * 4)
-    with pytest.raises(MachineError, match="can't be judged"):
+    with pytest.raises(MachineError, match="can't be judged") as caught:
         autofit.verify(folder)
     assert len(made) == 4
+    assert "tolerance=0.8" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -319,8 +319,8 @@ def test_what_is_emitted_is_plain_json_and_never_auto(one, facts):
 @each_machine
 @each_technique
 def test_every_key_is_one_that_the_installed_libraries_know(one, facts, fields):
+    now = replace(facts, packages={**facts.packages, **HERE})
     for choice in one.choices(facts):
-        now = replace(facts, packages={**facts.packages, **HERE})
         emission = one.emit(choice.value, plan_with(one, choice.value, now), now)
         assert emission.training_args.keys() <= fields["training_args"]
         assert emission.accelerate.keys() <= fields["accelerate"]
