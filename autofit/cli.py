@@ -169,7 +169,7 @@ def verify(folder: str, steps: int, tolerance: float | None, on: str | None, as_
     if not as_json:
         if found.estimated:
             click.echo("kept: every knob took effect, speed and memory are within what was estimated")
-        elif found.speed_ratio > 1 / (1 - found.tolerance):
+        elif tolerance is None and found.speed_ratio > 1 / (1 - found.tolerance):
             click.echo("kept: every knob took effect, memory is as promised, and the speed is far above the promise:")
             click.echo("was the machine busy when it was tuned? Then tune again: another plan may be faster")
         else:

@@ -21,7 +21,7 @@ import autofit
 from autofit import cli
 from autofit.commands.shell import terminal
 from autofit.commands.shell.doctor_table import SCREEN_LINES
-from autofit.commands.verify import TOLERANCE, VERIFICATION, Verification
+from autofit.commands.verify import TOLERANCE, VERIFICATION, Verification, judge
 from autofit.contract.outcome import Crashed
 from autofit.machine import other_processes
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, read_document
@@ -466,9 +466,9 @@ def test_a_verification_is_told_by_its_exit_code(tune, run, monkeypatch, tmp_pat
     monkeypatch.setattr(
         "autofit.commands.verify.verify", lambda folder, **options: asked.append((folder, options)) or verified
     )
-    done = run("verify", "out", "--steps", "7", "--tolerance", "0.4", *(["--json"] if as_json else []))
+    done = run("verify", "out", "--steps", "7", *(["--json"] if as_json else []))
     assert asked[0][0] == "out"
-    assert (asked[0][1]["steps"], asked[0][1]["tolerance"]) == (7, 0.4)
+    assert (asked[0][1]["steps"], asked[0][1]["tolerance"]) == (7, None)
     assert done.exit_code == (4 if broken else 0)
     if as_json:
         assert VERIFICATION.validate_json(done.stdout) == verified
@@ -478,6 +478,22 @@ def test_a_verification_is_told_by_its_exit_code(tune, run, monkeypatch, tmp_pat
         assert ("far above the promise" in done.stdout) == (ratio > 2)
     if broken:
         assert "half as fast" in one_line(done.stderr)[0]
+
+
+@pytest.mark.parametrize("share", ["0", "1"])
+def test_what_a_user_lets_pass_does_not_say_what_is_far_above(tune, run, monkeypatch, tmp_path, share):
+    tune(trials=1)
+    found = read_document(tmp_path / "out")
+    asked = []
+
+    def verify(_, **options):
+        asked.append(options["tolerance"])
+        return judge(found.promise, found.trials[-1].outcome, tolerance=options["tolerance"])
+
+    monkeypatch.setattr("autofit.commands.verify.verify", verify)
+    done = run("verify", "out", "--tolerance", share)
+    assert (asked, done.exit_code) == ([float(share)], 0)
+    assert "kept: every knob took effect, speed and memory are as promised" in done.stdout
 
 
 def test_a_folder_named_like_a_package_is_not_imported(tmp_path):
