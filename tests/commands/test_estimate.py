@@ -14,12 +14,12 @@ from rich.console import Console
 import autofit
 from autofit import cli, space
 from autofit.commands.estimates import estimate, plans
-from autofit.commands.estimates.answer import ESTIMATE, bar, table
+from autofit.commands.estimates.answer import ESTIMATE, Estimate, bar, table
 from autofit.commands.estimates.estimate import check_fits
 from autofit.commands.estimates.other_card import counted_cards, elsewhere
 from autofit.commands.estimates.plans import cause
 from autofit.commands.estimates.screen import screen
-from autofit.commands.estimates.ways import _smallest, _untried, held_by_way
+from autofit.commands.estimates.ways import Way, _smallest, _untried, held_by_way
 from autofit.commands.request import Request, Search
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
@@ -133,6 +133,16 @@ def test_what_can_not_be_estimated_is_no_verdict_on_the_card():
     with pytest.raises(ModelError, match="nothing can be estimated: parallel=zero3 can't be traced") as caught:
         estimate.check_fits(found)
     assert "larger card" not in caught.value.hint
+
+
+def test_a_screen_without_an_estimate_does_not_say_that_nothing_fits():
+    way = Way(name="full", fastest=None, smallest=None, stops="no estimate: parallel=zero3 can't be traced")
+    said = {"model": "tiny", "task": "causal-lm", "rows": "rows of 8 tokens", "card": "RTX 4090", "notes": ()}
+    numbers = {"parameters": 1, "memory_bytes": GIB, "seq_len": 8, "global_batch": 8, "margin": MARGIN, "seconds": 1.0}
+    none = {"plans": (), "recommended": None, "counted": 0, "kinds": 0, "untraced": ()}
+    text = shown(Estimate(**said, **numbers, **none, ways=(way,)))
+    assert "no estimate: parallel=zero3 can't be traced" in text
+    assert "nothing fits" not in text
 
 
 def test_a_card_that_is_not_here_has_the_cache_of_its_datasheet():
@@ -512,3 +522,6 @@ def test_a_way_holds_what_tells_it_apart_and_leaves_the_rest():
     assert held_by_way(facts, {"adapter": ("none",)}) == {"as asked": {"adapter": ("none",)}}
     without = held_by_way(replace(facts, packages={}), {})
     assert "peft is not installed" in without["LoRA"]
+    mamba = held_by_way(replace(facts, model=replace(facts.model, model_type="mamba")), {})
+    assert "PEFT puts no LoRA on the output projections of mamba" in mamba["LoRA"]
+    assert mamba["QLoRA"] == mamba["LoRA"]

@@ -14,7 +14,7 @@ from autofit.contract import placement
 from autofit.costmodel.seconds.operator_time import TIMED_KINDS, Operators
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing import work
-from autofit.costmodel.tracing.emulation.fake_kernels import without_values
+from autofit.costmodel.tracing.emulation.fake_kernels import BALANCED, without_values
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
 from autofit.costmodel.tracing.operator_table import operator_of
 from autofit.costmodel.tracing.recorder import Recorder
@@ -443,6 +443,16 @@ def test_grouped_products_do_what_the_products_of_their_experts_do(dtype, groups
     assert (found.batch * found.m * found.n * found.k * 2 == found.flops).all()
     size = dtype.itemsize * (rows * wide + rows * narrow + experts * wide * narrow)
     assert found.moved_bytes.tolist() == [(size + 4 * experts) / calls] * 3
+
+
+def test_labels_that_are_looked_for_are_no_experts():
+    recorder = Recorder(fake=True, stand_ins=without_values())
+    with FakeTensorMode(), recorder:
+        labels = torch.zeros(4, dtype=torch.int64)
+        assert (labels >= 0).nonzero().shape == (4, 1)  # as DeBERTa's loss does
+        assert not recorder.notes
+        (torch.zeros(2, 6) > 0).nonzero()
+        assert recorder.notes == {BALANCED}
 
 
 def test_who_waits_for_a_collective_gets_what_it_made():

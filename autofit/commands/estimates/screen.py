@@ -34,7 +34,7 @@ def screen(found: Estimate) -> Group:
     best = first_fitting(found)
     if best is not None and best.fastest is not None:
         parts += _to_paste(best, best.fastest, found)
-    else:
+    elif any(way.smallest is not None for way in found.ways):
         parts.append(Text(f"nothing fits in {units.size(found.memory_bytes)}"))
     others = [note for note in found.notes if note not in found.remarks]
     parts += [Text(one_line(note, 2 * _WIDTH), style="dim") for note in others[-_MOST_NOTES:]]

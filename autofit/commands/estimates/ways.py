@@ -106,20 +106,18 @@ def smaller_way(facts: Facts, settings: Search) -> str | None:
 
 
 def held_by_way(facts: Facts, given: Knobs) -> dict[str, Knobs | str]:
-    """The knobs of each way, or why it can't be had."""
+    """The knobs of each way, or why it, or what it builds on, can't be had."""
     telling = [one for one in techniques() if one.ways]
     if any(one.name in given for one in telling):
         return {AS_ASKED: given}
     found: dict[str, Knobs | str] = {}
     for place, one in enumerate(telling):
+        before = {other.name: tuple(other.ways.values()) for other in telling[:place]}
+        after = {other.name: (other.baseline,) for other in telling[place + 1 :]}
+        below = [other.choice(value, facts) for other in telling[:place] for value in other.ways.values()]
         for name, value in one.ways.items():
-            choice = one.choice(value, facts)
-            if choice.status == "withheld":
-                found[name] = choice.reason
-                continue
-            before = {other.name: tuple(other.ways.values()) for other in telling[:place]}
-            after = {other.name: (other.baseline,) for other in telling[place + 1 :]}
-            found[name] = {**given, **before, one.name: (value,), **after}
+            withheld = [choice.reason for choice in (one.choice(value, facts), *below) if choice.status == "withheld"]
+            found[name] = withheld[0] if withheld else {**given, **before, one.name: (value,), **after}
     return found
 
 

@@ -118,7 +118,7 @@ def _ctc_loss_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
 
 
 class _Nonzero:
-    """Where a mask is true: which experts were hit, and by which tokens; said to be balanced.
+    """Where a mask is true: which experts were hit, or labels given (all), and by which tokens; said to be balanced.
 
     Source: the loop over experts in transformers' models that have no grouped products.
     """
@@ -128,11 +128,11 @@ class _Nonzero:
 
     def __call__(self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         mask = args[0]
-        recorder.notes.add(BALANCED)
         if mask.dim() == 1:
             self.experts = max(1, mask.shape[0])
             found = self.experts
         else:
+            recorder.notes.add(BALANCED)
             found = -(-mask.numel() // self.experts)
         return torch.empty(found, mask.dim(), dtype=torch.int64)
 
