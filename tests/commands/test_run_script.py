@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,6 +89,22 @@ def test_a_training_on_more_processes_than_the_answer_s_is_refused_without_a_tra
     assert said.startswith("error: this training runs on 2 processes")
     assert "\nhint: " in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(("begins", "steps"), [(0, 12), (5, 7), (12, 0)])
+def test_the_steps_before_a_checkpoint_were_made_by_another_training(begins, steps):
+    callbacks, state = [], SimpleNamespace(global_step=0)
+
+    def train():
+        state.global_step = begins
+        for one in callbacks:
+            one.on_train_begin(None, state, None)
+        state.global_step = 12
+        return "trained"
+
+    trainer = SimpleNamespace(state=state, add_callback=callbacks.append, remove_callback=callbacks.remove)
+    assert run_script._counted(trainer, train) == ("trained", steps)
+    assert callbacks == []
 
 
 @pytest.mark.parametrize(

@@ -576,6 +576,24 @@ def test_what_a_script_raises_in_every_trial_is_the_scripts(out, reason, kind):
     assert type(no_winner(trials, {}, facts, plans, forecast=None, trials_folder=out)) is MachineError
 
 
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("its training ends after 0 optimizer steps, and the first 2 are not timed", InputError),
+        ("a package is missing or broken: No module named 'galore'", MachineError),
+    ],
+)
+def test_what_a_script_does_in_every_trial_so_that_none_is_measured_is_the_scripts(out, reason, kind):
+    facts = cpu_facts(global_batch=4)
+    plans = space.build(facts)
+    trials = [Trial(number=0, plan=plans.plans[0], outcome=Unsupported(reason=reason), wall_seconds=1.0)]
+    script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=1)
+    scripted = replace(facts, workload=replace(facts.workload, script=script))
+    found = no_winner(trials, {}, scripted, plans, forecast=None, trials_folder=out)
+    assert type(found) is kind
+    assert found.message == f"no plan could be measured: {reason}"
+
+
 @pytest.mark.parametrize("trials", [1, 3])
 def test_a_time_that_is_too_short_is_named(tune, out, trials):
     """What came, what was wanted, what to do; the logs alone would not tell."""

@@ -288,6 +288,27 @@ def test_where_weights_are_random_nothing_is_written_over_trained_ones(tmp_path)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_measured_training_goes_on_from_no_checkpoint(measured):
+    """Its step may be the training's last one, and its weights are of another plan's wraps."""
+
+    def run():
+        def train(_trainer, resume_from_checkpoint=None, trial=None):
+            return resume_from_checkpoint, trial
+
+        transformers.Trainer.train = train
+        Patches(train=lambda _trainer, train: train(), random_weights=measured).install()
+        trainer, read = object.__new__(transformers.Trainer), None if measured else "out/checkpoint-30"
+        assert trainer.train(resume_from_checkpoint="out/checkpoint-30", trial=1) == (read, 1)
+        assert trainer.train("out/checkpoint-30", 1) == (read, 1)
+        assert trainer.train() == (None, None)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+
 def test_what_the_plan_leaves_alone_is_no_other_training():
     recipe, _ = plan()
     asked = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, **OWN, "eval_strategy": "epoch"}

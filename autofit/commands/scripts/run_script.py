@@ -40,17 +40,33 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
         if by_config and asked != (rows := setup.recipe.facts.workload.global_batch):
             _tell(f"the script asks for {asked} rows an optimizer step; it trains with {rows}, as it was tuned")
         watch = setup.watch(trainer.model)
-        before = trainer.state.global_step
-        result = train()
-        steps = trainer.state.global_step - before
-        for words in watch.ignored(trainer.optimizer, trainer.accelerator, steps, rows=rows_of(trainer)):
-            _tell(f"took no effect: {words}")
+        result, steps = _counted(trainer, train)
+        if steps:  # else it went on from a checkpoint of its last step
+            for words in watch.ignored(trainer.optimizer, trainer.accelerator, steps, rows=rows_of(trainer)):
+                _tell(f"took no effect: {words}")
         return result
 
     try:
         train_with(setup.recipe, script, arguments, environment=environment, around=around, say=_tell)
     except AutofitError as error:
         _stop(error)
+
+
+def _counted(trainer: Any, train: Callable[[], Any]) -> tuple[Any, int]:
+    """What a training returns, and the optimizer steps that it made: those before its checkpoint were another's."""
+    from transformers import TrainerCallback
+
+    class Begun(TrainerCallback):
+        step = 0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.step = state.global_step
+
+    begun = Begun()
+    trainer.add_callback(begun)
+    result = train()
+    trainer.remove_callback(begun)
+    return result, trainer.state.global_step - begun.step
 
 
 def _tell(words: str) -> None:

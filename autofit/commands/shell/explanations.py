@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autofit.contract.outcome import Crashed, Diverged, Measured, Outcome, OutOfMemory, TimedOut, Trial
+from autofit.contract.outcome import Crashed, Diverged, Measured, Outcome, OutOfMemory, TimedOut, Trial, Unsupported
 from autofit.output.plan_words import outcome_words, plan_words
 from autofit.search.decision import nearest_change, shorter_rows
 from autofit.system import units
@@ -28,9 +28,9 @@ NOTICEABLE = 0.1
 """Median CPU share of other processes from which a note is made."""
 _OF_THE_MACHINE = (
     "cuda", "nccl", "cublas", "cudnn", "acceleratorerror", "memoryerror", "dataloader worker", "no space left",
-    "killed by", "ended with status",
+    "killed by", "ended with status", "a package is missing",
 )  # fmt: skip
-"""What the reason of a crash says where it may be no fault of the user's script."""
+"""What the reason of a failure says where it may be no fault of the user's script."""
 
 
 def disturbance_notes(trials: Sequence[Trial]) -> list[str]:
@@ -159,10 +159,20 @@ def _none_measured(trials: Sequence[Trial], trials_folder: Path, *, scripted: bo
             ask = "nothing is saved while a script is tuned: does it read what it has saved?"
         else:
             ask = "does the script train by itself with these arguments?"
-        kind = InputError if scripted and not any(word in reason.lower() for word in _OF_THE_MACHINE) else MachineError
+        kind = InputError if scripted and not _of_the_machine(reason) else MachineError
         return kind(crashed, hint=f"{ask} {logs}")
+    refused = {trial.outcome.reason for trial in trials if isinstance(trial.outcome, Unsupported)}
+    if scripted and len(refused) == 1 and all(isinstance(trial.outcome, Unsupported) for trial in trials):
+        reason = refused.pop()
+        kind = MachineError if _of_the_machine(reason) else InputError
+        return kind(f"no plan could be measured: {reason}", hint=logs)
     why = getattr(last.outcome, "reason", last.outcome.kind.replace("_", " "))
     return MachineError(f"no plan could be measured; the last one, {last.plan.words()}: {why}", hint=logs)
+
+
+def _of_the_machine(reason: str) -> bool:
+    """Whether a failure of a user's script may be no fault of the script."""
+    return any(word in reason.lower() for word in _OF_THE_MACHINE)
 
 
 def _shows_memory(outcome: Outcome) -> bool:

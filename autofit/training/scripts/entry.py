@@ -365,8 +365,8 @@ def measured_at(clock: Clock, script: Script, trainer: Any, train: Callable[[], 
     train()
     if not seen:
         raise Refused(
-            f"its data set ends after {clock.done} optimizer steps, and the first {effort.warm_up} are not timed",
-            "give the script more rows",
+            f"its training ends after {clock.done} optimizer steps, and the first {effort.warm_up} are not timed",
+            "give the script more rows, or leave out what stops it",
         )
     tokens.tell()
     return observer.with_later_state(seen[0], trainer.optimizer, trainer.accelerator, counted(clock))

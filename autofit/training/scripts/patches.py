@@ -94,7 +94,8 @@ class Patches:
         takes: Given what a Trainer is made with, and its class; in words why its arguments are not changed.
         leaves: Called with these words where such a Trainer begins to train.
         before_trainer: Called where a Trainer is about to be made, before its arguments are changed.
-        random_weights: Whether models get random weights, and no file of weights is read, fetched or written.
+        random_weights: Whether models get random weights, and no file of weights is read, fetched or written: training
+            begins at its first step.
         made: What each Trainer was made with, by its ``id``.
         said: What the script itself said where it loaded its model.
         loaded: Whether it loaded one: a model that its class makes can't be told anything.
@@ -203,6 +204,9 @@ class Patches:
             meant = id(trainer) in self.made if self.call is None else self.calls == self.call
             if id(trainer) in self._left:
                 self.leaves(self._left[id(trainer)])
+            if self.random_weights:  # no checkpoint is read: its step may be the last one of a measurement, too
+                args = (None, *args[1:])[: len(args)]
+                kwargs.pop("resume_from_checkpoint", None)
             if not meant:
                 return original(trainer, *args, **kwargs)
             return self.train(trainer, functools.partial(original, trainer, *args, **kwargs))
