@@ -224,8 +224,8 @@ def test_an_evaluation_makes_its_logits_where_the_output_layer_may_be_split_afte
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # what follows a break is asked for its gradient
-def test_a_compiled_model_is_broken_once():
-    """Between its layers and the loss, which is what stays uncompiled."""
+def test_a_compiled_model_is_one_graph():
+    """All but the loss; how often PyTorch tells of the break there hangs on how many functions forward() is wrapped in."""
     plain, chunked = pair()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -235,7 +235,7 @@ def test_a_compiled_model_is_broken_once():
     torch.testing.assert_close(output.loss, plain(**batch()).loss, rtol=1e-5, atol=1e-6)
     output.loss.backward()
     assert chunked.lm_head.weight.grad.abs().sum() > 0
-    assert sum(torch._dynamo.utils.counters["graph_break"].values()) <= 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.skipif(
