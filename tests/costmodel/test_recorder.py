@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from unittest import mock
 
 import pytest
@@ -453,6 +454,20 @@ def test_labels_that_are_looked_for_are_no_experts():
         assert not recorder.notes
         (torch.zeros(2, 6) > 0).nonzero()
         assert recorder.notes == {BALANCED}
+
+
+def test_a_trace_says_where_it_answers_for_values_that_it_has_not():
+    """All are finite and none is special; Longformer's classifier, which has special tokens, is told so."""
+    recorder = Recorder(fake=True, stand_ins=without_values())
+    with FakeTensorMode(), recorder:
+        values = torch.zeros(4)
+        assert torch.isfinite(values).all()
+        assert not values[0] > 0.5  # a layer that is dropped now and then
+        assert not recorder.notes
+        assert not (values > 0).any().item()
+    assert recorder.guessed
+    (note,) = recorder.notes
+    assert re.match(r"test_recorder.py, line \d+, asks whether any of a batch's values is special", note)
 
 
 def test_who_waits_for_a_collective_gets_what_it_made():

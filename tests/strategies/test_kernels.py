@@ -225,7 +225,7 @@ def test_an_evaluation_makes_its_logits_where_the_output_layer_may_be_split_afte
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # what follows a break is asked for its gradient
 def test_a_compiled_model_is_one_graph():
-    """All but the loss; how often PyTorch tells of the break there hangs on how many functions forward() is wrapped in."""
+    """All but the loss; how often PyTorch tells of the break there hangs on what ``forward()`` is wrapped in."""
     plain, chunked = pair()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

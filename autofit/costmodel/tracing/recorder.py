@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from autofit.costmodel.seconds.operator_time import Operator
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.categories import categorized
-from autofit.costmodel.tracing.emulation.fake_kernels import follow_number, said_value
+from autofit.costmodel.tracing.emulation.fake_kernels import follow_number, question, said_value
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, called, signature
 from autofit.costmodel.tracing.emulation.in_place import add, only_writes
 from autofit.costmodel.tracing.operator_table import OperatorTable, calls_of, collective_of
@@ -109,8 +109,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operator and write down what it made."""
         if self.fake and (func is _DEVICE or func is _VALUE):
-            self.guessed |= func is _VALUE and args[0].dtype == torch.bool
-            return args[0].device if func is _DEVICE else said_value(args[0])
+            return args[0].device if func is _DEVICE else self._say(args[0])
         kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented  # its own dispatch comes down to local tensors
@@ -134,6 +133,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif made or func._schema.is_mutable:
             self._count(key, func, args, kwargs, result, outputs)
         return result
+
+    def _say(self, tensor: torch.Tensor) -> Any:
+        """The value that a model is told of a tensor without one."""
+        self.guessed |= tensor.dtype == torch.bool
+        self.notes |= question(tensor)
+        return said_value(tensor)
 
     def follow(self, tensor: torch.Tensor, func: Any, args: tuple[Any, ...]) -> bool:
         """Write down a tensor that an operator made; returns whether it is new."""

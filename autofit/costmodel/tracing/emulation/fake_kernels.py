@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,15 +141,22 @@ class _Nonzero:
 
 
 @of_operator
-def _computes(func: Any) -> bool:
-    """Whether an operator makes one number of two."""
+def _makes_number(func: Any) -> bool:
+    """Whether an operator makes one number of two, or says whether something holds of many."""
     ops = torch.ops.aten
-    return func in {ops.add.Tensor, ops.sub.Tensor, ops.mul.Tensor, ops.div.Tensor, ops.div.Tensor_mode}
+    return func in {ops.add.Tensor, ops.sub.Tensor, ops.mul.Tensor, ops.div.Tensor, ops.div.Tensor_mode, *_OF_MANY}
+
+
+_OF_MANY = {torch.ops.aten.all.default: True, torch.ops.aten.any.default: False}
+"""What is said of values that are not known: all are finite and none is padding, as of the rows that are traced."""
 
 
 def follow_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     """Keep the value of what a model computes of plain numbers alone, such as ``torch.div(length, window)``."""
-    if not _computes(func) or result.dim():
+    if not _makes_number(func) or result.dim():
+        return
+    if func in _OF_MANY:
+        vars(result)[_NUMBER] = _OF_MANY[func]
         return
     values = [vars(one).get(_NUMBER) if isinstance(one, torch.Tensor) else one for one in args]
     if None not in values:
@@ -156,6 +166,18 @@ def follow_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resu
 
 def said_value(tensor: torch.Tensor) -> Any:
     """The value that a fake tensor is said to have: its own, where that is known."""
-    if tensor.dtype == torch.bool:
-        return False
-    return vars(tensor).get(_NUMBER, 1.0 if tensor.dtype.is_floating_point else 1)
+    usual = False if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
+    return vars(tensor).get(_NUMBER, usual)
+
+
+def question(tensor: torch.Tensor) -> set[str]:
+    """Which question of a model's is answered, as a note, where no row might be what it looks for."""
+    if tensor.dtype != torch.bool or vars(tensor).get(_NUMBER) is not False:
+        return set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(("torch.", "autofit.")):
+        frame = frame.f_back
+    if frame is None:
+        return set()
+    where = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+    return {f"{where}, asks whether any of a batch's values is special: a trace has none and says no"}
