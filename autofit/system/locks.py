@@ -128,7 +128,7 @@ def device_lock(device: str) -> contextlib.AbstractContextManager[None]:
     return held(
         path,
         f"another tune is measuring on this device ({device})",
-        "wait for it to end: two tunes on one device time each other",
+        "wait for it to end, as `autofit tune --wait` does: two tunes on one device time each other",
     )
 
 

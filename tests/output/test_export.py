@@ -108,6 +108,11 @@ def test_flags_stand_behind_a_scripts_own_arguments():
     words = shlex.split(found.text.replace("\\\n", ""))
     assert words[3:7] == ["out/accelerate.yaml", "train.py", "--data", "a b"]
     assert all(word.startswith("--") for word in words[7:])
+    loop = replace(doc, workload=replace(doc.workload, script=replace(script, trainer="")))
+    with pytest.raises(InputError, match="plain loop, which reads no TrainingArguments") as error:
+        export(loop, "cli", folder="out")
+    assert "`autofit run out train.py -- --data 'a b'`" in error.value.hint
+    assert export(loop, "python", folder="out").settings
 
 
 @pytest.mark.parametrize("target", TARGETS)
