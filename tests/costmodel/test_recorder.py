@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_gather_tensor
 
 from autofit.contract import placement
+from autofit.costmodel.scripts.known_values import KnownValues
 from autofit.costmodel.seconds.operator_time import TIMED_KINDS, Operators
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing import work
@@ -468,6 +469,17 @@ def test_a_trace_says_where_it_answers_for_values_that_it_has_not():
     assert recorder.guessed
     (note,) = recorder.notes
     assert re.match(r"test_recorder.py, line \d+, asks whether any of a batch's values is special", note)
+
+
+def test_a_script_is_told_the_same_of_values_that_are_not_known():
+    recorder = Recorder(fake=True, stand_ins=without_values())
+    with FakeTensorMode(), recorder, KnownValues(recorder):
+        values = torch.empty(4)
+        assert torch.isfinite(values).all()
+        assert not (values > 0).any()
+        assert not values[0] > 0.5
+        assert values.sum().item() == 1
+    assert recorder.guessed
 
 
 def test_who_waits_for_a_collective_gets_what_it_made():

@@ -3,7 +3,8 @@
 A trainer's own loss looks at what a batch holds: how many tokens are no padding, where an answer begins. A fake tensor
 has no values, so those of the batch are kept here, and what is computed from them alone is computed once more for
 real. Of what is not known, a fraction that is asked for is 1, such as a loss that is logged; a condition does not hold,
-such as a loss that is not finite; where a whole number is asked for, which may be a size, the run fails.
+such as that a layer is dropped now and then, but one of all values does, such as that they are finite; where a whole
+number is asked for, which may be a size, the run fails.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autofit.costmodel.tracing.emulation.fake_kernels import said_value
 from autofit.system.errors import ModelError
 
 if TYPE_CHECKING:
@@ -109,11 +111,9 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is not None:
             with _disable_current_modes():
                 return known.item()
-        if tensor.dtype == torch.bool:
-            self._recorder.guessed = True
-            return False  # a layer that is dropped now and then, a loss that is not finite
-        if tensor.dtype.is_floating_point:
-            return 1.0
+        self._recorder.guessed |= tensor.dtype == torch.bool
+        if tensor.dtype == torch.bool or tensor.dtype.is_floating_point:
+            return said_value(tensor)
         raise ModelError("the script's loss asks for a number that only a run on real weights tells")
 
     def _places(self, indices: Any) -> Any:

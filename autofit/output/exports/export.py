@@ -89,10 +89,6 @@ def export(document: Document, target: str, *, folder: str | Path) -> Exported:
     if target in {"axolotl", "llamafactory"} and script is not None and script.adapter:
         own = f"the script puts an adapter on its model itself ({script.adapter})"
         raise InputError(f"--to {target}: {own}, without which all weights would be trained", hint="--to sft")
-    if target == "cli" and script is not None and script.factory is None and not script.trainer:
-        run = shlex.join(launch_commands(document, str(folder))[0])
-        own = "the script of this answer trains in a plain loop, which reads no TrainingArguments"
-        raise InputError(f"--to cli: {own}", hint=f"`{run}` trains it with the plan; --to python tells the values")
     carried = _carried(document, target, str(folder))
     if next_token and script is not None:
         carried.lacking.insert(0, _of_script(document, script))
@@ -193,13 +189,15 @@ def _python(carried: _Carried) -> Exported:
 
 
 def _cli(carried: _Carried) -> Exported:
-    """Words for a script that reads its arguments by ``HfArgumentParser``."""
-    script = carried.document.workload.script
+    """Words for a script that reads its arguments by ``HfArgumentParser``; a plain loop reads none."""
+    script, run = carried.document.workload.script, shlex.join(launch_commands(carried.document, carried.folder)[0])
+    if script is not None and script.factory is None and not script.trainer:
+        loop = "the script of this answer trains in a plain loop, which reads no TrainingArguments"
+        raise InputError(f"--to cli: {loop}", hint=f"`{run}` trains it with the plan; --to python tells the values")
     own = ("your_script.py",) if script is None or script.factory is not None else script.typed
     words = ["accelerate", "launch", "--config_file", f"{carried.folder}/accelerate.yaml", *own]
     lines, lacking = shell_lines([*words, *flags(carried.arguments)]), list(carried.lacking)
     if script is not None:
-        run = shlex.join(launch_commands(carried.document, carried.folder)[0])
         lacking.append(
             f"a script that reads no TrainingArguments from its command line, or all from one file: `{run}` trains any"
         )

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 BALANCED = "every expert is assumed to get its equal share of the tokens"
 _NUMBER = "known_number"
 """Attribute of a fake tensor whose value is known."""
+_OF_MANY = {torch.ops.aten.all.default: True, torch.ops.aten.any.default: False}
+"""What is said of values that are not known: all are finite and none is padding, as of the rows that are traced."""
 
 
 def without_values() -> dict[Any, StandIn]:
@@ -147,12 +149,11 @@ def _makes_number(func: Any) -> bool:
     return func in {ops.add.Tensor, ops.sub.Tensor, ops.mul.Tensor, ops.div.Tensor, ops.div.Tensor_mode, *_OF_MANY}
 
 
-_OF_MANY = {torch.ops.aten.all.default: True, torch.ops.aten.any.default: False}
-"""What is said of values that are not known: all are finite and none is padding, as of the rows that are traced."""
-
-
 def follow_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Keep the value of what a model computes of plain numbers alone, such as ``torch.div(length, window)``."""
+    """Keep the value of what a model computes of plain numbers alone, such as ``torch.div(length, window)``.
+
+    Whether something holds of many values is said without them.
+    """
     if not _makes_number(func) or result.dim():
         return
     if func in _OF_MANY:
@@ -172,7 +173,7 @@ def said_value(tensor: torch.Tensor) -> Any:
 
 def question(tensor: torch.Tensor) -> set[str]:
     """Which question of a model's is answered, as a note, where no row might be what it looks for."""
-    if tensor.dtype != torch.bool or vars(tensor).get(_NUMBER) is not False:
+    if vars(tensor).get(_NUMBER) is not False:
         return set()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(("torch.", "autofit.")):
