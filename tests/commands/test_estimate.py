@@ -75,6 +75,7 @@ def test_the_demo_on_a_card_by_its_name(ask):
 
 
 @pytest.mark.usefixtures("ask")
+@pytest.mark.slow
 def test_the_function_of_the_package_takes_values():
     found = autofit.estimate(
         "demo",
@@ -300,6 +301,7 @@ def test_the_table_says_what_would_save_the_logits(ask):
     assert "fused linear cross-entropy" in cause(logits)
 
 
+@pytest.mark.slow
 def test_a_model_s_facts_come_back_under_its_name(ask):
     ask(memory="8GiB")
     kept = list(trace_store.cache_folder().glob("*.json"))

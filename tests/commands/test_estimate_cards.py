@@ -138,6 +138,7 @@ def test_each_card_has_its_best_plan_hours_and_cost(told):
     assert json.loads(CARDS_ESTIMATE.dump_json(told))["cards"][1]["cost"] == second.cost
 
 
+@pytest.mark.slow
 def test_the_usual_global_batch_is_told(server, monkeypatch):
     monkeypatch.setattr(cards, "ForkServer", lambda *_, **__: Lent(server))
     asked = {"seq_len": 32, "global_batch": None, "fix": {"precision": "bf16", "optimizer": "adamw"}}
