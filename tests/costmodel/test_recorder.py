@@ -18,9 +18,9 @@ from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing import work
 from autofit.costmodel.tracing.emulation.fake_kernels import BALANCED, without_values
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
+from autofit.costmodel.tracing.emulation.sharded import fake_world
 from autofit.costmodel.tracing.operator_table import operator_of
 from autofit.costmodel.tracing.recorder import Recorder
-from autofit.costmodel.tracing.sharded import fake_world
 from autofit.costmodel.tracing.timeline import CATEGORIES
 
 KIB = 1024

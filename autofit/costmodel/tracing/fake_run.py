@@ -32,11 +32,11 @@ from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.emulation.cuda_kernels import kernel_stand_ins
 from autofit.costmodel.tracing.emulation.fake_kernels import without_values
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
+from autofit.costmodel.tracing.emulation.sharded import following
 from autofit.costmodel.tracing.emulation.tiled_loss import tiled_loss
 from autofit.costmodel.tracing.layers import Marks, find_layers, period_of, shorten, watch_layers
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.shard_layout import Held, Layout, cut, layout_of
-from autofit.costmodel.tracing.sharded import following
 from autofit.costmodel.tracing.source import FromConfig, Source
 from autofit.costmodel.tracing.timeline import Tape, UnlikeError
 from autofit.costmodel.tracing.trace_request import groups_experts, kernels_of

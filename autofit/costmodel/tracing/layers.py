@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
 
 from autofit.contract.plan import Plan
+from autofit.costmodel.tracing.repetition import Repetition
 from autofit.registry import techniques
 from autofit.training.timing import Effort
 
@@ -233,6 +234,7 @@ class Marks:
         """Index of the segment that comes after them."""
         self.parameters: list[nn.Parameter] = []
         self.sharded: nn.Module | None = None
+        self.repetition: Repetition | None = None
 
     def mark(self, name: str) -> None:
         """A segment of the micro-step begins."""
@@ -261,11 +263,33 @@ class Marks:
         self.recorder.call((parameter.grad for parameter in self.parameters), "gradients")
         self.mark("step")
         self.accumulated += 1
+        if self.repetition is not None:
+            self.repetition.loss = loss
         last = self.done + 1 == self.effort.warm_up and self.accumulated == self.accumulation
         if self.only_micro_steps and last:
-            self.past = len(self.recorder.segments)
-            self.recorder.mark("evaluation")
-            raise TraceDone
+            self._micro_steps_end()
+
+    def _micro_steps_end(self) -> NoReturn:
+        self.past = len(self.recorder.segments)
+        self.recorder.mark("evaluation")
+        raise TraceDone
+
+    def repeat_first(self, model: nn.Module) -> None:
+        """Have the second of two micro-steps of a model written from the first one, where it can be."""
+        if self.only_micro_steps and self.accumulation == 2:
+            self.repetition = Repetition(self.recorder, self.parameters)
+            model.register_forward_pre_hook(lambda *_: self._batch_given())
+
+    def _batch_given(self) -> None:
+        """The model has its batch."""
+        repetition, segments = self.repetition, self.recorder.segments
+        if self.accumulated != 1 or repetition is None:
+            return
+        self.repetition = None
+        if repetition.write(segments.index("0:pre"), segments.index("0:step")):
+            self.mark("step")
+            self.accumulated += 1
+            self._micro_steps_end()
 
     def step_skipped(self) -> None:
         """Nothing to do."""

@@ -76,6 +76,12 @@ class OperatorTable:
         """The operator of a row is called in a segment."""
         self._calls[segment, index] = self._calls.get((segment, index), 0.0) + calls
 
+    def repeat(self, segment: int, later: int) -> None:
+        """What was called in a segment is called in a later one."""
+        for (place, index), calls in [*self._calls.items()]:
+            if place == segment:
+                self.call(later, index, calls)
+
     def arrays(self, since: int, past: int) -> tuple[Floats, Floats, Floats]:
         """Rows at zero, what a row of the micro-batch adds, and calls as (segment, row, count) from ``since`` on."""
         found = np.array(list(self._index), dtype=np.float64).reshape(-1, len(COLUMNS) + 1)

@@ -1,4 +1,4 @@
-"""Writes a tape: a dispatch mode that follows the storages of a run, real or fake.
+"""Follows the storages of a run, real or fake: a dispatch mode that writes a tape.
 
 It sees every operator after autograd and autocast, so that what they keep is seen too. A storage is a block from the
 operator that made it until nobody holds it any more.
@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from autofit.costmodel.seconds.operator_time import Operator
 from autofit.costmodel.seconds.roofline import KINDS
-from autofit.costmodel.tracing.categories import categorized
 from autofit.costmodel.tracing.emulation.fake_kernels import follow_number, question, said_value
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, called, signature
 from autofit.costmodel.tracing.emulation.in_place import add, only_writes
-from autofit.costmodel.tracing.operator_table import OperatorTable, calls_of, collective_of
-from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape, ordered
+from autofit.costmodel.tracing.operator_table import calls_of, collective_of
+from autofit.costmodel.tracing.tape_writer import TapeWriter
+from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape
 from autofit.costmodel.tracing.work import by_rows, work_of
 
 _WEIGHTS, _COPIES, _TEMPORARIES, _COMMUNICATION = map(
@@ -36,19 +35,19 @@ _DEVICE = torch.ops.prim.device.default
 """Asked of a fake tensor that is not native by every call from Python."""
 _VALUE = torch.ops.aten._local_scalar_dense.default
 _TO_COPY = torch.ops.aten._to_copy.default
+_ADD = torch.ops.aten.add_.Tensor
 _META = torch.device("meta")
 StandIn = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TapeWriter, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows storages while it is entered.
 
     Args:
         stand_ins: What is called instead of an operator, with this recorder, the operator and its arguments.
         fake: Whether tensors have no values; then one that is asked for is 1, unless plain numbers alone made it.
         mode: The mode of fake tensors right below this one.
-        rows: The micro-batch, if it is a prime that divides no other dimension: then what it divides grows with the
-            rows, and the rest does not, and the tape holds for any number of them.
+        rows: Of :class:`TapeWriter`.
         groups: Whether the device multiplies experts in bfloat16 all at once.
     """
 
@@ -61,38 +60,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rows: int | None = None,
         groups: bool = False,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TapeWriter.__init__(self, rows)
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.fake = fake
         self.run = called if mode is None else mode.run
-        self.rows, self.groups = rows, groups
+        self.groups = groups
         self.stand_ins = {torch.ops.aten.add.Tensor: add, **(stand_ins or {})}
-        self.events: list[int] = []
-        self.sizes: list[int] = []
-        self.ops: list[int] = []
-        self.categories: list[int] = []
-        self.streams: list[int] = []
-        self.names: dict[str, int] = {}
-        self.segments: list[str] = ["load"]
-        self.starts: list[int] = [0]
-        self.work: list[list[list[float]]] = [_nothing()]
-        self.work_per_row: list[list[list[float]]] = [_nothing()]
-        self.operators = OperatorTable(rows)
         self._number_of: dict[Any, int] = {torch.cpu.current_stream(): 0}  # streams, which a trace has in name only
         self._counted: dict[Hashable, tuple[int, tuple[float, float, float, float], int, float]] = {}
         self._called: dict[int, str] = {}  # operators' names, which it takes long to put together
         self._block: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._made_in: list[int] = []
-        self._died_in: dict[int, int] = {}
         self._closed = False
         self._elsewhere = 0
         self._paused = 0
         self._label = _TEMPORARIES
-        self._fixed: set[int] = set()  # blocks that don't grow with the rows, whatever divides them
         self._share: float | None = None  # of its size, up to which what is made grows with the rows
-        self._most: dict[int, float] = {}  # how large blocks get with the rows, where there is an end
-        self._beside: dict[int, int] = {}  # bytes of a block that don't grow with the rows, beside those that do
-        self._after: dict[int, int] = {}  # rows up to which a block is not there
         self._emptied: dict[int, tuple[str, int]] = {}  # storages of no bytes, which may get theirs back
         self.notes: set[str] = set()
         self.guessed = False  # whether a condition was asked of values that are not known
@@ -153,8 +136,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._write(storage, key, name, category)
         return True
 
+    def block_of(self, tensor: torch.Tensor) -> int | None:
+        """The block that a tensor lies in; ``None`` where it was not followed."""
+        return self._block.get(tensor.untyped_storage()._cdata)
+
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        block = self._block.get(tensor.untyped_storage()._cdata)
+        block = self.block_of(tensor)
         return block is not None and self.categories[block] == _WEIGHTS
 
     def _write(self, storage: torch.UntypedStorage, key: int, name: str, category: int) -> int:
@@ -167,29 +154,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return block
 
     def _new_block(self, size: int, name: str, category: int) -> int:
-        block = len(self.sizes)
-        self.sizes.append(size)
-        self.ops.append(self.names.setdefault(name, len(self.names)))
-        self.categories.append(category)
-        self.streams.append(self._number_of.setdefault(torch.cpu.current_stream(), len(self._number_of)))
-        self._made_in.append(len(self.segments) - 1)
-        self.events.append(block)
+        operator = self.names.setdefault(name, len(self.names))
+        stream = self._number_of.setdefault(torch.cpu.current_stream(), len(self._number_of))
+        block = self.begin_block(size, operator, category, stream)
         if category == _COMMUNICATION:
-            self._fixed.add(block)
+            self.fixed.add(block)
         if self._share is not None:
-            self._most[block] = size * self._share
+            self.most[block] = size * self._share
         return block
 
     def _free(self, key: int, _: object) -> None:
         """A storage is gone."""
         del self._watched[key]
         if not self._closed and self._emptied.pop(key, None) is None:
-            self._end(key)
-
-    def _end(self, key: int) -> None:
-        block = self._block.pop(key)
-        self._died_in[block] = len(self.segments) - 1
-        self.events.append(~block)
+            self.end_block(self._block.pop(key))
 
     def _count(self, key: Hashable | None, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Any]) -> None:  # noqa: PLR0917
         """Add an operator's work to its segment; what it is of such tensors is worked out once."""
@@ -201,7 +179,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             counted = KINDS.index(kind), by_rows(self.rows, flops, moved), self.operators.index_of(one, each), calls
             if key is not None:
                 self._counted[key] = counted
-        self._add(*counted[:2], counted[3])
+        self.add_work(*counted[:2], counted[3])
         self.operators.call(len(self.segments) - 1, *counted[2:])
 
     def _send(self, one: Operator | None) -> None:
@@ -215,22 +193,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _describe(self, one: Operator, moved: Sequence[float], calls: float = 1.0) -> None:
         self.operators.add(len(self.segments) - 1, one, moved, calls)
 
-    def _add(self, column: int, shares: tuple[float, float, float, float], calls: float = 1.0) -> None:
-        fixed, grows = self.work[-1][column], self.work_per_row[-1][column]
-        fixed[0] += shares[0]
-        fixed[1] += shares[1]
-        fixed[2] += calls
-        grows[0] += shares[2]
-        grows[1] += shares[3]
-
     # -- what the run tells ---------------------------------------------------------------------------------------
-
-    def mark(self, segment: str) -> None:
-        """A segment begins."""
-        self.segments.append(segment)
-        self.starts.append(len(self.events))
-        self.work.append(_nothing())
-        self.work_per_row.append(_nothing())
 
     def call(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
         """Say what some tensors are."""
@@ -261,19 +224,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Those with an ``after`` are there from more than so many rows on, and do not grow.
         """
         blocks = [self._new_block(size + beside, name, _TEMPORARIES) for size in sizes]
-        self._beside |= dict.fromkeys(blocks, beside)
-        self._after |= {} if after is None else dict.fromkeys(blocks, after)
+        self.beside |= dict.fromkeys(blocks, beside)
+        self.after |= {} if after is None else dict.fromkeys(blocks, after)
         try:
             yield
         finally:
             for block in blocks:
-                self._died_in[block] = len(self.segments) - 1
-                self.events.append(~block)
+                self.end_block(block)
+
+    def adds_to(self, tensor: torch.Tensor) -> None:
+        """One of the same shape is added to a tensor, in place."""
+        self._count(None, _ADD, (tensor, tensor), {}, tensor, [tensor])
 
     def passes(self, *sizes: int) -> None:
         """A kernel writes these bytes and reads them again, in memory that it takes for itself."""
         if not self._closed:
-            self._add(KINDS.index("other"), by_rows(self.rows, 0.0, [2 * size for size in sizes]))
+            self.add_work(KINDS.index("other"), by_rows(self.rows, 0.0, [2 * size for size in sizes]))
             moved = [2.0 * size for size in sizes]
             self._describe(Operator(kind="dequantize", moved_bytes=sum(moved)), moved)
 
@@ -289,7 +255,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def transfer(self, moved_bytes: int) -> None:
         """Bytes go over the bus, to the host or back."""
         if not self._closed:
-            self._add(KINDS.index("transfer"), by_rows(self.rows, 0.0, [moved_bytes]))
+            self.add_work(KINDS.index("transfer"), by_rows(self.rows, 0.0, [moved_bytes]))
             self._describe(Operator(kind="transfer", moved_bytes=float(moved_bytes)), [moved_bytes])
 
     def busies_host(self, operators: float) -> None:
@@ -300,7 +266,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def lies_elsewhere(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was made :meth:`elsewhere`."""
-        block = self._block.get(tensor.untyped_storage()._cdata)
+        block = self.block_of(tensor)
         return block is not None and self.categories[block] == ELSEWHERE
 
     @contextlib.contextmanager
@@ -329,7 +295,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._block:
             block = self._block[key]
             self._emptied[key] = "resize_", self.categories[block]
-            self._end(key)
+            self.end_block(self._block.pop(key))
         if storage.nbytes() and key in self._emptied:
             self._begin(key, storage.nbytes(), *self._emptied.pop(key))
 
@@ -338,58 +304,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._closed = True
 
     def tape(self, *, since: int = 0, until: int | None = None) -> Tape:
-        """What was written in the segments with indices from ``since`` to below ``until``; call after the run.
-
-        Blocks that lived before are left out, and so is what happens to them.
-        """
+        """What was written, see :meth:`TapeWriter.tape`; nothing is written any more."""
         self.close()
-        past = len(self.segments) if until is None else until
-        begin, end = self.starts[since], [*self.starts, len(self.events)][past]
-        events = np.array(self.events, dtype=np.int64)
-        made = np.array(self._made_in, dtype=np.int64)
-        kept = (made >= since) & (made < past)
-        number = np.cumsum(kept) - 1
-        blocks = np.where(events >= 0, events, ~events)
-        place = np.arange(len(events))
-        mine = kept[blocks] & (place >= begin) & (place < end)
-        renamed = np.where(events >= 0, number[blocks], ~number[blocks])
-        before = np.concatenate([[0], np.cumsum(mine)])
-        starts = before[np.array(self.starts[since:past])]
-        categories = np.array(categorized(self.categories, self.segments, self._made_in, self._died_in), dtype=np.int64)
-        sizes = np.array(self.sizes, dtype=np.float64)[kept]
-        per_row, most = np.zeros_like(sizes), np.full_like(sizes, np.inf)
-        if self.rows is not None:
-            fixed = np.isin(np.flatnonzero(kept), list(self._fixed))
-            beside = np.array([self._beside.get(int(block), 0) for block in np.flatnonzero(kept)])
-            grows = ((sizes - beside) % self.rows == 0) & ~fixed
-            per_row = np.where(grows, (sizes - beside) / self.rows, 0.0)
-            sizes = np.where(grows, beside, sizes)
-            ends = np.array([self._most.get(int(block), np.inf) for block in np.flatnonzero(kept)])
-            most = np.where(grows, ends, np.inf)
-            for block, after in self._after.items():  # a line that climbs from nothing to all within a row
-                if kept[block]:
-                    at, size = number[block], self.sizes[block]
-                    sizes[at], per_row[at], most[at] = -size * after, size, size
-        operators, operators_per_row, calls = self.operators.arrays(since, past)
-        return Tape(
-            events=ordered(renamed[mine], starts),
-            sizes=sizes,
-            per_row=per_row,
-            most=most,
-            categories=categories[kept],
-            ops=np.array(self.ops, dtype=np.int64)[kept],
-            streams=np.array(self.streams, dtype=np.int64)[kept],
-            names=tuple(self.names),
-            segments=tuple(self.segments[since:past]),
-            starts=starts,
-            work=np.array(self.work[since:past]),
-            work_per_row=np.array(self.work_per_row[since:past]),
-            kinds=KINDS,
-            operators=operators,
-            operators_per_row=operators_per_row,
-            calls=calls,
-        )
-
-
-def _nothing() -> list[list[float]]:
-    return [[0.0, 0.0, 0.0] for _ in KINDS]
+        return super().tape(since=since, until=until)

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from autofit.contract.emission import Emission
 from autofit.contract.plan import Plan
 from autofit.contract.recipe import without_drawing
+from autofit.costmodel.tracing.emulation.sharded import fake_world
 from autofit.costmodel.tracing.layers import Marks, TraceDone, period_of, wrapped_in_part
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.shard_layout import (
@@ -32,7 +33,6 @@ from autofit.costmodel.tracing.shard_layout import (
     one_process,
     without_engine,
 )
-from autofit.costmodel.tracing.sharded import fake_world
 from autofit.registry import recipe_of
 from autofit.system.errors import ModelError
 from autofit.training import loops
@@ -233,6 +233,8 @@ def train(recipe: Recipe, model: Any, marks: Marks, folder: Path, *, fake: bool,
     model.register_forward_pre_hook(call_batch(recorder), with_kwargs=True)
     marks.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if recipe.facts.workload.launch_path == "trainer":
+        if fake and not layout_of(recipe).engine:
+            marks.repeat_first(model)
         args = recipe.training_arguments(**loops.untuned(marks, folder))
         args.per_device_train_batch_size = args.per_device_eval_batch_size = recipe.micro_batch
         args.gradient_accumulation_steps = marks.accumulation
