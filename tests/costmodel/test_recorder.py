@@ -463,6 +463,9 @@ def test_a_trace_says_where_it_answers_for_values_that_it_has_not():
     with FakeTensorMode(), recorder:
         values = torch.zeros(4)
         assert torch.isfinite(values).all()
+        assert torch.isfinite(values.sum())  # of a loss
+        assert not torch.isnan(values.sum())
+        assert not torch.isinf(values.sum())
         assert not values[0] > 0.5  # a layer that is dropped now and then
         assert not recorder.notes
         assert not (values > 0).any().item()
@@ -476,6 +479,7 @@ def test_a_script_is_told_the_same_of_values_that_are_not_known():
     with FakeTensorMode(), recorder, KnownValues(recorder):
         values = torch.empty(4)
         assert torch.isfinite(values).all()
+        assert torch.isfinite(values.sum())
         assert not (values > 0).any()
         assert not values[0] > 0.5
         assert values.sum().item() == 1

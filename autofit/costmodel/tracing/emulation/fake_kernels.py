@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,7 @@ _NUMBER = "known_number"
 """Attribute of a fake tensor whose value is known."""
 _OF_MANY = {torch.ops.aten.all.default: True, torch.ops.aten.any.default: False}
 """What is said of values that are not known: all are finite and none is padding, as of the rows that are traced."""
+_COMPARES = frozenset({torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Scalar})
 
 
 def without_values() -> dict[Any, StandIn]:
@@ -144,20 +146,30 @@ class _Nonzero:
 
 @of_operator
 def _makes_number(func: Any) -> bool:
-    """Whether an operator makes one number of two, or says whether something holds of many."""
+    """Whether an operator makes one number of two, says whether something holds of many, or if a number is one."""
     ops = torch.ops.aten
-    return func in {ops.add.Tensor, ops.sub.Tensor, ops.mul.Tensor, ops.div.Tensor, ops.div.Tensor_mode, *_OF_MANY}
+    of_two = {ops.add.Tensor, ops.sub.Tensor, ops.mul.Tensor, ops.div.Tensor, ops.div.Tensor_mode}
+    return func in {*of_two, *_OF_MANY, *_COMPARES}
+
+
+def _is_finite(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it is asked if a number is itself, or no infinity: the two halves of ``torch.isfinite``."""
+    return args[0] is args[1] if func is torch.ops.aten.eq.Tensor else args[1] == math.inf
 
 
 def follow_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     """Keep the value of what a model computes of plain numbers alone, such as ``torch.div(length, window)``.
 
-    Whether something holds of many values is said without them.
+    Whether something holds of many values is said without them, and so is whether a number is finite.
     """
     if not _makes_number(func) or result.dim():
         return
     if func in _OF_MANY:
         vars(result)[_NUMBER] = _OF_MANY[func]
+        return
+    if func in _COMPARES:
+        if _is_finite(func, args):
+            vars(result)[_NUMBER] = True
         return
     values = [vars(one).get(_NUMBER) if isinstance(one, torch.Tensor) else one for one in args]
     if None not in values:
