@@ -1,5 +1,6 @@
 """``autofit run``: what it launches, and what it says where that is not the training that was tuned."""
 
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from autofit.commands.scripts import run_script
 from autofit.contract.facts import Script
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE
 from autofit.system.errors import InputError
+from autofit.system.processes import end_group
 from autofit.system.strict_json import dump_json
 from autofit.training.scripts.leave import run_to_its_end
 from tests.output.test_report import CPU
@@ -67,6 +69,37 @@ def test_accelerate_is_told_the_threads_that_it_would_warn_of(launched, monkeypa
     (command,) = commands
     option = "--num_cpu_threads_per_process"
     assert command[command.index(option) + 1 :][:1] == words if words else option not in command
+
+
+LAUNCHER = "import subprocess, sys; sys.exit(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).wait())"
+TRAINING = """
+import signal, sys, time
+def save(number, frame):
+    time.sleep(0.6)  # longer than a launcher lives that gets the signal, too
+    print("saved at", signal.Signals(number).name, flush=True)
+    sys.exit(1)
+signal.signal(signal.SIGINT, save)
+signal.signal(signal.SIGTERM, save)
+print("training", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_training_saves_before_it_is_ended(by):
+    command = [sys.executable, "-c", LAUNCHER, TRAINING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as launch:
+        assert launch.stdout.readline() == b"training\n"
+        scripts.interrupt(launch, by, alone=True)
+        end_group(launch)
+        assert launch.stdout.read().decode() == f"saved at {by.name}\n"
+
+
+def test_a_launcher_that_has_begun_no_training_is_not_waited_for():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as launch:
+        scripts.interrupt(launch, signal.SIGINT, alone=True)
+        assert launch.poll() is None
+        end_group(launch)
 
 
 def test_of_a_changed_script_neither_speed_nor_memory_is_vouched_for(launched):

@@ -17,7 +17,7 @@ from autofit.commands.launching import check_one_machine, on_its_device
 from autofit.commands.scripts.named import Named, named
 from autofit.output.document import Document, read_document
 from autofit.output.emit import YAML
-from autofit.system.errors import InputError, MachineError
+from autofit.system.errors import InputError, MachineError, Terminated
 from autofit.system.files import helper_environment
 from autofit.system.processes import end_group
 from autofit.training.launch_environment import check_environment
@@ -76,8 +76,9 @@ def run(
         raise MachineError(f"accelerate launch can't be started: {error}") from error
     try:
         status = process.wait()
-    except KeyboardInterrupt:
-        interrupt(process)
+    except KeyboardInterrupt as error:
+        by = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+        interrupt(process, by, alone=document.workload.processes == 1)
         raise
     finally:
         end_group(process)
@@ -93,10 +94,20 @@ def _threads(document: Document) -> list[str]:
     return ["--num_cpu_threads_per_process", str(threads)]
 
 
-def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a training as Ctrl-C does, and give it time to save what it saves then."""
-    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-        os.killpg(process.pid, signal.SIGINT)
+def interrupt(process: subprocess.Popen[bytes], by: signal.Signals, *, alone: bool) -> None:
+    """Pass a signal on to a training, and give it time to save what it saves then.
+
+    A training of one process is told alone: its launcher would end at once, and ends after it by itself. Several get
+    it from their launcher.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, subprocess.TimeoutExpired):
+        if not alone:
+            os.killpg(process.pid, by)
+        elif trainings := psutil.Process(process.pid).children():
+            for training in trainings:
+                training.send_signal(by)
+        else:  # it is not begun
+            return
         process.wait(INTERRUPTED_SECONDS)
 
 
