@@ -4,8 +4,12 @@ import json
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
+
+from autofit.training.scripts import loop_entry
+from autofit.training.scripts.leave import Enough
 
 PATCHED = """
 import json
@@ -115,3 +119,28 @@ def test_what_was_saved_under_another_split_goes_on_with_a_whole_step(tmp_path):
 @pytest.mark.slow
 def test_a_loop_that_asks_for_its_loaders_length_is_told_of(tmp_path):
     assert run(tmp_path, "gave = train(loader, asks=True)")[3] == [0] * 16
+
+
+def test_a_measured_loop_is_told_of_what_it_would_save(tmp_path):
+    rest = f"""
+    LoopPatches(goes_on=told.append).install()
+    accelerator.save_state("{tmp_path}/state")
+    accelerator.save([], "{tmp_path}/file")
+    gave = sorted(one.name for one in __import__("pathlib").Path("{tmp_path}").iterdir())
+    """
+    assert run(tmp_path, rest)[3:] == [[True, True], ["script.py"]]
+
+
+def test_a_measured_loop_is_left_where_it_saves(monkeypatch):
+    """What it writes beside that, such as the number of its step, would be over its own."""
+    monkeypatch.setattr(loop_entry, "counted", lambda _: None)
+    clock = SimpleNamespace(timed=[2, 3], done=4, effort=SimpleNamespace(warm_up=2))
+    observer = SimpleNamespace(with_later_state=lambda first, *_: first)
+    tokens = SimpleNamespace(tell=lambda: None)
+    loop = loop_entry._Measured(clock, script=None, tokens=tokens, observer=observer, seen=["evidence"])
+    loop.goes_on(True)
+    clock.timed.append(4)
+    loop.goes_on(False)
+    with pytest.raises(Enough) as left:
+        loop.goes_on(True)
+    assert left.value.found == "evidence"

@@ -35,7 +35,7 @@ COUNTS = (
     "plan's; what it does at a certain one of them may be left out, or come at another row"
 )
 _STEPS, _PLUGIN = "gradient_accumulation_steps", "gradient_accumulation_plugin"
-_SILENT = ("init_trackers", "log", "save", "save_state", "save_model")
+_SILENT, _SAVES = ("init_trackers", "log"), ("save", "save_state", "save_model")
 _AFTER = {
     "wait_for_everyone": False, "gather": False, "gather_for_metrics": False, "reduce": False, "unwrap_model": False,
     "get_state_dict": False, "free_memory": False, "print": False, "end_training": True,
@@ -194,8 +194,10 @@ class LoopPatches:
 
     def _keep_files(self, owner: Any) -> None:
         """Have nothing written over what the script has trained before: the weights here are random."""
-        for name in _SILENT:
+        for name in (*_SILENT, *_SAVES):
             setattr(owner, name, lambda *_, **__: None)
+        for name in _SAVES:
+            setattr(owner, name, self._told_of(getattr(owner, name), True))
         keep_files(lambda nothing: self._told_of(nothing, True))
 
     def _told_of(self, function: Callable[..., Any], ends: bool) -> Callable[..., Any]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _MANUAL = "it does not train in `with accelerator.accumulate(model):`, so how often it steps is its own"
 _LOADER = "its loader makes its micro-batches itself"
+_ENOUGH_TO_LEAVE = 3
+"""Timed steps, after which a loop is left where it saves."""
 
 
 def describing(path: str, patches: Patches, seconds: Callable[[], float]) -> LoopPatches:
@@ -220,8 +222,13 @@ class _Measured:
         self.over = self.over or number == self.script.loader
 
     def goes_on(self, ends: bool) -> None:
-        """The script has left its loop, and saves, or evaluates: the steps that were made are all, or are enough."""
-        if self.over and (ends or (self.seen and self.clock.timed)):
+        """The script saves, or has left its loop and evaluates: the steps that were made are all, or are enough.
+
+        What it writes by itself beside what it saves, such as the number of its step, would be over its own: so it is
+        left where it saves in its loop, too, once some steps were timed.
+        """
+        within = ends and len(self.clock.timed) >= _ENOUGH_TO_LEAVE
+        if within or (self.over and (ends or (self.seen and self.clock.timed))):
             raise self.enough()
 
     def enough(self) -> Enough:
