@@ -1,7 +1,9 @@
 """A user's own script: tuned as it stands, run with the plan, verified; and every way in which that can't be done."""
 
+import contextlib
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from click.testing import CliRunner
 from autofit import space
 from autofit.cli import main
 from autofit.commands.request import Request
+from autofit.commands.scripts import request as scripts
 from autofit.commands.scripts.request import _workload, script_facts, script_notes
 from autofit.contract.facts import Loading, Script
 from autofit.output.document import read_document
@@ -431,3 +434,37 @@ def test_what_an_estimate_of_a_script_can_t_be_asked_for(options, words):
 def test_an_estimate_of_a_model_takes_nothing_of_a_scripts(options, behind):
     ended = CliRunner().invoke(main, ["estimate", "demo", *options, *behind])
     assert (ended.exit_code, "is no script" in ended.output) == (2, True), ended.output
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, None),
+        ({"script": {"seconds": 9.0, "sampled": 3, "longest_places": (1,)}}, None),
+        ({"script": {"batch": {"input_ids": (4, 99)}}}, "longest rows are others"),
+        ({"script": {"rows": 9, "micro_batch": 1}}, "micro_batch, rows"),
+        ({"model": {"parameters": 7}}, "parameters"),
+        ({"config": {"layers": 4, "scale": math.nan}}, "layers"),
+    ],
+)
+def test_a_script_that_trains_something_else_is_not_gone_on_with(tmp_path, monkeypatch, changed, told):
+    """Its text is the same, and what it reads is not: trials of two models would decide."""
+    (tmp_path / "train.py").write_text("")
+    script = Script(path="train.py", sha256="0" * 64, trainer="Trainer", micro_batch=4, accumulation=2)
+    facts = cpu_facts()
+    facts = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=script))
+    config = {"layers": 2, "scale": math.nan, "_name_or_path": "/a/folder"}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    found = (
+        dataclasses.replace(script, **changed.get("script", {})),
+        dataclasses.replace(facts.model, **changed.get("model", {})),
+        {**config, "_name_or_path": "/another", **changed.get("config", {})},
+    )
+    monkeypatch.setattr(scripts, "_described", lambda *_: found)
+    said = []
+    request = Request(model=str(tmp_path / "train.py"))
+    refused = told is not None and "longest" not in told
+    with pytest.raises(InputError, match=told) if refused else contextlib.nullcontext():
+        scripts.check_same_training(tmp_path, request, facts, None, said.append)
+    assert len(said) == (2 if told and not refused else 1)

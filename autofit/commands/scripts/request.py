@@ -31,6 +31,12 @@ _ENOUGH_ROWS = 500
 SCRIPT_TASK: Literal["script"] = "script"
 """What a script trains a model for: whatever it is, it is the script's."""
 
+CONFIG = "config.json"
+_OF_A_TRAINING = (
+    "trainer", "micro_batch", "accumulation", "own", "evaluated_rows", "loads", "weights_dtype", "adapter",
+    "own_optimizer", "compiled", "own_split", "rows",
+)  # fmt: skip
+"""Of a script: what is the same each time it is run."""
 LONGEST_SECONDS = 3600.0
 """How long a script may prepare its data before it trains."""
 
@@ -51,6 +57,63 @@ def script_facts(
             why = "it does not answer" if answer is None else answer["device"]
             raise MachineError(f"--device {device}: it is there and can't be used: {why}")
         hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
+    script, model, config = _described(folder, request, server)
+    with writing(folder / MODEL_FOLDER):
+        (folder / MODEL_FOLDER).mkdir(exist_ok=True)
+    write_atomically(folder / MODEL_FOLDER / CONFIG, json.dumps(config, indent=1))
+    return Facts(
+        model=model, hardware=hardware, workload=_workload(request, script, hardware, say), packages=installed()
+    )
+
+
+def check_same_training(
+    folder: Path, request: Request, facts: Facts, server: ForkServer, say: Callable[[str], None]
+) -> None:
+    """Refuse to go on with a script whose text is the same, and which trains something else: its config was changed.
+
+    Its longest rows may be chosen at random, so that others are only told of.
+
+    Raises:
+        InputError: It is another model, or it is trained otherwise.
+    """
+    then = facts.workload.script
+    if then is None:
+        return
+    name = named(request.model, request.arguments).name
+    say(f"running {name} up to its training")
+    now, model, config = _described(folder, request, server)
+    path = folder / MODEL_FOLDER / CONFIG
+    try:
+        kept = dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{path} can't be read: {error}", hint="choose another --output") from error
+    pairs = {
+        **{key: (_text(kept.get(key)), _text(config.get(key))) for key in {*kept, *config} - {"_name_or_path"}},
+        **{key: (getattr(facts.model, key), getattr(model, key)) for key in ("architecture", "parameters")},
+        **{key: (getattr(then, key), getattr(now, key)) for key in _OF_A_TRAINING},
+    }
+    changed = sorted(key for key, (before, after) in pairs.items() if before != after)
+    if changed:
+        raise InputError(
+            f"what {name} trains has changed since {folder} was begun: {', '.join(changed[:5])}",
+            hint="measurements would not compare: choose another --output",
+        )
+    if then.batch != now.batch:
+        say("the script's longest rows are others than when the tune was begun: are its data the same?")
+
+
+def _text(value: object) -> str:
+    """A value of a config, so that it can be compared: NaN is not even equal to itself."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _described(folder: Path, request: Request, server: ForkServer) -> tuple[Script, Model, dict[str, Any]]:
+    """What the script would train, the model itself, and its config, told by the script itself.
+
+    Raises:
+        InputError: The script ends before it trains, or does what can't be tuned.
+    """
+    run = named(request.model, request.arguments)
     job = DescribeScriptJob(path=str(run.path), arguments=run.arguments, call=request.call)
     try:
         with server.ask(folder, job, kill_after_seconds=LONGEST_SECONDS) as answer:
@@ -71,13 +134,7 @@ def script_facts(
         }
     )
     told = {"name": request.model, "task": SCRIPT_TASK, "sample_tokens": int(script.tokens is not None)}
-    model = TypeAdapter(Model).validate_python({**found["model"], **told})
-    with writing(folder / MODEL_FOLDER):
-        (folder / MODEL_FOLDER).mkdir(exist_ok=True)
-    write_atomically(folder / MODEL_FOLDER / "config.json", json.dumps(found["config"], indent=1))
-    return Facts(
-        model=model, hardware=hardware, workload=_workload(request, script, hardware, say), packages=installed()
-    )
+    return script, TypeAdapter(Model).validate_python({**found["model"], **told}), found["config"]
 
 
 def _checked(answer: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from autofit import space
 from autofit.commands.model_source import fetch, modeling_module, own_code
 from autofit.commands.request import TRIALS, Request, Search, keep_request, started_before
-from autofit.commands.scripts.request import script_notes
+from autofit.commands.scripts.request import check_same_training, script_notes
 from autofit.commands.shell.explanations import disturbance_notes, no_winner, peak_correction
 from autofit.commands.tunes.backend import Backend, predicted_bytes, predicted_speeds
 from autofit.commands.tunes.evaluation import UNEVALUATED, Try, evaluating, scripts_own, trials_of
@@ -112,6 +112,7 @@ class Course:
         with contextlib.closing(server), TensorCache(self.trials_folder / CACHE_FOLDER):
             if before is not None:
                 facts = before.facts
+                check_same_training(self.folder, self.request, facts, server, self.events.note)
             else:
                 facts = self.backend.facts(self.folder, self.request, device, server, self._note)
             self._check_tokens(facts)
