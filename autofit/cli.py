@@ -225,11 +225,13 @@ def report(folder: str, as_json: bool) -> None:
     from autofit.system.strict_json import dump_json
 
     document = read_document(folder)
-    write_atomically(Path(folder) / REPORT, html(document, folder=folder))
-    if as_json:
-        click.echo(dump_json(DOCUMENT, document), nl=False)
-    else:
-        data_console().print(summary(document, folder=folder))
+    try:
+        write_atomically(Path(folder) / REPORT, html(document, folder=folder))
+    finally:  # an answer in a folder that is somebody else's can be shown all the same
+        if as_json:
+            click.echo(dump_json(DOCUMENT, document), nl=False)
+        else:
+            data_console().print(summary(document, folder=folder))
 
 
 @main.command(short_help="Show several answers side by side.")

@@ -226,6 +226,16 @@ def test_the_report_is_shown_again_and_written_anew(tune, run, tmp_path):
     assert json.loads(as_json.stdout) == json.loads((tmp_path / "out" / DOCUMENT_FILE).read_text())
 
 
+def test_an_answer_is_shown_where_its_page_cant_be_written(tune, run, tmp_path):
+    """The folder may be somebody else's."""
+    first, page = tune("--verbose"), tmp_path / "out" / "report.html"
+    page.unlink()
+    page.mkdir()  # in its place nothing can be renamed
+    again = run("report", tmp_path / "out")
+    assert (again.exit_code, again.stdout) == (5, first.stdout)
+    assert "report.html can't be written" in again.stderr
+
+
 def test_options_reach_the_tune(tune, tmp_path):
     replay = Replay(tmp_path / "out")
     done = tune(

@@ -123,9 +123,9 @@ def findings(document: Document) -> list[tuple[str, str]]:
 
 
 def guarded(document: Document) -> str | None:
-    """What the short training of the winner showed, in a line; ``None`` where there was none."""
+    """What the short training of the winner showed, in a line, or that there was none; ``None`` of an estimate."""
     found = document.guard
     if found is None:
-        return None
+        return "It was not compared with the float32 baseline." if document.estimated is None else None
     words = one_line(found.words, 400)
     return f"{words[:1].upper()}{words[1:]}. It took {duration(found.seconds)}."

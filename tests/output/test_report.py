@@ -23,7 +23,7 @@ from autofit.contract.outcome import (
 )
 from autofit.contract.plan import Plan
 from autofit.output import findings, standings, wording
-from autofit.output.document import DOCUMENT, Document, Offer
+from autofit.output.document import DOCUMENT, Document, Estimated, Offer
 from autofit.output.plan_words import outcome_words
 from autofit.output.reports import charts
 from autofit.output.reports.report import html, summary
@@ -639,9 +639,12 @@ class TestGuard:
     def test_losses_that_do_not_move_are_drawn_too(self):
         assert charts.losses(document(guard=replace(self.guard, losses=(2.0, 2.0), reference_losses=()))).winner
 
-    def test_without_a_guard_nothing_is_said(self):
+    def test_a_tune_without_a_guard_says_so_and_an_estimate_has_none(self):
         assert charts.losses(document()) is None
-        assert "float32 baseline" not in terminal(document())
+        line = "It was not compared with the float32 baseline."
+        assert line in words(terminal(document()))
+        assert line in " ".join(Page(html(document(), folder="x")).said)
+        assert findings.guarded(replace(document(), estimated=Estimated(low=1.0, high=2.0))) is None
 
     def test_an_old_document_has_none(self):
         raw = DOCUMENT.dump_python(document(guard=self.guard), mode="json")
