@@ -276,7 +276,10 @@ def read_setup(folder: str | Path, *, any_hardware: bool = False) -> Setup:
             stacklevel=3,
         )
     facts = dataclasses.replace(found.facts, packages=now)
-    return Setup(folder=Path(folder), document=found, recipe=recipe_of(found.plan, facts), any_hardware=any_hardware)
+    # a script may go elsewhere before it asks for the model, and what is no folder there were a hub id
+    return Setup(
+        folder=Path(folder).absolute(), document=found, recipe=recipe_of(found.plan, facts), any_hardware=any_hardware
+    )
 
 
 def _minor(version: str) -> str:

@@ -8,9 +8,12 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import autofit
-from autofit.commands.shell.python_calls import as_source, in_arguments
+from autofit.commands.shell.python_calls import as_source, for_python, in_arguments
+from autofit.output.document import DOCUMENT, DOCUMENT_FILE
 from autofit.output.result import Result
+from autofit.output.setup import read_setup
 from autofit.system.errors import InputError
+from autofit.system.strict_json import dump_json
 from tests.output.test_report import HOSTILE, document
 
 CONFIG = {
@@ -93,3 +96,13 @@ def test_an_answer_is_short_in_python_and_a_table_in_a_notebook():
     assert "accelerate launch --config_file out/accelerate.yaml" in shown
     assert "<script>" not in shown
     assert "&lt;script&gt;" in shown
+
+
+def test_an_answer_is_found_after_a_change_of_folder(tmp_path, monkeypatch):
+    """A notebook may go elsewhere: of a relative path transformers would think that it is a hub id."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / DOCUMENT_FILE).write_text(dump_json(DOCUMENT, replace(document(), versions={})))
+    monkeypatch.chdir(tmp_path)
+    result = for_python(lambda: Result(folder=Path("out"), document=document()))()
+    setup = read_setup("out")
+    assert result.folder == setup.folder == tmp_path / "out"

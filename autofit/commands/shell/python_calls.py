@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -46,7 +47,7 @@ def for_python(function: Call) -> Call:
 
             named["events"] = ConsoleEvents(StderrConsole(), named.get("trials", parameters["trials"].default))
         try:
-            return function(*given, **named)
+            return _anywhere(function(*given, **named))
         except (AutofitError, Stopped) as error:
             known = {*parameters, *_arguments_of_calls()}
             error.message = in_arguments(error.message, known)
@@ -55,6 +56,13 @@ def for_python(function: Call) -> Call:
             raise
 
     return call  # type: ignore[return-value]
+
+
+def _anywhere(found: Any) -> Any:
+    """An answer whose folder is found from every folder: a notebook may go elsewhere."""
+    from autofit.output.result import Result
+
+    return dataclasses.replace(found, folder=found.folder.absolute()) if isinstance(found, Result) else found
 
 
 def _arguments_of_calls() -> set[str]:
