@@ -324,7 +324,9 @@ class Technique(ABC):
         if choice.status != "withheld":
             return choice.value
         here = ", ".join(str(one.value) for one in self.choices(facts) if one.status != "withheld")
-        raise InputError(f"{self.name}={choice.value} can't be had here: {choice.reason}", hint=f"values of {self.name} here: {here}")
+        raise InputError(
+            f"{self.name}={choice.value} can't be had here: {choice.reason}", hint=f"values of {self.name} here: {here}"
+        )
 
     def knows(self, value: object, facts: Facts) -> bool:
         """Whether this is one of its values, to be had here or not; for plans that come out of a file.

@@ -1,6 +1,7 @@
 """A plain loop with Accelerate under a plan: what it reads of its own numbers stays, and what can't is told."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -129,6 +130,36 @@ def test_a_measured_loop_is_told_of_what_it_would_save(tmp_path):
     gave = sorted(one.name for one in __import__("pathlib").Path("{tmp_path}").iterdir())
     """
     assert run(tmp_path, rest)[3:] == [[True, True], ["script.py"]]
+
+
+@pytest.mark.slow
+def test_a_measured_loop_deletes_nothing_that_was_there(tmp_path):
+    """Old checkpoints make room for new ones, which are not written."""
+    old, file = tmp_path / "checkpoint-10", tmp_path / "best.pt"
+    old.mkdir()
+    for one in (file, old / "weights", old):
+        one.exists() or one.write_text("kept")
+        os.utime(one, (1, 1))
+    rest = f"""
+    import os, shutil, tempfile
+
+    LoopPatches(goes_on=told.append).install()
+    outside = accelerator.prepare(DataLoader(TensorDataset(torch.arange(2.0))))
+    for _ in outside:
+        shutil.rmtree("{old}")
+        os.remove("{file}")
+        __import__("pathlib").Path("{file}").unlink()
+        with tempfile.TemporaryDirectory() as own:
+            open(own + "/made", "w").close()
+        seen.append(os.path.exists(own))
+    gave = [sorted(os.listdir("{tmp_path}")), os.listdir("{old}")]
+    shutil.rmtree("{old}")
+    """
+    found = run(tmp_path, rest)
+    assert found[2] == [False, False]
+    assert found[3].count(True) == 6
+    assert found[4] == [["best.pt", "checkpoint-10", "script.py"], ["weights"]]
+    assert not old.exists(), "outside of its loop a script deletes what it wants"
 
 
 def test_a_measured_loop_is_left_where_it_saves(monkeypatch):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.system.errors import InputError
 from autofit.training.scripts.leave import Refused
-from autofit.training.scripts.patches import keep_files
+from autofit.training.scripts.patches import keep_files, keep_what_was_there
 
 if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
@@ -89,6 +89,7 @@ class LoopPatches:
     _given: dict[str, Any] = field(default_factory=dict)
     _own_steps: int | None = None
     _inside: bool = False
+    _trains: int = 0
     _rows: dict[int, tuple[int, Any, int]] = field(default_factory=dict)
 
     def install(self) -> None:
@@ -199,6 +200,7 @@ class LoopPatches:
         for name in _SAVES:
             setattr(owner, name, self._told_of(getattr(owner, name), True))
         keep_files(lambda nothing: self._told_of(nothing, True))
+        keep_what_was_there(lambda: self._trains > 0, lambda: self.goes_on(True))
 
     def _told_of(self, function: Callable[..., Any], ends: bool) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -257,6 +259,7 @@ class LoopPatches:
             nonlocal running
             self.goes_on(False)
             whole, running = False, True
+            self._trains += 1
             try:
                 for batch in self.batches(number, kind.__iter__(loader)):
                     self.micro_step_begins(number, batch)
@@ -265,6 +268,7 @@ class LoopPatches:
                 whole = True
             finally:
                 running = False
+                self._trains -= 1
                 if not whole:
                     self.left(number)
 

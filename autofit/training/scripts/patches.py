@@ -8,13 +8,16 @@ Read in transformers 5.23: ``PreTrainedModel.from_pretrained`` and ``_from_confi
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
 import io
 import os
+import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +65,35 @@ def keep_files(told: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda
             save(obj, f, *args, **kwargs)
 
     torch.save = told(into_memory)
+
+
+def keep_what_was_there(trains: Callable[[], bool], told: Callable[[], None]) -> None:
+    """Have a script delete nothing while it trains that was there before: what it saves instead is not written.
+
+    Args:
+        trains: Whether it trains now.
+        told: Called where it would delete such a file or folder.
+    """
+    began = time.time()
+    for place, name in ((shutil, "rmtree"), (os, "remove"), (os, "unlink")):
+        setattr(place, name, _unless_older(getattr(place, name), began, trains, told))
+
+
+def _unless_older(
+    delete: Callable[..., None], began: float, trains: Callable[[], bool], told: Callable[[], None]
+) -> Callable[..., None]:
+    @functools.wraps(delete)
+    def deleted(path: Any, *args: Any, **kwargs: Any) -> None:
+        older = False
+        if trains() and kwargs.get("dir_fd") is None:  # else it is in a folder that is deleted
+            with contextlib.suppress(OSError):
+                older = os.lstat(path).st_mtime < began
+        if older:
+            told()
+        else:
+            delete(path, *args, **kwargs)
+
+    return deleted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
