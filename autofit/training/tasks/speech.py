@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.contract.facts import Length
 from autofit.training.tasks.inputs import sound_length, tokens
 from autofit.training.tasks.kind import Kind, Spec
+from autofit.training.tasks.seq2seq import name_start
 from autofit.training.tasks.text import classes
 
 if TYPE_CHECKING:
@@ -83,5 +84,6 @@ KINDS = (
         length=_target_length,
         most=_most,
         generates=True,
+        prepare=name_start,
     ),
 )

@@ -1,5 +1,6 @@
 """Each task's batch fits the forward pass of its models: the loss is finite, and has a gradient."""
 
+import json
 from typing import get_args
 
 import pytest
@@ -39,6 +40,17 @@ def test_a_batch_fits_forward_and_its_loss_has_a_gradient(name, tmp_path):
         assert torch.isfinite(loss)
         loss.backward()
     assert any(float(one.grad.abs().sum()) for one in model.parameters() if one.grad is not None)
+
+
+@pytest.mark.parametrize("given", [{}, {"pad_token_id": None}])
+def test_a_decoder_whose_first_token_the_config_leaves_to_the_script_is_trained(given, tmp_path):
+    facts = facts_for("t5", tmp_path)
+    config = {name: value for name, value in CONFIGS["t5"][1].items() if name != "decoder_start_token_id"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **given}), "utf-8")
+    model = recipe_of(PLAIN, facts).model(None, config=tmp_path)
+    TASKS[facts.model.task].prepare(model)
+    rows = task_rows(facts, model.config, 2)
+    assert torch.isfinite(model(**rows.collate([rows[0], rows[1]])).loss)
 
 
 def test_every_task_has_a_name_for_the_command_line_and_an_auto_class():
