@@ -68,6 +68,15 @@ def test_sizes_that_no_tensor_can_have_are_a_model_error(tmp_path, server, monke
             estimate.estimate(str(config), memory="80GiB")
 
 
+def test_a_package_that_the_models_code_needs_is_named(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(estimate, "ForkServer", lambda *_, **__: Lent(server))
+    folder = config_in(tmp_path / "model", {**LLAMA, "auto_map": OWN_CODE["auto_map"]})
+    (folder / "modeling.py").write_text("import package_of_nobody", "utf-8")
+    with pytest.raises(ModelError, match=r"no model can be built from the config .*package_of_nobody") as caught:
+        estimate.estimate(str(folder), memory="80GiB", trust_remote_code=True)
+    assert caught.value.hint == "install what it names where autofit is installed"
+
+
 def test_a_process_can_be_kept_from_filling_the_host():
     before = meters.resource.getrlimit(meters.resource.RLIMIT_DATA)
     with meters.guarded(64 * MIB), pytest.raises(MemoryError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -39,14 +40,11 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool, task: Ta
             needs, or the config names a model for a task that is not known.
         Exception: transformers can't read the config or build the model.
     """
-    import torch
-    import transformers
     from transformers import AutoConfig
 
     settings = AutoConfig.from_pretrained(config, trust_remote_code=trust_remote_code)
     kind = task_of(name, settings, task, trust_remote_code=trust_remote_code)
-    with torch.device("meta"), without_drawing():
-        model = getattr(transformers, kind.auto).from_config(settings, trust_remote_code=trust_remote_code)
+    model = _built(kind, settings, trust_remote_code=trust_remote_code)
     lacking = [called for module, called in kind.packages.items() if importlib.util.find_spec(module) is None]
     if lacking:
         raise ModelError(
@@ -76,6 +74,15 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool, task: Ta
     }
 
 
+def _built(kind: Kind, settings: Any, *, trust_remote_code: bool) -> Any:
+    """The model of a config for a task, without storage."""
+    import torch
+    import transformers
+
+    with torch.device("meta"), without_drawing():
+        return getattr(transformers, kind.auto).from_config(settings, trust_remote_code=trust_remote_code)
+
+
 def _small(kind: Kind, settings: Any, main: str, vocabulary: int) -> Spec:
     """Rows as short as the model takes them: their shapes alone are looked at."""
     length = kind.length(settings, main).usual or _SHORT_TOKENS
@@ -99,14 +106,14 @@ def task_of(name: str, settings: Any, task: Task | None, *, trust_remote_code: b
     what = f"{name!r} is a config of {' and '.join(named) or f'the type {settings.model_type}'}"
     own = getattr(settings, "auto_map", None) or {} if trust_remote_code else {}
     here = [kind for kind in _in_order() if kind.auto in own or type(settings) in _mapping(kind)]
-    listed = ", ".join(kind.name for kind in here)
     if task is not None:
         kind = TASKS[task]
         if kind in here:
             return kind
+        listed = ", ".join(one.name for one in here if _takes(name, settings, one, trust_remote_code=trust_remote_code))
         raise ModelError(
             f"{what}, and transformers has no model of the type {settings.model_type} for --task {task}",
-            hint=f"its tasks: {listed}" if here else "autofit tunes the training of models for the tasks of --task",
+            hint=f"its tasks: {listed}" if listed else "autofit tunes the training of models for the tasks of --task",
         )
     if not here:
         raise ModelError(
@@ -126,11 +133,21 @@ def task_of(name: str, settings: Any, task: Task | None, *, trust_remote_code: b
         return causal
     if not named or any(one in bases and one.endswith("Model") for one in named):
         return here[0]
+    script = "give the script that trains it: autofit tune train.py"
+    listed = ", ".join(kind.name for kind in here if _takes(name, settings, kind, trust_remote_code=trust_remote_code))
     raise ModelError(
         f"{what}, which is a model for no task that autofit knows",
-        hint=f"--task takes another model of its type, with another loss: {listed}; or give the script that trains it: "
-        "autofit tune train.py",
+        hint=f"--task takes another model of its type, with another loss: {listed}; or {script}" if listed else script,
     )
+
+
+def _takes(name: str, settings: Any, kind: Kind, *, trust_remote_code: bool) -> bool:
+    """Whether the model of a config for a task can be built, and takes what the task hands it."""
+    with contextlib.suppress(Exception):
+        model = _built(kind, settings, trust_remote_code=trust_remote_code)
+        check_arguments(name, model, kind, str(getattr(model, "main_input_name", "input_ids")))
+        return True
+    return False
 
 
 def check_arguments(name: str, model: Any, kind: Kind, main: str) -> None:

@@ -53,6 +53,9 @@ def _described(job: DescribeJob) -> dict[str, Any]:
         return {"error": error.message, "hint": error.hint}
     except MemoryError:
         return {"error": f"its modules alone take more than {size(DESCRIBING_BYTES)} of the host: are its sizes right?"}
+    except ImportError as error:
+        words = f"no model can be built from the config of {job.name!r}: {error_words(error)}"
+        return {"error": words, "hint": "install what it names where autofit is installed"}
     except Exception as error:  # noqa: BLE001 - libraries raise anything on a bad config; the words reach the user
         traceback.print_exc()
         return {"error": error_words(error)}
