@@ -30,7 +30,6 @@ Task = Literal[
 """What a model is trained for; :mod:`autofit.training.tasks` has each one's batch."""
 Positive = Annotated[int, Field(gt=0)]
 
-
 _CONV1D = {"gpt2", "openai-gpt", "imagegpt"}
 
 
@@ -75,6 +74,7 @@ class Model:
         plain_head: Whether the loss is transformers' own for causal language models, of nothing but what the output
             layer makes: no cap on the logits, no factor.
         liger: Whether Liger, where it is installed, has kernels for the model's type.
+        unsharded: Why Accelerate can't split its weights by FSDP2; ``None`` where it can.
         position_rows: Length of the longest row that a learned table of positions has an entry for each token of;
             ``None`` where the model has no such table.
         named: What the config itself says that it is of.
@@ -107,6 +107,7 @@ class Model:
     max_positions: int | None
     supports_checkpointing: bool
     layer_classes: tuple[str, ...] = ()
+    unsharded: str | None = None
     has_experts: bool = False
     trust_remote_code: bool = False
     attention: str = "sdpa"

@@ -36,7 +36,8 @@ def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
         "vocab_size": _vocabulary(model),
         "max_positions": longest or None,
         "supports_checkpointing": bool(model.supports_gradient_checkpointing),
-        "layer_classes": tuple(sorted(set(getattr(model, "_no_split_modules", None) or ()) & classes)),
+        "layer_classes": _layer_classes(model),
+        "unsharded": _unsharded(model),
         "has_experts": any("expert" in part.lower() for part in classes),
         "attention": str(text._attn_implementation),  # noqa: SLF001 - there is no other
         "attentions": _attentions(model),
@@ -126,6 +127,39 @@ def _tensor_sizes(model: Any, config: Any) -> dict[str, int]:
         "entries of the vocabulary": _vocabulary(model),
     }
     return found if all(found.values()) else {}
+
+
+def _layer_classes(model: Any) -> tuple[str, ...]:
+    """The classes that a model is to be split by; BERT and ViT name one of their embeddings among them.
+
+    It is left out: Accelerate shards the embeddings by themselves, and PyTorch no weight twice.
+    Source: ``accelerate.utils.fsdp_utils.fsdp2_prepare_model`` of 1.14 and 1.15.
+    """
+    named, tables = set(getattr(model, "_no_split_modules", None) or ()), _tables(model) or ()
+    found = {type(one).__name__ for one in model.modules() if not any(part in tables for part in one.modules())}
+    return tuple(sorted(named & found))
+
+
+def _unsharded(model: Any) -> str | None:
+    """Why Accelerate can't split the weights by FSDP2, in words: what it does first is to shard the embeddings."""
+    tables = _tables(model)
+    if tables is None:
+        return f"Accelerate shards a model by its embeddings, and {type(model).__name__} tells none"
+    own = {part for table in tables for part in table.modules()}
+    weights = {id(weight) for table in tables for weight in table.parameters()}
+    for name, module in model.named_modules():
+        if module not in own and any(id(weight) in weights for weight in module.parameters(recurse=False)):
+            return f"its {name} holds a weight of its embeddings, too, and FSDP2 shards none in two places"
+    return None
+
+
+def _tables(model: Any) -> tuple[Any, ...] | None:
+    """Its input embeddings and its output layer, as far as it has them; ``None`` where it can't tell."""
+    try:
+        found = model.get_input_embeddings(), model.get_output_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None
+    return tuple(one for one in found if one is not None)
 
 
 def _context_split(model: Any) -> bool:

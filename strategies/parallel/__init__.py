@@ -238,7 +238,8 @@ def _refused(value: str, facts: Facts, lacking: str | None) -> str | None:
     if engine == "fsdp":
         if on_cpu:
             return "Accelerate leaves FSDP out on a CPU, and trains as ddp"
-        return None if facts.model.layer_classes else f"{facts.model.architecture} names no layer to shard by"
+        no_layers = None if facts.model.layer_classes else f"{facts.model.architecture} names no layer to shard by"
+        return facts.model.unsharded or no_layers
     if engine == "deepspeed":
         return "Accelerate leaves DeepSpeed out on a CPU, and trains as ddp" if on_cpu else lacking
     return None

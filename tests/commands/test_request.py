@@ -143,6 +143,27 @@ def test_a_config_for_no_known_task_is_refused_by_the_tasks_that_its_type_has(se
     assert read_facts(tmp_path, asks, "cpu", server, lambda _: None).model.architecture == "BertLMHeadModel"
 
 
+def test_a_model_is_told_whether_and_by_which_layers_accelerate_can_shard_it(tmp_path):
+    config = {"model_type": "bert", **SMALL_BERT}
+    found = described(tmp_path, {**config, "architectures": ["BertForSequenceClassification"]})
+    assert (found["layer_classes"], found["unsharded"]) == (("BertLayer",), None)
+    found = described(tmp_path, {**config, "architectures": ["BertForMaskedLM"]})
+    assert found["unsharded"].startswith("its cls.predictions holds a weight of its embeddings, too")
+
+
+@pytest.mark.parametrize("task", [None, "causal-lm"])
+def test_no_task_is_hinted_that_would_be_refused(task, tmp_path):
+    """BLIP-2's model for contrastive learning has a loss that no argument of forward() asks for."""
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    parts = dict.fromkeys(("vision_config", "qformer_config"), small)
+    text = {"model_type": "opt", "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 16, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 2, "vocab_size": 64}
+    config = {"model_type": "blip-2", "architectures": ["Blip2ForConditionalGeneration"], **parts, "text_config": text}
+    with pytest.raises(ModelError, match="is a config of Blip2ForConditionalGeneration") as caught:
+        described(tmp_path, config, task=task)
+    assert "contrastive" not in caught.value.hint
+
+
 def test_a_model_whose_forward_the_batch_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ModelError, match="PerceiverForMaskedLM reads 'inputs', which --task masked-lm can't make"):
         described(tmp_path, {"model_type": "perceiver", "architectures": ["PerceiverForMaskedLM"]})

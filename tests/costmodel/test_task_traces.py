@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing.timeline import CATEGORIES
+from autofit.registry import technique
 from autofit.training.tasks.rows import make_batch, spec_of
 from autofit.training.tasks.table import kind_of
 from tests.support.families import CONFIGS, facts_for
@@ -71,12 +72,42 @@ def test_an_optimizer_makes_no_state_of_layers_that_the_loss_does_not_use(change
     assert need.peak_bytes == pytest.approx(live.max(), rel=0.005, abs=pool_bytes(lab) + 4096)
 
 
-def test_a_rank_makes_no_state_of_layers_that_the_loss_does_not_use(tmp_path):
-    """FSDP2 gives their shards no gradient."""
-    lab = TaskLab("beit", tmp_path, "trainer")
+def of_two_ranks(name, folder):
+    """The traces of one rank on a card."""
+    lab = TaskLab(name, folder, "trainer")
     hardware = dataclasses.replace(lab.facts.hardware, device="cuda", capability=(9, 0))
     work = dataclasses.replace(lab.facts.workload, processes=2)
     lab.facts = dataclasses.replace(lab.facts, hardware=hardware, workload=work)
+    return lab
+
+
+@pytest.mark.parametrize("name", ["bert-classes", "roberta-tokens", "vit", "siglip"])
+def test_a_rank_has_half_of_a_model_whose_embeddings_accelerate_shards_by_themselves(name, tmp_path):
+    lab = of_two_ranks(name, tmp_path)
+    held = Lab.micro(lab, PLAIN.replaced(parallel="fsdp", micro_batch=2)).weights.sum()
+    assert held == pytest.approx(4 * lab.facts.model.parameters / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "error"),
+    [
+        ("clip", "CLIPModel tells none", "get_input_embeddings"),
+        ("bart", "its model.encoder.embed_tokens holds a weight of its embeddings, too", "shared"),
+        ("bert-masked", "its cls.predictions holds a weight of its embeddings, too", "shared"),
+    ],
+)
+def test_fsdp2_is_withheld_where_accelerate_can_not_shard_the_embeddings(name, why, error, tmp_path):
+    lab = of_two_ranks(name, tmp_path)
+    choice = technique("parallel").choice("fsdp", lab.facts)
+    assert choice.status == "withheld"
+    assert why in choice.reason
+    with pytest.raises((NotImplementedError, ValueError), match=error):
+        Lab.micro(lab, PLAIN.replaced(parallel="fsdp", micro_batch=2))
+
+
+def test_a_rank_makes_no_state_of_layers_that_the_loss_does_not_use(tmp_path):
+    """FSDP2 gives their shards no gradient."""
+    lab = of_two_ranks("beit", tmp_path)
     held = []
     for layers in (4, 16):
         config = {**CONFIGS["beit"][1], "num_hidden_layers": layers, "out_indices": [1, 2, 3, 4]}
