@@ -375,6 +375,16 @@ def test_a_linear_layer_costs_three_products():
     assert found["matmul fp32"][0] == 3 * 2 * 6 * 10 * 14
 
 
+@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize("made", [torch.nn.Conv1d, torch.nn.ConvTranspose1d])
+def test_a_convolution_costs_three_products_of_each_group(made, groups):
+    layer = made(8, 8, 3, groups=groups, bias=False, padding=1)
+    rows = torch.ones(2, 8, 20, requires_grad=True)
+    with FakeMode():  # a processor has kernels of its own
+        found = work_of(lambda: layer(rows).sum().backward())
+    assert found["matmul fp32"][0] == 3 * 2 * (2 * 20) * 3 * 8 * 8 / groups
+
+
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, "matmul fp32"), (torch.bfloat16, "attention")])
 def test_attention(dtype, kind):
     batch, heads, rows, width = 2, 3, 16, 8

@@ -29,6 +29,8 @@ def work_of(
     if "flash_attention" in str(func) or "cudnn_attention" in str(func):  # PyTorch's own counter takes no grouped heads
         flops = _attention_flops(func, args, kwargs)
         kind = _product(first) if first is None or first.dtype == torch.float32 else "attention"
+    elif func is torch.ops.aten.convolution_backward.default:
+        flops, kind = _convolution_backward_flops(args, result), _product(first)
     elif counter is not None:
         flops = float(counter(*_usual(func, args), **kwargs, out_val=result))
         kind = _product(args[1] if "addmm" in func._schema.name else first)  # what is added stands first
@@ -70,6 +72,15 @@ def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 def _in_ring(rows: int, columns: int) -> bool:
     return distributed.is_initialized() and rows != columns
+
+
+def _convolution_backward_flops(args: tuple[Any, ...], result: Any) -> float:
+    """Those of the gradients of input and weight; PyTorch's own counter takes no groups for the weight's."""
+    *given, groups, (wants_input, wants_weight, _) = args
+    count = flop_registry[torch.ops.aten.convolution_backward]
+    to_input = float(count(*given, groups, [wants_input, False, False], out_val=result))
+    to_weight = float(count(*given, groups, [False, wants_weight, False], out_val=result))
+    return to_input + to_weight / int(groups)
 
 
 def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
