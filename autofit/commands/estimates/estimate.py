@@ -252,8 +252,9 @@ def check_fits(found: Estimate) -> None:
     if any(one.verdict != "too large" for one in seen):
         return
     smallest = min(seen, key=lambda one: one.device_bytes)
-    larger = f"a card with {units.size(smallest.device_bytes * (1 + found.margin))}"
-    if fixed_bytes(smallest) + outside_bytes(smallest) > found.memory_bytes:
-        raise NothingFits("no plan fits", hint=f"{larger}, or --allow exact,numeric,method")
-    shorter = "shorter rows" if found.task == SCRIPT_TASK else "a shorter --seq-len"
-    raise NothingFits("no plan fits", hint=f"{shorter}, {larger}, or --allow exact,numeric,method")
+    helps = [f"a card with {units.size(smallest.device_bytes * (1 + found.margin))}"]
+    if fixed_bytes(smallest) + outside_bytes(smallest) <= found.memory_bytes:
+        helps.insert(0, "shorter rows" if found.task == SCRIPT_TASK else "a shorter --seq-len")
+    if not any("method" in word for word in found.asked):
+        helps.append("--allow exact,numeric,method")
+    raise NothingFits("no plan fits", hint=", ".join(helps[:-1]) + ", or " * (len(helps) > 1) + helps[-1])
