@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import json
 from collections import Counter
@@ -32,11 +33,11 @@ SCRIPT_TASK: Literal["script"] = "script"
 """What a script trains a model for: whatever it is, it is the script's."""
 
 CONFIG = "config.json"
-_OF_A_TRAINING = (
-    "trainer", "micro_batch", "accumulation", "own", "evaluated_rows", "loads", "weights_dtype", "adapter",
-    "own_optimizer", "compiled", "own_split", "rows",
-)  # fmt: skip
-"""Of a script: what is the same each time it is run."""
+_OF_A_RUN = {
+    "path", "arguments", "seconds", "loading", "batch", "sampled", "longest", "longest_places", "mean_length",
+    "tokens_a_row", "lengths", "places",
+}  # fmt: skip
+"""What is told of a script that may be otherwise each time it is run: how long it took, and rows that it draws."""
 LONGEST_SECONDS = 3600.0
 """How long a script may prepare its data before it trains."""
 
@@ -90,7 +91,11 @@ def check_same_training(
     pairs = {
         **{key: (_text(kept.get(key)), _text(config.get(key))) for key in {*kept, *config} - {"_name_or_path"}},
         **{key: (getattr(facts.model, key), getattr(model, key)) for key in ("architecture", "parameters")},
-        **{key: (getattr(then, key), getattr(now, key)) for key in _OF_A_TRAINING},
+        **{
+            one.name: (getattr(then, one.name), getattr(now, one.name))
+            for one in dataclasses.fields(Script)
+            if one.name not in _OF_A_RUN
+        },
     }
     changed = sorted(key for key, (before, after) in pairs.items() if before != after)
     if changed:
