@@ -45,6 +45,8 @@ _PLAIN_STATE = {"adamw", "adafactor", "sgd"}
 _CHUNK_BYTES = 256 << 20
 _HOST_STEP_PASSES = 7
 """An AdamW step on the host reads weight, gradient and both moments, and writes all but the gradient."""
+_HOST_SUM_PASSES = 3
+"""To add to a gradient on the host reads two numbers, and writes one."""
 _ZERO3_LIVE_PARAMETERS, _ZERO_BUCKET_PARAMETERS = 10**9, 5 * 10**8
 """DeepSpeed's ``stage3_max_live_parameters`` and ``reduce_bucket_size``, where the user sets none."""
 
@@ -149,7 +151,9 @@ class Offload(Technique):
             root = float(weights[weights >= large].sum()) * shards  # embedding and head
             layer = (whole - root) / max(model.layers, 1)
             held = shrunk * (2 * root + 3 * layer) + layer
-            return HostOffload(held_bytes=held, micro_step_bytes=3 * share, step_bytes=through_host)
+            # weights come in for each pass; gradients go out once, or in each micro-step, and are added up there
+            each, once = (3 + _HOST_SUM_PASSES, -_HOST_SUM_PASSES) if plan.get("sync_each_batch") == "on" else (2, 1)
+            return HostOffload(held_bytes=held, micro_step_bytes=each * share, step_bytes=through_host + once * share)
         held = shrunk * (whole if value == "optimizer" else min(whole, _ZERO3_LIVE_PARAMETERS * width))
         held += shrunk * min(whole, _ZERO_BUCKET_PARAMETERS * width)
         up_and_down = 1 if value == "optimizer" else 3

@@ -7,6 +7,9 @@ over 8 processes 63 MiB instead of 14 after the first micro-step, by the trace.
 - ``off``: as Accelerate does by itself.
 - ``on``: each micro-step adds to the process's own share. Costs a reduce-scatter of all gradients in each micro-step.
 
+Where parameters wait on the host (``offload=parameters``), gradients go there when they are sent: ``off`` keeps all of
+them on the device between micro-steps, also of one process.
+
 Class ``exact``: the same sum in another order. Under DDP every process keeps whole gradients anyway, and DeepSpeed's
 stage says when they are split.
 
@@ -43,8 +46,6 @@ class SyncEachBatch(Technique):
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         off = Choice("off", Kind.EXACT, "offered", "gradients are sent in the last micro-step")
-        if facts.workload.processes == 1:
-            return off, Choice("on", Kind.EXACT, "withheld", "one process has nobody to send gradients to")
         if facts.hardware.device == "cpu":
             return off, Choice("on", Kind.EXACT, "withheld", "it is FSDP's, which Accelerate leaves out on a CPU")
         return off, Choice("on", Kind.EXACT, "offered", "no whole gradients between micro-steps, under FSDP")
@@ -52,8 +53,8 @@ class SyncEachBatch(Technique):
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         if value == "off":
             return None
-        if engine_of(others[PARALLEL]) != "fsdp" or facts.workload.processes == 1:
-            return "FSDP over several processes alone splits gradients when they are sent"
+        if engine_of(others[PARALLEL]) != "fsdp":
+            return "FSDP alone splits gradients when they are sent, or takes them to the host"
         if others["accumulation"] == 1:
             return "a single micro-step is the last one"
         return None
@@ -76,7 +77,7 @@ class SyncEachBatch(Technique):
         return Held(self.baseline, "when a script sends its gradients is left to it", firm=True)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
-        if facts.workload.processes == 1:
+        if facts.workload.processes == 1 and engine_of(plan[PARALLEL]) != "fsdp":
             return Emission()
         sent = {"sync_each_batch": value == "on"}
         return Emission(training_args={"accelerator_config": {"gradient_accumulation_kwargs": sent}})

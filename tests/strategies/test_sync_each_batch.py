@@ -25,13 +25,24 @@ def test_it_is_planned_where_fsdp_accumulates():
     assert not any(SYNC.conflict("off", plan, cuda_facts(processes=4)) for plan in plans)
 
 
+def test_one_process_has_it_where_its_parameters_wait_on_the_host():
+    plans = space.build(cuda_facts(global_batch=32)).plans
+    mine = [plan for plan in plans if plan["sync_each_batch"] == "on"]
+    assert {(plan["parallel"], plan["offload"]) for plan in mine} == {("fsdp", "parameters")}
+    assert len(mine) == sum(plan["parallel"] == "fsdp" and plan["accumulation"] > 1 for plan in plans) / 2
+    written = recipe_of(mine[0], cuda_facts(global_batch=32)).emission.training_args
+    assert written["accelerator_config"] == {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    plain = recipe_of(PLAIN.replaced(accumulation=8), cuda_facts()).emission.training_args
+    assert "accelerator_config" not in plain, "nobody reads it"
+
+
 def test_in_a_table_of_plans_it_says_its_name():
     assert (SYNC.word("on"), SYNC.word("off")) == ("sync_each_batch", None)
 
 
-@pytest.mark.parametrize(("facts", "why"), [(cuda_facts(), "one process"), (cpu_facts(processes=2), "CPU")])
-def test_where_it_can_not_be_had_it_says_why(facts, why):
-    assert why in SYNC.choice("on", facts).reason
+@pytest.mark.parametrize("facts", [cpu_facts(), cpu_facts(processes=2)])
+def test_where_it_can_not_be_had_it_says_why(facts):
+    assert "CPU" in SYNC.choice("on", facts).reason
     assert {plan["sync_each_batch"] for plan in space.build(facts).plans} == {"off"}
 
 
@@ -131,3 +142,20 @@ def test_the_trace_sees_what_it_saves_and_what_it_sends(tmp_path):
     (each, each_sent), (last, last_sent) = traced("on"), traced("off")
     assert each_sent == pytest.approx(4 * last_sent)
     assert each < 0.5 * last, "no whole gradients after the first micro-step"
+
+
+@pytest.mark.slow
+def test_alone_a_process_keeps_no_gradients_on_the_device(tmp_path):
+    """Between micro-steps they wait where the parameters do."""
+    write_config(tmp_path, CONFIGS["llama"])
+    facts = sharded_facts(1)
+
+    def held(value):
+        plan = PLAIN.replaced(parallel="fsdp", offload="parameters", micro_batch=2, sync_each_batch=value)
+        with like_a_process_of_its_own():
+            micro = trace_job.micro_part(plan, facts, tmp_path, tmp_path)
+        end = int(micro.tape.starts[micro.tape.segments.index("1:pre")])
+        return float(micro.tape.live(2)[end - 1]), sum(micro.weights), micro.host_bytes
+
+    (each, _, host), (last, _, _) = held("on"), held("off")
+    assert last - each == pytest.approx(host, rel=0.01)
