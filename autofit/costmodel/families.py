@@ -225,6 +225,11 @@ def _host_offload(family: Plan, micro: MicroPart, facts: Facts) -> HostOffload |
     return found[0] if len(found) == 1 else None
 
 
+def steps_on_host(plan: Plan, facts: Facts) -> bool:
+    """Whether an engine keeps what it trains on the host and steps there, as fast as a host that is not known."""
+    return any(one.host_offload(plan[one.name], plan, facts, np.ones(1, dtype=np.int64)) for one in techniques())
+
+
 def _copied_bytes(host_offload: HostOffload | None, accumulation: Ints) -> Floats:
     """What a step copies between host and device; a trace counts what waits on the host, but not this."""
     if host_offload is None:

@@ -42,7 +42,8 @@ class Estimated:
 
     Attributes:
         low, high: The factors on the predicted samples/s that four trainings of five lie within; ``low`` is 0 where
-            several processes train, since they are those of one card and leave out the link between cards.
+            several processes train, since they are those of one card and leave out the link between cards, and where
+            the optimizer steps on the host, whose speed is not known.
     """
 
     low: float

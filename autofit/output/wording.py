@@ -256,7 +256,8 @@ def estimate_words(document: Document) -> str:
     low, high = document.estimated.low, document.estimated.high
     said = f"Of five trainings, four make {low:.2f} to {high:.2f} times the predicted speed"
     if not low:
-        said = "How far the speed of several cards is off is not known: it depends on the link between them"
+        on = "the link between them" if document.workload.processes > 1 else "the host, where the optimizer steps"
+        said = f"How far the speed is off is not known: it depends on {on}"
     return (
         f"Estimated, not measured: no training step was run. {said}; autofit verify tells whether it holds, on a "
         f"machine with {document.hardware.name}."

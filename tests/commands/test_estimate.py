@@ -20,6 +20,7 @@ from autofit.commands.estimates.other_card import counted_cards, elsewhere
 from autofit.commands.estimates.plans import cause
 from autofit.commands.estimates.screen import screen
 from autofit.commands.estimates.ways import Way, _smallest, _untried, held_by_way
+from autofit.commands.estimates.world import HOST_UNKNOWN
 from autofit.commands.request import Request, Search
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
@@ -28,6 +29,8 @@ from autofit.costmodel.memory import peak
 from autofit.costmodel.tracing import trace_store
 from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.machine.gpu_catalogue import find
+from autofit.output.document import read_document
+from autofit.output.wording import estimate_words
 from autofit.registry import techniques
 from autofit.search.decision import changed_values
 from autofit.system.errors import InputError, ModelError, NothingFits
@@ -445,6 +448,25 @@ def test_what_no_trace_shows_is_counted_once(ask, monkeypatch):
     for one in [*shared, *found.plans]:
         assert one.device_bytes == listed[one.plan].device_bytes == before[one.plan].device_bytes + GIB
         assert sum(one.need.by_category.values()) == pytest.approx(one.need.peak_bytes)
+
+
+@pytest.mark.slow
+def test_how_far_the_speed_of_a_plan_that_steps_on_the_host_is_off_is_not_told(ask, tmp_path):
+    held = (
+        "precision=fp32",
+        "optimizer=adamw",
+        "kernels=none",
+        "attention=default",
+        "compile=off",
+        "checkpointing=off",
+    )
+    waits = ("parallel=fsdp", "sync_each_batch=on", "accumulation=2", "offload=parameters")
+    notes = [" ".join(ask(gpu="4090", fix=(*held, *more)).notes) for more in (waits, ("offload=none",))]
+    assert [HOST_UNKNOWN in one for one in notes] == [True, False]
+    ask(gpu="4090", fix=(*held, *waits), output=tmp_path / "out")
+    document = read_document(tmp_path / "out")
+    assert document.estimated.low == 0
+    assert "it depends on the host, where the optimizer steps" in estimate_words(document)
 
 
 @pytest.mark.slow

@@ -21,13 +21,13 @@ from autofit.commands.estimates.other_card import check_one_size, counted_cards,
 from autofit.commands.estimates.plans import MOST_KINDS, Estimated, Verdict, estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
 from autofit.commands.estimates.ways import smaller_way
-from autofit.commands.estimates.world import LINK_UNKNOWN, World, asked_world
+from autofit.commands.estimates.world import HOST_UNKNOWN, LINK_UNKNOWN, World, asked_world
 from autofit.commands.facts import remarks
 from autofit.commands.model_source import modeling_module
 from autofit.commands.request import Search
 from autofit.contract.facts import Facts, LaunchPath, Model, Task
 from autofit.contract.plan import Plan
-from autofit.costmodel.families import without_checkpointing
+from autofit.costmodel.families import steps_on_host, without_checkpointing
 from autofit.costmodel.forecast import Forecast, forecast
 from autofit.costmodel.seconds.step_time import EIGHTY
 from autofit.costmodel.seconds.utilisation import model_flops, peak_flops
@@ -55,7 +55,8 @@ class OnCard:
             needs the least.
         device_bytes: What it needs.
         samples_per_second, tokens_per_second: Predicted, where it fits.
-        low, high: The factors on both that four trainings of five lie within.
+        low, high: The factors on both that four trainings of five lie within; ``low`` is 0 where the plan steps on the
+            host, whose speed is not known.
         mfu: Model FLOPs over the card's peak in the plan's precision.
         hours: For the tokens asked about.
         price: Of an hour of one card, where it was given.
@@ -350,7 +351,7 @@ def _timed(
         device_bytes=best.device_bytes,
         samples_per_second=pace,
         tokens_per_second=tokens,
-        low=None if spread is None else 1 / spread,
+        low=None if spread is None else 0.0 if steps_on_host(best.plan, facts) else 1 / spread,
         high=spread,
         mfu=mfu,
         hours=hours,
@@ -369,10 +370,12 @@ def _notes(
     if smaller and any(row.verdict == "too large" for row in rows):
         said.append(smaller)
     if any(row.high for row in rows):
-        low, high = min(row.low or 1.0 for row in rows), max(row.high or 1.0 for row in rows)
+        high = max(row.high or 1.0 for row in rows)
+        low = min((row.low for row in rows if row.low), default=1 / high)
         said.append(
             f"speed is predicted, not measured: four trainings of five{' on one card' * together} lie within {low:.2f} "
             f"to {high:.2f} times as fast as told{LINK_UNKNOWN * together}"
+            f"{HOST_UNKNOWN * any(row.low == 0 for row in rows)}"
         )
     if prices and (without := [row.card for row in rows if row.price is None]):
         said.append(f"no price was given for {', '.join(without)}")

@@ -26,13 +26,13 @@ from autofit.commands.estimates.plans import MOST_KINDS, estimated_plans, why_re
 from autofit.commands.estimates.question import asked_question, check_script_question, fetched_config
 from autofit.commands.estimates.ways import fixed_bytes, outside_bytes, spaces_by_way
 from autofit.commands.estimates.ways import ways as every_way
-from autofit.commands.estimates.world import LINK_UNKNOWN, World, asked_world
+from autofit.commands.estimates.world import HOST_UNKNOWN, LINK_UNKNOWN, World, asked_world
 from autofit.commands.facts import read_facts, remarks
 from autofit.commands.model_source import modeling_module
 from autofit.commands.request import Request, Search
 from autofit.commands.scripts.request import SCRIPT_TASK, script_facts, script_notes
 from autofit.contract.facts import Facts, LaunchPath, Task
-from autofit.costmodel.families import Known, families_of
+from autofit.costmodel.families import Known, families_of, steps_on_host
 from autofit.costmodel.forecast import MARGIN, context_bytes, forecast, plans_to_trace, workspace_bytes
 from autofit.costmodel.seconds.collectives import links_of
 from autofit.costmodel.seconds.step_time import StepClock
@@ -163,7 +163,9 @@ def estimate(
             cast = forecast(plans, traces, facts, card, say, known=known, forks=True)
             by_way = every_way(facts, spaces, traces, card, known)
             rows, kinds, recommended = estimated_plans(plans, cast, traces, facts, most, say)
-            notes = _notes(facts, card, traces, plans, world)
+            shown = [*rows, *(one for way in by_way for one in (way.fastest, way.smallest) if one is not None)]
+            host = any(steps_on_host(one.plan, facts) for one in shown)
+            notes = _notes(facts, card, traces, plans, world, host=host)
             best = next((one for one in rows if one.plan == recommended), None)
             if target is not None and best is not None and card is not None:
                 reason = f"Nothing was measured. It is {why_recommended(recommended == rows[0].plan)}."
@@ -206,8 +208,10 @@ def _asked(request: Request, settings: Search) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space, world: World) -> tuple[str, ...]:
-    """What was assumed."""
+def _notes(
+    facts: Facts, card: Card | None, traces: Traces, plans: space.Space, world: World, *, host: bool
+) -> tuple[str, ...]:
+    """What was assumed; ``host`` says whether plans are shown that step there."""
     said = script_notes(facts, tried=False) or remarks(facts.workload.seq_len, facts.model)
     if facts.hardware.device == "cuda":
         context, workspace = (units.size(one(facts.hardware.capability)) for one in (context_bytes, workspace_bytes))
@@ -230,7 +234,7 @@ def _notes(facts: Facts, card: Card | None, traces: Traces, plans: space.Space, 
         links_too = LINK_UNKNOWN if one_card else ""
         said.append(
             f"samples/s are predicted, not measured: four trainings of five{one_card} lie within {low:.2f} to "
-            f"{high:.2f} times them{links_too}"
+            f"{high:.2f} times them{links_too}{HOST_UNKNOWN * host}"
         )
         if card.usable_bytes is None:
             said.append(f"the memory of {card.name} is the nominal one; its driver keeps some of it")

@@ -10,6 +10,7 @@ from autofit.system.errors import InputError
 
 MOST_CARDS = 65536
 LINK_UNKNOWN = "; how far the link between cards is off is not known"
+HOST_UNKNOWN = "; less is known of steps on the host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
