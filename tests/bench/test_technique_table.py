@@ -31,7 +31,7 @@ NOT_RECORDED = {
     ("kernels", "liger"),
     ("optimizer", "paged_adamw_8bit"),
     ("offload", "activations"), ("offload", "optimizer"), ("offload", "parameters"),
-    ("parallel", "fsdp"), ("parallel", "zero2"), ("parallel", "zero3"),
+    ("parallel", "fsdp"), ("parallel", "zero2"), ("parallel", "zero3"), ("sync_each_batch", "on"),
     ("compile", "regions"), ("compile", "model"),
 }  # fmt: skip
 """Nothing but a GPU can show it, or no model on a CPU has the choice: in the search by what was published."""
