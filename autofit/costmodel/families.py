@@ -219,15 +219,19 @@ def _step_seconds(  # noqa: PLR0917 - of the story above
 
 def _host_offload(family: Plan, micro: MicroPart, facts: Facts) -> HostOffload | None:
     """What a technique says of a plan that waits on the host; ``None`` where none says anything, or several do."""
-    weights = np.append(micro.weights, micro.host_bytes)
-    every = (one.host_offload(family[one.name], family, facts, weights) for one in techniques())
-    found = [one for one in every if one is not None]
+    found = _host_offloads(family, facts, np.append(micro.weights, micro.host_bytes))
     return found[0] if len(found) == 1 else None
+
+
+def _host_offloads(plan: Plan, facts: Facts, weights: Ints) -> list[HostOffload]:
+    """What techniques say of a plan that waits on the host; see :meth:`Technique.host_offload` for the weights."""
+    every = (one.host_offload(plan[one.name], plan, facts, weights) for one in techniques())
+    return [one for one in every if one is not None]
 
 
 def steps_on_host(plan: Plan, facts: Facts) -> bool:
     """Whether an engine keeps what it trains on the host and steps there, as fast as a host that is not known."""
-    return any(one.host_offload(plan[one.name], plan, facts, np.ones(1, dtype=np.int64)) for one in techniques())
+    return bool(_host_offloads(plan, facts, np.ones(1, dtype=np.int64)))
 
 
 def _copied_bytes(host_offload: HostOffload | None, accumulation: Ints) -> Floats:

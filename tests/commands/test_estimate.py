@@ -40,6 +40,8 @@ from tests.support.synthetic import cpu_facts, cuda_facts
 from tests.support.tiny import REPOSITORY
 
 HELD = ("precision=fp32", "optimizer=adamw", "offload=none", "kernels=none", "attention=default", "compile=off")
+WITHOUT_OFFLOAD = (*(knob for knob in HELD if knob != "offload=none"), "checkpointing=off")
+"""The same, but for what waits on the host."""
 SMALL = {"seq_len": 32, "global_batch": 8}
 
 
@@ -452,18 +454,10 @@ def test_what_no_trace_shows_is_counted_once(ask, monkeypatch):
 
 @pytest.mark.slow
 def test_how_far_the_speed_of_a_plan_that_steps_on_the_host_is_off_is_not_told(ask, tmp_path):
-    held = (
-        "precision=fp32",
-        "optimizer=adamw",
-        "kernels=none",
-        "attention=default",
-        "compile=off",
-        "checkpointing=off",
-    )
     waits = ("parallel=fsdp", "sync_each_batch=on", "accumulation=2", "offload=parameters")
-    notes = [" ".join(ask(gpu="4090", fix=(*held, *more)).notes) for more in (waits, ("offload=none",))]
+    notes = [" ".join(ask(gpu="4090", fix=(*WITHOUT_OFFLOAD, *more)).notes) for more in (waits, ("offload=none",))]
     assert [HOST_UNKNOWN in one for one in notes] == [True, False]
-    ask(gpu="4090", fix=(*held, *waits), output=tmp_path / "out")
+    ask(gpu="4090", fix=(*WITHOUT_OFFLOAD, *waits), output=tmp_path / "out")
     document = read_document(tmp_path / "out")
     assert document.estimated.low == 0
     assert "it depends on the host, where the optimizer steps" in estimate_words(document)
@@ -471,16 +465,8 @@ def test_how_far_the_speed_of_a_plan_that_steps_on_the_host_is_off_is_not_told(a
 
 @pytest.mark.slow
 def test_of_several_cards_the_host_memory_is_each_one_s_and_what_no_argument_carries_is_said(ask):
-    held = (
-        "precision=fp32",
-        "optimizer=adamw",
-        "kernels=none",
-        "attention=default",
-        "compile=off",
-        "checkpointing=off",
-    )
     sharded = ("parallel=fsdp", "sync_each_batch=on", "accumulation=2", "offload=parameters", "adapter=none")
-    found = ask(gpu="4090", gpus=2, fix=(*held, *sharded), ways=True, most=1, seq_len=128)
+    found = ask(gpu="4090", gpus=2, fix=(*WITHOUT_OFFLOAD, *sharded), ways=True, most=1, seq_len=128)
     text = " ".join(shown(found).split())
     assert "2 cards, each RTX 4090: " in text
     assert " fsdp sync_each_batch fp32 offload parameters" in text

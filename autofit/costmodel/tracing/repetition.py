@@ -49,7 +49,8 @@ class Repetition:
         for hook in self._hooks:
             hook.remove()
         gradients = self._gradients()
-        if gradients is None or not self._leaves_only({*gradients.values()}, first, past):
+        blocks = {*(gradients or {}).values()}
+        if gradients is None or not self._leaves_only(blocks, first, past):
             return False
         recorder = self.recorder
         copies: dict[int, int] = {}
@@ -65,7 +66,7 @@ class Repetition:
                 if at < end:
                     event = recorder.events[at]
                     if event >= 0:
-                        copies[event] = recorder.repeat_block(event, temporary=event in gradients.values())
+                        copies[event] = recorder.repeat_block(event, temporary=event in blocks)
                     else:
                         recorder.end_block(copies[~event])
             recorder.repeat_work(segment)
