@@ -177,7 +177,10 @@ Outcome = Annotated[Measured | OutOfMemory | TimedOut | Diverged | Unsupported |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedSpeed:
-    """Samples per second before anything was measured; four measurements of five lie from ``low`` to ``high``."""
+    """Samples per second before anything was measured; four measurements of five lie from ``low`` to ``high``.
+
+    ``low`` is 0 where the optimizer steps on the host, whose speed is not known.
+    """
 
     samples_per_second: float
     low: float

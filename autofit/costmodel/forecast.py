@@ -136,8 +136,8 @@ class Forecast:
         peak_prior: Of the device peak given tensor bytes.
         kernel_overhead_bytes: What the kernels of a plan take on top of that, where it was measured before the trials.
         activation_bytes: What its micro-batch would keep for the backward pass without checkpointing.
-        seconds_log_std: Standard deviation of the natural logarithm of measured over predicted seconds, of a whole
-            step; 0 where there is no prediction.
+        spread: Four trainings of five are at most so many times faster or slower than predicted, on a card whose links
+            and host are known; ``None`` where there is no prediction.
         evaluable_rows: That a Trainer may evaluate at once below the training's own peak; 0 where no more than usual.
     """
 
@@ -151,7 +151,7 @@ class Forecast:
     peak_prior: PeakPrior
     kernel_overhead_bytes: Floats
     activation_bytes: Floats
-    seconds_log_std: float = 0.0
+    spread: float | None = None
     evaluable_rows: Ints | None = None
 
     @functools.cached_property
@@ -279,7 +279,7 @@ def forecast(
         peak_prior=prior,
         kernel_overhead_bytes=kernel_overhead_bytes(facts, found.work) + nccl + untraced,
         activation_bytes=found.activations,
-        seconds_log_std=0.0 if clock is None else clock.log_std,
+        spread=None if clock is None else clock.spread,
         evaluable_rows=found.evaluable,
     )
 

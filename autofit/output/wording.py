@@ -265,9 +265,15 @@ def estimate_words(document: Document) -> str:
 
 
 def predicted_speed(trial: Trial) -> str:
-    """What was predicted before the trial, with its range: ``12.1 (10.6 to 13.8)``; nothing where nothing was."""
+    """What was predicted before the trial, with its range: ``12.1 (10.6 to 13.8)``; nothing where nothing was.
+
+    Without it where that is not known: ``~12.1``.
+    """
     told = trial.predicted_speed
-    return "" if told is None else f"{number(told.samples_per_second)} ({number(told.low)} to {number(told.high)})"
+    if told is None:
+        return ""
+    said = number(told.samples_per_second)
+    return f"{said} ({number(told.low)} to {number(told.high)})" if told.low else f"~{said}"
 
 
 def step(of: Promise | Measured) -> str:

@@ -26,6 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autofit.costmodel.seconds import operator_time
+from autofit.costmodel.seconds.step_time import EIGHTY
 from tests.bench.time_rows import KERNELS, Rows, read_kernels, write_kernels
 
 TARGET = Path(__file__).resolve().parents[2] / "autofit" / "costmodel" / "seconds" / "time_coefficients.json"
@@ -167,8 +168,6 @@ def folds(rows: Rows, count: int) -> Iterator[tuple[list[str], Any, Any]]:
         yield out, np.flatnonzero(~held), np.flatnonzero(held)
 
 
-EIGHTY = 1.2816
-"""Standard deviations that hold 80 % of a normal distribution."""
 _UNMEASURED = 0.4
 """Of kinds that no row is of: as far as published figures of one kernel are apart."""
 

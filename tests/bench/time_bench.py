@@ -28,6 +28,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 from autofit.costmodel.seconds import operator_time, roofline  # noqa: E402 - the checkout is found first
 from autofit.costmodel.seconds.kernel_laws import Figures  # noqa: E402
+from autofit.costmodel.seconds.step_time import EIGHTY  # noqa: E402
 from autofit.machine.gpu_catalogue import Card  # noqa: E402
 from autofit.system.errors import InputError  # noqa: E402
 from tests.bench import fit_time_model, time_pictures  # noqa: E402
@@ -83,7 +84,7 @@ def summary(predicted: Any, measured: Any, spread: Any = None) -> dict[str, floa
         "median_error": round(float(np.median(error)), 4),
     }
     if spread is not None:
-        inside = np.abs(np.log(measured / predicted)) <= fit_time_model.EIGHTY * spread
+        inside = np.abs(np.log(measured / predicted)) <= EIGHTY * spread
         said["interval_coverage"] = round(float(inside.mean()), 4)
     return said
 

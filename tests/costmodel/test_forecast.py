@@ -264,12 +264,16 @@ def test_each_trial_knows_what_was_predicted():
     assert told[SPACE.plans[1]] == round(float(cast().device_bytes[1]))
     assert predicted_bytes(SPACE, None) == {}
     found = dataclasses.replace(
-        cast(), seconds=np.array([np.nan, *np.full(len(SPACE.plans) - 1, 0.25)]), seconds_log_std=0.1
+        cast(), seconds=np.array([np.nan, *np.full(len(SPACE.plans) - 1, 0.25)]), spread=math.exp(0.128)
     )
-    speeds = predicted_speeds(SPACE, found)
+    speeds = predicted_speeds(SPACE, FACTS, found)
     assert SPACE.plans[0] not in speeds
     one = speeds[SPACE.plans[1]]
     assert one.samples_per_second == 4.0
     assert one.low == pytest.approx(4 * math.exp(-0.128), rel=1e-3)
     assert one.high == pytest.approx(4 * math.exp(0.128), rel=1e-3)
-    assert predicted_speeds(SPACE, None) == {}
+    assert predicted_speeds(SPACE, FACTS, None) == {}
+    waits = SPACE.plans[1].replaced(parallel="fsdp", offload="parameters")
+    alone = dataclasses.replace(found, seconds=found.seconds[1:2])
+    on_host = predicted_speeds(dataclasses.replace(SPACE, plans=(waits,)), FACTS, alone)
+    assert on_host[waits].low == 0, "how fast the host steps is not known"

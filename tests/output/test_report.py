@@ -661,3 +661,6 @@ def test_the_table_of_trials_has_what_was_predicted_beside_what_was_measured():
     page = Page(html(replace(doc, trials=(first, *others)), folder="autofit-out"))
     assert page.words.count("48.10 (42.30 to 54.70)") == 1
     assert page.words.count("7.25 GiB") == 1
+    first = replace(first, predicted_speed=replace(told, low=0.0))
+    page = Page(html(replace(doc, trials=(first, *others)), folder="autofit-out"))
+    assert page.words.count("~48.10") == 1, "how far off is not known"

@@ -21,15 +21,14 @@ from autofit.commands.estimates.other_card import check_one_size, counted_cards,
 from autofit.commands.estimates.plans import MOST_KINDS, Estimated, Verdict, estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
 from autofit.commands.estimates.ways import smaller_way
-from autofit.commands.estimates.world import HOST_UNKNOWN, LINK_UNKNOWN, World, asked_world
+from autofit.commands.estimates.world import World, asked_world, range_words
 from autofit.commands.facts import remarks
 from autofit.commands.model_source import modeling_module
 from autofit.commands.request import Search
 from autofit.contract.facts import Facts, LaunchPath, Model, Task
 from autofit.contract.plan import Plan
-from autofit.costmodel.families import steps_on_host, without_checkpointing
+from autofit.costmodel.families import speed_range, without_checkpointing
 from autofit.costmodel.forecast import Forecast, forecast
-from autofit.costmodel.seconds.step_time import EIGHTY
 from autofit.costmodel.seconds.utilisation import model_flops, peak_flops
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue
@@ -56,7 +55,7 @@ class OnCard:
         device_bytes: What it needs.
         samples_per_second, tokens_per_second: Predicted, where it fits.
         low, high: The factors on both that four trainings of five lie within; ``low`` is 0 where the plan steps on the
-            host, whose speed is not known.
+            host or several cards train together: that host's speed, or their link's, is not known.
         mfu: Model FLOPs over the card's peak in the plan's precision.
         hours: For the tokens asked about.
         price: Of an hour of one card, where it was given.
@@ -342,7 +341,7 @@ def _timed(
     traces.prepare([without_checkpointing(best.plan)])
     step_flops, peak = model_flops(traces, best.plan, facts), peak_flops(card, best.plan, facts)
     mfu = None if not step_flops or not peak else step_flops * pace / facts.workload.global_batch / peak
-    spread = math.exp(EIGHTY * cast.seconds_log_std) if cast.seconds_log_std else None
+    low, high = speed_range(best.plan, facts, cast.spread) if cast.spread else (None, None)
     return OnCard(
         card=card.name,
         memory_bytes=card.memory_bytes,
@@ -351,8 +350,8 @@ def _timed(
         device_bytes=best.device_bytes,
         samples_per_second=pace,
         tokens_per_second=tokens,
-        low=None if spread is None else 0.0 if steps_on_host(best.plan, facts) else 1 / spread,
-        high=spread,
+        low=low,
+        high=high,
         mfu=mfu,
         hours=hours,
         price=price,
@@ -369,14 +368,9 @@ def _notes(
         said.append(f"{world.words()}; hours and costs are of all of them, a price is of one card")
     if smaller and any(row.verdict == "too large" for row in rows):
         said.append(smaller)
-    if any(row.high for row in rows):
-        high = max(row.high or 1.0 for row in rows)
-        low = min((row.low for row in rows if row.low), default=1 / high)
-        said.append(
-            f"speed is predicted, not measured: four trainings of five{' on one card' * together} lie within {low:.2f} "
-            f"to {high:.2f} times as fast as told{LINK_UNKNOWN * together}"
-            f"{HOST_UNKNOWN * any(row.low == 0 for row in rows)}"
-        )
+    if spread := max((row.high for row in rows if row.high), default=None):
+        on_host = not together and any(row.low == 0 for row in rows)
+        said.append(f"speeds are {range_words(spread, processes=world.processes, on_host=on_host)}")
     if prices and (without := [row.card for row in rows if row.price is None]):
         said.append(f"no price was given for {', '.join(without)}")
     return tuple(said)

@@ -65,7 +65,7 @@ def _cells(row: OnCard, name: str, *, priced: bool, text: bool) -> list[Renderab
 def _mfu(row: OnCard) -> str:
     if row.mfu is None:
         return ""
-    if row.low is None or row.high is None:
+    if not row.low or row.high is None:
         return f"~{row.mfu:.0%}"
     return f"{row.mfu:.0%} ({row.mfu * row.low:.0%} to {min(row.mfu * row.high, 1.0):.0%})"
 

@@ -26,7 +26,7 @@ from autofit.commands.estimates.plans import MOST_KINDS, estimated_plans, why_re
 from autofit.commands.estimates.question import asked_question, check_script_question, fetched_config
 from autofit.commands.estimates.ways import fixed_bytes, outside_bytes, spaces_by_way
 from autofit.commands.estimates.ways import ways as every_way
-from autofit.commands.estimates.world import HOST_UNKNOWN, LINK_UNKNOWN, World, asked_world
+from autofit.commands.estimates.world import World, asked_world, range_words
 from autofit.commands.facts import read_facts, remarks
 from autofit.commands.model_source import modeling_module
 from autofit.commands.request import Request, Search
@@ -229,13 +229,7 @@ def _notes(
     if facts.hardware.device == "cuda" and card is None:
         said.append("the order is that of a nominal card's speed: --gpu NAME tells samples/s")
     if card is not None:
-        low, high = StepClock(card).range
-        one_card = " on one card" if world.processes > 1 else ""
-        links_too = LINK_UNKNOWN if one_card else ""
-        said.append(
-            f"samples/s are predicted, not measured: four trainings of five{one_card} lie within {low:.2f} to "
-            f"{high:.2f} times them{links_too}{HOST_UNKNOWN * host}"
-        )
+        said.append(f"samples/s are {range_words(StepClock(card).spread, processes=world.processes, on_host=host)}")
         if card.usable_bytes is None:
             said.append(f"the memory of {card.name} is the nominal one; its driver keeps some of it")
     micro = {note for plan in families_of(plans) if (parts := traces.parts(plan)) for note in parts[0].notes}

@@ -11,7 +11,7 @@ from autofit.commands.estimates.plans import Estimated
 from autofit.commands.tunes.output_folder import BEGUN, CONFIG_FILES
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Promise
-from autofit.costmodel.families import steps_on_host
+from autofit.costmodel.families import speed_range
 from autofit.costmodel.seconds.step_time import StepClock
 from autofit.machine.gpu_catalogue import Card
 from autofit.output import document
@@ -82,10 +82,7 @@ def write_estimate(  # noqa: PLR0917 - what an estimate has found out
     """
     assert one.samples_per_second is not None
     pace, work = one.samples_per_second, facts.workload
-    low, high = StepClock(card).range
-    # the range is of one card: how far a link between several is off is not known, nor how fast a host is
-    if work.processes > 1 or steps_on_host(one.plan, facts):
-        low = 0.0
+    low, high = speed_range(one.plan, facts, StepClock(card).spread)
     promise = Promise(
         launch_path=work.launch_path,
         samples_per_second=pace,

@@ -9,8 +9,6 @@ from autofit.contract.facts import Facts
 from autofit.system.errors import InputError
 
 MOST_CARDS = 65536
-LINK_UNKNOWN = "; how far the link between cards is off is not known"
-HOST_UNKNOWN = "; less is known of steps on the host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +64,19 @@ def asked_world(gpus: int | None, nodes: int | None, *, elsewhere: bool) -> Worl
             "--gpus and --nodes need the kind of card", hint='name it, like --gpu "RTX 3090" or --memory 24GiB'
         )
     return world
+
+
+def range_words(spread: float, *, processes: int, on_host: bool) -> str:
+    """What the predicted speeds are worth, to follow "samples/s are".
+
+    Args:
+        spread: Four trainings of five on one card are at most so many times faster or slower.
+        processes: That train together.
+        on_host: Whether any of the plans steps on the host.
+    """
+    several = processes > 1
+    return (
+        f"predicted, not measured: four trainings of five{' on one card' * several} lie within {1 / spread:.2f} to "
+        f"{spread:.2f} times them{'; how far the link between cards is off is not known' * several}"
+        f"{'; less is known of steps on the host' * on_host}"
+    )

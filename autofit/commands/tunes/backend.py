@@ -17,8 +17,8 @@ from autofit.commands.scripts.request import script_facts
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import PredictedSpeed, Trial
 from autofit.contract.plan import Plan
+from autofit.costmodel.families import speed_range
 from autofit.costmodel.forecast import Forecast, forecast
-from autofit.costmodel.seconds.step_time import EIGHTY
 from autofit.costmodel.seconds.utilisation import Utilisation
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue, other_processes
@@ -180,16 +180,16 @@ def predicted_bytes(space: Space, forecast: Forecast | None) -> dict[Plan, int]:
     return {plan: round(peak) for plan, peak in pairs if not math.isnan(peak)}
 
 
-def predicted_speeds(space: Space, forecast: Forecast | None) -> dict[Plan, PredictedSpeed]:
-    """Speed of the plans by their traces, on a known card; with the range that holds four measurements of five."""
-    if forecast is None:
+def predicted_speeds(space: Space, facts: Facts, forecast: Forecast | None) -> dict[Plan, PredictedSpeed]:
+    """Speed of the plans by their traces, on a known card; with the range that holds four trainings of five."""
+    if forecast is None or forecast.spread is None:
         return {}
-    spread = math.exp(EIGHTY * forecast.seconds_log_std)
-    return {
-        plan: PredictedSpeed(samples_per_second=1 / one, low=1 / one / spread, high=1 / one * spread)
-        for plan, one in zip(space.plans, forecast.seconds.tolist(), strict=True)
-        if one > 0
-    }
+    found = {}
+    for plan, seconds in zip(space.plans, forecast.seconds.tolist(), strict=True):
+        if seconds > 0:
+            low, high = speed_range(plan, facts, forecast.spread)
+            found[plan] = PredictedSpeed(samples_per_second=1 / seconds, low=low / seconds, high=high / seconds)
+    return found
 
 
 def _told_once(reasons: Iterable[str]) -> list[str]:

@@ -235,7 +235,7 @@ class Course:
         predicted = predicted_bytes(plans, found)
         work = facts.workload
         alike = work.processes == 1 and not work.lengths and work.script is None  # else no range is known
-        speeds = predicted_speeds(plans, found) if alike else {}
+        speeds = predicted_speeds(plans, facts, found) if alike else {}
         runner = self.backend.runner(
             self.trials_folder, facts, config, server, predicted, known=trials, note=self._note, rated=rated,
             speeds=speeds,

@@ -60,15 +60,14 @@ class StepClock:
             self.by_laws = True
 
     @property
+    def spread(self) -> float:
+        """Four trainings of five are at most so many times faster or slower than predicted."""
+        return math.exp(EIGHTY * self.log_std)
+
+    @property
     def log_std(self) -> float:
         """Standard deviation of the natural logarithm of measured over predicted."""
         return log_std_of(self.card, operator_time.coefficients()) if self.by_laws else ROOFLINE_LOG_STD
-
-    @property
-    def range(self) -> tuple[float, float]:
-        """The factors on predicted speed that four trainings of five lie within."""
-        spread = math.exp(EIGHTY * self.log_std)
-        return 1 / spread, spread
 
     def step_seconds(
         self,

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autofit.costmodel.seconds.step_time import EIGHTY
+
 from .clock import Seconds
 from .rows import Step
 
 NOISE = 0.01
 """Measurements this close, as a share, have no order: repeats of one configuration differ by as much."""
 _FEWEST = 4
-_EIGHTY = 1.2816
-"""Standard deviations either side that hold four fifths of a normal distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Scored:
     @property
     def inside(self) -> bool:
         """Whether the measurement lies in the 80 % interval."""
-        return abs(math.log(self.step.seconds / self.predicted.seconds)) <= _EIGHTY * self.predicted.log_std
+        return abs(math.log(self.step.seconds / self.predicted.seconds)) <= EIGHTY * self.predicted.log_std
 
 
 def p90(values: Iterable[float]) -> float:
