@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autofit.costmodel.tracing.emulation.fake_kernels import said_value
+from autofit.costmodel.tracing.emulation.said_values import said_value
 from autofit.system.errors import ModelError
 
 if TYPE_CHECKING:

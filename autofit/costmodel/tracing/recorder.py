@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from autofit.costmodel.seconds.operator_time import Operator
 from autofit.costmodel.seconds.roofline import KINDS
-from autofit.costmodel.tracing.emulation.fake_kernels import follow_number, question, said_value
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode, called, signature
 from autofit.costmodel.tracing.emulation.in_place import add, only_writes
+from autofit.costmodel.tracing.emulation.said_values import follow_number, question, said_value
 from autofit.costmodel.tracing.operator_table import calls_of, collective_of
 from autofit.costmodel.tracing.tape_writer import TapeWriter
 from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Category, Tape
