@@ -118,8 +118,19 @@ def row_length(seq_len: int | None, model: Model) -> int:
     return seq_len or model.usual_seq_len
 
 
-def remarks(seq_len: int, model: Model) -> list[str]:
-    """What is not as one would expect of the model, a sentence each."""
+def lacking_kernels(model: Model, device: Device) -> list[str]:
+    """That the model's layers run in plain PyTorch on a GPU, for want of packages that have kernels for them."""
+    lacking = [name for name in model.kernel_packages if name not in installed()] if device == "cuda" else []
+    if not lacking:
+        return []
+    *others, last = lacking
+    names = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+    plain = f"layers of {model.architecture} run in plain PyTorch, slower and in more memory"
+    return [f"{names} not installed: {plain} than with the kernels of pip install {' '.join(lacking)}"]
+
+
+def remarks(seq_len: int, model: Model, device: Device) -> list[str]:
+    """What is not as one would expect of the model on the device, a sentence each."""
     said = []
     if model.length.unit == "tokens" and model.max_positions and seq_len > model.max_positions:
         said.append(f"{model.rows_of(seq_len)} are longer than the {model.max_positions} the model was made for")
@@ -128,7 +139,7 @@ def remarks(seq_len: int, model: Model) -> list[str]:
         said.append(
             f"the config {what}: it is trained as {model.architecture}, on {model.trained_on}; --task chooses another"
         )
-    return said
+    return said + lacking_kernels(model, device)
 
 
 def shared_by(hardware: Hardware, processes: int) -> Hardware:
@@ -172,7 +183,7 @@ def workload(request: Request, model: Model, hardware: Hardware, say: Callable[[
         seq_len, lengths = lengths_of(request.lengths, request.seq_len, longest, model, say)
         told_rows = len(told_lengths(request.lengths))
         say(lengths_words(lengths))
-    for words in remarks(seq_len, model):
+    for words in remarks(seq_len, model, hardware.device):
         say(words)
     here = (request.processes or 1) // (request.nodes or 1)
     return Workload(

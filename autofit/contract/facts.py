@@ -86,6 +86,7 @@ class Model:
             vocabulary.
         context_split: Whether ranks can each have a part of a row's tokens: all of its attention is causal over the
             whole row, in modules whose mask Accelerate can drop, with heads that FlashAttention knows.
+        kernel_packages: Distributions whose kernels its layers run where they are installed.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Model:
     tensor_split: tuple[str, ...] = ()
     tensor_sizes: Mapping[str, int] = field(default_factory=dict)
     context_split: bool = False
+    kernel_packages: tuple[str, ...] = ()
 
     @property
     def plain_module(self) -> bool:
@@ -141,10 +143,8 @@ class Model:
             return "the script's own rows"
         if self.length.unit == "pixels":
             return f"images of {length} pixels"
-        what = "rows" if self.sample == "row" else f"{self.sample}s"
-        if self.sample != "row" and self.length.unit == "tokens":
-            what += " with texts"
-        return f"{what} of {length} {self.length.unit}"
+        texts = " with texts" if self.sample != "row" and self.length.unit == "tokens" else ""
+        return f"{self.sample}s{texts} of {length} {self.length.unit}"
 
     @property
     def conv1d(self) -> bool:

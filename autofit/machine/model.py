@@ -8,6 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from autofit.system.other_kernels import DISTRIBUTIONS, packages_of, without_launches
+
 _FLASH_WIDTH = 256
 """Of the widest head that FlashAttention knows."""
 
@@ -50,6 +52,7 @@ def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
         "tensor_split": tuple(sorted(set((getattr(model, "tp_plan", None) or {}).values()))),
         "tensor_sizes": _tensor_sizes(model, text),
         "context_split": _context_split(model),
+        "kernel_packages": _kernel_packages(model),
     }
 
 
@@ -151,6 +154,13 @@ def _unsharded(model: Any) -> str | None:
         if module not in own and any(id(weight) in weights for weight in module.parameters(recurse=False)):
             return f"its {name} holds a weight of its embeddings, too, and FSDP2 shards none in two places"
     return None
+
+
+def _kernel_packages(model: Any) -> tuple[str, ...]:
+    """The distributions whose kernels the model's layers run where they are installed."""
+    modules = {type(one).__module__ for one in model.modules()}
+    found = {package for one in modules if one.startswith("transformers.models.") for package in packages_of(one)}
+    return tuple(sorted(DISTRIBUTIONS.get(one, one) for one in found))
 
 
 def _tables(model: Any) -> tuple[Any, ...] | None:
@@ -279,7 +289,8 @@ def has_plain_head(model: Any) -> bool:
         model.base_model.forward = lambda *_, **__: Given(last_hidden_state=hidden)
         model.loss_function = loss
         ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
-        model(input_ids=ids, labels=ids)
+        with without_launches():
+            model(input_ids=ids, labels=ids)
     except Exception:  # noqa: BLE001 - a class that can't be run like this is not one that is known
         return False
     finally:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from importlib import metadata
 
 from autofit.registry import techniques
+from autofit.system.other_kernels import DISTRIBUTIONS
 
 _ALWAYS = ("torch", "transformers", "accelerate", "optuna", "trl")
 
 
 def packages() -> tuple[str, ...]:
-    """Distributions that autofit stands on, and those that a technique names."""
-    return tuple(dict.fromkeys([*_ALWAYS, *(name for one in techniques() for name in one.packages)]))
+    """Distributions that autofit stands on, those that a technique names, and those that models take kernels from."""
+    named = (name for one in techniques() for name in one.packages)
+    return tuple(dict.fromkeys([*_ALWAYS, *named, *DISTRIBUTIONS.values()]))
 
 
 def installed() -> dict[str, str]:

@@ -25,6 +25,8 @@ from typing import Any, NoReturn
 
 import psutil
 
+from autofit.system.other_kernels import packages_of
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _FIRST = ("torch", "transformers", "transformers.modeling_utils")
@@ -33,7 +35,8 @@ _WORKER = "autofit.worker"
 """The module whose ``main`` does a job, and whose ``snapshot`` makes one; known by name, since it knows every kind of
 job and this one none."""
 # peft and bitsandbytes, which Trainer's module imports, ask for the device at import; a forked child can't use CUDA
-# once its parent has touched it; so does torchao, which transformers imports where it is installed
+# once its parent has touched it; so do torchao, which transformers imports where it is installed, and what a model's
+# module takes its kernels from
 _ON_CPU = ("transformers.trainer", "torch.utils.data")
 
 
@@ -286,7 +289,8 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...], *, trains: boo
     _import_transformers()
     if not trains:
         _leave_out("datasets", "scipy")
-    first = [*((_WORKER,) if device == "cpu" else ()), *_FIRST, *modules]
+    own = (name for name in modules if device == "cpu" or not any(find_spec(one) for one in packages_of(name)))
+    first = [*((_WORKER,) if device == "cpu" else ()), *_FIRST, *own]
     if device == "cuda" and find_spec("torchao"):
         first = [name for name in first if not name.startswith("transformers.")]
     server.load(first, ready_for_early=False)

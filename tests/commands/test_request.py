@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autofit
-from autofit.commands.facts import ceiling, read_facts, remarks, row_length
+from autofit.commands.facts import ceiling, lacking_kernels, read_facts, remarks, row_length
 from autofit.commands.request import Request
 from autofit.contract.facts import Model
 from autofit.system.errors import InputError, ModelError
@@ -56,19 +56,37 @@ def test_rows_that_a_model_can_not_be_run_on_are_refused():
         row_length(513, learned)
     assert caught.value.hint == "--seq-len 512 or less"
     assert row_length(9999, MODEL) == 9999, "positions that are computed go on"
-    assert remarks(9999, dataclasses.replace(MODEL, named=(MODEL.architecture,))) == [
+    assert remarks(9999, dataclasses.replace(MODEL, named=(MODEL.architecture,)), "cuda") == [
         f"rows of 9999 tokens are longer than the {MODEL.max_positions} the model was made for"
     ]
 
 
 def test_a_model_of_another_task_is_said():
     known = dataclasses.replace(MODEL, architecture="BertLMHeadModel", named=())
-    (said,) = remarks(16, known)
+    (said,) = remarks(16, known, "cpu")
     trained = "it is trained as BertLMHeadModel, on next-token prediction; --task chooses another"
     assert said == f"the config names no architecture: {trained}"
-    assert remarks(16, dataclasses.replace(known, named=("BertLMHeadModel", "Other"))) == []
-    (said,) = remarks(16, dataclasses.replace(known, named=("BertForMaskedLM",)))
+    assert remarks(16, dataclasses.replace(known, named=("BertLMHeadModel", "Other")), "cpu") == []
+    (said,) = remarks(16, dataclasses.replace(known, named=("BertForMaskedLM",)), "cpu")
     assert said == f"the config is of BertForMaskedLM: {trained}"
+
+
+@pytest.mark.parametrize(
+    ("there", "device", "said"),
+    [
+        ({}, "cuda", ["causal-conv1d and flash-linear-attention are not installed: layers of "]),
+        ({"causal-conv1d": "1.7.0"}, "cuda", ["flash-linear-attention is not installed: layers of "]),
+        ({"causal-conv1d": "1.7.0", "flash-linear-attention": "0.6.0"}, "cuda", []),
+        ({}, "cpu", []),
+    ],
+)
+def test_kernels_that_a_gpu_is_to_run_and_lacks_are_said(monkeypatch, there, device, said):
+    monkeypatch.setattr("autofit.commands.facts.installed", lambda: there)
+    wants = dataclasses.replace(MODEL, kernel_packages=("causal-conv1d", "flash-linear-attention"))
+    found = lacking_kernels(wants, device)
+    assert [one.startswith(begin) for one, begin in zip(found, said, strict=True)] == [True] * len(said)
+    assert all("pip install" in one for one in found)
+    assert lacking_kernels(MODEL, device) == []
 
 
 SMALL_BERT = {**SMALL, "intermediate_size": 16, "vocab_size": 64}

@@ -263,6 +263,17 @@ def test_stand_ins_are_asked_in_the_operators_place():
     assert tape.sizes[1] == 4 * KIB
 
 
+def test_a_kernel_that_is_not_launched_moves_each_of_its_tensors_once():
+    rows, fixed = torch.empty(101, 8, device="meta"), torch.empty(64, device="meta")
+    with Recorder(rows=101) as recorder:
+        recorder.mark("0:F0")
+        recorder.launched((rows, fixed, rows, 64, None, torch.float32))
+    tape = recorder.tape(since=1)
+    recorder.launched((rows,))  # nothing is written after the end
+    assert tape.work[0, KINDS.index("other")].tolist() == [0, fixed.nbytes, 1]
+    assert tape.work_per_row[0, KINDS.index("other")].tolist() == [0, rows.nbytes / 101, 0]
+
+
 def test_what_keeps_the_host_busy_counts_as_operators():
     with recording() as recorder:
         torch.ones(4)

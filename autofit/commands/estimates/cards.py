@@ -362,7 +362,7 @@ def _timed(
 def _notes(
     length: int, model: Model, rows: Sequence[OnCard], prices: Mapping[str, float], *, smaller: str | None, world: World
 ) -> tuple[str, ...]:
-    said = remarks(length, model)
+    said = remarks(length, model, "cuda")
     together = world.processes > 1
     if together:
         said.append(f"{world.words()}; hours and costs are of all of them, a price is of one card")

@@ -190,13 +190,17 @@ def estimate(
             processes=world.processes,
             nodes=world.nodes,
             notes=notes,
-            remarks=() if request.is_script else tuple(remarks(facts.workload.seq_len, facts.model)),
+            remarks=() if request.is_script else tuple(_remarks(facts)),
             seconds=time.monotonic() - began,
             ways=by_way,
             telling=tuple(one.name for one in techniques() if one.ways or one.name in knobs),
             asked=_asked(request, settings),
             folder=str(target) if target is not None and best is not None else None,
         )
+
+
+def _remarks(facts: Facts) -> list[str]:
+    return remarks(facts.workload.seq_len, facts.model, facts.hardware.device)
 
 
 def _asked(request: Request, settings: Search) -> tuple[str, ...]:
@@ -212,7 +216,7 @@ def _notes(
     facts: Facts, card: Card | None, traces: Traces, plans: space.Space, world: World, *, host: bool
 ) -> tuple[str, ...]:
     """What was assumed; ``host`` says whether plans are shown that step there."""
-    said = script_notes(facts, tried=False) or remarks(facts.workload.seq_len, facts.model)
+    said = script_notes(facts, tried=False) or _remarks(facts)
     if facts.hardware.device == "cuda":
         context, workspace = (units.size(one(facts.hardware.capability)) for one in (context_bytes, workspace_bytes))
         said.append(f"{context} for the CUDA context and {workspace} for cuBLAS are included")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from autofit import space
-from autofit.commands.facts import DEFAULT_CEILING, ceiling
+from autofit.commands.facts import DEFAULT_CEILING, ceiling, lacking_kernels
 from autofit.commands.request import Request
 from autofit.commands.scripts.named import named
 from autofit.contract.facts import Facts, Hardware, Model, Script, Workload
@@ -230,7 +230,7 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
             f"the data set is slow: {script.sampled:,} of its {script.rows:,} rows were looked at, and longer ones may "
             "be among the others"
         )
-    return said
+    return said + lacking_kernels(facts.model, facts.hardware.device)
 
 
 def _trains_often(script: Script) -> bool:

@@ -42,6 +42,7 @@ from autofit.costmodel.tracing.timeline import Tape, UnlikeError
 from autofit.costmodel.tracing.trace_request import groups_experts, kernels_of
 from autofit.registry import recipe_of, techniques
 from autofit.system.errors import AutofitError
+from autofit.system.other_kernels import without_launches
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
@@ -320,6 +321,7 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
         stack.enter_context(recorder)
         if fake:
             stack.enter_context(tiled_loss(recorder, on_cuda=on_cuda))
+            stack.enter_context(without_launches(recorder.launched))
         if on_cuda:
             stack.enter_context(placement.use(placement.Traced(recorder)))
             stack.enter_context(like_cuda(capability))

@@ -236,6 +236,16 @@ class Recorder(TapeWriter, TorchDispatchMode):  # type: ignore[no-untyped-call]
         """One of the same shape is added to a tensor, in place."""
         self._count(None, _ADD, (tensor, tensor), {}, tensor, [tensor])
 
+    def launched(self, arguments: Iterable[Any]) -> None:
+        """A kernel of Triton's reads or writes each of its tensors once: a rule where it has no law."""
+        if self._closed or self._paused:
+            return
+        tensors = {id(one): one for one in arguments if isinstance(one, torch.Tensor)}.values()
+        moved = [one.nbytes for one in tensors]
+        self.add_work(KINDS.index("other"), by_rows(self.rows, 0.0, moved))
+        written = max((one.numel() for one in tensors), default=1)
+        self._describe(Operator(kind="elementwise", moved_bytes=sum(moved), n=written), moved)
+
     def passes(self, *sizes: int) -> None:
         """A kernel writes these bytes and reads them again, in memory that it takes for itself."""
         if not self._closed:

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from autofit.system.other_kernels import without_launches
 from autofit.training.tasks.rows import make_batch
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _looks_at_items(
         return {name: without_values(one) if isinstance(one, torch.Tensor) else one for name, one in batch.items()}
 
     try:
-        with mode or contextlib.nullcontext(), Uses():
+        with mode or contextlib.nullcontext(), Uses(), without_launches():
             forward(items, of)
     except Exception:
         if not seen:  # what it does with its loss later is nothing to this
