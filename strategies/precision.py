@@ -154,7 +154,8 @@ class Precision(Technique):
 
     def own(self, facts: Facts) -> Value:
         script = facts.workload.script
-        said = () if script is None else [name for name in ("bf16", "fp16", "tf32") if script.own.get(name)]
+        here = [name for name in ("bf16", "fp16", "tf32") if name != "tf32" or name in facts.hardware.precisions]
+        said = () if script is None else [name for name in here if script.own.get(name)]
         return super().own(facts) if self.held(facts) or not said else said[0]
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:

@@ -333,6 +333,13 @@ def test_every_choice_is_told_with_its_reason():
     assert all(choice.reason for _, choice in found)
 
 
+def test_a_script_that_switches_tf32_on_trains_in_it_where_the_device_has_it():
+    own = Script(path="train.py", sha256="", trainer="", micro_batch=4, accumulation=2, own={"tf32": True}, rows=64)
+    for facts, value in ((CUDA, "tf32"), (CPU, "fp32")):
+        scripted = replace(facts, workload=replace(facts.workload, script=own))
+        assert technique("precision").own(scripted) == value
+
+
 def test_what_a_script_does_itself_is_what_exact_leaves_alone():
     own = Script(
         path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2, own={"bf16": True}, rows=64

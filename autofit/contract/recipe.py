@@ -217,15 +217,10 @@ class Recipe:
 
     def accelerator(self, **others: Any) -> Accelerator:
         """An ``Accelerator`` for a plain loop; under ``accelerate launch`` its YAML says the same."""
-        import torch
         from accelerate import Accelerator
         from accelerate.utils import GradientAccumulationPlugin
 
         on_cpu = self.facts.hardware.device == "cpu"
-        if not on_cpu:
-            # as a Trainer's argument does
-            torch.backends.fp32_precision = "tf32" if self.tf32 else "ieee"  # type: ignore[attr-defined]
-            keep_flags_alike()
         given: dict[str, Any] = {
             "gradient_accumulation_steps": self.accumulation,
             "mixed_precision": self.mixed_precision,
@@ -236,11 +231,22 @@ class Recipe:
         if self.sync_each_batch and "gradient_accumulation_plugin" not in given:
             steps = given.pop("gradient_accumulation_steps")
             given["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=steps, sync_each_batch=True)
-        accelerator = Accelerator(**given)
-        if not on_cpu:
-            # beside a compiled model it switches TF32 on, whatever was said, by the older flag
-            torch.backends.cuda.matmul.allow_tf32 = self.tf32
-        return accelerator
+        with self.tf32_as_planned():
+            return Accelerator(**given)
+
+    @contextlib.contextmanager
+    def tf32_as_planned(self) -> Iterator[None]:
+        """Around what makes an ``Accelerator``: switch TF32 on or off, as a Trainer's argument does."""
+        import torch
+
+        if self.facts.hardware.device == "cpu":
+            yield
+            return
+        torch.backends.fp32_precision = "tf32" if self.tf32 else "ieee"  # type: ignore[attr-defined]
+        keep_flags_alike()
+        yield
+        # beside a compiled model an Accelerator switches TF32 on, whatever was said, by the older flag
+        torch.backends.cuda.matmul.allow_tf32 = self.tf32
 
 
 def keep_flags_alike() -> None:

@@ -162,6 +162,31 @@ def test_a_measured_loop_deletes_nothing_that_was_there(tmp_path):
     assert not old.exists(), "outside of its loop a script deletes what it wants"
 
 
+PLANNED = """
+import sys
+
+from autofit.contract.facts import Script
+from autofit.registry import recipe_of
+from autofit.training.scripts.loop_entry import train_loop_with
+from tests.support.synthetic import cuda_facts
+from tests.support.tiny import PLAIN
+
+script = Script(path=sys.argv[1], sha256="", trainer="", micro_batch=2, accumulation=4)
+facts = cuda_facts(global_batch=8, launch_path="loop", script=script)
+plan = PLAIN.replaced(micro_batch=2, accumulation=4, precision=sys.argv[2])
+train_loop_with(recipe_of(plan, facts), script, sys.argv[1], (), print)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("value", "flag"), [("tf32", "tf32"), ("fp32", "ieee")])
+def test_a_loop_multiplies_in_tf32_where_the_plan_says_so(tmp_path, value, flag):
+    path = tmp_path / "script.py"
+    path.write_text(f"{SCRIPT}\nmatmul = torch.backends.cuda.matmul\nprint(matmul.fp32_precision, matmul.allow_tf32)")
+    done = subprocess.run([sys.executable, "-c", PLANNED, path, value], check=False, capture_output=True, text=True)
+    assert done.stdout.split() == [flag, str(value == "tf32")], done.stderr
+
+
 def test_a_measured_loop_is_left_where_it_saves(monkeypatch):
     """What it writes beside that, such as the number of its step, would be over its own."""
     monkeypatch.setattr(loop_entry, "counted", lambda _: None)

@@ -99,7 +99,7 @@ def no_winner(
     if refused:
         plan, why = next(iter(refused.items()))
         return MachineError(
-            f"no measured plan trains like the float32 baseline: {plan.words()}: {why}",
+            f"no measured plan trains like the float32 baseline: {plan_words(plan)}: {why}",
             hint="is it a bug of a library? --no-guard writes the fastest plan all the same",
         )
     if not trials and forecast is not None:

@@ -345,7 +345,7 @@ class Course:
                     self._note(f"the winner's training was not compared with the float32 baseline's: {found.words}")
                 return decision
             campaign.refuse(plan, found.words)
-            self._note(f"refused, though it was the fastest: {plan.words()}: {found.words}")
+            self._note(f"refused, though it was the fastest: {plan_words(plan)}: {found.words}")
             decision = campaign.playoff()
         if decision is not None:
             self._note(f"{MOST_GUARDS} plans were refused; the winner was not compared any more")

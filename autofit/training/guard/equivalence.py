@@ -341,7 +341,8 @@ def _exploded(losses: Sequence[float]) -> bool:
 def _compared(found: list[Comparison], lacking: list[str], steps: int) -> tuple[Verdict, str]:
     """The verdict on the comparisons with a baseline, and words."""
     if lacking:
-        return "other", f"{len(lacking)} parameters have no gradient, such as {lacking[0]}"
+        some = f"{len(lacking)} parameters have" if len(lacking) > 1 else "a parameter has"
+        return "other", f"{some} no gradient, such as {lacking[0]}"
     worst = max(found, key=lambda one: one.ratio)
     apart = f"{_percent(worst.difference)} of {worst.scale} (tolerance {_percent(worst.tolerance)})"
     if worst.ratio > 1:

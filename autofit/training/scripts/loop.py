@@ -16,6 +16,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ class LoopPatches:
 
     Attributes:
         construct: Given the arguments of the Accelerator by name; returns those that it is made with.
+        making: What the Accelerator is made in.
         before_prepare: Given the Accelerator that is about to prepare something, and the arguments that the script
             gave where it made it.
         loader: Given a loader that is prepared and its number; returns the one in its place.
@@ -69,6 +71,7 @@ class LoopPatches:
     """
 
     construct: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    making: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     before_prepare: Callable[[Any, dict[str, Any]], None] = lambda *_: None
     loader: Callable[[Any, int], Any] = lambda loader, _: loader
     batches: Callable[[int, Iterator[Any]], Iterator[Any]] = lambda _, batches: batches
@@ -113,7 +116,8 @@ class LoopPatches:
             given.pop("self")
             self._given = given
             changed = self.construct(given)
-            make(accelerator, **changed)
+            with self.making():
+                make(accelerator, **changed)
             if changed.get(_STEPS) != given.get(_STEPS) or changed.get(_PLUGIN) is not given.get(_PLUGIN):
                 self._own_steps = accumulation_of(given)
 

@@ -101,6 +101,8 @@ def _refuse_loops_of_its_own(path: str, known: Callable[[], bool]) -> None:
 def _described(
     patches: Patches, seen: Seen, accumulation: int, own_split: str | None, seconds: float
 ) -> dict[str, Any]:
+    import torch
+
     if seen.number is None or seen.model is None:
         raise Refused(
             "the script trains on a loader or a model that it has not given to accelerator.prepare",
@@ -119,6 +121,7 @@ def _described(
         "own": {
             "dataloader_drop_last": bool(loader.drop_last),
             **{name: seen.precision == name for name in ("bf16", "fp16")},
+            "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
         },
         "own_optimizer": True,
         "own_split": _LOADER if loader.batch_size is None else own_split,
@@ -275,6 +278,7 @@ def measure_loop(
     Patches(train=refuse, construct=construct, environment=environment, loads=loads_of(recipe)).install()
     LoopPatches(
         construct=lambda given: constructed(given, recipe, accumulation=_accumulation(script, clock.accumulation)),
+        making=recipe.tf32_as_planned,
         loader=measured.loader,
         model=measured.model,
         micro_step_begins=measured.begins,
@@ -370,6 +374,7 @@ def train_loop_with(
     Patches(train=plain, loads=loads_of(recipe), random_weights=False, rewrites=False).install()
     LoopPatches(
         construct=construct,
+        making=recipe.tf32_as_planned,
         loader=loader,
         model=lambda own: _wrapped(own, recipe),
         counts=_told_once(recipe, script, say),

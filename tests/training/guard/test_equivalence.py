@@ -14,6 +14,7 @@ from autofit.commands.tunes.backend import DeviceBackend
 from autofit.contract.facts import Script
 from autofit.contract.outcome import Trial
 from autofit.contract.technique import Kind
+from autofit.output.plan_words import plan_words
 from autofit.registry import recipe_of
 from autofit.search.events import Silent
 from autofit.search.loop import Campaign
@@ -281,7 +282,7 @@ def test_the_class_is_that_of_the_loosest_value():
         ({"losses": (4.0, 3.0, 2.01)}, "the loss of step 3 differs from the float32 baseline's by 0.5 %"),
         ({"gradients": {"a": (3.0, 0.0), "b": (0.0, 2.0)}}, "the gradient of b differs"),
         ({"updates": {"a": (1.0, 0.0), "b": (0.0, 0.0)}}, "the update of all parameters differs"),
-        ({"gradients": {"a": (3.0, 0.0)}}, "1 parameters have no gradient, such as b"),
+        ({"gradients": {"a": (3.0, 0.0)}}, "a parameter has no gradient, such as b"),
         (
             {"norms": (2.0, 1.0, 0.5)},
             "the norm of the clipped gradients differs from the float32 baseline's by 100 %",
@@ -370,7 +371,7 @@ def test_a_winner_that_differs_from_the_baseline_is_refused_and_the_next_one_tak
     assert decision.plan == FULL
     assert seen == [BF16, FULL]
     assert one.guard.verdict == "same"
-    assert any("refused, though it was the fastest" in note for note in one.notes)
+    assert f"refused, though it was the fastest: {plan_words(BF16)}: a reason" in one.notes
     assert f"Refused: {BF16.words()} does not train like the float32 baseline: a reason." in decision.reason
 
 
