@@ -225,7 +225,8 @@ def _under_engine(value: Value, others: Mapping[str, Value], facts: Facts) -> st
 class HostActivations(KeptOnHost):
     """Keeps the tensors that a forward pass of a model saves for its backward pass on the host.
 
-    The model's parameters stay where they are, and so do tensors of a parameter's shape (autocast's copies).
+    The model's parameters stay where they are, and so do autocast's copies of them: tensors of a parameter's shape. An
+    activation has that shape too where a micro-batch has as many tokens as a layer has columns.
     """
 
     def __init__(self) -> None:
@@ -234,7 +235,8 @@ class HostActivations(KeptOnHost):
 
     def stays(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is left where it is."""
-        return tuple(tensor.shape) in self._shapes or super().stays(tensor)
+        shaped = tuple(tensor.shape) in self._shapes
+        return (shaped and not _is_computed(tensor)) or super().stays(tensor)
 
     def hooks(self, model: nn.Module) -> torch.autograd.graph.saved_tensors_hooks:
         """The context to run a forward pass of the model in."""
@@ -242,6 +244,17 @@ class HostActivations(KeptOnHost):
             for parameter in model.parameters():
                 self._shapes.update({tuple(parameter.shape), tuple(reversed(parameter.shape))})
         return self.waiting()
+
+
+_COPIES = {"TBackward0", "TransposeBackward0", "ToCopyBackward0"}
+
+
+def _is_computed(tensor: torch.Tensor) -> bool:
+    """Whether the graph says that a tensor is more than a parameter in another layout or dtype."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in _COPIES:
+        node = node.next_functions[0][0]
+    return node is not None and "AccumulateGrad" not in node.name()
 
 
 def offload_activations(model: PreTrainedModel, keeper: HostActivations) -> PreTrainedModel:

@@ -718,6 +718,20 @@ def test_what_is_small_or_a_weight_or_elsewhere_stays(offload):
     assert elsewhere.pack(large) is large
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_activation_of_a_weights_shape_goes_to_the_host(offload, autocast):
+    """Where a micro-batch has as many tokens as the layer has columns."""
+    import torch
+
+    net = torch.nn.Linear(1024, 512, bias=False)
+    rows = torch.ones(2, 256, 1024, requires_grad=True)
+    keeper = offload.HostActivations()
+    casting = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    with placement.use(Copies()), casting, keeper.hooks(net):
+        net(rows * 2)
+    assert keeper.moved_bytes == rows.numel() * (2 if autocast else 4), "the activation, and not the weight"
+
+
 def test_a_model_with_activations_on_the_host_still_runs(offload):
     import torch
 
