@@ -16,6 +16,7 @@ from autofit.contract.facts import Device, Facts, Hardware, Model, Workload
 from autofit.costmodel.jobs import RatesJob
 from autofit.machine.describe import given_threads
 from autofit.machine.packages import installed
+from autofit.machine.select import unusable
 from autofit.output.document import MODEL_FOLDER
 from autofit.system import units
 from autofit.system.errors import InputError, MachineError, ModelError
@@ -85,13 +86,7 @@ def described(answer: Mapping[str, Any], name: str, device: Device) -> tuple[Mod
             hint="check its config.json; is the architecture one that the installed transformers knows?",
         )
     if "device" in answer:
-        raise MachineError(
-            f"--device {device}: it is there and can't be used: {answer['device']}",
-            hint="what does nvidia-smi say, and does the driver fit the installed torch? A tune does without by "
-            "--device cpu, an estimate by --gpu NAME"
-            if device == "cuda"
-            else None,
-        )
+        raise unusable(device, answer["device"])
     return (
         TypeAdapter(Model).validate_python(answer["model"]),
         TypeAdapter(Hardware).validate_python(answer["hardware"]),

@@ -55,6 +55,17 @@ def missing_cuda() -> str | None:
             pynvml.nvmlShutdown()
 
 
+def unusable(device: str, why: str) -> MachineError:
+    """The error of a device that is there and that PyTorch can't use."""
+    said = f"--device {device}: it is there and can't be used: {why}"
+    if device != "cuda":
+        return MachineError(said)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    ask = "what does nvidia-smi say" if visible is None else f"does nvidia-smi list CUDA_VISIBLE_DEVICES={visible!r}"
+    without = "A tune does without by --device cpu, an estimate by --gpu NAME"
+    return MachineError(said, hint=f"{ask}, and does the driver fit the installed torch? {without}")
+
+
 def left_unused() -> str | None:
     """Why an Nvidia card that is there is not used, in words; ``None`` where none is there, or it is hidden on purpose.
 

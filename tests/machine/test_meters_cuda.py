@@ -395,6 +395,16 @@ def test_verify_shows_a_launch_of_one_process_the_device_that_was_tuned_on(card,
     assert bool(said) is not here
 
 
+@pytest.mark.parametrize("visible", [None, "5"])
+def test_a_card_that_is_none_by_its_number_is_told_with_the_number(monkeypatch, visible):
+    """PyTorch says no more than "No CUDA GPUs are available"."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert ("CUDA_VISIBLE_DEVICES='5'" in select.unusable("cuda", "a reason").hint) == (visible is not None)
+    assert select.unusable("cpu", "a reason").hint is None
+
+
 def test_a_card_that_is_left_unused_is_told(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     there = {"/dev/nvidiactl"}

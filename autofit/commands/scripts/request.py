@@ -20,6 +20,7 @@ from autofit.commands.scripts.named import named
 from autofit.contract.facts import Facts, Hardware, Model, Script, Workload
 from autofit.machine.jobs import HardwareJob
 from autofit.machine.packages import installed
+from autofit.machine.select import unusable
 from autofit.output.document import MODEL_FOLDER
 from autofit.output.text import plural
 from autofit.system.errors import InputError, MachineError
@@ -56,7 +57,7 @@ def script_facts(
     with server.ask(folder, HardwareJob(device=device)) as answer:
         if answer is None or "hardware" not in answer:
             why = "it does not answer" if answer is None else answer["device"]
-            raise MachineError(f"--device {device}: it is there and can't be used: {why}")
+            raise unusable(device, why)
         hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
     script, model, config = _described(folder, request, server)
     with writing(folder / MODEL_FOLDER):
