@@ -19,6 +19,9 @@
 What keeps the small updates of bfloat16 weights belongs to the optimizer, and is found there: stochastic rounding
 (``adamw_torchao_8bit_stochastic``) and Kahan summation (``stable_adamw``).
 
+Under ``bf16_weights`` the images and sounds that a model is called with are cast, too; what ``generate`` is given is
+the caller's to cast.
+
 Offered only where the device computes the precision itself. A Trainer's ``fp16`` on a CPU silently trains in
 float32, so it is withheld there; so is bfloat16 on a CPU that would emulate it.
 
@@ -143,6 +146,8 @@ class Precision(Technique):
         recipe.product_bits = _MANTISSA[str(value)]
         if value == "bf16_weights":
             recipe.weights_dtype = "bfloat16"
+            if recipe.facts.model.main_input != "input_ids":
+                recipe.model_wraps.append(cast_main_input)
         if value == "fp8":
             recipe.model_wraps.append(multiply_in_float8)
 
@@ -236,6 +241,22 @@ class Precision(Technique):
             "bf16_weights": Prior(time=(-0.9, 0.6), memory=(-0.6, 0.2)),
             "fp8": Prior(time=(-0.8, 0.8), memory=(-0.1, 0.2)),
         }[str(value)]
+
+
+def cast_main_input(model: PreTrainedModel) -> PreTrainedModel:
+    """Cast images and sounds to the dtype of the weights: processors make float32, and not every model casts it."""
+    import torch
+
+    name = model.main_input_name
+
+    def cast(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = given.get(name)
+        if isinstance(own, torch.Tensor) and own.is_floating_point():
+            given = {**given, name: own.to(torch.bfloat16)}
+        return args, given
+
+    model.register_forward_pre_hook(cast, with_kwargs=True)
+    return model
 
 
 def _tf32(value: Value, facts: Facts) -> bool | None:

@@ -42,6 +42,27 @@ def test_a_batch_fits_forward_and_its_loss_has_a_gradient(name, tmp_path):
     assert any(float(one.grad.abs().sum()) for one in model.parameters() if one.grad is not None)
 
 
+_NOT_TOKENS = (
+    "vit", "resnet", "segformer", "beit", "detr", "wav2vec2", "hubert", "ast", "whisper", "speech-to-text", "clip",
+    "siglip",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "whisper" else [pytest.mark.slow]) for name in _NOT_TOKENS]
+)
+def test_images_and_sounds_fit_weights_in_sixteen_bits(name, tmp_path):
+    """Rows are float32, as processors make them."""
+    facts = facts_for(name, tmp_path)
+    recipe = recipe_of(PLAIN.replaced(precision="bf16_weights"), facts)
+    model = recipe.model(None, config=tmp_path)
+    TASKS[facts.model.task].prepare(model)
+    rows = task_rows(facts, model.config, 4)
+    loss = model(**rows.collate([rows[index] for index in range(4)])).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
 @pytest.mark.parametrize("given", [{}, {"pad_token_id": None}])
 def test_a_decoder_whose_first_token_the_config_leaves_to_the_script_is_trained(given, tmp_path):
     facts = facts_for("t5", tmp_path)
