@@ -137,7 +137,7 @@ def verify(folder: str, steps: int, tolerance: float | None, on: str | None, as_
     """Launch the files in DIR with accelerate launch, and compare with the promise (exit 4 where it is broken)."""
     from autofit.commands.verify import VERIFICATION
     from autofit.commands.verify import verify as run
-    from autofit.contract.outcome import Crashed, Measured
+    from autofit.contract.outcome import Crashed, Measured, Unsupported
     from autofit.system import units
     from autofit.system.strict_json import dump_json
 
@@ -162,6 +162,8 @@ def verify(folder: str, steps: int, tolerance: float | None, on: str | None, as_
             )
         elif found.estimated:
             hint = "`autofit tune` measures here"
+        elif isinstance(found.outcome, Unsupported):
+            hint = "was one of its files changed, or a package? Otherwise tune again"
         raise PromiseBroken(
             f"the launch broke the {'estimate' if found.estimated else 'promise'}: " + "; ".join(found.broken),
             hint=hint,

@@ -176,19 +176,21 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
             f"{path}: architectures is {json.dumps(named)[:40]}, not a list of names",
             hint='as transformers writes it: "architectures": ["LlamaForCausalLM"]; or leave it out',
         )
-    _check_layers(config, str(path))
+    _check_sizes(config, str(path))
     return config
 
 
-def _check_layers(config: dict[str, Any], where: str) -> None:
-    """Refuse a number of layers below zero: transformers builds a model without layers of it, and says nothing."""
+def _check_sizes(config: dict[str, Any], where: str) -> None:
+    """Refuse fewer layers than 0 and tokens than 1, of which transformers builds a model and says nothing."""
     for name, value in config.items():
         if isinstance(value, dict):
-            _check_layers(value, f"{where}: {name}")
+            _check_sizes(value, f"{where}: {name}")
         elif name in _LAYERS and isinstance(value, int) and value < 0:
             raise ModelError(
                 f"{where}: {name} is {value}", hint="a model has no fewer layers than 0: is it the right file?"
             )
+        elif name == "vocab_size" and value == 0:
+            raise ModelError(f"{where}: {name} is 0", hint="a model knows 1 token at least: is it the right file?")
 
 
 def _refuse_code(config: dict[str, Any], name: str) -> None:
@@ -228,6 +230,18 @@ def _known(model_type: str) -> bool:
         return False
     folder = Path(spec.origin).parent / "models" / model_type.replace("-", "_")
     return folder.is_dir()
+
+
+def stored_quantized(folder: Path) -> str | None:
+    """That the model's weights are stored quantized, in words; ``None`` where they are not."""
+    stored = read_config(folder / "config.json", str(folder)).get("quantization_config")
+    if not isinstance(stored, dict):
+        return None
+    how = stored.get("quant_method", "quantization_config")
+    return (
+        f"the model's weights are stored quantized ({how}), and plans are for weights that are not: train the model "
+        "that it was made of, or load its weights dequantized"
+    )
 
 
 def modeling_module(config: Path) -> tuple[str, ...]:

@@ -294,9 +294,9 @@ class Script:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of the longest row; ``None`` where its model reads none."""
+        """Tokens of the longest row, in the mean where a collator joins rows to one; ``None`` where there are none."""
         shape = self.batch.get("input_ids", ())
-        return shape[-1] if len(shape) > 1 else None
+        return shape[-1] * min(shape[0], self.micro_batch) // self.micro_batch if len(shape) > 1 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

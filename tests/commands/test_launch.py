@@ -263,6 +263,7 @@ def test_an_argument_that_was_switched_off_is_noticed(every_knob, tmp_path):
     why = "0 of 2 layers ran forward more than once in a micro-step"
     assert words == f"unsupported: checkpointing=full did not take effect: {why}"
     assert f"error: the launch broke the promise: {words}" in done.stderr
+    assert "hint: was one of its files changed" in done.stderr
 
 
 def test_a_folder_without_an_answer_is_bad_input(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autofit.commands.model_source import MAX_CONFIG_BYTES, fetch, modeling_module, read_config
+from autofit.commands.model_source import MAX_CONFIG_BYTES, fetch, modeling_module, read_config, stored_quantized
 from autofit.system.errors import InputError, ModelError
 
 LLAMA = {"model_type": "llama", "hidden_size": 64}
@@ -103,6 +103,7 @@ BAD_CONFIGS = {
     "empty model_type": ('{"model_type": ""}', "no model_type"),
     "fewer than no layers": ('{"model_type": "llama", "num_hidden_layers": -2}', "num_hidden_layers is -2"),
     "a part with fewer": ('{"model_type": "x", "text_config": {"n_layer": -1}}', "text_config: n_layer is -1"),
+    "no tokens": ('{"model_type": "llama", "vocab_size": 0}', "vocab_size is 0"),
     "architectures in a word": ('{"model_type": "bert", "architectures": "BertForMaskedLM"}', "not a list of names"),
     "architectures of numbers": ('{"model_type": "bert", "architectures": [3]}', "is [3], not a list of names"),
     "number model_type": ('{"model_type": 3}', "no model_type"),
@@ -419,3 +420,10 @@ def test_a_file_that_is_no_config_gets_a_hint_of_what_model_may_be(tmp_path, int
     with pytest.raises(ModelError, match="not valid JSON") as caught:
         fetch(str(tmp_path / "accelerate.yaml"), into)
     assert "a hub id" in caught.value.hint
+
+
+def test_weights_that_are_stored_quantized_are_told(tmp_path):
+    stored = config_in(tmp_path / "stored", {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    assert "stored quantized (gptq)" in stored_quantized(stored)
+    plain = config_in(tmp_path / "plain", {**LLAMA, "quantization_config": None})
+    assert stored_quantized(plain) is None

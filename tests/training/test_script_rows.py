@@ -158,3 +158,10 @@ def test_steps_of_short_and_long_rows_are_told_as_steps_of_usual_ones():
     assert usual_steps(clock) == (pytest.approx((20.0, 20.0, 20.0)), 10.0)
     clock.step_tokens = []
     assert usual_steps(clock)[0] == (5.0, 5.0, 80.0)
+
+
+def test_the_length_of_rows_that_are_joined_is_that_of_one():
+    assert script_of(batch={"input_ids": (2, 64)}).tokens == 64
+    assert script_of(batch={"input_ids": (1, 128)}).tokens == 64, "two rows of TRL's packing, in a batch of one"
+    assert script_of(batch={"input_ids": (4, 64)}).tokens == 64, "of DPO: two texts a row"
+    assert script_of(batch={"pixel_values": (2, 3, 8, 8)}).tokens is None

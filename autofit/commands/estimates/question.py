@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autofit import space
-from autofit.commands.model_source import fetch, own_code
+from autofit.commands.model_source import fetch, own_code, stored_quantized
 from autofit.commands.request import (
     Request,
     Search,
@@ -73,13 +73,13 @@ def check_script_question(gpus: int | None, nodes: int | None, output: str | Pat
 
 
 def fetched_config(request: Request, folder: Path, say: Callable[[str], None]) -> Path:
-    """The model's config in a folder of its own; says where the model's own code will run.
+    """The model's config in a folder of its own; says what becomes of the model's own code, and of quantized weights.
 
     Raises:
         ModelError: The model can't be read, or is none for the task.
     """
     config = fetch(request.model, folder / MODEL_FOLDER, trust_remote_code=request.trust_remote_code)
-    code = own_code(config, trusted=request.trust_remote_code)
-    if code is not None:
-        say(code)
+    for words in (own_code(config, trusted=request.trust_remote_code), stored_quantized(config)):
+        if words is not None:
+            say(words)
     return config
