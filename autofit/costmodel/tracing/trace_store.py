@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import struct
+import tempfile
 import threading
 import zipfile
 import zlib
@@ -30,7 +31,6 @@ from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, unpack
 from autofit.costmodel.memory.peak import Need
 from autofit.costmodel.tracing.trace_request import TraceRequest, groups_experts, kernels_of, traced_plan
 from autofit.registry import loaded_rows, recipe_of, source_folders, technique
-from autofit.system.files import writing
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts, Script
@@ -50,6 +50,16 @@ _SPOILED = (
 """What reading an archive may raise that is cut off, or whose bytes are not those that were written."""
 
 
+def _why_unwritable(folder: Path) -> str | None:
+    """Why nothing can be written into a folder, which is made where it is missing; ``None`` where something can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def cache_folder() -> Path:
     """Where traces are kept: ``$XDG_CACHE_HOME/autofit/traces``; nothing is lost when it is deleted."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -64,7 +74,8 @@ class Traces:
         config: Folder that holds the ``config.json``.
         server: Forks the processes that trace; asked only for what is not kept already.
         scratch: Folder for the job while it runs.
-        cache: Where traces are kept; ``None`` keeps them for this run only, in ``scratch``.
+        cache: Where traces are kept; ``None``, or a folder that can't be written, keeps them for this run only, in
+            ``scratch``.
     """
 
     def __init__(
@@ -99,7 +110,7 @@ class Traces:
         """Make every trace that these plans need and that is not there yet, side by side.
 
         Raises:
-            MachineError: The cache can't be written, or no process can be started.
+            MachineError: No process can be started.
         """
         wanted: dict[str, TraceRequest] = {}
         for part in PARTS:
@@ -110,9 +121,12 @@ class Traces:
                     wanted[key] = TraceRequest(part=part, plan=one, file=f"{key}.npz")
         if not wanted:
             return
+        if self.cache != self.scratch and (why := _why_unwritable(self.cache)) is not None:
+            say(f"traces are kept for this run only: {self.cache} can't be written: {why}")
+            self.cache = self.scratch
+            self.prepare(plans, say)
+            return
         say(f"tracing {len(wanted)} parts of a step")
-        with writing(self.cache):
-            self.cache.mkdir(parents=True, exist_ok=True)
         job = TraceJob(
             facts=self.facts,
             config=str(self.config.resolve()),
