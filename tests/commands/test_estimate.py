@@ -474,6 +474,20 @@ def test_of_several_cards_the_host_memory_is_each_one_s_and_what_no_argument_car
 
 
 @pytest.mark.slow
+def test_what_is_to_paste_says_what_setup_is(ask, tmp_path):
+    chunked = tuple(one.replace("kernels=none", "kernels=chunked_ce") for one in HELD)
+    alone, written = (
+        " ".join(shown(ask(gpu="4090", fix=chunked, ways=True, most=1, output=folder)).split())
+        for folder in (None, tmp_path / "out")
+    )
+    assert "model = setup.model(...)" in alone
+    assert "where a line says setup: setup = autofit.load(DIR), of what --output DIR writes" in alone
+    assert "where a line says setup: setup = autofit.load('" in written
+    plain = ask(gpu="4090", fix=HELD, ways=True, most=1)
+    assert "setup" not in shown(plain)
+
+
+@pytest.mark.slow
 def test_a_way_that_can_not_fit_says_what_stops_it_and_no_shorter_sequence_is_hinted(ask):
     found = ask(memory="560MiB", fix=HELD, ways=True, most=1)
     assert [way.fastest for way in found.ways] == [None] * 3

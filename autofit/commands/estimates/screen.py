@@ -90,6 +90,7 @@ def _to_paste(way: Way, one: Estimated, found: Estimate) -> list[RenderableType]
         *(command_line(f"  {line}") for line in lines),
         *_launched(one, found),
         *(Text(f"  and: {clean(said)}") for said in one.script),
+        *_set_up(one, found),
         command_line("Measure it on the card: " + "\n".join(measured)),
         Text(),
     ]
@@ -99,8 +100,21 @@ def _launched(one: Estimated, found: Estimate) -> list[Text]:
     """By what file the values are launched that no argument carries; nothing where the arguments are all."""
     if not one.by_yaml:
         return []
-    if found.folder is not None and found.recommended == one.plan:
+    if _is_written(one, found):
         file = f"launch by {found.folder}/accelerate.yaml"
     else:
         file = "--output DIR writes the recommended plan's accelerate.yaml"
     return [Text(clean(f"  no argument carries {', '.join(one.by_yaml)}: {file}"))]
+
+
+def _set_up(one: Estimated, found: Estimate) -> list[Text]:
+    """What ``setup`` is in the lines for the script; nothing where they don't say it."""
+    if not any("setup." in said for said in one.script):
+        return []
+    written = _is_written(one, found)
+    read = f"autofit.load({str(found.folder)!r})" if written else "autofit.load(DIR), of what --output DIR writes"
+    return [Text(clean(f"  where a line says setup: setup = {read}"))]
+
+
+def _is_written(one: Estimated, found: Estimate) -> bool:
+    return found.folder is not None and found.recommended == one.plan
