@@ -99,7 +99,7 @@ def row_length(seq_len: int | None, model: Model) -> int:
     Raises:
         InputError: The model can't be run on so many.
     """
-    if seq_len is not None and model.length.fixed:
+    if seq_len not in {None, model.usual_seq_len} and model.length.fixed:
         raise InputError(
             f"--seq-len {seq_len}: {model.architecture} takes no other length: {model.length.fixed}",
             hint="leave it out",

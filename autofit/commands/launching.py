@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from autofit.contract.outcome import OUTCOME, Crashed, Outcome, TimedOut
 from autofit.machine.nvml import on_device
-from autofit.machine.select import hardware_lock
+from autofit.machine.select import hardware_lock, missing_cuda
 from autofit.output.document import MODEL_FOLDER, Document
 from autofit.output.emit import YAML
 from autofit.system import strict_json
@@ -83,7 +83,14 @@ def on_its_device(document: Document, say: Callable[[str], None]) -> dict[str, s
 def launch_here(
     folder: Path, steps: int, document: Document, shown: Mapping[str, str]
 ) -> tuple[tuple[str, ...], Outcome]:
-    """One ``accelerate launch``, with some more environment; all that it has started ends with it."""
+    """One ``accelerate launch``, with some more environment; all that it has started ends with it.
+
+    Raises:
+        MachineError: There is no CUDA device, and the answer is for one; or ``accelerate launch`` can't be started.
+    """
+    name = document.hardware.name
+    if document.hardware.device == "cuda" and (missing := missing_cuda()) is not None:
+        raise MachineError(f"the plan is for {name}: {missing}", hint=f"verify it on a machine with {name}")
     limit_seconds = _limit_seconds(steps, document)
     with tempfile.TemporaryDirectory(prefix="autofit-verify-") as scratch:
         result = Path(scratch) / "outcome.json"

@@ -193,6 +193,7 @@ def test_a_length_is_refused_where_the_config_has_one(tmp_path):
     assert known.rows_of(known.usual_seq_len) == "images of 32 pixels"
     with pytest.raises(InputError, match=r"--seq-len 64: ViTForImageClassification takes .* 32 x 32 pixels"):
         row_length(64, known)
+    assert row_length(32, known) == 32, "as an estimate's line for `autofit tune` says it"
 
 
 def test_a_length_that_is_a_texts_is_not_told_as_a_clips():

@@ -114,6 +114,15 @@ def test_bad_arguments_are_refused_before_a_launch(folder, launches, bad, words)
     assert not made
 
 
+def test_an_answer_for_a_gpu_is_not_said_to_be_broken_where_there_is_none(folder, promised, monkeypatch):
+    card = replace(promised.hardware, device="cuda", name="NVIDIA H100")
+    (folder / DOCUMENT_FILE).write_text(dump_json(DOCUMENT, replace(promised, hardware=card)))
+    monkeypatch.setattr(launching, "missing_cuda", lambda: "the installed torch is built without CUDA")
+    with pytest.raises(MachineError, match="the plan is for NVIDIA H100: the installed torch") as caught:
+        autofit.verify(folder)
+    assert caught.value.hint == "verify it on a machine with NVIDIA H100"
+
+
 def test_a_folder_without_an_answer_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"holds no autofit\.json"):
         autofit.verify(tmp_path)
