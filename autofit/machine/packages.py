@@ -11,15 +11,14 @@ _ALWAYS = ("torch", "transformers", "accelerate", "optuna", "trl")
 
 
 def packages() -> tuple[str, ...]:
-    """Distributions that autofit stands on, those that a technique names, and those that models take kernels from."""
-    named = (name for one in techniques() for name in one.packages)
-    return tuple(dict.fromkeys([*_ALWAYS, *named, *DISTRIBUTIONS.values()]))
+    """Distributions that autofit stands on, and those that a technique names."""
+    return tuple(dict.fromkeys([*_ALWAYS, *(name for one in techniques() for name in one.packages)]))
 
 
 def installed() -> dict[str, str]:
-    """The installed ones of them, with their versions."""
+    """The installed ones of them, and of those that models take kernels from, with their versions."""
     found = {}
-    for name in packages():
+    for name in (*packages(), *DISTRIBUTIONS.values()):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

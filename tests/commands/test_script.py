@@ -151,7 +151,7 @@ def test_a_module_that_is_none_of_transformers_is_described(described):
     )
     script, model = found["script"], found["model"]
     assert (script["micro_batch"], script["accumulation"], script["rows"]) == (6, 2, 24)
-    assert script["own"] == {"dataloader_drop_last": False, "bf16": True, "fp16": False}
+    assert script["own"] == {"dataloader_drop_last": False, "bf16": True, "fp16": False, "tf32": False}
     assert "BatchNorm" in script["depends_on_rows"]
     assert (model["architecture"], model["model_type"], model["parameters"]) == ("Sequential", "", 210)
     assert found["config"] == {}
