@@ -421,19 +421,21 @@ def test_each_way_of_training_shows_its_fastest_and_its_smallest(ask):
 
 
 @pytest.mark.parametrize(
-    ("request_", "settings", "words"),
+    ("request_", "settings", "knobs", "words"),
     [
-        ({}, {}, ()),
-        ({}, {"allowed": "exact,numeric,method"}, ("--allow", "exact,numeric,method")),
+        ({}, {}, {"precision": ("bf16",)}, ()),
+        ({}, {}, {"micro_batch": (4, 8), "adapter": ("none", "dora:r=16")}, ("--among", "micro_batch=4,8")),
+        ({}, {"allowed": "exact,numeric,method"}, {}, ("--allow", "exact,numeric,method")),
         (
             {"task": "masked-lm", "launch_path": "loop", "trust_remote_code": True},
             {"allowed": "exact"},
+            {},
             ("--allow", "exact", "--task", "masked-lm", "--launch-path", "loop", "--trust-remote-code"),
         ),
     ],
 )
-def test_a_tune_that_an_estimate_tells_of_has_the_same_plans(request_, settings, words):
-    assert estimate._asked(Request(model="demo", **request_), Search(**settings)) == words
+def test_a_tune_that_an_estimate_tells_of_has_the_same_plans(request_, settings, knobs, words):
+    assert estimate._asked(Request(model="demo", **request_), Search(**settings), knobs) == words
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from autofit.costmodel.tracing.emulation.fake_kernels import BALANCED, without_v
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
 from autofit.costmodel.tracing.emulation.sharded import fake_world
 from autofit.costmodel.tracing.operator_table import operator_of
-from autofit.costmodel.tracing.recorder import Recorder
+from autofit.costmodel.tracing.recorder import BY_BYTES, Recorder
 from autofit.costmodel.tracing.timeline import CATEGORIES
 
 KIB = 1024
@@ -270,6 +270,7 @@ def test_a_kernel_that_is_not_launched_moves_each_of_its_tensors_once():
         recorder.launched((rows, fixed, rows, 64, None, torch.float32))
     tape = recorder.tape(since=1)
     recorder.launched((rows,))  # nothing is written after the end
+    assert recorder.notes == {BY_BYTES}
     assert tape.work[0, KINDS.index("other")].tolist() == [0, fixed.nbytes, 1]
     assert tape.work_per_row[0, KINDS.index("other")].tolist() == [0, rows.nbytes / 101, 0]
 

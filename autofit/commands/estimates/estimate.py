@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from autofit import space
@@ -32,6 +32,7 @@ from autofit.commands.model_source import modeling_module
 from autofit.commands.request import Request, Search
 from autofit.commands.scripts.request import SCRIPT_TASK, script_facts, script_notes
 from autofit.contract.facts import Facts, LaunchPath, Task
+from autofit.contract.plan import Value
 from autofit.costmodel.families import Known, families_of, steps_on_host
 from autofit.costmodel.forecast import MARGIN, context_bytes, forecast, plans_to_trace, workspace_bytes
 from autofit.costmodel.seconds.collectives import links_of
@@ -193,8 +194,8 @@ def estimate(
             remarks=() if request.is_script else tuple(_remarks(facts)),
             seconds=time.monotonic() - began,
             ways=by_way,
-            telling=tuple(one.name for one in techniques() if one.ways or one.name in knobs),
-            asked=_asked(request, settings),
+            telling=tuple(one.name for one in techniques() if one.ways or len(knobs.get(one.name, ())) == 1),
+            asked=_asked(request, settings, knobs),
             folder=str(target) if target is not None and best is not None else None,
         )
 
@@ -203,11 +204,14 @@ def _remarks(facts: Facts) -> list[str]:
     return remarks(facts.workload.seq_len, facts.model, facts.hardware.device)
 
 
-def _asked(request: Request, settings: Search) -> tuple[str, ...]:
-    """Options of a question that are not as they are by default, as words."""
+def _asked(request: Request, settings: Search, knobs: Mapping[str, tuple[Value, ...]]) -> tuple[str, ...]:
+    """Options of a question that are not as they are by default, as words, but for ``knobs`` of one value."""
     words = [] if settings.allowed == Search().allowed else ["--allow", settings.allowed]
     words += ["--task", request.task] if request.task else []
     words += ["--launch-path", request.launch_path] if request.launch_path != "trainer" else []
+    several = {one.name: knobs.get(one.name, ()) for one in techniques() if not one.ways}
+    for name, values in several.items():
+        words += ["--among", f"{name}={','.join(map(str, values))}"] if len(values) > 1 else []
     words += ["--trust-remote-code"] if request.trust_remote_code else []
     return tuple(words)
 
