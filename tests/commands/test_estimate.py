@@ -487,6 +487,9 @@ def test_what_is_to_paste_says_what_setup_is(ask, tmp_path):
     assert "where a line says setup: setup = autofit.load('" in written
     plain = ask(gpu="4090", fix=HELD, ways=True, most=1)
     assert "setup" not in shown(plain)
+    loop = shown(replace(plain, asked=("--launch-path", "loop")))
+    assert "a plain loop reads the plan: setup = autofit.load(DIR), of what --output DIR writes" in loop
+    assert "--per_device_train_batch_size" not in loop
 
 
 @pytest.mark.slow

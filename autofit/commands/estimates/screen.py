@@ -17,6 +17,8 @@ from autofit.system import units
 
 _WIDTH = 100
 _MOST_NOTES = 2
+_LOOP = "loop"
+"""In what was asked: by a plain loop (``--launch-path``)."""
 
 
 def screen(found: Estimate) -> Group:
@@ -76,7 +78,8 @@ def _cells(one: Estimated, processes: int) -> tuple[RenderableType, str, str]:
 def _to_paste(way: Way, one: Estimated, found: Estimate) -> list[RenderableType]:
     """The arguments of a plan, what they can't carry, and how to measure it."""
     named = "what was asked" if way.name == AS_ASKED else way.name
-    lines = shell_lines(flags(one.training_args, short=True), width=_WIDTH - 2)
+    loops = _LOOP in found.asked  # which reads no arguments of a Trainer
+    lines = [] if loops else shell_lines(flags(one.training_args, short=True), width=_WIDTH - 2)
     measure = [f"{name}={value}" for name, value in one.plan.items() if name in found.telling]
     held = [word for text in measure for word in ("--fix", text)]
     held += [*found.asked, "--seq-len", str(found.seq_len), "--global-batch", str(found.global_batch)]
@@ -108,12 +111,13 @@ def _launched(one: Estimated, found: Estimate) -> list[Text]:
 
 
 def _set_up(one: Estimated, found: Estimate) -> list[Text]:
-    """What ``setup`` is in the lines for the script; nothing where they don't say it."""
-    if not any("setup." in said for said in one.script):
+    """What ``setup`` is in the lines for the script; nothing where they don't say it, and it is no plain loop."""
+    loops = _LOOP in found.asked
+    if not loops and not any("setup." in said for said in one.script):
         return []
     written = _is_written(one, found)
     read = f"autofit.load({str(found.folder)!r})" if written else "autofit.load(DIR), of what --output DIR writes"
-    return [Text(clean(f"  where a line says setup: setup = {read}"))]
+    return [Text(clean(f"  {'a plain loop reads the plan' if loops else 'where a line says setup'}: setup = {read}"))]
 
 
 def _is_written(one: Estimated, found: Estimate) -> bool:
