@@ -17,6 +17,7 @@ from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, Document, Estim
 from autofit.output.emit import ARGUMENTS, REPORT, YAML, emit
 from autofit.output.jobs import CheckJob
 from autofit.output.reports import report
+from autofit.output.wording import uncertain
 from autofit.search.tradeoffs import Contribution, Point
 from autofit.system.errors import EmissionError
 from autofit.system.files import usable_folder, writing
@@ -48,8 +49,8 @@ class Result:
     document: Document
 
     def __repr__(self) -> str:
-        promise = self.promise
-        said = f"{promise.samples_per_second:.4g} samples/s, {size(promise.peak_bytes)}"
+        promise, doubt = self.promise, uncertain(self.document)
+        said = f"{promise.samples_per_second:.4g} samples/s, {size(promise.peak_bytes)}{doubt and f' ({doubt})'}"
         return f"Result({self.plan.words()}: {said}, in {str(self.folder)!r})"
 
     def _repr_html_(self) -> str:

@@ -92,6 +92,9 @@ def test_an_answer_is_short_in_python_and_a_table_in_a_notebook():
     doc = document()
     result = Result(folder=Path("out"), document=replace(doc, changes=(HOSTILE,)))
     assert len(repr(result)) < 500
+    assert "uncertain" not in repr(result)
+    scattered = replace(doc.promise, step_seconds_spread=2 * doc.promise.step_seconds)
+    assert "(uncertain: runs of this plan gave" in repr(replace(result, document=replace(doc, promise=scattered)))
     shown = result._repr_html_()
     assert "accelerate launch --config_file out/accelerate.yaml" in shown
     assert "<script>" not in shown
