@@ -101,7 +101,7 @@ def examine(device: str = "auto", model: str = DEMO, task: str | None = None) ->
         hardware=hardware,
         cuda=cuda,
         packages=versions,
-        missing=tuple(name for name in (*packages(), *known.kernel_packages) if name not in versions),
+        missing=tuple(name for name in (*packages(), *known.lacking_kernels) if name not in versions),
         choices=tuple(
             Offer(
                 technique=name, value=choice.value, kind=choice.kind.value, status=choice.status, reason=choice.reason

@@ -115,13 +115,13 @@ def row_length(seq_len: int | None, model: Model) -> int:
 
 def lacking_kernels(model: Model, device: Device) -> list[str]:
     """That the model's layers run in plain PyTorch on a GPU, for want of packages that have kernels for them."""
-    lacking = [name for name in model.kernel_packages if name not in installed()] if device == "cuda" else []
-    if not lacking:
-        return []
-    *others, last = lacking
-    names = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-    plain = f"layers of {model.architecture} run in plain PyTorch, slower and in more memory"
-    return [f"{names} not installed: {plain} than with the kernels of pip install {' '.join(lacking)}"]
+    lacking = model.lacking_kernels if device == "cuda" else ()
+    broken = [name for name in lacking if name in installed()]
+    missing = [name for name in lacking if name not in broken]
+    why = [f"{', '.join(missing)}: not installed (pip install {' '.join(missing)})"] if missing else []
+    why += [f"{', '.join(broken)}: installed, but the import fails"] if broken else []
+    plain = f"layers of {model.architecture} run in plain PyTorch, slower and in more memory than with kernels of"
+    return [f"{plain} {'; '.join(why)}"] if why else []
 
 
 def remarks(seq_len: int, model: Model, device: Device) -> list[str]:

@@ -86,7 +86,7 @@ class Model:
             vocabulary.
         context_split: Whether ranks can each have a part of a row's tokens: all of its attention is causal over the
             whole row, in modules whose mask Accelerate can drop, with heads that FlashAttention knows.
-        kernel_packages: Distributions whose kernels its layers run where they are installed.
+        lacking_kernels: Distributions whose kernels its layers would run, and that can't be imported.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Model:
     tensor_split: tuple[str, ...] = ()
     tensor_sizes: Mapping[str, int] = field(default_factory=dict)
     context_split: bool = False
-    kernel_packages: tuple[str, ...] = ()
+    lacking_kernels: tuple[str, ...] = ()
 
     @property
     def plain_module(self) -> bool:

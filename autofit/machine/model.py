@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 from collections import Counter
 from pathlib import Path
@@ -52,7 +53,7 @@ def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
         "tensor_split": tuple(sorted(set((getattr(model, "tp_plan", None) or {}).values()))),
         "tensor_sizes": _tensor_sizes(model, text),
         "context_split": _context_split(model),
-        "kernel_packages": _kernel_packages(model),
+        "lacking_kernels": _lacking_kernels(model),
     }
 
 
@@ -156,11 +157,19 @@ def _unsharded(model: Any) -> str | None:
     return None
 
 
-def _kernel_packages(model: Any) -> tuple[str, ...]:
-    """The distributions whose kernels the model's layers run where they are installed."""
+def _lacking_kernels(model: Any) -> tuple[str, ...]:
+    """The distributions whose kernels the model's layers would run, and that can't be imported."""
     modules = {type(one).__module__ for one in model.modules()}
-    found = {package for one in modules if one.startswith("transformers.models.") for package in packages_of(one)}
-    return tuple(sorted(DISTRIBUTIONS.get(one, one) for one in found))
+    wanted = {package for one in modules if one.startswith("transformers.models.") for package in packages_of(one)}
+    return tuple(sorted(DISTRIBUTIONS.get(one, one) for one in wanted if not _can_import(one)))
+
+
+def _can_import(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except Exception:  # noqa: BLE001 - built for another torch, or for a device that is not here
+        return False
+    return True
 
 
 def _tables(model: Any) -> tuple[Any, ...] | None:

@@ -1,6 +1,7 @@
 """The question: rows that a model can't be run on, and what is said of a model that is not what one would expect."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -74,19 +75,26 @@ def test_a_model_of_another_task_is_said():
 @pytest.mark.parametrize(
     ("there", "device", "said"),
     [
-        ({}, "cuda", ["causal-conv1d and flash-linear-attention are not installed: layers of "]),
-        ({"causal-conv1d": "1.7.0"}, "cuda", ["flash-linear-attention is not installed: layers of "]),
-        ({"causal-conv1d": "1.7.0", "flash-linear-attention": "0.6.0"}, "cuda", []),
-        ({}, "cpu", []),
+        ({}, "cuda", "of fla, mamba-ssm: not installed (pip install fla mamba-ssm)"),
+        ({"fla": "1.7.0"}, "cuda", "of mamba-ssm: not installed (pip install mamba-ssm); fla: installed, but the "),
+        ({"fla": "1.7.0", "mamba-ssm": "0.6.0"}, "cuda", "kernels of fla, mamba-ssm: installed, but the import fails"),
+        ({}, "cpu", None),
     ],
 )
 def test_kernels_that_a_gpu_is_to_run_and_lacks_are_said(monkeypatch, there, device, said):
     monkeypatch.setattr("autofit.commands.facts.installed", lambda: there)
-    wants = dataclasses.replace(MODEL, kernel_packages=("causal-conv1d", "flash-linear-attention"))
-    found = lacking_kernels(wants, device)
-    assert [one.startswith(begin) for one, begin in zip(found, said, strict=True)] == [True] * len(said)
-    assert all("pip install" in one for one in found)
+    found = lacking_kernels(dataclasses.replace(MODEL, lacking_kernels=("fla", "mamba-ssm")), device)
+    assert len(found) == (said is not None)
+    assert all(said in one for one in found)
     assert lacking_kernels(MODEL, device) == []
+
+
+def test_the_packages_that_a_model_lacks_kernels_of_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("autofit.machine.model.packages_of", lambda _: {"torch", "there_is_none", "fla"})
+    monkeypatch.setitem(sys.modules, "fla", None)  # its import fails
+    folder = write_config(tmp_path, {"model_type": "llama", **SMALL})
+    found = describe_model("llama", folder, trust_remote_code=False)
+    assert found["lacking_kernels"] == ("flash-linear-attention", "there_is_none")
 
 
 SMALL_BERT = {**SMALL, "intermediate_size": 16, "vocab_size": 64}
