@@ -29,6 +29,7 @@ from autofit.costmodel.tracing.emulation.fake_kernels import without_values
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.trace_request import kernels_of
 from autofit.registry import technique
+from autofit.system.other_kernels import without_launches
 from autofit.system.units import KIB, MIB
 from tests.gpu.card import note
 from tests.gpu.models import LLAMA
@@ -108,6 +109,19 @@ def test_a_plain_product_takes_what_its_tensors_take():
         (held[0] @ held[1].t()).relu().sum().backward()
 
     check("product", make, program)
+
+
+def test_a_kernel_of_tritons_takes_what_the_python_around_it_makes():
+    pytest.importorskip("triton")
+    twice = importlib.import_module("tests.gpu.triton_kernel").Twice.apply
+
+    def make(device):
+        return [torch.randn(1024, 1024, device=device, dtype=torch.bfloat16, requires_grad=True)]
+
+    def program(held, _device):
+        twice(twice(held[0])).sum().backward()
+
+    check("triton kernel", make, program, lambda recorder: without_launches(recorder.launched))
 
 
 # -- attention ----------------------------------------------------------------------------------------------------
