@@ -33,7 +33,8 @@ def packages_of(module: str) -> frozenset[str]:
 def without_launches(tell: Callable[[tuple[Any, ...]], None] = lambda _: None) -> Iterator[None]:
     """Launch no kernel of Triton's in here: where tensors have no values, there is nothing for it to compute.
 
-    The Python around a kernel makes its tensors, so that a run without the kernel still holds all memory.
+    The Python around a kernel makes its tensors, so that a run without the kernel still holds all memory. It may choose
+    the device of a tensor first, which is none of CUDA's here.
 
     Args:
         tell: Told of each that would be launched, with its arguments by place and by name.
@@ -44,9 +45,17 @@ def without_launches(tell: Callable[[tuple[Any, ...]], None] = lambda _: None) -
     if interface is None:
         yield
         return
-    before = interface.__getitem__
-    interface.__getitem__ = lambda _kernel, _grid: lambda *args, **kwargs: tell((*args, *kwargs.values()))
+    device: Any = sys.modules["torch"].cuda.device
+    before = interface.__getitem__, device.__enter__, device.__exit__
+
+    def launch(kernel: Any, _grid: object) -> Callable[..., None]:
+        if getattr(kernel, "configs", None):  # an autotuner, which is asked what it has chosen
+            kernel.best_config = kernel.configs[0]
+        return lambda *args, **kwargs: tell((*args, *kwargs.values()))
+
+    interface.__getitem__ = launch
+    device.__enter__ = device.__exit__ = lambda *_: None
     try:
         yield
     finally:
-        interface.__getitem__ = before
+        interface.__getitem__, device.__enter__, device.__exit__ = before

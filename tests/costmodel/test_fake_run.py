@@ -692,6 +692,11 @@ def test_a_sum_over_rows_splits_them_over_blocks(shape, dims, sums):
     assert cuda_kernels.partial_sums(torch.ones(shape), dims) == (sums, sums)
 
 
+def test_a_package_that_asks_for_multiprocessors_is_told_those_of_a_card_of_that_kind():
+    told = [cuda_kernels.device_properties(one).multi_processor_count for one in ((7, 5), (8, 0), (8, 6), (9, 0))]
+    assert told == [80, 132, 142, 132]
+
+
 def test_partial_sums_grow_with_the_rows_of_a_trace():
     """Up to as many blocks as run at once, which a trace of many rows may exceed."""
     few, many = torch.ones(8, 512, 768), torch.ones(101, 512, 768)

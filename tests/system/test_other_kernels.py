@@ -4,6 +4,7 @@ import sys
 import types
 
 import pytest
+import torch
 
 from autofit.system.other_kernels import packages_of, without_launches
 
@@ -35,13 +36,16 @@ class KernelInterface:
 class Autotuner(KernelInterface):
     """Stands above a kernel, and runs it to find out how it is fastest."""
 
+    configs = ("narrow", "wide")
+
 
 def test_a_kernel_is_told_of_and_not_launched(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton.runtime.jit", types.SimpleNamespace(KernelInterface=KernelInterface))
     told, kernel = [], Autotuner()
-    with without_launches(told.append):
+    with without_launches(told.append), torch.cuda.device(3):
         kernel[lambda _: (1,)]("a", "b", BLOCK=64)
     assert told == [("a", "b", 64)]
+    assert kernel.best_config == "narrow", "who launches one may ask what was chosen"
     with pytest.raises(AssertionError, match="no device"):
         kernel[1,]("a")
 

@@ -29,7 +29,7 @@ from autofit.contract.technique import replacing
 from autofit.costmodel.tracing import shard_layout
 from autofit.costmodel.tracing.emulation import zero
 from autofit.costmodel.tracing.emulation.cuda import like_cuda
-from autofit.costmodel.tracing.emulation.cuda_kernels import kernel_stand_ins
+from autofit.costmodel.tracing.emulation.cuda_kernels import device_properties, kernel_stand_ins
 from autofit.costmodel.tracing.emulation.fake_kernels import without_values
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
 from autofit.costmodel.tracing.emulation.sharded import following
@@ -325,6 +325,8 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
         if on_cuda:
             stack.enter_context(placement.use(placement.Traced(recorder)))
             stack.enter_context(like_cuda(capability))
+            properties = device_properties(capability)
+            stack.enter_context(replacing([(torch.cuda, "get_device_properties", lambda *_: properties)]))
         yield recorder
 
 

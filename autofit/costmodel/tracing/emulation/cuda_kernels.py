@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,8 @@ GROUPED_EFFICIENT = Version(torch.__version__).release >= (2, 14)
 _RESIDENT_THREADS = {(7, 5): 80 * 2048, (8, 6): 142 * 1536} | dict.fromkeys([(8, 0), (9, 0), (10, 0)], 132 * 2048)
 """Threads that a card runs at once, by :func:`~autofit.costmodel.tracing.trace_request.kernels_of`: those of a V100, an
 L40S and an H100. A card with fewer splits a long sum over fewer blocks."""
+_OF_ONE = {(8, 6): 1536}
+"""Threads that a multiprocessor runs at once, where they are not 2048."""
 
 
 def kernel_stand_ins(capability: tuple[int, int] = _AMPERE) -> dict[Any, Any]:
@@ -69,6 +72,13 @@ def kernel_stand_ins(capability: tuple[int, int] = _AMPERE) -> dict[Any, Any]:
         ops.amax.default: reduction,
         ops._foreach_norm.Scalar: _foreach_norm,
     }
+
+
+def device_properties(capability: tuple[int, int]) -> SimpleNamespace:
+    """What the Python around a package's kernels asks of a device: into how many parts a sum is to be split."""
+    major, minor = capability
+    parts = _RESIDENT_THREADS[capability] // _OF_ONE.get(capability, 2048)
+    return SimpleNamespace(multi_processor_count=parts, major=major, minor=minor)
 
 
 def fused_attention(
