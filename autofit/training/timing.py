@@ -153,6 +153,14 @@ class Clock:
         ahead = math.ceil(self.waits.ahead / self.accumulation)
         return self.effort.warm_up + ahead + self.waits.most_steps(self.effort.max_steps, self.accumulation)
 
+    @property
+    def loaded_steps(self) -> int:
+        """Steps behind the warm-up that a loader is to have rows for: one more than are run.
+
+        Accelerate fetches a micro-batch ahead. With none left to fetch, the last timed step would wait for nothing.
+        """
+        return self.most_steps - self.effort.warm_up + 1
+
     def waited_steps(self) -> tuple[float, ...]:
         """Seconds of each timed step, with the waits for the loader spread evenly over them."""
         waited = self.waits.batch_wait(self.accumulation) * self.recipe.accumulation

@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.data_loader import DataLoaderShard
 
 from autofit.machine.meters import Reading
 from autofit.training import loader_waits, timing
 from autofit.training.loader_waits import LoaderWaits
 from autofit.training.measure import with_workers
+from autofit.training.row_order import in_order
 from autofit.training.timing import Clock, Effort
 from tests.training.test_timing import NoMeter
 
@@ -20,6 +22,20 @@ def test_the_memory_of_workers_counts_on_the_host_which_is_the_device_of_a_cpu()
     cpu = with_workers(read, 5, on_cuda=False)
     assert (cpu.peak_bytes, cpu.allocated_bytes, cpu.reserved_bytes, cpu.host_bytes) == (15, 15, 15, 15)
     assert with_workers(read, 0, on_cuda=False) == read
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows that write down when they are made."""
+
+    def __init__(self, made):
+        self.made = made
+
+    def __len__(self):
+        return 99
+
+    def __getitem__(self, place):
+        self.made.append(place)
+        return torch.ones(1)
 
 
 @pytest.fixture
@@ -61,6 +77,17 @@ def test_bursts_are_spread_over_the_steps(run):
     clock = run([5, 0, 0, 0] * 3, effort, LoaderWaits(workers=4))
     assert len(clock.steps) == 8, "two whole bursts, though five steps are enough elsewhere"
     assert clock.waited_steps() == pytest.approx([1 + 5 / 4] * 8)
+
+
+def test_a_row_is_left_to_fetch_when_the_last_timed_step_begins(run):
+    """Accelerate hands a micro-batch over when it has fetched the next: without a next one there is no wait."""
+    clock = run([], Effort(warm_up=2, max_steps=10), LoaderWaits())
+    places = [*range(clock.effort.warm_up + clock.loaded_steps)]
+    fetched = []
+    loader = DataLoaderShard(Rows(fetched), sampler=in_order(places), device=torch.device("cpu"))
+    handed_over = [len(fetched) for _ in loader]
+    assert clock.most_steps == 12
+    assert handed_over[:12] == [*range(2, 14)], "one more at each"
 
 
 def test_without_waits_a_measurement_is_as_long_as_ever(run):

@@ -339,9 +339,9 @@ def measured_at(clock: Clock, script: Script, trainer: Any, train: Callable[[], 
     arguments = trainer.args
     clock.waits = waits_of(recipe, arguments.dataloader_num_workers, arguments.dataloader_prefetch_factor)
     arguments.max_steps = clock.most_steps
-    steps = clock.most_steps - effort.warm_up
     if recipe.joined_rows is None:
-        take_in_order(trainer, wanted(clock, steps, longest=script.longest_places, places=script.places), tokens)
+        asked = wanted(clock, clock.loaded_steps, longest=script.longest_places, places=script.places)
+        take_in_order(trainer, asked, tokens)
     get_batch_samples = trainer.get_batch_samples
 
     def timed_batches(*args: Any, **kwargs: Any) -> Any:

@@ -154,14 +154,14 @@ class _Measured:
         """The plan's loader: the longest rows first, then the order of the script's own sampler."""
         if number != self.script.loader or own.batch_size is None:
             return own
-        recipe, effort = self.clock.recipe, self.clock.effort
+        recipe = self.clock.recipe
         changed = _changed(own, recipe)
         prefetch = changed.get("prefetch_factor", own.prefetch_factor)
         self.clock.waits = waits_of(recipe, changed.get("num_workers", own.num_workers), prefetch)
         ordered = None
         script = self.script
         if script.longest_places:
-            steps = self.clock.most_steps - effort.warm_up
+            steps = self.clock.loaded_steps
             asked = wanted(self.clock, steps, longest=script.longest_places, places=script.places)
             ordered = order(own.sampler, asked, self.tokens.take)
         self.loaded_by = rebuilt(own, rows=recipe.micro_batch, sampler=ordered, changed=changed)
