@@ -116,7 +116,8 @@ def row_length(seq_len: int | None, model: Model) -> int:
 def lacking_kernels(model: Model, device: Device) -> list[str]:
     """That the model's layers run in plain PyTorch on a GPU, for want of packages that have kernels for them."""
     lacking = model.lacking_kernels if device == "cuda" else ()
-    broken = [name for name in lacking if name in installed()]
+    there = installed() if lacking else {}
+    broken = [name for name in lacking if name in there]
     missing = [name for name in lacking if name not in broken]
     why = [f"{', '.join(missing)}: not installed (pip install {' '.join(missing)})"] if missing else []
     why += [f"{', '.join(broken)}: installed, but the import fails"] if broken else []

@@ -244,6 +244,11 @@ def stored_quantized(folder: Path) -> str | None:
     )
 
 
+def config_words(folder: Path, *, trusted: bool) -> list[str]:
+    """What is to be known of a model by its config alone, a sentence each."""
+    return [words for words in (own_code(folder, trusted=trusted), stored_quantized(folder)) if words is not None]
+
+
 def modeling_module(config: Path) -> tuple[str, ...]:
     """Name of the module that holds the model's classes, to be loaded before the first trial."""
     model_type = str(read_config(config / "config.json", "")["model_type"]).replace("-", "_")

@@ -209,9 +209,9 @@ def _asked(request: Request, settings: Search, knobs: Mapping[str, tuple[Value, 
     words = [] if settings.allowed == Search().allowed else ["--allow", settings.allowed]
     words += ["--task", request.task] if request.task else []
     words += ["--launch-path", request.launch_path] if request.launch_path != "trainer" else []
-    several = {one.name: knobs.get(one.name, ()) for one in techniques() if not one.ways}
-    for name, values in several.items():
-        words += ["--among", f"{name}={','.join(map(str, values))}"] if len(values) > 1 else []
+    for one in techniques():
+        values = () if one.ways else knobs.get(one.name, ())
+        words += ["--among", f"{one.name}={','.join(map(str, values))}"] if len(values) > 1 else []
     words += ["--trust-remote-code"] if request.trust_remote_code else []
     return tuple(words)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autofit import space
-from autofit.commands.model_source import fetch, own_code, stored_quantized
+from autofit.commands.model_source import config_words, fetch
 from autofit.commands.request import (
     Request,
     Search,
@@ -79,7 +79,6 @@ def fetched_config(request: Request, folder: Path, say: Callable[[str], None]) -
         ModelError: The model can't be read, or is none for the task.
     """
     config = fetch(request.model, folder / MODEL_FOLDER, trust_remote_code=request.trust_remote_code)
-    for words in (own_code(config, trusted=request.trust_remote_code), stored_quantized(config)):
-        if words is not None:
-            say(words)
+    for words in config_words(config, trusted=request.trust_remote_code):
+        say(words)
     return config

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from autofit import space
-from autofit.commands.model_source import fetch, modeling_module, own_code, stored_quantized
+from autofit.commands.model_source import config_words, fetch, modeling_module
 from autofit.commands.request import TRIALS, Request, Search, keep_request, started_before
 from autofit.commands.scripts.request import check_same_training, script_notes
 from autofit.commands.shell.explanations import disturbance_notes, no_winner, peak_correction
@@ -104,9 +104,8 @@ class Course:
         if not self.request.is_script:
             if before is None:
                 fetch(self.request.model, config, trust_remote_code=self.request.trust_remote_code)
-            for words in (own_code(config, trusted=self.request.trust_remote_code), stored_quantized(config)):
-                if words is not None:
-                    self._note(words)
+            for words in config_words(config, trusted=self.request.trust_remote_code):
+                self._note(words)
             modules = modeling_module(config)
         server = self.backend.server(self.folder / FORKSERVER_LOG, device, modules)
         with contextlib.closing(server), TensorCache(self.trials_folder / CACHE_FOLDER):
