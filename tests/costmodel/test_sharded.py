@@ -14,6 +14,7 @@ from autofit.costmodel.memory.parts import pack
 from autofit.costmodel.seconds.collectives import COLLECTIVES, step_collectives
 from autofit.costmodel.tracing import fake_run, source, trace_job
 from autofit.costmodel.tracing.emulation import zero
+from autofit.costmodel.tracing.emulation.sharded import FakeReducer
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.shard_layout import Layout, layout_of, local_bytes
 from autofit.costmodel.tracing.timeline import CATEGORIES, Tape, lengthen
@@ -73,6 +74,26 @@ def world(tmp_path, monkeypatch):
                 return trace_job.optimizer_part(plan, self.facts, tmp_path, tmp_path)
 
     return World
+
+
+@pytest.mark.parametrize(
+    ("given", "copied"),
+    [
+        ({}, False),
+        ({"find_unused_parameters": True}, True),
+        ({"find_unused_parameters": True, "static_graph": True}, False),
+    ],
+)
+def test_ddp_that_finds_unused_parameters_hands_on_copies_of_what_the_model_returns(given, copied):
+    class Model(torch.nn.Module):
+        def forward(self, rows):
+            return {"logits": rows, "cache": None}
+
+    rows = torch.ones(2)
+    outputs = FakeReducer(Model(), **given)(rows)
+    assert (outputs["logits"] is not rows) == copied
+    assert torch.equal(outputs["logits"], rows)
+    assert outputs["cache"] is None
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
 
 from autofit.contract.technique import replacing
 from autofit.costmodel.tracing.emulation.fake_mode import resize_native
@@ -131,16 +132,19 @@ def _address(tensor: torch.Tensor) -> int:
 class FakeReducer(nn.Module):
     """``DistributedDataParallel`` without its reducer, whose buckets are counted apart.
 
-    See :meth:`~autofit.costmodel.tracing.shard_layout.Layout.buckets_bytes`.
+    See :meth:`~autofit.costmodel.tracing.shard_layout.Layout.buckets_bytes`. Where it is to find unused parameters, as
+    a Trainer has it do, it hands on copies of what the module returns (``_DDPSink``).
     """
 
-    def __init__(self, module: nn.Module, **_: Any) -> None:
+    def __init__(self, module: nn.Module, **given: Any) -> None:
         super().__init__()
         self.module = module
+        self.copies = bool(given.get("find_unused_parameters")) and not given.get("static_graph")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        return tree_map_only(torch.Tensor, torch.clone, output) if self.copies else output
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
