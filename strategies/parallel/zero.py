@@ -25,6 +25,7 @@ def on_cpu() -> list[tuple[Any, str, Any]]:
     """What lets DeepSpeed's engine run on fake tensors of a CPU as it does on a GPU."""
     import torch
     from deepspeed.accelerator import real_accelerator
+    from transformers.integrations import deepspeed as noted
 
     before, accelerator = real_accelerator.ds_accelerator, _like_a_gpu()
     real_accelerator.ds_accelerator = accelerator  # its modules ask for it as they are imported
@@ -35,8 +36,10 @@ def on_cpu() -> list[tuple[Any, str, Any]]:
     finally:
         real_accelerator.ds_accelerator = before
     changes = [(real_accelerator, "ds_accelerator", accelerator), (torch.Tensor, "record_stream", lambda *_: None)]
-    # what it would leave behind: a product of its own, and the world that it has come to know
+    # what it would leave behind: a product of its own, the world that it has come to know, and transformers' note of
+    # its settings, by which the next model would be made in shares
     changes.append((torch.nn.functional, "linear", torch.nn.functional.linear))
+    changes.append((noted, "_hf_deepspeed_config_weak_ref", None))
     kept = [(module, name) for module in (comm, groups) for name, value in vars(module).items() if _told(name, value)]
     changes += [(module, name, copy.copy(getattr(module, name))) for module, name in kept]
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("deepspeed.runtime")]

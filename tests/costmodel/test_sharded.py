@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers.integrations import deepspeed as noted
 
 from autofit.contract import layout as contract_layout
 from autofit.contract.emission import Emission
@@ -212,6 +213,7 @@ def test_deepspeed_is_traced_with_its_own_engine(world, stage):
     eight, plan, product = world(8, {}), MIXED.replaced(parallel=f"zero{stage}"), torch.nn.functional.linear
     micro, optimizer = eight.micro_part(plan), eight.optimizer_part(plan)
     assert torch.nn.functional.linear is product, "left behind for the next trace"
+    assert noted._hf_deepspeed_config_weak_ref is None, "the same: it lives as long as garbage is not collected"
     whole, bucket = world(1, {}).micro_part().weights.sum(), 2 * 500_000_000
     share, gathered = whole / 8, whole / 2
     if stage == 3:  # the bucket is always there, and a buffer for gradients; all weights stay gathered from then on
@@ -238,7 +240,8 @@ def test_ddp_keeps_whole_weights_and_a_copy_of_the_gradients(world):
     assert two.weights.tolist() == one.weights.tolist()
     trained = sum(size for size in one.weights)
     assert two.buckets_bytes == pytest.approx(trained, rel=0.01)
-    assert two.peaks(np.array([4.0]), adding=True)[0] == pytest.approx(one.peaks(np.array([4.0]), adding=True)[0])
+    beside = one.peaks(np.array([4.0]), adding=True)[0]  # less copies of the loss
+    assert two.peaks(np.array([4.0]), adding=True)[0] == pytest.approx(beside, rel=1e-3)
 
 
 @pytest.mark.slow
