@@ -19,7 +19,7 @@ PEFT keeps adapters of 16-bit weights in float32 (``autocast_adapter_dtype``), a
 have the dtype that the precision says. Checkpointing is non-reentrant, so the inputs need no gradients.
 
 On Mixtral and its kin PEFT counts experts and their router as linear layers: the stacked weights of the experts get
-adapters too, those of an expert's two first weights as one of twice the rank.
+adapters too, those of an expert's two first weights as one of twice the rank; neither DoRA nor dropout.
 
 Sources: the papers above; ``peft.get_peft_model``. Not covered: stacked weights of experts that PEFT does not know;
 adapters under FSDP or DeepSpeed; other learning rates for B than for A; merging the adapter into the weights.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from autofit.contract.facts import Facts
+    from autofit.contract.facts import Facts, Model
     from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
@@ -69,6 +69,8 @@ _STATE_SPACE = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
 _UNTOUCHED = {"out_proj", "conv1d"}
 """Modules that PEFT takes no LoRA on in these models, since their fused kernels would pass it by: PEFT's
 ``_check_lora_target_modules_mamba``."""
+_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""What PEFT calls their stacked weights and their router: ``_MOE_TARGET_MODULE_MAPPING``."""
 _WORD = re.compile(r"(?P<name>r|alpha|dropout|targets)=(?P<value>[\w.+]+)", re.ASCII)
 
 
@@ -98,7 +100,7 @@ class Adapter(Technique):
         model, products = facts.model, sum(count for _, _, count in facts.model.products)
         if 0 < products <= len(model.new_modules):
             return f"{model.architecture} has no linear layers but those that are learned anew"
-        return self.lacks(facts, "peft") or _refused(wanted, model.model_type)
+        return self.lacks(facts, "peft") or _refused(wanted, model)
 
     def parse(self, text: str, facts: Facts) -> Value:
         """Any rank, and the other settings after colons; written in one way only.
@@ -300,13 +302,19 @@ def _fused(rank: int, config: Any) -> int:
     return rank // config.r if rank in patterns.values() and rank % config.r == 0 else 1
 
 
-def _refused(wanted: Wanted, kind: str) -> str | None:
+def _refused(wanted: Wanted, model: Model) -> str | None:
     """Why PEFT does not put the adapter on its targets in a model of this kind."""
-    if kind not in _STATE_SPACE or wanted.method == "ia3" or (wanted.targets and not _UNTOUCHED & set(wanted.targets)):
+    kind, targets = model.model_type, set(wanted.targets)
+    if wanted.method == "ia3":
         return None
-    return (
-        f"PEFT puts no LoRA on the output projections of {kind}: ask for others, as adapter=lora:r=16:targets=in_proj"
-    )
+    if kind in _STATE_SPACE and not (targets and not _UNTOUCHED & targets):
+        others = "adapter=lora:r=16:targets=in_proj"
+        return f"PEFT puts no LoRA on the output projections of {kind}: ask for others, as {others}"
+    what = "DoRA" if wanted.method == "dora" else "LoRA with dropout" if wanted.dropout else None
+    if what and model.lora_on_experts and (not targets or targets & _EXPERTS):
+        others = f"adapter={dataclasses.replace(wanted, targets=('q_proj', 'v_proj')).words()}"
+        return f"PEFT puts no {what} on the experts of {kind}: ask for other layers, as {others}"
+    return None
 
 
 def _read(text: str) -> Wanted | None:

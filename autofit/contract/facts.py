@@ -75,15 +75,14 @@ class Model:
             layer makes: no cap on the logits, no factor.
         liger: Whether Liger, where it is installed, has kernels for the model's type.
         unsharded: Why Accelerate can't split its weights by FSDP2; ``None`` where it can.
-        position_rows: Length of the longest row that a learned table of positions has an entry for each token of;
-            ``None`` where the model has no such table.
+        lora_on_experts: Whether PEFT counts the stacked weights of its experts as linear layers.
+        position_rows: Tokens of the longest row that its learned table of positions has room for; ``None`` without one.
         named: What the config itself says that it is of.
         products: Inputs, outputs and number of its linear layers, the output layer among them.
         new_modules: Its modules that are learned anew, which pretrained weights have nothing for: a classifier's head.
         tensor_split: The ways in which its class splits its modules over ranks that share a micro-batch, as
             transformers calls them (``tp_plan``); empty where it has no such plan.
-        tensor_sizes: What each of those ranks has a part of, and how many there are: attention heads, entries of the
-            vocabulary.
+        tensor_sizes: What each of those ranks has a part of, and how many: attention heads, entries of the vocabulary.
         context_split: Whether ranks can each have a part of a row's tokens: all of its attention is causal over the
             whole row, in modules whose mask Accelerate can drop, with heads that FlashAttention knows.
         lacking_kernels: Distributions whose kernels its layers would run, and that can't be imported.
@@ -110,6 +109,7 @@ class Model:
     layer_classes: tuple[str, ...] = ()
     unsharded: str | None = None
     has_experts: bool = False
+    lora_on_experts: bool = False
     trust_remote_code: bool = False
     attention: str = "sdpa"
     attentions: tuple[str, ...] = ("eager", "sdpa")

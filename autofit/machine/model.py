@@ -28,6 +28,7 @@ def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
     """
     text = settings.get_text_config()
     classes = {type(module).__name__ for module in model.modules()}
+    experts = any("expert" in part.lower() for part in classes)
     longest = max(0, int(getattr(text, "max_position_embeddings", None) or 0))  # XLNet says -1 for no end
     return {
         "name": name,
@@ -41,7 +42,8 @@ def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
         "supports_checkpointing": bool(model.supports_gradient_checkpointing),
         "layer_classes": _layer_classes(model),
         "unsharded": _unsharded(model),
-        "has_experts": any("expert" in part.lower() for part in classes),
+        "has_experts": experts,
+        "lora_on_experts": experts and _lora_on_experts(settings.model_type),
         "attention": str(text._attn_implementation),  # noqa: SLF001 - there is no other
         "attentions": _attentions(model),
         "attention_dropout": any(getattr(text, name, 0) for name in ("attention_dropout", "attn_pdrop")),
@@ -162,6 +164,16 @@ def _lacking_kernels(model: Any) -> tuple[str, ...]:
     modules = {type(one).__module__ for one in model.modules()}
     wanted = {package for one in modules if one.startswith("transformers.models.") for package in packages_of(one)}
     return tuple(sorted(DISTRIBUTIONS.get(one, one) for one in wanted if not _can_import(one)))
+
+
+def _lora_on_experts(model_type: str) -> bool:
+    """Whether PEFT's LoRA takes stacked weights of experts for linear layers (``_convert_peft_config_moe``)."""
+    try:
+        conversion: Any = importlib.import_module("peft.utils.transformers_weight_conversion")
+    except ImportError:  # none is installed, or one that does not
+        return False
+    like = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)  # noqa: SLF001 - there is no other
+    return like in getattr(conversion, "_MOE_FUSED_TARGETS", ())
 
 
 def _can_import(package: str) -> bool:

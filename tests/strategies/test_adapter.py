@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from autofit import space
 from autofit.contract.facts import Script
 from autofit.contract.technique import Kind
+from autofit.machine.model import describe_built
 from autofit.registry import recipe_of, technique, techniques
 from autofit.search.samplers import make_sampler
 from autofit.system.errors import InputError
@@ -89,6 +90,27 @@ def test_peft_puts_no_lora_on_mambas_output_projections():
     with pytest.raises(ValueError, match="out_proj"):
         get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules="all-linear"))
     get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules=["in_proj"]))
+
+
+def test_peft_puts_neither_dora_nor_dropout_on_stacked_experts():
+    from peft import LoraConfig, get_peft_model
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "num_attention_heads": 2, "num_experts": 2}
+    config = AutoConfig.for_model("qwen3_moe", moe_intermediate_size=16, intermediate_size=16, head_dim=8, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    found = describe_built("m", config, model)["lora_on_experts"]
+    moe = dataclasses.replace(
+        FACTS, model=dataclasses.replace(FACTS.model, model_type="qwen3_moe", lora_on_experts=found)
+    )
+    for value in ("dora:r=16", "lora:r=4:dropout=0.05", "dora:r=4:targets=down_proj+q_proj"):
+        found = ADAPTER.choice(value, moe)
+        assert found.status == "withheld"
+        assert "targets=q_proj+v_proj" in found.reason
+    for value in ("lora:r=16", "rslora:r=16", "ia3", "dora:r=16:targets=q_proj+v_proj"):
+        assert ADAPTER.choice(value, moe).status != "withheld"
+    assert ADAPTER.choice("dora:r=16", FACTS).status != "withheld"
+    with pytest.raises(ValueError, match="use_dora"):
+        get_peft_model(model, LoraConfig(target_modules="all-linear", use_dora=True))
 
 
 def test_without_peft_there_is_no_adapter():
