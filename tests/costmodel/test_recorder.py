@@ -508,6 +508,16 @@ def test_a_script_is_told_the_same_of_values_that_are_not_known():
     assert recorder.guessed
 
 
+def test_several_tensors_whose_sizes_depend_on_known_values_are_known():
+    recorder, real, mode = Recorder(fake=True, stand_ins=without_values()), torch.tensor([0, 4, 4, 9]), FakeTensorMode()
+    ends = mode.from_tensor(real)
+    with mode, recorder, KnownValues(recorder) as known:
+        known.tell(ends, real)
+        once, counts = torch.unique_consecutive(ends, return_counts=True)
+        assert once.shape == (3,)
+        assert counts.max().item() == 2
+
+
 def test_who_waits_for_a_collective_gets_what_it_made():
     """``wait_tensor`` gives back its argument, where its fake kernel makes another tensor."""
     recorder = Recorder(fake=True, stand_ins=without_values())

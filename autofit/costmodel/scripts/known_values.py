@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autofit.costmodel.tracing.emulation.said_values import said_value
@@ -86,7 +86,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with _disable_current_modes(), torch.no_grad():
             real = func(*real_args, **real_kwargs)
         if not sized:  # the sizes depend on values
-            result = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
+            result = tree_map_only(torch.Tensor, _fake_like, real)
         for fake, value in zip(tree_leaves(result), tree_leaves(real), strict=True):
             if isinstance(fake, FakeTensor) and value.numel() <= _LARGEST:
                 self._known[fake] = value
@@ -127,6 +127,10 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         with self:
             return torch.nonzero(mask)
+
+
+def _fake_like(real: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
 
 
 def _storage(tensor: torch.Tensor) -> int:
