@@ -19,6 +19,7 @@ from autofit.training.scripts.loop import LoopPatches, rebuilt
 told = []
 LoopPatches(
     construct=lambda given: {**given, "gradient_accumulation_steps": 2},
+    accumulation=2,
     loader=lambda own, _: rebuilt(own, rows=4),
     counts=told.append,
     quiet=False,
@@ -79,6 +80,24 @@ def test_a_script_computes_with_its_own_numbers(tmp_path):
 def test_a_script_that_sets_the_accumulation_reads_what_it_has_set(tmp_path):
     found = run(tmp_path, "accelerator.gradient_accumulation_steps = 8\ngave = accelerator.gradient_accumulation_steps")
     assert found[4] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["loader = Data", "seen, made"], ids=["before prepare", "behind it"])
+def test_a_script_that_sets_its_own_accumulation_trains_with_the_plans(tmp_path, place):
+    """As Accelerate's examples do that look for the batch which fits."""
+    sets = SCRIPT.replace(", gradient_accumulation_steps=4", "").replace(
+        place, f"accelerator.gradient_accumulation_steps = 4\n{place}"
+    )
+    found = json.loads(lines_of(tmp_path, sets + "train(loader)\nprint(json.dumps([made, seen]))", "4", "2")[-1])
+    assert (found[0], {len(one) for one in found[1]}) == (8, {4})
+
+
+@pytest.mark.slow
+def test_a_script_that_changes_its_accumulation_while_it_trains_is_refused(tmp_path):
+    rest = "train(loader)\naccelerator.gradient_accumulation_steps = 8\ntrain(loader)"
+    with pytest.raises(AssertionError, match="asks for 16 rows a step on each device; it was tuned with 8"):
+        lines_of(tmp_path, SCRIPT + rest, "4", "2")
 
 
 @pytest.mark.slow
@@ -173,18 +192,26 @@ from tests.support.tiny import PLAIN
 
 script = Script(path=sys.argv[1], sha256="", trainer="", micro_batch=2, accumulation=4)
 facts = cuda_facts(global_batch=8, launch_path="loop", script=script)
-plan = PLAIN.replaced(micro_batch=2, accumulation=4, precision=sys.argv[2])
+plan = PLAIN.replaced(micro_batch=int(sys.argv[2]), accumulation=int(sys.argv[3]), precision=sys.argv[4])
 train_loop_with(recipe_of(plan, facts), script, sys.argv[1], (), print)
 """
+
+
+def lines_of(tmp_path, text, micro_batch="2", accumulation="4", precision="fp32"):
+    """The lines that a script prints by a plan, which has 2 x 4 of its own."""
+    path = tmp_path / "script.py"
+    path.write_text("import json\n" + text)
+    command = [sys.executable, "-c", PLANNED, path, micro_batch, accumulation, precision]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("value", "flag"), [("tf32", "tf32"), ("fp32", "ieee")])
 def test_a_loop_multiplies_in_tf32_where_the_plan_says_so(tmp_path, value, flag):
-    path = tmp_path / "script.py"
-    path.write_text(f"{SCRIPT}\nmatmul = torch.backends.cuda.matmul\nprint(matmul.fp32_precision, matmul.allow_tf32)")
-    done = subprocess.run([sys.executable, "-c", PLANNED, path, value], check=False, capture_output=True, text=True)
-    assert done.stdout.split() == [flag, str(value == "tf32")], done.stderr
+    reads = "matmul = torch.backends.cuda.matmul\nprint(matmul.fp32_precision, matmul.allow_tf32)"
+    assert lines_of(tmp_path, SCRIPT + reads, precision=value)[-1].split() == [flag, str(value == "tf32")]
 
 
 def test_a_measured_loop_is_left_where_it_saves(monkeypatch):

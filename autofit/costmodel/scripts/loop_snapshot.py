@@ -64,6 +64,7 @@ class LoopSnapshot(Snapshot):
         self._hear_of_devices()
         LoopPatches(
             construct=self._constructed,
+            accumulation=self._accumulation,
             before_prepare=self._before_prepare,
             loader=self._keep_loader,
             model=self._keep_model,
@@ -101,8 +102,11 @@ class LoopSnapshot(Snapshot):
     def _constructed(self, given: dict[str, Any]) -> dict[str, Any]:
         if self.request is None:
             return {**given, "cpu": True, "mixed_precision": "no"}
-        accumulation = None if self.script.own_split else 2
-        return {**constructed(given, self.recipe, accumulation=accumulation), "cpu": True}
+        return {**constructed(given, self.recipe, accumulation=self._accumulation), "cpu": True}
+
+    @property
+    def _accumulation(self) -> int | None:
+        return None if self.script.own_split else 2
 
     def _before_prepare(self, accelerator: Any, given: dict[str, Any]) -> None:
         """Fork once for each trace, and have this process's Accelerator be the plan's."""

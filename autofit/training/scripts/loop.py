@@ -50,6 +50,8 @@ class LoopPatches:
 
     Attributes:
         construct: Given the arguments of the Accelerator by name; returns those that it is made with.
+        accumulation: Micro-batches to a step of the plan, which stay where the script sets its own on its Accelerator;
+            ``None`` leaves what the script says.
         making: What the Accelerator is made in.
         before_prepare: Given the Accelerator that is about to prepare something, and the arguments that the script
             gave where it made it.
@@ -71,6 +73,7 @@ class LoopPatches:
     """
 
     construct: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    accumulation: int | None = None
     making: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     before_prepare: Callable[[Any, dict[str, Any]], None] = lambda *_: None
     loader: Callable[[Any, int], Any] = lambda loader, _: loader
@@ -160,8 +163,8 @@ class LoopPatches:
             return planned if self._inside or self._own_steps is None else self._own_steps
 
         def set_steps(accelerator: Any, wanted: int) -> None:
-            self._own_steps = None
-            steps.fset(accelerator, wanted)
+            self._own_steps = wanted
+            steps.fset(accelerator, wanted if self.accumulation is None else self.accumulation)
 
         @functools.wraps(load_state)
         def loaded(accelerator: Any, *args: Any, **kwargs: Any) -> None:

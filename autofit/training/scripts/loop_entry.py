@@ -16,7 +16,7 @@ from autofit.training.observer import Observer
 from autofit.training.row_order import order, wanted
 from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import loading_of, workers_bytes
-from autofit.training.scripts.loop import COUNTS, LoopPatches, Seen, accumulation_of, constructed, rebuilt
+from autofit.training.scripts.loop import COUNTS, LoopPatches, Seen, constructed, rebuilt
 from autofit.training.scripts.patches import Patches, loads_of
 from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch, shapes, traits
@@ -276,8 +276,10 @@ def measure_loop(
         raise Refused("the script calls train() of a Trainer, where it trained in a loop before", "tune it again")
 
     Patches(train=refuse, construct=construct, environment=environment, loads=loads_of(recipe)).install()
+    accumulation = _accumulation(script, clock.accumulation)
     LoopPatches(
-        construct=lambda given: constructed(given, recipe, accumulation=_accumulation(script, clock.accumulation)),
+        construct=lambda given: constructed(given, recipe, accumulation=accumulation),
+        accumulation=accumulation,
         making=recipe.tf32_as_planned,
         loader=measured.loader,
         model=measured.model,
@@ -343,39 +345,44 @@ def train_loop_with(
         InputError: It never prepared the loader that it trains on, or asks for another batch.
     """
     entered: list[Any] = []
-    accumulates = 1
-
-    def construct(given: dict[str, Any]) -> dict[str, Any]:
-        nonlocal accumulates
-        accumulates = accumulation_of(given)
-        return constructed(given, recipe, accumulation=_accumulation(script, recipe.accumulation))
+    accumulation = _accumulation(script, recipe.accumulation)
+    own_rows, told = script.micro_batch, False
 
     def loader(own: Any, number: int) -> Any:
+        nonlocal own_rows
         if number != script.loader:
             return own
-        rows, steps = own.batch_size or script.micro_batch, script.accumulation if script.own_split else accumulates
-        if (asked := rows * steps) != (before := script.micro_batch * script.accumulation):
+        entered.append(own)
+        own_rows = own.batch_size or script.micro_batch
+        return rebuilt(own, rows=recipe.micro_batch, changed=_changed(own, recipe))
+
+    def as_tuned(accelerator: Any, _loss: Any) -> None:
+        """Hold the script to the rows that it was tuned with: it may set its accumulation before it trains, or then."""
+        nonlocal told
+        steps = script.accumulation if accumulation is None else accelerator.gradient_accumulation_steps
+        if (asked := own_rows * steps) != (before := script.micro_batch * script.accumulation):
             raise InputError(
                 f"the script asks for {asked} rows a step on each device; it was tuned with {before}, and its schedule "
                 "would count other steps than it makes",
                 hint=AS_TUNED,
             )
-        entered.append(own)
-        if rows != recipe.micro_batch:
+        if own_rows != recipe.micro_batch and not told:
+            told = True
             say(
-                f"a step takes {recipe.micro_batch} x {recipe.accumulation} rows, the script's own {rows} x {steps}: "
-                "what it counts or sums by micro-step, such as a loss that it logs, is another number"
+                f"a step takes {recipe.micro_batch} x {recipe.accumulation} rows, the script's own {own_rows} x "
+                f"{steps}: what it counts or sums by micro-step, such as a loss that it logs, is another number"
             )
-        return rebuilt(own, rows=recipe.micro_batch, changed=_changed(own, recipe))
 
     def plain(_trainer: Any, train: Callable[[], Any]) -> Any:
         return train()
 
     Patches(train=plain, loads=loads_of(recipe), random_weights=False, rewrites=False).install()
     LoopPatches(
-        construct=construct,
+        construct=lambda given: constructed(given, recipe, accumulation=accumulation),
+        accumulation=accumulation,
         making=recipe.tf32_as_planned,
         loader=loader,
+        before_backward=as_tuned,
         model=lambda own: _wrapped(own, recipe),
         counts=_told_once(recipe, script, say),
         quiet=False,
