@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from types import SimpleNamespace
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -302,6 +303,55 @@ def test_a_measured_training_goes_on_from_no_checkpoint(measured):
         assert trainer.train(resume_from_checkpoint="out/checkpoint-30", trial=1) == (read, 1)
         assert trainer.train("out/checkpoint-30", 1) == (read, 1)
         assert trainer.train() == (None, None)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def test_a_model_that_a_script_makes_to_train_it_gets_the_weights_that_it_gets_without_a_plan():
+    """A trial repeats random numbers, to be there sooner: rows of a table of embeddings would begin alike."""
+
+    class Own(transformers.PreTrainedModel):
+        config_class = transformers.PreTrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.table = torch.nn.Embedding(4200, 512)
+            self.post_init()
+
+        def _init_weights(self, module):
+            if module is self.table:
+                module.weight.data.normal_()
+
+    def run():
+        def made():
+            torch.manual_seed(0)
+            return Own._from_config(transformers.PreTrainedConfig()).table.weight
+
+        own = made()
+        Patches(train=lambda _trainer, _train: None, random_weights=False).install()
+        assert torch.equal(made(), own)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def test_a_script_that_looks_for_the_batch_which_fits_fails_where_the_plans_does_not():
+    """Else a trial that runs out of memory goes on with less, or prepares its model again and is refused for that."""
+
+    def run():
+        Patches(train=lambda _trainer, _train: None).install()
+
+        @accelerate.utils.find_executable_batch_size(starting_batch_size=8)
+        def trains(batch_size):
+            raise torch.OutOfMemoryError(f"CUDA out of memory. {batch_size} rows")
+
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            trains()
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()

@@ -159,6 +159,7 @@ class Patches:
         self._into_models()
         self._into_arguments()
         self._into_trainer()
+        _end_where_memory_does()
         if self.random_weights:
             keep_files()
 
@@ -191,7 +192,7 @@ class Patches:
             return load(cls, name, *args, **kwargs)
 
         def from_config(cls: Any, config: Any, **kwargs: Any) -> Any:
-            with quick_random_weights():
+            with quick_random_weights() if self.random_weights else contextlib.nullcontext():
                 return build(cls, config, **self._loading(kwargs))
 
         owner.from_pretrained = classmethod(functools.wraps(load)(from_pretrained))
@@ -278,6 +279,13 @@ class Patches:
         vars(arguments).update(vars(made))
         for name, value in self.quiet.items():
             setattr(arguments, name, value)
+
+
+def _end_where_memory_does() -> None:
+    """Have ``find_executable_batch_size`` let an error through where memory runs out: the batch is the plan's."""
+    from accelerate.utils import memory
+
+    memory.should_reduce_batch_size = lambda _: False
 
 
 def _given(kind: type, *args: Any, **kwargs: Any) -> dict[str, Any]:
