@@ -100,6 +100,33 @@ def test_a_script_that_changes_its_accumulation_while_it_trains_is_refused(tmp_p
         lines_of(tmp_path, SCRIPT + rest, "4", "2")
 
 
+FOLD = """
+again = torch.nn.Linear(1, 1)
+with_loader = DataLoader(TensorDataset(torch.arange(64.0).unsqueeze(1)), batch_size=2)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_is_prepared_after_a_training_is_trained_with_the_plan_too(tmp_path):
+    """As in a cross-validation."""
+    rest = """
+    train(loader)
+    model, optimizer, loader = accelerator.prepare(again, torch.optim.SGD(again.parameters(), lr=0.0), with_loader)
+    train(loader)
+    print(json.dumps([made, seen]))
+    """
+    made, seen = json.loads(lines_of(tmp_path, SCRIPT + FOLD + textwrap.dedent(rest), "4", "2")[-1])
+    assert (made, {len(one) for one in seen}) == (16, {4})
+
+
+@pytest.mark.slow
+def test_a_training_on_a_loader_without_the_plan_is_refused(tmp_path):
+    rest = "train(loader)\ntrain(accelerator.prepare(with_loader))"
+    with pytest.raises(AssertionError, match="the script trains on another loader than before"):
+        lines_of(tmp_path, SCRIPT + FOLD + rest, "4", "2")
+    assert lines_of(tmp_path, SCRIPT + FOLD + rest) == [], "under its own split it is the script's own training"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("skip", ["accelerator.skip_first_batches", "skip_first_batches"])
 def test_a_resumed_epoch_skips_as_many_rows(tmp_path, skip):

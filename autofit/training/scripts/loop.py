@@ -68,6 +68,8 @@ class LoopPatches:
             ends, where it may else evaluate before its next epoch.
         counts: Given the number of a loader whose length is asked for in the middle of its loop.
         quiet: Whether trackers and saving are left out.
+        again: Whether a model that is prepared after a training begins another one, such as the next fold's, and its
+            loaders are counted anew. Else it is refused.
         foreign: Whether an Accelerator is none of the script's own.
         accumulates: Whether the script has used ``accelerator.accumulate``.
     """
@@ -88,6 +90,7 @@ class LoopPatches:
     goes_on: Callable[[bool], None] = lambda _: None
     counts: Callable[[int], None] = lambda _: None
     quiet: bool = True
+    again: bool = False
     foreign: Callable[[], bool] = lambda: False
     accumulates: bool = False
     _loaders: int = 0
@@ -96,6 +99,7 @@ class LoopPatches:
     _own_steps: int | None = None
     _inside: bool = False
     _trains: int = 0
+    _trained: bool = False
     _rows: dict[int, tuple[int, Any, int]] = field(default_factory=dict)
 
     def install(self) -> None:
@@ -135,6 +139,7 @@ class LoopPatches:
         @functools.wraps(backward)
         def told_backward(accelerator: Any, loss: Any, **kwargs: Any) -> None:
             self.before_backward(accelerator, loss)
+            self._trained = True
             with self._of_the_plan():
                 backward(accelerator, loss, **kwargs)
             self.after_backward(accelerator, loss)
@@ -235,6 +240,8 @@ class LoopPatches:
         from torch import nn
         from torch.utils.data import DataLoader
 
+        if self.again and self._trained and any(isinstance(one, nn.Module) for one in args):
+            self._trained, self._loaders, self._models = False, 0, 0
         numbers: dict[int, tuple[int, Any]] = {}
         changed = []
         for place, one in enumerate(args):

@@ -346,7 +346,7 @@ def train_loop_with(
     """
     entered: list[Any] = []
     accumulation = _accumulation(script, recipe.accumulation)
-    own_rows, told = script.micro_batch, False
+    own_rows, told, begun = script.micro_batch, False, set[int]()
 
     def loader(own: Any, number: int) -> Any:
         nonlocal own_rows
@@ -366,6 +366,13 @@ def train_loop_with(
                 "would count other steps than it makes",
                 hint=AS_TUNED,
             )
+        if accumulation not in (None, steps) and begun and script.loader not in begun:
+            raise InputError(
+                "the script trains on another loader than before: no plan is put into that, and its steps would be of "
+                "other rows",
+                hint="prepare it with its model: model, optimizer, loader = prepare(model, optimizer, loader)",
+            )
+        begun.clear()
         if own_rows != recipe.micro_batch and not told:
             told = True
             say(
@@ -382,9 +389,11 @@ def train_loop_with(
         accumulation=accumulation,
         making=recipe.tf32_as_planned,
         loader=loader,
+        micro_step_begins=lambda number, _: begun.add(number),
         before_backward=as_tuned,
         model=lambda own: _wrapped(own, recipe),
         counts=_told_once(recipe, script, say),
         quiet=False,
+        again=True,
     ).install()
     run_to_its_end(str(Path(path).absolute()), arguments, lambda: bool(entered), by="a loop with an Accelerator")
