@@ -184,7 +184,7 @@ class Attention(Technique):
 
     def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
         asked, kernels = seen.get("implementation"), seen.get("kernels")
-        if asked is None:
+        if asked is None or not facts.model.model_type:  # a module of the user's own attends as it does
             return None
         wanted = facts.model.attention if value == self.baseline else str(value)
         if asked != wanted:

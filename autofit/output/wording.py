@@ -200,9 +200,11 @@ def scattered(seen: Promise | Measured, runs: Sequence[Measured], plan: str) -> 
 def changes(document: Document) -> list[str]:
     """What the winner changes in the training, a sentence each; one that says so where it changes nothing."""
     script, rows = document.workload.script, document.plan["micro_batch"]
+    unseen = script is not None and document.guard is None and rows != script.micro_batch
     if document.changes:
-        return list(document.changes)
-    if script is not None and document.guard is None and rows != script.micro_batch:
+        doubt = f"Whether the script's loss is the same in micro-batches of {rows} rows was not looked at."
+        return [*([doubt] if unseen else []), *document.changes]
+    if unseen:
         return [f"nothing, if the script's loss is the same in micro-batches of {rows} rows: that was not looked at"]
     return ["nothing: the training is that of a baseline plan"]
 

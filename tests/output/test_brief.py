@@ -86,6 +86,9 @@ def test_a_loss_that_nobody_looked_at_in_other_micro_batches_is_not_said_to_be_t
         script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=rows, accumulation=1)
         scripted = replace(doc, workload=replace(doc.workload, script=script))
         assert said in words(screen(scripted))
+        changed = words(screen(replace(scripted, changes=("It computes in bfloat16.",))))
+        assert "It computes in bfloat16." in changed
+        assert ("was not looked at" in changed) == (rows != own)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,12 @@ def test_a_value_that_was_ignored_is_not_in_effect(value, config, kernels, good)
     assert (said is None) is good
 
 
+def test_a_module_of_the_users_own_attends_as_it_does():
+    """That of sentence-transformers has the config of the model inside it."""
+    facts = replace(cuda_facts(), model=replace(model(), model_type="", attention="its own"))
+    assert ATTENTION.in_effect("default", {"implementation": "sdpa", "kernels": None}, facts) is None
+
+
 # -- what is offered ------------------------------------------------------------------------------------------------
 
 

@@ -25,12 +25,14 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
         Refused: The model has no weights, or they can't be trained as they are.
     """
     import torch
+    from transformers import PreTrainedModel
 
     inner = inner_of(model)
     first = max(inner.parameters(), key=lambda one: one.numel(), default=None)
     if first is None:
         raise Refused(f"the script trains a {type(inner).__name__}, which has no parameters", "hand on the whole model")
-    settings: Any = getattr(inner, "config", None)
+    own = not isinstance(inner, PreTrainedModel)  # sentence-transformers' have the config of the model inside
+    settings: Any = None if own else getattr(inner, "config", None)
     text = settings.to_json_string(use_diff=False) if hasattr(settings, "to_json_string") else "{}"
     dtype = str(first.dtype).removeprefix("torch.")
     if first.dtype not in {torch.float32, torch.bfloat16}:
