@@ -266,7 +266,7 @@ def test_a_trace_keeps_shapes_layouts_and_bytes():
         torch.softmax(out, dim=-1)
     tape = recorder.tape(since=1)
     found = {}
-    for _, index, calls in tape.calls:
+    for _, index, calls, _ in tape.calls:
         row = tape.operators[int(index)]
         found.setdefault(TIMED_KINDS[int(row[0])], []).append((calls, row))
     products = [row for _, row in found["product"]]

@@ -16,7 +16,7 @@ from autofit.costmodel.scripts.known_values import KnownValues
 from autofit.costmodel.seconds.operator_time import TIMED_KINDS, Operators
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing import work
-from autofit.costmodel.tracing.emulation.fake_kernels import BALANCED, without_values
+from autofit.costmodel.tracing.emulation.fake_kernels import BALANCED, lists_of_tensors, without_values
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
 from autofit.costmodel.tracing.emulation.sharded import fake_world
 from autofit.costmodel.tracing.operator_table import operator_of
@@ -516,6 +516,37 @@ def test_several_tensors_whose_sizes_depend_on_known_values_are_known():
         once, counts = torch.unique_consecutive(ends, return_counts=True)
         assert once.shape == (3,)
         assert counts.max().item() == 2
+
+
+def test_a_model_that_goes_from_image_to_image_is_told_of_its_batch():
+    """As Qwen's and SmolVLM are: how large each image is, and which ones only pad a row."""
+    recorder, sizes = Recorder(fake=True, stand_ins=without_values()), torch.tensor([[1, 2, 4], [1, 2, 4], [1, 4, 4]])
+    with FakeTensorMode(), recorder, lists_of_tensors(), KnownValues(recorder) as known:
+        grid, images = torch.empty(3, 3, dtype=torch.int64), torch.empty(3, 2, 8, 8)
+        known.tell(grid, sizes)
+        assert torch.tensor([size.prod() for size in grid]).tolist() == [8, 8, 16]
+        padding = (images == 0.0).sum(dim=(-1, -2, -3)) == images[0].numel()
+        assert images[~padding].shape == images.shape
+        assert (~padding).view(3, 1).sum(1).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("rows", [None, 101])
+def test_what_is_done_for_each_row_grows_with_them(rows):
+    """Blocks that are there together grow, those that follow one another are one; calls and work grow."""
+    with Recorder(fake=True, rows=rows, mode=(mode := FakeMode())) as recorder, mode:
+        weight, images = torch.empty(16, 16), [torch.empty(4, 16) for _ in range(101)]
+        recorder.mark("0:F0")
+        kept = [one @ weight for one in images]
+        for one in kept:
+            one.clone()
+    tape = recorder.tape(since=1)
+    three = rows and 3
+    assert tape.live(three or 0).max() == pytest.approx((three or 101) * 256 + 256)
+    calls = tape.calls[:, 2] + tape.calls[:, 3] * (three or 0)
+    products = tape.operators[tape.calls[:, 1].astype(int), 0] == TIMED_KINDS.index("product")
+    assert calls[products].tolist() == [three or 101]
+    work = (tape.work + tape.work_per_row * (three or 0)).sum(axis=(0, 1))
+    assert work[[0, 2]].tolist() == [2 * 4 * 16 * 16 * (three or 101), 2 * (three or 101)]
 
 
 def test_who_waits_for_a_collective_gets_what_it_made():

@@ -59,6 +59,9 @@ def test_a_trace_of_a_script_needs_what_real_tensors_need(server, folder):
         "contrastive",
         "choice",
         "image_text",
+        "image_stacked",
+        pytest.param("image_windows", marks=pytest.mark.by_hand),
+        "image_among",
     ],
 )
 def test_a_trace_of_a_family_needs_what_real_tensors_need(server, folder, family):

@@ -252,4 +252,4 @@ def test_a_pytorch_without_that_class_is_left_alone(strategy, monkeypatch):
         assert not hasattr(torch.utils.checkpoint, "_checkpoint_hook")
         strategy.KeptOutputs().policy(SimpleNamespace(is_recompute=False), torch.ops.aten.mm.default)
     assert not hasattr(torch.utils.checkpoint, "_checkpoint_hook")
-    assert recorder.work[-1][KINDS.index("other")][2] == strategy._HOST_A_SEEN_OPERATOR
+    assert recorder.tape().work[-1, KINDS.index("other"), 2] == strategy._HOST_A_SEEN_OPERATOR

@@ -53,7 +53,7 @@ class Writer:
             kinds=KINDS,
             operators=np.zeros((1, len(COLUMNS))),
             operators_per_row=np.zeros((1, len(COLUMNS))),
-            calls=np.array([[place, 0, 1] for place in range(len(self.segments))], dtype=np.float64),
+            calls=np.array([[place, 0, 1, 0] for place in range(len(self.segments))], dtype=np.float64),
         )
 
 

@@ -205,7 +205,7 @@ def _of(tape: Tape, micro_step: str) -> list[int]:
 def _operators(tape: Tape, segments: list[int], rows: float) -> Operators:
     mine = tape.calls[np.isin(tape.calls[:, 0], segments)]
     counts = np.zeros(len(tape.operators))
-    np.add.at(counts, mine[:, 1].astype(np.int64), mine[:, 2])
+    np.add.at(counts, mine[:, 1].astype(np.int64), mine[:, 2] + mine[:, 3] * rows)
     called = counts > 0
     return Operators.from_rows(tape.operators[called] + tape.operators_per_row[called] * rows, counts[called])
 

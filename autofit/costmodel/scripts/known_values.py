@@ -31,6 +31,9 @@ _NEW = {
     torch.ops.aten.full.default, torch.ops.aten.ones.default, torch.ops.aten.zeros.default,
     torch.ops.aten.scalar_tensor.default,
 }  # fmt: skip
+_IS_NUMBER = {torch.ops.aten.eq.Scalar: False, torch.ops.aten.ne.Scalar: True}
+"""What is said where it is asked which fractions of a batch are a number: none, as of images without one of zeros."""
+_LOOKED_AT = {_ASKED, *_BY_PLACES, *_IS_NUMBER}
 _UNKNOWN = {
     torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default,
@@ -64,12 +67,21 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operator on fake tensors, and on known values once more."""
         kwargs = kwargs or {}
+        looked_at = func in _LOOKED_AT or func._schema.is_mutable
+        if not looked_at and any(type(one) is FakeTensor and one not in self._known for one in args):
+            return func(*args, **kwargs)  # as of most operators; the rest takes longer than they
+        return self._once_more(func, args, kwargs)
+
+    def _once_more(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator whose values are known, or that asks for some or changes them."""
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
         known = {id(one): self._value(one) for one in tensors}
         all_known = all(value is not None for value in known.values())
         if func is _ASKED:
             return self._asked(args[0], known[id(args[0])])
+        if func in _IS_NUMBER and args[0].is_floating_point() and not args[0].requires_grad and not all_known:
+            return self._said(func(*args), _IS_NUMBER[func])
         if func in _BY_PLACES:
             args = (args[0], [*self._places(args[1])], *args[2:])
         if not all_known or not (tensors or func in _NEW) or func in _UNKNOWN or _random(func):
@@ -91,6 +103,12 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(fake, FakeTensor) and value.numel() <= _LARGEST:
                 self._known[fake] = value
         return result
+
+    def _said(self, fake: torch.Tensor, value: bool) -> torch.Tensor:
+        """The tensor, of which every value is said to be this one."""
+        with _disable_current_modes():
+            self._known[fake] = torch.tensor(value).expand(fake.shape)
+        return fake
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.numel() <= _LARGEST:

@@ -30,7 +30,7 @@ from autofit.costmodel.tracing import shard_layout
 from autofit.costmodel.tracing.emulation import zero
 from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.emulation.cuda_kernels import device_properties, kernel_stand_ins
-from autofit.costmodel.tracing.emulation.fake_kernels import without_values
+from autofit.costmodel.tracing.emulation.fake_kernels import lists_of_tensors, without_values
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
 from autofit.costmodel.tracing.emulation.sharded import following
 from autofit.costmodel.tracing.emulation.tiled_loss import tiled_loss
@@ -314,6 +314,7 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
         if mode is not None:
             stack.enter_context(without_packing(gaps=layout_of(recipe).context > 1))
             stack.enter_context(_without_profiling())
+            stack.enter_context(lists_of_tensors())
             stack.enter_context(mode)
         if layout_of(recipe).engine:
             evaluates = recipe.facts.workload.launch_path == "trainer"

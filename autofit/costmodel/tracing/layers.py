@@ -95,9 +95,9 @@ def find_layers(model: nn.Module, multiple: int = 1, *, frozen: bool = False) ->
 
 
 def _numbered(config: Any) -> bool:
-    """Whether a config, or one in it, asks for the outputs of layers by their number from the first one on."""
+    """Whether a config, or one in it, tells layers apart by their number from the first one on."""
     for each in (config, *getattr(config, "__dict__", {}).values()):
-        for name in ("out_indices", "vision_feature_layer"):
+        for name in ("out_indices", "vision_feature_layer", "deepstack_visual_indexes"):
             told = getattr(each, name, None)
             numbers = told if isinstance(told, (list, tuple)) else [told]
             last = getattr(each, "num_hidden_layers", None)

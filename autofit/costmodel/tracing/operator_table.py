@@ -83,7 +83,7 @@ class OperatorTable:
                 self.call(later, index, calls)
 
     def arrays(self, since: int, past: int) -> tuple[Floats, Floats, Floats]:
-        """Rows at zero, what a row of the micro-batch adds, and calls as (segment, row, count) from ``since`` on."""
+        """Rows at zero and what a row of the micro-batch adds; and calls from ``since`` on, see :attr:`Tape.calls`."""
         found = np.array(list(self._index), dtype=np.float64).reshape(-1, len(COLUMNS) + 1)
         sizes, fixed = found[:, :-1], found[:, -1]
         per_row = np.zeros_like(sizes)
@@ -95,8 +95,14 @@ class OperatorTable:
             per_row[:, _MOVED] = (sizes[:, _MOVED] - fixed) / self.rows
             sizes = np.where(grows, 0.0, sizes)
             sizes[:, _MOVED] = fixed
-        calls = [(place - since, index, n) for (place, index), n in self._calls.items() if since <= place < past]
-        return sizes, per_row, np.array(calls, dtype=np.float64).reshape(-1, 3)
+        calls = [(place - since, index, n, 0) for (place, index), n in self._calls.items() if since <= place < past]
+        called = np.array(calls, dtype=np.float64).reshape(-1, 4)
+        if self.rows is not None:  # what does not grow and is called as often as there are rows: once for each
+            fixed = np.all(per_row == 0, axis=1)[called[:, 1].astype(np.int64)]
+            each = fixed & (called[:, 2] % self.rows == 0)
+            called[:, 3] = np.where(each, called[:, 2] / self.rows, 0.0)
+            called[:, 2] = np.where(each, 0.0, called[:, 2])
+        return sizes, per_row, called
 
 
 _COLLECTIVES: dict[str, CollectiveKind] = {

@@ -273,7 +273,7 @@ class Recorder(TapeWriter, TorchDispatchMode):  # type: ignore[no-untyped-call]
     def busies_host(self, operators: float) -> None:
         """Python keeps the host for as long as it takes to issue so many operators."""
         if not self._closed:
-            self.work[-1][KINDS.index("other")][2] += operators
+            self.add_work(KINDS.index("other"), (0.0, 0.0, 0.0, 0.0), operators)
             self._describe(Operator(kind="nothing"), [], operators)
 
     def lies_elsewhere(self, tensor: torch.Tensor) -> bool:

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from autofit.contract.trace import Ints
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.operator_table import OperatorTable
-from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Tape, ordered
+from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Bools, Floats, Tape, ordered
 
 _STATE, _ACTIVATIONS, _LOGITS, _TEMPORARIES = map(CATEGORIES.index, ("state", "activations", "logits", "temporaries"))
 _HEAD = frozenset({"head", "loss", "headB"})
+_Work = tuple[int, tuple[float, float, float, float], float]
+"""Of one call: the kind's index, FLOPs and bytes of no rows and of each row, and how many operators it counts as."""
 
 
 class TapeWriter:
@@ -32,8 +35,7 @@ class TapeWriter:
         self.names: dict[str, int] = {}
         self.segments: list[str] = ["load"]
         self.starts: list[int] = [0]
-        self.work: list[list[list[float]]] = [_nothing()]
-        self.work_per_row: list[list[list[float]]] = [_nothing()]
+        self._work: list[dict[_Work, int]] = [{}]
         self.operators = OperatorTable(rows)
         self.fixed: set[int] = set()  # blocks that don't grow with the rows, whatever divides them
         self.most: dict[int, float] = {}  # how large blocks get with the rows, where there is an end
@@ -46,8 +48,7 @@ class TapeWriter:
         """A segment begins."""
         self.segments.append(segment)
         self.starts.append(len(self.events))
-        self.work.append(_nothing())
-        self.work_per_row.append(_nothing())
+        self._work.append({})
 
     def begin_block(self, size: int, operator: int, category: int, stream: int) -> int:
         """A block begins; ``operator`` is the number of its name."""
@@ -81,18 +82,17 @@ class TapeWriter:
 
     def add_work(self, column: int, shares: tuple[float, float, float, float], calls: float = 1.0) -> None:
         """Add to the work of the segment: FLOPs and bytes of no rows, and of each row."""
-        fixed, grows = self.work[-1][column], self.work_per_row[-1][column]
-        fixed[0] += shares[0]
-        fixed[1] += shares[1]
-        fixed[2] += calls
-        grows[0] += shares[2]
-        grows[1] += shares[3]
+        self._add(((column, shares, calls), 1))
 
     def repeat_work(self, segment: int) -> None:
         """Add the work of an earlier segment to that of the last."""
-        for column, (fixed, grows) in enumerate(zip(self.work[segment], self.work_per_row[segment], strict=True)):
-            self.add_work(column, (*fixed[:2], *grows[:2]), fixed[2])  # type: ignore[arg-type]
+        self._add(*self._work[segment].items())
         self.operators.repeat(segment, len(self.segments) - 1)
+
+    def _add(self, *done: tuple[_Work, int]) -> None:
+        work = self._work[-1]
+        for one, times in done:
+            work[one] = work.get(one, 0) + times
 
     def tape(self, *, since: int = 0, until: int | None = None) -> Tape:
         """What was written in the segments with indices from ``since`` to below ``until``; call after the run.
@@ -120,6 +120,8 @@ class TapeWriter:
             grows = ((sizes - beside) % self.rows == 0) & ~fixed
             per_row = np.where(grows, (sizes - beside) / self.rows, 0.0)
             sizes = np.where(grows, beside, sizes)
+            each = ~(grows | fixed) & self._made_for_each_row(blocks, kept)[kept]
+            per_row, sizes = np.where(each, sizes / self.rows, per_row), np.where(each, 0.0, sizes)
             ends = np.array([self.most.get(int(block), np.inf) for block in np.flatnonzero(kept)])
             most = np.where(grows, ends, np.inf)
             for block, after in self.after.items():  # a line that climbs from nothing to all within a row
@@ -127,6 +129,7 @@ class TapeWriter:
                     at, size = number[block], self.sizes[block]
                     sizes[at], per_row[at], most[at] = -size * after, size, size
         operators, operators_per_row, calls = self.operators.arrays(since, past)
+        work, work_per_row = self._work_of(since, past)
         return Tape(
             events=ordered(renamed[mine], starts),
             sizes=sizes,
@@ -138,17 +141,44 @@ class TapeWriter:
             names=tuple(self.names),
             segments=tuple(self.segments[since:past]),
             starts=starts,
-            work=np.array(self.work[since:past]),
-            work_per_row=np.array(self.work_per_row[since:past]),
+            work=work,
+            work_per_row=work_per_row,
             kinds=KINDS,
             operators=operators,
             operators_per_row=operators_per_row,
             calls=calls,
         )
 
+    def _made_for_each_row(self, blocks: Ints, kept: Bools) -> Bools:
+        """Which blocks are alike, made in one segment, as often as there are rows, and there together.
 
-def _nothing() -> list[list[float]]:
-    return [[0.0, 0.0, 0.0] for _ in KINDS]
+        A model that goes from image to image makes one for each. Those of which each is gone before the next is made
+        take the bytes of one.
+        """
+        assert self.rows is not None
+        sizes = np.array(self.sizes, dtype=np.int64)
+        alike = (np.array(self._made_in) * len(self.names) + self.ops) * (sizes.max(initial=0) + 1) + sizes
+        _, kind, times = np.unique(np.where(kept, alike, -1), return_inverse=True, return_counts=True)
+        found = np.zeros(len(sizes), dtype=bool)
+        for one in np.flatnonzero(times % self.rows == 0):
+            mine = kind == one
+            changes = np.where(np.array(self.events) >= 0, 1, -1)[mine[blocks]]
+            found |= mine & (changes.cumsum().max() >= self.rows)
+        return found
+
+    def _work_of(self, since: int, past: int) -> tuple[Floats, Floats]:
+        """The work of each segment by kind, and what a row adds; what is done once for each row grows with them."""
+        work = np.zeros((past - since, len(KINDS), 3))
+        per_row = np.zeros_like(work)
+        for place, done in enumerate(self._work[since:past]):
+            for (column, (flops, moved, *grows), calls), times in done.items():
+                fixed = times * np.array([flops, moved, calls])
+                if self.rows is not None and times % self.rows == 0 and not any(grows):
+                    per_row[place, column] += fixed / self.rows
+                else:
+                    work[place, column] += fixed
+                    per_row[place, column, :2] += times * np.array(grows)
+        return work, per_row
 
 
 def categorized(

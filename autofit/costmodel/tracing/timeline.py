@@ -85,7 +85,7 @@ class Tape:
         operators: Each operator that differs from the others in kind or shape, of shape ``(operators, columns)``;
             columns are those of :data:`autofit.costmodel.seconds.operator_time.COLUMNS`.
         operators_per_row: What a row of the micro-batch adds to them.
-        calls: Index of the segment, index of the operator, and how often it is called there; of shape ``(calls, 3)``.
+        calls: Index of the segment, index of the operator, calls there, calls for each row; of shape ``(calls, 4)``.
     """
 
     events: Ints

@@ -110,6 +110,25 @@ def described_image(numbers):
     return {"input_ids": ids, "pixel_values": torch.randn(3, 32, 32, generator=numbers), "labels": ids.clone()}
 
 
+def image_in_patches(numbers):
+    """The same, with the image as its patches, and how many there are, as Qwen's processors make it."""
+    row = described_image(numbers)
+    patches = torch.randn(4 * PATCHES, 3 * 2 * 4 * 4, generator=numbers)  # four are one token, two are for a film
+    grid = torch.tensor([1, 8, 8])
+    return {
+        **row,
+        "pixel_values": patches,
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (row["input_ids"] == 99).long(),
+    }
+
+
+def image_among_images(numbers):
+    """The same, with the image as one of several that a row might have."""
+    row = described_image(numbers)
+    return {**row, "pixel_values": row["pixel_values"][None]}
+
+
 def one(numbers):
     return torch.randint(0, 2, (), generator=numbers)
 
@@ -121,6 +140,31 @@ def llava_config():
         text_config={**TEXT, "model_type": "llama"},
         vision_config={**IMAGE, "model_type": "clip_vision_model"},
         image_token_index=IMAGE_TOKEN,
+    )
+
+
+def qwen_config(kind, **vision):
+    """Layers of the vision model are told apart by their numbers, and its attention goes from image to image."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    sizes = {"num_heads": 2, "intermediate_size": 64, "out_hidden_size": TEXT["hidden_size"], "patch_size": 4}
+    return config(
+        kind,
+        text_config={**TEXT, "num_key_value_heads": 2, "num_hidden_layers": 4, "rope_parameters": rope},
+        vision_config={**sizes, "depth": 4, "hidden_size": 32, **vision},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=98,
+        vision_start_token_id=97,
+        vision_end_token_id=96,
+    )
+
+
+def smolvlm_config():
+    return config(
+        "SmolVLM",
+        text_config={**TEXT, "model_type": "llama"},
+        vision_config=IMAGE,
+        scale_factor=1,
+        image_token_id=IMAGE_TOKEN,
     )
 
 
@@ -155,6 +199,17 @@ FAMILIES = {
     "audio": (lambda: config("Wav2Vec2", **SPEECH), "AutoModelForAudioClassification", clip(one)),
     "contrastive": (clip_config, "CLIPModel", pair),
     "image_text": (llava_config, "AutoModelForImageTextToText", described_image),
+    "image_stacked": (
+        lambda: qwen_config("Qwen3VL", deepstack_visual_indexes=[0, 1], num_position_embeddings=64),
+        "AutoModelForImageTextToText",
+        image_in_patches,
+    ),
+    "image_windows": (
+        lambda: qwen_config("Qwen2_5_VL", window_size=16, fullatt_block_indexes=[3]),
+        "AutoModelForImageTextToText",
+        image_in_patches,
+    ),
+    "image_among": (smolvlm_config, "AutoModelForImageTextToText", image_among_images),
 }
 
 
@@ -170,7 +225,8 @@ def collate(rows):
                 batch["attention_mask"] = (values != 0).long()
             batch[name] = values
         else:
-            batch[name] = torch.stack(values)
+            together = torch.cat if name == "pixel_values" and "image_grid_thw" in rows[0] else torch.stack
+            batch[name] = together(values)
     return batch
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
+
+from autofit.contract.technique import replacing
 
 if TYPE_CHECKING:
     from autofit.costmodel.tracing.recorder import Recorder, StandIn
@@ -27,6 +32,17 @@ def without_values() -> dict[Any, StandIn]:
         torch.ops.c10d._allgather_base_.default: (sent := _Sent()),
         torch.ops.c10d._reduce_scatter_base_.default: sent,
     }
+
+
+def lists_of_tensors() -> contextlib.AbstractContextManager[None]:
+    """``torch.tensor`` takes lists in which tensors of one number stand, whose values it reads past every mode."""
+    make = torch.tensor
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        listed = isinstance(data, list | tuple)
+        return make(tree_map_only(FakeTensor, torch.Tensor.item, data) if listed else data, *args, **kwargs)
+
+    return replacing([(torch, "tensor", tensor)])
 
 
 def _wait_tensor(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
