@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.observation import Hooks, Ran, dtype_name
@@ -39,6 +40,8 @@ class Observer:
         self.seq_len: int | None = None
         self.padding_mask: bool | None = None
         self.micro_steps = 0
+        self.answered = True  # a gradient of the last forward passes came, or none that could be waited for
+        self.backward_passes: set[int] = set()  # those that this micro-step is known to be in
         self.forward = False
         self.running: nn.Module = model
         self.in_graph = False
@@ -85,16 +88,45 @@ class Observer:
                 saw(ids.shape)
             self.padding_mask = mask is not None
             self.running = module
-            self.micro_steps += 1
+            self._count()
             self.forward = True
 
         return hook
 
-    def _after_model(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+    def _count(self) -> None:
+        """Count a micro-step at the first of its forward passes.
+
+        A loss may take several before its backward pass, and some within that: each cached batch of its own.
+        """
         import torch
 
-        if not torch.compiler.is_compiling():
-            self.forward = False
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 - as torch.utils.checkpoint asks; -1 outside of one
+        if self.answered and task not in self.backward_passes:
+            self.micro_steps += 1
+            self.backward_passes.clear()
+        if task >= 0:
+            self.backward_passes.add(task)
+        self.answered = False
+
+    def _came(self, _: Any) -> None:
+        """A gradient came: what is next outside of this backward pass is another micro-step."""
+        import torch
+
+        self.answered = True
+        self.backward_passes.add(torch._C._current_graph_task_id())  # noqa: SLF001 - as above
+
+    def _after_model(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        if torch.compiler.is_compiling():
+            return
+        self.forward = False
+        values = dict(output) if isinstance(output, Mapping) else output  # a class of mappings is no tree to PyTorch
+        waited = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.requires_grad]
+        for one in waited:
+            one.register_hook(self._came)  # type: ignore[no-untyped-call]
+        self.answered = self.answered or not waited
 
     def _after_product(self, place: int) -> Any:
         import torch
@@ -103,8 +135,9 @@ class Observer:
             self.output = dtype_name(context.get_local("first").as_fake()), None
             self.forwards_in_graph = max(self.forwards_in_graph or 0, _forwards(context) or 0) or None
 
-        def came(_: Any) -> None:
+        def came(gradient: Any) -> None:
             self.came[place] += 1
+            self._came(gradient)
 
         def hook(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output

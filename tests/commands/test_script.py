@@ -124,6 +124,17 @@ def test_a_model_that_its_class_makes_attends_as_it_does(described):
     assert found["script"]["loads"] == {"attn_implementation": "sdpa"}
 
 
+def test_a_loss_that_takes_rows_together_is_described(described):
+    found = described(
+        HEAD + "class Ranking(Model):\n    __module__ = 'sentence_transformers.losses'\n"
+        "loss = Ranking(BertConfig(num_hidden_layers=1, hidden_size=24))\n"
+        "class Pairs(Trainer):\n    __module__, loss = 'sentence_transformers.trainer', loss\n"
+        "arguments = TrainingArguments('x', per_device_train_batch_size=2)\n"
+        "Pairs(loss, arguments, train_dataset=[{'input_ids': [1, 2, 3], 'labels': 0}] * 4).train()\n"
+    )
+    assert found["script"]["depends_on_rows"] == "its Ranking takes the rows of a micro-batch together"
+
+
 @pytest.mark.slow
 def test_a_call_that_is_never_made_is_told(described):
     text = (

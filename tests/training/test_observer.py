@@ -51,3 +51,72 @@ def test_layers_that_the_loss_does_not_use_are_not_expected_to_be_recomputed(che
     found = observed(BeitForSemanticSegmentation(config), "BeitLayer", checkpointing, batch)
     assert found == (forwards,) * len(found)
     assert 0 < len(found) < 6
+
+
+class Pairs(torch.nn.Module):
+    """A model whose output is a dictionary, as those of sentence-transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, rows):
+        return {"rows": rows, "embedding": self.last(self.first(rows).relu())}
+
+
+class Cached(torch.autograd.Function):
+    """A loss whose backward pass runs the model again, a part of the rows at a time (GradCache)."""
+
+    @staticmethod
+    def forward(context, loss, model, rows):
+        context.again = model, rows
+        return loss.clone()
+
+    @staticmethod
+    def backward(context, _):
+        model, rows = context.again
+        with torch.enable_grad():
+            for part in rows.split(1):
+                model(part)["embedding"].sum().backward()
+        return torch.ones(()), None, None
+
+
+def once(model, rows):
+    return model(rows)["embedding"].sum()
+
+
+def three_times(model, rows):
+    return sum(model(rows)["embedding"].square().sum() for _ in range(3))
+
+
+def cached(model, rows):
+    with torch.no_grad():
+        loss = model(rows)["embedding"].sum()
+    return Cached.apply(loss.requires_grad_(), model, rows)
+
+
+def recomputed(model, rows):
+    passes = [once, lambda *given: torch.utils.checkpoint.checkpoint(once, *given, use_reentrant=False)]
+    return sum(one(model, rows) for one in (*passes, *passes))
+
+
+def nested(model, rows):
+    """An output that can't be looked into: each forward pass is taken for a micro-step, as there is one."""
+    return model(rows)["embedding"].value.sum()
+
+
+@pytest.mark.parametrize("loss", [once, three_times, cached, recomputed, nested])
+def test_a_micro_step_counts_once_however_often_its_loss_runs_the_model(loss):
+    model = Pairs().train()
+    if loss is nested:
+        model.register_forward_hook(lambda _module, _given, output: {"embedding": Inside(output["embedding"])})
+    facts = cpu_facts(global_batch=4)
+    observer = Observer(model, recipe_of(PLAIN, facts))
+    for _ in range(3):
+        loss(model, torch.randn(4, 4)).backward()
+    assert observer.micro_steps == 3
+
+
+@dataclasses.dataclass
+class Inside:
+    value: torch.Tensor

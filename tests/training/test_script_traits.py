@@ -2,11 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from transformers import LlamaConfig
 
 from autofit.machine.model import describe_module
-from autofit.training.scripts.traits import traits
+from autofit.training.scripts.traits import loss_takes_rows_together, traits
 
 
 class Around(torch.nn.Module):
@@ -24,3 +25,48 @@ def test_a_module_around_a_model_of_transformers_is_the_users_own():
     assert found["config"] == {}
     assert found["script"]["loads"] == {}
     assert describe_module("train.py", found["model"])["architecture"] == "Around"
+
+
+def of_package(name, *, within="losses", bases=(torch.nn.Module,), **holds):
+    """A class as sentence-transformers has it, and one of it."""
+    one = type(name, bases, {"__module__": f"sentence_transformers.{within}.{name.lower()}"})()
+    for key, value in holds.items():
+        setattr(one, key, value)
+    return one
+
+
+MEAN, RANKING = (
+    of_package("CosineSimilarityLoss", loss_fct=torch.nn.MSELoss()),
+    of_package("MultipleNegativesRankingLoss"),
+)
+TOGETHER = "its MultipleNegativesRankingLoss takes the rows of a micro-batch together"
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (MEAN, None),
+        (RANKING, TOGETHER),
+        (of_package("MatryoshkaLoss", loss=MEAN), None),
+        (of_package("Matryoshka2dLoss", loss=of_package("MatryoshkaLoss", loss=RANKING)), TOGETHER),
+        ({"pairs": MEAN, "triplets": of_package("TripletLoss")}, None),
+        ({"pairs": MEAN, "triplets": RANKING}, TOGETHER),
+        (of_package("ContrastiveLoss", size_average=False), "its ContrastiveLoss takes"),
+        (of_package("MSELoss", loss_fct=torch.nn.MSELoss(reduction="sum")), "its MSELoss takes"),
+        (of_package("SoftmaxLoss", loss_fct=torch.nn.functional.cross_entropy), "its SoftmaxLoss takes"),
+        (
+            of_package("CrossEntropyLoss", ce_loss=torch.nn.CrossEntropyLoss(torch.ones(2))),
+            "its CrossEntropyLoss",
+        ),
+        (torch.nn.MSELoss(), "its MSELoss may take the rows of a micro-batch together"),
+    ],
+)
+def test_a_loss_of_sentence_transformers_that_is_no_mean_over_rows_is_told(loss, why):
+    trainer = of_package("SentenceTransformerTrainer", within="trainer", bases=(SimpleNamespace,), loss=loss)
+    for one in (trainer, type("Own", (type(trainer),), {})(loss=loss)):
+        found = loss_takes_rows_together(one)
+        assert found == why or found.startswith(why)
+
+
+def test_the_loss_of_another_trainer_is_not_looked_at():
+    assert loss_takes_rows_together(SimpleNamespace(loss=RANKING)) is None

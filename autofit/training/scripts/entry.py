@@ -21,7 +21,7 @@ from autofit.training.scripts.loading import loading_of, workers_bytes
 from autofit.training.scripts.loop_entry import describing, measure_loop, train_loop_with, waits_of
 from autofit.training.scripts.patches import Made, Patches, loads_of
 from autofit.training.scripts.rows import sample_of, take_in_order, why_ungrouped
-from autofit.training.scripts.traits import inner_of, longest_batch, shapes, traits
+from autofit.training.scripts.traits import inner_of, longest_batch, loss_takes_rows_together, shapes, traits
 from autofit.training.scripts.watched import evaluate_longest, watch, wrap
 from autofit.training.tasks.loss_scale import script_leaves_undivided
 
@@ -138,6 +138,7 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
         "ungrouped": why_ungrouped(trainer, loader.dataset, 1 / rate if rate else None),
         "batch": shapes(batch),
         "undivided": bool(undivided),
+        "depends_on_rows": found["script"]["depends_on_rows"] or loss_takes_rows_together(trainer),
         "own_split": _UNTOLD if undivided is None else None,
     }
     return found

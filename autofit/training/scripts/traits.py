@@ -63,6 +63,51 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
     return {"script": script, "model": inner, "config": json.loads(text)}
 
 
+_PACKAGE = "sentence_transformers"
+_ROW_BY_ROW = {
+    "BinaryCrossEntropyLoss", "ContrastiveLoss", "CosineSimilarityLoss", "CrossEntropyLoss", "DistillKLDivLoss",
+    "EmbedDistillLoss", "MSELoss", "MarginMSELoss", "MultiVectorDistillKLDivLoss", "MultiVectorMarginMSELoss",
+    "SoftmaxLoss", "SparseMSELoss", "TripletLoss",
+}  # fmt: skip
+"""Losses of sentence-transformers (6.2) that are a mean over rows, each by itself."""
+_AROUND = {"AdaptiveLayerLoss", "Matryoshka2dLoss", "MatryoshkaLoss"}
+"""Those that take another one several times."""
+
+
+def loss_takes_rows_together(trainer: Any) -> str | None:
+    """Why the loss of a Trainer of sentence-transformers depends on the rows of a micro-batch; ``None`` elsewhere."""
+    if not any(_is_of_package(kind) for kind in type(trainer).__mro__):
+        return None
+    loss: Any = getattr(trainer, "loss", None)
+    for one in loss.values() if isinstance(loss, Mapping) else [loss]:
+        inner: Any = one
+        while type(inner).__name__ in _AROUND and _is_of_package(type(inner)):
+            inner = inner.loss
+        if not _is_row_by_row(inner):
+            takes = "takes" if _is_of_package(type(inner)) else "may take"
+            return f"its {type(inner).__name__} {takes} the rows of a micro-batch together"
+    return None
+
+
+def _is_of_package(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == _PACKAGE
+
+
+def _is_row_by_row(loss: Any) -> bool:
+    """Whether a loss is a known one, that takes the mean of what PyTorch's own losses are of each row."""
+    import torch
+
+    if type(loss).__name__ not in _ROW_BY_ROW or not _is_of_package(type(loss)):
+        return False
+    inside = [one for one in loss.children() if isinstance(one, torch.nn.modules.loss._Loss)]  # noqa: SLF001 - the base
+    given = getattr(loss, "loss_fct", None)
+    return (
+        getattr(loss, "size_average", True)
+        and (given is None or given in inside)
+        and all(one.reduction in {"mean", "batchmean"} and getattr(one, "weight", None) is None for one in inside)
+    )
+
+
 def longest_batch(loader: Any, rows: Sample, micro_batch: int) -> Any:
     """A micro-batch of the longest rows, as a script's own collator makes it; its first, where they are not known."""
     if not rows.longest or loader.collate_fn is None:
