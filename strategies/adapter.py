@@ -71,6 +71,8 @@ _UNTOUCHED = {"out_proj", "conv1d"}
 ``_check_lora_target_modules_mamba``."""
 _EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """What PEFT calls their stacked weights and their router: ``_MOE_TARGET_MODULE_MAPPING``."""
+_TOGETHER = ("gate_proj", "up_proj"), ("w1", "w3")
+"""Those that are one weight, so that PEFT takes both or none: ``_MOE_FUSED_TARGETS``."""
 _WORD = re.compile(r"(?P<name>r|alpha|dropout|targets)=(?P<value>[\w.+]+)", re.ASCII)
 
 
@@ -310,6 +312,9 @@ def _refused(wanted: Wanted, model: Model) -> str | None:
     if kind in _STATE_SPACE and not (targets and not _UNTOUCHED & targets):
         others = "adapter=lora:r=16:targets=in_proj"
         return f"PEFT puts no LoRA on the output projections of {kind}: ask for others, as {others}"
+    halves = next((pair for pair in _TOGETHER if len(targets & {*pair}) == 1), None)
+    if model.lora_on_experts and halves:
+        return f"{' and '.join(halves)} of {kind}'s experts are one weight: PEFT puts an adapter on both or none"
     what = "DoRA" if wanted.method == "dora" else "LoRA with dropout" if wanted.dropout else None
     if what and model.lora_on_experts and (not targets or targets & _EXPERTS):
         others = f"adapter={dataclasses.replace(wanted, targets=('q_proj', 'v_proj')).words()}"

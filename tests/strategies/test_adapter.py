@@ -109,8 +109,14 @@ def test_peft_puts_neither_dora_nor_dropout_on_stacked_experts():
     for value in ("lora:r=16", "rslora:r=16", "ia3", "dora:r=16:targets=q_proj+v_proj"):
         assert ADAPTER.choice(value, moe).status != "withheld"
     assert ADAPTER.choice("dora:r=16", FACTS).status != "withheld"
+    half = ADAPTER.choice("lora:r=16:targets=gate_proj+q_proj", moe)
+    assert half.status == "withheld"
+    assert "both or none" in half.reason
+    assert ADAPTER.choice("lora:r=16:targets=gate_proj+up_proj", moe).status != "withheld"
     with pytest.raises(ValueError, match="use_dora"):
         get_peft_model(model, LoraConfig(target_modules="all-linear", use_dora=True))
+    with pytest.raises(ValueError, match="without also targeting up_proj"):
+        get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules=["gate_proj"]))
 
 
 def test_without_peft_there_is_no_adapter():
