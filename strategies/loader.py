@@ -39,10 +39,11 @@ from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Techni
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from autofit.contract.facts import Facts, Loading
+    from autofit.contract.facts import Facts
     from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
+    from autofit.contract.script import Loading
 
 _COUNTS = (1, 2, 4, 8, 16, 32)
 _VALUE = re.compile(r"workers_([1-9]\d?)(?::prefetch=([1-9]\d?))?")

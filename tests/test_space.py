@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autofit import space
 from autofit.contract.emission import Emission
-from autofit.contract.facts import Script
+from autofit.contract.script import Script
 from autofit.contract.technique import Choice, Kind, Technique, divisors
 from autofit.registry import changes, technique, techniques
 from autofit.system.errors import InputError

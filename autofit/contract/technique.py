@@ -207,7 +207,7 @@ class Technique(ABC):
     def in_script(self, model: nn.Module) -> str | None:
         """What a script's own model has of the technique, in words; ``None`` where nothing.
 
-        The words are kept in :class:`~autofit.contract.facts.Script`, in the field of the technique's name.
+        The words are kept in :class:`~autofit.contract.script.Script`, in the field of the technique's name.
         """
         return None
 

@@ -69,10 +69,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from autofit.contract.facts import Facts, Script
+    from autofit.contract.facts import Facts
     from autofit.contract.observation import Hooks, Ran, Read, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
+    from autofit.contract.script import Script
 
 _ALIKE = 0.9
 """Rows whose mean is this share of the longest are hardly padded."""

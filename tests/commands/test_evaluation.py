@@ -10,8 +10,8 @@ import pytest
 import autofit
 from autofit.commands.tunes.evaluation import evaluating, scripts_own
 from autofit.commands.verify import VERIFICATION
-from autofit.contract.facts import Script
 from autofit.contract.outcome import Crashed, Measured
+from autofit.contract.script import Script
 from autofit.costmodel.evaluation import most_rows
 from autofit.output import findings
 from autofit.output.document import read_document

@@ -10,7 +10,7 @@ import pytest
 
 from autofit.commands.scripts import run as scripts
 from autofit.commands.scripts import run_script
-from autofit.contract.facts import Script
+from autofit.contract.script import Script
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE
 from autofit.system.errors import InputError
 from autofit.system.processes import end_group

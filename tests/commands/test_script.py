@@ -14,7 +14,7 @@ from autofit.cli import main
 from autofit.commands.request import Request
 from autofit.commands.scripts import request as scripts
 from autofit.commands.scripts.request import _workload, script_facts, script_notes
-from autofit.contract.facts import Loading, Script
+from autofit.contract.script import Loading, Script
 from autofit.output.document import read_document
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError

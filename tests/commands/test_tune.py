@@ -20,9 +20,9 @@ from autofit.commands.shell.explanations import no_winner
 from autofit.commands.shell.terminal import data_console
 from autofit.commands.tunes.backend import DeviceBackend
 from autofit.commands.tunes.output_folder import remove_unstarted_output
-from autofit.contract.facts import Script
 from autofit.contract.outcome import Crashed, Diverged, TimedOut, Trial, Unsupported
 from autofit.contract.plan import Plan
+from autofit.contract.script import Script
 from autofit.output import text
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST, Training
 from autofit.output.emit import ARGUMENTS, REPORT, YAML

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from autofit.commands.shell.terminal import data_console
-from autofit.contract.facts import Loading, Script
 from autofit.contract.outcome import Measured
+from autofit.contract.script import Loading, Script
 from autofit.output import findings
 from autofit.output.reports.brief import SCREEN_LINES, brief
 from autofit.output.reports.report import summary

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from autofit.contract.facts import Script
+from autofit.contract.script import Script
 from autofit.machine.packages import installed
 from autofit.output.exports.export import TARGETS, comments, export
 from autofit.registry import recipe_of

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from autofit.contract.facts import Facts, Hardware, Model, Script, Workload
+from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.outcome import (
     Crashed,
     Diverged,
@@ -22,6 +22,7 @@ from autofit.contract.outcome import (
     Unsupported,
 )
 from autofit.contract.plan import Plan
+from autofit.contract.script import Script
 from autofit.output import findings, standings, wording
 from autofit.output.document import DOCUMENT, Document, Estimated, Offer
 from autofit.output.plan_words import outcome_words

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autofit import space
-from autofit.contract.facts import Script
 from autofit.contract.outcome import Crashed, Diverged, TimedOut, Trial
+from autofit.contract.script import Script
 from autofit.search.decision import decide, finalists, nearest_change
 from tests.support.synthetic import GIB, cuda_facts, measured, out_of_memory
 

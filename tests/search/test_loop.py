@@ -13,8 +13,8 @@ import optuna
 import pytest
 
 from autofit import space
-from autofit.contract.facts import Script
 from autofit.contract.outcome import Crashed, Diverged, Evidence, Measured, OutOfMemory, TimedOut, Trial, Unsupported
+from autofit.contract.script import Script
 from autofit.machine import describe, meters
 from autofit.search import loop, searcher
 from autofit.search.decision import decide

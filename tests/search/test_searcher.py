@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from autofit import space
-from autofit.contract.facts import Script
 from autofit.contract.outcome import Crashed, OutOfMemory, TimedOut, Trial, Unsupported
 from autofit.contract.plan import Plan
+from autofit.contract.script import Script
 from autofit.contract.technique import Kind
 from autofit.registry import techniques
 from autofit.search.decision import decide

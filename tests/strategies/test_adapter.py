@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit import space
-from autofit.contract.facts import Script
+from autofit.contract.script import Script
 from autofit.contract.technique import Kind
 from autofit.machine.model import describe_built
 from autofit.registry import recipe_of, technique, techniques

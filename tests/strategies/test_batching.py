@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceC
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from autofit import space
-from autofit.contract.facts import Script
 from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
+from autofit.contract.script import Script
 from autofit.contract.technique import Kind
 from autofit.output.document import read_document
 from autofit.registry import by_script, converted, recipe_of, technique

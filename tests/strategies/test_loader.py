@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from autofit import space
-from autofit.contract.facts import Loading, Script
 from autofit.contract.plan import Plan
+from autofit.contract.script import Loading, Script
 from autofit.output.document import read_document
 from autofit.registry import converted, recipe_of, technique
 from autofit.system.errors import InputError

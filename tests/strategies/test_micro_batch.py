@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autofit.contract.facts import Script
+from autofit.contract.script import Script
 from autofit.registry import technique
 from tests.support.synthetic import cpu_facts
 

@@ -211,7 +211,7 @@ def test_a_measured_loop_deletes_nothing_that_was_there(tmp_path):
 PLANNED = """
 import sys
 
-from autofit.contract.facts import Script
+from autofit.contract.script import Script
 from autofit.registry import recipe_of
 from autofit.training.scripts.loop_entry import train_loop_with
 from tests.support.synthetic import cuda_facts

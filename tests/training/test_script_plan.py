@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from autofit.contract.facts import Loading, Script
+from autofit.contract.script import Loading, Script
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError
 from autofit.training.scripts.entry import asks_otherwise, train_with

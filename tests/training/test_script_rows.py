@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from autofit.contract.facts import Script
+from autofit.contract.script import Script
 from autofit.system.statistics import median
 from autofit.training.expected_rows import Tokens, usual_steps
 from autofit.training.row_order import Wanted, expected, order

@@ -17,7 +17,8 @@ from autofit import space
 from autofit.commands.facts import DEFAULT_CEILING, ceiling, lacking_kernels
 from autofit.commands.request import Request
 from autofit.commands.scripts.named import named
-from autofit.contract.facts import Facts, Hardware, Model, Script, Workload
+from autofit.contract.facts import Facts, Hardware, Model, Workload
+from autofit.contract.script import Script
 from autofit.machine.jobs import HardwareJob
 from autofit.machine.packages import installed
 from autofit.machine.select import unusable

@@ -12,8 +12,8 @@ from autofit.costmodel.scripts.script_source import ScriptSource, apart
 from autofit.costmodel.tracing.layers import Marks, TraceDone
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Script
     from autofit.contract.recipe import Recipe
+    from autofit.contract.script import Script
 
 
 class LoopSource(ScriptSource):

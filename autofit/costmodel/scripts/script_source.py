@@ -16,8 +16,8 @@ from autofit.costmodel.tracing.source import call_batch, make_fake
 from autofit.system.errors import ModelError
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Script
     from autofit.contract.recipe import Recipe
+    from autofit.contract.script import Script
 
 
 class ScriptSource:

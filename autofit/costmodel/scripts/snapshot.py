@@ -33,8 +33,8 @@ from autofit.training.scripts.patches import Patches, loads_of
 from autofit.training.scripts.snapshot import without_monitor
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Script
     from autofit.contract.recipe import Recipe
+    from autofit.contract.script import Script
     from autofit.costmodel.memory.parts import MicroPart
     from autofit.costmodel.scripts.loop_source import LoopSource
     from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests

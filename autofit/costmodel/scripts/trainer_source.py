@@ -13,8 +13,8 @@ from autofit.costmodel.tracing.layers import Marks, TraceDone
 from autofit.training.scripts.watched import watch, wrap_model, wrap_optimizer
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Script
     from autofit.contract.recipe import Recipe
+    from autofit.contract.script import Script
 
 
 class TrainerSource(ScriptSource):

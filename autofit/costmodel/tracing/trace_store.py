@@ -33,7 +33,8 @@ from autofit.costmodel.tracing.trace_request import TraceRequest, groups_experts
 from autofit.registry import loaded_rows, recipe_of, source_folders, technique
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Facts, Script
+    from autofit.contract.facts import Facts
+    from autofit.contract.script import Script
     from autofit.system.fork_server import ForkServer
 
 PARTS: tuple[Part, ...] = ("micro_steps", "optimizer")

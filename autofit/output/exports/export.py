@@ -17,8 +17,9 @@ from autofit.registry import recipe_of, techniques
 from autofit.system.errors import InputError, near
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Facts, Script
+    from autofit.contract.facts import Facts
     from autofit.contract.plan import Plan
+    from autofit.contract.script import Script
     from autofit.contract.technique import Technique
     from autofit.output.document import Document
 

@@ -22,7 +22,7 @@ from autofit.training.scripts.rows import take_the_same
 from autofit.training.scripts.watched import watch, wrap
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Script
+    from autofit.contract.script import Script
 
 
 def script_curve(

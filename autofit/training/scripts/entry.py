@@ -26,7 +26,8 @@ from autofit.training.scripts.watched import evaluate_longest, watch, wrap
 from autofit.training.tasks.loss_scale import script_leaves_undivided
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Facts, Script
+    from autofit.contract.facts import Facts
+    from autofit.contract.script import Script
     from autofit.training.timing import Clock
 
 _OUTPUT = "output"
@@ -82,7 +83,7 @@ def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path) 
     """Run a script up to its training, on the CPU and with random weights, and tell what it would train.
 
     Returns:
-        ``script``: the fields of :class:`autofit.contract.facts.Script` but path, arguments, text and call;
+        ``script``: the fields of :class:`autofit.contract.script.Script` but path, arguments, text and call;
         ``model``: the model itself; ``config``: its config as JSON values.
 
     Raises:

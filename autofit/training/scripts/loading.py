@@ -31,7 +31,7 @@ def loading_of(loader: Any, rows: int, *, own_batches: bool = False) -> dict[str
         own_batches: Whether the script says itself which rows make a micro-batch.
 
     Returns:
-        The fields of :class:`autofit.contract.facts.Loading`.
+        The fields of :class:`autofit.contract.script.Loading`.
     """
     found: dict[str, Any] = {
         "workers": int(loader.num_workers),

@@ -22,8 +22,8 @@ from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch, shapes, traits
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Script
     from autofit.contract.outcome import Evidence
+    from autofit.contract.script import Script
     from autofit.training.timing import Clock
 
 _MANUAL = "it does not train in `with accelerator.accumulate(model):`, so how often it steps is its own"

@@ -34,9 +34,10 @@ from autofit.training.scripts.leave import Enough, Refused, run_until_left
 from autofit.training.scripts.patches import Patches, loads_of
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Hardware, Script
+    from autofit.contract.facts import Hardware
     from autofit.contract.outcome import Evidence, Outcome
     from autofit.contract.recipe import Recipe
+    from autofit.contract.script import Script
     from autofit.training.timing import Clock
 
 _PROBE_SECONDS = 60.0

@@ -18,7 +18,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
     """What a script trains, but for how its loop or its Trainer does.
 
     Returns:
-        ``script``: fields of :class:`autofit.contract.facts.Script`; ``model``: the model itself; ``config``: its
+        ``script``: fields of :class:`autofit.contract.script.Script`; ``model``: the model itself; ``config``: its
         config as JSON values, empty where it is none of transformers.
 
     Raises:

@@ -11,8 +11,8 @@ from autofit.commands.request import Request, Search
 from autofit.commands.shell.explanations import no_winner
 from autofit.commands.tunes import course
 from autofit.commands.tunes.backend import DeviceBackend
-from autofit.contract.facts import Script
 from autofit.contract.outcome import Trial
+from autofit.contract.script import Script
 from autofit.contract.technique import Kind
 from autofit.output.plan_words import plan_words
 from autofit.registry import recipe_of

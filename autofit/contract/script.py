@@ -1,0 +1,123 @@
+"""What is known of the user's own training script: what it was asked to do, what it does by itself, its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How the loader of a user's script makes micro-batches, and how fast it does so by itself.
+
+    Attributes:
+        workers, prefetch, persistent, pinned: The script's own settings; the names are those of PyTorch's loader,
+            ``num_workers``, ``prefetch_factor``, ``persistent_workers``, ``pin_memory``.
+        fixed: Why another number of workers can't be had; ``None`` where it can.
+        cores: Processors that its process may use.
+        rows_per_second: Rows that were loaded without a training step, by the number of workers; 0: in the process
+            itself. Empty where none were.
+        worker_bytes: Memory that a worker held for itself; the data set's pages that it shares do not count.
+    """
+
+    workers: Annotated[int, Field(ge=0)] = 0
+    prefetch: int | None = None
+    persistent: bool = False
+    pinned: bool = False
+    fixed: str | None = None
+    cores: Positive = 1
+    rows_per_second: tuple[tuple[int, float], ...] = ()
+    worker_bytes: int = 0
+
+    def row_seconds(self, workers: int) -> float | None:
+        """Seconds a row with so many workers: of the next smaller number that was timed; ``None`` where none was."""
+        timed = [rate for count, rate in self.rows_per_second if count <= workers]
+        return 1 / timed[-1] if timed else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """The user's own training script, run unmodified: what it was asked to do, and what it does by itself.
+
+    Attributes:
+        path: Of the script, absolute.
+        arguments: What stands behind it on its command line.
+        sha256: Of the script's text when it was tuned.
+        factory: What it is called, ``MODULE:FUNCTION``, where it is a factory that autofit's own script trains.
+        call: Which of its calls of ``train()`` is tuned, from 1.
+        trainer: The class of its Trainer; empty where it trains in a plain loop with Accelerate.
+        micro_batch, accumulation: The script's own.
+        own: Its other arguments that techniques decide on, as JSON values: fields of ``TrainingArguments``, and what
+            else its Trainer is given, in words.
+        evaluated_rows: That its Trainer evaluates at once; 0 where it is given none to evaluate.
+        loads: What it says itself where it loads its model, as texts: ``attn_implementation``, ``dtype``.
+        weights_dtype: Of its model's largest weight.
+        adapter: The adapter that it puts on its model, in words.
+        own_optimizer: Whether it hands its Trainer an optimizer, or makes it in a method of its own.
+        compiled: Whether it compiles its model itself.
+        own_split: Why the split of its batch is its own; ``None`` where another can be put in.
+        loader: Which of the loaders that it has prepared it trains on, from 0; in a plain loop.
+        loading: How that loader loads; ``None`` where it was not looked at.
+        depends_on_rows: Why its loss depends on the rows of a micro-batch, so that accumulation is not exact.
+        undivided: Whether its Trainer takes its loss for divided by the accumulation, and nobody divides it: the plan's
+            gradients are kept as large as those of its own accumulation.
+        ungrouped: Why its Trainer can't take rows of about the same length together; ``None`` where it can.
+        batch: Shapes of a micro-batch of its longest rows, by the names of the model's arguments.
+        rows: In its data set; ``None`` where it has no length.
+        sampled: Rows of it that were looked at, to find the longest.
+        longest, mean_length: Numbers in a batch of the longest of these alone, and of one in the mean, all tensors
+            together.
+        tokens_a_row: Mean tokens of a row without its padding; ``None`` where it has none.
+        lengths: Tokens of some rows without their padding, evenly spread over the data set; empty where that is None.
+        places: Some rows, evenly spread over the data set, by their numbers in it; the shortest first.
+        longest_places: The longest rows; the first ones together make the largest micro-batch.
+        seconds: From its start until its training begins.
+    """
+
+    path: str
+    arguments: tuple[str, ...] = ()
+    sha256: str
+    factory: str | None = None
+    call: Positive = 1
+    trainer: str
+    micro_batch: Positive
+    accumulation: Positive
+    own: Mapping[str, Any] = field(default_factory=dict)
+    evaluated_rows: Annotated[int, Field(ge=0)] = 0
+    loads: Mapping[str, str] = field(default_factory=dict)
+    weights_dtype: str = "float32"
+    adapter: str | None = None
+    own_optimizer: bool = False
+    compiled: bool = False
+    own_split: str | None = None
+    loader: int = 0
+    loading: Loading | None = None
+    depends_on_rows: str | None = None
+    undivided: bool = False
+    ungrouped: str | None = None
+    batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: int | None = None
+    sampled: int = 0
+    longest: int = 0
+    mean_length: float = 0.0
+    tokens_a_row: float | None = None
+    lengths: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    longest_places: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def typed(self) -> tuple[str, ...]:
+        """What stands for it on a command line, and what stands behind ``--``."""
+        return (self.path, *self.arguments) if self.factory is None else (self.factory, *self.arguments[2:])
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the longest row, in the mean where a collator joins rows to one; ``None`` where there are none."""
+        shape = self.batch.get("input_ids", ())
+        return shape[-1] * min(shape[0], self.micro_batch) // self.micro_batch if len(shape) > 1 else None
