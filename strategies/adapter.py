@@ -309,7 +309,7 @@ def _refused(wanted: Wanted, model: Model) -> str | None:
     kind, targets = model.model_type, set(wanted.targets)
     if wanted.method == "ia3":
         return None
-    if kind in _STATE_SPACE and not (targets and not _UNTOUCHED & targets):
+    if kind in _STATE_SPACE and (not targets or targets & _UNTOUCHED):
         others = "adapter=lora:r=16:targets=in_proj"
         return f"PEFT puts no LoRA on the output projections of {kind}: ask for others, as {others}"
     halves = next((pair for pair in _TOGETHER if len(targets & {*pair}) == 1), None)

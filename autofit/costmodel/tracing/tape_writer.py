@@ -120,7 +120,7 @@ class TapeWriter:
             grows = ((sizes - beside) % self.rows == 0) & ~fixed
             per_row = np.where(grows, (sizes - beside) / self.rows, 0.0)
             sizes = np.where(grows, beside, sizes)
-            each = ~(grows | fixed) & self._made_for_each_row(blocks, kept)[kept]
+            each = ~(grows | fixed) & self._made_for_each_row(events, kept)[kept]
             per_row, sizes = np.where(each, sizes / self.rows, per_row), np.where(each, 0.0, sizes)
             ends = np.array([self.most.get(int(block), np.inf) for block in np.flatnonzero(kept)])
             most = np.where(grows, ends, np.inf)
@@ -149,7 +149,7 @@ class TapeWriter:
             calls=calls,
         )
 
-    def _made_for_each_row(self, blocks: Ints, kept: Bools) -> Bools:
+    def _made_for_each_row(self, events: Ints, kept: Bools) -> Bools:
         """Which blocks are alike, made in one segment, as often as there are rows, and there together.
 
         A model that goes from image to image makes one for each. Those of which each is gone before the next is made
@@ -160,10 +160,10 @@ class TapeWriter:
         alike = (np.array(self._made_in) * len(self.names) + self.ops) * (sizes.max(initial=0) + 1) + sizes
         _, kind, times = np.unique(np.where(kept, alike, -1), return_inverse=True, return_counts=True)
         found = np.zeros(len(sizes), dtype=bool)
+        blocks, changes = np.where(events >= 0, events, ~events), np.where(events >= 0, 1, -1)
         for one in np.flatnonzero(times % self.rows == 0):
             mine = kind == one
-            changes = np.where(np.array(self.events) >= 0, 1, -1)[mine[blocks]]
-            found |= mine & (changes.cumsum().max() >= self.rows)
+            found |= mine & (changes[mine[blocks]].cumsum().max() >= self.rows)
         return found
 
     def _work_of(self, since: int, past: int) -> tuple[Floats, Floats]:

@@ -31,9 +31,9 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
     first = max(inner.parameters(), key=lambda one: one.numel(), default=None)
     if first is None:
         raise Refused(f"the script trains a {type(inner).__name__}, which has no parameters", "hand on the whole model")
-    own = not isinstance(inner, PreTrainedModel)  # sentence-transformers' have the config of the model inside
-    settings: Any = None if own else getattr(inner, "config", None)
-    text = settings.to_json_string(use_diff=False) if hasattr(settings, "to_json_string") else "{}"
+    # a module of sentence-transformers has the config of the model inside, and is none itself
+    settings: Any = inner.config if isinstance(inner, PreTrainedModel) else None
+    text = "{}" if settings is None else settings.to_json_string(use_diff=False)
     dtype = str(first.dtype).removeprefix("torch.")
     if first.dtype not in {torch.float32, torch.bfloat16}:
         raise Refused(
