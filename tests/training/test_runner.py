@@ -104,8 +104,9 @@ def test_a_measured_outcome_is_sane(try_plan, facts_of, launch_path):
     assert found.tokens_per_second == pytest.approx(4 * 32 / found.step_seconds)
     assert sum(found.steps) < found.training_seconds < trial.wall_seconds
     assert training_seconds(trial) == found.training_seconds
-    # weights, gradients and the two moments of AdamW, and then some, but not twice that
-    assert 15.5 * facts.model.parameters < found.peak_bytes < 40 * facts.model.parameters
+    # weights, gradients and the two moments of AdamW, and a dozen copies of the logits (2 bytes a parameter each), of
+    # which a heap keeps some more or less; not what the process itself holds, which is over 100 bytes a parameter
+    assert 15.5 * facts.model.parameters < found.peak_bytes < 60 * facts.model.parameters
     assert found.peak_bytes == found.allocated_bytes == found.reserved_bytes == found.host_bytes
     assert found.outside_bytes == 0
     assert found.limit_bytes == 4 * GIB
