@@ -135,6 +135,12 @@ def remarks(seq_len: int, model: Model, device: Device) -> list[str]:
         said.append(
             f"the config {what}: it is trained as {model.architecture}, on {model.trained_on}; --task chooses another"
         )
+    if model.unread:
+        what = " and ".join(model.unread)
+        said.append(
+            f"{model.architecture} reads {what}, too, and the rows here are texts without: what it has for {what} is "
+            "held in memory and not run; a script that trains on them can be tuned: autofit tune train.py"
+        )
     return said + lacking_kernels(model, device)
 
 

@@ -87,6 +87,7 @@ class Model:
         context_split: Whether ranks can each have a part of a row's tokens: all of its attention is causal over the
             whole row, in modules whose mask Accelerate can drop, with heads that FlashAttention knows.
         lacking_kernels: Distributions whose kernels its layers would run, and that can't be imported.
+        unread: What its class reads beside what its rows hold, in words: ``images``, ``sounds``.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Model:
     tensor_sizes: Mapping[str, int] = field(default_factory=dict)
     context_split: bool = False
     lacking_kernels: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def plain_module(self) -> bool:

@@ -21,6 +21,11 @@ from autofit.training.tasks.table import TASKS
 _FIRST = ("causal-lm", "seq2seq-lm")
 """Looked for first: what a class does that is in several lists of transformers."""
 _SHORT_TOKENS = 8
+_BESIDE_TEXTS = {
+    "get_image_features": ("images", ("pixel_values",)),
+    "get_audio_features": ("sounds", ("input_features", "input_values")),
+}
+"""What a class reads that has such a method, in words, and the arguments of ``forward()`` that it may lie in."""
 
 
 def describe_model(name: str, config: Path, *, trust_remote_code: bool, task: Task | None = None) -> dict[str, Any]:
@@ -71,7 +76,17 @@ def describe_model(name: str, config: Path, *, trust_remote_code: bool, task: Ta
         "trust_remote_code": trust_remote_code,
         "plain_head": kind.name == "causal-lm" and has_plain_head(model),
         "new_modules": beside_the_base(model) if kind.new_head else (),
+        "unread": _unread(model, {main, *kind.arguments}),
     }
+
+
+def _unread(model: Any, handed: set[str]) -> tuple[str, ...]:
+    """What a model's class reads beside the arguments that it is handed, in words."""
+    return tuple(
+        words
+        for method, (words, arguments) in _BESIDE_TEXTS.items()
+        if hasattr(model, method) and handed.isdisjoint(arguments)
+    )
 
 
 def _built(kind: Kind, settings: Any, *, trust_remote_code: bool) -> Any:
@@ -100,6 +115,7 @@ def task_of(name: str, settings: Any, task: Task | None, *, trust_remote_code: b
     Raises:
         ModelError: There is none.
     """
+    import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     named = tuple(settings.architectures or ())
@@ -114,6 +130,11 @@ def task_of(name: str, settings: Any, task: Task | None, *, trust_remote_code: b
         raise ModelError(
             f"{what}, and transformers has no model of the type {settings.model_type} for --task {task}",
             hint=f"its tasks: {listed}" if listed else "autofit tunes the training of models for the tasks of --task",
+        )
+    if not here and type(settings) in transformers.AutoModelForImageTextToText._model_mapping:  # noqa: SLF001 - as below
+        raise ModelError(
+            f"{what}, which is trained on images and their texts, and its config does not tell how large they are",
+            hint="give the script that trains it: autofit tune train.py; examples/train_image_text.py is one",
         )
     if not here:
         raise ModelError(
