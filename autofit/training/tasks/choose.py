@@ -131,11 +131,12 @@ def task_of(name: str, settings: Any, task: Task | None, *, trust_remote_code: b
             f"{what}, and transformers has no model of the type {settings.model_type} for --task {task}",
             hint=f"its tasks: {listed}" if listed else "autofit tunes the training of models for the tasks of --task",
         )
-    if not here and type(settings) in transformers.AutoModelForImageTextToText._model_mapping:  # noqa: SLF001 - as below
-        raise ModelError(
-            f"{what}, which is trained on images and their texts, and its config does not tell how large they are",
-            hint="give the script that trains it: autofit tune train.py; examples/train_image_text.py is one",
-        )
+    script = "give the script that trains it: autofit tune train.py"
+    if images := type(settings) in transformers.AutoModelForImageTextToText._model_mapping:  # noqa: SLF001 - as below
+        script += "; examples/train_image_text.py is one"
+    if images and not here:
+        why = "which is trained on images and their texts, and its config does not tell how large they are"
+        raise ModelError(f"{what}, {why}", hint=script)
     if not here:
         raise ModelError(
             f"{what}, and autofit knows no task that transformers has a model of the type {settings.model_type} for",
@@ -154,7 +155,6 @@ def task_of(name: str, settings: Any, task: Task | None, *, trust_remote_code: b
         return causal
     if not named or any(one in bases and one.endswith("Model") for one in named):
         return here[0]
-    script = "give the script that trains it: autofit tune train.py"
     listed = ", ".join(kind.name for kind in here if _takes(name, settings, kind, trust_remote_code=trust_remote_code))
     raise ModelError(
         f"{what}, which is a model for no task that autofit knows",
