@@ -315,6 +315,41 @@ def without_drawing() -> Iterator[None]:
         vars(init).update(drawn)
 
 
+_LARGE_BYTES = 1 << 20
+_MMAP_THRESHOLD = -3
+"""``M_MMAP_THRESHOLD`` of ``mallopt(3)``: so many bytes are zeros, and memory is taken where they are written to."""
+
+
+@contextlib.contextmanager
+def large_weights_left_zero() -> Iterator[None]:
+    """Draw no large weights on the CPU, which then are zeros that take no memory and no time.
+
+    For a run that is to tell what a model is made of, and whose own code must find tensors of the CPU. The process
+    goes on to take each large block of memory from the system.
+    """
+    import ctypes
+
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    fills = {
+        getattr(torch.ops.aten, name)
+        for name in ("normal_", "uniform_", "fill_", "zero_", "mul_", "add_", "clamp_", "erfinv_")
+    }
+
+    class LeftZero(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            if func.overloadpacket in fills and args[0].device.type == "cpu" and args[0].nbytes >= _LARGE_BYTES:
+                return args[0]
+            return func(*args, **(kwargs or {}))
+
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+    with LeftZero():  # type: ignore[no-untyped-call]
+        yield
+
+
 @contextlib.contextmanager
 def quick_random_weights(tile: int = 1 << 20) -> Iterator[None]:
     """Make large random tensors by repeating a tile of random numbers.

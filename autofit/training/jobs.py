@@ -129,13 +129,18 @@ SNAPSHOT_JOB: TypeAdapter[SnapshotJob] = TypeAdapter(SnapshotJob)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribeScriptJob:
-    """Run a user's script up to its training, on the CPU, and write down what it would train."""
+    """Run a user's script up to its training, on the CPU, and write down what it would train.
+
+    Attributes:
+        draws: Whether its weights are drawn, as those of each trial are; else it is told sooner, and in less memory.
+    """
 
     RESULT: ClassVar[str] = "script.json"
     kind: Literal["describe_script"] = "describe_script"
     path: str
     arguments: tuple[str, ...]
     call: int
+    draws: bool = True
 
     def run(self, folder: Path) -> None:
         """Leave ``script``, ``model`` and ``config``, or an ``error`` with its ``hint``."""
@@ -266,7 +271,7 @@ def _described(job: DescribeScriptJob, folder: Path) -> dict[str, Any]:
     """What a script would train, as JSON values, or why it can't be tuned."""
     keep_quiet()
     try:
-        found = describe(job.path, job.arguments, call=job.call, folder=folder)
+        found = describe(job.path, job.arguments, call=job.call, folder=folder, draws=job.draws)
     except (InputError, Refused) as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)

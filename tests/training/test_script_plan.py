@@ -14,8 +14,10 @@ import torch
 import transformers
 
 from autofit.contract.script import Loading, Script
+from autofit.machine.meters import status
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError
+from autofit.system.units import MIB
 from autofit.training.scripts.entry import asks_otherwise, train_with
 from autofit.training.scripts.patches import Made, Patches, _given
 from autofit.training.scripts.watched import keep_scale
@@ -386,3 +388,24 @@ def test_a_loop_that_asks_for_another_batch_is_refused(tmp_path, words):
     else:
         (said,) = trained(recipe, path, words)
         assert f"a step takes 8 x 1 rows, the script's own {words[0]} x {words[1]}" in said
+
+
+def test_where_nothing_is_trained_large_weights_take_no_memory(tmp_path):
+    config = transformers.GPT2Config(n_layer=1, n_embd=1024, n_head=4, vocab_size=150_000)
+    config.save_pretrained(tmp_path)
+
+    def run():
+        Patches(train=lambda _trainer, _train: None, draws=False).install()
+        before = status()["VmRSS"]
+        read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for model, kind in ((read, torch.float32), (made, torch.bfloat16)):
+            assert {one.dtype for one in model.parameters()} == {kind}
+            assert not model.transformer.wte.weight.any()
+            assert model.transformer.h[0].ln_1.weight.all(), "small ones are as ever"
+        assert status()["VmRSS"] - before < 64 * MIB, "of 614 and 307 MB of embeddings, and 46 and 23 MB of a layer"
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0

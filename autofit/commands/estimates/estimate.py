@@ -143,7 +143,7 @@ def estimate(
         with contextlib.closing(server):
             kept = cache_folder() if cache else None
             if request.is_script:
-                facts = script_facts(folder, request, here, server, say)
+                facts = script_facts(folder, request, here, server, say, tried=False)
                 facts = facts if given is None else on_other_card(facts, card, given)
                 card = card or gpu_catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
             elif given is not None:

@@ -45,9 +45,17 @@ LONGEST_SECONDS = 3600.0
 
 
 def script_facts(
-    folder: Path, request: Request, device: Literal["cuda", "cpu"], server: ForkServer, say: Callable[[str], None]
+    folder: Path,
+    request: Request,
+    device: Literal["cuda", "cpu"],
+    server: ForkServer,
+    say: Callable[[str], None],
+    *,
+    tried: bool = True,
 ) -> Facts:
     """Run the script up to its training in a process of its own, and read the device.
+
+    Where no plan is ``tried``, nothing is said of how long a trial will take, and a model takes no memory.
 
     Raises:
         InputError: The script ends before it trains, or does what can't be tuned.
@@ -60,7 +68,7 @@ def script_facts(
             why = "it does not answer" if answer is None else answer["device"]
             raise unusable(device, why)
         hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
-    script, model, config = _described(folder, request, server)
+    script, model, config = _described(folder, request, server, draws=tried)
     with writing(folder / MODEL_FOLDER):
         (folder / MODEL_FOLDER).mkdir(exist_ok=True)
     write_atomically(folder / MODEL_FOLDER / CONFIG, json.dumps(config, indent=1))
@@ -114,14 +122,16 @@ def _text(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _described(folder: Path, request: Request, server: ForkServer) -> tuple[Script, Model, dict[str, Any]]:
+def _described(
+    folder: Path, request: Request, server: ForkServer, *, draws: bool = True
+) -> tuple[Script, Model, dict[str, Any]]:
     """What the script would train, the model itself, and its config, told by the script itself.
 
     Raises:
         InputError: The script ends before it trains, or does what can't be tuned.
     """
     run = named(request.model, request.arguments)
-    job = DescribeScriptJob(path=str(run.path), arguments=run.arguments, call=request.call)
+    job = DescribeScriptJob(path=str(run.path), arguments=run.arguments, call=request.call, draws=draws)
     try:
         with server.ask(folder, job, kill_after_seconds=LONGEST_SECONDS) as answer:
             found = _checked(answer, run.name)

@@ -47,7 +47,7 @@ class ScriptSource:
         Raises:
             ModelError: Rows can't be taken one by one, or their batch does not grow with them.
         """
-        self._batch, self._values_known = longest_rows(loader, self.script, rows)
+        self._batch, self._values_known = longest_rows(loader, self.script, rows, grows=grows)
         for name, tensor in _parts(self._batch).items():
             if grows and isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.numel() % rows:
                 shape = tuple(tensor.shape)
@@ -98,8 +98,19 @@ def apart(model: nn.Module, others: Iterable[Any]) -> list[nn.Module]:
     return [one for one in modules if all(id(module) not in inside for module in one.modules())]
 
 
-def longest_rows(loader: Any, script: Script, rows: int) -> tuple[Any, bool]:
+_FEW = 8
+"""Rows that differ and are collated together; those that have the most of some tensor come first."""
+
+
+def longest_rows(loader: Any, script: Script, rows: int, *, grows: bool = False) -> tuple[Any, bool]:
     """A micro-batch of a loader, each row as long as the longest, and whether its values are those of real rows.
+
+    Args:
+        loader: The script's own.
+        script: Whose longest rows are known.
+        rows: How many.
+        grows: Whether two rows tell what so many are, where each tensor grows by as much with each: of images, to
+            collate a hundred takes seconds and gigabytes. Fractions have no values then.
 
     Raises:
         ModelError: Rows can't be taken one by one, or their batch is neither a mapping nor a sequence.
@@ -107,17 +118,50 @@ def longest_rows(loader: Any, script: Script, rows: int) -> tuple[Any, bool]:
     if loader.collate_fn is None or loader.batch_sampler is None:
         raise ModelError("the script's loader makes its micro-batches itself, and a trace makes them row by row")
     places = script.longest_places
-    several = list(itertools.islice(itertools.cycle(places), rows))
-    if places:
-        alike = loader.collate_fn([loader.dataset[places[0]] for _ in range(rows)])
-    else:
-        first = next(iter(loader.dataset))
-        alike = loader.collate_fn([first for _ in range(rows)])
-    mixed = loader.collate_fn([loader.dataset[place] for place in several]) if places else alike
-    sizes = {name: _numbers(value) for name, value in _parts(alike).items()}
-    if all(sizes[name] >= _numbers(value) for name, value in _parts(mixed).items() if name in sizes):
-        return alike, True
-    return mixed, False
+    first = None if places else next(iter(loader.dataset))
+
+    def alike(count: int) -> Any:
+        return loader.collate_fn([loader.dataset[places[0]] if places else first for _ in range(count)])
+
+    def mixed(count: int) -> Any:
+        return loader.collate_fn([loader.dataset[place] for place in itertools.islice(itertools.cycle(places), count)])
+
+    few = min(rows, _FEW) if grows else rows
+    some = alike(few)
+    sizes = {name: _numbers(value) for name, value in _parts(some).items()}
+    if places and any(sizes[name] < _numbers(value) for name, value in _parts(mixed(few)).items() if name in sizes):
+        return mixed(rows), False
+    if few < rows:
+        with contextlib.suppress(Exception):  # a collator may want more than one row
+            return _grown(alike(1), alike(2), rows), True
+    return some if few == rows else alike(rows), True
+
+
+def _grown(one: Any, two: Any, rows: int) -> Any:
+    """A batch of so many rows that are alike, told by those of one and of two of them.
+
+    Raises:
+        ValueError: They don't tell it.
+    """
+    if isinstance(one, Mapping):
+        return _like(one, {name: _grown(value, two[name], rows) for name, value in one.items()})
+    if isinstance(one, (list, tuple)) and len(one) == len(two):
+        return type(one)(_grown(*both, rows) for both in zip(one, two, strict=True))
+    if not isinstance(one, torch.Tensor):
+        if one != two:
+            raise ValueError("it is no tensor, and another one with another row")
+        return one
+    grown = [place for place, sizes in enumerate(zip(one.shape, two.shape, strict=True)) if sizes[0] != sizes[1]]
+    copies = [2 if place in grown else 1 for place in range(one.dim())]
+    shape = [size * (rows if place in grown else 1) for place, size in enumerate(one.shape)]
+    twice = one.repeat(copies)
+    if len(grown) > 1 or twice.shape != two.shape or not (one.is_floating_point() or torch.equal(twice, two)):
+        raise ValueError("it does not grow by as much with each row")
+    return (
+        torch.empty(shape, dtype=one.dtype)
+        if one.is_floating_point()
+        else one.repeat([rows if place in grown else 1 for place in range(one.dim())])
+    )
 
 
 def _parts(batch: Any) -> Mapping[Any, Any]:
@@ -141,8 +185,12 @@ def _numbers(value: Any) -> int:
 def _each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A batch of the same kind with every tensor changed."""
     if isinstance(value, Mapping):
-        changed = {name: _each(one, change) for name, one in value.items()}
-        return type(value)(changed) if hasattr(value, "data") else changed  # type: ignore[call-arg]  # BatchEncoding
+        return _like(value, {name: _each(one, change) for name, one in value.items()})
     if isinstance(value, (list, tuple)):
         return type(value)(_each(one, change) for one in value)
     return change(value) if isinstance(value, torch.Tensor) else value
+
+
+def _like(batch: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A mapping of the same kind: a dictionary, or a ``BatchEncoding``."""
+    return type(batch)(changed) if hasattr(batch, "data") else changed  # type: ignore[call-arg]

@@ -90,6 +90,7 @@ class Snapshot:
             quiet=quiet(),
             loads=loads_of(recipe_of(requests[0].plan, job.facts)),
             before_trainer=self._fork,
+            draws=False,
         )
 
     def run(self) -> int:

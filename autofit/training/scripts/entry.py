@@ -79,7 +79,7 @@ def quiet() -> dict[str, Any]:
     return {name: kinds[name](value) if name in kinds else value for name, value in _QUIET.items()}
 
 
-def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path) -> dict[str, Any]:
+def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path, draws: bool = True) -> dict[str, Any]:
     """Run a script up to its training, on the CPU and with random weights, and tell what it would train.
 
     Returns:
@@ -101,6 +101,7 @@ def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path) 
         construct=on_the_cpu(folder),
         tuned={"bf16": False, "fp16": False, "torch_compile": False},
         quiet=quiet(),
+        draws=draws,
     )
     patches.install()
     describing(path, patches, lambda: time.monotonic() - began).install()

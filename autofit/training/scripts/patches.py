@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autofit.contract.recipe import Recipe, keep_flags_alike, quick_random_weights
+from autofit.contract.recipe import Recipe, keep_flags_alike, large_weights_left_zero, quick_random_weights
 from autofit.registry import techniques
 from autofit.training.scripts.leave import Refused
 
@@ -128,6 +128,7 @@ class Patches:
         before_trainer: Called where a Trainer is about to be made, before its arguments are changed.
         random_weights: Whether models get random weights, and no file of weights is read, fetched or written: training
             begins at its first step.
+        draws: Whether these are drawn: where nothing is trained, large ones are left zero, and take no memory.
         made: What each Trainer was made with, by its ``id``.
         said: What the script itself said where it loaded its model.
         loaded: Whether it loaded one: a model that its class makes can't be told anything.
@@ -142,6 +143,7 @@ class Patches:
     loads: Callable[[dict[str, Any]], dict[str, Any]] = dict
     before_trainer: Callable[[], None] = lambda: None
     random_weights: bool = True
+    draws: bool = True
     call: int | None = 1
     skips_earlier: bool = True
     rewrites: bool = True
@@ -179,6 +181,12 @@ class Patches:
             changed.pop("torch_dtype", None)
         return changed
 
+    def _drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Around the making of a model: how its weights come to be, where none are read."""
+        if not self.random_weights:
+            return contextlib.nullcontext()
+        return quick_random_weights() if self.draws else large_weights_left_zero()
+
     def _into_models(self) -> None:
         from transformers import PreTrainedModel
 
@@ -188,11 +196,12 @@ class Patches:
         def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs = self._loading(kwargs)
             if self.random_weights:
-                return _random(cls, name, kwargs, functools.partial(build, cls))
+                with self._drawing():
+                    return _random(cls, name, kwargs, functools.partial(build, cls))
             return load(cls, name, *args, **kwargs)
 
         def from_config(cls: Any, config: Any, **kwargs: Any) -> Any:
-            with quick_random_weights() if self.random_weights else contextlib.nullcontext():
+            with self._drawing():
                 return build(cls, config, **self._loading(kwargs))
 
         owner.from_pretrained = classmethod(functools.wraps(load)(from_pretrained))
@@ -331,8 +340,7 @@ def _random(cls: Any, name: Any, given: dict[str, Any], build: Callable[..., Any
     given["dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if attention is not None:
         given["attn_implementation"] = attention
-    with quick_random_weights():
-        model = build(config, **given)
+    model = build(config, **given)
     model.eval()
     return (model, {}) if with_info else model
 

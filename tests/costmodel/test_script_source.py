@@ -1,0 +1,71 @@
+"""What a trace of a script trains on: many rows told by two of them, as the script's own collator makes them."""
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from transformers import BatchEncoding
+
+from autofit.contract.script import Script
+from autofit.costmodel.scripts.script_source import longest_rows
+
+ROWS = 101
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of 3 to 8 tokens, each with two images."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, place):
+        numbers = torch.Generator().manual_seed(place)
+        return {"ids": torch.randint(1, 90, (3 + place,), generator=numbers), "images": torch.rand(2, 3, 4)}
+
+
+def collate(given, kind=dict, **more):
+    ids = pad_sequence([row["ids"] for row in given], batch_first=True)
+    images = torch.cat([row["images"] for row in given])
+    return kind({"ids": ids, "mask": ids != 0, "grid": torch.tensor([[3, 4]] * len(given)), "images": images} | more)
+
+
+def rows_of(collated):
+    script = Script(path="t.py", sha256="", trainer="Trainer", micro_batch=2, accumulation=1, longest_places=(5, 4))
+    counted = []
+
+    def counting(given):
+        counted.append(len(given))
+        return collated(given)
+
+    loader = DataLoader(Rows(), batch_size=2, collate_fn=counting)
+    return *longest_rows(loader, script, ROWS, grows=True), counted
+
+
+@pytest.mark.parametrize("kind", [dict, BatchEncoding])
+def test_two_rows_tell_what_many_are(kind):
+    found, known, counted = rows_of(lambda given: collate(given, kind, place=torch.tensor(7), of="a"))
+    assert known
+    assert type(found) is kind
+    assert max(counted) < ROWS
+    whole = collate([Rows()[5]] * ROWS, place=torch.tensor(7), of="a")
+    assert {name: getattr(one, "shape", one) for name, one in found.items()} == {
+        name: getattr(one, "shape", one) for name, one in whole.items()
+    }
+    for name in ("ids", "mask", "grid", "place"):
+        assert torch.equal(found[name], whole[name]), name
+
+
+@pytest.mark.parametrize(
+    "collated",
+    [
+        lambda given: collate(given, names=["a"] * len(given)),
+        lambda given: collate(given, square=torch.ones(len(given), len(given))),
+        lambda given: collate(given, place=torch.arange(len(given))),
+        lambda given: collate(given, spread=1 / (len(given) - 1)),
+    ],
+    ids=["names", "square", "numbered", "wants two"],
+)
+def test_rows_that_two_do_not_tell_are_all_collated(collated):
+    found, _, counted = rows_of(collated)
+    assert max(counted) == ROWS
+    assert found["ids"].shape == (ROWS, 8)
