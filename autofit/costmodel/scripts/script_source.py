@@ -126,15 +126,17 @@ def longest_rows(loader: Any, script: Script, rows: int, *, grows: bool = False)
     def mixed(count: int) -> Any:
         return loader.collate_fn([loader.dataset[place] for place in itertools.islice(itertools.cycle(places), count)])
 
-    few = min(rows, _FEW) if grows else rows
-    some = alike(few)
-    sizes = {name: _numbers(value) for name, value in _parts(some).items()}
-    if places and any(sizes[name] < _numbers(value) for name, value in _parts(mixed(few)).items() if name in sizes):
-        return mixed(rows), False
-    if few < rows:
+    def more_of_some(batch: Any, than: Any) -> bool:
+        sizes = {name: _numbers(value) for name, value in _parts(than).items()}
+        return any(sizes[name] < _numbers(value) for name, value in _parts(batch).items() if name in sizes)
+
+    if grows and rows > _FEW and not (places and more_of_some(mixed(_FEW), alike(_FEW))):
         with contextlib.suppress(Exception):  # a collator may want more than one row
             return _grown(alike(1), alike(2), rows), True
-    return some if few == rows else alike(rows), True
+    whole = alike(rows)
+    if places and more_of_some(other := mixed(rows), whole):
+        return other, False
+    return whole, True
 
 
 def _grown(one: Any, two: Any, rows: int) -> Any:
@@ -151,17 +153,14 @@ def _grown(one: Any, two: Any, rows: int) -> Any:
         if one != two:
             raise ValueError("it is no tensor, and another one with another row")
         return one
-    grown = [place for place, sizes in enumerate(zip(one.shape, two.shape, strict=True)) if sizes[0] != sizes[1]]
-    copies = [2 if place in grown else 1 for place in range(one.dim())]
-    shape = [size * (rows if place in grown else 1) for place, size in enumerate(one.shape)]
-    twice = one.repeat(copies)
-    if len(grown) > 1 or twice.shape != two.shape or not (one.is_floating_point() or torch.equal(twice, two)):
+    grows = [size != other for size, other in zip(one.shape, two.shape, strict=True)]
+    twice = one.repeat([1 + grown for grown in grows])
+    if sum(grows) > 1 or twice.shape != two.shape or not (one.is_floating_point() or torch.equal(twice, two)):
         raise ValueError("it does not grow by as much with each row")
-    return (
-        torch.empty(shape, dtype=one.dtype)
-        if one.is_floating_point()
-        else one.repeat([rows if place in grown else 1 for place in range(one.dim())])
-    )
+    times = [rows if grown else 1 for grown in grows]
+    if one.is_floating_point():
+        return one.new_empty([size * count for size, count in zip(one.shape, times, strict=True)])
+    return one.repeat(times)
 
 
 def _parts(batch: Any) -> Mapping[Any, Any]:
