@@ -213,6 +213,17 @@ def test_a_loop_that_ends_early_is_measured_by_what_it_did_and_writes_nothing(se
     assert not [*trained.iterdir()]
 
 
+def test_a_loop_that_resumes_is_measured_from_the_longest_rows_on(server, folder, tmp_path):
+    """What it skips would else be the rows that a measurement puts first, or all of them."""
+    arguments = ("--model", str(folder / "tiny"), "--skip", "12")
+    request = Request(model=str(LOOP), device="cpu", global_batch=None, arguments=arguments, memory_limit="8GiB")
+    facts = script_facts(tmp_path, request, "cpu", server, lambda _: None)
+    runner = ProcessRunner(tmp_path / "trials", facts, tmp_path / "model", server)
+    effort = Effort(min_steps=2, max_steps=2)
+    outcome = runner.run(0, space.build(facts).own(facts), effort, purpose="search", limit_seconds=60.0).outcome
+    assert outcome.kind == "measured", outcome
+
+
 def test_what_a_script_holds_is_no_plans_to_change():
     script = Script(
         path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2, weights_dtype="bfloat16",

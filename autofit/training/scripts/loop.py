@@ -67,6 +67,7 @@ class LoopPatches:
         goes_on: Called where the script goes on outside of a micro-step; given whether it saves what it has trained, or
             ends, where it may else evaluate before its next epoch.
         counts: Given the number of a loader whose length is asked for in the middle of its loop.
+        skips: Given the number of a loader; whether the micro-batches of it that the script skips are left out.
         quiet: Whether trackers and saving are left out.
         again: Whether a model that is prepared after a training begins another one, such as the next fold's, and its
             loaders are counted anew. Else it is refused.
@@ -89,6 +90,7 @@ class LoopPatches:
     left: Callable[[int], None] = lambda _: None
     goes_on: Callable[[bool], None] = lambda _: None
     counts: Callable[[int], None] = lambda _: None
+    skips: Callable[[int], bool] = lambda _: True
     quiet: bool = True
     again: bool = False
     foreign: Callable[[], bool] = lambda: False
@@ -181,7 +183,7 @@ class LoopPatches:
             number, own, rows = self._rows.get(id(dataloader), (0, None, 0))
             if own is None:
                 return skip(dataloader, num_batches)
-            passed = num_batches * own.batch_size
+            passed = num_batches * own.batch_size if self.skips(number) else 0
             if passed % rows:
                 raise InputError(
                     f"the script skips {num_batches} micro-batches of {own.batch_size} rows, which are no whole number "

@@ -289,6 +289,7 @@ def measure_loop(
         after_backward=measured.after_backward,
         after_step=measured.after_step,
         counts=_told_once(recipe, script, clock.notes.append),
+        skips=lambda number: number != script.loader,
         left=measured.left,
         goes_on=measured.goes_on,
     ).install()

@@ -13,6 +13,7 @@ parser.add_argument("--model", required=True)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=2)
 parser.add_argument("--steps", type=int, help="Leave the loop after so many optimizer steps.")
+parser.add_argument("--skip", type=int, default=0, help="Micro-batches that were trained before.")
 parser.add_argument("--output", help="Save the model, and how it went, to a folder.")
 parser.add_argument("--by-hand", action="store_true", help="Count micro-steps without accelerator.accumulate.")
 
@@ -39,6 +40,8 @@ def main():
     schedule = get_linear_schedule_with_warmup(optimizer, 1, steps)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     assert math.ceil(len(loader) / options.accumulate) == steps
+    if options.skip:
+        loader = accelerator.skip_first_batches(loader, options.skip)
     model.train()
     done = micro_steps = 0
     for batch in loader:
