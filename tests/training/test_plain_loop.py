@@ -140,8 +140,22 @@ def test_a_resumed_epoch_skips_as_many_rows(tmp_path, skip):
     assert (own[1], own[4]) == (planned[1], planned[4]) == (6, 24)
 
 
-def test_a_resume_in_the_middle_of_a_micro_batch_is_refused(tmp_path):
+@pytest.mark.slow
+def test_a_resumed_epoch_may_begin_in_the_middle_of_a_micro_batch(tmp_path):
+    """Scripts count the micro-batches of the last step of an epoch as a whole step's, and so skip some more."""
+    rest = "rest = accelerator.skip_first_batches(loader, 3)\ngave = len(rest)\ntrain(rest)"
+    own, planned = (run(tmp_path, rest, patched) for patched in (False, True))
+    assert [row for one in planned[2] for row in one] == [row for one in own[2] for row in one] == [*range(6, 64)]
+    assert (own[1], own[4]) == (planned[1], planned[4]) == (8, 29)
+
+
+def test_a_stream_that_resumes_in_the_middle_of_a_micro_batch_is_refused(tmp_path):
     rest = """
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(64))
+
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=2))
     try:
         accelerator.skip_first_batches(loader, 3)
     except Exception as error:

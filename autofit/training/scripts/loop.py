@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -184,13 +185,13 @@ class LoopPatches:
             if own is None:
                 return skip(dataloader, num_batches)
             passed = num_batches * own.batch_size if self.skips(number) else 0
-            if passed % rows:
+            rest = skip(dataloader, passed // rows)
+            if passed % rows and not _begins_at(rest, passed):
                 raise InputError(
                     f"the script skips {num_batches} micro-batches of {own.batch_size} rows, which are no whole number "
                     f"of the plan's, of {rows}",
                     hint="resume where an optimizer step has ended",
                 )
-            rest = skip(dataloader, passed // rows)
             self._listen(rest, number, own, skipped=num_batches)
             return rest
 
@@ -300,6 +301,25 @@ class LoopPatches:
             members["__len__"] = told_length
         made = type(kind.__name__, (kind,), members)
         vars(object)["__class__"].__set__(loader, made)  # Accelerate's own says that it is PyTorch's loader
+
+
+def _begins_at(loader: Any, row: int) -> bool:
+    """Whether a loader that skips micro-batches can be made to begin at a row, which may be none of theirs."""
+    from torch.utils.data import BatchSampler
+
+    class FromRow(BatchSampler):
+        def __iter__(self) -> Iterator[list[int]]:
+            rows = itertools.islice(self.sampler, row, None)
+            while taken := [*itertools.islice(rows, self.batch_size)]:
+                if len(taken) == self.batch_size or not self.drop_last:
+                    yield taken
+
+    skips = loader.batch_sampler
+    every = getattr(skips, "batch_sampler", None)
+    if type(every) is not BatchSampler:
+        return False
+    skips.batch_sampler, skips.skip_batches = FromRow(every.sampler, every.batch_size, every.drop_last), 0
+    return True
 
 
 def rebuilt(loader: Any, *, rows: int, sampler: Any = None, changed: Mapping[str, Any] | None = None) -> Any:
