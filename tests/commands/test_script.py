@@ -262,6 +262,7 @@ def test_what_a_script_holds_is_no_plans_to_change():
         ("def fit(rows):\n    Trainer(rows).train()\nfit(1)", False),
         ("def fit(rows):\n    Trainer(rows).train()\nfit(1)\nfit(2)", True),
         ("def fit(rows):\n    Trainer(rows).train()\nfor fold in range(5):\n    fit(fold)", True),
+        ("def fit():\n    Trainer().train()\ndef _mp_fn(index):\n    fit()\nfit()", False),
         ("def epoch():\n    for batch in loader:\n        model.train()", False),
         ("no python", False),
     ],

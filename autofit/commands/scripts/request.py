@@ -276,7 +276,9 @@ def _trains_often(script: Script) -> bool:
         name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
         return name if name in training else None
 
-    calls = Counter(filter(None, map(called, nodes)))
+    names = {one.id for one in nodes if isinstance(one, ast.Name)}
+    idle = {inner for one in functions if one.name not in names for inner in ast.walk(one)}  # as a launcher's _mp_fn
+    calls = Counter(filter(None, map(called, (one for one in nodes if one not in idle))))
     loops = [one for one in nodes if isinstance(one, ast.For | ast.While)]
     in_loops = [inner for loop in loops for inner in ast.walk(loop)]
     return (
