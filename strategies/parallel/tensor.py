@@ -62,8 +62,10 @@ def _split(model: PreTrainedModel, config: Any) -> PreTrainedModel:
     kind: Any = type(model)
     first = next(model.parameters())
     if isinstance(first, FakeTensor):
+        _untie(model)
         _, _, mesh = kind.prepare_distribute_model(config)
         split: PreTrainedModel = kind.maybe_distribute_model(model, config, mesh)
+        split.tie_weights(recompute_mapping=False)
         return split
     with torch.device("cpu"):
         loaded: PreTrainedModel = kind.from_pretrained(
@@ -75,6 +77,17 @@ def _split(model: PreTrainedModel, config: Any) -> PreTrainedModel:
             attn_implementation=model.config._attn_implementation,  # noqa: SLF001 - there is no other
         )
     return loaded
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Make tied weights parameters of their own, as they are when a model that is being loaded is split."""
+    import torch
+
+    for name in model.all_tied_weights_keys:
+        module, _, last = name.rpartition(".")
+        tied = model.get_parameter(name)
+        own = torch.nn.Parameter(tied.detach(), requires_grad=tied.requires_grad)
+        setattr(model.get_submodule(module), last, own)
 
 
 def watched(model: nn.Module, hooks: Hooks) -> list[Any]:

@@ -327,6 +327,18 @@ def test_a_rank_of_tensor_parallelism_holds_its_part_of_weights_state_and_gradie
 
 
 @pytest.mark.slow
+def test_a_table_that_is_the_output_layer_too_is_split_once(split):
+    folder, facts_for = split
+    facts, weights = facts_for(2), []
+    for tied in (True, False):
+        write_config(folder, {**CONFIGS["llama"], "tie_word_embeddings": tied})
+        with like_a_process_of_its_own():
+            found = trace_job.micro_part(MIXED.replaced(parallel="tp2xfsdp1"), facts, folder, folder)
+        weights.append(found.weights.sum())
+    assert weights[1] - weights[0] == 4 * facts.model.vocab_size * facts.model.hidden_size / 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["cp2xfsdp1", "cp2xfsdp2"])
 def test_a_rank_of_context_parallelism_has_its_part_of_the_tokens_and_passes_keys_and_values_on(split, value):
     folder, facts_for = split
