@@ -126,7 +126,8 @@ class Host:
         """Take the question and hold the card; returns why its card can't be used, in words, or nothing."""
         facts: Facts = FACTS.validate_json(facts_text)
         write_files(self.folder / _CONFIG, config)
-        with self._server.ask(self.folder, HardwareJob(device=facts.hardware.device)) as answer:
+        here = facts.workload.processes // facts.workload.nodes
+        with self._server.ask(self.folder, HardwareJob(device=facts.hardware.device, processes=here)) as answer:
             if answer is None or "hardware" not in answer:
                 return "its device can't be used: " + (answer["device"] if answer else "no answer in a minute")
         own = Hardware(**answer["hardware"])
@@ -138,7 +139,7 @@ class Host:
             return f"its driver is {own.driver}, the first one's {facts.hardware.driver}"
         if own.device == "cuda" and own.free_bytes < facts.workload.limit_bytes:
             return "other processes hold memory of its device that trials need"
-        changed = ("uuid", "visible_id", "free_bytes", "others_bytes", "host_free_bytes")
+        changed = ("uuid", "visible_id", "beside", "free_bytes", "others_bytes", "host_free_bytes")
         mine = {name: getattr(own, name) for name in changed}
         facts = dataclasses.replace(facts, hardware=dataclasses.replace(facts.hardware, **mine))
         self._runner = ProcessRunner(

@@ -35,12 +35,14 @@ def read_facts(
         ModelError: No model for the task can be built from the config.
         MachineError: The device is there and can't be used.
     """
+    processes = (request.processes or 1) // (request.nodes or 1)
     job = DescribeJob(
         name=request.model,
         config=str((folder / MODEL_FOLDER).resolve()),
         device=device,
         trust_remote_code=request.trust_remote_code,
         task=request.task,
+        processes=processes,
     )
     with server.ask(folder, job, early=True) as answer:
         if answer is None:
@@ -48,7 +50,7 @@ def read_facts(
                 f"{request.model!r} could not be built in a minute", hint="are the sizes in its config right?"
             )
         model, hardware = described(answer, request.model, device)
-    hardware = shared_by(hardware, (request.processes or 1) // (request.nodes or 1))
+    hardware = shared_by(hardware, processes)
     if device == "cuda" and request.processes is None and hardware.count > 1:
         say(f"{hardware.count} GPUs are here, and one is trained on: --processes {hardware.count} uses them all")
     return Facts(model=model, hardware=hardware, workload=workload(request, model, hardware, say), packages=installed())

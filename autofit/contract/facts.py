@@ -167,6 +167,8 @@ class Hardware:
         visible_id: How ``CUDA_VISIBLE_DEVICES`` calls the device.
         count: Devices of this kind that a launched process may see.
         others_bytes: Device memory that other processes hold.
+        beside: UUID and memory of the cards that the other processes of the training have on this machine; what is told
+            of the device itself is told of the one with the least memory free.
         l2_bytes: The cache that all of the device shares; 0 where it is not known, and on the CPU.
         threads: CPU threads that ``accelerate launch`` will give to the process.
         compilers: What a process finds to compile with, of ``cc``, ``c++`` and ``python.h``.
@@ -179,6 +181,7 @@ class Hardware:
     total_bytes: int
     free_bytes: int
     others_bytes: int = 0
+    beside: tuple[tuple[str, int], ...] = ()
     host_total_bytes: int
     host_free_bytes: int
     precisions: tuple[str, ...]

@@ -17,8 +17,12 @@ _SCHEDULED = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"}
 """Of a job that a scheduler gives its devices, others the next time."""
 
 
-def describe_hardware(device: str) -> dict[str, Any]:
+def describe_hardware(device: str, processes: int = 1) -> dict[str, Any]:
     """The device and its host.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        processes: On this machine, each of which is to have a card of its own.
 
     Returns:
         The fields of :class:`autofit.contract.facts.Hardware`.
@@ -26,7 +30,7 @@ def describe_hardware(device: str) -> dict[str, Any]:
     total, free = host_memory()
     host = {"host_total_bytes": total, "host_free_bytes": free, "compilers": compilers()}
     if device == "cuda":
-        return {**host, **_cuda()}
+        return {**host, **_cuda(processes)}
     return {
         **host,
         "device": "cpu",
@@ -91,10 +95,13 @@ def _cpu_multiplies_bf16() -> bool:
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
 
 
-def _cuda() -> dict[str, Any]:
+def _cuda(processes: int) -> dict[str, Any]:
     import torch
 
-    properties = torch.cuda.get_device_properties(0)
+    count = torch.cuda.device_count()
+    cards = [_memory_of(index) for index in range(min(processes, count))]
+    tightest = min(range(len(cards)), key=lambda index: cards[index][1] - cards[index][2])
+    properties = torch.cuda.get_device_properties(tightest)
     major, minor = properties.major, properties.minor
     precisions = ["fp32"]
     if major >= 8:
@@ -102,11 +109,9 @@ def _cuda() -> dict[str, Any]:
     if major >= 7 or (major, minor) == (6, 0):
         precisions.append("fp16")
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    uuid = seen_uuid()
-    total = int(properties.total_memory)
-    used = device_used_bytes(uuid)  # before this process has a context of its own there
-    _ = torch.ones(2, device="cuda").sum().item()  # a device that can't is better known now than by every trial
-    count = torch.cuda.device_count()
+    uuid, total, used = cards[tightest]
+    for index in range(len(cards)):
+        _ = torch.ones(2, device=f"cuda:{index}").sum().item()  # one that can't is better known now than by every trial
     with driver() as nvml:
         version = str(nvml.nvmlSystemGetDriverVersion())
         if visible and not _SCHEDULED & os.environ.keys():
@@ -115,10 +120,11 @@ def _cuda() -> dict[str, Any]:
         "device": "cuda",
         "name": properties.name,
         "uuid": uuid or None,
-        "visible_id": visible[0] if visible else "0",
+        "visible_id": visible[tightest] if visible else str(tightest),
         "total_bytes": total,
         "free_bytes": max(1, total - used),
         "others_bytes": used,
+        "beside": tuple((name, whole) for name, whole, _ in cards if name != uuid),
         "precisions": tuple(precisions),
         "capability": (major, minor),
         "l2_bytes": int(properties.L2_cache_size),
@@ -126,3 +132,11 @@ def _cuda() -> dict[str, Any]:
         "driver": version,
         "count": count,
     }
+
+
+def _memory_of(index: int) -> tuple[str, int, int]:
+    """UUID of a card, its memory, and what of it is used: before this process has a context of its own there."""
+    import torch
+
+    uuid = seen_uuid(index)
+    return uuid, int(torch.cuda.get_device_properties(index).total_memory), device_used_bytes(uuid)

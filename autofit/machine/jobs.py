@@ -20,16 +20,19 @@ class HardwareJob:
     RESULT: ClassVar[str] = "hardware.json"
     kind: Literal["hardware"] = "hardware"
     device: Literal["cuda", "cpu"]
+    processes: int = 1
 
     def run(self, folder: Path) -> None:
         """Leave ``hardware``; or ``device``, which says why it can't be used."""
-        write_atomically(folder / self.RESULT, json.dumps(hardware_of(self.device), indent=1, allow_nan=False))
+        write_atomically(
+            folder / self.RESULT, json.dumps(hardware_of(self.device, self.processes), indent=1, allow_nan=False)
+        )
 
 
-def hardware_of(device: str) -> dict[str, Any]:
-    """The device's facts, or why it can't be used."""
+def hardware_of(device: str, processes: int = 1) -> dict[str, Any]:
+    """The facts of the device that each of some processes has, or why one can't be used."""
     try:
-        return {"hardware": describe_hardware(device)}
+        return {"hardware": describe_hardware(device, processes)}
     except Exception as error:  # noqa: BLE001 - a driver, too
         traceback.print_exc()
         return {"device": error_words(error)}

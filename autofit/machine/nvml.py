@@ -114,17 +114,21 @@ def local_rank() -> int:
     return int(given) if given.isascii() and given.isdigit() else 0
 
 
-def seen_uuid() -> str:
-    """The UUID of this process's own device, as the driver calls it; empty where PyTorch tells none.
+def seen_uuid(index: int | None = None) -> str:
+    """The UUID of a device, as the driver calls it; empty where PyTorch tells none.
 
     Makes no context.
+
+    Args:
+        index: Of those that this process sees; this process's own by default.
 
     Raises:
         MachineError: As for :func:`uuid_in_driver`.
     """
     import torch
 
-    uuid = str(getattr(torch.cuda.get_device_properties(local_rank()), "uuid", "") or "")
+    index = local_rank() if index is None else index
+    uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", "") or "")
     return uuid_in_driver(uuid) if uuid else ""
 
 

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,9 @@ class Neighbour:
 
 def neighbours(hardware: Hardware) -> tuple[Neighbour, ...]:
     """Who else holds memory of the device, the largest first."""
-    found = _on_device(hardware.uuid) if hardware.device == "cuda" else _on_host(hardware.host_total_bytes)
+    uuids = [hardware.uuid, *(uuid for uuid, _ in hardware.beside)]
+    on_cuda = hardware.device == "cuda"
+    found = chain.from_iterable(map(_on_device, uuids)) if on_cuda else _on_host(hardware.host_total_bytes)
     return tuple(sorted(found, key=lambda one: -(one.held_bytes or 0)))
 
 

@@ -7,10 +7,14 @@ import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autofit.contract.facts import Device, Hardware
 from autofit.system.errors import InputError, MachineError
 from autofit.system.locks import device_lock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def choose_device(wanted: str) -> Device:
@@ -98,6 +102,11 @@ def _built_for(name: str) -> str | None:
     return None
 
 
-def hardware_lock(hardware: Hardware) -> contextlib.AbstractContextManager[None]:
-    """The lock of the device that facts describe."""
-    return device_lock(hardware.uuid or hardware.visible_id if hardware.device == "cuda" else "cpu")
+@contextlib.contextmanager
+def hardware_lock(hardware: Hardware) -> Iterator[None]:
+    """The locks of all devices that facts describe."""
+    first = hardware.uuid or hardware.visible_id if hardware.device == "cuda" else "cpu"
+    with contextlib.ExitStack() as held:
+        for device in sorted([first, *(uuid for uuid, _ in hardware.beside)]):  # in one order: none waits in a circle
+            held.enter_context(device_lock(device))
+        yield

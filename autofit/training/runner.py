@@ -215,11 +215,12 @@ class ProcessRunner:
             self.room_bytes = free
 
     def free_bytes(self) -> int:
-        """What of the device's memory is free now."""
+        """What of the device's memory is free now: of the fullest card, where there are several."""
         hardware = self.facts.hardware
         if hardware.device == "cpu":
             return host_memory()[1]
-        return hardware.total_bytes - device_used_bytes(hardware.uuid)
+        cards = ((hardware.uuid, hardware.total_bytes), *hardware.beside)
+        return min(total - device_used_bytes(uuid) for uuid, total in cards)
 
     def _external_pressure(self, plan: Plan, outcome: OutOfMemory, *, killed: bool) -> OutOfMemory:
         """The outcome, marked where somebody else held the memory."""

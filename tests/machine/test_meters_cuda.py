@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from autofit.commands import doctor, launching
 from autofit.commands import facts as facts_of
 from autofit.contract import placement
+from autofit.contract.facts import Hardware
 from autofit.contract.outcome import Evidence
 from autofit.costmodel.jobs import TraceJob
 from autofit.machine import describe, jobs, meters, select
@@ -25,6 +26,7 @@ from autofit.machine.other_processes import kin
 from autofit.registry import recipe_of, technique
 from autofit.system.errors import MachineError, ModelError
 from autofit.system.job import job_text
+from autofit.system.locks import LockHeld, device_lock
 from autofit.training.measure import measure
 from autofit.training.observer import Observer
 from autofit.training.runner import ProcessRunner
@@ -57,6 +59,7 @@ class Card:
 
     def __init__(self):
         self.known = f"GPU-{BARE}"
+        self.second = {}  # another card's UUID, and what others hold of it
         self.others = self.outside = self.allocated = self.reserved = 0
         self.managed = 0  # of this process, and listed for none
         self.neighbours = {}
@@ -81,12 +84,14 @@ class Card:
         """Nothing to do."""
 
     def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
-        if uuid != self.known:
+        if uuid != self.known and uuid not in self.second:
             raise self.NVMLError("Not Found")
         return uuid
 
-    def nvmlDeviceGetMemoryInfo(self, _handle, version):  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, handle, version):  # noqa: N802
         assert version == self.nvmlMemory_v2
+        if handle in self.second:
+            return SimpleNamespace(used=self.second[handle])
         listed = sum(held or 0 for held in self.neighbours.values())
         used = self.others + listed + self.outside + self.managed + self.reserved
         if self.meanwhile:
@@ -109,8 +114,9 @@ class Card:
 
     # PyTorch
 
-    def properties(self, _device):
-        return SimpleNamespace(name="Played", major=8, minor=6, uuid=BARE, total_memory=TOTAL, L2_cache_size=6 << 20)
+    def properties(self, device):
+        uuid = BARE if device == 0 else next(iter(self.second))
+        return SimpleNamespace(name="Played", major=8, minor=6, uuid=uuid, total_memory=TOTAL, L2_cache_size=6 << 20)
 
     def set_device(self, _device):
         self.outside = CONTEXT
@@ -366,6 +372,27 @@ def test_the_card_is_described_before_there_is_a_context(card, monkeypatch, pref
     assert (found["driver"], found["l2_bytes"]) == ("580.65.06", 6 << 20)
 
 
+@pytest.mark.parametrize(("first", "second", "index"), [(0, 15 * GIB, 1), (GIB, 0, 0)])
+def test_of_several_cards_the_one_with_the_least_free_memory_decides(card, monkeypatch, tmp_path, first, second, index):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    monkeypatch.setenv("AUTOFIT_LOCKS", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    card.others, card.second = first, {"GPU-second": second}
+    found = describe.describe_hardware("cuda", processes=2)
+    uuids = [card.known, "GPU-second"]
+    assert (found["uuid"], found["visible_id"]) == (uuids[index], "31"[index])
+    assert (found["free_bytes"], found["others_bytes"]) == (TOTAL - first - second, first + second)
+    assert found["beside"] == ((uuids[1 - index], TOTAL),)
+    hardware = Hardware(**found)
+    facts = dataclasses.replace(cuda_facts(), hardware=hardware)
+    assert ProcessRunner(tmp_path, facts, tmp_path, None).free_bytes() == TOTAL - first - second
+    with select.hardware_lock(hardware):
+        for uuid in uuids:
+            with pytest.raises(LockHeld), device_lock(uuid):
+                pass
+    assert describe.describe_hardware("cuda")["beside"] == ()
+
+
 @pytest.mark.parametrize(
     ("environment", "count"),
     [({}, 1), ({"CUDA_VISIBLE_DEVICES": "3"}, 8), ({"CUDA_VISIBLE_DEVICES": "3", "SLURM_JOB_ID": "7"}, 1)],
@@ -439,7 +466,7 @@ def test_a_card_that_the_driver_does_not_know_is_told(card):
 def test_a_device_that_is_there_and_can_t_be_used_is_the_machine_s_fault(tmp_path, monkeypatch):
     said = "The NVIDIA driver on your system is too old (found version 12020).\nPlease update"
 
-    def refuse(_):
+    def refuse(*_):
         raise RuntimeError(said)
 
     monkeypatch.setattr(jobs, "describe_hardware", refuse)

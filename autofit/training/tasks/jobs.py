@@ -32,6 +32,7 @@ class DescribeJob:
     device: Literal["cuda", "cpu"]
     trust_remote_code: bool
     task: Task | None = None
+    processes: int = 1
 
     def run(self, folder: Path) -> None:
         """Leave the facts, or why they can't be read."""
@@ -59,4 +60,4 @@ def _described(job: DescribeJob) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - libraries raise anything on a bad config; the words reach the user
         traceback.print_exc()
         return {"error": error_words(error)}
-    return {"model": model, **hardware_of(job.device)}
+    return {"model": model, **hardware_of(job.device, job.processes)}
