@@ -35,12 +35,12 @@ from autofit.system.strict_json import dump_json
 from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
 from autofit.training.guard.loss_curve import CURVE, Curve, listener_of, of_ranks, record
 from autofit.training.guard.rounding import Rounding, rounded
+from autofit.training.guard.script_curve import script_curve
 from autofit.training.joined import failure_words, joined, unwritten
 from autofit.training.launch_environment import launch_environment, write_yaml
 from autofit.training.loops import run_recipe
 from autofit.training.measure import clock_of, concluded
 from autofit.training.ranks import PROGRESS_FILE, Share, all_here, own_rank, rank_folder, result_file, run_ranks
-from autofit.training.scripts.curve import script_curve
 from autofit.training.scripts.entry import describe, keep_quiet, measure_steps, rows_words
 from autofit.training.scripts.leave import Refused, name_of
 from autofit.training.scripts.snapshot import ScriptSnapshot

@@ -10,7 +10,7 @@ what that format does to this model; a few times that distance is what the winne
 A winner of class ``method`` (another optimizer family, adapters, 16-bit weights) is another training method and has no
 such tolerance: its losses have to stay finite, and must not grow to twice the first one unless the baseline's do.
 
-Of a script with a Trainer the short training is the script's own (:mod:`autofit.training.scripts.curve`).
+Of a script with a Trainer the short training is the script's own (:mod:`autofit.training.guard.script_curve`).
 """
 
 from __future__ import annotations

@@ -8,9 +8,14 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+from autofit.training.loader_waits import LoaderWaits
+
+if TYPE_CHECKING:
+    from autofit.contract.recipe import Recipe
 
 SECONDS = 0.5
 """How long it is timed with each number of workers, at least; longer where a micro-batch takes longer."""
@@ -127,3 +132,15 @@ def own_bytes(process: multiprocessing.process.BaseProcess) -> int:
 def workers_bytes() -> int:
     """What the worker processes of this one hold for themselves, all together."""
     return sum(map(own_bytes, multiprocessing.active_children()))
+
+
+def waits_of(recipe: Recipe, workers: int, prefetch: int | None) -> LoaderWaits:
+    """What listens for the waits of a script's loader with so many workers, and so many micro-batches ahead of each."""
+    script = recipe.facts.workload.script
+    loading = None if script is None else script.loading
+    row_seconds = None if loading is None else loading.row_seconds(workers)
+    return LoaderWaits(
+        workers=workers,
+        ahead=workers * (prefetch or 2),
+        batch_seconds=None if row_seconds is None else row_seconds * recipe.micro_batch,
+    )

@@ -63,6 +63,7 @@ class LoopPatches:
         micro_step_begins: Given the number of a loader that has just given a batch, and the batch.
         micro_step_ends: Given the number of a loader that is asked for the next one.
         before_backward, after_backward: Given the Accelerator and the loss.
+        computes: Whether ``backward`` computes gradients.
         after_step: Given the optimizer that has stepped, or has left a step out while gradients accumulate.
         left: Given the number of a loader whose loop is left before its end.
         goes_on: Called where the script goes on outside of a micro-step; given whether it saves what it has trained, or
@@ -74,6 +75,8 @@ class LoopPatches:
             loaders are counted anew. Else it is refused.
         foreign: Whether an Accelerator is none of the script's own.
         accumulates: Whether the script has used ``accelerator.accumulate``.
+        iterated: How many of its loaders are in the middle of their loops.
+        steps: Whether an optimizer of the Accelerator's makes a step now.
     """
 
     construct: Callable[[dict[str, Any]], dict[str, Any]] = dict
@@ -87,6 +90,7 @@ class LoopPatches:
     micro_step_ends: Callable[[int], None] = lambda _: None
     before_backward: Callable[[Any, Any], None] = lambda *_: None
     after_backward: Callable[[Any, Any], None] = lambda *_: None
+    computes: Callable[[], bool] = lambda: True
     after_step: Callable[[Any], None] = lambda _: None
     left: Callable[[int], None] = lambda _: None
     goes_on: Callable[[bool], None] = lambda _: None
@@ -96,12 +100,13 @@ class LoopPatches:
     again: bool = False
     foreign: Callable[[], bool] = lambda: False
     accumulates: bool = False
+    iterated: int = 0
+    steps: bool = False
     _loaders: int = 0
     _models: int = 0
     _given: dict[str, Any] = field(default_factory=dict)
     _own_steps: int | None = None
     _inside: bool = False
-    _trains: int = 0
     _trained: bool = False
     _rows: dict[int, tuple[int, Any, int]] = field(default_factory=dict)
 
@@ -114,7 +119,7 @@ class LoopPatches:
         import accelerate
 
         owner: Any = accelerate.Accelerator
-        make, prepare, backward, accumulate = owner.__init__, owner.prepare, owner.backward, owner.accumulate
+        make, prepare, accumulate = owner.__init__, owner.prepare, owner.accumulate
         names = inspect.signature(make)
 
         @functools.wraps(make)
@@ -139,25 +144,30 @@ class LoopPatches:
             with self._of_the_plan():
                 return self._prepared(functools.partial(prepare, accelerator, **kwargs), args)
 
-        @functools.wraps(backward)
-        def told_backward(accelerator: Any, loss: Any, **kwargs: Any) -> None:
-            self.before_backward(accelerator, loss)
-            self._trained = True
-            with self._of_the_plan():
-                backward(accelerator, loss, **kwargs)
-            self.after_backward(accelerator, loss)
-
         @functools.wraps(accumulate)
         def told_accumulate(accelerator: Any, *models: Any) -> Any:
             self.accumulates = True
             return accumulate(accelerator, *models)
 
-        owner.__init__, owner.prepare, owner.backward, owner.accumulate = init, prepared, told_backward, told_accumulate
+        owner.__init__, owner.prepare, owner.accumulate = init, prepared, told_accumulate
+        owner.backward = self._told_backward(owner.backward)
         self._keep_numbers(owner)
         if self.quiet:
             self._keep_files(owner)
         for name, ends in _AFTER.items():
             setattr(owner, name, self._told_of(getattr(owner, name), ends))
+
+    def _told_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(backward)
+        def told(accelerator: Any, loss: Any, **kwargs: Any) -> None:
+            self.before_backward(accelerator, loss)
+            self._trained = True
+            if self.computes():
+                with self._of_the_plan():
+                    backward(accelerator, loss, **kwargs)
+            self.after_backward(accelerator, loss)
+
+        return told
 
     def _keep_numbers(self, owner: Any) -> None:
         """Have a script read its own numbers of the Accelerator, and skip as many rows as it means to."""
@@ -215,7 +225,7 @@ class LoopPatches:
         for name in _SAVES:
             setattr(owner, name, self._told_of(getattr(owner, name), True))
         keep_files(lambda nothing: self._told_of(nothing, True))
-        keep_what_was_there(lambda: self._trains > 0, lambda: self.goes_on(True))
+        keep_what_was_there(lambda: self.iterated > 0, lambda: self.goes_on(True))
 
     def _told_of(self, function: Callable[..., Any], ends: bool) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -233,7 +243,11 @@ class LoopPatches:
 
         @functools.wraps(step)
         def told(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            step(optimizer, *args, **kwargs)
+            self.steps = True
+            try:
+                step(optimizer, *args, **kwargs)
+            finally:
+                self.steps = False
             self.after_step(optimizer)
 
         owner.step = told
@@ -276,7 +290,7 @@ class LoopPatches:
             nonlocal running
             self.goes_on(False)
             whole, running = False, True
-            self._trains += 1
+            self.iterated += 1
             try:
                 for batch in self.batches(number, kind.__iter__(loader)):
                     self.micro_step_begins(number, batch)
@@ -285,7 +299,7 @@ class LoopPatches:
                 whole = True
             finally:
                 running = False
-                self._trains -= 1
+                self.iterated -= 1
                 if not whole:
                     self.left(number)
 
@@ -334,6 +348,13 @@ def rebuilt(loader: Any, *, rows: int, sampler: Any = None, changed: Mapping[str
     return DataLoader(loader.dataset, batch_size=rows, **{**kept, **(changed or {})})
 
 
+def loader_changes(own: Any, recipe: Recipe) -> dict[str, Any]:
+    """Arguments of a loader that are the plan's, in place of its own."""
+    if not recipe.collate_wraps or own.collate_fn is None:
+        return recipe.loader_arguments
+    return {**recipe.loader_arguments, "collate_fn": recipe.collator(own.collate_fn)}
+
+
 def accumulation_of(given: Mapping[str, Any]) -> int:
     """Micro-batches to a step, of the arguments of an Accelerator."""
     plugin = given.get(_PLUGIN)
@@ -355,16 +376,3 @@ def constructed(given: Mapping[str, Any], recipe: Recipe, *, accumulation: int |
         changed.pop(_PLUGIN, None)
         changed[_STEPS] = accumulation
     return changed
-
-
-@dataclass(slots=True)
-class Seen:
-    """What a loop has shown of itself until it is known how it steps."""
-
-    loaders: dict[int, Any] = field(default_factory=dict)
-    model: Any = None
-    precision: str = ""
-    number: int | None = None
-    batch: Any = None
-    between: int = 0
-    steps: int = 0

@@ -1,4 +1,4 @@
-"""What happens where a script's plain loop trains: it is described, measured for some steps, or has the plan put in."""
+"""What happens where a script's plain loop trains: it is measured for some steps, or has the plan put in."""
 
 from __future__ import annotations
 
@@ -10,128 +10,27 @@ from typing import TYPE_CHECKING, Any, cast
 from autofit.contract.recipe import Recipe
 from autofit.system.errors import InputError
 from autofit.training.expected_rows import Tokens
-from autofit.training.loader_waits import LoaderWaits
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
 from autofit.training.row_order import order, wanted
-from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, run_to_its_end, run_until_left
-from autofit.training.scripts.loading import loading_of, workers_bytes
-from autofit.training.scripts.loop import COUNTS, LoopPatches, Seen, constructed, rebuilt
+from autofit.training.scripts.leave import (
+    AS_TUNED,
+    Enough,
+    Refused,
+    run_to_its_end,
+    run_until_left,
+)
+from autofit.training.scripts.loading import waits_of, workers_bytes
+from autofit.training.scripts.loop import COUNTS, LoopPatches, constructed, loader_changes, rebuilt
 from autofit.training.scripts.patches import Patches, loads_of
-from autofit.training.scripts.rows import sample_of
-from autofit.training.scripts.traits import longest_batch, shapes, traits
 
 if TYPE_CHECKING:
     from autofit.contract.outcome import Evidence
     from autofit.contract.script import Script
     from autofit.training.timing import Clock
 
-_MANUAL = "it does not train in `with accelerator.accumulate(model):`, so how often it steps is its own"
-_LOADER = "its loader makes its micro-batches itself"
 _ENOUGH_TO_LEAVE = 3
 """Timed steps, after which a loop is left where it saves."""
-
-
-def describing(path: str, patches: Patches, seconds: Callable[[], float]) -> LoopPatches:
-    """What tells of a script's loop, and leaves the script once it is known how it steps."""
-    seen = Seen()
-    _refuse_loops_of_its_own(path, lambda: bool(patches.made or seen.precision))
-
-    def construct(given: dict[str, Any]) -> dict[str, Any]:
-        asked = given.get("mixed_precision")
-        seen.precision = str(getattr(asked, "value", asked))
-        return {**given, "cpu": True, "mixed_precision": "no"}
-
-    def keep_loader(loader: Any, number: int) -> Any:
-        seen.loaders[number] = loader
-        return loader
-
-    def keep_model(model: Any) -> Any:
-        seen.model = model
-        return model
-
-    def begins(number: int, batch: Any) -> None:
-        seen.number, seen.batch = number, batch
-
-    def before_backward(accelerator: Any, _loss: Any) -> None:
-        if loop.accumulates:
-            raise Enough(_described(patches, seen, accelerator.gradient_accumulation_steps, None, seconds()))
-        seen.between += 1
-
-    def after_step(_optimizer: Any) -> None:
-        seen.steps += 1
-        if seen.steps > 1:
-            raise Enough(_described(patches, seen, seen.between, _MANUAL, seconds()))
-        seen.between = 0
-
-    loop = LoopPatches(
-        construct=construct,
-        loader=keep_loader,
-        model=keep_model,
-        micro_step_begins=begins,
-        before_backward=before_backward,
-        after_step=after_step,
-        foreign=lambda: bool(patches.made),
-    )
-    return loop
-
-
-def _refuse_loops_of_its_own(path: str, known: Callable[[], bool]) -> None:
-    """Leave a script where its first optimizer step is neither a Trainer's nor an Accelerator's.
-
-    Such a loop would train to its end. One in a script that names a Trainer or an Accelerator may come before these.
-    """
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    text = Path(path).read_text("utf-8", "replace").lower()
-    if "lightning" not in text and ("trainer" in text or "accelerator" in text):
-        return
-
-    def stepped(*_: Any) -> None:
-        if not known():
-            raise Refused(
-                f"{Path(path).name} trains in a loop without Accelerate, into which no plan can be put",
-                "have an Accelerator prepare model, optimizer and loader, and call its backward(loss); or write a "
-                "function that returns the model, its batches and its loss: autofit tune my.nets:make",
-            )
-
-    register_optimizer_step_post_hook(stepped)
-
-
-def _described(
-    patches: Patches, seen: Seen, accumulation: int, own_split: str | None, seconds: float
-) -> dict[str, Any]:
-    import torch
-
-    if seen.number is None or seen.model is None:
-        raise Refused(
-            "the script trains on a loader or a model that it has not given to accelerator.prepare",
-            "give both to it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
-        )
-    loader = seen.loaders[seen.number]
-    rows = sample_of(loader.dataset, loader.collate_fn)
-    found = traits(patches, seen.model, rows, seconds)
-    sized = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
-    batch = shapes(seen.batch)
-    first = next(iter(batch.values()), (1,))
-    found["script"] |= {
-        "trainer": "",
-        "micro_batch": int(sized or first[0]),
-        "accumulation": max(1, accumulation),
-        "own": {
-            "dataloader_drop_last": bool(loader.drop_last),
-            **{name: seen.precision == name for name in ("bf16", "fp16")},
-            "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
-        },
-        "own_optimizer": True,
-        "own_split": _LOADER if loader.batch_size is None else own_split,
-        "loader": seen.number,
-        "loading": loading_of(loader, int(sized or first[0]), own_batches=loader.batch_size is None),
-        "batch": shapes(longest_batch(loader, rows, loader.batch_size))
-        if loader.batch_size and rows.longest
-        else batch,
-    }
-    return found
 
 
 @dataclass(slots=True)
@@ -155,7 +54,7 @@ class _Measured:
         if number != self.script.loader or own.batch_size is None:
             return own
         recipe = self.clock.recipe
-        changed = _changed(own, recipe)
+        changed = loader_changes(own, recipe)
         prefetch = changed.get("prefetch_factor", own.prefetch_factor)
         self.clock.waits = waits_of(recipe, changed.get("num_workers", own.num_workers), prefetch)
         ordered = None
@@ -253,18 +152,6 @@ class _Measured:
         return Enough(later(self.seen[0], self.optimizer, self.accelerator, counted(clock)))
 
 
-def waits_of(recipe: Recipe, workers: int, prefetch: int | None) -> LoaderWaits:
-    """What listens for the waits of a script's loader with so many workers, and so many micro-batches ahead of each."""
-    script = recipe.facts.workload.script
-    loading = None if script is None else script.loading
-    row_seconds = None if loading is None else loading.row_seconds(workers)
-    return LoaderWaits(
-        workers=workers,
-        ahead=workers * (prefetch or 2),
-        batch_seconds=None if row_seconds is None else row_seconds * recipe.micro_batch,
-    )
-
-
 def measure_loop(
     clock: Clock, script: Script, *, construct: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Evidence:
@@ -301,13 +188,6 @@ def measure_loop(
         if not clock.done:
             raise
     return cast("Evidence", measured.enough().found)
-
-
-def _changed(own: Any, recipe: Recipe) -> dict[str, Any]:
-    """Arguments of a loader in place of its own."""
-    if not recipe.collate_wraps or own.collate_fn is None:
-        return recipe.loader_arguments
-    return {**recipe.loader_arguments, "collate_fn": recipe.collator(own.collate_fn)}
 
 
 def _wrapped(model: Any, recipe: Recipe) -> Any:
@@ -355,7 +235,7 @@ def train_loop_with(
             return own
         entered.append(own)
         own_rows = own.batch_size or script.micro_batch
-        return rebuilt(own, rows=recipe.micro_batch, changed=_changed(own, recipe))
+        return rebuilt(own, rows=recipe.micro_batch, changed=loader_changes(own, recipe))
 
     def as_tuned(accelerator: Any, _loss: Any) -> None:
         """Hold the script to the rows that it was tuned with: it may set its accumulation before it trains, or then."""

@@ -1,0 +1,138 @@
+"""Loops that a script writes itself: what is known of them before they train, or why no plan can be put into them."""
+
+import pytest
+
+from autofit.training.jobs import DescribeScriptJob
+
+PARTS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+model = nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4)
+"""
+STEP = """
+for (rows,) in loader:
+    loss = model(rows).sum()
+    {backward}
+    optimizer.step()
+    optimizer.zero_grad()
+open(__file__ + ".trained", "w").close()
+"""
+ACCELERATE = "from accelerate import Accelerator\naccelerator = Accelerator(gradient_accumulation_steps=2)\n"
+PREPARED = f"{PARTS}{ACCELERATE}model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
+
+
+@pytest.fixture
+def described(server, tmp_path):
+    """``described(text)``: what a script of that text would train, or why it can't be tuned; it never ends."""
+
+    def describe(text):
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        with server.ask(tmp_path, DescribeScriptJob(path=str(path), arguments=(), call=1)) as answer:
+            assert not (tmp_path / "train.py.trained").exists(), "it has trained to its end"
+            return answer
+
+    return describe
+
+
+OWN = STEP.format(backward="loss.backward()")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"# as a Trainer does, without an Accelerator\n{PARTS}{OWN}",
+        f"class Trainer: pass\n{PARTS}{OWN}",
+        f"from shutil import copy as Accelerator\n{PARTS}{OWN}",
+        f"from accelerate import Accelerator\naccelerator = Accelerator()\n{PARTS}{OWN}",
+    ],
+    ids=["comment", "class", "another", "only its device"],
+)
+def test_a_loop_without_accelerate_is_left_at_its_first_step_whatever_it_names(described, text):
+    found = described(text)
+    assert "in a loop without Accelerate" in found["error"]
+    assert "autofit tune my.nets:make" in found["hint"]
+
+
+@pytest.mark.parametrize("before", ["from accelerate import Accelerator", "import accelerate as a\na.Accelerator"])
+def test_what_is_fitted_before_an_accelerator_is_made_is_let_be(described, before):
+    probe = (
+        "probe = nn.Linear(4, 1)\nprobe(loader.dataset[0][0]).backward()\ntorch.optim.SGD(probe.parameters()).step()\n"
+    )
+    rest = PREPARED.removeprefix(PARTS) + STEP.format(backward="accelerator.backward(loss)")
+    assert described(before + PARTS + probe + rest)["script"]["micro_batch"] == 4
+
+
+def test_an_optimizer_that_is_not_prepared_is_refused(described):
+    text = PREPARED.replace(
+        "model, optimizer, loader = accelerator.prepare(model, optimizer", "model, loader = accelerator.prepare(model"
+    )
+    found = described(text + STEP.format(backward="accelerator.backward(loss)"))
+    assert "an optimizer that it has not given to accelerator.prepare" in found["error"]
+
+
+def test_gradients_that_are_taken_without_the_accelerator_are_refused(described):
+    found = described(PREPARED + OWN)
+    assert "takes its gradients without its Accelerator" in found["error"]
+    assert "accelerator.backward(loss)" in found["hint"]
+
+
+BOTH = "accelerator.backward(loss)\n    accelerator.backward(model(rows).mean())"
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_several_backward_passes_of_a_batch_are_refused(described, accumulates):
+    step = STEP.format(backward=BOTH)
+    if accumulates:
+        step = step.replace("    loss = model", "    accelerator.accumulate(model).__enter__()\n    loss = model")
+    found = described(PREPARED + step)
+    assert "several times for one batch" in found["error"]
+    assert "call backward() once" in found["hint"]
+
+
+def test_micro_batches_are_counted_between_steps_of_several_optimizers(described):
+    loop = """
+second = accelerator.prepare(torch.optim.SGD(model.parameters()))
+for number, (rows,) in enumerate(loader, start=1):
+    accelerator.backward(model(rows).sum() / 4)
+    if number % 4 == 0:
+        for one in (optimizer, second):
+            one.step()
+            one.zero_grad()
+"""
+    assert described(PREPARED + loop)["script"]["accumulation"] == 4
+
+
+SEVERAL = """
+other = accelerator.prepare(DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=2))
+next(iter(other))
+for (rows,), {rest} in {together}:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(rows).sum())
+        optimizer.step()
+"""
+
+
+def test_a_loop_over_several_loaders_keeps_its_split(described):
+    """Of two loaders, a plan changes the micro-batch of one: rows would be mixed otherwise."""
+    mixed = described(PREPARED + SEVERAL.format(rest="_", together="zip(loader, other)"))["script"]
+    assert "several loaders" in mixed["own_split"]
+    alone = described(PREPARED + SEVERAL.format(rest="_", together="((one, 0) for one in loader)"))["script"]
+    assert alone["own_split"] is None
+
+
+def test_a_loop_that_evaluates_after_its_first_step_is_left_there(described):
+    """Of a model as large as the user's, on a CPU, an evaluation would take hours."""
+    loop = """
+for (rows,) in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(rows).sum())
+        optimizer.step()
+    with torch.no_grad():
+        model(rows)
+        open(__file__ + ".trained", "w").close()
+"""
+    assert described(PREPARED + loop)["script"]["accumulation"] == 2
