@@ -120,6 +120,28 @@ def test_a_model_that_is_prepared_after_a_training_is_trained_with_the_plan_too(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("again", ["", "accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)"])
+def test_a_second_training_with_other_rows_keeps_its_own(tmp_path, again):
+    """What the first one has trained would be lost if the script were stopped there."""
+    rest = f"""
+    train(loader)
+    {again}
+    other = DataLoader(with_loader.dataset, batch_size=8)
+    model, optimizer, loader = accelerator.prepare(again, torch.optim.SGD(again.parameters(), lr=0.0), other)
+    gave = train(loader)
+    steps = accelerator.gradient_accumulation_steps
+    model, optimizer, loader = accelerator.prepare(model, optimizer, with_loader)
+    train(loader)
+    print(json.dumps([made, [len(one) for one in seen], gave, steps]))
+    """
+    *said, last = lines_of(tmp_path, SCRIPT + FOLD + textwrap.dedent(rest), "4", "2")
+    made, rows, gave, steps = json.loads(last)
+    assert (made, rows) == (8 + 2 + 8, [4] * 16 + [8] * 8 + [4] * 16)
+    assert (gave, steps) == (pytest.approx(1.0), 4)
+    assert any("asks for 32 rows a step, not 8: its batches stay its own" in one for one in said)
+
+
+@pytest.mark.slow
 def test_a_training_on_a_loader_without_the_plan_is_refused(tmp_path):
     rest = "train(loader)\ntrain(accelerator.prepare(with_loader))"
     with pytest.raises(AssertionError, match="the script trains on another loader than before"):

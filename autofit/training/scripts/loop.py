@@ -133,8 +133,8 @@ class LoopPatches:
             changed = self.construct(given)
             with self.making():
                 make(accelerator, **changed)
-            if changed.get(_STEPS) != given.get(_STEPS) or changed.get(_PLUGIN) is not given.get(_PLUGIN):
-                self._own_steps = accumulation_of(given)
+            alike = changed.get(_STEPS) == given.get(_STEPS) and changed.get(_PLUGIN) is given.get(_PLUGIN)
+            self._own_steps = None if alike else accumulation_of(given)
 
         @functools.wraps(prepare)
         def prepared(accelerator: Any, *args: Any, **kwargs: Any) -> Any:

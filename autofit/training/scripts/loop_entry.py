@@ -215,6 +215,85 @@ def _told_once(recipe: Recipe, script: Script, say: Callable[[str], None]) -> Ca
     return counts
 
 
+@dataclass(slots=True)
+class _Launched:
+    """A loop while it trains with a plan put in."""
+
+    recipe: Recipe
+    script: Script
+    say: Callable[[str], None]
+    accumulation: int | None
+    """Micro-batches to a step of the plan; ``None`` where they are the script's own."""
+    loop: Any = None
+    accelerator: Any = None
+    steps: int = 0
+    own_rows: int = 0
+    entered: bool = False
+    trained: bool = False
+    left: bool = False
+    """Whether the training that goes on is another one, of other rows to a step."""
+    told: bool = False
+    begun: set[int] = field(default_factory=set)
+
+    @property
+    def tuned_rows(self) -> int:
+        """Rows to a step that were tuned."""
+        return self.script.micro_batch * self.script.accumulation
+
+    def read(self, accelerator: Any) -> None:
+        """Note how many micro-batches the script takes to a step, as it says now, before it prepares or trains."""
+        self.accelerator = accelerator
+        self.steps = self.script.accumulation if self.accumulation is None else accelerator.gradient_accumulation_steps
+
+    def loader(self, own: Any, number: int) -> Any:
+        """The plan's loader; the script's own where it asks for other rows after a training, which would be lost."""
+        if number != self.script.loader:
+            return own
+        self.own_rows = own.batch_size or self.script.micro_batch
+        steps = self.steps
+        was_left, self.left = self.left, self.trained and self.own_rows * steps != self.tuned_rows
+        if self.accumulation is not None and self.left != was_left:
+            self.loop.accumulation = None if self.left else self.accumulation
+            self.accelerator.gradient_accumulation_steps = steps
+        if self.left:
+            self.say(
+                f"another training of the script asks for {self.own_rows * steps} rows a step, not {self.tuned_rows}: "
+                "its batches stay its own, and its memory and speed were not measured"
+            )
+            return own
+        self.entered = True
+        return rebuilt(own, rows=self.recipe.micro_batch, changed=loader_changes(own, self.recipe))
+
+    def as_tuned(self, accelerator: Any, _loss: Any) -> None:
+        """Hold the script to the rows that it was tuned with: it may set its accumulation before it trains, or then."""
+        if self.left:
+            return
+        self.read(accelerator)
+        steps = self.steps
+        own_rows = self.own_rows or self.script.micro_batch
+        if (asked := own_rows * steps) != self.tuned_rows:
+            raise InputError(
+                f"the script asks for {asked} rows a step on each device; it was tuned with {self.tuned_rows}, and its "
+                "schedule would count other steps than it makes",
+                hint=AS_TUNED,
+            )
+        if self.accumulation not in (None, steps) and self.begun and self.script.loader not in self.begun:
+            raise InputError(
+                "the script trains on another loader than before: no plan is put into that, and its steps would be of "
+                "other rows",
+                hint="prepare it with its model: model, optimizer, loader = prepare(model, optimizer, loader)",
+            )
+        self.begun.clear()
+        self.trained = True
+        recipe = self.recipe
+        if own_rows != recipe.micro_batch and not self.told:
+            self.told = True
+            self.say(
+                f"a step takes {recipe.micro_batch} x {recipe.accumulation} rows, the script's own {own_rows} x "
+                f"{steps}: what it counts or sums by micro-step, such as a loss that it logs, is another number"
+            )
+
+
 def train_loop_with(
     recipe: Recipe, script: Script, path: str, arguments: tuple[str, ...], say: Callable[[str], None]
 ) -> None:
@@ -225,56 +304,24 @@ def train_loop_with(
     Raises:
         InputError: It never prepared the loader that it trains on, or asks for another batch.
     """
-    entered: list[Any] = []
-    accumulation = _accumulation(script, recipe.accumulation)
-    own_rows, told, begun = script.micro_batch, False, set[int]()
-
-    def loader(own: Any, number: int) -> Any:
-        nonlocal own_rows
-        if number != script.loader:
-            return own
-        entered.append(own)
-        own_rows = own.batch_size or script.micro_batch
-        return rebuilt(own, rows=recipe.micro_batch, changed=loader_changes(own, recipe))
-
-    def as_tuned(accelerator: Any, _loss: Any) -> None:
-        """Hold the script to the rows that it was tuned with: it may set its accumulation before it trains, or then."""
-        nonlocal told
-        steps = script.accumulation if accumulation is None else accelerator.gradient_accumulation_steps
-        if (asked := own_rows * steps) != (before := script.micro_batch * script.accumulation):
-            raise InputError(
-                f"the script asks for {asked} rows a step on each device; it was tuned with {before}, and its schedule "
-                "would count other steps than it makes",
-                hint=AS_TUNED,
-            )
-        if accumulation not in (None, steps) and begun and script.loader not in begun:
-            raise InputError(
-                "the script trains on another loader than before: no plan is put into that, and its steps would be of "
-                "other rows",
-                hint="prepare it with its model: model, optimizer, loader = prepare(model, optimizer, loader)",
-            )
-        begun.clear()
-        if own_rows != recipe.micro_batch and not told:
-            told = True
-            say(
-                f"a step takes {recipe.micro_batch} x {recipe.accumulation} rows, the script's own {own_rows} x "
-                f"{steps}: what it counts or sums by micro-step, such as a loss that it logs, is another number"
-            )
+    launched = _Launched(recipe, script, say, _accumulation(script, recipe.accumulation))
 
     def plain(_trainer: Any, train: Callable[[], Any]) -> Any:
         return train()
 
     Patches(train=plain, loads=loads_of(recipe), random_weights=False, rewrites=False).install()
-    LoopPatches(
-        construct=lambda given: constructed(given, recipe, accumulation=accumulation),
-        accumulation=accumulation,
+    launched.loop = LoopPatches(
+        construct=lambda given: constructed(given, recipe, accumulation=launched.loop.accumulation),
+        accumulation=launched.accumulation,
         making=recipe.tf32_as_planned,
-        loader=loader,
-        micro_step_begins=lambda number, _: begun.add(number),
-        before_backward=as_tuned,
+        before_prepare=lambda accelerator, _: launched.read(accelerator),
+        loader=launched.loader,
+        micro_step_begins=lambda number, _: launched.begun.add(number),
+        before_backward=launched.as_tuned,
         model=lambda own: _wrapped(own, recipe),
         counts=_told_once(recipe, script, say),
         quiet=False,
         again=True,
-    ).install()
-    run_to_its_end(str(Path(path).absolute()), arguments, lambda: bool(entered), by="a loop with an Accelerator")
+    )
+    launched.loop.install()
+    run_to_its_end(str(Path(path).absolute()), arguments, lambda: launched.entered, by="a loop with an Accelerator")
