@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import io
 import json
 import os
 import re
@@ -589,6 +590,14 @@ def test_a_stdout_that_takes_nothing_is_the_machine():
         done = subprocess.run(COMMAND, stdout=full, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, check=False)
     assert done.returncode == 5
     assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
+def test_a_table_is_printed_in_a_locale_without_its_letters(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    terminal.data_console().print("83 \u00b1 2 \u2588")
+    sys.stdout.flush()
+    assert written.getvalue() == b"83 \xb1 2 \\u2588\n"
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])

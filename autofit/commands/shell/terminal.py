@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -106,8 +107,14 @@ def shown(words: str) -> str:
 
 
 def data_console(width: int = 100) -> Console:
-    """A console on stdout that does not cut lines where nobody can see its width."""
+    """A console on stdout that does not cut lines where nobody can see its width.
+
+    What the locale has no letter for is told by its number.
+    """
     from rich.console import Console
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
     class Plain(Console):
         def on_broken_pipe(self) -> None:
