@@ -147,6 +147,7 @@ def test_the_usual_global_batch_is_told(server, monkeypatch):
     assert "global batch 32;" in _shown(found)
 
 
+@pytest.mark.slow
 def test_hours_of_a_model_that_reads_no_text_are_of_its_samples(told):
     found = told()
     assert found.unit == "tokens"

@@ -188,6 +188,7 @@ def test_another_question_is_not_a_resumed_one(tune, out, change, word):
     assert {name: (out / name).read_bytes() for name in FILES} == before
 
 
+@pytest.mark.slow
 def test_one_model_has_many_paths(tune, out, tmp_path, monkeypatch):
     """A folder, its config, and a copy elsewhere; what they hold says whether it is the same."""
     folder, copy = tmp_path / "llama", tmp_path / "copy.json"
@@ -758,6 +759,7 @@ def test_a_repeat_that_was_stopped_is_made_by_resume(tune, out, stop):
     assert not list(out.glob("journal.log.broken-*"))
 
 
+@pytest.mark.slow
 def test_what_a_tune_cost_is_told_over_all_of_its_sessions(tune, out):
     with pytest.raises(Interrupted):
         tune(Replay(out, {3: KeyboardInterrupt()}), trials=6)

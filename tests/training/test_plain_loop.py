@@ -77,6 +77,7 @@ def test_a_script_computes_with_its_own_numbers(tmp_path):
     assert planned[3] == []
 
 
+@pytest.mark.slow
 def test_a_script_that_sets_the_accumulation_reads_what_it_has_set(tmp_path):
     found = run(tmp_path, "accelerator.gradient_accumulation_steps = 8\ngave = accelerator.gradient_accumulation_steps")
     assert found[4] == 8
@@ -171,6 +172,7 @@ def test_a_resumed_epoch_may_begin_in_the_middle_of_a_micro_batch(tmp_path):
     assert (own[1], own[4]) == (planned[1], planned[4]) == (8, 29)
 
 
+@pytest.mark.slow
 def test_a_stream_that_resumes_in_the_middle_of_a_micro_batch_is_refused(tmp_path):
     rest = """
     class Stream(torch.utils.data.IterableDataset):
@@ -204,6 +206,7 @@ def test_a_loop_that_asks_for_its_loaders_length_is_told_of(tmp_path):
     assert run(tmp_path, "gave = train(loader, asks=True)")[3] == [0] * 16
 
 
+@pytest.mark.slow
 def test_a_measured_loop_is_told_of_what_it_would_save(tmp_path):
     rest = f"""
     LoopPatches(goes_on=told.append).install()
