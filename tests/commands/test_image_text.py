@@ -12,7 +12,7 @@ from autofit.commands.facts import remarks
 from autofit.output.document import read_document
 from autofit.system.errors import ModelError
 from autofit.training.tasks.choose import describe_model
-from tests.support.scripted import SIZES, autofit
+from tests.support.scripted import SIZES, autofit, word_tokenizer
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import write_config
 
@@ -48,15 +48,12 @@ def folder(tmp_path):
         pytest.skip("needs pillow")
     import transformers
     from PIL import Image
-    from tokenizers import Tokenizer, models, pre_tokenizers
 
     special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<eos>"}
     images = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
     names = [*special.values(), *images.values(), "user", "assistant", *(f"w{number}" for number in range(80))]
-    words = Tokenizer(models.WordLevel({word: place for place, word in enumerate(names)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, **special, extra_special_tokens=images, additional_special_tokens=[*images.values()]
+    tokenizer = word_tokenizer(
+        names, **special, extra_special_tokens=images, additional_special_tokens=[*images.values()]
     )
     template = (
         "{% for m in messages %}{{ m['role'] }} {% for c in m['content'] %}"

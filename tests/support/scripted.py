@@ -34,18 +34,25 @@ def autofit(folder, *words, seconds=280):
     )  # fmt: skip
 
 
-def tiny_llama(folder):
-    """A causal language model and a tokenizer of words, with a chat template; and a reward model beside it."""
+def word_tokenizer(names, **special):
+    """A tokenizer of these words, in this order."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    vocabulary = {word: number for number, word in enumerate(("<pad>", "<unk>", "<s>", "</s>", *WORDS))}
+    vocabulary = {word: place for place, word in enumerate(names)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+def tiny_llama(folder):
+    """A causal language model and a tokenizer of words, with a chat template; and a reward model beside it."""
+    import transformers
+
     special = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    tokenizer = word_tokenizer((*special.values(), *WORDS), **special)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    sizes = {**SIZES, "vocab_size": len(vocabulary), "max_position_embeddings": 128, "num_key_value_heads": 2}
+    sizes = {**SIZES, "vocab_size": len(tokenizer), "max_position_embeddings": 128, "num_key_value_heads": 2}
     numbers = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
     for name, auto, labels in (("llama", "CausalLM", 2), ("reward", "SequenceClassification", 1)):
         config = transformers.LlamaConfig(**sizes, **numbers, num_labels=labels)

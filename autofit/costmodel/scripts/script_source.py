@@ -130,7 +130,7 @@ def longest_rows(loader: Any, script: Script, rows: int, *, grows: bool = False)
         sizes = {name: _numbers(value) for name, value in _parts(than).items()}
         return any(sizes[name] < _numbers(value) for name, value in _parts(batch).items() if name in sizes)
 
-    if grows and rows > _FEW and not (places and more_of_some(mixed(_FEW), alike(_FEW))):
+    if grows and not (places and more_of_some(mixed(_FEW), alike(_FEW))):
         with contextlib.suppress(Exception):  # a collator may want more than one row
             return _grown(alike(1), alike(2), rows), True
     whole = alike(rows)

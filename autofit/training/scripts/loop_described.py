@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -188,8 +189,10 @@ def _refuse_loops_of_its_own(path: str, known: Callable[[], bool], accelerated: 
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    taken = functools.cache(lambda: _taken(path))  # each of its steps asks
+
     def stepped(*_: Any) -> None:
-        if not (known() or _may_train_later(path, accelerated=accelerated())):
+        if not (known() or _may_train_later(*taken(), accelerated=accelerated())):
             raise Refused(
                 f"{Path(path).name} trains in a loop without Accelerate, into which no plan can be put",
                 "have an Accelerator prepare model, optimizer and loader, and call its backward(loss); or write a "
@@ -199,8 +202,8 @@ def _refuse_loops_of_its_own(path: str, known: Callable[[], bool], accelerated: 
     register_optimizer_step_post_hook(stepped)
 
 
-def _may_train_later(path: str, *, accelerated: bool) -> bool:
-    """Whether a script's text takes a Trainer of transformers, or an Accelerator that prepares something."""
+def _taken(path: str) -> tuple[list[tuple[str, str]], bool]:
+    """What a script's text takes from which modules, and whether it prepares anything."""
     nodes = list(ast.walk(ast.parse(Path(path).read_bytes())))
     named = {
         alias.asname or alias.name: alias.name for one in nodes if isinstance(one, ast.Import) for alias in one.names
@@ -208,8 +211,13 @@ def _may_train_later(path: str, *, accelerated: bool) -> bool:
     attributes = [one for one in nodes if isinstance(one, ast.Attribute)]
     taken = [(named.get(ast.unparse(one.value)), one.attr) for one in attributes]
     taken += [(one.module, alias.name) for one in nodes if isinstance(one, ast.ImportFrom) for alias in one.names]
-    kinds = {kind for module, name in taken if module for kind in _trainers(module, name)}
     prepares = any(one.attr.startswith("prepare") for one in attributes)
+    return [(module, name) for module, name in taken if module], prepares
+
+
+def _may_train_later(taken: list[tuple[str, str]], prepares: bool, *, accelerated: bool) -> bool:
+    """Whether a script takes a Trainer of transformers, or an Accelerator that prepares something."""
+    kinds = {kind for module, name in taken for kind in _trainers(module, name)}
     return "Trainer" in kinds or (prepares if "Accelerator" in kinds else accelerated)
 
 

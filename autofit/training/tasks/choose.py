@@ -115,13 +115,12 @@ def task_of(name: str, settings: Any, task: Task | None, *, trust_remote_code: b
     Raises:
         ModelError: There is none.
     """
-    import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     named = tuple(settings.architectures or ())
     what = f"{name!r} is a config of {' and '.join(named) or f'the type {settings.model_type}'}"
     own = getattr(settings, "auto_map", None) or {} if trust_remote_code else {}
-    here = [kind for kind in _in_order() if kind.auto in own or type(settings) in _mapping(kind)]
+    here = [kind for kind in _in_order() if kind.auto in own or type(settings) in _mapping(kind.auto)]
     if task is not None:
         kind = TASKS[task]
         if kind in here:
@@ -132,7 +131,7 @@ def task_of(name: str, settings: Any, task: Task | None, *, trust_remote_code: b
             hint=f"its tasks: {listed}" if listed else "autofit tunes the training of models for the tasks of --task",
         )
     script = "give the script that trains it: autofit tune train.py"
-    if images := type(settings) in transformers.AutoModelForImageTextToText._model_mapping:  # noqa: SLF001 - as below
+    if images := type(settings) in _mapping("AutoModelForImageTextToText"):
         script += "; examples/train_image_text.py is one"
     if images and not here:
         why = "which is trained on images and their texts, and its config does not tell how large they are"
@@ -203,15 +202,15 @@ def _in_order() -> list[Kind]:
     return sorted(TASKS.values(), key=lambda kind: kind.name not in _FIRST)
 
 
-def _mapping(kind: Kind) -> Any:
+def _mapping(auto: str) -> Any:
     import transformers
 
-    return getattr(transformers, kind.auto)._model_mapping  # noqa: SLF001 - transformers has no other list of them
+    return getattr(transformers, auto)._model_mapping  # noqa: SLF001 - transformers has no other list of them
 
 
 def _classes(kind: Kind, settings: Any) -> set[str]:
     """The classes that transformers has for a task and a config."""
-    mapping = _mapping(kind)
+    mapping = _mapping(kind.auto)
     if type(settings) not in mapping:
         return set()
     found = mapping[type(settings)]
