@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -316,6 +316,8 @@ def without_drawing() -> Iterator[None]:
 
 
 _LARGE_BYTES = 1 << 20
+_TILE = 1_048_573
+"""A prime, so that no two rows of a weight are alike."""
 _MMAP_THRESHOLD = -3
 """``M_MMAP_THRESHOLD`` of ``mallopt(3)``: so many bytes are zeros, and memory is taken where they are written to."""
 
@@ -329,53 +331,51 @@ def large_weights_left_zero() -> Iterator[None]:
     """
     import ctypes
 
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    fills = {
-        getattr(torch.ops.aten, name)
-        for name in ("normal_", "uniform_", "fill_", "zero_", "mul_", "add_", "clamp_", "erfinv_")
-    }
-
-    class LeftZero(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            if func.overloadpacket in fills and args[0].device.type == "cpu" and args[0].nbytes >= _LARGE_BYTES:
-                return args[0]
-            return func(*args, **(kwargs or {}))
-
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
-    with LeftZero():  # type: ignore[no-untyped-call]
+    fills = ("normal_", "uniform_", "fill_", "zero_", "mul_", "add_", "clamp_", "erfinv_")
+    with _large_filled(fills, lambda *_, **__: None):
         yield
 
 
-@contextlib.contextmanager
-def quick_random_weights(tile: int = 1 << 20) -> Iterator[None]:
-    """Make large random tensors by repeating a tile of random numbers.
+def quick_random_weights() -> contextlib.AbstractContextManager[None]:
+    """Make large random tensors of the CPU by repeating a tile of random numbers.
 
     Drawing a billion normal numbers takes a CPU core ten seconds, copying them takes one. Small tensors are
     drawn as ever; every value a model needs (norm weights, biases, scales) is set by the model's own code.
     """
-    import torch
-    from torch.overrides import TorchFunctionMode
 
-    class Tiled(TorchFunctionMode):
-        def __torch_function__(
+    def fill(draw: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        whole = tensor.numel() // _TILE * _TILE
+        if whole < 2 * _TILE or not tensor.is_contiguous():
+            draw(tensor, *args, **kwargs)
+            return
+        flat = tensor.view(-1)
+        tile = draw(flat[:_TILE], *args, **kwargs)
+        flat[_TILE:whole].view(-1, _TILE).copy_(tile)
+        flat[whole:].copy_(tile[: flat.numel() - whole])
+
+    return _large_filled(("normal_", "uniform_"), fill)
+
+
+@contextlib.contextmanager
+def _large_filled(names: Iterable[str], fill: Callable[..., None]) -> Iterator[None]:
+    """Have ``fill`` do what in-place operators of these names would do to a large tensor of the CPU.
+
+    It is called with the operator and what that was. To a mode of functions, those of ``torch.nn.init`` are one call.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    filling = {getattr(torch.ops.aten, name) for name in names}
+
+    class Filled(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
-            kwargs = dict(kwargs or {})
-            if func in {torch.Tensor.normal_, torch.Tensor.uniform_} and args:
-                tensor = args[0]
-                if tensor.device.type == "cpu" and tensor.numel() > 2 * tile and tensor.is_contiguous():
-                    flat = tensor.detach().view(-1)
-                    func(flat[:tile], *args[1:], **kwargs)
-                    whole = flat.numel() // tile
-                    flat[tile : whole * tile].view(-1, tile).copy_(flat[:tile].expand(whole - 1, tile))
-                    rest = flat.numel() - whole * tile
-                    flat[whole * tile :].copy_(flat[:rest])
-                    return tensor
-            return func(*args, **kwargs)
+            if func.overloadpacket in filling and args[0].device.type == "cpu" and args[0].nbytes >= _LARGE_BYTES:
+                fill(func, *args, **(kwargs or {}))
+                return args[0]
+            return func(*args, **(kwargs or {}))
 
-    with Tiled():
+    with Filled():  # type: ignore[no-untyped-call]
         yield

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from autofit.contract.recipe import quick_random_weights
 from autofit.contract.script import Loading, Script
 from autofit.machine.meters import status
 from autofit.registry import recipe_of
@@ -409,3 +410,15 @@ def test_where_nothing_is_trained_large_weights_take_no_memory(tmp_path):
     process.start()
     process.join(120)
     assert process.exitcode == 0
+
+
+def test_large_weights_of_a_trial_repeat_a_tile_in_which_no_two_rows_are_alike():
+    config = transformers.GPT2Config(n_layer=1, n_embd=512, n_head=4, vocab_size=6000)
+    with quick_random_weights():
+        made = transformers.AutoModelForCausalLM.from_config(config)
+    rows, tile = made.transformer.wte.weight.detach(), 1_048_573
+    flat = rows.view(-1)
+    assert torch.equal(flat[:tile], flat[tile : 2 * tile])
+    assert torch.equal(flat[2 * tile :], flat[: flat.numel() - 2 * tile])
+    assert rows.std().item() == pytest.approx(config.initializer_range, rel=0.01)
+    assert rows.unique(dim=0).shape == rows.shape
