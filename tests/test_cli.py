@@ -610,6 +610,14 @@ def test_streams_that_are_closed_from_the_start(closed):
     assert bool(done.stdout) == (closed == "2>&-")
 
 
+def test_a_current_folder_that_is_gone(tmp_path):
+    command = f'mkdir "{tmp_path}/gone" && cd "{tmp_path}/gone" && rmdir ../gone && {shlex.join(COMMAND)}'
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 5
+    assert "error: the current folder is gone\n" in done.stderr
+
+
 def test_an_error_that_nobody_reads_keeps_its_exit_code(tmp_path):
     command = [sys.executable, "-m", "autofit.cli", "report", str(tmp_path / "none")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY) as process:

@@ -147,7 +147,7 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
     """The config as an object.
 
     Raises:
-        ModelError: It is too large, no JSON, no object, holds NaN or infinity, or does not say what model it is.
+        ModelError: It is too large, no JSON, no object, holds NaN, or does not say what model it is.
     """
     try:
         length = path.stat().st_size
@@ -159,7 +159,7 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} can't be read: {error}", hint=_WANTED) from error
     try:
-        config = strict_json.loads(text)
+        config = strict_json.loads(text, _infinity)
     except ValueError as error:
         hint = "fetch the model's config.json again" if path.suffix == ".json" else _WANTED
         raise ModelError(f"{path} is not valid JSON: {error}", hint=hint) from error
@@ -178,6 +178,11 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
         )
     _check_sizes(config, str(path))
     return config
+
+
+def _infinity(text: str) -> Any:
+    """Infinity as transformers 5 writes it; its version 4 wrote the bare word, as in configs of Mamba 2 and Bamba."""
+    return strict_json.no_constant(text) if text == "NaN" else {"__float__": text}
 
 
 def _check_sizes(config: dict[str, Any], where: str) -> None:

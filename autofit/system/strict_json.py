@@ -9,19 +9,30 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pydantic import TypeAdapter
 
 Kind = TypeVar("Kind")
 
 
-def loads(text: str | bytes) -> Any:
+def no_constant(text: str) -> Any:
+    """Refuse ``NaN`` and ``Infinity``."""
+    raise ValueError(f"{text} is no JSON number")
+
+
+def loads(text: str | bytes, constant: Callable[[str], Any] = no_constant) -> Any:
     """Read JSON.
+
+    Args:
+        text: What to read.
+        constant: What stands for ``NaN``, ``Infinity`` or ``-Infinity``, which Python writes and JSON does not have.
 
     Raises:
         ValueError: It is no JSON, is nested too deeply, or holds a number that is not finite or has over 63 bits.
     """
     try:
-        return json.loads(text, parse_constant=_no_constant, parse_int=_small_int, parse_float=_finite)
+        return json.loads(text, parse_constant=constant, parse_int=_small_int, parse_float=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -50,10 +61,6 @@ def read(adapter: TypeAdapter[Kind], text: str | bytes) -> Kind:
 def dump_json(adapter: TypeAdapter[Any], value: object) -> str:
     """Indented JSON with only finite numbers in it."""
     return json.dumps(adapter.dump_python(value, mode="json", by_alias=True), indent=1, allow_nan=False) + "\n"
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON number")
 
 
 def _finite(text: str) -> float:

@@ -1,5 +1,6 @@
 """The job of tracing: which requests go together, and what is left of a trace."""
 
+import errno
 import gc
 import itertools
 
@@ -52,6 +53,25 @@ def test_garbage_is_collected_where_there_is_much_of_it(tmp_path, monkeypatch):
         TraceRequests(facts=None, config="", requests=requests, folder=str(tmp_path)), tmp_path
     )
     assert told.read_text().split() == ["traced:False", "collected", "traced:False"]
+
+
+def test_a_trace_that_a_full_disk_has_no_room_for_goes_elsewhere(tmp_path, monkeypatch):
+    full, spare = tmp_path / "full", tmp_path / "spare"
+    full.mkdir()
+    spare.mkdir()
+    write_array = np.lib.format.write_array
+
+    def write(file, *values, **options):
+        if list(full.iterdir()):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_array(file, *values, **options)
+
+    monkeypatch.setattr(np.lib.format, "write_array", write)
+    request = TraceRequest(part="optimizer", plan=PLAIN, file="one.npz")
+    job = TraceRequests(facts=None, config="", requests=(request,), folder=str(full), spare=str(spare))
+    save(job, request, {"alone": np.array(7)})
+    assert (list(full.iterdir()), list(spare.iterdir())) == ([], [spare / "one.npz"])
+    assert job.is_made(request)
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path):

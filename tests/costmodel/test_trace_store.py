@@ -35,8 +35,8 @@ def canned(part):
 class Tracer:
     """Stands where the fork server stands: answers with canned parts, and counts what it was asked for."""
 
-    def __init__(self, *, fail=(), silent=False, seconds=0.0):
-        self.asked, self.fail, self.silent, self.seconds = [], fail, silent, seconds
+    def __init__(self, *, fail=(), silent=False, seconds=0.0, room=99):
+        self.asked, self.fail, self.silent, self.seconds, self.room = [], fail, silent, seconds, room
 
     def __call__(self):
         return self
@@ -52,7 +52,10 @@ class Tracer:
             if request.part in self.fail:
                 failed[request.file] = "its trace failed: no such thing"
             elif not self.silent:
-                np.savez_compressed(f"{job.folder}/{request.file}", **canned(request.part))
+                self.room -= 1
+                np.savez_compressed(
+                    f"{job.folder if self.room >= 0 else job.spare}/{request.file}", **canned(request.part)
+                )
         yield None if self.silent else {"failed": failed}
 
 
@@ -285,6 +288,16 @@ def test_without_a_cache_that_can_be_written_traces_are_kept_for_the_run(lab, tm
     assert found.made == 2
     told, *_ = said
     assert told == f"traces are kept for this run only: {tmp_path}/file/traces can't be written: Not a directory"
+
+
+def test_traces_that_the_cache_has_no_room_for_are_kept_for_the_run(lab, tmp_path):
+    said = []
+    found = lab(Tracer(room=1))
+    found.prepare([PLAIN], said.append)
+    assert (found.untraced(PLAIN), found.made) == (None, 2)
+    assert said[-1] == (
+        f"some traces are kept for this run only: {tmp_path}/cache takes no more of them: is its disk full?"
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -58,6 +59,7 @@ class Commands(click.Group):
         """Run a command."""
         _reopen_closed_streams()
         try:
+            _refuse_a_lost_folder()
             found = super().invoke(context)
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -76,6 +78,13 @@ class Commands(click.Group):
             context.exit(Interrupted.exit_code)
         else:
             return found
+
+
+def _refuse_a_lost_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise MachineError("the current folder is gone", hint="cd to one that is there, and try again") from error
 
 
 def _complain(words: str) -> None:

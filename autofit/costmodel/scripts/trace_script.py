@@ -32,11 +32,7 @@ def trace_script(job: TraceRequests, folder: Path) -> dict[str, str]:
         if in_child(kind(job, tuple(requests), folder).run) == UNSAFE:
             for request in requests:
                 in_child(kind(job, (request,), folder).run)
-    return {
-        request.file: _why(folder, request)
-        for request in job.requests
-        if not (Path(job.folder) / request.file).exists()
-    }
+    return {request.file: _why(folder, request) for request in job.requests if not job.is_made(request)}
 
 
 def _by_loading(job: TraceRequests) -> list[list[TraceRequest]]:

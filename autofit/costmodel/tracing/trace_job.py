@@ -73,7 +73,7 @@ def trace_all(job: TraceRequests, folder: Path) -> dict[str, str]:
         except (OSError, ValueError):
             code = os.waitstatus_to_exitcode(status)
             failed = {one.file: f"its trace ended with status {code}" for one in job.requests} | failed
-    done = {request.file for request in job.requests if (Path(job.folder) / request.file).exists()}
+    done = {request.file for request in job.requests if job.is_made(request)}
     return {file: reason for file, reason in failed.items() if file not in done}
 
 
@@ -147,15 +147,28 @@ def _trace(job: TraceRequests, request: TraceRequest, known: Known) -> None:
 
 def save(job: TraceRequests, request: TraceRequest, arrays: dict[str, Any]) -> None:
     """Leave a trace in the file that its request names, whole or not at all."""
-    target = Path(job.folder) / request.file
+    try:
+        _write(Path(job.folder) / request.file, arrays)
+    except OSError:  # a full disk, a quota
+        if not job.spare:
+            raise
+        _write(Path(job.spare) / request.file, arrays)
+
+
+def _write(target: Path, arrays: dict[str, Any]) -> None:
     aside = target.with_name(f".{target.stem}-{os.getpid()}.npz")
-    with zipfile.ZipFile(
-        aside, "w", zipfile.ZIP_DEFLATED, compresslevel=1
-    ) as archive:  # numpy's level takes thrice as long
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w") as file:
-                np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
-    aside.replace(target)
+    try:
+        with zipfile.ZipFile(
+            aside, "w", zipfile.ZIP_DEFLATED, compresslevel=1
+        ) as archive:  # numpy's level takes thrice as long
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w") as file:
+                    np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
+        aside.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
 
 
 @dataclasses.dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from autofit.contract.facts import Facts
 from autofit.contract.plan import Plan, Value
@@ -34,12 +35,18 @@ class TraceRequests:
         config: The folder of the model's config.
         requests: The traces.
         folder: Where their files go.
+        spare: Where those go that ``folder`` has no room for; empty for nowhere.
     """
 
     facts: Facts
     config: str
     requests: tuple[TraceRequest, ...]
     folder: str
+    spare: str = ""
+
+    def is_made(self, request: TraceRequest) -> bool:
+        """Whether the file of a request is there."""
+        return any((Path(one) / request.file).exists() for one in (self.folder, self.spare) if one)
 
 
 def traced_plan(plan: Plan, part: Part) -> Plan | None:

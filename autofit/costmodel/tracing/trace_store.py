@@ -76,7 +76,7 @@ class Traces:
         server: Forks the processes that trace; asked only for what is not kept already.
         scratch: Folder for the job while it runs.
         cache: Where traces are kept; ``None``, or a folder that can't be written, keeps them for this run only, in
-            ``scratch``.
+            ``scratch``, as one does that has no room for more.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class Traces:
             config=str(self.config.resolve()),
             requests=tuple(wanted.values()),
             folder=str(self.cache.resolve()),
+            spare=str(self.scratch.resolve()),
         )
         script = self.facts.workload.script
         longest = _LONGEST_SECONDS if script is None else _LONGEST_SECONDS + _SCRIPT_RUNS * script.seconds
@@ -141,6 +142,8 @@ class Traces:
             self.server().ask(self.scratch, job, kill_after_seconds=longest) as answer,
         ):
             reasons = {} if answer is None else dict(answer["failed"])
+        if self.cache != self.scratch and any((self.scratch / one.file).exists() for one in wanted.values()):
+            say(f"some traces are kept for this run only: {self.cache} takes no more of them: is its disk full?")
         for key, request in wanted.items():
             if request.file in reasons:
                 self.failed[key] = reasons[request.file]
@@ -173,13 +176,15 @@ class Traces:
     def _known(self, key: str) -> bool:
         if key in self._parts or key in self.failed:
             return True
-        try:
-            # opened here: numpy leaves a file that is no whole archive open
-            with (self.cache / f"{key}.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                self._parts[key] = unpack(arrays)
-        except _SPOILED:
-            return False  # not there, or cut off: it is made again
-        return True
+        for folder in dict.fromkeys((self.cache, self.scratch)):
+            try:
+                # opened here: numpy leaves a file that is no whole archive open
+                with (folder / f"{key}.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                    self._parts[key] = unpack(arrays)
+            except _SPOILED:
+                continue  # not there, or cut off: it is made again
+            return True
+        return False
 
     @functools.lru_cache(maxsize=65536)  # noqa: B019 - lives as long as one command
     def _key(self, part: Part, traced: Plan) -> str:
