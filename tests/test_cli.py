@@ -303,6 +303,7 @@ USAGE = [
     (["estimate", "demo", "--gpu", "H100", "--price", ""], "--price '' is empty"),
     (["tune", "demo", "--config", ""], "--config"),
     (["tune", "demo", "--output", "nul\0byte"], "can't be written"),
+    (["tune", "demo", "--output", "n" * 300], "can't be written: File name too long"),
     (["verify", "no-folder"], "holds no autofit.json: there is no such folder"),
     (["report", "no-folder"], "holds no autofit.json"),
     (["report", "torn"], "can't be read"),

@@ -156,8 +156,16 @@ def _outcome(results: Path, document: Document, status: int | None, tail: str, l
             return outcome_of_ranks(results, document.workload.processes)
         return _read(results)
     except (OSError, ValueError):
-        last = tail.splitlines()[-1] if tail else "no output"
-        return Crashed(reason=f"the launch ended with status {status}: {last}", log_tail=tail)
+        return Crashed(reason=f"the launch ended with status {status}: {_last_words(tail)}", log_tail=tail)
+
+
+def _last_words(tail: str) -> str:
+    """The last line that a launched script wrote: behind it Accelerate tells, with a traceback, that it ended."""
+    lines = [line for line in tail.splitlines() if not line.startswith("hint: ")]
+    if lines and lines[-1].startswith("subprocess.CalledProcessError"):
+        behind = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+        lines = lines[: behind[-1]] if behind and behind[-1] else lines
+    return lines[-1] if lines else "no output"
 
 
 def _read(results: Path) -> Outcome:

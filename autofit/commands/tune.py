@@ -152,8 +152,8 @@ def tune(
     )
     check_request(request, settings)
     folder = Path(output) if output else Path(tempfile.mkdtemp(prefix="autofit-"))
-    fresh = not output or not folder.exists()
-    before = names_before(folder)
+    there = names_before(folder)
+    fresh, before = not output or there is None, there or frozenset()
     usable_folder(folder)
     teller = events or Silent()
     with held(folder / LOCK, f"another tune is writing {folder}", "give each tune its own --output"):

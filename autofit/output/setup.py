@@ -14,6 +14,7 @@ from autofit.machine.same_machine import check_same_machine, other_world
 from autofit.output.document import MODEL_FOLDER, read_document
 from autofit.registry import by_script, recipe_of, techniques
 from autofit.system.errors import ModelError
+from autofit.training.scripts.leave import refuse_two_plans
 
 if TYPE_CHECKING:
     import torch
@@ -246,7 +247,9 @@ def load(folder: str | Path, *, any_hardware: bool = False) -> Setup:
 
     Raises:
         InputError: The folder holds no valid ``autofit.json``.
+        Refused: The script is launched by ``autofit run``, which puts a plan into it, or is being tuned.
     """
+    refuse_two_plans()
     setup = read_setup(folder, any_hardware=any_hardware)
     other = other_world(setup.document.facts, folder)
     if other is not None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import autofit
 from autofit.commands.scripts import run as scripts
 from autofit.commands.scripts import run_script
 from autofit.contract.script import Script
@@ -15,7 +16,7 @@ from autofit.output.document import DOCUMENT, DOCUMENT_FILE
 from autofit.system.errors import InputError
 from autofit.system.processes import end_group
 from autofit.system.strict_json import dump_json
-from autofit.training.scripts.leave import run_to_its_end
+from autofit.training.scripts.leave import Refused, run_to_its_end
 from tests.output.test_report import CPU
 from tests.output.test_report import document as a_document
 
@@ -122,6 +123,29 @@ def test_a_training_on_more_processes_than_the_answer_s_is_refused_without_a_tra
     assert said.startswith("error: this training runs on 2 processes")
     assert "\nhint: " in said
     assert "Traceback" not in said
+
+
+@pytest.mark.filterwarnings("ignore:.*tuned with other versions")
+def test_a_script_that_takes_a_plan_itself_gets_no_second_one(launched):
+    folder, _ = launched
+    (folder / "train.py").write_text(f"import autofit\nautofit.load({str(folder)!r})\n")
+    with pytest.raises(Refused, match=r"takes a plan by autofit\.load, and would have two"):
+        run_to_its_end(str(folder / "train.py"), (), lambda: False, by="a Trainer")
+    with pytest.warns(UserWarning, match="tuned"):
+        autofit.load(folder, any_hardware=True)  # a process that runs no script may
+
+
+@pytest.mark.filterwarnings("ignore:.*tuned")
+def test_a_script_that_no_plan_can_be_put_into_is_refused_without_a_traceback(launched, monkeypatch, capsys):
+    def train_with(*_, **__):
+        raise Refused("the script makes its Trainer without arguments", "give it some")
+
+    monkeypatch.setattr("autofit.training.scripts.entry.train_with", train_with)
+    folder, _ = launched
+    with pytest.raises(SystemExit) as stopped:
+        run_script.main(str(folder), str(folder / "train.py"), ())
+    assert stopped.value.code == InputError.exit_code
+    assert "error: the script makes its Trainer without arguments\nhint: give it some\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("begins", "steps"), [(0, 12), (5, 7), (12, 0)])

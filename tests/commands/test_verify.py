@@ -147,3 +147,13 @@ def test_a_launch_below_an_estimate_broke_no_promise(promised):
     assert found.estimated
     assert "below the estimated" in found.broken[0]
     assert "promised" not in found.broken[0]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_launch_that_crashed_is_told_by_the_words_of_the_script(tmp_path, told):
+    error = "InputError: precision has no value 'zz'"
+    own = f"Traceback (most recent call last):\n  File 'script.py'\n{error}\nhint: known: fp32\n"
+    launchers = "Traceback (most recent call last):\n  File 'cli.py'\nsubprocess.CalledProcessError: Command '...'"
+    found = launching._outcome(tmp_path, a_document(hardware=CPU), 1, own + launchers if told else launchers, 10.0)
+    assert isinstance(found, Crashed)
+    assert found.reason.endswith(error if told else "Command '...'")

@@ -23,8 +23,9 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
     import transformers
 
     from autofit.output.setup import read_setup
-    from autofit.system.errors import AutofitError
+    from autofit.system.errors import AutofitError, InputError
     from autofit.training.scripts.entry import rows_of, train_with
+    from autofit.training.scripts.leave import Refused
 
     _ = transformers.Trainer  # what it imports, before the script is timed or anything is patched
     try:
@@ -50,6 +51,8 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
         train_with(setup.recipe, script, arguments, environment=environment, around=around, say=_tell)
     except AutofitError as error:
         _stop(error)
+    except Refused as error:
+        _stop(InputError(error.message, hint=error.hint))
 
 
 def _counted(trainer: Any, train: Callable[[], Any]) -> tuple[Any, int]:

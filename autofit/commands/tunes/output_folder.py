@@ -35,8 +35,8 @@ def remove_leftovers(folder: Path) -> None:
             left.unlink()
 
 
-def names_before(folder: Path) -> frozenset[str]:
-    """The names in a folder before a tune begins there.
+def names_before(folder: Path) -> frozenset[str] | None:
+    """The names in a folder before a tune begins there; ``None`` where it can't be looked into.
 
     Raises:
         InputError: Something has a name that the tune would write to, and no tune has written it.
@@ -44,7 +44,7 @@ def names_before(folder: Path) -> frozenset[str]:
     try:
         there = frozenset(entry.name for entry in folder.iterdir())
     except (OSError, ValueError):
-        return frozenset()  # not there yet, or no folder: the next who looks says so
+        return None  # not there yet, or no folder: the next who looks says so
     clash = sorted(there & _WRITTEN)
     if clash and not BEGUN & there:
         raise InputError(

@@ -49,6 +49,23 @@ class Enough(Left):
         self.found = found
 
 
+_running = False
+"""Whether this process runs a script with a plan put in, or to learn what it trains."""
+
+
+def refuse_two_plans() -> None:
+    """Refuse to load a plan in a script that has one put in: an adapter, for one, would be put on the model twice.
+
+    Raises:
+        Refused: This process runs such a script.
+    """
+    if _running:
+        raise Refused(
+            "the script takes a plan by autofit.load, and would have two",
+            "launch it as `autofit report` says, or leave autofit.load out of it",
+        )
+
+
 def name_of(path: str, arguments: Sequence[str]) -> str:
     """What people call a script."""
     return arguments[0] if Path(path) == FACTORY else Path(path).name
@@ -60,7 +77,12 @@ def run(path: str, arguments: Sequence[str]) -> None:
     folder = str(Path(path).parent)
     if sys.path[0] != folder:
         sys.path.insert(0, folder)
-    runpy.run_path(path, run_name="__main__")
+    global _running  # noqa: PLW0603 - the script asks by autofit.load, and nothing of it is handed over
+    _running = True
+    try:
+        runpy.run_path(path, run_name="__main__")
+    finally:
+        _running = False
 
 
 def run_to_its_end(path: str, arguments: Sequence[str], trained: Callable[[], bool], *, by: str) -> None:
