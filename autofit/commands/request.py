@@ -227,10 +227,13 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
     """What an earlier tune in the folder was asked, where this one goes on with it."""
     path = folder / REQUEST
     if not path.exists():
+        if any(finished(folder / TRIALS)):  # of another question, it may be
+            raise InputError(
+                f"{folder} holds trials but no {REQUEST}, which says what they were for",
+                hint="choose another --output, or delete it",
+            )
         if resume:
             say(f"nothing to resume in {folder}: a new tune begins")
-        elif any(finished(folder / TRIALS)):
-            raise InputError(f"{folder} holds trials but no {REQUEST}", hint="choose another --output")
         return None
     try:
         started = strict_json.read(STARTED, path.read_bytes())

@@ -12,6 +12,7 @@ import functools
 import gc
 import importlib
 import json
+import logging
 import os
 import select
 import signal
@@ -80,12 +81,16 @@ def load_bitsandbytes() -> None:
         return call
 
     torch.compile = at_first_call  # type: ignore[assignment]
+    teller = logging.getLogger("bitsandbytes")
+    level = teller.level
+    teller.setLevel(logging.ERROR)  # on a CPU with AVX-512 for bfloat16 it warns of a kernel that hardly anybody calls
     try:
         importlib.import_module("bitsandbytes")
     except Exception:  # noqa: BLE001, S110 - as said above
         pass
     finally:
         torch.compile = at_once
+        teller.setLevel(level)
 
 
 def own_threads() -> None:

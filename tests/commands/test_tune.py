@@ -292,6 +292,15 @@ def test_a_torn_question_is_said_in_words(tune, out, text):
         tune(Replay(out), resume=True)
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_trials_of_which_nobody_knows_what_they_were_for_are_not_gone_on_with(tune, out, resume):
+    tune(Replay(out), trials=1)
+    (out / REQUEST).unlink()
+    (out / "autofit.json").unlink()
+    with pytest.raises(InputError, match=r"holds trials but no request\.json"):
+        tune(Replay(out), trials=1, seq_len=64, resume=resume)
+
+
 def test_nothing_to_resume_is_a_new_tune(tune, out):
     result = tune(Replay(out), trials=1, resume=True)
     assert any("nothing to resume" in note for note in result.document.notes)
