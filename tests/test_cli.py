@@ -216,6 +216,25 @@ def test_a_tune_is_repeated_from_its_own_file_and_the_command_line_wins(tune, ru
     assert run("tune", "demo", "--config", tmp_path / "none.yaml").exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("trials: [1]", "one value"),
+        ("output: [a]", "one value"),
+        ("guard: 3", "true or false"),
+        ("fix: precision=bf16", "a list"),
+        ("fix: [[precision, bf16]]", "a list"),
+    ],
+)
+def test_a_value_of_another_kind_in_a_file_of_options_is_refused(run, tmp_path, line, wanted):
+    (tmp_path / "odd.yaml").write_text(f"{line}\n")
+    done = run("tune", "demo", "--config", tmp_path / "odd.yaml")
+    assert done.exit_code == 2
+    message, hint = one_line(done.stderr)
+    assert f"odd.yaml': {line.partition(':')[0]} is " in message
+    assert hint == f"hint: {wanted} is wanted, as in a tune.yaml"
+
+
 def test_the_report_is_shown_again_and_written_anew(tune, run, tmp_path):
     first = tune("--verbose")
     (tmp_path / "out" / "report.html").unlink()

@@ -61,14 +61,27 @@ def read_config(context: click.Context, _parameter: click.Parameter, path: str |
         raise InputError(f"--config {path!r} can't be read: {first}", hint=f"give a {CONFIG} of a tune") from None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise InputError(f"--config {path!r} holds no options", hint=f"write it like {CONFIG}: trials: 20")
-    known = {one.name for one in context.command.params if one.name} - _NOT_KEPT
+    params = sorted(context.command.params, key=lambda one: str(one.name))
+    known = {one.name: one for one in params if one.name and one.name not in _NOT_KEPT}
     options = {name.replace("-", "_"): value for name, value in found.items()}
     for name, value in options.items():
         if name not in known:
             raise InputError(f"--config {path!r}: {name!r} is no option of {context.info_name}", hint=near(name, known))
         if isinstance(value, dict):
             raise InputError(f"--config {path!r}: {name} is a mapping", hint=f"write {name}: [KNOB=VALUE, ...]")
+        if value is not None and (wanted := _wanted(known[name], value)) is not None:
+            raise InputError(f"--config {path!r}: {name} is {value!r}", hint=f"{wanted} is wanted, as in a {CONFIG}")
     context.default_map = {**(context.default_map or {}), **options}
+
+
+def _wanted(option: click.Parameter, value: object) -> str | None:
+    """What an option takes, in words, where a value of YAML is no such thing."""
+    if option.multiple or option.nargs == -1:
+        good = isinstance(value, list) and not any(isinstance(one, list | dict) for one in value)
+        return None if good else "a list"
+    if getattr(option, "is_flag", False):
+        return None if isinstance(value, bool) else "true or false"
+    return "one value" if isinstance(value, list) else None
 
 
 def _listed(values: object) -> str:
