@@ -88,7 +88,8 @@ class Hooks:
     """Forward hooks on a model, which cost some microseconds each and are taken off together.
 
     They are called for the passes of training alone: not in ``model.eval()``, and not without gradients. That is told
-    at the beginning of the model's forward pass, since reentrant checkpointing runs layers without gradients.
+    at the beginning of the model's forward pass, since reentrant checkpointing runs layers without gradients; what a
+    backward pass recomputes belongs to training, whatever ran without gradients before it (the reference of DPO).
 
     A compiler takes hooks into its graph: a hook asks ``torch.compiler.is_compiling()``, looks once while the graph is
     made, by ``torch._dynamo.comptime``, and leaves nothing in it.
@@ -108,7 +109,11 @@ class Hooks:
         import torch
 
         def only(module: nn.Module, given: Any, more: Any) -> None:
-            if module.training if torch.compiler.is_compiling() else self._training:
+            if torch.compiler.is_compiling():
+                trains = module.training
+            else:  # -1 outside of a backward pass
+                trains = self._training or torch._C._current_graph_task_id() >= 0  # noqa: SLF001 - there is no other
+            if trains:
                 hook(module, given, more)
 
         return only

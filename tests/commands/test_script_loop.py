@@ -136,3 +136,54 @@ for (rows,) in loader:
         open(__file__ + ".trained", "w").close()
 """
     assert described(PREPARED + loop)["script"]["accumulation"] == 2
+
+
+TAKES = """
+def one_by_one():
+    batches = iter(loader)
+    for _ in range(len(loader)):
+        yield next(batches)
+
+
+def again():
+    while True:
+        yield from loader
+
+
+{loop}:
+    rows = rows[0]
+    with accelerator.accumulate(model):
+        accelerator.backward(model(rows).sum())
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "why"),
+    [
+        ("batches = iter(loader)\nfor _ in range(len(loader)):\n  for rows in [next(batches)]", "by next()"),
+        ("batches = again()\nwhile rows := next(batches)", "by next()"),
+        ("for rows in one_by_one()", "by next()"),
+        ("while True:\n for rows in [one for one, _ in zip(loader, range(2))]", "several batches before"),
+        ("next(iter(loader))\nfor _, rows in enumerate(loader)", None),
+        ("from tqdm import tqdm\nfor rows in tqdm(again(), disable=False)", None),
+    ],
+    ids=["next", "generator", "counting generator", "ahead", "loop", "generators"],
+)
+def test_a_loop_that_counts_its_batches_keeps_its_split(described, loop, why):
+    """Under another split as many micro-batches as it counts would be other rows, and other steps."""
+    split = described(PREPARED + TAKES.format(loop=loop))["script"]["own_split"]
+    assert split is why or why in split
+
+
+def test_batches_that_are_taken_ahead_have_a_backward_pass_each(described):
+    """As Accelerate's example does that counts the tokens of a step before it trains on them."""
+    loop = """
+batches = iter(loader)
+while True:
+    for (rows,) in [next(batches) for _ in range(2)]:
+        accelerator.backward(model(rows).sum())
+    optimizer.step()
+"""
+    found = described(PREPARED + loop)["script"]
+    assert (found["accumulation"], "accelerator.accumulate" in found["own_split"]) == (2, True)

@@ -12,8 +12,8 @@ from tests.support.synthetic import cpu_facts
 from tests.support.tiny import PLAIN
 
 
-def observed(model, layer, checkpointing, batch):
-    """How often each layer ran forward in a micro-step."""
+def observed(model, layer, checkpointing, batch, reference=False):
+    """How often each layer ran forward in a micro-step; with a pass without gradients before the backward one."""
     facts = cpu_facts(global_batch=4)
     described = dataclasses.replace(facts.model, layer_classes=(layer,), main_input=next(iter(batch)))
     recipe = recipe_of(PLAIN.replaced(checkpointing=checkpointing), dataclasses.replace(facts, model=described))
@@ -21,7 +21,11 @@ def observed(model, layer, checkpointing, batch):
     if checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for _ in range(2):
-        model(**batch).loss.backward()
+        loss = model(**batch).loss
+        if reference:
+            with torch.no_grad():
+                model(**batch)
+        loss.backward()
     return observer.ran(None, None, None).layer_forwards
 
 
@@ -38,6 +42,18 @@ def test_a_product_that_a_layer_uses_twice_is_not_taken_for_a_recomputed_layer(c
     batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
     model = DebertaV2ForTokenClassification(config)
     assert observed(model, "DebertaV2Layer", checkpointing, batch) == (forwards, forwards)
+
+
+@pytest.mark.parametrize(("checkpointing", "forwards"), [("off", 1), ("full", 2)])
+def test_a_recomputed_layer_is_seen_behind_a_pass_without_gradients(checkpointing, forwards):
+    """As DPO takes its reference from the same model, its adapter switched off, between forward and backward pass."""
+    from transformers import BertConfig, BertForTokenClassification
+
+    ids = torch.randint(1, 90, (2, 16))
+    batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
+    model = BertForTokenClassification(BertConfig(**TEXT, max_position_embeddings=64))
+    found = observed(model, "BertLayer", checkpointing, batch, reference=True)
+    assert found == (forwards,) * len(found)
 
 
 @pytest.mark.parametrize(("checkpointing", "forwards"), [("off", 1), ("full", 2)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dis
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from autofit.training.scripts.traits import longest_batch, shapes, traits
 _MANUAL = "it does not train in `with accelerator.accumulate(model):`, so how often it steps is its own"
 _LOADER = "its loader makes its micro-batches itself"
 _SEVERAL = "it takes the batches of several loaders together"
+_BY_HAND = "it asks for each batch by itself, as by next(), so how many it takes is its own"
+_AHEAD = "it takes several batches before it trains on the first, so how many is its own"
 
 
 def describing(path: str, patches: Patches, seconds: Callable[[], float]) -> LoopPatches:
@@ -32,6 +36,7 @@ def describing(path: str, patches: Patches, seconds: Callable[[], float]) -> Loo
     loop = LoopPatches(
         construct=seen.construct,
         loader=seen.loader,
+        batches=seen.batches,
         model=seen.model,
         micro_step_begins=seen.begins,
         micro_step_ends=seen.leave,
@@ -57,8 +62,12 @@ class _Described:
     number: int | None = None
     """Of the loader that gave the last batch."""
     batch: Any = None
-    of_batch: int = 0
-    """Backward passes since then."""
+    by_hand: bool = False
+    """Whether the script has asked for that one by itself, and not in a loop over its loader."""
+    taken: int = 0
+    """Batches that it has taken of its loader before its first backward pass."""
+    untrained: int = 0
+    """Those of them that had no backward pass."""
     between: int = 0
     """Backward passes since the last optimizer step."""
     before: int = 0
@@ -94,7 +103,14 @@ class _Described:
     def begins(self, number: int, batch: Any) -> None:
         """A loader has given a batch."""
         self.leave()
-        self.number, self.batch, self.of_batch = number, batch, 0
+        self.number, self.batch, self.by_hand = number, batch, _asked_by_hand()
+        self.taken += not self.before + self.between
+        self.untrained += 1
+
+    def batches(self, _number: int, batches: Iterator[Any]) -> Iterator[Any]:
+        """A loop over a loader begins: what was taken before is no matter."""
+        self.taken = self.untrained = 0
+        return batches
 
     def before_backward(self, accelerator: Any, loop: LoopPatches) -> None:
         """The loss is there.
@@ -108,14 +124,14 @@ class _Described:
                 "give it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )
         self.between += 1
-        self.of_batch += 1
-        if self.of_batch > 1 and self.number is not None:
+        self.untrained -= 1
+        if self.untrained < 0 and self.number is not None:
             raise Refused(
                 "the script calls backward() several times for one batch of its loader: a plan counts these as batches",
                 "add its losses up and call backward() once for each batch, or let the loader give smaller batches",
             )
         if loop.accumulates:
-            own_split = _SEVERAL if loop.iterated > 1 else None
+            own_split = _SEVERAL if loop.iterated > 1 else self._counts_batches()
             self.found = self._told(accelerator.gradient_accumulation_steps, own_split)
 
     def after_step(self, _optimizer: Any) -> None:
@@ -136,6 +152,11 @@ class _Described:
                 "call accelerator.backward(loss) where it calls loss.backward()",
             )
         self.before, self.between = self.before + self.between, 0
+        self.untrained = min(self.untrained, 1)  # one that was taken ahead
+
+    def _counts_batches(self) -> str | None:
+        """Why how many batches a step takes is the script's own, in words; ``None`` where its loop takes all."""
+        return _BY_HAND if self.by_hand else _AHEAD if self.taken > 1 else None
 
     def _told(self, accumulation: int, own_split: str | None) -> dict[str, Any]:
         """All of it.
@@ -174,6 +195,19 @@ class _Described:
             else batch,
         }
         return found
+
+
+def _asked_by_hand() -> bool:
+    """Whether the batch that a loader gives now was asked for by a call, such as ``next``, and not by a ``for``."""
+    frame = sys._getframe(2).f_back  # noqa: SLF001 - there is no other; what has the loader's generator go on
+    while frame is not None:
+        if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL"):
+            if frame.f_code.co_name != "__next__":
+                return True
+        elif not frame.f_code.co_flags & inspect.CO_GENERATOR:  # which another one asks in its turn
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _refuse_loops_of_its_own(path: str, known: Callable[[], bool], accelerated: Callable[[], bool]) -> None:
