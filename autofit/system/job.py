@@ -35,7 +35,7 @@ def job_text(job: Job) -> str:
 def error_words(error: BaseException) -> str:
     r"""An error in one line: its type and the first line of what it says, and the next where that only introduces it.
 
-    An error of autofit's own is its message.
+    An error of autofit's own is its message. One of ``datasets`` says that a data set can't be made, and its cause why.
 
     >>> error_words(ValueError("field 'heads':\n    it is 5\n    see the page"))
     "ValueError: field 'heads': it is 5"
@@ -46,4 +46,7 @@ def error_words(error: BaseException) -> str:
     if not lines:
         return f"{type(error).__name__}: no message"
     words = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return f"{type(error).__name__}: {words[:500]}"
+    told = f"{type(error).__name__}: {words[:500]}"
+    if error.__cause__ is not None and type(error).__module__.startswith("datasets."):
+        return f"{told.rstrip('.')}, from {error_words(error.__cause__)}"
+    return told

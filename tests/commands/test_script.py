@@ -96,6 +96,18 @@ def test_a_script_that_cant_be_tuned_is_told_in_one_line(described, line):
     assert "\n" not in found["error"]
 
 
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("import os; os.environ['LOCAL_RANK']", "LOCAL_RANK is what torchrun sets"),
+        ("import torch.distributed as one; one.init_process_group('gloo')", "RANK is what torchrun sets"),
+        ("{}['LOCAL']", "does it run with these arguments by itself?"),
+    ],
+)
+def test_a_script_that_wants_a_launcher_is_told_that_there_is_none(described, line, wanted):
+    assert described(line)["hint"].startswith(wanted)
+
+
 def test_what_the_script_does_itself_is_seen(described, folder):
     lines = (
         HEAD + "import torch\n"

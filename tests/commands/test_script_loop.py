@@ -187,3 +187,19 @@ while True:
 """
     found = described(PREPARED + loop)["script"]
     assert (found["accumulation"], "accelerator.accumulate" in found["own_split"]) == (2, True)
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["in the loop", "before it"])
+def test_a_loop_that_clears_gradients_before_they_have_accumulated_keeps_its_split(described, held):
+    """Of an accumulation of 1 that is no matter; of the plan's only the last micro-batch would be trained on."""
+    loop = """
+for (rows,) in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(rows).sum())
+        optimizer.step()
+        model.zero_grad()
+"""
+    if not held:
+        loop = "model.zero_grad()" + loop.replace("model.zero_grad", "optimizer.zero_grad")
+    split = described(PREPARED + loop)["script"]["own_split"]
+    assert "model.zero_grad()" in split if held else split is None

@@ -23,6 +23,14 @@ FACTORY = Path(__file__).with_name("factory.py")
 """The script that stands for a factory, whose name is its first argument."""
 
 
+_BY_ITSELF = "does it run with these arguments by itself? They stand behind --: autofit tune train.py -- ARGS"
+_OF_A_LAUNCHER = (
+    "{0} is what torchrun sets, and one process is tuned, without a launcher: read it by os.environ.get, as the only "
+    "process where it is missing, and leave making the process group to the Trainer or the Accelerator"
+)
+_LAUNCHER = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "LOCAL_RANK", "RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
 class Left(BaseException):
     """Raised inside a script to leave it: no ``except Exception`` of the script's stops it."""
 
@@ -137,7 +145,7 @@ def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = Fals
     except SystemExit as end:
         raise InputError(
             f"{name} ended before it trained (exit {end.code!r}){_last_line() if end.code else ''}",
-            hint="does it run with these arguments by itself? They stand behind --: autofit tune train.py -- ARGS",
+            hint=_BY_ITSELF,
         ) from end
     except EOFError as error:
         raise InputError(
@@ -148,7 +156,7 @@ def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = Fals
             raise
         raise InputError(
             f"{name} failed before it trained{_line(error, path)}: {error_words(error)}",
-            hint="does it run with these arguments by itself? They stand behind --: autofit tune train.py -- ARGS",
+            hint=_OF_A_LAUNCHER.format(wanted) if (wanted := _launcher_variable(error)) else _BY_ITSELF,
         ) from error
     raise InputError(
         f"{name} ended without training: it called neither train() of a transformers Trainer nor backward() of an "
@@ -156,6 +164,13 @@ def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = Fals
         hint="does it need an argument for that, such as --do_train? Training in processes that the script starts "
         "itself, and loops without Accelerate, can't be tuned",
     )
+
+
+def _launcher_variable(error: Exception) -> str | None:
+    """The environment variable of a launcher that a script has missed; ``None`` where that is not why it failed."""
+    missed = str(error.args[0]) if isinstance(error, KeyError) and error.args else ""
+    told = "environment variable {} expected"  # torch.distributed
+    return next((one for one in _LAUNCHER if missed == one or told.format(one) in str(error)), None)
 
 
 class _Nothing(io.RawIOBase):

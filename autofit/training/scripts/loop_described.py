@@ -24,6 +24,7 @@ _LOADER = "its loader makes its micro-batches itself"
 _SEVERAL = "it takes the batches of several loaders together"
 _BY_HAND = "it asks for each batch by itself, as by next(), so how many it takes is its own"
 _AHEAD = "it takes several batches before it trains on the first, so how many is its own"
+_CLEARS = "it clears its gradients by model.zero_grad(), which does not wait until they have accumulated"
 
 
 def describing(path: str, patches: Patches, seconds: Callable[[], float]) -> LoopPatches:
@@ -66,6 +67,8 @@ class _Described:
     """Whether the script has asked for that one by itself, and not in a loop over its loader."""
     taken: int = 0
     """Batches that it has taken of its loader before its first backward pass."""
+    clears: bool = False
+    """Whether it clears the model's gradients itself, while it trains."""
     untrained: int = 0
     """Those of them that had no backward pass."""
     between: int = 0
@@ -93,11 +96,21 @@ class _Described:
 
         self.trained = own
         own.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else self.leave())
+        clear = own.zero_grad
+
+        @functools.wraps(clear)
+        def cleared(*args: Any, **kwargs: Any) -> None:
+            self.clears = self.number is not None
+            clear(*args, **kwargs)
+
+        own.zero_grad = cleared
         return own
 
     def leave(self, *_: Any) -> None:
         """The script goes on: to its next batch, to evaluate or to save."""
         if self.found is not None:
+            if self.clears:
+                self.found["script"]["own_split"] = self.found["script"]["own_split"] or _CLEARS
             raise Enough(self.found)
 
     def begins(self, number: int, batch: Any) -> None:
