@@ -77,7 +77,8 @@ class SyncEachBatch(Technique):
         return Held(self.baseline, "when a script sends its gradients is left to it", firm=True)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
-        if facts.workload.processes == 1 and engine_of(plan[PARALLEL]) != "fsdp":
+        work = facts.workload
+        if work.script is not None or (work.processes == 1 and engine_of(plan[PARALLEL]) != "fsdp"):
             return Emission()
         sent = {"sync_each_batch": value == "on"}
         return Emission(training_args={"accelerator_config": {"gradient_accumulation_kwargs": sent}})

@@ -51,8 +51,8 @@ def read_facts(
             )
         model, hardware = described(answer, request.model, device)
     hardware = shared_by(hardware, processes)
-    if device == "cuda" and request.processes is None and hardware.count > 1:
-        say(f"{hardware.count} GPUs are here, and one is trained on: --processes {hardware.count} uses them all")
+    for words in unused_cards(request, hardware):
+        say(words)
     return Facts(model=model, hardware=hardware, workload=workload(request, model, hardware, say), packages=installed())
 
 
@@ -144,6 +144,13 @@ def remarks(seq_len: int, model: Model, device: Device) -> list[str]:
             "held in memory and not run; a script that trains on them can be tuned: autofit tune train.py"
         )
     return said + lacking_kernels(model, device)
+
+
+def unused_cards(request: Request, hardware: Hardware) -> list[str]:
+    """That there are GPUs which nobody asked for."""
+    if hardware.device != "cuda" or request.processes is not None or hardware.count == 1:
+        return []
+    return [f"{hardware.count} GPUs are here, and one is trained on: --processes {hardware.count} uses them all"]
 
 
 def shared_by(hardware: Hardware, processes: int) -> Hardware:

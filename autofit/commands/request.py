@@ -212,7 +212,7 @@ def check_script(request: Request) -> None:
         raise InputError(f"--call {request.call} is out of range", hint="the first call of train() is 1")
     refused = {
         "--seq-len": request.seq_len is not None and "the length of its rows is the script's",
-        "--processes": (request.processes or 1) > 1 and "a script is tuned on one process yet",
+        "--nodes": (request.nodes or 1) > 1 and "a script is tuned on one machine yet",
         "--lengths": request.lengths is not None and "the length of its rows is the script's",
         "--task": request.task is not None and "what it trains for is the script's",
         "--launch-path": request.launch_path != "trainer" and "how it trains is the script's",

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autofit.training.ranks import own_rank
+
 if TYPE_CHECKING:
     from autofit.training.timing import Listener
 
@@ -33,6 +35,8 @@ class Wanted:
         steps: Steps that follow.
         longest: Places of the longest rows; the first ones together make the largest micro-batch.
         places: Of some rows, evenly spread over the data set, the shortest first.
+        ranks: Processes, of which each takes every so many-th micro-batch of a sampler.
+        rank: The number of this one.
     """
 
     micro_batch: int
@@ -42,11 +46,13 @@ class Wanted:
     steps: int
     longest: Sequence[int]
     places: Sequence[int]
+    ranks: int = 1
+    rank: int = 0
 
     @property
     def a_step(self) -> int:
-        """Rows of an optimizer step, as many as are run."""
-        return self.micro_batch * self.micro_steps
+        """Rows of an optimizer step, as many as are run, of all ranks."""
+        return self.micro_batch * self.micro_steps * self.ranks
 
 
 def wanted(clock: Listener, steps: int, *, longest: Sequence[int], places: Sequence[int]) -> Wanted:
@@ -59,6 +65,8 @@ def wanted(clock: Listener, steps: int, *, longest: Sequence[int], places: Seque
         steps=steps,
         longest=longest,
         places=places,
+        ranks=clock.recipe.facts.workload.processes,
+        rank=own_rank() or 0,
     )
 
 
@@ -93,7 +101,7 @@ class Unlike:
 
     Attributes:
         rows: Of the steps that are timed, in order.
-        places: Places for tokens of each micro-batch of each of these steps, padded to its longest row.
+        places: Places for tokens of each micro-batch of this rank in each of these steps, padded to its longest row.
         usual: The same of a micro-batch in the mean over the epoch.
     """
 
@@ -116,10 +124,10 @@ def unlike(sampler: Any, asked: Wanted) -> Unlike:
     taken: list[int] = []
     places: list[tuple[int, ...]] = []
     for step in range(asked.steps):
-        chosen = _evenly(len(made), asked.micro_steps, step)
+        chosen = _evenly(len(made), asked.micro_steps * asked.ranks, step)
         numbers.shuffle(chosen)
         taken += [place for one in chosen for place in made[one]]
-        places.append(tuple(sizes[one] for one in chosen))
+        places.append(tuple(sizes[one] for one in chosen[asked.rank :: asked.ranks]))
     return Unlike(rows=tuple(taken), places=tuple(places), usual=sum(sizes) / len(sizes))
 
 

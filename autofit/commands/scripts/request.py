@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from autofit import space
-from autofit.commands.facts import DEFAULT_CEILING, ceiling, lacking_kernels
+from autofit.commands.facts import DEFAULT_CEILING, ceiling, lacking_kernels, shared_by, unused_cards
 from autofit.commands.request import Request
 from autofit.commands.scripts.named import named
 from autofit.contract.facts import Facts, Hardware, Model, Workload
@@ -61,13 +61,15 @@ def script_facts(
         InputError: The script ends before it trains, or does what can't be tuned.
         MachineError: The device is there and can't be used.
     """
-    run = named(request.model, request.arguments)
+    run, processes = named(request.model, request.arguments), request.processes or 1
     say(f"running {run.name} up to its training")
-    with server.ask(folder, HardwareJob(device=device)) as answer:
+    with server.ask(folder, HardwareJob(device=device, processes=processes)) as answer:
         if answer is None or "hardware" not in answer:
             why = "it does not answer" if answer is None else answer["device"]
             raise unusable(device, why)
-        hardware = TypeAdapter(Hardware).validate_python(answer["hardware"])
+        hardware = shared_by(TypeAdapter(Hardware).validate_python(answer["hardware"]), processes)
+    for words in unused_cards(request, hardware) if tried else ():
+        say(words)
     script, model, config = _described(folder, request, server, draws=tried)
     with writing(folder / MODEL_FOLDER):
         (folder / MODEL_FOLDER).mkdir(exist_ok=True)
@@ -167,17 +169,22 @@ def _checked(answer: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
 
 def _workload(request: Request, script: Script, hardware: Hardware, say: Callable[[str], None]) -> Workload:
     """The sizes and ceilings of the script's training."""
-    own = script.micro_batch * script.accumulation
+    processes = request.processes or 1
+    if processes > 1 and not script.trainer:
+        raise InputError("--processes: a plain loop is tuned on one process yet", hint="leave it out")
+    own = script.micro_batch * script.accumulation * processes
     if request.global_batch not in {None, own} and script.own_split is not None:
         raise InputError(
             f"--global-batch {request.global_batch}: the script's {own} rows can't be changed: {script.own_split}",
             hint="leave it out, or train in `with accelerator.accumulate(model):`",
         )
-    if request.global_batch is not None and script.depends_on_rows and request.global_batch % script.micro_batch:
+    held = script.micro_batch * processes
+    if request.global_batch is not None and script.depends_on_rows and request.global_batch % held:
         raise InputError(
             f"--global-batch {request.global_batch} can't be made of the script's micro-batches of "
-            f"{script.micro_batch} rows, which it is held at: {script.depends_on_rows}",
-            hint=f"give a multiple of {script.micro_batch}",
+            f"{script.micro_batch} rows{f' on {processes} processes' * (processes > 1)}, which it is held at: "
+            f"{script.depends_on_rows}",
+            hint=f"give a multiple of {held}",
         )
     rows = request.global_batch or own
     if script.rows is not None and script.rows < rows and (script.loading is None or script.loading.fixed is None):
@@ -188,8 +195,9 @@ def _workload(request: Request, script: Script, hardware: Hardware, say: Callabl
     return Workload(
         seq_len=max(2, script.tokens or 2),
         global_batch=rows,
+        processes=processes,
         limit_bytes=ceiling(request, hardware, say),
-        host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING),
+        host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING) // processes,
         launch_path="loop" if not script.trainer else "trainer",
         seed=request.seed,
         script=script,
@@ -206,8 +214,10 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
     script = facts.workload.script
     if script is None:
         return []
-    own, asked = script.micro_batch * script.accumulation, facts.workload.global_batch
-    batch = f"the script's own batch is {script.micro_batch} x {script.accumulation} = {own} rows"
+    processes, asked = facts.workload.processes, facts.workload.global_batch
+    own = script.micro_batch * script.accumulation * processes
+    several = f" x {processes} processes" * (processes > 1)
+    batch = f"the script's own batch is {script.micro_batch} x {script.accumulation}{several} = {own} rows"
     said = [f"{batch}; the plans take {asked}, as asked for" if asked != own else f"{batch}, and so is every plan's"]
     if tried:
         each = "" if script.trainer and facts.workload.processes == 1 else ", in each trial"  # else trials tell it

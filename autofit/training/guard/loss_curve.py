@@ -10,6 +10,7 @@ consist of a few different tokens, and the loss falls from the first step on.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import shutil
@@ -58,7 +59,7 @@ class Curve:
         vectors: Parameters of one dimension: their gradients are sums over tokens and no matrix products.
         updates: Sketch of how far each parameter moved in all steps; none where an engine keeps the weights.
         began: Sketch of each parameter that is trained, before the first step; none where an engine keeps the weights.
-        rows: A checksum of each micro-batch of a script; none where the rows are made for the guard.
+        rows: A checksum of each micro-batch of a script, of all ranks; none where the rows are made for the guard.
         loss_error: How far each loss may lie from what was trained on, as a share of it, since an engine tells it in
             16 bits (FSDP2 casts what a model returns).
         others: Of several ranks, the curves that are not the first one's.
@@ -315,10 +316,13 @@ def written(listener: CurveListener, train: Callable[[], object]) -> Curve:
 def of_ranks(curves: Sequence[Curve]) -> Curve:
     """The one curve of several ranks, each of which has the whole model before its eyes: the first one's.
 
+    Its rows are those of all ranks, in the order in which one process would take them.
+
     Args:
         curves: Of each rank, or of each machine's ranks.
     """
-    every = [alike for one in curves for alike in (replace(one, others=()), *one.others)]
+    rows = tuple(itertools.chain.from_iterable(zip(*(one.rows for one in curves), strict=False)))
+    every = [replace(alike, rows=rows, others=()) for one in curves for alike in (one, *one.others)]
     return replace(every[0], others=tuple(one for one in every if one != every[0]))
 
 
