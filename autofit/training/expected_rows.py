@@ -72,9 +72,9 @@ class Tokens:
         timed = [] if self.clock is None else self.clock.timed
         if self.clock is None or not timed or not all(step in self.totals for step in timed):
             return
-        places = [self.places[step] for step in timed]
-        self.clock.step_tokens = [self.clock.world.mean(float(self.totals[step])) for step in timed]
-        self.clock.padding = 1 - sum(self.clock.step_tokens) / float(sum(map(sum, places)))
+        tokens, places = [float(self.totals[step]) for step in timed], [self.places[step] for step in timed]
+        self.clock.step_tokens = [self.clock.world.mean(one) for one in tokens]  # ranks take a step together
+        self.clock.padding = 1 - sum(tokens) / float(sum(map(sum, places)))
         if self.unlike is not None:
             self._tell_unlike(self.clock, self.unlike, places)
 

@@ -343,7 +343,7 @@ def test_options_that_are_the_scripts_own_are_refused(tmp_path, monkeypatch):
         assert done.stdout == ""
         return done.stderr
 
-    refused = {"--seq-len": 9, "--task": "causal-lm", "--launch-path": "loop", "--processes": 2, "--call": 0}
+    refused = {"--seq-len": 9, "--task": "causal-lm", "--launch-path": "loop", "--nodes": 2, "--call": 0}
     for option, value in refused.items():
         assert said("tune", "train.py", option, value).startswith(f"error: {option}")
     assert "--trust-remote-code" in said("tune", "train.py", "--trust-remote-code")
@@ -351,6 +351,41 @@ def test_options_that_are_the_scripts_own_are_refused(tmp_path, monkeypatch):
     assert "is no script" in said("tune", "demo", "--call", 2)
     assert "is no script" in said("tune", "demo", "--", "--epochs", 3)
     assert "autofit.json" in said("run", tmp_path, "train.py")
+
+
+def test_each_of_several_processes_takes_what_the_script_says_of_a_device():
+    request = Request(model="train.py", global_batch=None, memory_limit="1GiB", processes=2)
+    hardware = cpu_facts().hardware
+    script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2, rows=100)
+    alone = _workload(dataclasses.replace(request, processes=None), script, hardware, lambda _: None)
+    work = _workload(request, script, hardware, lambda _: None)
+    assert (alone.global_batch, alone.processes, work.global_batch, work.processes) == (8, 1, 16, 2)
+    assert work.host_limit_bytes == alone.host_limit_bytes // 2
+    assert "4 x 2 x 2 processes = 16 rows" in script_notes(dataclasses.replace(cpu_facts(), workload=work))[0]
+    held = dataclasses.replace(script, depends_on_rows="rows are held against one another")
+    with pytest.raises(InputError, match="micro-batches of 4 rows on 2 processes") as caught:
+        _workload(dataclasses.replace(request, global_batch=12), held, hardware, lambda _: None)
+    assert caught.value.hint == "give a multiple of 8"
+    with pytest.raises(InputError, match="a plain loop is tuned on one process yet"):
+        _workload(request, dataclasses.replace(script, trainer=""), hardware, lambda _: None)
+
+
+@pytest.mark.slow
+def test_a_script_is_tuned_run_and_verified_on_two_processes(folder):
+    arguments = ("--", "--model", "tiny", "--output", "mine")
+    names = ("micro_batch=8", "checkpointing=off", "attention=default", "precision=bf16", "optimizer=adamw")
+    held = (f"--fix={one}" for one in names)
+    command = ("tune", CLASSIFY, "--output", "both", "--device", "cpu", "--processes", 2, "--trials", 1, *held)
+    done = autofit(folder, *command, *arguments)
+    assert done.returncode == 0, done.stderr
+    found = read_document(folder / "both")
+    assert (found.workload.global_batch, found.plan["accumulation"], found.plan["parallel"]) == (16, 1, "ddp")
+    assert found.guard.verdict == "same", found.guard.words
+    verified = autofit(folder, "verify", "both", "--json", "--tolerance", "0.95")
+    assert verified.returncode == 0, verified.stderr
+    trained = autofit(folder, "run", "both", CLASSIFY, *arguments)
+    assert trained.returncode == 0, trained.stderr
+    assert "took no effect" not in trained.stderr
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from autofit.contract.script import Script
 from autofit.system.statistics import median
@@ -30,12 +32,14 @@ def script_of(**changed):
     return Script(path="t.py", sha256="", trainer="Trainer", micro_batch=2, accumulation=1, **changed)
 
 
-def asked(script, *, a_step, warm_up, steps, micro_batch=2):
+def asked(script, *, a_step, warm_up, steps, micro_batch=2, ranks=1, rank=0):
     """Rows as a measurement of the script wants them."""
     return Wanted(
         micro_batch=micro_batch,
-        accumulation=a_step // micro_batch,
-        micro_steps=a_step // micro_batch,
+        accumulation=a_step // micro_batch // ranks,
+        micro_steps=a_step // micro_batch // ranks,
+        ranks=ranks,
+        rank=rank,
         warm_up=warm_up,
         steps=steps,
         longest=script.longest_places,
@@ -98,6 +102,36 @@ def test_each_warm_up_step_takes_the_longest_and_then_come_the_expected():
     assert own == [500, 400, 0, 1, 2, 3, 4, 5, 6, 0]
 
 
+def test_several_ranks_take_the_rows_of_one_process_in_turn():
+    """As Accelerate hands out the micro-batches of a sampler: each rank has the longest and the usual ones."""
+    script = script_of(places=tuple(range(100)), longest_places=tuple(range(500, 508)))
+    alone = list(order(RandomSampler(range(1000)), asked(script, a_step=8, warm_up=1, steps=2)))
+    together = asked(script, a_step=8, warm_up=1, steps=2, ranks=2)
+    drawn = list(order(RandomSampler(range(1000)), together))
+    assert (drawn, together.a_step, together.micro_steps) == (alone, 8, 2)
+    batches = BatchSampler(drawn, 2, drop_last=False)
+    shares = [[*BatchSamplerShard(batches, num_processes=2, process_index=rank)] for rank in (0, 1)]
+    assert [share[0] for share in shares] == [[500, 501], [502, 503]]
+    assert sorted(place for share in shares for one in share for place in one) == sorted(alone)
+
+
+def test_a_rank_knows_the_sizes_of_its_own_micro_batches():
+    lengths = [*range(1, 41)]
+    script = script_of(places=tuple(range(40)), longest_places=(39, 38))
+
+    def drawn(**which):
+        told = []
+        sampler = LengthGroupedSampler(2, lengths=lengths, generator=torch.Generator().manual_seed(0))
+        places = [*order(sampler, asked(script, a_step=8, warm_up=0, steps=2, **which), told.append)]
+        return places, told[0].places
+
+    (places, sizes), (same, others) = drawn(ranks=2), drawn(ranks=2, rank=1)
+    assert places == same
+    made = [max(lengths[place] for place in places[at : at + 2]) * 2 for at in range(0, len(places), 2)]
+    assert [size for step in sizes for size in step] == made[0::2]
+    assert [size for step in others for size in step] == made[1::2]
+
+
 @pytest.mark.parametrize("a_step", [4, 16])
 def test_few_steps_see_what_many_would(a_step):
     """Tokens of three steps, of skewed lengths: half as far off as of rows at random, or less."""
@@ -135,14 +169,16 @@ def test_a_few_steps_tell_what_an_epoch_of_skewed_rows_is_like(micro_batch):
 
 
 def test_tokens_and_padding_of_the_timed_steps_are_counted():
-    clock = SimpleNamespace(done=0, timed=[1], step_tokens=[], padding=None, recipe=SimpleNamespace(unpadded=False))
+    recipe, world = SimpleNamespace(unpadded=False), SimpleNamespace(mean=lambda mine: (mine + 20.0) / 2)
+    clock = SimpleNamespace(done=0, timed=[1], step_tokens=[], padding=None, recipe=recipe, world=world)
     tokens = Tokens(clock)
     tokens.count(padded([{"text": 9, "answer": 1}]))
     clock.done = 1
     tokens.count(padded([{"text": 2, "answer": 1}, {"text": 6, "answer": 1}]))
     tokens.count(padded([{"text": 90, "answer": 1}]), training=False)
     tokens.tell()
-    assert (clock.step_tokens, clock.padding) == ([8.0], pytest.approx(4 / 12))
+    assert clock.step_tokens == [14.0], "the mean over the ranks, another of which had 20"
+    assert clock.padding == pytest.approx(4 / 12)
 
 
 def test_steps_of_short_and_long_rows_are_told_as_steps_of_usual_ones():

@@ -178,14 +178,19 @@ def facts_of(plan: Plan, facts: Facts) -> Facts:
 def references(plan: Plan, facts: Facts) -> Iterator[Plan]:
     """Baseline plans to compare with: the one with the plan's own split, then the one that needs the least memory.
 
-    Both are of one process: what several make of a step is held against what one makes of the same rows.
+    Both are of one process: what several make of a step is held against what one makes of the same rows. A script's are
+    of as many as the plan's, since it is its own training there that the plan is to keep: its loss may count them.
     """
     baseline = Plan(baselines())
     rows = int(plan["micro_batch"])
+    if facts.workload.script is not None:
+        there = baseline.replaced(**{PARALLEL: technique(PARALLEL).baseline_for(facts)})
+        yield there.replaced(micro_batch=rows, accumulation=plan["accumulation"])
+        return  # other splits draw its random numbers in another order
     accumulation = int(plan["accumulation"]) * data_parallel(plan, facts.workload)
     yield baseline.replaced(micro_batch=rows, accumulation=accumulation)
-    if facts.depends_on_rows is not None or facts.workload.script is not None:
-        return  # other splits are other trainings, or draw a script's random numbers in another order
+    if facts.depends_on_rows is not None:
+        return  # other splits are other trainings
     small = baseline.replaced(micro_batch=1, accumulation=rows * accumulation)
     lean = {one.name: one.leanest(facts_of(baseline, facts)) for one in techniques()}
     yield small.replaced(**{name: value for name, value in lean.items() if name not in {"micro_batch", "accumulation"}})
@@ -202,14 +207,13 @@ def split_words(baseline: Plan, facts: Facts, train: Callable[[Plan, Rounding | 
     Returns:
         By how much the two splits differ, in words; ``None`` where they do not, or it is not known.
     """
-    script = facts.workload.script
-    if script is None or facts.workload.global_batch % script.micro_batch:
+    script, work = facts.workload.script, facts.workload
+    if script is None or work.global_batch % (script.micro_batch * work.processes):
         return None
     if script.factory is not None and script.rows is None:
         return None  # its rows are drawn anew for each micro-batch, so that no two splits train on the same
-    own = baseline.replaced(
-        micro_batch=script.micro_batch, accumulation=facts.workload.global_batch // script.micro_batch
-    )
+    accumulation = work.global_batch // (script.micro_batch * work.processes)
+    own = baseline.replaced(micro_batch=script.micro_batch, accumulation=accumulation)
     rounding = rounding_of(own, facts)
     if own == baseline or rounding is None:
         return None

@@ -321,6 +321,11 @@ def test_of_ranks_that_trained_alike_one_curve_is_kept():
     assert CURVE.validate_json(dump_json(CURVE, of_ranks(two))) == of_ranks(two)
 
 
+def test_rows_of_ranks_are_those_of_one_process():
+    first, second = replace(GOOD, rows=(1, 3, 5)), replace(GOOD, rows=(2, 4, 6))
+    assert of_ranks([first, second]) == replace(GOOD, rows=(1, 2, 3, 4, 5, 6))
+
+
 def test_losses_in_16_bits_are_added_up_without_rounding(facts):
     listener = loss_curve.listener_of(recipe_of(PLAIN, facts), 3, SimpleNamespace(check=lambda: None))
     listener._model = torch.nn.Linear(1, 1)
