@@ -146,6 +146,13 @@ def test_what_metrics_read_of_all_rows_is_held_as_an_evaluation_does(tmp_path, m
     assert evaluated.model.training
     assert set(kept.rows) == {(5, 9, 32), (5, 9)} == whole
     kept.rows.clear()
+    several = trainer(**metrics)
+    several.args.eval_accumulation_steps = None
+    with monkeypatch.context() as patched:
+        patched.setattr(type(several.accelerator), "num_processes", 2)
+        evaluate_longest(several, 2)
+    assert set(kept.rows) == whole, "each of two processes keeps what both predict"
+    kept.rows.clear()
     evaluate_longest(trainer(), 2)
     assert not kept.rows, "the loss alone is kept"
     assert evaluated.evaluate()["eval_rows"] == 5, "it evaluates by itself again"

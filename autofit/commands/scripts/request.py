@@ -242,7 +242,7 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
             f"rows differ: the mean is {script.mean_length / script.longest:.0%} of the longest of {seen}; fit is "
             f"judged on the longest, and {counts}"
         )
-    if script.evaluated_rows and not (tried and facts.workload.processes == 1):
+    if script.evaluated_rows and not tried:
         rows = plural(script.evaluated_rows, "row")
         said.append(f"it evaluates {rows} at once: that is not measured, nor held against the ceiling")
     if tried and not script.trainer:

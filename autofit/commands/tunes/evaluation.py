@@ -65,8 +65,8 @@ def evaluating(decision: Decision, facts: Facts, rows: int, run: Callable[[Facts
 
 def scripts_own(facts: Facts) -> int:
     """Rows that a script evaluates at once, where that can be tried beside the winner; else 0."""
-    work = facts.workload
-    return work.script.evaluated_rows if work.script is not None and work.processes == 1 else 0
+    script = facts.workload.script
+    return 0 if script is None else script.evaluated_rows
 
 
 def _of_script(decision: Decision, facts: Facts, rows: int, run: Callable[[Facts], Outcome]) -> Evaluated:

@@ -240,19 +240,23 @@ def _evaluate(trainer: Any, predict: Callable[[], tuple[Any, Any]], rows: int, o
     """Evaluate the last batch of so many rows while what ``compute_metrics`` is to read of the others is held.
 
     A Trainer keeps that on the device until its end, or for ``eval_accumulation_steps`` batches, then on the host, and
-    joins each batch to it (``Trainer.evaluation_loop`` of transformers 5.23).
+    joins each batch to it; of several processes each keeps what all of them predict (``Trainer.evaluation_loop`` of
+    transformers 5.23).
     """
     import torch
     from torch.utils._pytree import tree_map
     from transformers.trainer_pt_utils import nested_concat
 
-    args = trainer.args
+    args, ranks = trainer.args, trainer.accelerator.num_processes
+
+    def gathered(one: Any) -> Any:
+        return torch.cat([one] * ranks) if ranks > 1 and isinstance(one, torch.Tensor) and one.ndim else one
 
     def predicted() -> list[Any]:
         logits, labels = predict()
         if logits is not None and trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)
-        return [logits, labels]
+        return [tree_map(gathered, logits), tree_map(gathered, labels)]
 
     def of_others(one: Any) -> Any:
         many = isinstance(one, torch.Tensor) and one.ndim
@@ -260,7 +264,7 @@ def _evaluate(trainer: Any, predict: Callable[[], tuple[Any, Any]], rows: int, o
 
     found = predicted()
     batches = args.eval_accumulation_steps if args.device.type != "cpu" else None
-    others = min(of, (batches or of) * rows) - rows
+    others = min(of, (batches or of) * rows * ranks) - rows * ranks
     if others <= 0 or args.batch_eval_metrics:
         return
     held = [tree_map(of_others, one) for one in found]
