@@ -12,6 +12,7 @@ from autofit.contract.plan import Plan
 from autofit.costmodel.tracing.trace_store import ground_of
 from tests.support.script_traces import facts_of_script, real_peak, traces_of
 from tests.support.scripted import SCRIPTS, preference_data, tiny_bert, tiny_llama
+from tests.support.synthetic import cuda_facts
 
 pytestmark = pytest.mark.slow
 OWN = ("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2, "--max_length", 64)
@@ -246,3 +247,18 @@ def test_a_script_with_threads_runs_anew_for_each_trace(server, folder):
     traces = traces_of(server, folder, facts, [plan])
     assert (traces.made, traces.failed) == (2, {})
     assert len((folder / "runs").read_text()) - already == 1 + 2
+
+
+def test_a_script_of_two_processes_is_traced_where_each_has_the_whole_model(server, folder):
+    alone = facts_of_script(server, folder, SCRIPTS / "classify.py", "--model", folder / "tiny")
+    facts = dataclasses.replace(alone, workload=dataclasses.replace(alone.workload, processes=2))
+    plan = plans_of(alone)[0]
+    traces = traces_of(server, folder, alone, [plan])
+    several = traces_of(server, folder, facts, [plan.replaced(parallel="ddp")])
+    assert not several.failed
+    weights = traces.parts(plan)[0].weights.sum()
+    more = several.need(plan.replaced(parallel="ddp")).peak_bytes - traces.need(plan).peak_bytes
+    assert more == pytest.approx(weights, rel=0.1), "buckets for the gradients"
+    on_cards = dataclasses.replace(facts, hardware=cuda_facts().hardware)
+    (why,) = set(traces_of(server, folder, on_cards, [plan.replaced(parallel="fsdp")]).failed.values())
+    assert why == "a script's step is not traced where its weights or their state are split over processes"

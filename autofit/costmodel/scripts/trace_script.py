@@ -32,7 +32,8 @@ def trace_script(job: TraceRequests, folder: Path) -> dict[str, str]:
     script = job.facts.workload.script
     assert script is not None
     kind = Snapshot if script.trainer else LoopSnapshot
-    split = {one.file for one in job.requests if layout_of(recipe_of(one.plan, job.facts)).engine}
+    layouts = {one.file: layout_of(recipe_of(one.plan, job.facts)) for one in job.requests}
+    split = {file for file, layout in layouts.items() if layout.shards > 1 or layout.zero}
     for requests in _by_loading(job, [one for one in job.requests if one.file not in split]):
         if in_child(kind(job, tuple(requests), folder).run) == UNSAFE:
             for request in requests:
