@@ -24,6 +24,7 @@ from autofit.training.runner import ProcessRunner
 from autofit.training.scripts.rows import why_ungrouped
 from autofit.training.scripts.watched import keep_evaluated_order, wrap_model
 from autofit.training.timing import Effort
+from autofit.training.world import World
 from tests.support.ragged import FREE, SKEWED, apart, collated, free_model, learned, ragged, told
 from tests.support.scripted import SCRIPTS, SIZES, autofit, tiny_bert
 from tests.support.synthetic import cpu_facts, cuda_facts
@@ -318,7 +319,7 @@ def test_fewer_rows_than_a_micro_batch_come_again():
 def clock_of(facts, timed, seconds, **changed):
     return SimpleNamespace(
         recipe=SimpleNamespace(facts=facts, micro_batch=4, accumulation=1, unpadded=False), accumulation=1, done=0,
-        timed=timed,
+        timed=timed, world=World(),
         effort=Effort(), step_tokens=[], step_places=[], usual_places=None, padding=None,
         waited_steps=lambda: seconds, **changed,
     )  # fmt: skip
