@@ -173,13 +173,19 @@ def _beside_own_split(rows: int, facts: Facts) -> str | None:
     script = facts.workload.script
     if script is None or not script.rows or rows == script.micro_batch:
         return None
-    dropped = own_dropped = 0
-    if script.own.get("dataloader_drop_last"):
-        dropped, own_dropped = script.rows % rows, script.rows % script.micro_batch
+    together, own = rows * facts.workload.processes, script.micro_batch * facts.workload.processes
+    drops = bool(script.own.get("dataloader_drop_last"))
+    dropped, own_dropped = (script.rows % together, script.rows % own) if drops else (0, 0)
     if dropped != own_dropped:
         return (
             f"An epoch leaves out {dropped} rows that make no whole micro-batch, and {own_dropped} by "
             "the script's own: its steps, and what the script plans by their number, may be others."
+        )
+    again, own_again = (-script.rows % together, -script.rows % own) if facts.workload.processes > 1 else (0, 0)
+    if again != own_again and not drops:
+        return (
+            f"An epoch's last optimizer step takes {again} of its first rows again, so that each process has as many, "
+            f"and {own_again} by the script's own."
         )
     if script.trainer and not script.undivided:
         return None

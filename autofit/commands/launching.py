@@ -23,6 +23,7 @@ from autofit.system.files import helper_environment
 from autofit.system.processes import end_group
 from autofit.system.redact import redacted
 from autofit.training.joined import outcome_of_ranks
+from autofit.training.launch_environment import USE_CPU
 
 if TYPE_CHECKING:
     from autofit.cluster.launch import Launchers
@@ -68,9 +69,11 @@ def launching(
 
 
 def on_its_device(document: Document, say: Callable[[str], None]) -> dict[str, str]:
-    """The environment that shows a launch of one process the device that was tuned on, and no other."""
+    """The environment that shows a launch of one process the device that was tuned on, and no other; several CPUs."""
     hardware = document.hardware
-    if hardware.device != "cuda" or not hardware.uuid or document.workload.processes > 1:
+    if document.workload.processes > 1:
+        return USE_CPU if hardware.device == "cpu" else {}
+    if hardware.device != "cuda" or not hardware.uuid:
         return {}
     try:
         with on_device(hardware.uuid):

@@ -31,6 +31,10 @@ def check_environment() -> None:
         ) from None
 
 
+USE_CPU = {"ACCELERATE_USE_CPU": "true"}
+"""Several processes on CPUs need it, and their launcher sets it not: each would be alone until a Trainer is made."""
+
+
 def write_yaml(path: Path, settings: dict[str, Any]) -> None:
     """Write the Accelerate YAML: plain scalars and mappings only, no tags."""
     path.write_text(yaml.safe_dump(settings, sort_keys=True), encoding="utf-8")
@@ -65,7 +69,7 @@ def launch_environment(config_file: Path, rank: int | None = None) -> dict[str, 
         args.deepspeed_fields_from_accelerate_config = ",".join(fields)
         _, environment = prepare_deepspeed_cmd_env(args)
     elif (args.use_fsdp or args.multi_gpu) and not args.cpu:
-        environment = prepare_multi_gpu_env(args)
+        environment = prepare_multi_gpu_env(args) | (USE_CPU if args.use_cpu else {})
     else:
         _, environment = prepare_simple_launcher_cmd_env(args)
         return dict(environment)

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from autofit import cli
 from autofit.commands.facts import shared_by, workload
+from autofit.commands.launching import on_its_device
 from autofit.commands.profile import profile
 from autofit.commands.request import Request
 from autofit.commands.scripts.run import run
@@ -20,7 +21,7 @@ from autofit.output.document import read_document
 from autofit.output.emit import YAML
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError
-from autofit.training.launch_environment import write_yaml
+from autofit.training.launch_environment import launch_environment, write_yaml
 from autofit.training.ranks import free_port
 from tests.output.test_emit import a_document, a_plan, output_folder, written
 from tests.support.synthetic import cpu_facts, cuda_facts, model
@@ -127,6 +128,15 @@ def test_one_process_is_shown_its_own_card_and_several_find_theirs(processes, sh
     facts = dataclasses.replace(facts, hardware=dataclasses.replace(facts.hardware, count=8, visible_id="3"))
     plan = a_plan(facts, parallel="ddp" if processes > 1 else "none")
     assert recipe_of(plan, facts).emission.accelerate.get("gpu_ids") == shown
+
+
+def test_ranks_on_the_cpu_know_one_another_before_a_trainer_is_made(tmp_path):
+    """A script may ask for its rank, or read its own part of the data, as soon as it has arguments."""
+    facts = cpu_facts(global_batch=8, processes=2)
+    write_yaml(tmp_path / YAML, dict(recipe_of(a_plan(facts, parallel="ddp"), facts).emission.accelerate))
+    for environment in (launch_environment(tmp_path / YAML, 1), on_its_device(facts, print)):
+        assert environment["ACCELERATE_USE_CPU"] == "true"
+    assert on_its_device(cuda_facts(global_batch=8, processes=2), print) == {}
 
 
 @pytest.mark.slow

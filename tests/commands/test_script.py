@@ -368,6 +368,18 @@ def test_each_of_several_processes_takes_what_the_script_says_of_a_device():
     assert caught.value.hint == "give a multiple of 8"
     with pytest.raises(InputError, match="a plain loop is tuned on one process yet"):
         _workload(request, dataclasses.replace(script, trainer=""), hardware, lambda _: None)
+    shared = dataclasses.replace(script, own={"split_batches": True})
+    with pytest.raises(InputError, match="has split_batches, so processes share each of its batches"):
+        _workload(request, shared, hardware, lambda _: None)
+    assert _workload(dataclasses.replace(request, processes=None), shared, hardware, lambda _: None).global_batch == 8
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_loader_whose_batches_processes_share_is_described(described, split):
+    arguments = f"TrainingArguments('x', accelerator_config={{'split_batches': {split}}})"
+    text = HEAD + f"model, arguments = Model(BertConfig(num_hidden_layers=1, hidden_size=24)), {arguments}\n"
+    text += "Trainer(model, arguments, train_dataset=[{'input_ids': [1, 2], 'labels': 0}] * 8).train()"
+    assert described(text)["script"]["own"].get("split_batches", False) is split
 
 
 @pytest.mark.slow

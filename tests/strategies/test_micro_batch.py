@@ -11,11 +11,12 @@ from tests.support.synthetic import cpu_facts
 CPU = cpu_facts(global_batch=8)
 
 
-def said(rows, value, **given):
+def said(rows, value, processes=1, **given):
     script = Script(
         path="train.py", sha256="", **{"trainer": "", "micro_batch": 2, "accumulation": 4, **given}, rows=rows
     )
-    return technique("micro_batch").changes(value, {}, replace(CPU, workload=replace(CPU.workload, script=script)))
+    work = replace(CPU.workload, script=script, processes=processes)
+    return technique("micro_batch").changes(value, {}, replace(CPU, workload=work))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,21 @@ def said(rows, value, **given):
 )
 def test_what_the_end_of_an_epoch_is_under_another_micro_batch_is_told(rows, value, given, words):
     found = said(rows, value, **given)
+    assert found is None if words is None else words in found
+
+
+@pytest.mark.parametrize(
+    ("rows", "own", "words"),
+    [
+        (104, {"dataloader_drop_last": True}, "leaves out 8 rows that make no whole micro-batch, and 0 by"),
+        (112, {"dataloader_drop_last": True}, None),
+        (107, {}, "takes 5 of its first rows again, so that each process has as many, and 1 by the script's own"),
+        (105, {"accelerator": "of one"}, "takes 7 of its first rows again, so that each process has as many, and 3"),
+        (110, {}, None),
+    ],
+)
+def test_the_end_of_an_epoch_is_that_of_all_processes(rows, own, words):
+    found = said(rows, 8, processes=2, trainer="Trainer", own=own)
     assert found is None if words is None else words in found
 
 
