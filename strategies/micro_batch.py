@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
+    from autofit.contract.script import Script
 
 
 _EVALUATED_LOGITS_BYTES = 512 * 2**20
@@ -173,31 +174,40 @@ def _beside_own_split(rows: int, facts: Facts) -> str | None:
     script = facts.workload.script
     if script is None or not script.rows or rows == script.micro_batch:
         return None
-    together, own = rows * facts.workload.processes, script.micro_batch * facts.workload.processes
-    drops = bool(script.own.get("dataloader_drop_last"))
-    dropped, own_dropped = (script.rows % together, script.rows % own) if drops else (0, 0)
-    if dropped != own_dropped:
-        return (
-            f"An epoch leaves out {dropped} rows that make no whole micro-batch, and {own_dropped} by "
-            "the script's own: its steps, and what the script plans by their number, may be others."
-        )
-    again, own_again = (-script.rows % together, -script.rows % own) if facts.workload.processes > 1 else (0, 0)
-    if again != own_again and not drops:
-        return (
-            f"An epoch's last optimizer step takes {again} of its first rows again, so that each process has as many, "
-            f"and {own_again} by the script's own."
-        )
-    if script.trainer and not script.undivided:
-        return None
+    ends = _epochs_end(rows, script, facts.workload.processes)
+    if ends is not None or (script.trainer and not script.undivided):
+        return ends
     if len(script.batch.get("labels", ())) > 1 and script.mean_length < script.longest:
         return (
             f"Rows of different lengths weigh otherwise than in the script's own micro-batches of {script.micro_batch} "
             "where its loss is a mean over the tokens of each."
         )
+    dropped = script.rows % (rows * facts.workload.processes) if script.own.get(_DROPS) else 0
     over = (script.rows - dropped) % facts.workload.global_batch
     if not over:
         return None
     return (
         f"An epoch's last optimizer step, of {over} rows, weighs them otherwise than the script's own micro-batches of "
         f"{script.micro_batch} do."
+    )
+
+
+_DROPS = "dataloader_drop_last"
+
+
+def _epochs_end(rows: int, script: Script, processes: int) -> str | None:
+    """Which rows an epoch leaves out, or takes again, that it does not under a script's own micro-batch."""
+    count, together, own = script.rows or 0, rows * processes, script.micro_batch * processes
+    if script.own.get(_DROPS):
+        if count % together == count % own:
+            return None
+        return (
+            f"An epoch leaves out {count % together} rows that make no whole micro-batch, and {count % own} by "
+            "the script's own: its steps, and what the script plans by their number, may be others."
+        )
+    if processes == 1 or -count % together == -count % own:
+        return None
+    return (
+        f"An epoch's last optimizer step takes {-count % together} of its first rows again, so that each process has "
+        f"as many, and {-count % own} by the script's own."
     )
