@@ -395,7 +395,7 @@ def test_a_script_is_tuned_run_and_verified_on_two_processes(folder):
     assert found.guard.verdict == "same", found.guard.words
     verified = autofit(folder, "verify", "both", "--json", "--tolerance", "0.95")
     assert verified.returncode == 0, verified.stderr
-    trained = autofit(folder, "run", "both", CLASSIFY, *arguments)
+    trained = autofit(folder, "run", "both", CLASSIFY, *arguments[:-1], "trained")
     assert trained.returncode == 0, trained.stderr
     assert "took no effect" not in trained.stderr
 
