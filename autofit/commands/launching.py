@@ -69,7 +69,7 @@ def launching(
 
 
 def on_its_device(document: Document, say: Callable[[str], None]) -> dict[str, str]:
-    """The environment that shows a launch of one process the device that was tuned on, and no other; several CPUs."""
+    """What a launch is told: of one process the card that was tuned on, alone; of several on CPUs that they are."""
     hardware = document.hardware
     if document.workload.processes > 1:
         return USE_CPU if hardware.device == "cpu" else {}
