@@ -366,10 +366,8 @@ def test_each_of_several_processes_takes_what_the_script_says_of_a_device():
     with pytest.raises(InputError, match="micro-batches of 4 rows on 2 processes") as caught:
         _workload(dataclasses.replace(request, global_batch=12), held, hardware, lambda _: None)
     assert caught.value.hint == "give a multiple of 8"
-    with pytest.raises(InputError, match="a plain loop is tuned on one process yet"):
-        _workload(request, dataclasses.replace(script, trainer=""), hardware, lambda _: None)
     shared = dataclasses.replace(script, own={"split_batches": True})
-    with pytest.raises(InputError, match="has split_batches, so processes share each of its batches"):
+    with pytest.raises(InputError, match="asks for split_batches, so processes share each of its batches"):
         _workload(request, shared, hardware, lambda _: None)
     assert _workload(dataclasses.replace(request, processes=None), shared, hardware, lambda _: None).global_batch == 8
 
@@ -440,19 +438,24 @@ def test_a_script_is_tuned_run_and_verified(folder):
 
 
 @pytest.mark.slow
-def test_a_plain_loop_is_tuned_run_and_verified(folder):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_plain_loop_is_tuned_run_and_verified(folder, processes):
+    output = f"looped{processes}"
     held = ("--fix=micro_batch=8", "--fix=checkpointing=off", "--fix=attention=default", "--fix=precision=fp32")
-    words = ("--output", "looped", "--device", "cpu", "--trials", 1, *held, "--", "--model", "tiny")
-    done = autofit(folder, "tune", LOOP, *words)
+    command = ("--output", output, "--device", "cpu", "--trials", 1, *held)
+    several = ("--processes", 2) if processes > 1 else ()
+    done = autofit(folder, "tune", LOOP, *command, *several, "--", "--model", "tiny")
     assert done.returncode == 0, done.stderr
-    found = read_document(folder / "looped")
+    found = read_document(folder / output)
     assert found.promise.launch_path == "loop"
     assert any("until it trains, in each trial" in words for words in found.notes)
-    assert found.workload.global_batch == 8
-    ran = autofit(folder, "run", "looped", LOOP, "--", "--model", "tiny")
+    assert (found.workload.global_batch, found.workload.processes) == (8 * processes, processes)
+    ran = autofit(folder, "run", output, LOOP, "--", "--model", "tiny")
     assert ran.returncode == 0, ran.stderr
-    assert "micro-steps 8 steps 8" in ran.stdout
-    verified = autofit(folder, "verify", "looped", "--json", "--tolerance", "0.95")
+    steps = 8 // processes  # the script asserts that its loader's length is that of its own micro-batches
+    assert ran.stdout.count(f" {steps} steps {steps}") == processes
+    assert ran.stderr.count("a step takes 8 x 1 rows") == 1
+    verified = autofit(folder, "verify", output, "--json", "--tolerance", "0.95")
     assert verified.returncode == 0, verified.stderr
     launched = json.loads(verified.stdout)
     assert launched["outcome"]["kind"] == "measured"

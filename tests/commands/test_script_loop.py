@@ -116,6 +116,18 @@ for (rows,), {rest} in {together}:
 """
 
 
+def test_a_loop_that_says_itself_how_its_model_is_spread_is_refused(described):
+    accelerate = (
+        "from accelerate import Accelerator\nfrom accelerate.utils import FullyShardedDataParallelPlugin as F\n"
+    )
+    found = described(f"{PARTS}{accelerate}Accelerator(fsdp_plugin=F(fsdp_version=2))\n{OWN}")
+    assert found["error"] == "the script gives its Accelerator fsdp_plugin, which a plan says"
+    shared = "from accelerate.utils import DataLoaderConfiguration as D\n"
+    parts = PREPARED.replace("Accelerator(", "Accelerator(dataloader_config=D(split_batches=True), ")
+    step = STEP.format(backward="accelerator.backward(loss)")
+    assert described(f"{shared}{parts}{step}")["script"]["own"]["split_batches"] is True
+
+
 def test_a_loop_over_several_loaders_keeps_its_split(described):
     """Of two loaders, a plan changes the micro-batch of one: rows would be mixed otherwise."""
     mixed = described(PREPARED + SEVERAL.format(rest="_", together="zip(loader, other)"))["script"]

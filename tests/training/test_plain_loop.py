@@ -8,9 +8,13 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import DataLoader
 
 from autofit.training.scripts import loop_entry
 from autofit.training.scripts.leave import Enough
+from autofit.training.scripts.loop import _length
+from autofit.training.world import World
 
 PATCHED = """
 import json
@@ -283,13 +287,49 @@ def test_a_loop_multiplies_in_tf32_where_the_plan_says_so(tmp_path, value, flag)
 def test_a_measured_loop_is_left_where_it_saves(monkeypatch):
     """What it writes beside that, such as the number of its step, would be over its own."""
     monkeypatch.setattr(loop_entry, "counted", lambda _: None)
-    clock = SimpleNamespace(timed=[2, 3], done=4, effort=SimpleNamespace(warm_up=2))
-    observer = SimpleNamespace(with_later_state=lambda first, *_: first)
-    tokens = SimpleNamespace(tell=lambda: None)
-    loop = loop_entry._Measured(clock, script=None, tokens=tokens, observer=observer, seen=["evidence"])
+    clock, loop = measured(World())
     loop.goes_on(True)
     clock.timed.append(4)
     loop.goes_on(False)
     with pytest.raises(Enough) as left:
         loop.goes_on(True)
     assert left.value.found == "evidence"
+
+
+def measured(world):
+    """A clock of four steps, two of them timed, and a loop that it listens to."""
+    clock = SimpleNamespace(timed=[2, 3], done=4, effort=SimpleNamespace(warm_up=2), world=world)
+    clock.waits = SimpleNamespace(asked=lambda: None)
+    clock.step_end = lambda: False
+    observer = SimpleNamespace(with_later_state=lambda first, *_: first)
+    tokens, script = SimpleNamespace(tell=lambda: None), SimpleNamespace(loader=0)
+    return clock, loop_entry._Measured(clock, script, tokens, observer=observer, seen=["evidence"])
+
+
+def test_processes_leave_a_measured_loop_together_where_one_of_them_saves(monkeypatch):
+    """The others would wait for the gradients of one that has left."""
+    monkeypatch.setattr(loop_entry, "counted", lambda _: None)
+    monkeypatch.setattr(World, "agrees", lambda _, yes: asked.append(yes) or any(asked))
+    asked = []
+    clock, loop = measured(World(size=2))
+    loop.accelerator = SimpleNamespace(optimizer_step_was_skipped=False)
+    loop.synced = True
+    loop.ends(0)
+    clock.timed.append(4)
+    loop.goes_on(True)
+    loop.synced = True
+    with pytest.raises(Enough):
+        loop.ends(0)
+    assert asked == [False, True]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_loop_reads_its_own_loaders_length_on_each_process(ranks, even, drop_last):
+    for rows in range(1, 15):
+        own = DataLoader(range(rows), batch_size=2, drop_last=drop_last)
+        for rank in range(ranks):
+            accelerator = SimpleNamespace(num_processes=ranks, process_index=rank, even_batches=even)
+            shard = BatchSamplerShard(own.batch_sampler, ranks, rank, even_batches=even)
+            assert _length(own, accelerator) == len(shard)

@@ -29,7 +29,7 @@ from autofit.system.files import write_atomically, writing
 from autofit.system.fork_server import FAILED_JOB_LOG, ForkServer
 from autofit.system.units import duration
 from autofit.training.jobs import DescribeScriptJob
-from autofit.training.scripts.entry import SPLIT_BATCHES
+from autofit.training.scripts.loading import SPLIT_BATCHES
 
 _ENOUGH_ROWS = 500
 SCRIPT_TASK: Literal["script"] = "script"
@@ -171,12 +171,10 @@ def _checked(answer: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
 def _workload(request: Request, script: Script, hardware: Hardware, say: Callable[[str], None]) -> Workload:
     """The sizes and ceilings of the script's training."""
     processes = request.processes or 1
-    if processes > 1 and not script.trainer:
-        raise InputError("--processes: a plain loop is tuned on one process yet", hint="leave it out")
     if processes > 1 and script.own.get(SPLIT_BATCHES):
         raise InputError(
-            "--processes: the script's accelerator_config has split_batches, so processes share each of its batches",
-            hint="leave split_batches out: per_device_train_batch_size is what each process takes then",
+            "--processes: the script asks for split_batches, so processes share each of its batches",
+            hint="leave split_batches out: its batch is what each process takes then",
         )
     own = script.micro_batch * script.accumulation * processes
     if request.global_batch not in {None, own} and script.own_split is not None:

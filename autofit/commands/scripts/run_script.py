@@ -73,7 +73,8 @@ def _counted(trainer: Any, train: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def _tell(words: str) -> None:
-    print(f"autofit: {words}", file=sys.stderr)  # noqa: T201 - beside what the script prints
+    if os.environ.get("RANK", "0") == "0":  # the others say the same
+        print(f"autofit: {words}", file=sys.stderr)  # noqa: T201 - beside what the script prints
 
 
 def _stop(error: AutofitError) -> NoReturn:

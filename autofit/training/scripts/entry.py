@@ -17,7 +17,7 @@ from autofit.training.loops import counted
 from autofit.training.observer import Observer
 from autofit.training.row_order import wanted
 from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, name_of, run_to_its_end, run_until_left
-from autofit.training.scripts.loading import loading_of, waits_of, workers_bytes
+from autofit.training.scripts.loading import loading_of, splitting, waits_of, workers_bytes
 from autofit.training.scripts.loop_described import describing
 from autofit.training.scripts.loop_entry import measure_loop, train_loop_with
 from autofit.training.scripts.patches import Made, Patches, loads_of
@@ -134,7 +134,7 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
         "trainer": type(trainer).__name__,
         "micro_batch": int(made.arguments["per_device_train_batch_size"]),
         "accumulation": int(made.arguments["gradient_accumulation_steps"]),
-        "own": _own(made.arguments) | _handed(made.given) | _splitting(trainer),
+        "own": _own(made.arguments) | _handed(made.given) | splitting(trainer.args.accelerator_config),
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
         "evaluated_rows": 0 if trainer.eval_dataset is None else int(made.arguments["per_device_eval_batch_size"]),
         "loading": loading,
@@ -147,7 +147,6 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
     return found
 
 
-SPLIT_BATCHES = "split_batches"
 _BATCH = "rows a step on each device of"
 _DECIDED_ON = (
     "optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile", "use_liger_kernel",
@@ -159,11 +158,6 @@ def _own(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a script's arguments that techniques decide on, as JSON values."""
     found: dict[str, Any] = json.loads(json.dumps({name: arguments.get(name) for name in _DECIDED_ON}, default=str))
     return found
-
-
-def _splitting(trainer: Any) -> dict[str, bool]:
-    """Whether several processes share each micro-batch of a Trainer's loader; else each takes its own."""
-    return {SPLIT_BATCHES: True} if trainer.args.accelerator_config.split_batches else {}
 
 
 def _handed(given: Mapping[str, Any]) -> dict[str, str]:

@@ -25,6 +25,12 @@ _QUICK = 5e-5
 """Seconds a row below which nothing is gained by workers: handing a micro-batch over takes longer."""
 _MORE = 1.1
 _COUNTS = (1, 2, 4, 8, 16, 32)
+SPLIT_BATCHES = "split_batches"
+
+
+def splitting(config: Any) -> dict[str, bool]:
+    """Whether several processes share each micro-batch of a loader, as Accelerate is told; else each takes its own."""
+    return {SPLIT_BATCHES: True} if config.split_batches else {}
 
 
 def loading_of(loader: Any, rows: int, *, own_batches: bool = False) -> dict[str, Any]:

@@ -108,7 +108,8 @@ class LoopPatches:
     _own_steps: int | None = None
     _inside: bool = False
     _trained: bool = False
-    _rows: dict[int, tuple[int, Any, int]] = field(default_factory=dict)
+    _rows: dict[int, tuple[int, Any, int, int | None]] = field(default_factory=dict)
+    """Of each prepared loader its number, the script's own, rows to a micro-batch of the plan's, its own length."""
 
     def install(self) -> None:
         """Put them in."""
@@ -142,7 +143,7 @@ class LoopPatches:
                 return prepare(accelerator, *args, **kwargs)
             self.before_prepare(accelerator, self._given)
             with self._of_the_plan():
-                return self._prepared(functools.partial(prepare, accelerator, **kwargs), args)
+                return self._prepared(accelerator, functools.partial(prepare, accelerator, **kwargs), args)
 
         @functools.wraps(accumulate)
         def told_accumulate(accelerator: Any, *models: Any) -> Any:
@@ -191,7 +192,7 @@ class LoopPatches:
 
         @functools.wraps(skip)
         def skipped(dataloader: Any, num_batches: int = 0) -> Any:
-            number, own, rows = self._rows.get(id(dataloader), (0, None, 0))
+            number, own, rows, length = self._rows.get(id(dataloader), (0, None, 0, None))
             if own is None:
                 return skip(dataloader, num_batches)
             passed = num_batches * own.batch_size if self.skips(number) else 0
@@ -202,7 +203,7 @@ class LoopPatches:
                     f"of the plan's, of {rows}",
                     hint="resume where an optimizer step has ended",
                 )
-            self._listen(rest, number, own, skipped=num_batches)
+            self._listen(rest, number, None if length is None else length - num_batches)
             return rest
 
         owner.gradient_accumulation_steps, owner.load_state = property(own_steps, set_steps), loaded
@@ -237,10 +238,13 @@ class LoopPatches:
 
     def _into_optimizer(self) -> None:
         from accelerate.optimizer import AcceleratedOptimizer
+        from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
-        owner: Any = AcceleratedOptimizer
-        step = owner.step
+        owners: tuple[Any, ...] = (AcceleratedOptimizer, DeepSpeedOptimizerWrapper)
+        for owner in owners:  # the latter steps where its engine takes the gradients
+            owner.step = self._told_step(owner.step)
 
+    def _told_step(self, step: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(step)
         def told(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             self.steps = True
@@ -250,9 +254,9 @@ class LoopPatches:
                 self.steps = False
             self.after_step(optimizer)
 
-        owner.step = told
+        return told
 
-    def _prepared(self, prepare: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _prepared(self, accelerator: Any, prepare: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """What ``prepare`` gives for a script's objects, some of them changed."""
         from torch import nn
         from torch.utils.data import DataLoader
@@ -276,13 +280,14 @@ class LoopPatches:
         result = prepare(*changed)
         for place, (number, own) in numbers.items():
             loader, rows = result[place] if len(args) > 1 else result, changed[place].batch_size
+            length = _length(own, accelerator)
             if own.batch_size and rows:
-                self._rows[id(loader)] = number, own, rows
-            self._listen(loader, number, own)
+                self._rows[id(loader)] = number, own, rows, length
+            self._listen(loader, number, length)
         return result
 
-    def _listen(self, loader: Any, number: int, own: Any, *, skipped: int = 0) -> None:
-        """Hear of each micro-step that a prepared loader begins; it keeps the length of the script's own."""
+    def _listen(self, loader: Any, number: int, length: int | None) -> None:
+        """Hear of each micro-step that a prepared loader begins; it tells the length of the script's own."""
         kind = type(loader)
         running = False
 
@@ -304,8 +309,7 @@ class LoopPatches:
                     self.left(number)
 
         members: dict[str, Any] = {"__iter__": iterate}
-        if hasattr(own.dataset, "__len__"):
-            length = len(own) - skipped
+        if length is not None:
 
             def told_length(_: Any) -> int:
                 if running:
@@ -315,6 +319,18 @@ class LoopPatches:
             members["__len__"] = told_length
         made = type(kind.__name__, (kind,), members)
         vars(object)["__class__"].__set__(loader, made)  # Accelerate's own says that it is PyTorch's loader
+
+
+def _length(own: Any, accelerator: Any) -> int | None:
+    """Micro-batches that a process takes of a script's own loader, as ``BatchSamplerShard`` counts them.
+
+    ``None`` where that is not known, or the prepared loader makes the same ones and knows it.
+    """
+    if own.batch_size is None or not hasattr(own.dataset, "__len__"):
+        return None
+    count, rest = divmod(len(own), int(accelerator.num_processes))
+    one_more = accelerator.even_batches or accelerator.process_index < rest
+    return count + bool(rest and one_more and not own.drop_last)
 
 
 def _begins_at(loader: Any, row: int) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.training.scripts.leave import Enough, Refused
-from autofit.training.scripts.loading import loading_of
+from autofit.training.scripts.loading import loading_of, splitting
 from autofit.training.scripts.loop import LoopPatches
 from autofit.training.scripts.patches import Patches
 from autofit.training.scripts.rows import sample_of
@@ -24,6 +24,7 @@ _LOADER = "its loader makes its micro-batches itself"
 _SEVERAL = "it takes the batches of several loaders together"
 _BY_HAND = "it asks for each batch by itself, as by next(), so how many it takes is its own"
 _AHEAD = "it takes several batches before it trains on the first, so how many is its own"
+_ENGINES = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
 _CLEARS = "it clears its gradients by model.zero_grad(), which does not wait until they have accumulated"
 
 
@@ -60,6 +61,7 @@ class _Described:
     loaders: dict[int, Any] = field(default_factory=dict)
     trained: Any = None
     precision: str = ""
+    splits: dict[str, bool] = field(default_factory=dict)
     number: int | None = None
     """Of the loader that gave the last batch."""
     batch: Any = None
@@ -80,7 +82,16 @@ class _Described:
     """What would be trained, where the first backward pass has told all of it."""
 
     def construct(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The Accelerator of a CPU, which keeps nothing of what is asked of a device."""
+        """The Accelerator of a CPU, which keeps nothing of what is asked of a device.
+
+        Raises:
+            Refused: It says itself how its model is spread over processes.
+        """
+        if said := [name for name in _ENGINES if given.get(name) is not None]:
+            raise Refused(
+                f"the script gives its Accelerator {said[0]}, which a plan says",
+                "leave it out: autofit tune train.py --processes N tries the ways to spread a model",
+            )
         asked = given.get("mixed_precision")
         self.precision = str(getattr(asked, "value", asked))
         return {**given, "cpu": True, "mixed_precision": "no"}
@@ -136,6 +147,7 @@ class _Described:
                 "the script trains by an optimizer that it has not given to accelerator.prepare",
                 "give it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )
+        self.splits = splitting(accelerator)
         self.between += 1
         self.untrained -= 1
         if self.untrained < 0 and self.number is not None:
@@ -198,6 +210,7 @@ class _Described:
                 "dataloader_drop_last": bool(loader.drop_last),
                 **{name: self.precision == name for name in ("bf16", "fp16")},
                 "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+                **self.splits,
             },
             "own_optimizer": True,
             "own_split": _LOADER if loader.batch_size is None else own_split,

@@ -42,6 +42,8 @@ class _Measured:
     fresh: bool = True
     synced: bool = False
     over: bool = False
+    leaves: bool = False
+    """Whether it is to be left once its step is over, since this process saves: others may not, and go on."""
 
     def loader(self, own: Any, number: int) -> Any:
         """The plan's loader: the longest rows first, then the order of the script's own sampler."""
@@ -103,7 +105,7 @@ class _Measured:
         self.fresh, self.synced = True, False
         if self.accelerator.optimizer_step_was_skipped:
             clock.step_skipped()
-        enough = clock.step_end()
+        enough = clock.step_end() or clock.world.agrees(self.leaves)
         if clock.done == clock.effort.warm_up:
             self.observer.rows, self.observer.loader = clock.recipe.micro_batch, self.loaded_by
             clock.waits.worker_bytes = workers_bytes()
@@ -124,6 +126,8 @@ class _Measured:
         left where it saves in its loop, too, once some steps were timed.
         """
         within = ends and len(self.clock.timed) >= _ENOUGH_TO_LEAVE
+        if self.clock.world.size > 1:
+            self.leaves, within = self.leaves or within, False
         if within or (self.over and (ends or (self.seen and self.clock.timed))):
             raise self.enough()
 

@@ -269,7 +269,8 @@ class Patches:
             )
         if getattr(arguments, "deepspeed", None) or getattr(arguments, "fsdp", None):
             raise Refused(
-                "the script asks for DeepSpeed or FSDP by its arguments", "leave that out: one process is tuned"
+                "the script asks for DeepSpeed or FSDP by its arguments",
+                "leave that out: autofit tune train.py --processes N tries the ways to spread a model",
             )
         names = [one.name for one in dataclasses.fields(arguments)]
         # the object is kept, so that no other comes to have its id

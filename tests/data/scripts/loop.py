@@ -36,7 +36,7 @@ def main():
     model = AutoModelForMaskedLM.from_pretrained(options.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     loader = torch.utils.data.DataLoader(rows(), batch_size=options.batch, shuffle=True, collate_fn=collate)
-    steps = math.ceil(len(loader) / options.accumulate)
+    steps = math.ceil(len(loader) / accelerator.num_processes / options.accumulate)
     schedule = get_linear_schedule_with_warmup(optimizer, 1, steps)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     assert math.ceil(len(loader) / options.accumulate) == steps
