@@ -93,3 +93,12 @@ def test_a_step_takes_the_sum_of_its_operators():
     with Told() as told:
         step()
     assert clocked(step) == pytest.approx(told.seconds(), rel=0.02)
+
+
+def test_a_program_that_is_compiled_compiles_no_clock():
+    @torch._dynamo.disable(recursive=False)
+    def asks():
+        return torch.empty(139, dtype=torch.int32, device="cuda").add_(1)
+
+    ones = torch.ones(139, dtype=torch.int32, device="cuda")
+    assert len(torch.compile(lambda more: asks() + more, backend="eager")(ones)) == 139
