@@ -201,17 +201,95 @@ while True:
     assert (found["accumulation"], "accelerator.accumulate" in found["own_split"]) == (2, True)
 
 
-@pytest.mark.parametrize("held", [True, False], ids=["in the loop", "before it"])
-def test_a_loop_that_clears_gradients_before_they_have_accumulated_keeps_its_split(described, held):
-    """Of an accumulation of 1 that is no matter; of the plan's only the last micro-batch would be trained on."""
-    loop = """
+STEPS = """
 for (rows,) in loader:
     with accelerator.accumulate(model):
+        {first}
         accelerator.backward(model(rows).sum())
+        {then}
         optimizer.step()
-        model.zero_grad()
+        {last}
 """
-    if not held:
-        loop = "model.zero_grad()" + loop.replace("model.zero_grad", "optimizer.zero_grad")
-    split = described(PREPARED + loop)["script"]["own_split"]
-    assert "model.zero_grad()" in split if held else split is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({"last": "model.zero_grad()"}, "otherwise than by its prepared optimizer"),
+        ({"last": "optimizer.optimizer.zero_grad()"}, "otherwise than by its prepared optimizer"),
+        ({"first": "optimizer.zero_grad()"}, "before each backward pass"),
+        ({"first": "for one in model.parameters(): one.grad = None"}, "before each backward pass"),
+        ({"then": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"}, "as by clipping"),
+        ({"then": "model.weight.grad.mul_(2)"}, "works with the gradients"),
+        ({"last": "schedule.step()"}, "learning rate"),
+        ({"last": "optimizer.param_groups[0]['lr'] /= 2"}, "learning rate"),
+        ({"then": "accelerator.gather(rows)", "last": "schedule.step()"}, "learning rate"),
+        ({"last": "if accelerator.sync_gradients: schedule.step()"}, None),
+        ({"last": "accelerator.prepare(schedule).step()"}, None),
+        ({"last": "optimizer.zero_grad()"}, None),
+    ],
+    ids=[
+        "model", "inner", "before", "by hand", "clips", "reads", "schedule", "rate", "gathers", "synchronized",
+        "prepared", "prepared optimizer",
+    ],
+)  # fmt: skip
+def test_a_loop_that_does_with_each_batch_what_belongs_to_a_step_keeps_its_split(described, parts, why):
+    """Of an accumulation of 1 that is no matter; of the plan's it would be done to a part of a step's gradients."""
+    before = "schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 9)\nmodel.zero_grad()\n"
+    loop = STEPS.format(**{"first": "pass", "then": "pass", "last": "pass", **parts})
+    split = described(PREPARED.replace("_steps=2", "_steps=1") + before + loop)["script"]
+    assert split["accumulation"] == 1
+    assert split["own_split"] is why or why in split["own_split"]
+
+
+PART = """
+done = steps = 0
+for epoch in range(8):
+    {loop}:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows[0]).sum())
+            optimizer.step()
+            if accelerator.sync_gradients:
+                steps += 1
+        done += 1
+        if {leaves}:
+            break
+    for place, _ in enumerate(loader):
+        if place > 2:
+            break
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "leaves", "why"),
+    [
+        ("for _, rows in zip(range(4), loader)", "False", "by zip()"),
+        ("for rows in itertools.islice(loader, 4)", "False", "by islice()"),
+        ("for _, rows in zip(range(4), again())", "False", "by zip()"),
+        ("for place, rows in enumerate(tqdm(loader, disable=False))", "place == 3", "number of its batches"),
+        ("for rows in loader", "done == 3", "number of its batches"),
+        ("for rows in loader", "steps == 3", None),
+        ("for place, rows in enumerate(loader)", "steps == 3", None),
+    ],
+    ids=["zip", "islice", "zip of a generator", "enumerate", "count", "steps", "steps beside a number"],
+)
+def test_a_loop_that_takes_a_part_of_its_batches_keeps_its_split(described, loop, leaves, why):
+    """Of smaller micro-batches as many would be fewer rows, and fewer steps."""
+    before = "import itertools\nfrom tqdm import tqdm\ndef again():\n    while True:\n        yield from loader\n"
+    split = described(PREPARED + before + PART.format(loop=loop, leaves=leaves))["script"]["own_split"]
+    assert split is why or why in split
+
+
+def test_batches_that_are_kept_in_a_list_are_refused(described):
+    """Where no batch is asked for there is nothing to time a step by."""
+    loop = STEPS.format(first="pass", then="pass", last="pass").replace(" in loader", " in list(loader)")
+    assert "takes all batches of its loader before" in described(PREPARED + loop)["error"]
+    assert described(f"{PREPARED}for _ in loader:\n    pass\n{loop.replace('list(loader)', 'loader')}")["script"]
+
+
+def test_batches_beside_those_of_a_loader_that_is_not_prepared_keep_the_split(described):
+    several = SEVERAL.replace("accelerator.prepare(", "(").format(
+        rest="_", together="((one, next(more)) for one in loader)"
+    )
+    split = described(PREPARED + several.replace("next(iter(other))", "more = iter(other)"))["script"]["own_split"]
+    assert "several loaders" in split

@@ -18,7 +18,7 @@ from autofit.training.observer import Observer
 from autofit.training.row_order import wanted
 from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, name_of, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import loading_of, splitting, waits_of, workers_bytes
-from autofit.training.scripts.loop_described import describing
+from autofit.training.scripts.loop_described import describe_loops
 from autofit.training.scripts.loop_entry import measure_loop, train_loop_with
 from autofit.training.scripts.patches import Made, Patches, loads_of
 from autofit.training.scripts.rows import sample_of, take_in_order, why_ungrouped
@@ -105,13 +105,15 @@ def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path, 
         draws=draws,
     )
     patches.install()
-    describing(path, patches, lambda: time.monotonic() - began).install()
+    failed = describe_loops(path, patches, lambda: time.monotonic() - began)
     try:
         run_until_left(path, arguments)
     except Enough as enough:
         found: dict[str, Any] = enough.found
         return found
     except InputError as error:
+        if (trains := failed()) is not None:
+            return trains
         if 0 < patches.calls < call:
             times = f"{patches.calls} time{'s' * (patches.calls > 1)}"
             told = f"{name_of(path, arguments)} calls train() {times}"

@@ -64,6 +64,7 @@ class LoopPatches:
         micro_step_ends: Given the number of a loader that is asked for the next one.
         before_backward, after_backward: Given the Accelerator and the loss.
         computes: Whether ``backward`` computes gradients.
+        clears: Called where a prepared optimizer is to clear its gradients.
         after_step: Given the optimizer that has stepped, or has left a step out while gradients accumulate.
         left: Given the number of a loader whose loop is left before its end.
         goes_on: Called where the script goes on outside of a micro-step; given whether it saves what it has trained, or
@@ -75,6 +76,7 @@ class LoopPatches:
             loaders are counted anew. Else it is refused.
         foreign: Whether an Accelerator is none of the script's own.
         accumulates: Whether the script has used ``accelerator.accumulate``.
+        accumulating: Whether it is inside of that.
         iterated: How many of its loaders are in the middle of their loops.
         steps: Whether an optimizer of the Accelerator's makes a step now.
     """
@@ -91,6 +93,7 @@ class LoopPatches:
     before_backward: Callable[[Any, Any], None] = lambda *_: None
     after_backward: Callable[[Any, Any], None] = lambda *_: None
     computes: Callable[[], bool] = lambda: True
+    clears: Callable[[], None] = lambda: None
     after_step: Callable[[Any], None] = lambda _: None
     left: Callable[[int], None] = lambda _: None
     goes_on: Callable[[bool], None] = lambda _: None
@@ -100,6 +103,7 @@ class LoopPatches:
     again: bool = False
     foreign: Callable[[], bool] = lambda: False
     accumulates: bool = False
+    accumulating: bool = False
     iterated: int = 0
     steps: bool = False
     _loaders: int = 0
@@ -146,9 +150,14 @@ class LoopPatches:
                 return self._prepared(accelerator, functools.partial(prepare, accelerator, **kwargs), args)
 
         @functools.wraps(accumulate)
-        def told_accumulate(accelerator: Any, *models: Any) -> Any:
-            self.accumulates = True
-            return accumulate(accelerator, *models)
+        @contextlib.contextmanager
+        def told_accumulate(accelerator: Any, *models: Any) -> Iterator[None]:
+            self.accumulates = self.accumulating = True
+            try:
+                with accumulate(accelerator, *models):
+                    yield
+            finally:
+                self.accumulating = False
 
         owner.__init__, owner.prepare, owner.accumulate = init, prepared, told_accumulate
         owner.backward = self._told_backward(owner.backward)
@@ -243,6 +252,14 @@ class LoopPatches:
         owners: tuple[Any, ...] = (AcceleratedOptimizer, DeepSpeedOptimizerWrapper)
         for owner in owners:  # the latter steps where its engine takes the gradients
             owner.step = self._told_step(owner.step)
+        clear = owners[0].zero_grad
+
+        @functools.wraps(clear)
+        def told(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self.clears()
+            clear(optimizer, *args, **kwargs)
+
+        owners[0].zero_grad = told
 
     def _told_step(self, step: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(step)

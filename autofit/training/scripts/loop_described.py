@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import dis
 import functools
-import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,23 +14,35 @@ from autofit.training.scripts.leave import Enough, Refused
 from autofit.training.scripts.loading import loading_of, splitting
 from autofit.training.scripts.loop import LoopPatches
 from autofit.training.scripts.patches import Patches
+from autofit.training.scripts.reading.batches import own_number
+from autofit.training.scripts.reading.trainers import may_train_later, taken
 from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch, shapes, traits
 
 _MANUAL = "it does not train in `with accelerator.accumulate(model):`, so how often it steps is its own"
 _LOADER = "its loader makes its micro-batches itself"
 _SEVERAL = "it takes the batches of several loaders together"
-_BY_HAND = "it asks for each batch by itself, as by next(), so how many it takes is its own"
 _AHEAD = "it takes several batches before it trains on the first, so how many is its own"
 _ENGINES = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
-_CLEARS = "it clears its gradients by model.zero_grad(), which does not wait until they have accumulated"
+_CLEARS_FIRST = "it clears its gradients before each backward pass, and so those of a step's earlier micro-batches"
+_CLEARS = "it clears its gradients otherwise than by its prepared optimizer, which waits until they have accumulated"
+_CHANGES = "it changes its gradients with each batch, as by clipping them, and not with each optimizer step"
+_RATE = "it changes its learning rate with each batch, and not with each optimizer step"
+_GRADIENTS = "it works with the gradients of each batch, or fails where there are none"
+
+_MARK = 1e4
+"""A gradient that is clipped where any is."""
 
 
-def describing(path: str, patches: Patches, seconds: Callable[[], float]) -> LoopPatches:
-    """What tells of a script's loop, and leaves the script once it is known how it steps.
+def describe_loops(path: str, patches: Patches, seconds: Callable[[], float]) -> Callable[[], dict[str, Any] | None]:
+    """Have a script's loop tell of itself, and leave the script once it is known how it steps.
 
     Where it trains in ``with accelerator.accumulate(model):`` its first backward pass tells that, and is not computed;
-    it goes on until its next batch, or until it saves or evaluates, since it may call ``backward`` again before.
+    it goes on until its next batch, or until it saves or evaluates: what it does at the end of a micro-step at which
+    gradients accumulate, such as to clear them, it would do at each of the plan's.
+
+    Returns:
+        What is asked where the script has failed: what it trains, where its first backward pass was not computed.
     """
     seen = _Described(patches, seconds)
     loop = LoopPatches(
@@ -42,14 +52,20 @@ def describing(path: str, patches: Patches, seconds: Callable[[], float]) -> Loo
         model=seen.model,
         micro_step_begins=seen.begins,
         micro_step_ends=seen.leave,
-        goes_on=seen.leave,
+        goes_on=lambda ends: None if loop.accumulating and not ends else seen.leave(),
         before_backward=lambda accelerator, _: seen.before_backward(accelerator, loop),
         computes=lambda: not loop.accumulates,
         after_step=seen.after_step,
+        clears=seen.clearing,
+        before_prepare=seen.before_prepare,
         foreign=lambda: bool(patches.made),
+        accumulation=2,
     )
+    loop.install()
+    _note_schedules(seen.scheduling)
+    _note_iterators(seen.iterators)
     _refuse_loops_of_its_own(path, lambda: bool(patches.made or loop.steps), lambda: bool(seen.precision))
-    return loop
+    return seen.failed
 
 
 @dataclass(slots=True)
@@ -65,12 +81,23 @@ class _Described:
     number: int | None = None
     """Of the loader that gave the last batch."""
     batch: Any = None
-    by_hand: bool = False
-    """Whether the script has asked for that one by itself, and not in a loop over its loader."""
+    counts: str | None = None
+    """Why how many batches it takes is its own, in words."""
     taken: int = 0
     """Batches that it has taken of its loader before its first backward pass."""
+    accelerator: Any = None
+    iterators: list[Any] = field(default_factory=list)
+    """Weak references to those of loaders that are not prepared."""
+    mark: Any = None
+    """A parameter that has gradients since the first batch came."""
+    rates: list[float] = field(default_factory=list)
+    """Learning rates when it came."""
     clears: bool = False
-    """Whether it clears the model's gradients itself, while it trains."""
+    """Whether gradients were cleared between that and the first backward pass."""
+    scheduled: bool = False
+    """Whether a schedule has stepped since then."""
+    exhausted: bool = False
+    """Whether its loader has no more of them."""
     untrained: int = 0
     """Those of them that had no backward pass."""
     between: int = 0
@@ -82,7 +109,7 @@ class _Described:
     """What would be trained, where the first backward pass has told all of it."""
 
     def construct(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The Accelerator of a CPU, which keeps nothing of what is asked of a device.
+        """The Accelerator of a CPU, which keeps nothing of what is asked of a device; gradients accumulate.
 
         Raises:
             Refused: It says itself how its model is spread over processes.
@@ -94,7 +121,12 @@ class _Described:
             )
         asked = given.get("mixed_precision")
         self.precision = str(getattr(asked, "value", asked))
-        return {**given, "cpu": True, "mixed_precision": "no"}
+        given = {name: value for name, value in given.items() if name != "gradient_accumulation_plugin"}
+        return {**given, "cpu": True, "mixed_precision": "no", "gradient_accumulation_steps": 2}
+
+    def before_prepare(self, accelerator: Any, _given: dict[str, Any]) -> None:
+        """An Accelerator prepares something."""
+        self.accelerator = accelerator
 
     def loader(self, own: Any, number: int) -> Any:
         """A loader is prepared."""
@@ -107,34 +139,76 @@ class _Described:
 
         self.trained = own
         own.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else self.leave())
-        clear = own.zero_grad
-
-        @functools.wraps(clear)
-        def cleared(*args: Any, **kwargs: Any) -> None:
-            self.clears = self.number is not None
-            clear(*args, **kwargs)
-
-        own.zero_grad = cleared
         return own
 
     def leave(self, *_: Any) -> None:
         """The script goes on: to its next batch, to evaluate or to save."""
+        if self.found is None:
+            return
+        if not self.accelerator.sync_gradients:
+            if self._unmarked():
+                self._hold(_CLEARS)
+            elif self.mark is not None and not (self.mark.grad == _MARK).all():
+                self._hold(_CHANGES)
+            if self.scheduled or self.rates != self._rates():
+                self._hold(_RATE)
+        raise Enough(self.found)
+
+    def failed(self) -> dict[str, Any] | None:
+        """The script has failed, perhaps for its first backward pass was not computed."""
         if self.found is not None:
-            if self.clears:
-                self.found["script"]["own_split"] = self.found["script"]["own_split"] or _CLEARS
-            raise Enough(self.found)
+            self._hold(_GRADIENTS)
+        return self.found
+
+    def _hold(self, why: str) -> None:
+        """Hold the split of the batch."""
+        assert self.found is not None
+        self.found["script"]["own_split"] = self.found["script"]["own_split"] or why
 
     def begins(self, number: int, batch: Any) -> None:
         """A loader has given a batch."""
         self.leave()
-        self.number, self.batch, self.by_hand = number, batch, _asked_by_hand()
-        self.taken += not self.before + self.between
+        self.number, self.batch = number, batch
+        if not self.before + self.between:
+            self.counts = own_number(sys._getframe(1))  # noqa: SLF001 - there is no other; of the loader's generator
+            self.taken += 1
+            self._put_mark()
         self.untrained += 1
+
+    def _put_mark(self) -> None:
+        """Give a small parameter a gradient: what clears gradients clears that, too."""
+        import torch
+
+        optimizers = [] if self.accelerator is None else self.accelerator._optimizers  # noqa: SLF001 - there is no other
+        trained = [one for each in optimizers for group in each.param_groups for one in group["params"]]
+        self.mark = min((one for one in trained if one.requires_grad), key=lambda one: one.numel(), default=None)
+        if self.mark is not None:
+            self.mark.grad = torch.full_like(self.mark, _MARK)
+        self.rates, self.scheduled = self._rates(), False
+
+    def _unmarked(self) -> bool:
+        """Whether gradients were cleared."""
+        return self.mark is not None and (self.mark.grad is None or not self.mark.grad.any())
+
+    def _rates(self) -> list[float]:
+        """Learning rates."""
+        optimizers = self.accelerator._optimizers  # noqa: SLF001 - there is no other
+        return [float(group["lr"]) for one in optimizers for group in one.param_groups]
+
+    def clearing(self) -> None:
+        """A prepared optimizer clears its gradients, or would where they do not accumulate."""
+        self.clears = self.clears or self.untrained > 0
+
+    def scheduling(self) -> None:
+        """A schedule steps."""
+        self.scheduled = True
 
     def batches(self, _number: int, batches: Iterator[Any]) -> Iterator[Any]:
         """A loop over a loader begins: what was taken before is no matter."""
         self.taken = self.untrained = 0
-        return batches
+        self.clears = self.exhausted = False
+        yield from batches
+        self.exhausted = True
 
     def before_backward(self, accelerator: Any, loop: LoopPatches) -> None:
         """The loss is there.
@@ -148,6 +222,12 @@ class _Described:
                 "give it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )
         self.splits = splitting(accelerator)
+        first = not self.before + self.between
+        if first and self.exhausted:
+            raise Refused(
+                "the script takes all batches of its loader before it trains on the first, as by list(loader)",
+                "loop over the loader itself",
+            )
         self.between += 1
         self.untrained -= 1
         if self.untrained < 0 and self.number is not None:
@@ -155,9 +235,15 @@ class _Described:
                 "the script calls backward() several times for one batch of its loader: a plan counts these as batches",
                 "add its losses up and call backward() once for each batch, or let the loader give smaller batches",
             )
+        self.leave()  # it trains on a batch that it took ahead
         if loop.accumulates:
-            own_split = _SEVERAL if loop.iterated > 1 else self._counts_batches()
+            several = loop.iterated > 1 or any(one() is not None for one in self.iterators)
+            clears = _CLEARS_FIRST if self.clears or self._unmarked() else None
+            ahead = _AHEAD if self.taken > 1 else None
+            own_split = (_SEVERAL if several else None) or ahead or self.counts or clears
             self.found = self._told(accelerator.gradient_accumulation_steps, own_split)
+        elif first and self.mark is not None:
+            self.mark.grad = None
 
     def after_step(self, _optimizer: Any) -> None:
         """An optimizer has stepped: a second one without another backward pass belongs to the same step.
@@ -178,10 +264,6 @@ class _Described:
             )
         self.before, self.between = self.before + self.between, 0
         self.untrained = min(self.untrained, 1)  # one that was taken ahead
-
-    def _counts_batches(self) -> str | None:
-        """Why how many batches a step takes is the script's own, in words; ``None`` where its loop takes all."""
-        return _BY_HAND if self.by_hand else _AHEAD if self.taken > 1 else None
 
     def _told(self, accumulation: int, own_split: str | None) -> dict[str, Any]:
         """All of it.
@@ -223,17 +305,37 @@ class _Described:
         return found
 
 
-def _asked_by_hand() -> bool:
-    """Whether the batch that a loader gives now was asked for by a call, such as ``next``, and not by a ``for``."""
-    frame = sys._getframe(2).f_back  # noqa: SLF001 - there is no other; what has the loader's generator go on
-    while frame is not None:
-        if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL"):
-            if frame.f_code.co_name != "__next__":
-                return True
-        elif not frame.f_code.co_flags & inspect.CO_GENERATOR:  # which another one asks in its turn
-            return False
-        frame = frame.f_back
-    return False
+def _note_schedules(told: Callable[[], None]) -> None:
+    """Have it told where a schedule of PyTorch steps."""
+    from torch.optim.lr_scheduler import LRScheduler
+
+    owner: Any = LRScheduler
+    step = owner.step
+
+    @functools.wraps(step)
+    def stepped(*args: Any, **kwargs: Any) -> None:
+        told()
+        step(*args, **kwargs)
+
+    owner.step = stepped
+
+
+def _note_iterators(noted: list[Any]) -> None:
+    """Keep weak references to the iterators of loaders that are not prepared."""
+    from torch.utils.data import DataLoader
+
+    owner: Any = DataLoader
+    iterate = owner.__iter__
+
+    @functools.wraps(iterate)
+    def begun(loader: Any) -> Any:
+        made = iterate(loader)
+        asking = sys._getframe(1).f_globals["__name__"]  # noqa: SLF001 - there is no other
+        if not asking.startswith("accelerate."):
+            noted.append(weakref.ref(made))
+        return made
+
+    owner.__iter__ = begun
 
 
 def _refuse_loops_of_its_own(path: str, known: Callable[[], bool], accelerated: Callable[[], bool]) -> None:
@@ -249,10 +351,10 @@ def _refuse_loops_of_its_own(path: str, known: Callable[[], bool], accelerated: 
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    taken = functools.cache(lambda: _taken(path))  # each of its steps asks
+    named = functools.cache(lambda: taken(path))  # each of its steps asks
 
     def stepped(*_: Any) -> None:
-        if not (known() or _may_train_later(*taken(), accelerated=accelerated())):
+        if not (known() or may_train_later(*named(), accelerated=accelerated())):
             raise Refused(
                 f"{Path(path).name} trains in a loop without Accelerate, into which no plan can be put",
                 "have an Accelerator prepare model, optimizer and loader, and call its backward(loss); or write a "
@@ -260,37 +362,3 @@ def _refuse_loops_of_its_own(path: str, known: Callable[[], bool], accelerated: 
             )
 
     register_optimizer_step_post_hook(stepped)
-
-
-def _taken(path: str) -> tuple[list[tuple[str, str]], bool]:
-    """What a script's text takes from which modules, and whether it prepares anything."""
-    nodes = list(ast.walk(ast.parse(Path(path).read_bytes())))
-    named = {
-        alias.asname or alias.name: alias.name for one in nodes if isinstance(one, ast.Import) for alias in one.names
-    }
-    attributes = [one for one in nodes if isinstance(one, ast.Attribute)]
-    taken = [(named.get(ast.unparse(one.value)), one.attr) for one in attributes]
-    taken += [(one.module, alias.name) for one in nodes if isinstance(one, ast.ImportFrom) for alias in one.names]
-    prepares = any(one.attr.startswith("prepare") for one in attributes)
-    return [(module, name) for module, name in taken if module], prepares
-
-
-def _may_train_later(taken: list[tuple[str, str]], prepares: bool, *, accelerated: bool) -> bool:
-    """Whether a script takes a Trainer of transformers, or an Accelerator that prepares something."""
-    kinds = {kind for module, name in taken for kind in _trainers(module, name)}
-    return "Trainer" in kinds or (prepares if "Accelerator" in kinds else accelerated)
-
-
-def _trainers(module: str, name: str) -> Iterator[str]:
-    """Which of Trainer and Accelerator a name of a module is; what is not imported yet may be what it is called."""
-    from accelerate import Accelerator
-    from transformers import Trainer
-
-    there = sys.modules.get(module)
-    for one in dir(there) if name == "*" else [name]:
-        if not one.endswith(("Trainer", "Accelerator")):
-            continue
-        kind = getattr(there, one, None)
-        for known in (Trainer, Accelerator):
-            if issubclass(kind, known) if isinstance(kind, type) else one.endswith(known.__name__):
-                yield known.__name__

@@ -1,0 +1,1 @@
+"""What a script's text and its running frames tell of it."""

@@ -1,0 +1,124 @@
+"""How a script takes the batches of its loader: whether how many it takes is its own number."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import gc
+import inspect
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, GeneratorType
+from typing import Any
+
+_BY_HAND = "it asks for each batch by itself, as by next(), so how many it takes is its own"
+_IN_PART = "it takes its batches by {}, so how many it takes, or how large others beside them are, is its own"
+_COUNTED = "it tells by the number of its batches when to leave its loop, or which to leave out (line {} of {})"
+_ENDS = {zip, itertools.islice, itertools.takewhile, itertools.zip_longest, itertools.chain}
+"""What may end before a loader does, or give other batches, too."""
+_PASSES = (*_ENDS, enumerate, map, filter, itertools.cycle, itertools.starmap, tuple, GeneratorType)
+"""What asks another iterator for what it gives; a ``zip`` has a tuple of these."""
+_DEPTH = 8
+_LEAVE = (ast.Break, ast.Continue, ast.Return)
+_Loop = ast.For | ast.While
+
+
+def own_number(giving: FrameType) -> str | None:
+    """Why how many batches a script takes is its own, in words; ``None`` where its loop takes all that come.
+
+    Args:
+        giving: The frame of the generator that gives a batch now.
+    """
+    *generators, asking = _asking(giving)
+    if asking is None:
+        return _BY_HAND
+    takers = _takers(generators)
+    for one in takers & _ENDS:
+        return _IN_PART.format(f"{one.__name__}()")
+    path = Path(asking.f_code.co_filename)
+    line = _deciding_line(asking, path, counts=enumerate in takers)
+    return None if line is None else _COUNTED.format(line, path.name)
+
+
+def _asking(giving: FrameType) -> list[Any]:
+    """The frames of generators of which each asks the one before, and last that whose ``for`` asks these.
+
+    ``None`` stands in its place where a call asks, such as ``next``.
+    """
+    frames = [giving]
+    while (frame := frames[-1].f_back) is not None:
+        if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL"):
+            if frame.f_code.co_name != "__next__":
+                return [*frames, None]
+        elif not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return [*frames, frame]
+        frames.append(frame)
+    return frames
+
+
+def _takers(generators: list[FrameType]) -> set[type]:
+    """Kinds of what takes what generators give, one from the other; what these themselves take is not seen."""
+    held: list[Any] = [one for one in gc.get_objects() if type(one) is GeneratorType and one.gi_frame in generators]
+    kinds: set[type] = set()
+    for _ in range(_DEPTH):
+        held = [one for one in gc.get_referrers(*held) if type(one) in _PASSES] if held else []
+        kinds |= {*map(type, held)}
+    return kinds
+
+
+def _deciding_line(frame: FrameType, path: Path, *, counts: bool) -> int | None:
+    """The line that decides by the number of batches whether a frame's loop goes on or trains on one.
+
+    Args:
+        frame: In the middle of its loop.
+        path: Of its text.
+        counts: Whether it is given a number beside each batch, as by ``enumerate``.
+    """
+    positions = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    loops = max(_loops_at(tree, positions[0] or frame.f_lineno, []), key=len, default=[])
+    if not loops:
+        return None
+    inner: Any = loops[-1]
+    names = {ast.unparse(one.target) for one in _at_each_batch(inner) if isinstance(one, ast.AugAssign)}
+    if counts and isinstance(inner.target, ast.Tuple):
+        names.add(ast.unparse(inner.target.elts[0]))
+    for one in _decisions(loops[0], loops):
+        if names & {ast.unparse(part) for part in ast.walk(one.test) if isinstance(part, ast.Name | ast.Attribute)}:
+            return int(one.lineno)
+    return next((one.lineno for one in inner.body if isinstance(one, ast.Break)), None)
+
+
+def _loops_at(node: ast.AST, line: int, around: list[_Loop]) -> Iterator[list[_Loop]]:
+    """Each ``for`` whose iterable stands at a line, behind the loops of its function around it."""
+    if isinstance(node, ast.For) and node.iter.lineno <= line <= (node.iter.end_lineno or line):
+        yield [*around, node]
+    if isinstance(node, _Loop):
+        around = [*around, node]
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        around = []
+    for child in ast.iter_child_nodes(node):
+        yield from _loops_at(child, line, around)
+
+
+def _at_each_batch(node: ast.AST) -> Iterator[ast.AST]:
+    """What is inside of a loop, but for what is done only where gradients are synchronized."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "sync_gradients" in ast.unparse(child.test)):
+            yield child
+            yield from _at_each_batch(child)
+
+
+def _decisions(node: ast.AST, loops: list[_Loop]) -> Iterator[Any]:
+    """What decides whether a loop goes on or leaves a batch out; not in other loops beside or inside of it."""
+    if isinstance(node, ast.While) or (
+        isinstance(node, ast.If) and any(isinstance(one, _LEAVE) for one in [*node.body, *node.orelse])
+    ):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, _Loop | ast.FunctionDef | ast.Lambda) or child in loops:
+            yield from _decisions(child, loops)
