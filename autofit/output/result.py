@@ -26,7 +26,7 @@ from autofit.system.statistics import median
 from autofit.system.units import size
 from autofit.training.guard.equivalence import Guard
 from autofit.training.runner import training_seconds
-from autofit.training.scripts.loop import COUNTS
+from autofit.training.scripts.plain_loop.patches import COUNTS
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -27,7 +27,7 @@ from autofit.search.decision import changed_values, decide
 from autofit.system.errors import EmissionError, InputError, MachineError, ModelError
 from autofit.system.strict_json import dump_json
 from autofit.training.guard.equivalence import Guard
-from autofit.training.scripts.loop import COUNTS
+from autofit.training.scripts.plain_loop.patches import COUNTS
 from tests.support.synthetic import GIB, Landscape, cpu_facts, cuda_facts
 
 SCHEMA = Path(autofit.__file__).parent / "output" / "autofit.schema.json"

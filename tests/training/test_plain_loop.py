@@ -11,14 +11,15 @@ import pytest
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader
 
-from autofit.training.scripts import loop_entry
 from autofit.training.scripts.leave import Enough
-from autofit.training.scripts.loop import _length
+from autofit.training.scripts.plain_loop import entry as loop_entry
+from autofit.training.scripts.plain_loop.loader import own_length
 from autofit.training.world import World
 
 PATCHED = """
 import json
-from autofit.training.scripts.loop import LoopPatches, rebuilt
+from autofit.training.scripts.plain_loop.loader import rebuilt
+from autofit.training.scripts.plain_loop.patches import LoopPatches
 
 told = []
 LoopPatches(
@@ -256,7 +257,7 @@ import sys
 
 from autofit.contract.script import Script
 from autofit.registry import recipe_of
-from autofit.training.scripts.loop_entry import train_loop_with
+from autofit.training.scripts.plain_loop.entry import train_loop_with
 from tests.support.synthetic import cuda_facts
 from tests.support.tiny import PLAIN
 
@@ -332,4 +333,4 @@ def test_a_loop_reads_its_own_loaders_length_on_each_process(ranks, even, drop_l
         for rank in range(ranks):
             accelerator = SimpleNamespace(num_processes=ranks, process_index=rank, even_batches=even)
             shard = BatchSamplerShard(own.batch_sampler, ranks, rank, even_batches=even)
-            assert _length(own, accelerator) == len(shard)
+            assert own_length(own, accelerator) == len(shard)

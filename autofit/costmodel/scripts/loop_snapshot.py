@@ -30,7 +30,7 @@ from autofit.costmodel.tracing.trace_job import part_of
 from autofit.system.errors import AutofitError
 from autofit.system.job import error_words
 from autofit.training.scripts.leave import Enough, Refused
-from autofit.training.scripts.loop import LoopPatches, constructed
+from autofit.training.scripts.plain_loop.patches import LoopPatches, constructed
 
 if TYPE_CHECKING:
     from autofit.costmodel.tracing.fake_run import Stepping

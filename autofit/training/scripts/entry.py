@@ -18,9 +18,9 @@ from autofit.training.observer import Observer
 from autofit.training.row_order import wanted
 from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, name_of, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import loading_of, splitting, waits_of, workers_bytes
-from autofit.training.scripts.loop_described import describe_loops
-from autofit.training.scripts.loop_entry import measure_loop, train_loop_with
 from autofit.training.scripts.patches import Made, Patches, loads_of
+from autofit.training.scripts.plain_loop.described import describe_loops
+from autofit.training.scripts.plain_loop.entry import measure_loop, train_loop_with
 from autofit.training.scripts.rows import sample_of, take_in_order, why_ungrouped
 from autofit.training.scripts.traits import inner_of, longest_batch, loss_takes_rows_together, shapes, traits
 from autofit.training.scripts.watched import evaluate_longest, watch, wrap

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,14 +23,11 @@ from typing import TYPE_CHECKING, Any
 from autofit.system.errors import InputError
 from autofit.training.scripts.leave import Refused
 from autofit.training.scripts.patches import keep_files, keep_what_was_there
+from autofit.training.scripts.plain_loop.loader import begins_at, own_length
 
 if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
 
-_KEPT = (
-    "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context",
-    "generator", "prefetch_factor", "persistent_workers",
-)  # fmt: skip
 COUNTS = (
     "the script asks for its loader's length inside its loop: that is the number of its own micro-batches, not of the "
     "plan's; what it does at a certain one of them may be left out, or come at another row"
@@ -206,7 +202,7 @@ class LoopPatches:
                 return skip(dataloader, num_batches)
             passed = num_batches * own.batch_size if self.skips(number) else 0
             rest = skip(dataloader, passed // rows)
-            if passed % rows and not _begins_at(rest, passed):
+            if passed % rows and not begins_at(rest, passed):
                 raise InputError(
                     f"the script skips {num_batches} micro-batches of {own.batch_size} rows, which are no whole number "
                     f"of the plan's, of {rows}",
@@ -297,7 +293,7 @@ class LoopPatches:
         result = prepare(*changed)
         for place, (number, own) in numbers.items():
             loader, rows = result[place] if len(args) > 1 else result, changed[place].batch_size
-            length = _length(own, accelerator)
+            length = own_length(own, accelerator)
             if own.batch_size and rows:
                 self._rows[id(loader)] = number, own, rows, length
             self._listen(loader, number, length)
@@ -336,56 +332,6 @@ class LoopPatches:
             members["__len__"] = told_length
         made = type(kind.__name__, (kind,), members)
         vars(object)["__class__"].__set__(loader, made)  # Accelerate's own says that it is PyTorch's loader
-
-
-def _length(own: Any, accelerator: Any) -> int | None:
-    """Micro-batches that a process takes of a script's own loader, as ``BatchSamplerShard`` counts them.
-
-    ``None`` where that is not known, or the prepared loader makes the same ones and knows it.
-    """
-    if own.batch_size is None or not hasattr(own.dataset, "__len__"):
-        return None
-    count, rest = divmod(len(own), int(accelerator.num_processes))
-    one_more = accelerator.even_batches or accelerator.process_index < rest
-    return count + bool(rest and one_more and not own.drop_last)
-
-
-def _begins_at(loader: Any, row: int) -> bool:
-    """Whether a loader that skips micro-batches can be made to begin at a row, which may be none of theirs."""
-    from torch.utils.data import BatchSampler
-
-    class FromRow(BatchSampler):
-        def __iter__(self) -> Iterator[list[int]]:
-            rows = itertools.islice(self.sampler, row, None)
-            while taken := [*itertools.islice(rows, self.batch_size)]:
-                if len(taken) == self.batch_size or not self.drop_last:
-                    yield taken
-
-    skips = loader.batch_sampler
-    every = getattr(skips, "batch_sampler", None)
-    if type(every) is not BatchSampler:
-        return False
-    skips.batch_sampler, skips.skip_batches = FromRow(every.sampler, every.batch_size, every.drop_last), 0
-    return True
-
-
-def rebuilt(loader: Any, *, rows: int, sampler: Any = None, changed: Mapping[str, Any] | None = None) -> Any:
-    """A loader like another one, with other micro-batches, rows in another order, or other arguments."""
-    from torch.utils.data import DataLoader, IterableDataset
-
-    if loader.batch_size is None:
-        return loader
-    kept = {name: getattr(loader, name) for name in _KEPT}
-    if not isinstance(loader.dataset, IterableDataset):
-        kept["sampler"] = loader.sampler if sampler is None else sampler
-    return DataLoader(loader.dataset, batch_size=rows, **{**kept, **(changed or {})})
-
-
-def loader_changes(own: Any, recipe: Recipe) -> dict[str, Any]:
-    """Arguments of a loader that are the plan's, in place of its own."""
-    if not recipe.collate_wraps or own.collate_fn is None:
-        return recipe.loader_arguments
-    return {**recipe.loader_arguments, "collate_fn": recipe.collator(own.collate_fn)}
 
 
 def accumulation_of(given: Mapping[str, Any]) -> int:

@@ -15,8 +15,9 @@ from autofit.training.observer import Observer
 from autofit.training.row_order import order, wanted
 from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import waits_of, workers_bytes
-from autofit.training.scripts.loop import COUNTS, LoopPatches, constructed, loader_changes, rebuilt
 from autofit.training.scripts.patches import Patches, loads_of
+from autofit.training.scripts.plain_loop.loader import loader_changes, rebuilt
+from autofit.training.scripts.plain_loop.patches import COUNTS, LoopPatches, constructed
 
 if TYPE_CHECKING:
     from autofit.contract.outcome import Evidence

@@ -12,10 +12,10 @@ from typing import Any
 
 from autofit.training.scripts.leave import Enough, Refused
 from autofit.training.scripts.loading import loading_of, splitting
-from autofit.training.scripts.loop import LoopPatches
 from autofit.training.scripts.patches import Patches
-from autofit.training.scripts.reading.batches import own_number
-from autofit.training.scripts.reading.trainers import may_train_later, taken
+from autofit.training.scripts.plain_loop.batches import own_number
+from autofit.training.scripts.plain_loop.patches import LoopPatches
+from autofit.training.scripts.plain_loop.trainers import may_train_later, taken
 from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch, shapes, traits
 

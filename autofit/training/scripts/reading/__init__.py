@@ -1,1 +1,0 @@
-"""What a script's text and its running frames tell of it."""
