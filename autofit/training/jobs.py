@@ -334,7 +334,16 @@ def _clock(
     effort, script = job.effort, job.facts.workload.script
     if script is not None and script.own_split is not None:  # fewer micro-steps can't stand for its own
         effort = dataclasses.replace(effort, fidelity="whole")
-    return clock_of(recipe, effort, counter, tell, on_step)
+    clock = clock_of(recipe, effort, counter, tell, on_step)
+    _tell_micro_steps(clock)
+    return clock
+
+
+def _tell_micro_steps(clock: Clock) -> None:
+    """Tell DeepSpeed, which counts the micro-steps itself, of those that stand for more."""
+    name = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    if clock.in_parts and name in os.environ:
+        os.environ[name] = str(clock.accumulation)
 
 
 def _of_the_launch() -> dict[str, str]:

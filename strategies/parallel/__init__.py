@@ -241,7 +241,10 @@ def _refused(value: str, facts: Facts, lacking: str | None) -> str | None:
         no_layers = None if facts.model.layer_classes else f"{facts.model.architecture} names no layer to shard by"
         return facts.model.unsharded or no_layers
     if engine == "deepspeed":
-        return "Accelerate leaves DeepSpeed out on a CPU, and trains as ddp" if on_cpu else lacking
+        script = facts.workload.script
+        own_loop = script is not None and not script.trainer
+        clips = "DeepSpeed clips gradients as its config says, and not as the script's loop does" if own_loop else None
+        return "Accelerate leaves DeepSpeed out on a CPU, and trains as ddp" if on_cpu else clips or lacking
     return None
 
 

@@ -61,7 +61,7 @@ def _deepspeed(value: Value, plan: Mapping[str, Value]) -> dict[str, Any]:
         "offload_optimizer_device": "cpu" if offload in {"optimizer", "parameters"} else "none",
         "offload_param_device": "cpu" if offload == "parameters" else "none",
         "gradient_accumulation_steps": int(plan["accumulation"]),
-        "gradient_clipping": 1.0,
+        "gradient_clipping": "auto",  # a Trainer's max_grad_norm; 1.0 in a loop
         "zero3_init_flag": False,
         "zero3_save_16bit_model": stage == 3,
     }

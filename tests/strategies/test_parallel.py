@@ -11,6 +11,7 @@ from autofit import space
 from autofit.contract.layout import data_parallel, data_parallel_sizes, layout_of
 from autofit.contract.observation import Ran
 from autofit.contract.plan import Plan
+from autofit.contract.script import Script
 from autofit.machine.model import describe_built
 from autofit.registry import converted, recipe_of, technique, techniques
 from autofit.system.errors import InputError
@@ -48,6 +49,14 @@ def test_what_is_offered_depends_on_world_device_and_packages(facts, wanted):
     for choice in PARALLEL.choices(facts):
         assert choice.value == "none" or layout_of(choice.value, facts.workload.processes) is not None
         assert choice.reason
+
+
+def test_deepspeed_clips_no_gradients_of_a_scripts_own_loop():
+    for trainer, wanted in (("Trainer", {"zero1", "zero2", "zero3"}), ("", set())):
+        facts = world(2, deepspeed="0.18.0")
+        script = Script(path="train.py", sha256="", trainer=trainer, micro_batch=4, accumulation=2, rows=100)
+        facts = replace(facts, workload=replace(facts.workload, script=script))
+        assert {one for one in offered(facts) if one.startswith("zero")} == wanted
 
 
 def test_every_plan_of_a_world_makes_the_global_batch():
@@ -220,6 +229,9 @@ def test_what_is_written():
     assert (ring["cp_size"], ring["dp_shard_size"], ring["cp_comm_strategy"]) == (2, 2, "allgather")
     zero = yaml_of("zero2", four, offload="optimizer")
     assert (zero["deepspeed_config"]["zero_stage"], zero["deepspeed_config"]["offload_optimizer_device"]) == (2, "cpu")
+    assert zero["deepspeed_config"]["gradient_clipping"] == "auto", (
+        "a Trainer has a max_grad_norm, which it holds it to"
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from autofit.training.scripts.leave import Enough
 from autofit.training.scripts.plain_loop import entry as loop_entry
+from autofit.training.scripts.plain_loop import patches
 from autofit.training.scripts.plain_loop.loader import own_length
 from autofit.training.world import World
 
@@ -70,6 +71,18 @@ def run(tmp_path, rest, patched=True):
     done = subprocess.run([sys.executable, script], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_plans_micro_steps_stand_over_those_that_the_environment_says(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    given = {"gradient_accumulation_steps": 1}
+    patches._take_from_environment(given)
+    assert given == {"gradient_accumulation_steps": 4}, "as an Accelerator would take it"
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in os.environ
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
+    patches._take_from_environment(given)
+    assert given == {"gradient_accumulation_steps": 4}, "those are the plan's"
 
 
 @pytest.mark.slow

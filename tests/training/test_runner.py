@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import shutil
 import textwrap
 import time
@@ -8,13 +9,16 @@ import pytest
 
 from autofit.contract.outcome import OUTCOME, TRIAL, Crashed, Diverged, Measured, OutOfMemory, TimedOut, Unsupported
 from autofit.output.plan_words import outcome_words
+from autofit.registry import recipe_of
 from autofit.system.errors import InputError, MachineError
 from autofit.system.strict_json import dump_json
-from autofit.training.measure import RECOMPILED
+from autofit.training import jobs
+from autofit.training.measure import RECOMPILED, clock_of
 from autofit.training.runner import ProcessRunner, finished, log_tail, memory_kills, training_seconds, trial_folder
 from autofit.training.timing import PARTS, Effort
 from autofit.worker import JOBS
 from tests.support.cases import some_slow
+from tests.support.synthetic import cpu_facts
 from tests.support.tiny import CONFIGS, GIB, MIB, PLAIN, describe, write_config
 
 QUICK = Effort(min_steps=2, max_steps=2)
@@ -500,3 +504,18 @@ def test_no_trials_have_finished_where_there_is_no_folder(tmp_path):
 
 def test_a_log_that_is_missing_is_empty(tmp_path):
     assert log_tail(tmp_path) == ""
+
+
+def test_an_engine_is_told_of_fewer_micro_steps_where_these_stand_for_more(monkeypatch):
+    """DeepSpeed counts them itself, and a Trainer refuses another number than its own."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
+    recipe = recipe_of(PLAIN.replaced(micro_batch=4, accumulation=8), cpu_facts(global_batch=32))
+    told = []
+    for fidelity in ("whole", "parts"):
+        clock = clock_of(recipe, Effort(fidelity=fidelity), meter=None)
+        jobs._tell_micro_steps(clock)
+        told.append(os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"])
+    assert told == ["8", "3"]
+    monkeypatch.delenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    jobs._tell_micro_steps(clock)
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in os.environ, "no engine counts"

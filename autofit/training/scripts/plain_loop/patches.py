@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -130,6 +131,7 @@ class LoopPatches:
                 return
             given = dict(names.bind(accelerator, *args, **kwargs).arguments)
             given.pop("self")
+            _take_from_environment(given)
             self._given = given
             changed = self.construct(given)
             with self.making():
@@ -332,6 +334,16 @@ class LoopPatches:
             members["__len__"] = told_length
         made = type(kind.__name__, (kind,), members)
         vars(object)["__class__"].__set__(loader, made)  # Accelerate's own says that it is PyTorch's loader
+
+
+def _take_from_environment(given: dict[str, Any]) -> None:
+    """Take a number of micro-steps that the environment says, as an Accelerator would over a plan's.
+
+    Under DeepSpeed it is the launch's, and so the plan's.
+    """
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true" and given.get(_PLUGIN) is None:
+        said = os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+        given |= {} if said is None else {_STEPS: int(said)}
 
 
 def accumulation_of(given: Mapping[str, Any]) -> int:
