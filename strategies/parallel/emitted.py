@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 _PREFIX = "parallelism_config_"
+_MAX_NORM = 1.0
+"""Of gradients, a Trainer's default; it refuses another number than its own."""
 
 
 def accelerate_keys(value: Value, plan: Mapping[str, Value], facts: Facts) -> dict[str, Any]:
@@ -24,7 +26,7 @@ def accelerate_keys(value: Value, plan: Mapping[str, Value], facts: Facts) -> di
     if engine == "fsdp":
         return {"distributed_type": "FSDP", "fsdp_config": _fsdp(value, plan, facts)} | _mesh(value, facts)
     if engine == "deepspeed":
-        return {"distributed_type": "DEEPSPEED", "deepspeed_config": _deepspeed(value, plan)}
+        return {"distributed_type": "DEEPSPEED", "deepspeed_config": _deepspeed(value, plan, facts)}
     if engine == "tensor":
         return {"distributed_type": "MULTI_GPU"} | _mesh(value, facts)
     # on a machine without CUDA, too, the launcher starts several processes for this type only
@@ -54,14 +56,15 @@ def _mesh(value: Value, facts: Facts) -> dict[str, Any]:
     return {"parallelism_config": found | (context.SETTINGS if layout.context > 1 else {})}
 
 
-def _deepspeed(value: Value, plan: Mapping[str, Value]) -> dict[str, Any]:
+def _deepspeed(value: Value, plan: Mapping[str, Value], facts: Facts) -> dict[str, Any]:
+    script = facts.workload.script
     stage, offload = int(str(value)[-1]), plan["offload"]
     return {
         "zero_stage": stage,
         "offload_optimizer_device": "cpu" if offload in {"optimizer", "parameters"} else "none",
         "offload_param_device": "cpu" if offload == "parameters" else "none",
         "gradient_accumulation_steps": int(plan["accumulation"]),
-        "gradient_clipping": "auto",  # a Trainer's max_grad_norm; 1.0 in a loop
+        "gradient_clipping": float(_MAX_NORM if script is None else script.own.get("max_grad_norm", _MAX_NORM)),
         "zero3_init_flag": False,
         "zero3_save_16bit_model": stage == 3,
     }

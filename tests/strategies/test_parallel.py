@@ -59,6 +59,14 @@ def test_deepspeed_clips_no_gradients_of_a_scripts_own_loop():
         assert {one for one in offered(facts) if one.startswith("zero")} == wanted
 
 
+def test_deepspeed_clips_gradients_as_a_scripts_trainer_does():
+    facts = world(2, deepspeed="0.18.0")
+    for own, wanted in (({"max_grad_norm": 0.3}, 0.3), ({}, 1.0)):
+        script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2, rows=100, own=own)
+        of_script = replace(facts, workload=replace(facts.workload, script=script))
+        assert yaml_of("zero2", of_script)["deepspeed_config"]["gradient_clipping"] == wanted
+
+
 def test_every_plan_of_a_world_makes_the_global_batch():
     facts = world(4, deepspeed="0.18.0")
     plans = space.build(facts).plans
@@ -229,9 +237,6 @@ def test_what_is_written():
     assert (ring["cp_size"], ring["dp_shard_size"], ring["cp_comm_strategy"]) == (2, 2, "allgather")
     zero = yaml_of("zero2", four, offload="optimizer")
     assert (zero["deepspeed_config"]["zero_stage"], zero["deepspeed_config"]["offload_optimizer_device"]) == (2, "cpu")
-    assert zero["deepspeed_config"]["gradient_clipping"] == "auto", (
-        "a Trainer has a max_grad_norm, which it holds it to"
-    )
 
 
 @pytest.mark.parametrize(

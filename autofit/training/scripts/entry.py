@@ -152,7 +152,7 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
 _BATCH = "rows a step on each device of"
 _DECIDED_ON = (
     "optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile", "use_liger_kernel",
-    "per_device_eval_batch_size", "eval_strategy", "train_sampling_strategy", "dataloader_drop_last",
+    "per_device_eval_batch_size", "eval_strategy", "train_sampling_strategy", "dataloader_drop_last", "max_grad_norm",
 )  # fmt: skip
 
 
