@@ -13,6 +13,7 @@ from autofit.costmodel.tracing.trace_store import ground_of
 from tests.support.script_traces import facts_of_script, real_peak, traces_of
 from tests.support.scripted import SCRIPTS, preference_data, tiny_bert, tiny_llama
 from tests.support.synthetic import cuda_facts
+from tests.support.traced import PLAIN
 
 pytestmark = pytest.mark.slow
 OWN = ("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2, "--max_length", 64)
@@ -259,6 +260,87 @@ def test_a_script_of_two_processes_is_traced_where_each_has_the_whole_model(serv
     weights = traces.parts(plan)[0].weights.sum()
     more = several.need(plan.replaced(parallel="ddp")).peak_bytes - traces.need(plan).peak_bytes
     assert more == pytest.approx(weights, rel=0.1), "buckets for the gradients"
-    on_cards = dataclasses.replace(facts, hardware=cuda_facts().hardware)
-    (why,) = set(traces_of(server, folder, on_cards, [plan.replaced(parallel="fsdp")]).failed.values())
-    assert why == "a script's step is not traced where its weights or their state are split over processes"
+
+
+GROUPED = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100, num_hidden_layers=6))
+rows = [{"input_ids": torch.full((48,), place + 1)} for place in range(16)]
+
+
+def collate(rows):
+    ids = torch.stack([row["input_ids"] for row in rows])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+arguments = TrainingArguments("out", per_device_train_batch_size=4, report_to="none", remove_unused_columns=False)
+Trainer(model, arguments, train_dataset=rows, data_collator=collate).train()
+"""
+
+
+def on_cards(facts, processes):
+    """The same on so many GPUs."""
+    workload = dataclasses.replace(facts.workload, processes=processes)
+    return dataclasses.replace(facts, hardware=cuda_facts().hardware, workload=workload)
+
+
+def grouped_facts(server, folder, text=GROUPED):
+    script = folder / "grouped.py"
+    script.write_text(text)
+    return facts_of_script(server, folder, script)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "processes", "precision"),
+    [
+        ("none", 1, "fp32"),
+        ("fsdp", 2, "bf16"),
+        pytest.param("fsdp:noreshard", 2, "fp32", marks=pytest.mark.by_hand),
+        pytest.param("hsdp:2x2", 4, "fp32", marks=pytest.mark.by_hand),
+    ],
+)
+def test_a_script_on_gpus_needs_what_the_model_of_its_config_needs(server, tmp_path, parallel, processes, precision):
+    """With masks that hide nothing, and weights that are split."""
+    facts = on_cards(grouped_facts(server, tmp_path), processes)
+    model = dataclasses.replace(facts.model, task="causal-lm")
+    alike = dataclasses.replace(facts.workload, script=None, seq_len=48)
+    plan = PLAIN.replaced(parallel=parallel, precision=precision, micro_batch=4)
+    plans = [plan.replaced(accumulation=micro_steps) for micro_steps in (1, 2)]
+    of_script = traces_of(server, tmp_path, facts, plans)
+    of_config = traces_of(server, tmp_path, dataclasses.replace(facts, model=model, workload=alike), plans)
+    assert not of_script.failed | of_config.failed
+    for one in plans:
+        said, meant = of_script.need(one), of_config.need(one)
+        assert said.peak_bytes == pytest.approx(meant.peak_bytes, rel=0.005), one
+        assert said.elsewhere_bytes == meant.elsewhere_bytes
+
+
+@pytest.mark.parametrize(
+    ("parallel", "line", "why"),
+    [
+        ("zero1", "", "a script's step is not traced where DeepSpeed trains it"),
+        ("fsdp", "trainer.teacher = torch.nn.Linear(8, 8)", "another model (Linear) beside the one whose weights"),
+        ("fsdp", "trainer.create_optimizer()", "an optimizer that is made before the weights are split"),
+    ],
+)
+def test_what_of_a_step_whose_weights_are_split_cant_be_traced_is_told(server, tmp_path, parallel, line, why):
+    text = GROUPED.replace("Trainer(model, arg", "trainer = Trainer(model, arg").replace("te).train()", "te)")
+    facts = on_cards(grouped_facts(server, tmp_path, f"{text}{line}\ntrainer.train()\n"), 2)
+    traces = traces_of(server, tmp_path, facts, [PLAIN.replaced(parallel=parallel, precision="bf16", micro_batch=4)])
+    assert why in " ".join(traces.failed.values())
+
+
+def test_the_state_of_a_scripts_own_optimizer_counts_on_several_processes(server, folder):
+    script = folder / "own_optimizer.py"
+    text = (SCRIPTS / "classify.py").read_text()
+    own = "optimizers=(torch.optim.Adam(model.parameters()), None), data_collator="
+    script.write_text(text.replace("data_collator=", own))
+    alone = facts_of_script(server, folder, script, "--model", folder / "tiny")
+    facts = dataclasses.replace(alone, workload=dataclasses.replace(alone.workload, processes=2))
+    plan = plans_of(alone)[0]
+    of_one = traces_of(server, folder, alone, [plan]).parts(plan)[1].state_bytes
+    of_two = traces_of(server, folder, facts, [plan.replaced(parallel="ddp")]).parts(plan.replaced(parallel="ddp"))
+    assert of_two[1].state_bytes == of_one > 0

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import masking_utils
 
 from autofit.costmodel.tracing.emulation.said_values import said_value
 from autofit.system.errors import ModelError
@@ -61,6 +62,16 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Say what a fake tensor holds; large ones and fractions are not kept."""
         if real.numel() <= _LARGEST and not real.is_floating_point():
             self._known[fake] = real
+
+    def answers_transformers(self) -> None:
+        """Have transformers ask a mask whether it hides anything, which of fake tensors it takes for granted."""
+        own = masking_utils.is_tracing
+
+        def is_tracing(tensor: Any = None) -> bool:
+            known = isinstance(tensor, FakeTensor) and tensor in self._known
+            return bool(own(None if known else tensor))
+
+        masking_utils.is_tracing = is_tracing  # the process ends with its trace
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -35,6 +35,7 @@ class ScriptSource:
         self.beside: list[nn.Module] = []
         self._batch: Any = {}
         self._values_known = True
+        self._padded = True
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[Recipe]:
@@ -48,6 +49,7 @@ class ScriptSource:
             ModelError: Rows can't be taken one by one, or their batch does not grow with them.
         """
         self._batch, self._values_known = longest_rows(loader, self.script, rows, grows=grows)
+        self._padded = padded(loader, self.script)
         for name, tensor in _parts(self._batch).items():
             if grows and isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.numel() % rows:
                 shape = tuple(tensor.shape)
@@ -63,6 +65,8 @@ class ScriptSource:
         known = KnownValues(recorder) if fake else None
         if fake:
             self._make_fake(model, optimizer)
+        if known is not None and not self._padded:
+            known.answers_transformers()
         every = [model, *self.beside]
         recorder.call([one for each in every for one in (*each.parameters(), *each.buffers())], "weights")
         recorder.mark("begin")
@@ -137,6 +141,13 @@ def longest_rows(loader: Any, script: Script, rows: int, *, grows: bool = False)
     if places and more_of_some(other := mixed(rows), whole):
         return other, False
     return whole, True
+
+
+def padded(loader: Any, script: Script) -> bool:
+    """Whether a mask hides something of the longest rows, taken together: a row by itself seldom has padding."""
+    rows = [loader.dataset[place] for place in script.longest_places[:_FEW]]
+    mask = _parts(loader.collate_fn(rows)).get("attention_mask") if rows else None
+    return not isinstance(mask, torch.Tensor) or not bool(mask.all())
 
 
 def _grown(one: Any, two: Any, rows: int) -> Any:

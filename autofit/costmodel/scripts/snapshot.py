@@ -22,8 +22,9 @@ from autofit.costmodel.memory.parts import pack
 from autofit.costmodel.scripts.trainer_source import TrainerSource
 from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing.source import prepared
-from autofit.costmodel.tracing.timeline import UnlikeError
-from autofit.costmodel.tracing.trace_job import micro_part, optimizer_part, save
+from autofit.costmodel.tracing.shard_layout import layout_of
+from autofit.costmodel.tracing.timeline import Tape, UnlikeError
+from autofit.costmodel.tracing.trace_job import alone_tape, micro_part, optimizer_part, save
 from autofit.registry import recipe_of
 from autofit.system.errors import AutofitError, ModelError
 from autofit.system.job import error_words
@@ -153,7 +154,8 @@ class Snapshot:
         scratch.mkdir(exist_ok=True)
         alone = request.part == "optimizer"
         self.recipe = self.contexts.enter_context(prepared(request.plan, self.job.facts, scratch, alone=alone))
-        self.patches.construct = on_the_cpu(scratch)
+        on_cpu = self.recipe.emission.training_args["use_cpu"]  # not where an engine is to be made
+        self.patches.construct = {**on_the_cpu(scratch), "use_cpu": on_cpu}
         self.patches.tuned = {
             **self.recipe.emission.training_args,
             "gradient_accumulation_steps": 1 if alone else 2,
@@ -192,11 +194,17 @@ class Snapshot:
 
     def _trace(self, request: TraceRequest, source: TrainerSource | LoopSource) -> None:
         config, scratch, facts = Path(self.job.config), self.scratch, self.job.facts
+        layout = layout_of(recipe_of(request.plan, facts))
+        if layout.shards > 1 and isinstance(source, TrainerSource) and source.trainer.optimizer is not None:
+            raise ModelError("an optimizer that is made before the weights are split can't be traced")
         if request.part == "micro_steps":
             trace = functools.partial(micro_part, request.plan, facts, config, scratch, source=source, whole=self.whole)
             several = int(request.plan["micro_batch"]) > 1
+            alone = self._alone(source) if layout.gathers_late else None
             exact = self._of_own_rows(source, lambda: peak_of(trace(any_rows=False), 0)) if several else None
-            found = trace()
+            found = trace(alone=alone)
+            if layout.gathers_late and alone is None:
+                raise ModelError("a step of a single micro-batch can't be traced: its trace failed or was killed")
             if several:
                 check(found, exact, self.own_micro_batch)
             self.save(request, found)
@@ -204,6 +212,31 @@ class Snapshot:
             unused = self._unused(source)
             part = optimizer_part(request.plan, facts, config, scratch, source=source, unused=unused)
             save(self.job, request, pack(None, part))
+
+    def _alone(self, source: TrainerSource | LoopSource) -> Tape | None:
+        """The only micro-step of an optimizer step, traced in a fork; ``None`` where that failed.
+
+        Raises:
+            UnlikeError: Layers that were taken to be alike are not.
+        """
+        assert self.request is not None
+        request, job, scratch, file = self.request, self.job, self.scratch, self.scratch / "alone.npz"
+
+        def traced() -> int:
+            try:
+                tape = alone_tape(request.plan, job.facts, Path(job.config), scratch, source=source, whole=self.whole)
+            except UnlikeError:
+                return UNLIKE
+            np.savez(file, **tape.arrays())
+            return 0
+
+        code = in_child(traced)
+        if code == UNLIKE:
+            raise UnlikeError("layers are not alike")
+        if code:
+            return None
+        with np.load(file) as arrays:
+            return Tape.from_arrays(arrays)
 
     def _unused(self, source: TrainerSource | LoopSource) -> frozenset[str]:
         """The parameters of the script's model that get no gradient; none are known where a step can't be traced."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autofit.contract import placement
 from autofit.contract.plan import Plan
@@ -41,7 +42,7 @@ from autofit.costmodel.tracing.source import FromConfig, Source
 from autofit.costmodel.tracing.timeline import Tape, UnlikeError
 from autofit.costmodel.tracing.trace_request import groups_experts, kernels_of
 from autofit.registry import recipe_of, techniques
-from autofit.system.errors import AutofitError
+from autofit.system.errors import AutofitError, ModelError
 from autofit.system.other_kernels import without_launches
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ def stepping(
                 if layers is None or isinstance(error, AutofitError):
                     raise
                 raise UnlikeError("the model needs the layers that were left out") from error
+            _see_split(model, layout, source.beside)
         guessed = recorder.guessed or layout.zero  # an engine of its own takes the gradients away
         bare = set() if guessed else {name for name, one in _trained(model) if one.grad is None}
         tape = recorder.tape(since=marks.since, until=marks.past)
@@ -249,6 +251,21 @@ def optimizer_steps(
             marks = Marks(recipe, recorder, accumulation=1, steps=2)
             source.run(model, marks, fake=fake)
         return recorder.tape(since=1)
+
+
+def _see_split(model: nn.Module, layout: Layout, beside: Collection[nn.Module]) -> None:
+    """See that the model was split as the plan says.
+
+    Raises:
+        ModelError: It was not; or another one lies beside it, which may be split or whole.
+    """
+    if layout.shards == 1:
+        return
+    if beside:
+        kind = type(next(iter(beside))).__name__
+        raise ModelError(f"a step with another model ({kind}) beside the one whose weights are split can't be traced")
+    if not any(isinstance(one, DTensor) for one in model.parameters()):
+        raise ModelError("the step did not split the weights over the processes, though the plan says so")
 
 
 def _without_shares(tape: Tape, layout: Layout) -> Tape:
@@ -317,7 +334,8 @@ def _recording(recipe: Recipe, *, fake: bool, rows: int | None = None) -> Iterat
             stack.enter_context(lists_of_tensors())
             stack.enter_context(mode)
         if layout_of(recipe).engine:
-            evaluates = recipe.facts.workload.launch_path == "trainer"
+            work = recipe.facts.workload
+            evaluates = work.launch_path == "trainer" if work.script is None else work.script.evaluated_rows > 0
             stack.enter_context(following(recorder, evaluates=evaluates))
         stack.enter_context(recorder)
         if fake:

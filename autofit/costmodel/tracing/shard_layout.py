@@ -280,7 +280,7 @@ def cut(model: nn.Module, layout: Layout) -> dict[int, int]:
         By the id of a share how many numbers its gradient has, where it has more: PyTorch leaves that of a table whose
         rows are split whole in each rank, until FSDP splits it.
     """
-    if not layout.engine:
+    if not layout.engine or layout.bucketed:  # each rank has the whole
         return {}
     tables = {id(one) for one, way in _split_ways(model, layout) if way == "embedding_rowwise" and layout.shards == 1}
     whole: dict[int, int] = {}

@@ -201,6 +201,7 @@ def micro_part(
     source: Source | None = None,
     whole: bool = False,
     any_rows: bool = True,
+    alone: Tape | None = None,
     known: Known | None = None,
 ) -> MicroPart:
     """The micro-steps of the plan, for any number of rows and with every layer.
@@ -213,6 +214,7 @@ def micro_part(
         source: What trains, once; the model of the config where none is given.
         whole: Leave no layer out.
         any_rows: Whether it is to hold for any number of rows above one; else for the plan's alone.
+        alone: Of a source, what :func:`alone_tape` gives of another one; of the config's model it is traced here.
         known: What was traced before of the config's model, and takes what is traced now.
 
     Raises:
@@ -225,8 +227,7 @@ def micro_part(
     trace = functools.partial(_micro_steps, plan, facts, config, folder, source=source, whole=whole, any_rows=any_rows)
     alike = {one for one in known.plans if run_plan(one) == plan} - {plan}
     found, tape = trace(accumulation=2, evaluations=known.evaluations, alike=alike)
-    alone = None
-    if found.gathers_late:
+    if found.gathers_late and source is None:
         sending = known.runs.get(alone_plan(plan))
         alone = trace(accumulation=1)[1] if sending is None else first_alone(sending.tape)
     part = part_of(found, tape, alone=alone)
@@ -235,6 +236,11 @@ def micro_part(
         waiting = part.without("gradients") if held.host_bytes else part
         known.ready[one] = dataclasses.replace(waiting, **_held(held))
     return part
+
+
+def alone_tape(plan: Plan, facts: Facts, config: Path, folder: Path, *, source: Source, whole: bool = False) -> Tape:
+    """A micro-step that is the only one of its optimizer step; the arguments are those of :func:`micro_part`."""
+    return _micro_steps(plan, facts, config, folder, accumulation=1, source=source, whole=whole, any_rows=True)[1]
 
 
 def part_of(found: fake_run.MicroSteps, tape: Tape, *, alone: Tape | None = None) -> MicroPart:
