@@ -65,13 +65,14 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def answers_transformers(self) -> None:
         """Have transformers ask a mask whether it hides anything, which of fake tensors it takes for granted."""
-        own = masking_utils.is_tracing
+        place: Any = masking_utils
+        own = place.is_tracing
 
         def is_tracing(tensor: Any = None) -> bool:
             known = isinstance(tensor, FakeTensor) and tensor in self._known
             return bool(own(None if known else tensor))
 
-        masking_utils.is_tracing = is_tracing  # the process ends with its trace
+        place.is_tracing = is_tracing  # the process ends with its trace
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

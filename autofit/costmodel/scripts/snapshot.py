@@ -21,8 +21,8 @@ import torch
 from autofit.costmodel.memory.parts import pack
 from autofit.costmodel.scripts.trainer_source import TrainerSource
 from autofit.costmodel.tracing import fake_run
-from autofit.costmodel.tracing.source import prepared
 from autofit.costmodel.tracing.shard_layout import layout_of
+from autofit.costmodel.tracing.source import prepared
 from autofit.costmodel.tracing.timeline import Tape, UnlikeError
 from autofit.costmodel.tracing.trace_job import alone_tape, micro_part, optimizer_part, save
 from autofit.registry import recipe_of
@@ -227,7 +227,8 @@ class Snapshot:
                 tape = alone_tape(request.plan, job.facts, Path(job.config), scratch, source=source, whole=self.whole)
             except UnlikeError:
                 return UNLIKE
-            np.savez(file, **tape.arrays())
+            arrays: dict[str, Any] = dict(tape.arrays())
+            np.savez(file, **arrays)
             return 0
 
         code = in_child(traced)
