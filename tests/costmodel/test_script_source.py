@@ -1,13 +1,18 @@
 """What a trace of a script trains on: many rows told by two of them, as the script's own collator makes them."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from transformers import BatchEncoding
+from transformers import BatchEncoding, masking_utils
 
 from autofit.contract.script import Script
-from autofit.costmodel.scripts.script_source import longest_rows
+from autofit.costmodel.scripts.known_values import KnownValues
+from autofit.costmodel.scripts.script_source import longest_rows, padded
+from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
+from autofit.costmodel.tracing.recorder import Recorder
 
 ROWS = 101
 
@@ -69,3 +74,30 @@ def test_rows_that_two_do_not_tell_are_all_collated(collated):
     found, _, counted = rows_of(collated)
     assert max(counted) == ROWS
     assert found["ids"].shape == (ROWS, 8)
+
+
+@pytest.mark.parametrize(("lengths", "hidden"), [((8, 8, 5), False), ((8, 7, 5), True)])
+def test_longest_rows_that_are_as_long_as_one_another_have_no_padding(lengths, hidden):
+    def collated(rows):
+        ids = pad_sequence([torch.ones(row) for row in rows], batch_first=True)
+        return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+    loader = DataLoader(list(lengths), batch_size=2, collate_fn=collated)
+    script = Script(path="t.py", sha256="", trainer="Trainer", micro_batch=2, accumulation=1, longest_places=(0, 1))
+    assert padded(loader, script) is hidden
+    assert padded(loader, dataclasses.replace(script, longest_places=())), "it is not known"
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_transformers_asks_a_mask_whether_it_hides_anything(monkeypatch, hides):
+    monkeypatch.setattr(masking_utils, "is_tracing", masking_utils.is_tracing)
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[0, 0] = not hides
+    known = KnownValues(Recorder())
+    with FakeMode():
+        fake, unknown = torch.empty(2, 8, dtype=torch.bool), torch.empty(2, 8, dtype=torch.bool)
+        known.tell(fake, mask)
+        known.answers_transformers()
+        with known:
+            assert masking_utils._ignore_causal_mask_sdpa(fake, 8, 8, 0, 0) is not hides
+            assert not masking_utils._ignore_causal_mask_sdpa(unknown, 8, 8, 0, 0)
