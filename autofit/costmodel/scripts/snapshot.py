@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -21,7 +22,7 @@ import torch
 from autofit.costmodel.memory.parts import pack
 from autofit.costmodel.scripts.trainer_source import TrainerSource
 from autofit.costmodel.tracing import fake_run
-from autofit.costmodel.tracing.shard_layout import layout_of
+from autofit.costmodel.tracing.shard_layout import Layout, layout_of
 from autofit.costmodel.tracing.source import prepared
 from autofit.costmodel.tracing.timeline import Tape, UnlikeError
 from autofit.costmodel.tracing.trace_job import alone_tape, micro_part, optimizer_part, save
@@ -82,7 +83,8 @@ class Snapshot:
         self.script: Script = job.facts.workload.script
         self.request: TraceRequest | None = None
         self.contexts = contextlib.ExitStack()  # never left: the process ends with its trace
-        self.whole = False
+        self.whole = self.is_alone = False
+        self.layout = Layout()
         self.recipe: Recipe
         self.patches = Patches(
             train=self._trained,
@@ -148,20 +150,37 @@ class Snapshot:
 
     def _become(self, request: TraceRequest, *, whole: bool) -> None:
         """Have this process trace one request where the script begins to train."""
-        signal.alarm(_LONGEST_TRACE)
         self.request, self.whole = request, whole
         scratch = self.scratch
         scratch.mkdir(exist_ok=True)
-        alone = request.part == "optimizer"
-        self.recipe = self.contexts.enter_context(prepared(request.plan, self.job.facts, scratch, alone=alone))
+        self.layout = layout_of(recipe_of(request.plan, self.job.facts))
+        of_optimizer = request.part == "optimizer"
+        if self.layout.gathers_late and not of_optimizer:
+            self._trace_alone()
+        signal.alarm(_LONGEST_TRACE)
+        micro_steps = 1 if of_optimizer or self.is_alone else 2
+        apart = of_optimizer and not self.layout.zero
+        self.recipe = self.contexts.enter_context(
+            prepared(request.plan, self.job.facts, scratch, alone=apart, accumulation=micro_steps)
+        )
         on_cpu = self.recipe.emission.training_args["use_cpu"]  # not where an engine is to be made
         self.patches.construct = {**on_the_cpu(scratch), "use_cpu": on_cpu}
         self.patches.tuned = {
             **self.recipe.emission.training_args,
-            "gradient_accumulation_steps": 1 if alone else 2,
+            "gradient_accumulation_steps": micro_steps,
             "output_dir": str(scratch),
         }
         self.patches.environment = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+
+    def _trace_alone(self) -> None:
+        """Trace the only micro-step of an optimizer step in a fork, which goes on from here; wait for it."""
+        child = os.fork()
+        if child == 0:
+            self.is_alone = True
+            return
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code:
+            raise Enough(UNLIKE if code == UNLIKE else 1)
 
     def _trained(self, trainer: Any, train: Callable[[], Any]) -> Any:
         """Trace the request, where the script would train."""
@@ -194,17 +213,22 @@ class Snapshot:
 
     def _trace(self, request: TraceRequest, source: TrainerSource | LoopSource) -> None:
         config, scratch, facts = Path(self.job.config), self.scratch, self.job.facts
-        layout = layout_of(recipe_of(request.plan, facts))
-        if layout.shards > 1 and isinstance(source, TrainerSource) and source.trainer.optimizer is not None:
+        split = self.layout.shards > 1 or self.layout.zero
+        if split and isinstance(source, TrainerSource) and source.trainer.optimizer is not None:
             raise ModelError("an optimizer that is made before the weights are split can't be traced")
-        if request.part == "micro_steps":
+        file = scratch / "alone.npz"
+        if self.is_alone:
+            tape = alone_tape(request.plan, facts, config, scratch, source=source, whole=self.whole)
+            arrays: dict[str, Any] = dict(tape.arrays())
+            np.savez(file, **arrays)
+        elif request.part == "micro_steps":
             trace = functools.partial(micro_part, request.plan, facts, config, scratch, source=source, whole=self.whole)
             several = int(request.plan["micro_batch"]) > 1
-            alone = self._alone(source) if layout.gathers_late else None
             exact = self._of_own_rows(source, lambda: peak_of(trace(any_rows=False), 0)) if several else None
-            found = trace(alone=alone)
-            if layout.gathers_late and alone is None:
-                raise ModelError("a step of a single micro-batch can't be traced: its trace failed or was killed")
+            found = trace()
+            if self.layout.gathers_late:
+                with np.load(file) as one:
+                    found = dataclasses.replace(found, alone=Tape.from_arrays(one))
             if several:
                 check(found, exact, self.own_micro_batch)
             self.save(request, found)
@@ -212,32 +236,6 @@ class Snapshot:
             unused = self._unused(source)
             part = optimizer_part(request.plan, facts, config, scratch, source=source, unused=unused)
             save(self.job, request, pack(None, part))
-
-    def _alone(self, source: TrainerSource | LoopSource) -> Tape | None:
-        """The only micro-step of an optimizer step, traced in a fork; ``None`` where that failed.
-
-        Raises:
-            UnlikeError: Layers that were taken to be alike are not.
-        """
-        assert self.request is not None
-        request, job, scratch, file = self.request, self.job, self.scratch, self.scratch / "alone.npz"
-
-        def traced() -> int:
-            try:
-                tape = alone_tape(request.plan, job.facts, Path(job.config), scratch, source=source, whole=self.whole)
-            except UnlikeError:
-                return UNLIKE
-            arrays: dict[str, Any] = dict(tape.arrays())
-            np.savez(file, **arrays)
-            return 0
-
-        code = in_child(traced)
-        if code == UNLIKE:
-            raise UnlikeError("layers are not alike")
-        if code:
-            return None
-        with np.load(file) as arrays:
-            return Tape.from_arrays(arrays)
 
     def _unused(self, source: TrainerSource | LoopSource) -> frozenset[str]:
         """The parameters of the script's model that get no gradient; none are known where a step can't be traced."""

@@ -10,6 +10,7 @@ import torch
 
 from autofit.costmodel.scripts.script_source import ScriptSource, apart
 from autofit.costmodel.tracing.layers import Marks, TraceDone
+from autofit.system.errors import ModelError
 from autofit.training.scripts.watched import watch, wrap_model, wrap_optimizer
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class TrainerSource(ScriptSource):
         watch(trainer, marks, stepped=lambda: _stop_after(marks, steps))
         with contextlib.suppress(TraceDone), known or contextlib.nullcontext():
             self.train()
+        if trainer.is_deepspeed_enabled != (self.recipe.emission.accelerate.get("distributed_type") == "DEEPSPEED"):
+            raise ModelError("the Trainer was not trained by the engine that the plan says")
 
 
 def _loss_of_the_model(model: Any, _inputs: Any, *_: Any, **__: Any) -> torch.Tensor:

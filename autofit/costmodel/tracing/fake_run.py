@@ -259,12 +259,12 @@ def _see_split(model: nn.Module, layout: Layout, beside: Collection[nn.Module]) 
     Raises:
         ModelError: It was not; or another one lies beside it, which may be split or whole.
     """
-    if layout.shards == 1:
+    if layout.shards == 1 and not layout.zero:
         return
     if beside:
         kind = type(next(iter(beside))).__name__
         raise ModelError(f"a step with another model ({kind}) beside the one whose weights are split can't be traced")
-    if not any(isinstance(one, DTensor) for one in model.parameters()):
+    if not layout.zero and not any(isinstance(one, DTensor) for one in model.parameters()):
         raise ModelError("the step did not split the weights over the processes, though the plan says so")
 
 

@@ -201,7 +201,6 @@ def micro_part(
     source: Source | None = None,
     whole: bool = False,
     any_rows: bool = True,
-    alone: Tape | None = None,
     known: Known | None = None,
 ) -> MicroPart:
     """The micro-steps of the plan, for any number of rows and with every layer.
@@ -211,10 +210,10 @@ def micro_part(
         facts: What it is for.
         config: Folder that holds the ``config.json``.
         folder: Where a Trainer may write.
-        source: What trains, once; the model of the config where none is given.
+        source: What trains, once; the model of the config where none is given. What :func:`alone_tape` gives of
+            another one is to be put in.
         whole: Leave no layer out.
         any_rows: Whether it is to hold for any number of rows above one; else for the plan's alone.
-        alone: Of a source, what :func:`alone_tape` gives of another one; of the config's model it is traced here.
         known: What was traced before of the config's model, and takes what is traced now.
 
     Raises:
@@ -227,6 +226,7 @@ def micro_part(
     trace = functools.partial(_micro_steps, plan, facts, config, folder, source=source, whole=whole, any_rows=any_rows)
     alike = {one for one in known.plans if run_plan(one) == plan} - {plan}
     found, tape = trace(accumulation=2, evaluations=known.evaluations, alike=alike)
+    alone = None
     if found.gathers_late and source is None:
         sending = known.runs.get(alone_plan(plan))
         alone = trace(accumulation=1)[1] if sending is None else first_alone(sending.tape)
