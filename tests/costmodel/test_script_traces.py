@@ -300,10 +300,14 @@ def grouped_facts(server, folder, text=GROUPED):
         ("fsdp", 2, "bf16"),
         pytest.param("fsdp:noreshard", 2, "fp32", marks=pytest.mark.by_hand),
         pytest.param("hsdp:2x2", 4, "fp32", marks=pytest.mark.by_hand),
+        ("zero1", 2, "bf16"),
+        pytest.param("zero3", 2, "bf16", marks=pytest.mark.by_hand),
     ],
 )
 def test_a_script_on_gpus_needs_what_the_model_of_its_config_needs(server, tmp_path, parallel, processes, precision):
     """With masks that hide nothing, and weights that are split."""
+    if parallel.startswith("zero"):
+        pytest.importorskip("deepspeed")
     facts = on_cards(grouped_facts(server, tmp_path), processes)
     model = dataclasses.replace(facts.model, task="causal-lm")
     alike = dataclasses.replace(facts.workload, script=None, seq_len=48)
@@ -314,23 +318,27 @@ def test_a_script_on_gpus_needs_what_the_model_of_its_config_needs(server, tmp_p
     assert not of_script.failed | of_config.failed
     for one in plans:
         said, meant = of_script.need(one), of_config.need(one)
-        assert said.peak_bytes == pytest.approx(meant.peak_bytes, rel=0.005), one
-        assert said.elsewhere_bytes == meant.elsewhere_bytes
+        assert said.peak_bytes == pytest.approx(meant.peak_bytes, abs=1 << 14), one
 
 
 @pytest.mark.parametrize(
-    ("parallel", "line", "why"),
+    ("line", "why"),
     [
-        ("zero1", "", "a script's step is not traced where DeepSpeed trains it"),
-        ("fsdp", "trainer.teacher = torch.nn.Linear(8, 8)", "another model (Linear) beside the one whose weights"),
-        ("fsdp", "trainer.create_optimizer()", "an optimizer that is made before the weights are split"),
+        ("trainer.teacher = torch.nn.Linear(8, 8)", "another model (Linear) beside the one whose weights"),
+        ("trainer.create_optimizer()", "an optimizer that is made before the weights are split"),
     ],
 )
-def test_what_of_a_step_whose_weights_are_split_cant_be_traced_is_told(server, tmp_path, parallel, line, why):
+def test_what_of_a_step_whose_weights_are_split_cant_be_traced_is_told(server, tmp_path, line, why):
     text = GROUPED.replace("Trainer(model, arg", "trainer = Trainer(model, arg").replace("te).train()", "te)")
     facts = on_cards(grouped_facts(server, tmp_path, f"{text}{line}\ntrainer.train()\n"), 2)
-    traces = traces_of(server, tmp_path, facts, [PLAIN.replaced(parallel=parallel, precision="bf16", micro_batch=4)])
+    traces = traces_of(server, tmp_path, facts, [PLAIN.replaced(parallel="fsdp", precision="bf16", micro_batch=4)])
     assert why in " ".join(traces.failed.values())
+
+
+def test_a_plain_loop_whose_weights_are_split_is_not_traced(server, folder):
+    facts = on_cards(facts_of_script(server, folder, SCRIPTS / "loop.py", "--model", folder / "tiny"), 2)
+    (why,) = set(traces_of(server, folder, facts, [PLAIN.replaced(parallel="fsdp")]).failed.values())
+    assert why == "a plain loop's step is not traced where its weights or their state are split over processes"
 
 
 def test_the_state_of_a_scripts_own_optimizer_counts_on_several_processes(server, folder):
