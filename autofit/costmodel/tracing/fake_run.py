@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autofit.contract import placement
@@ -264,7 +265,9 @@ def _see_split(model: nn.Module, layout: Layout, beside: Collection[nn.Module]) 
     if beside:
         kind = type(next(iter(beside))).__name__
         raise ModelError(f"a step with another model ({kind}) beside the one whose weights are split can't be traced")
-    if not layout.zero and not any(isinstance(one, DTensor) for one in model.parameters()):
+    # a unit that is gathered has whole parameters
+    split = any(isinstance(one, FSDPModule) for one in model.modules())
+    if not layout.zero and not split and not any(isinstance(one, DTensor) for one in model.parameters()):
         raise ModelError("the step did not split the weights over the processes, though the plan says so")
 
 
