@@ -499,10 +499,31 @@ def test_a_script_is_estimated_on_a_card_that_is_not_here(folder, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_a_script_is_estimated_on_several_cards(folder, tmp_path):
+    """Each process takes what the script says of a device, and half of what FSDP splits."""
+    command = ("estimate", CLASSIFY, "--gpu", "RTX 4090", "--gpus", 2, "--all", "--json")
+    held = (
+        "--fix",
+        "precision=fp32",
+        "--fix",
+        "checkpointing=off",
+        "--fix",
+        "attention=default",
+        "--fix",
+        "optimizer=adamw",
+    )
+    found = json.loads(autofit(tmp_path, *command, *held, "--", "--model", folder / "tiny", "--batch", 2).stdout)
+    assert (found["processes"], found["global_batch"], found["untraced"]) == (2, 8, [])
+    weights = {one["plan"]["parallel"]: one["need"]["by_category"]["weights"] for one in found["plans"]}
+    assert {"ddp", "fsdp"} <= weights.keys()
+    assert weights["fsdp"] < 0.7 * weights["ddp"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--gpu", "4090", "--gpus", "2"), "on one card yet"),
+        (("--gpu", "4090", "--gpus", "2", "--nodes", "2"), "on one machine yet"),
         (("--gpu", "4090", "--output", "out"), "those of a tune"),
         (("--gpu", "4090,H100"), "estimated on one card"),
         (("--gpu", "4090", "--tokens", "1e9"), "estimated on one card"),

@@ -129,7 +129,7 @@ def estimate(
     gpu, gpus = counted_cards(gpu, gpus)
     card, given = asked_card(gpu, memory)
     if request.is_script:
-        check_script_question(gpus, nodes, output)
+        check_script_question(nodes, output)
     world = asked_world(gpus, nodes, elsewhere=given is not None)
     if given is not None:
         check_card(card, output)
@@ -143,8 +143,8 @@ def estimate(
         with contextlib.closing(server):
             kept = cache_folder() if cache else None
             if request.is_script:
-                facts = script_facts(folder, request, here, server, say, tried=False)
-                facts = facts if given is None else on_other_card(facts, card, given)
+                facts = script_facts(folder, world.asking(request), here, server, say, tried=False)
+                facts = facts if given is None else world.of(on_other_card(facts, card, given))
                 card = card or gpu_catalogue.matching(facts.hardware.name, facts.hardware.total_bytes)
             elif given is not None:
                 described = described_model(folder, config, request, server, kept)

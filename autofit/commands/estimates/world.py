@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from autofit.commands.request import Request
 from autofit.contract.facts import Facts
 from autofit.system.errors import InputError
 
@@ -33,6 +34,10 @@ class World:
         workload = dataclasses.replace(facts.workload, processes=self.processes, nodes=self.nodes)
         hardware = dataclasses.replace(facts.hardware, count=self.gpus)
         return dataclasses.replace(facts, workload=workload, hardware=hardware)
+
+    def asking(self, request: Request) -> Request:
+        """What is asked of a script, which each of these cards runs."""
+        return dataclasses.replace(request, processes=self.processes)
 
     def words(self) -> str:
         """What the estimate says of it; empty for one card."""
