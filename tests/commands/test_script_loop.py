@@ -116,6 +116,18 @@ for (rows,), {rest} in {together}:
 """
 
 
+def test_a_loop_whose_gradients_accumulate_over_an_epochs_end_keeps_its_split(described):
+    plugin = "from accelerate.utils import GradientAccumulationPlugin as P\n"
+    for carries in (True, False):
+        given = f"gradient_accumulation_plugin=P(num_steps=2, sync_with_dataloader={not carries})"
+        parts = PREPARED.replace("gradient_accumulation_steps=2", given)
+        step = "accelerator.backward(model(rows).sum())\n        optimizer.step()\n        optimizer.zero_grad()\n"
+        loop = f"for (rows,) in loader:\n    with accelerator.accumulate(model):\n        {step}"
+        found = described(f"{plugin}{parts}{loop}")["script"]
+        assert found["accumulation"] == 2
+        assert bool(found["own_split"]) is carries, found["own_split"]
+
+
 def test_a_loop_that_says_itself_how_its_model_is_spread_is_refused(described):
     accelerate = (
         "from accelerate import Accelerator\nfrom accelerate.utils import FullyShardedDataParallelPlugin as F\n"

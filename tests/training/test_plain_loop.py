@@ -9,13 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate.data_loader import BatchSamplerShard
+from accelerate.utils import GradientAccumulationPlugin
 from torch.utils.data import DataLoader
 
+from autofit.registry import recipe_of
 from autofit.training.scripts.leave import Enough
 from autofit.training.scripts.plain_loop import entry as loop_entry
 from autofit.training.scripts.plain_loop import patches
 from autofit.training.scripts.plain_loop.loader import own_length
 from autofit.training.world import World
+from tests.support.synthetic import cpu_facts
+from tests.support.tiny import PLAIN
 
 PATCHED = """
 import json
@@ -83,6 +87,15 @@ def test_a_plans_micro_steps_stand_over_those_that_the_environment_says(monkeypa
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
     patches._take_from_environment(given)
     assert given == {"gradient_accumulation_steps": 4}, "those are the plan's"
+
+
+def test_what_a_script_says_of_an_epochs_last_micro_batches_stays():
+    recipe = recipe_of(PLAIN, cpu_facts())
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+    changed = patches.constructed({"gradient_accumulation_plugin": plugin}, recipe, accumulation=2)
+    assert "gradient_accumulation_steps" not in changed
+    found = changed["gradient_accumulation_plugin"]
+    assert (found.num_steps, found.sync_with_dataloader, plugin.num_steps) == (2, False, 4)
 
 
 @pytest.mark.slow

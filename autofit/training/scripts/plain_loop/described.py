@@ -27,6 +27,7 @@ _ENGINES = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm
 _CLEARS_FIRST = "it clears its gradients before each backward pass, and so those of a step's earlier micro-batches"
 _CLEARS = "it clears its gradients otherwise than by its prepared optimizer, which waits until they have accumulated"
 _CHANGES = "it changes its gradients with each batch, as by clipping them, and not with each optimizer step"
+_CARRIES = "its gradients accumulate over an epoch's end (sync_with_dataloader=False)"
 _RATE = "it changes its learning rate with each batch, and not with each optimizer step"
 _GRADIENTS = "it works with the gradients of each batch, or fails where there are none"
 
@@ -78,6 +79,8 @@ class _Described:
     trained: Any = None
     precision: str = ""
     splits: dict[str, bool] = field(default_factory=dict)
+    carries: bool = False
+    """Whether gradients accumulate over an epoch's end."""
     number: int | None = None
     """Of the loader that gave the last batch."""
     batch: Any = None
@@ -121,7 +124,9 @@ class _Described:
             )
         asked = given.get("mixed_precision")
         self.precision = str(getattr(asked, "value", asked))
-        given = {name: value for name, value in given.items() if name != "gradient_accumulation_plugin"}
+        given = dict(given)
+        plugin = given.pop("gradient_accumulation_plugin", None)
+        self.carries = plugin is not None and not plugin.sync_with_dataloader
         return {**given, "cpu": True, "mixed_precision": "no", "gradient_accumulation_steps": 2}
 
     def before_prepare(self, accelerator: Any, _given: dict[str, Any]) -> None:
@@ -240,7 +245,8 @@ class _Described:
             several = loop.iterated > 1 or any(one() is not None for one in self.iterators)
             clears = _CLEARS_FIRST if self.clears or self._unmarked() else None
             ahead = _AHEAD if self.taken > 1 else None
-            own_split = (_SEVERAL if several else None) or ahead or self.counts or clears
+            carries = _CARRIES if self.carries else None
+            own_split = (_SEVERAL if several else None) or ahead or self.counts or clears or carries
             self.found = self._told(accelerator.gradient_accumulation_steps, own_split)
         elif first and self.mark is not None:
             self.mark.grad = None

@@ -13,6 +13,7 @@ Read with accelerate 1.15: ``Accelerator.backward`` and ``_do_sync``, ``Accelera
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -363,7 +364,11 @@ def constructed(given: Mapping[str, Any], recipe: Recipe, *, accumulation: int |
     changed = {**given, "mixed_precision": recipe.mixed_precision}
     if recipe.facts.hardware.device == "cpu":
         changed["cpu"] = True
-    if accumulation is not None:
-        changed.pop(_PLUGIN, None)
+    if accumulation is None:
+        return changed
+    plugin = given.get(_PLUGIN)
+    if plugin is None:
         changed[_STEPS] = accumulation
+    else:  # which says what an epoch's last micro-batches do, too
+        changed[_PLUGIN] = dataclasses.replace(plugin, num_steps=accumulation)
     return changed
