@@ -187,7 +187,7 @@ def stepping(
                 if layers is None or isinstance(error, AutofitError):
                     raise
                 raise UnlikeError("the model needs the layers that were left out") from error
-            _see_split(model, layout, source.beside)
+            _see_split(model, layout_of(recipe), source.beside)
         guessed = recorder.guessed or layout.zero  # an engine of its own takes the gradients away
         bare = set() if guessed else {name for name, one in _trained(model) if one.grad is None}
         tape = recorder.tape(since=marks.since, until=marks.past)

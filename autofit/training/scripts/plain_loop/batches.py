@@ -84,7 +84,8 @@ def _deciding_line(frame: FrameType, path: Path, *, counts: bool) -> int | None:
     if not loops:
         return None
     inner: Any = loops[-1]
-    names = {ast.unparse(one.target) for one in _at_each_batch(inner) if isinstance(one, ast.AugAssign)}
+    added = (one for one in _at_each_batch(inner) if isinstance(one, ast.AugAssign))
+    names = {ast.unparse(one.target) for one in added if not _at_a_step(one.value)}
     if counts and isinstance(inner.target, ast.Tuple):
         names.add(ast.unparse(inner.target.elts[0]))
     for one in _decisions(loops[0], loops):
@@ -107,10 +108,27 @@ def _loops_at(node: ast.AST, line: int, around: list[_Loop]) -> Iterator[list[_L
 
 def _at_each_batch(node: ast.AST) -> Iterator[ast.AST]:
     """What is inside of a loop, but for what is done only where gradients are synchronized."""
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and "sync_gradients" in ast.unparse(child.test)):
+    for child in _parts(node):
+        if not (isinstance(child, ast.If) and _at_a_step(child.test)):
             yield child
             yield from _at_each_batch(child)
+
+
+def _at_a_step(node: ast.AST) -> bool:
+    """Whether a condition or a number tells of an optimizer step."""
+    return "sync_gradients" in ast.unparse(node)
+
+
+def _parts(node: ast.AST) -> Iterator[ast.AST]:
+    """The parts of a node, but for a branch that trains otherwise: without ``accelerator.accumulate``."""
+    if not isinstance(node, ast.If):
+        yield from ast.iter_child_nodes(node)
+        return
+    yield node.test
+    for branch in (node.body, node.orelse):
+        text = "\n".join(map(ast.unparse, branch))
+        if "backward(" not in text or "optimizer.step(" not in text or "accumulate(" in text:
+            yield from branch
 
 
 def _decisions(node: ast.AST, loops: list[_Loop]) -> Iterator[Any]:
@@ -119,6 +137,6 @@ def _decisions(node: ast.AST, loops: list[_Loop]) -> Iterator[Any]:
         isinstance(node, ast.If) and any(isinstance(one, _LEAVE) for one in [*node.body, *node.orelse])
     ):
         yield node
-    for child in ast.iter_child_nodes(node):
+    for child in _parts(node):
         if not isinstance(child, _Loop | ast.FunctionDef | ast.Lambda) or child in loops:
             yield from _decisions(child, loops)
