@@ -78,7 +78,6 @@ class _Described:
     loaders: dict[int, Any] = field(default_factory=dict)
     trained: Any = None
     precision: str = ""
-    splits: dict[str, bool] = field(default_factory=dict)
     carries: bool = False
     """Whether gradients accumulate over an epoch's end."""
     number: int | None = None
@@ -175,7 +174,8 @@ class _Described:
         self.leave()
         self.number, self.batch = number, batch
         if not self.before + self.between:
-            self.counts = own_number(sys._getframe(1))  # noqa: SLF001 - there is no other; of the loader's generator
+            if not self.taken:  # where it takes more, that is told; and who takes them is looked for in all objects
+                self.counts = own_number(sys._getframe(1))  # noqa: SLF001 - there is no other; of the loader's generator
             self.taken += 1
             self._put_mark()
         self.untrained += 1
@@ -226,7 +226,6 @@ class _Described:
                 "the script trains by an optimizer that it has not given to accelerator.prepare",
                 "give it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )
-        self.splits = splitting(accelerator)
         first = not self.before + self.between
         if first and self.exhausted:
             raise Refused(
@@ -298,7 +297,7 @@ class _Described:
                 "dataloader_drop_last": bool(loader.drop_last),
                 **{name: self.precision == name for name in ("bf16", "fp16")},
                 "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
-                **self.splits,
+                **splitting(self.accelerator),
             },
             "own_optimizer": True,
             "own_split": _LOADER if loader.batch_size is None else own_split,

@@ -246,21 +246,15 @@ class LoopPatches:
 
     def _into_optimizer(self) -> None:
         from accelerate.optimizer import AcceleratedOptimizer
-        from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
-        owners: tuple[Any, ...] = (AcceleratedOptimizer, DeepSpeedOptimizerWrapper)
-        for owner in owners:  # the latter steps where its engine takes the gradients
-            owner.step = self._told_step(owner.step)
-        clear = owners[0].zero_grad
+        owner: Any = AcceleratedOptimizer
+        step, clear = owner.step, owner.zero_grad
 
         @functools.wraps(clear)
-        def told(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        def told_clear(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             self.clears()
             clear(optimizer, *args, **kwargs)
 
-        owners[0].zero_grad = told
-
-    def _told_step(self, step: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(step)
         def told(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             self.steps = True
@@ -270,7 +264,7 @@ class LoopPatches:
                 self.steps = False
             self.after_step(optimizer)
 
-        return told
+        owner.step, owner.zero_grad = told, told_clear
 
     def _prepared(self, accelerator: Any, prepare: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """What ``prepare`` gives for a script's objects, some of them changed."""
