@@ -213,8 +213,7 @@ class Snapshot:
 
     def _trace(self, request: TraceRequest, source: TrainerSource | LoopSource) -> None:
         config, scratch, facts = Path(self.job.config), self.scratch, self.job.facts
-        split = self.layout.shards > 1 or self.layout.zero
-        if split and isinstance(source, TrainerSource) and source.trainer.optimizer is not None:
+        if self.layout.splits and isinstance(source, TrainerSource) and source.trainer.optimizer is not None:
             raise ModelError("an optimizer that is made before the weights are split can't be traced")
         file = scratch / "alone.npz"
         if self.is_alone:

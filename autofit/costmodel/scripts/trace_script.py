@@ -33,7 +33,7 @@ def trace_script(job: TraceRequests, folder: Path) -> dict[str, str]:
     assert script is not None
     kind = Snapshot if script.trainer else LoopSnapshot
     layouts = {one.file: layout_of(recipe_of(one.plan, job.facts)) for one in job.requests}
-    split = {file for file, one in layouts.items() if not script.trainer and (one.shards > 1 or one.zero)}
+    split = {file for file, one in layouts.items() if not script.trainer and one.splits}
     for requests in _by_loading(job, [one for one in job.requests if one.file not in split]):
         if in_child(kind(job, tuple(requests), folder).run) == UNSAFE:
             for request in requests:

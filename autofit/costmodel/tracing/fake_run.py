@@ -260,7 +260,7 @@ def _see_split(model: nn.Module, layout: Layout, beside: Collection[nn.Module]) 
     Raises:
         ModelError: It was not; or another one lies beside it, which may be split or whole.
     """
-    if layout.shards == 1 and not layout.zero:
+    if not layout.splits:
         return
     if beside:
         kind = type(next(iter(beside))).__name__

@@ -54,6 +54,11 @@ class Layout:
     units: frozenset[str] = frozenset()
     zero: int = 0
 
+    @property
+    def splits(self) -> bool:
+        """Whether weights, or their state, are split over processes."""
+        return self.shards > 1 or self.zero > 0
+
     def buckets_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Bytes of the reducer's buckets; a gradient is copied there and back, since it is no view of its bucket.
 
