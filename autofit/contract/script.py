@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+_DIFFER = 0.9
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -52,6 +53,8 @@ class Script:
         call: Which of its calls of ``train()`` is tuned, from 1.
         trainer: The class of its Trainer; empty where it trains in a plain loop with Accelerate.
         micro_batch, accumulation: The script's own.
+        steps: Optimizer steps that its Trainer is asked for, whatever the epochs; 0 where it is not.
+        epochs_rows: Rows that its Trainer takes in all its epochs; ``None`` where that is not known.
         own: Its other arguments that techniques decide on, as JSON values: fields of ``TrainingArguments``, and what
             else its Trainer is given, in words.
         evaluated_rows: That its Trainer evaluates at once; 0 where it is given none to evaluate.
@@ -87,6 +90,8 @@ class Script:
     trainer: str
     micro_batch: Positive
     accumulation: Positive
+    steps: Annotated[int, Field(ge=0)] = 0
+    epochs_rows: float | None = None
     own: Mapping[str, Any] = field(default_factory=dict)
     evaluated_rows: Annotated[int, Field(ge=0)] = 0
     loads: Mapping[str, str] = field(default_factory=dict)
@@ -110,6 +115,20 @@ class Script:
     places: tuple[int, ...] = ()
     longest_places: tuple[int, ...] = ()
     seconds: float = 0.0
+
+    def training_rows(self, global_batch: int) -> float | None:
+        """Rows that its own training takes, from its beginning to its end; ``None`` where that is not known.
+
+        Args:
+            global_batch: Rows to an optimizer step.
+        """
+        return float(self.steps * global_batch) if self.steps else self.epochs_rows
+
+    @property
+    def mean_share(self) -> float:
+        """How large a row is in the mean beside the longest, from 0 to 1; 1 where they hardly differ."""
+        share = self.mean_length / self.longest if self.longest and self.rows is not None else 1.0
+        return share if share < _DIFFER else 1.0
 
     @property
     def typed(self) -> tuple[str, ...]:

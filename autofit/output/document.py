@@ -59,24 +59,39 @@ class Training:
     """How long a training takes at the promised speed, and what it costs; without evaluation and saving.
 
     Attributes:
-        tokens: That it trains on.
+        tokens: That it trains on, without padding; ``None`` where its rows are told.
+        rows: That a script's own training takes, from its beginning to its end.
         hours: That it takes.
         price: Of an hour of all its devices, where it was given.
         cost: Of those hours.
     """
 
-    tokens: float
+    tokens: float | None = None
+    rows: float | None = None
     hours: float
     price: float | None = None
     cost: float | None = None
 
     @classmethod
-    def at(cls, tokens_per_second: float, tokens: float | None, price: float | None) -> Training | None:
-        """Of so many tokens, by default 1e9; ``None`` where neither they nor a price are asked about."""
-        if tokens is None and price is None:
+    def at(
+        cls,
+        *,
+        samples_per_second: float,
+        tokens_per_second: float,
+        workload: Workload,
+        tokens: float | None,
+        price: float | None,
+    ) -> Training | None:
+        """Of so many tokens, by default of what a script trains on, or 1e9; ``None`` where nobody asked."""
+        own = None if workload.script is None else workload.script.training_rows(workload.global_batch)
+        if tokens is None and own is not None:
+            hours = own / samples_per_second / 3600
+        elif tokens is None and price is None:
             return None
-        hours = (tokens or TOKENS) / tokens_per_second / 3600
-        return cls(tokens=tokens or TOKENS, hours=hours, price=price, cost=None if price is None else hours * price)
+        else:
+            own, tokens = None, tokens or TOKENS
+            hours = tokens / tokens_per_second / 3600
+        return cls(tokens=tokens, rows=own, hours=hours, price=price, cost=None if price is None else hours * price)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

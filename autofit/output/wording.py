@@ -210,14 +210,19 @@ def changes(document: Document) -> list[str]:
 
 
 def training_words(document: Document) -> list[str]:
-    """``1B tokens take 5.200 hours at this speed``, and what they cost; empty where that was not asked."""
+    """``1B tokens take 5.200 hours at this speed``, and what they cost; empty where nothing is known of it."""
     asked = document.training
     if asked is None:
         return []
-    said = f"{count(asked.tokens)} tokens take {number(asked.hours)} hours at this speed"
+    if asked.rows is not None:
+        own = f"the script's own training, {plural(round(asked.rows), 'row')}, besides evaluating and saving"
+        said, costs = f"{own}, takes {duration(asked.hours * 3600)} at this speed", "costs"
+    else:
+        assert asked.tokens is not None
+        said, costs = f"{count(asked.tokens)} tokens take {number(asked.hours)} hours at this speed", "cost"
     if asked.cost is None or asked.price is None:
         return [said]
-    return [f"{said}, and cost {number(asked.cost)} at {number(asked.price)} an hour"]
+    return [f"{said}, and {costs} {number(asked.cost)} at {number(asked.price)} an hour"]
 
 
 def _padding(document: Document) -> list[float]:

@@ -495,6 +495,7 @@ def test_a_script_is_estimated_on_a_card_that_is_not_here(folder, tmp_path):
     assert 4 * found["parameters"] <= weights < 4.1 * found["parameters"]  # and some buffers
     assert any("the script's own batch is 2 x 2 = 4 rows" in note for note in found["notes"])
     assert any(note.endswith("fit is judged on the longest, and samples/s are theirs") for note in found["notes"])
+    assert any(note.startswith("its own training, 64 rows, takes ~") for note in found["notes"])
     assert not (tmp_path / "mine").exists()
     assert not list(tmp_path.iterdir())
 
@@ -513,20 +514,38 @@ def test_a_script_is_estimated_on_several_cards(folder, tmp_path):
         "--fix",
         "optimizer=adamw",
     )
-    found = json.loads(autofit(tmp_path, *command, *held, "--", "--model", folder / "tiny", "--batch", 2).stdout)
+    behind = ("--", "--model", folder / "tiny", "--batch", 2)
+    found = json.loads(autofit(tmp_path, *command, *held, *behind).stdout)
     assert (found["processes"], found["global_batch"], found["untraced"]) == (2, 8, [])
+    machines = json.loads(autofit(tmp_path, *command, *held, "--nodes", 2, *behind).stdout)
+    assert (machines["processes"], machines["nodes"], machines["global_batch"]) == (4, 2, 16)
     weights = {one["plan"]["parallel"]: one["need"]["by_category"]["weights"] for one in found["plans"]}
     assert {"ddp", "fsdp"} <= weights.keys()
     assert weights["fsdp"] < 0.7 * weights["ddp"]
 
 
+@pytest.mark.slow
+def test_kinds_of_card_are_compared_by_a_script_s_own_training(folder, tmp_path):
+    """Its epoch has 64 rows; tokens that are asked about are those without padding."""
+    command = ("estimate", CLASSIFY, "--gpu", "RTX 4090,H100", "--price", "4090=0.4/h", "--json")
+    behind = ("--", "--model", folder / "tiny")
+    own = json.loads(autofit(tmp_path, *command, *behind).stdout)
+    assert (own["tokens"], own["unit"], own["cheapest"]) == (64, "rows", "RTX 4090")
+    for row in own["cards"]:
+        assert row["hours"] == pytest.approx(64 / row["samples_per_second"] / 3600)
+    assert any("less by the padding that is saved" in note for note in own["notes"])
+    asked = json.loads(autofit(tmp_path, *command, "--tokens", "1e6", *behind).stdout)
+    assert (asked["tokens"], asked["unit"]) == (1e6, "tokens")
+    for row, before in zip(asked["cards"], own["cards"], strict=True):
+        assert row["samples_per_second"] == before["samples_per_second"]
+        assert 4 < row["tokens_per_second"] / row["samples_per_second"] < 32
+        assert row["hours"] == pytest.approx(1e6 / row["tokens_per_second"] / 3600)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--gpu", "4090", "--gpus", "2", "--nodes", "2"), "on one machine yet"),
         (("--gpu", "4090", "--output", "out"), "those of a tune"),
-        (("--gpu", "4090,H100"), "estimated on one card"),
-        (("--gpu", "4090", "--tokens", "1e9"), "estimated on one card"),
         (("--gpu", "4090", "--seq-len", "64"), "the length of its rows is the script's"),
     ],
 )

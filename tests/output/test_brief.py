@@ -11,6 +11,7 @@ from autofit.commands.shell.terminal import data_console
 from autofit.contract.outcome import Measured
 from autofit.contract.script import Loading, Script
 from autofit.output import findings
+from autofit.output.document import Training
 from autofit.output.reports.brief import SCREEN_LINES, brief
 from autofit.output.reports.report import summary
 from autofit.output.text import number
@@ -89,6 +90,22 @@ def test_a_loss_that_nobody_looked_at_in_other_micro_batches_is_not_said_to_be_t
         changed = words(screen(replace(scripted, changes=("It computes in bfloat16.",))))
         assert "It computes in bfloat16." in changed
         assert ("was not looked at" in changed) == (rows != own)
+
+
+def test_a_script_is_told_how_long_its_own_training_takes():
+    doc = document(**DOCUMENTS["cuda"])
+    script = Script(path="t.py", sha256="", trainer="Trainer", micro_batch=8, accumulation=4, epochs_rows=7200.0)
+    how = {"workload": replace(doc.workload, script=script), "tokens": None, "price": 3.6}
+    training = Training.at(samples_per_second=2.0, tokens_per_second=9.0, **how)
+    assert training == Training(rows=7200.0, hours=1.0, price=3.6, cost=3.6)
+    said = words(screen(replace(doc, training=training)))
+    assert "script's own training, 7,200 rows, besides evaluating and saving, takes 1 h 0 min at this speed" in said
+    assert "and costs 3.600 at 3.600 an hour" in said
+    asked = Training.at(samples_per_second=2.0, tokens_per_second=9.0, **(how | {"tokens": 32400.0}))
+    assert asked == Training(tokens=32400.0, hours=1.0, price=3.6, cost=3.6)
+    unknown = replace(script, epochs_rows=None)
+    how |= {"workload": replace(doc.workload, script=unknown), "price": None}
+    assert Training.at(samples_per_second=2.0, tokens_per_second=9.0, **how) is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from autofit.contract.script import Script
@@ -14,6 +14,7 @@ from autofit.system.statistics import median
 from autofit.training.expected_rows import Tokens, usual_steps
 from autofit.training.row_order import Wanted, expected, order
 from autofit.training.scripts import rows
+from autofit.training.scripts.loading import rows_an_epoch
 from tests.support.synthetic import cpu_facts
 
 
@@ -201,3 +202,44 @@ def test_the_length_of_rows_that_are_joined_is_that_of_one():
     assert script_of(batch={"input_ids": (1, 128)}).tokens == 64, "two rows of TRL's packing, in a batch of one"
     assert script_of(batch={"input_ids": (4, 64)}).tokens == 64, "of DPO: two texts a row"
     assert script_of(batch={"pixel_values": (2, 3, 8, 8)}).tokens is None
+
+
+class Unsized(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("loader", "given"),
+    [
+        (DataLoader(range(10), batch_size=2), 10),
+        (DataLoader(range(9), batch_size=2), 9),
+        (DataLoader(range(9), batch_size=2, drop_last=True), 8),
+        (DataLoader(range(9), batch_size=2, sampler=[0] * 40), 40),
+        (DataLoader(range(9), batch_sampler=[[0, 1, 2, 3], [4]]), 9),
+        (DataLoader(Unsized(), batch_size=2), None),
+    ],
+)
+def test_an_epoch_has_the_rows_that_its_loader_gives(loader, given):
+    assert rows_an_epoch(loader, 2) == given
+
+
+@pytest.mark.parametrize(
+    ("told", "rows"),
+    [({"steps": 30, "epochs_rows": 99.0}, 240), ({"epochs_rows": 1200.0}, 1200), ({}, None)],
+)
+def test_a_scripts_own_training_has_the_rows_of_its_steps_or_of_its_epochs(told, rows):
+    assert script_of(**told).training_rows(8) == rows
+
+
+@pytest.mark.parametrize(
+    ("told", "share"),
+    [
+        ({"rows": 9, "longest": 10, "mean_length": 6.0}, 0.6),
+        ({"rows": 9, "longest": 10, "mean_length": 9.5}, 1),
+        ({"longest": 10, "mean_length": 6.0}, 1),
+        ({}, 1),
+    ],
+)
+def test_rows_that_hardly_differ_are_all_as_long(told, share):
+    assert script_of(**told).mean_share == share

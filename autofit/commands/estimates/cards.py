@@ -17,7 +17,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from autofit import space
-from autofit.commands.estimates.other_card import check_one_size, counted_cards, described_model, elsewhere
+from autofit.commands.estimates.asked_cards import asked_cards, asked_prices, counted_kinds
+from autofit.commands.estimates.other_card import check_one_size, described_model, elsewhere, on_other_card
 from autofit.commands.estimates.plans import MOST_KINDS, Estimated, Verdict, estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
 from autofit.commands.estimates.ways import smaller_way
@@ -25,20 +26,18 @@ from autofit.commands.estimates.world import World, asked_world, range_words
 from autofit.commands.facts import remarks
 from autofit.commands.model_source import modeling_module
 from autofit.commands.request import Search
-from autofit.contract.facts import Facts, LaunchPath, Model, Task
+from autofit.commands.scripts.request import script_facts, script_notes
+from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.contract.plan import Plan
 from autofit.costmodel.families import speed_range, without_checkpointing
 from autofit.costmodel.forecast import Forecast, forecast
 from autofit.costmodel.seconds.utilisation import model_flops, peak_flops
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
-from autofit.machine import gpu_catalogue
 from autofit.machine.gpu_catalogue import Card
-from autofit.output.document import TOKENS
+from autofit.output.document import MODEL_FOLDER, TOKENS
 from autofit.system import units
-from autofit.system.errors import InputError, ModelError, NothingFits, of_option
+from autofit.system.errors import InputError, ModelError, NothingFits
 from autofit.system.fork_server import ForkServer
-
-_MOST_CARDS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +84,8 @@ class CardsEstimate:
         task: What the model is trained for.
         rows: The rows, in words.
         cards_together: How many cards of a kind train together.
-        tokens: That hours and cost are of; samples, where these are no text.
-        unit: What is counted, in words: ``tokens``, or ``images``.
+        tokens: That hours and cost are of; samples, where these are no text; rows of a script's own training.
+        unit: What is counted, in words: ``tokens``, ``images`` or ``rows``.
         cards: In the order in which they were asked for.
         fastest, cheapest: Names of cards; ``None`` where nothing fits, or no price was given.
         notes: What was assumed.
@@ -136,10 +135,10 @@ def estimate_cards(
     """Predict the best plan on each of several cards, and what a training takes and costs there.
 
     Args:
-        model: Hub id, folder or file with a ``config.json``, or ``demo``.
+        model: Hub id, folder or file with a ``config.json``, or ``demo``; or the path of a training script.
         gpu: Names of cards with commas between them.
         price: Of an hour of a card: ``2.5/h`` for every kind, ``H100=2.5/h`` for one of them.
-        tokens: Of the training; 1e9 by default.
+        tokens: Of the training; by default a script's own, or 1e9.
         memory: Not taken: how fast a card is can't be told from its memory.
         gpus: Cards of each kind that train together in a machine; hours and costs are those of all of them.
         nodes: Machines that have as many cards each.
@@ -152,8 +151,8 @@ def estimate_cards(
         task: What the model is to be trained for; by default what its config names.
         trust_remote_code: Whether the model's own code may run.
         cache: Whether traces are read from the user's cache folder, and written there.
-        arguments: Of a script, which is not taken.
-        call: The same.
+        arguments: What stands behind the script on its command line.
+        call: Which of the script's calls of ``train()`` is estimated.
         say: Called with a line of text for each stage.
 
     Raises:
@@ -166,10 +165,10 @@ def estimate_cards(
     if not gpu:
         raise InputError("hours and costs are those of a card with a name", hint="name it: --gpu H100,A100-80GB")
     check_one_size(gpu, memory)
-    gpu, gpus = _counted(gpu, gpus)
+    gpu, gpus = counted_kinds(gpu, gpus)
     asked, world = asked_cards(gpu), asked_world(gpus, nodes, elsewhere=True)
     prices = asked_prices(price, asked)
-    wanted = TOKENS if tokens is None else units.parse_tokens(tokens)
+    tokens = None if tokens is None else units.parse_tokens(tokens)
     request, settings = asked_question(
         model,
         seq_len=seq_len,
@@ -183,40 +182,43 @@ def estimate_cards(
         arguments=arguments,
         call=call,
     )
-    if request.is_script:
-        raise InputError(f"{model}: a script is estimated on one card", hint="--gpu NAME, and no --tokens or --price")
     with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
         folder = Path(scratch)
-        config = fetched_config(request, folder, say)
-        server = ForkServer(folder / "forkserver.log", "cpu", modeling_module(config), trains=False)
+        config = folder / MODEL_FOLDER if request.is_script else fetched_config(request, folder, say)
+        modules = () if request.is_script else modeling_module(config)
+        server = ForkServer(folder / "forkserver.log", "cpu", modules, trains=request.is_script)
         with contextlib.closing(server):
             kept = cache_folder() if cache else None
-            described = described_model(folder, config, request, server, kept)
-            facts = {card: world.of(elsewhere(request, described, card, card.memory_bytes)) for card in asked}
-            traces = Traces(facts[asked[0]], config, lambda: server, folder, kept)
+            if request.is_script:
+                here = script_facts(folder, world.asking(request), "cpu", server, say, tried=False)
+                facts = {card: world.of(on_other_card(here, card, card.memory_bytes)) for card in asked}
+            else:
+                described = described_model(folder, config, request, server, kept)
+                facts = {card: world.of(elsewhere(request, described, card, card.memory_bytes)) for card in asked}
+            first = facts[asked[0]]
+            wanted = _wanted(first, tokens)
+            traces = Traces(first, config, lambda: server, folder, kept)
             rows = [
                 _on_card(card, facts[card], settings, traces, wanted=wanted, price=prices.get(card.name), say=say)
                 for card in asked
             ]
     fitting = [row for row in rows if row.hours is not None]
     priced = [row for row in fitting if row.cost is not None]
-    work = facts[asked[0]].workload
+    work, about = first.workload, first.model
     return CardsEstimate(
         model=str(model),
-        parameters=described.parameters,
+        parameters=about.parameters,
         seq_len=work.seq_len,
-        task=described.task,
-        rows=described.rows_of(work.seq_len),
+        task=about.task,
+        rows=about.rows_of(work.seq_len),
         global_batch=work.global_batch,
         cards_together=world.processes,
-        tokens=wanted,
-        unit="tokens" if described.sample_tokens else f"{described.sample}s",
+        tokens=wanted.amount,
+        unit=wanted.unit,
         cards=tuple(rows),
         fastest=min(fitting, key=lambda row: row.hours or math.inf).card if fitting else None,
         cheapest=min(priced, key=lambda row: row.cost or math.inf).card if priced else None,
-        notes=_notes(
-            work.seq_len, described, rows, prices, smaller=smaller_way(facts[asked[0]], settings), world=world
-        ),
+        notes=_notes(first, rows, prices, smaller=smaller_way(first, settings), world=world),
         seconds=time.monotonic() - began,
     )
 
@@ -234,72 +236,41 @@ def check_any_fits(found: CardsEstimate) -> None:
         raise NothingFits("no plan fits", hint="a shorter --seq-len, --allow exact,numeric,method, or larger cards")
 
 
-# -- what was asked ---------------------------------------------------------------------------------------------------
-
-
-def _counted(gpu: str, gpus: int | None) -> tuple[str, int | None]:
-    """The names, and how many cards of each train together, where the names say it: ``2x 4090,2x H100``.
-
-    Raises:
-        InputError: They say different numbers.
-    """
-    found = [counted_cards(name, gpus) for name in gpu.split(",")]
-    if len({count or 1 for _, count in found}) > 1:
-        raise InputError(f"--gpu {gpu!r} says different numbers of cards", hint="give one number for all: --gpus 2")
-    return ",".join(name or "" for name, _ in found), found[0][1]
-
-
-def asked_cards(gpu: str) -> tuple[Card, ...]:
-    """The cards of a list of names.
-
-    Raises:
-        InputError: One has no name, is unknown, or stands there twice.
-    """
-    names = [name.strip() for name in gpu.split(",")]
-    if not all(names):
-        raise InputError(f"--gpu {gpu!r} has a comma without a card", hint="write it like H100,A100-80GB,4090")
-    if len(names) > _MOST_CARDS:
-        raise InputError(f"--gpu names {len(names)} cards", hint=f"ask about no more than {_MOST_CARDS}")
-    found: dict[Card, str] = {}
-    for name in names:
-        with of_option("--gpu"):
-            card = gpu_catalogue.find(name)
-        if card in found:
-            raise InputError(f"--gpu names {card.name} twice: {found[card]!r} and {name!r}", hint="leave one out")
-        found[card] = name
-    return tuple(found)
-
-
-def asked_prices(given: Sequence[str], cards: Sequence[Card]) -> dict[str, float]:
-    """The price of an hour of each card, by its name in the catalogue.
-
-    Raises:
-        InputError: One is no price, is for a card that is not asked about, or is given twice.
-    """
-    general: float | None = None
-    found: dict[str, float] = {}
-    for text in given:
-        name, equals, amount = text.rpartition("=")
-        price = units.parse_price(amount)
-        if not equals:
-            if general is not None:
-                raise InputError("--price is given twice for every card", hint="write CARD=PRICE/h for one of them")
-            general = price
-            continue
-        with of_option(f"--price {text!r}:"):
-            card = gpu_catalogue.find(name.strip())
-        if card not in cards:
-            known = ", ".join(one.name for one in cards)
-            raise InputError(
-                f"--price {text!r} is for {card.name}, which --gpu does not name", hint=f"it names {known}"
-            )
-        if card.name in found:
-            raise InputError(f"--price is given twice for {card.name}", hint="leave one out")
-        found[card.name] = price
-    return found if general is None else {card.name: found.get(card.name, general) for card in cards}
-
-
 # -- what is predicted -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """The training that hours and costs are of.
+
+    Attributes:
+        amount: How much it takes.
+        unit: What that counts.
+        samples: The same in samples.
+    """
+
+    amount: float
+    unit: str
+    samples: float
+
+
+def _wanted(facts: Facts, tokens: float | None) -> _Wanted:
+    """The training that was asked about: so many tokens without padding, a script's own, or 1e9."""
+    work, script = facts.workload, facts.workload.script
+    own = script and script.training_rows(work.global_batch)
+    if tokens is None and own:
+        return _Wanted(amount=own, unit="rows", samples=own)
+    if script is not None and script.tokens is None and tokens is not None:
+        raise InputError("--tokens: the script is not trained on text", hint="leave it out")
+    amount = TOKENS if tokens is None else tokens
+    unit = "tokens" if facts.model.sample_tokens else f"{facts.model.sample}s"
+    return _Wanted(amount=amount, unit=unit, samples=amount / tokens_a_row(facts))
+
+
+def tokens_a_row(facts: Facts) -> float:
+    """Tokens of a row without its padding, in the mean; 1 where there are none."""
+    script = facts.workload.script
+    return (script and script.tokens_a_row) or facts.tokens_a_sample
 
 
 def _on_card(
@@ -308,7 +279,7 @@ def _on_card(
     settings: Search,
     traces: Traces,
     *,
-    wanted: float,
+    wanted: _Wanted,
     price: float | None,
     say: Callable[[str], None],
 ) -> OnCard:
@@ -332,12 +303,11 @@ def _on_card(
 
 
 def _timed(
-    card: Card, facts: Facts, best: Estimated, cast: Forecast, traces: Traces, *, wanted: float, price: float | None
+    card: Card, facts: Facts, best: Estimated, cast: Forecast, traces: Traces, *, wanted: _Wanted, price: float | None
 ) -> OnCard:
     assert best.samples_per_second is not None
     pace = best.samples_per_second
-    tokens = pace * facts.tokens_a_sample
-    hours = wanted / tokens / 3600
+    hours = wanted.samples / pace / 3600
     traces.prepare([without_checkpointing(best.plan)])
     step_flops, peak = model_flops(traces, best.plan, facts), peak_flops(card, best.plan, facts)
     mfu = None if not step_flops or not peak else step_flops * pace / facts.workload.global_batch / peak
@@ -349,7 +319,7 @@ def _timed(
         plan=best.plan,
         device_bytes=best.device_bytes,
         samples_per_second=pace,
-        tokens_per_second=tokens,
+        tokens_per_second=pace * tokens_a_row(facts),
         low=low,
         high=high,
         mfu=mfu,
@@ -360,9 +330,12 @@ def _timed(
 
 
 def _notes(
-    length: int, model: Model, rows: Sequence[OnCard], prices: Mapping[str, float], *, smaller: str | None, world: World
+    facts: Facts, rows: Sequence[OnCard], prices: Mapping[str, float], *, smaller: str | None, world: World
 ) -> tuple[str, ...]:
-    said = remarks(length, model, "cuda")
+    script = facts.workload.script
+    said = script_notes(facts, tried=False) or remarks(facts.workload.seq_len, facts.model, "cuda")
+    if script is not None and script.mean_share < 1:
+        said.append("hours and costs are those of its longest rows, so they are less by the padding that is saved")
     together = world.processes > 1
     if together:
         said.append(f"{world.words()}; hours and costs are of all of them, a price is of one card")

@@ -30,7 +30,7 @@ from autofit.commands.estimates.world import World, asked_world, range_words
 from autofit.commands.facts import read_facts, remarks
 from autofit.commands.model_source import modeling_module
 from autofit.commands.request import Request, Search
-from autofit.commands.scripts.request import SCRIPT_TASK, script_facts, script_notes
+from autofit.commands.scripts.request import SCRIPT_TASK, own_training, script_facts, script_notes
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.contract.plan import Value
 from autofit.costmodel.families import Known, families_of, steps_on_host
@@ -129,7 +129,7 @@ def estimate(
     gpu, gpus = counted_cards(gpu, gpus)
     card, given = asked_card(gpu, memory)
     if request.is_script:
-        check_script_question(nodes, output)
+        check_script_question(output)
     world = asked_world(gpus, nodes, elsewhere=given is not None)
     if given is not None:
         check_card(card, output)
@@ -166,8 +166,10 @@ def estimate(
             rows, kinds, recommended = estimated_plans(plans, cast, traces, facts, most, say)
             shown = [*rows, *(one for way in by_way for one in (way.fastest, way.smallest) if one is not None)]
             host = any(steps_on_host(one.plan, facts) for one in shown)
-            notes = _notes(facts, card, traces, plans, world, host=host)
             best = next((one for one in rows if one.plan == recommended), None)
+            notes = _notes(
+                facts, card, traces, plans, world, host=host, pace=best.samples_per_second if best and card else None
+            )
             if target is not None and best is not None and card is not None:
                 reason = f"Nothing was measured. It is {why_recommended(recommended == rows[0].plan)}."
                 took = time.monotonic() - began
@@ -217,10 +219,20 @@ def _asked(request: Request, settings: Search, knobs: Mapping[str, tuple[Value, 
 
 
 def _notes(
-    facts: Facts, card: Card | None, traces: Traces, plans: space.Space, world: World, *, host: bool
+    facts: Facts, card: Card | None, traces: Traces, plans: space.Space, world: World, *, host: bool, pace: float | None
 ) -> tuple[str, ...]:
-    """What was assumed; ``host`` says whether plans are shown that step there."""
-    said = script_notes(facts, tried=False) or _remarks(facts)
+    """What was assumed.
+
+    Args:
+        facts: What the plans are for.
+        card: The device, where the catalogue has it.
+        traces: Theirs.
+        plans: All of them.
+        world: The cards that train together.
+        host: Whether plans are shown that step there.
+        pace: Samples/s of the recommended plan, where it is known.
+    """
+    said = own_training(facts, pace) + script_notes(facts, tried=False) or _remarks(facts)
     if facts.hardware.device == "cuda":
         context, workspace = (units.size(one(facts.hardware.capability)) for one in (context_bytes, workspace_bytes))
         said.append(f"{context} for the CUDA context and {workspace} for cuBLAS are included")

@@ -58,14 +58,12 @@ def asked_question(
     return request, settings
 
 
-def check_script_question(nodes: int | None, output: str | Path | None) -> None:
+def check_script_question(output: str | Path | None) -> None:
     """Refuse what an estimate of a script can't be asked for.
 
     Raises:
-        InputError: Several machines, or files.
+        InputError: Files.
     """
-    if (nodes or 1) > 1:
-        raise InputError("--nodes: a script is estimated on one machine yet", hint="leave it out")
     if output is not None:
         raise InputError(
             "--output: the files for a script are those of a tune", hint="autofit tune SCRIPT on the card writes them"

@@ -38,7 +38,7 @@ SCRIPT_TASK: Literal["script"] = "script"
 CONFIG = "config.json"
 _OF_A_RUN = {
     "path", "arguments", "seconds", "loading", "batch", "sampled", "longest", "longest_places", "mean_length",
-    "tokens_a_row", "lengths", "places",
+    "tokens_a_row", "lengths", "places", "steps", "epochs_rows",
 }  # fmt: skip
 """What is told of a script that may be otherwise each time it is run: how long it took, and rows that it draws."""
 LONGEST_SECONDS = 3600.0
@@ -237,13 +237,13 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
         )
     if script.rows is None:
         said.append("the data set tells no number of rows: fit is judged on the rows that come first")
-    elif script.longest and script.mean_length < 0.9 * script.longest:
+    elif script.mean_share < 1:
         seen = f"{script.sampled:,} of its {script.rows:,} rows"
         counts = (
             "what counts is tokens/s without padding on the rows to be expected" if tried else "samples/s are theirs"
         )
         said.append(
-            f"rows differ: the mean is {script.mean_length / script.longest:.0%} of the longest of {seen}; fit is "
+            f"rows differ: the mean is {script.mean_share:.0%} of the longest of {seen}; fit is "
             f"judged on the longest, and {counts}"
         )
     if script.evaluated_rows and not tried:
@@ -257,6 +257,19 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
             "be among the others"
         )
     return said + lacking_kernels(facts.model, facts.hardware.device)
+
+
+def own_training(facts: Facts, samples_per_second: float | None) -> list[str]:
+    """How long its own training takes at a predicted speed of its longest rows; empty where that is not known."""
+    script = facts.workload.script
+    rows = script and script.training_rows(facts.workload.global_batch)
+    if script is None or not rows or samples_per_second is None:
+        return []
+    most, share = rows / samples_per_second, script.mean_share
+    took = f"~{duration(most)}" if share == 1 else f"~{duration(most * share)} to {duration(most)}"
+    differ = "" if share == 1 else ": the less, the less of it is padding"
+    own = f"its own training, {plural(round(rows), 'row')}"
+    return [f"{own}, takes {took} with the recommended plan, besides evaluating and saving{differ}"]
 
 
 def _trains_often(script: Script) -> bool:

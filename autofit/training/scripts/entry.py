@@ -17,7 +17,7 @@ from autofit.training.loops import counted
 from autofit.training.observer import Observer
 from autofit.training.row_order import wanted
 from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, name_of, run_to_its_end, run_until_left
-from autofit.training.scripts.loading import loading_of, splitting, waits_of, workers_bytes
+from autofit.training.scripts.loading import loading_of, rows_an_epoch, splitting, waits_of, workers_bytes
 from autofit.training.scripts.patches import Made, Patches, loads_of
 from autofit.training.scripts.plain_loop.described import describe_loops
 from autofit.training.scripts.plain_loop.entry import measure_loop, train_loop_with
@@ -131,11 +131,14 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
     found = traits(patches, trainer.model, rows, seconds)
     loading = loading_of(loader, int(made.arguments["per_device_train_batch_size"]))
     rate = dict(loading["rows_per_second"]).get(0)
+    each = rows_an_epoch(loader, int(made.arguments["per_device_train_batch_size"]))
     undivided = script_leaves_undivided(trainer, batch)
     found["script"] |= {
         "trainer": type(trainer).__name__,
         "micro_batch": int(made.arguments["per_device_train_batch_size"]),
         "accumulation": int(made.arguments["gradient_accumulation_steps"]),
+        "steps": max(0, made.arguments["max_steps"]),
+        "epochs_rows": None if each is None else each * float(trainer.args.num_train_epochs),
         "own": _own(made.arguments) | _handed(made.given) | splitting(trainer.args.accelerator_config),
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
         "evaluated_rows": 0 if trainer.eval_dataset is None else int(made.arguments["per_device_eval_batch_size"]),

@@ -33,6 +33,21 @@ def splitting(config: Any) -> dict[str, bool]:
     return {SPLIT_BATCHES: True} if config.split_batches else {}
 
 
+def rows_an_epoch(loader: Any, rows: int) -> int | None:
+    """Rows that a loader gives in an epoch, on one process; ``None`` where it has no length.
+
+    Args:
+        loader: PyTorch's, or Accelerate's around it, as the script trains on it.
+        rows: Of a micro-batch.
+    """
+    try:
+        given, there = len(loader) * rows, len(loader.dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+    own_batches = loader.batch_size is None and getattr(loader.batch_sampler, "batch_size", None) is None
+    return there if own_batches or there <= given < there + rows else given
+
+
 def loading_of(loader: Any, rows: int, *, own_batches: bool = False) -> dict[str, Any]:
     """How a loader loads, timed alone with more and more workers until they make no more rows.
 
