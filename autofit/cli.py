@@ -89,13 +89,16 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
 @click.argument("folder", metavar="DIR")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
+@click.option("--machine-rank", type=int, help="Of an answer for several machines: the number of this one, from 0.")
+@click.option("--main-process-ip", metavar="ADDRESS", help="Of it: the first machine's address.")
+@click.option("--main-process-port", type=int, help="Of it: a free port there.  [default: 29500]")
 @click.pass_context
-def run(context: click.Context, folder: str, script: str, arguments: tuple[str, ...]) -> None:
+def run(context: click.Context, /, folder: str, script: str, arguments: tuple[str, ...], **place: Any) -> None:
     """Launch SCRIPT, unmodified, with the plan in DIR; where it fails the exit code is accelerate launch's, 1."""
     from autofit.commands.scripts.run import run as launch
 
     with terminable():
-        status = launch(folder, script, arguments, say=lambda words: click.echo(words, err=True))
+        status = launch(folder, script, arguments, say=lambda words: click.echo(words, err=True), **place)
     if status:
         context.exit(status)
 

@@ -24,6 +24,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from autofit import _version
+from autofit.cluster.shared import Shared
 from autofit.contract.facts import FACTS, Facts, Hardware
 from autofit.contract.outcome import TRIAL, Trial
 from autofit.contract.plan import Plan
@@ -39,6 +40,7 @@ from autofit.system.job import JOB
 from autofit.system.strict_json import dump_json
 from autofit.training.ranks import Share, free_port
 from autofit.training.runner import ProcessRunner, trial_folder
+from autofit.training.scripts.snapshots import snapshots_of
 from autofit.training.timing import Effort
 
 Files = dict[str, bytes]
@@ -51,14 +53,15 @@ _MOST_BYTES = 16 << 20
 """Of a file that is sent: logs of a trial are cut off at their end, no other file is as large."""
 
 
-def describe_node(device: str) -> dict[str, Any]:
+def describe_node(device: str, shared: Shared | None = None) -> dict[str, Any]:
     """What has to be the same on every machine.
 
     Returns:
-        ``versions``; and ``devices``, name and memory of each card, or of the CPU.
+        ``versions``; ``devices``, name and memory of each card, or of the CPU; and ``script``, as
+        :meth:`Shared.here` says.
     """
     found = cards() if device == "cuda" else [(cpu_name(), host_memory()[0])]
-    return {"versions": versions(), "devices": found}
+    return {"versions": versions(), "devices": found, "script": "" if shared is None else shared.here()}
 
 
 def versions() -> dict[str, str]:
@@ -109,10 +112,13 @@ class Host:
     Args:
         device: ``cuda`` or ``cpu``.
         modules: To be loaded by the fork server beforehand.
+        shared: Of a script that is run here.
     """
 
-    def __init__(self, device: str, modules: tuple[str, ...]) -> None:
+    def __init__(self, device: str, modules: tuple[str, ...], shared: Shared | None = None) -> None:
         as_outside_ray()
+        if shared is not None:
+            os.chdir(shared.folder)
         self._device = device
         self._stack = contextlib.ExitStack()
         self.folder = passing_folder(self._stack)
@@ -142,9 +148,9 @@ class Host:
         changed = ("uuid", "visible_id", "beside", "free_bytes", "others_bytes", "host_free_bytes")
         mine = {name: getattr(own, name) for name in changed}
         facts = dataclasses.replace(facts, hardware=dataclasses.replace(facts.hardware, **mine))
-        self._runner = ProcessRunner(
-            self.folder / "trials", facts, self.folder / _CONFIG, self._server, note=self._notes.append
-        )
+        trials, note = self.folder / "trials", self._notes.append
+        snapshots = snapshots_of(trials, facts, self._server, note)
+        self._runner = ProcessRunner(trials, facts, self.folder / _CONFIG, self._server, note=note, snapshots=snapshots)
         self._notes += warnings(facts.hardware, self.folder)
         return ""
 

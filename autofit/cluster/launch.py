@@ -14,6 +14,7 @@ from typing import Any
 
 from autofit.cluster.host import Files, as_outside_ray, passing_folder, write_files
 from autofit.cluster.nodes import Cluster, Note, connected, last_line
+from autofit.cluster.shared import Shared
 from autofit.cluster.together import answers
 from autofit.contract.facts import Device
 from autofit.system.errors import MachineError
@@ -42,10 +43,12 @@ class Ended:
 
 
 class Launcher:
-    """Runs ``accelerate launch`` on its machine, as a person there would."""
+    """Runs ``accelerate launch`` on its machine, as a person there would; a script in the folder that it is run in."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Shared | None = None) -> None:
         as_outside_ray()
+        if shared is not None:
+            os.chdir(shared.folder)
         self._stack = contextlib.ExitStack()
         self.folder = passing_folder(self._stack)
         self._process: subprocess.Popen[bytes] | None = None
@@ -145,13 +148,15 @@ class Launchers:
 
 
 @contextlib.contextmanager
-def launchers(address: str, device: Device, *, processes: int, machines: int, note: Note) -> Iterator[Launchers]:
+def launchers(
+    address: str, device: Device, *, processes: int, machines: int, shared: Shared | None, note: Note
+) -> Iterator[Launchers]:
     """Launchers on machines of a cluster, which are held until the end.
 
     Raises:
         MachineError: There is no such cluster, or it has not as many equal machines with free cards.
     """
-    cluster = Cluster(address)
+    cluster = Cluster(address, shared)
     with contextlib.ExitStack() as stack:
         cluster.connect()
         stack.callback(cluster.close)
@@ -174,7 +179,7 @@ def launchers(address: str, device: Device, *, processes: int, machines: int, no
             )
         actors = []
         for place, bundle in enumerate(bundles):
-            actors.append(cluster.host(Launcher, group, place, bundle))
+            actors.append(cluster.host(Launcher, group, place, bundle, shared))
             stack.callback(_end, cluster, actors[-1])
         yield Launchers(
             cluster=cluster, address=nodes[0].address, names=tuple(one.name for one in nodes), actors=tuple(actors)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autofit.cluster.host import describe_node, versions
+from autofit.cluster.shared import Shared
 from autofit.contract.facts import Device
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import added_environment
@@ -98,9 +99,11 @@ class Cluster:
 
     Args:
         address: ``local``, ``auto``, ``HOST:PORT`` or ``ray://HOST[:PORT]``.
+        shared: Of a user's own script, which is run on its machines.
     """
 
     address: str
+    shared: Shared | None = None
     ray: Any = None
     _own: bool = False
     _where: str = LOCAL
@@ -185,9 +188,9 @@ class Cluster:
                 fresh.append(Node(id=one["NodeID"], name=name, address=address, cards=cards, cpus=cpus))
         told = self._told
         told |= self._described([node for node in fresh if node.id not in told], device)
-        here = versions()
+        here = {"versions": versions(), "script": "" if self.shared is None else self.shared.here()}
         for node in fresh:
-            if why := told[node.id] if isinstance(told[node.id], str) else _other_versions(here, told[node.id]):
+            if why := told[node.id] if isinstance(told[node.id], str) else self._otherwise(here, told[node.id]):
                 self._leave_out(node, why, note)
         equal = [node for node in fresh if node.id not in self._refused]
         if self._reference is None:
@@ -196,6 +199,13 @@ class Cluster:
             if why := _other_devices(self._reference, told[node.id]["devices"]):
                 self._leave_out(node, why, note)
         return [node for node in equal if node.id not in self._refused]
+
+    def _otherwise(self, here: Mapping[str, Any], told: Mapping[str, Any]) -> str:
+        """Why a machine can't stand for this one; nothing where it can."""
+        if self.shared is not None and here["script"] != told["script"]:
+            missing = " " in told["script"]
+            return str(told["script"]) if missing else f"its {self.shared.text} is another text than that of here"
+        return _other_versions(here["versions"], told)
 
     def _leave_out(self, node: Node, why: str, note: Note) -> None:
         self._refused[node.id] = why
@@ -206,7 +216,8 @@ class Cluster:
         affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
         ask = self.ray.remote(num_cpus=0, max_retries=0)(describe_node)
         asked = {
-            node.id: ask.options(scheduling_strategy=affinity(node.id, soft=False)).remote(device) for node in nodes
+            node.id: ask.options(scheduling_strategy=affinity(node.id, soft=False)).remote(device, self.shared)
+            for node in nodes
         }
         return {one: self._answer(task) for one, task in asked.items()}
 

@@ -188,7 +188,7 @@ class Slots:
             return None
         hosts = []
         for place, bundle in enumerate(bundles):
-            hosts.append(self.cluster.host(Host, group, place, bundle, self.device, self.modules))
+            hosts.append(self.cluster.host(Host, group, place, bundle, self.device, self.modules, self.cluster.shared))
             stack.callback(self._end, hosts[-1])
         self._made += 1
         return Slot(number=self._made, nodes=tuple(nodes), hosts=tuple(hosts), held=stack)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autofit.commands.scripts.named import shared
 from autofit.contract.outcome import OUTCOME, Crashed, Outcome, TimedOut
 from autofit.machine.nvml import on_device
 from autofit.machine.select import hardware_lock, missing_cuda
@@ -63,7 +64,10 @@ def launching(
     from autofit.cluster.launch import launchers
 
     work = document.workload
-    held = launchers(on, document.hardware.device, processes=work.processes, machines=work.nodes, note=say)
+    script = None if work.script is None else shared(work.script.typed[0])
+    held = launchers(
+        on, document.hardware.device, processes=work.processes, machines=work.nodes, shared=script, note=say
+    )
     with held as found:
         yield functools.partial(launch_there, found, folder, steps, document)
 

@@ -151,7 +151,7 @@ def check_request(request: Request, settings: Search) -> None:
         units.check_unit(request.memory_limit, "--memory-limit")
     check_sampler(settings.sampler)
     if settings.on is not None:
-        _check_cluster(settings.on, request)
+        check_address(settings.on)
     if settings.record is not None and not settings.record.absolute().parent.is_dir():
         raise InputError(f"--record {str(settings.record)!r}: no folder to write into", hint="make it first")
     space.parse_allowed(settings.allowed)
@@ -180,19 +180,6 @@ def _check_nodes(request: Request, settings: Search) -> None:
         )
 
 
-def _check_cluster(address: str, request: Request) -> None:
-    """Refuse what can't be tuned on a cluster.
-
-    Raises:
-        InputError: There is such a thing, or the address is none.
-    """
-    check_address(address)
-    if request.is_script:
-        raise InputError(
-            f"--on {address}: a script is tuned on the machine where its data lies yet", hint="leave out --on"
-        )
-
-
 def check_script(request: Request) -> None:
     """Refuse what a script can't be tuned with, or a model that is none.
 
@@ -212,7 +199,6 @@ def check_script(request: Request) -> None:
         raise InputError(f"--call {request.call} is out of range", hint="the first call of train() is 1")
     refused = {
         "--seq-len": request.seq_len is not None and "the length of its rows is the script's",
-        "--nodes": (request.nodes or 1) > 1 and "a script is tuned on one machine yet",
         "--lengths": request.lengths is not None and "the length of its rows is the script's",
         "--task": request.task is not None and "what it trains for is the script's",
         "--launch-path": request.launch_path != "trainer" and "how it trains is the script's",

@@ -15,6 +15,7 @@ from autofit.commands.request import (
     check_request,
     validated,
 )
+from autofit.commands.scripts.named import shared
 from autofit.commands.shell.tune_config import write_config
 from autofit.commands.tunes.backend import Backend, DeviceBackend
 from autofit.commands.tunes.course import Course
@@ -182,4 +183,5 @@ def _backend(request: Request, settings: Search) -> Backend:
         return DeviceBackend()
     from autofit.commands.tunes.on_cluster import ClusterBackend
 
-    return ClusterBackend(settings.on, request.processes or 1, request.nodes or 1)
+    there = shared(request.model, request.arguments) if request.is_script else None
+    return ClusterBackend(settings.on, request.processes or 1, request.nodes or 1, there)

@@ -192,8 +192,6 @@ def _launchable(folder: Path, on: str | None) -> Document:
             raise InputError(f"{folder} holds no {name}", hint="give the whole folder that `autofit tune` wrote")
     if on is not None:
         check_address(on)
-        if document.workload.script is not None:
-            raise InputError(f"--on {on}: a script is launched where its data lies", hint="leave out --on")
     else:
         there = "--on auto launches on those of this machine's Ray cluster; or run the launch line on each by hand"
         check_one_machine(document, folder, "verify launches", there)

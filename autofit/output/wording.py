@@ -87,7 +87,10 @@ def script_lines(document: Document, folder: str | Path) -> list[str]:
     """What the script must do, and how it comes by ``setup``, a sentence each; empty where arguments carry all."""
     loops = document.promise.launch_path == "loop"
     if document.workload.script is not None:
-        return ["nothing: `autofit run` puts the plan into it"]
+        nodes = document.workload.nodes
+        each = "--machine-rank counts them from 0, --main-process-ip is the address of the first"
+        several = [f"Launch it on each of the {nodes} machines: {each}."] if nodes > 1 else []
+        return ["nothing: `autofit run` puts the plan into it", *several]
     if not document.script and not loops:
         return []
     said = any("autofit.load(" in sentence for sentence in document.script)
@@ -99,17 +102,19 @@ def launch_commands(document: Document, folder: str | Path) -> list[list[str]]:
     """The commands that train by the emitted files and that check the promise, word by word and unquoted."""
     at = Path(folder)
     shown = f"./{at}" if str(at).startswith("-") else str(at)  # it is no option
-    script = document.workload.script
+    script, several = document.workload.script, document.workload.nodes > 1
+    there = ["--on", "auto"] if several else []
     if script is not None:
         what, *behind = script.typed
-        return [["autofit", "run", shown, what, *(["--", *behind] if behind else [])], ["autofit", "verify", shown]]
+        place = ["--machine-rank", "0", "--main-process-ip", "ADDRESS"] if several else []
+        run = ["autofit", "run", shown, what, *place, *(["--", *behind] if behind else [])]
+        return [run, ["autofit", "verify", shown, *there]]
     launch = ["accelerate", "launch", "--config_file", f"{shown}/accelerate.yaml"]
-    if document.workload.nodes > 1:
+    if several:
         launch += ["--machine_rank", "0", "--main_process_ip", "ADDRESS"]
     launch.append("your_script.py")
     if document.promise.launch_path == "trainer":
         launch.append(f"{shown}/training_args.json")
-    there = ["--on", "auto"] if document.workload.nodes > 1 else []
     return [launch, ["autofit", "verify", shown, *there]]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,11 +18,13 @@ import pytest
 import autofit
 from autofit.cluster import nodes
 from autofit.cluster.nodes import Cluster, check_address
+from autofit.cluster.shared import Shared
 from autofit.cluster.together import answers
 from autofit.contract.outcome import Measured
 from autofit.registry import techniques
 from autofit.system.errors import InputError, MachineError
 from tests.support.machines import Killer, local_cluster, nothing_is_left
+from tests.support.scripted import SCRIPTS, tiny_bert
 
 HELD = [f"{one.name}={one.baseline}" for one in techniques() if one.name not in {"micro_batch", "accumulation"}]
 
@@ -161,6 +164,24 @@ def test_machines_with_other_versions_or_devices_are_told_apart():
     assert nodes._other_devices(reference, []) == "its driver tells of no GPU"
 
 
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [("folder", "it has no folder"), ("path", "it has no file"), ("text", "can't be read there: No such file")],
+)
+def test_a_machine_without_the_script_is_left_out(missing, words, tmp_path):
+    (tmp_path / "train.py").write_text("one")
+    path = str(tmp_path / "train.py")
+    there = {"folder": str(tmp_path), "path": path, "text": path}
+    cluster = Cluster("auto", Shared(**there))
+    here = {"versions": {}, "script": cluster.shared.here()}
+    assert cluster._otherwise(here, {"versions": {}, "script": cluster.shared.here()}) == ""
+    gone = Shared(**(there | {missing: str(tmp_path / "gone")})).here()
+    assert words in cluster._otherwise(here, {"versions": {}, "script": gone})
+    (tmp_path / "train.py").write_text("another")
+    found = cluster._otherwise(here, {"versions": {}, "script": cluster.shared.here()})
+    assert found == f"its {path} is another text than that of here"
+
+
 @pytest.fixture(scope="module")
 def machines():
     """A cluster: a head without processors, and two machines with one each."""
@@ -186,6 +207,29 @@ def test_a_tune_goes_on_where_a_machine_dies_and_leaves_nothing_behind(machines,
     assert (tmp_path / "out" / "trials" / f"{found.document.trials[0].number:05d}" / "stderr.log").exists()
     assert any(words.startswith("2 trials run at once") for words in killer.notes)
     assert re.search(r"trial [01] was lost with its host on", " ".join(killer.notes))
+    nothing_is_left()
+
+
+@with_ray
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.by_hand)])
+def test_a_script_is_tuned_on_machines_that_have_it(count, machines, tmp_path, monkeypatch):
+    """Ray was started in another folder; two machines share one training, and launch it together."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    while len(machines.worker_nodes) < 2:
+        machines.joins("another")
+    monkeypatch.chdir(tmp_path)
+    tiny_bert(tmp_path / "tiny")
+    shutil.copy(SCRIPTS / "classify.py", "train.py")
+    there = {"on": machines.address, "device": "cpu", "memory_limit": "2GiB"}
+    found = autofit.tune(
+        "train.py", arguments=("--model", "tiny"), output="out", processes=count, nodes=count, trials=1, guard=False,
+        fix=[*(one for one in HELD if not one.startswith("parallel")), "micro_batch=8"], **there,
+    )  # fmt: skip
+    assert (found.document.workload.nodes, found.document.workload.global_batch) == (count, 8 * count)
+    assert {type(one.outcome) for one in found.document.trials} == {Measured}
+    assert not (tmp_path / "classified").exists()
+    launched = autofit.verify("out", on=machines.address, tolerance=1)  # how fast it is says nothing here
+    assert isinstance(launched.outcome, Measured), launched.outcome
     nothing_is_left()
 
 

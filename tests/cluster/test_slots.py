@@ -96,7 +96,7 @@ class PlayedHost:
 
 
 class PlayedCluster:
-    gone = False
+    gone, shared = False, None
 
     def __init__(self, *hosts):
         self.hosts, self.left = list(hosts), []
@@ -125,7 +125,7 @@ class PlayedCluster:
         yield nodes
         self.left += [node.name for node in nodes]
 
-    def host(self, kind, group, place, bundle, device, modules):
+    def host(self, kind, group, place, bundle, *given):
         return self.hosts[int(group[place].id)]
 
     def check(self):

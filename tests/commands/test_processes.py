@@ -16,6 +16,7 @@ from autofit.commands.request import Request
 from autofit.commands.scripts.run import run
 from autofit.commands.verify import verify
 from autofit.contract.outcome import Measured
+from autofit.contract.script import Script
 from autofit.output import wording
 from autofit.output.document import read_document
 from autofit.output.emit import YAML
@@ -110,16 +111,33 @@ def test_an_answer_for_several_machines_says_what_each_runs_and_is_not_verified_
     facts = of_machines(cuda_facts(global_batch=64), nodes=4, processes=32)
     folder = output_folder(tmp_path)
     document = a_document(a_plan(facts, parallel="ddp"), facts)
-    launch, check = wording.launch_commands(document, folder)
+    script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=1, accumulation=1)
+    theirs = dataclasses.replace(document, workload=dataclasses.replace(document.workload, script=script))
+    launch, _ = wording.launch_commands(document, folder)
     assert "--machine_rank 0 --main_process_ip ADDRESS" in " ".join(launch)
-    assert check[-2:] == ["--on", "auto"]
-    assert "on each of the 4 machines" in " ".join(document.script)
+    assert "train.py --machine-rank 0 --main-process-ip ADDRESS" in " ".join(wording.launch_commands(theirs, folder)[0])
+    for one, said in ((document, document.script), (theirs, wording.script_lines(theirs, folder))):
+        assert wording.launch_commands(one, folder)[1][-2:] == ["--on", "auto"]
+        assert "on each of the 4 machines" in " ".join(said)
     written(folder, facts, check=lambda *_: None, parallel="ddp")
     script = tmp_path / "train.py"
     script.write_text("")
     for command in (verify, profile, lambda folder: run(folder, script)):
         with pytest.raises(InputError, match=r"is for 4 machines, and (verify|profile|run) "):
             command(folder)
+    with pytest.raises(InputError, match="--machine-rank 4 is none of 4 machines"):
+        run(folder, script, machine_rank=4, main_process_ip="here")
+
+
+def test_a_launch_for_one_machine_is_told_of_no_other(tmp_path):
+    folder = output_folder(tmp_path)
+    written(folder, check=lambda *_: None)
+    script = tmp_path / "train.py"
+    script.write_text("")
+    done = CliRunner().invoke(
+        cli.main, ["run", str(folder), str(script), "--machine-rank", "0", "--", "--their", "args"]
+    )
+    assert (done.exit_code, "--machine-rank: " in done.output) == (2, True), done.output
 
 
 @pytest.mark.parametrize(("processes", "shown"), [(1, "3"), (2, None), (8, None)])

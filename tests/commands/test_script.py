@@ -343,7 +343,7 @@ def test_options_that_are_the_scripts_own_are_refused(tmp_path, monkeypatch):
         assert done.stdout == ""
         return done.stderr
 
-    refused = {"--seq-len": 9, "--task": "causal-lm", "--launch-path": "loop", "--nodes": 2, "--call": 0}
+    refused = {"--seq-len": 9, "--task": "causal-lm", "--launch-path": "loop", "--call": 0}
     for option, value in refused.items():
         assert said("tune", "train.py", option, value).startswith(f"error: {option}")
     assert "--trust-remote-code" in said("tune", "train.py", "--trust-remote-code")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from autofit.cluster.shared import Shared
 from autofit.system.errors import InputError
 from autofit.training.scripts.leave import FACTORY
 
@@ -32,6 +33,16 @@ class Named:
     text: Path
     name: str
     factory: bool = False
+
+
+def shared(model: str, arguments: Sequence[str] = ()) -> Shared:
+    """What each machine of a cluster has to have, to run a script or a factory as it is run here.
+
+    Raises:
+        InputError: There is no such file or module.
+    """
+    run = named(model, arguments)
+    return Shared(folder=str(Path.cwd()), path=str(run.path), text=str(run.text))
 
 
 def is_script(model: str) -> bool:

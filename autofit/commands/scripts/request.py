@@ -62,7 +62,7 @@ def script_facts(
         InputError: The script ends before it trains, or does what can't be tuned.
         MachineError: The device is there and can't be used.
     """
-    run, processes = named(request.model, request.arguments), request.processes or 1
+    run, processes = named(request.model, request.arguments), (request.processes or 1) // (request.nodes or 1)
     say(f"running {run.name} up to its training")
     with server.ask(folder, HardwareJob(device=device, processes=processes)) as answer:
         if answer is None or "hardware" not in answer:
@@ -200,8 +200,9 @@ def _workload(request: Request, script: Script, hardware: Hardware, say: Callabl
         seq_len=max(2, script.tokens or 2),
         global_batch=rows,
         processes=processes,
+        nodes=request.nodes or 1,
         limit_bytes=ceiling(request, hardware, say),
-        host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING) // processes,
+        host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING) // (processes // (request.nodes or 1)),
         launch_path="loop" if not script.trainer else "trainer",
         seed=request.seed,
         script=script,

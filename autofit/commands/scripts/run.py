@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from autofit.commands.launching import check_one_machine, on_its_device
+from autofit.commands.launching import on_its_device
 from autofit.commands.scripts.named import Named, named
 from autofit.output.document import Document, read_document
 from autofit.output.emit import YAML
@@ -23,6 +23,8 @@ from autofit.system.processes import end_group
 from autofit.training.launch_environment import check_environment
 
 INTERRUPTED_SECONDS = 30.0
+_PORT = 29500
+"""On which Accelerate has machines meet where it is told none."""
 
 
 def run(
@@ -30,6 +32,9 @@ def run(
     script: str | Path,
     arguments: Sequence[str] = (),
     *,
+    machine_rank: int | None = None,
+    main_process_ip: str | None = None,
+    main_process_port: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Launch a training script by ``accelerate launch``, with the plan put in and nothing measured.
@@ -38,6 +43,9 @@ def run(
         folder: Output folder of ``autofit tune``.
         script: The training script, none of whose lines is changed; or a factory, ``package.module:function``.
         arguments: What stands behind it on its command line.
+        machine_rank: Where the answer is for several machines, each of which runs this: the number of this one, from 0.
+        main_process_ip: The address of the first of them.
+        main_process_port: A port that is free there; by default Accelerate's, 29500.
         say: Called with a line of text where this is not the training that was tuned.
 
     Returns:
@@ -52,8 +60,7 @@ def run(
     document = read_document(folder)
     if not (folder / YAML).is_file():
         raise InputError(f"{folder} holds no {YAML}", hint="give the whole folder that `autofit tune` wrote")
-    by_hand = "`autofit report` tells the line to run on each, for a script that reads the answer by autofit.load"
-    check_one_machine(document, folder, "run launches", by_hand)
+    place = _place(document, folder, machine_rank, main_process_ip, main_process_port)
     train = named(str(script), arguments)
     if document.promise.launch_path != "trainer" and document.workload.script is None:
         raise InputError(
@@ -66,7 +73,7 @@ def run(
     command = (
         sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
         "--quiet",  # what the script says of its end is all there is to tell
-        "--config_file", str(folder / YAML), *_threads(document),
+        "--config_file", str(folder / YAML), *place, *_threads(document),
         str(launched), str(folder), str(train.path), *train.arguments,
     )  # fmt: skip
     environment = helper_environment({**os.environ, **on_its_device(document, say)})
@@ -85,10 +92,33 @@ def run(
     return status if status >= 0 else 128 - status
 
 
+def _place(document: Document, folder: Path, rank: int | None, ip: str | None, port: int | None) -> list[str]:
+    """Options of ``accelerate launch`` that say which of the answer's machines this is; none for one machine.
+
+    Raises:
+        InputError: They are missing, or make no sense.
+    """
+    nodes = document.workload.nodes
+    told = {"--machine_rank": rank, "--main_process_ip": ip, "--main_process_port": port}
+    if nodes == 1:
+        if given := [name.replace("_", "-") for name, value in told.items() if value is not None]:
+            raise InputError(f"{', '.join(given)}: {folder} is for one machine", hint="leave them out")
+        return []
+    if rank is None or not ip:
+        raise InputError(
+            f"{folder} is for {nodes} machines, and run launches on this one alone",
+            hint=f"run it on each, with --machine-rank 0 to {nodes - 1} and --main-process-ip of the first",
+        )
+    if not 0 <= rank < nodes:
+        raise InputError(f"--machine-rank {rank} is none of {nodes} machines", hint=f"give 0 to {nodes - 1}")
+    told["--main_process_port"] = _PORT if port is None else port
+    return [str(word) for pair in told.items() for word in pair]
+
+
 def _threads(document: Document) -> list[str]:
     """The threads that Accelerate gives each process on a CPU; where it is told, it doesn't warn that it was not."""
     cores = psutil.cpu_count(logical=False) or 1
-    threads = cores // document.workload.processes
+    threads = cores // (document.workload.processes // document.workload.nodes)
     if document.hardware.device != "cpu" or int(os.environ.get("OMP_NUM_THREADS", "0")) or threads < 2:
         return []
     return ["--num_cpu_threads_per_process", str(threads)]

@@ -29,7 +29,7 @@ from autofit.system.errors import AutofitError
 from autofit.system.fork_server import ForkServer
 from autofit.training.guard.equivalence import Guards, Look
 from autofit.training.runner import ProcessRunner, Rated, Runner, unrated
-from autofit.training.scripts.snapshots import Snapshots
+from autofit.training.scripts.snapshots import snapshots_of
 
 Note = Callable[[str], None]
 DeviceName = Literal["cuda", "cpu"]
@@ -152,9 +152,7 @@ class DeviceBackend:
         speeds: Mapping[Plan, PredictedSpeed],
     ) -> Runner:
         """Runs each trial in a process of its own."""
-        script, snapshots = facts.workload.script, None
-        if script is not None and script.trainer and facts.workload.processes == 1:
-            snapshots = Snapshots(folder, facts, server, note)
+        snapshots = snapshots_of(folder, facts, server, note)
         return ProcessRunner(
             folder, facts, config, server, predicted, known=known, note=note, rated=rated, speeds=speeds,
             snapshots=snapshots,

@@ -9,6 +9,7 @@ from pathlib import Path
 from autofit.cluster.host import read_files
 from autofit.cluster.nodes import Cluster
 from autofit.cluster.remote import ClusterRunner, ClusterServer
+from autofit.cluster.shared import Shared
 from autofit.cluster.slots import Slots
 from autofit.commands.tunes.backend import DeviceBackend, DeviceName, Note
 from autofit.contract.facts import Facts
@@ -26,11 +27,12 @@ class ClusterBackend(DeviceBackend):
         address: ``local``, ``auto``, ``HOST:PORT`` or ``ray://HOST[:PORT]``.
         processes: Of a trial.
         machines: Over which each trial is spread.
+        shared: Of a script that is tuned.
     """
 
-    def __init__(self, address: str, processes: int = 1, machines: int = 1) -> None:
+    def __init__(self, address: str, processes: int = 1, machines: int = 1, shared: Shared | None = None) -> None:
         self._processes, self._machines = processes, machines
-        self._cluster = Cluster(address)
+        self._cluster = Cluster(address, shared)
         self._slots: Slots | None = None
         self._note: Note = lambda _: None
 

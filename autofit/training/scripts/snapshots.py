@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from autofit.contract.plan import Plan
 
 
+def snapshots_of(folder: Path, facts: Facts, server: ForkServer, note: Callable[[str], None]) -> Snapshots | None:
+    """The snapshots of what is tuned; ``None`` where trials can't be forked from one. The arguments are theirs."""
+    script = facts.workload.script
+    forks = script is not None and script.trainer and facts.workload.processes == 1
+    return Snapshots(folder, facts, server, note) if forks else None
+
+
 class Snapshots:
     """Makes snapshots of a script, keeps them, and tells whether trials are forked from them.
 
