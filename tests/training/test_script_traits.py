@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
 from autofit.machine.model import describe_module
-from autofit.training.scripts.traits import loss_takes_rows_together, traits
+from autofit.training.scripts.leave import Refused
+from autofit.training.scripts.traits import loss_takes_rows_together, own_split, traits
 
 
 class Around(torch.nn.Module):
@@ -70,3 +72,59 @@ def test_a_loss_of_sentence_transformers_that_is_no_mean_over_rows_is_told(loss,
 
 def test_the_loss_of_another_trainer_is_not_looked_at():
     assert loss_takes_rows_together(SimpleNamespace(loss=RANKING)) is None
+
+
+class Own(Trainer):
+    rows = None
+
+    def get_train_dataloader(self):
+        return DataLoader(self.train_dataset, batch_size=self.rows or self.args.train_batch_size)
+
+
+class Own8(Own):
+    rows = 8
+
+
+class Own16(Own):
+    rows = 16
+
+
+class Grows(TrainerCallback):
+    def on_epoch_begin(self, args, state, control, **_):
+        args.gradient_accumulation_steps *= 2
+
+
+class Reads(TrainerCallback):
+    def on_epoch_begin(self, args, state, control, **_):
+        assert args.gradient_accumulation_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "callback", "why"),
+    [
+        (Trainer, Reads(), None),
+        (Trainer, Grows(), "its Grows sets gradient_accumulation_steps while it trains"),
+        (Own, Reads(), None),
+        (Own8, Reads(), "the loader of its Own8 makes micro-batches of 8 rows, whatever its arguments say"),
+    ],
+)
+def test_a_trainer_that_says_itself_how_many_rows_it_takes_keeps_its_split(kind, callback, why, tmp_path):
+    trainer = made(kind, callback, tmp_path)
+    assert own_split(trainer, trainer.get_train_dataloader(), untold=False) == why
+    told = own_split(trainer, trainer.get_train_dataloader(), untold=True)
+    assert told == (
+        why or "whether its loss is divided by the accumulation can't be told, so another split may be another training"
+    )
+
+
+def test_a_loader_whose_rows_are_not_those_of_the_arguments_is_refused(tmp_path):
+    trainer = made(Own16, Reads(), tmp_path)
+    with pytest.raises(Refused) as caught:
+        own_split(trainer, trainer.get_train_dataloader(), untold=False)
+    assert caught.value.message.endswith("Own16 makes micro-batches of 16 rows, and its arguments say 8")
+
+
+def made(kind, callback, folder):
+    args = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", per_device_train_batch_size=8)
+    rows = [{"x": torch.ones(1)}] * 32
+    return kind(model=torch.nn.Linear(1, 1), args=args, train_dataset=rows, callbacks=[callback])

@@ -22,7 +22,14 @@ from autofit.training.scripts.patches import Made, Patches, loads_of
 from autofit.training.scripts.plain_loop.described import describe_loops
 from autofit.training.scripts.plain_loop.entry import measure_loop, train_loop_with
 from autofit.training.scripts.rows import sample_of, take_in_order, why_ungrouped
-from autofit.training.scripts.traits import inner_of, longest_batch, loss_takes_rows_together, shapes, traits
+from autofit.training.scripts.traits import (
+    inner_of,
+    longest_batch,
+    loss_takes_rows_together,
+    own_split,
+    shapes,
+    traits,
+)
 from autofit.training.scripts.watched import evaluate_longest, watch, wrap
 from autofit.training.tasks.loss_scale import script_leaves_undivided
 
@@ -31,8 +38,6 @@ if TYPE_CHECKING:
     from autofit.contract.script import Script
     from autofit.training.timing import Clock
 
-_OUTPUT = "output"
-_UNTOLD = "whether its loss is divided by the accumulation can't be told, so another split may be another training"
 _QUIET = {
     "eval_strategy": "no",
     "save_strategy": "no",
@@ -60,7 +65,7 @@ def keep_quiet() -> None:
 def construct(folder: Path) -> dict[str, Any]:
     """Fields that keep a script's side effects out: it writes into the folder, and tells nobody."""
     return {
-        "output_dir": str(folder / _OUTPUT),
+        "output_dir": str(folder / "output"),
         "report_to": "none",
         "push_to_hub": False,
         "disable_tqdm": True,
@@ -147,7 +152,7 @@ def _described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]
         "batch": shapes(batch),
         "undivided": bool(undivided),
         "depends_on_rows": found["script"]["depends_on_rows"] or loss_takes_rows_together(trainer),
-        "own_split": _UNTOLD if undivided is None else None,
+        "own_split": own_split(trainer, loader, untold=undivided is None),
     }
     return found
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from autofit.contract.technique import replacing
 from autofit.machine.model import depends_on_rows
 from autofit.registry import techniques
 from autofit.training.scripts.leave import Refused
@@ -106,6 +110,49 @@ def _is_row_by_row(loss: Any) -> bool:
         and (given is None or given in inside)
         and all(one.reduction in {"mean", "batchmean"} and getattr(one, "weight", None) is None for one in inside)
     )
+
+
+_SETS_ROWS = re.compile(r"\.(gradient_accumulation_steps|per_device_train_batch_size)\s*[*/+-]*=(?!=)")
+_UNTOLD = "whether its loss is divided by the accumulation can't be told, so another split may be another training"
+
+
+def own_split(trainer: Any, loader: Any, *, untold: bool) -> str | None:
+    """Why a Trainer's micro-batches or their number are the script's own, in words; ``None`` where a plan says them.
+
+    Args:
+        trainer: About to train.
+        loader: Its loader.
+        untold: Whether it is not known if its loss is divided by the accumulation.
+
+    Raises:
+        Refused: Its micro-batches are not those of its arguments.
+    """
+    from transformers import Trainer
+
+    for one in trainer.callback_handler.callbacks:
+        with contextlib.suppress(OSError, TypeError):  # a class without a text
+            if found := _SETS_ROWS.search(inspect.getsource(type(one))):
+                return f"its {type(one).__name__} sets {found[1]} while it trains"
+    kind, rows = type(trainer), _rows(loader)
+    if kind.get_train_dataloader is Trainer.get_train_dataloader or rows is None:
+        return _UNTOLD if untold else None
+    arguments = trainer.args
+    more = arguments.per_device_train_batch_size + 1
+    with replacing([(arguments, "per_device_train_batch_size", more), (trainer, "_train_batch_size", more)]):
+        if _rows(trainer.get_train_dataloader()) != rows:
+            return _UNTOLD if untold else None
+    if rows != arguments.train_batch_size:
+        raise Refused(
+            f"the loader of the script's {kind.__name__} makes micro-batches of {rows} rows, and its arguments say "
+            f"{arguments.train_batch_size}",
+            "have get_train_dataloader take self.args.train_batch_size, or give both the same number",
+        )
+    return f"the loader of its {kind.__name__} makes micro-batches of {rows} rows, whatever its arguments say"
+
+
+def _rows(loader: Any) -> int | None:
+    """Rows that a loader says it puts into a micro-batch."""
+    return getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
 
 
 def longest_batch(loader: Any, rows: Sample, micro_batch: int) -> Any:

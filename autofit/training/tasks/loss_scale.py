@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from autofit.contract.technique import replacing
 from autofit.system.other_kernels import without_launches
 from autofit.training.tasks.rows import make_batch
 
@@ -23,6 +24,8 @@ _FEW_LAYERS = 2
 """Of the longest list of layers, each of which hands on what the last one does."""
 _ASKED = {"__bool__": False, "__int__": 1, "__float__": 1.0, "__index__": 1, "item": 1}
 """The value that a tensor without values is said to have, by how it is asked."""
+_SCALES = {"mul", "rmul", "imul", "multiply", "div", "truediv", "itruediv", "true_divide", "divide", "backward"}
+"""What makes no sum of what it is given."""
 
 
 def leaves_undivided(model: Any, kind: Kind, spec: Spec) -> bool:
@@ -47,7 +50,7 @@ def leaves_undivided(model: Any, kind: Kind, spec: Spec) -> bool:
     for fake, layers in ((False, _FEW_LAYERS), (False, None), (True, None)):
         # a model may ask for values, which there are none of
         with contextlib.suppress(Exception), _cut(model, layers):
-            return not _looks_at_items(lambda items, of: model(**of(batch), **{_ITEMS: items}), model, fake=fake)
+            return not _divides(lambda items, of: model(**of(batch), **{_ITEMS: items}), model, fake=fake)
     return not _hands_items_on(model)
 
 
@@ -74,28 +77,67 @@ def script_leaves_undivided(trainer: Any, batch: Any) -> bool | None:
         batch: A micro-batch, as its loader makes it.
 
     Returns:
-        ``None`` where neither a run without values nor the text of its model tells.
+        ``None`` where neither a run without values nor the text of its model tells, or where a part of it is divided.
     """
     from transformers import Trainer
 
+    kind = type(trainer)
     counted = _counts_items(trainer, batch)
-    if _divides_itself(trainer, counted=counted):
+    itself = _divides_itself(trainer, counted=counted)
+    if not _steps_as_a_trainer(kind) or not (itself or counted):
+        return (
+            None  # what it takes its gradients of, or its function for the loss, divides by what it knows, or does not
+        )
+    if itself and (trainer.loss_is_scaled_for_ga or _of_a_library(kind.compute_loss) or not isinstance(batch, Mapping)):
         return False
-    if not counted:
-        return None  # its function for the loss divides by what it knows, or does not
     inner = trainer.accelerator.unwrap_model(trainer.model)
     if type(inner).__name__.endswith("ForCTC") and inner.config.ctc_loss_reduction == "sum":
         return False  # gradients that add up are right
     rows = {name: one for name, one in batch.items() if name != "attention_mask"}  # it is asked whether it hides any
+    steps = _Steps(2)  # a script may divide where there are several
+    trainer.current_gradient_accumulation_steps = steps
+    divided: bool | None = None
     try:
-        return not _looks_at_items(
-            lambda items, of: trainer.compute_loss(trainer.model, of(rows), num_items_in_batch=items), trainer.model
-        )
+        with replacing([(trainer.args, "gradient_accumulation_steps", steps)]):
+            divided = _divides(
+                lambda items, of: trainer.compute_loss(trainer.model, of(rows), num_items_in_batch=items),
+                trainer.model,
+                steps=steps,
+            )
     except Exception:  # noqa: BLE001 - a script's own code, or a model that asks for values
-        if type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None:
-            return None
-        told = _hands_items_on(inner)
-        return None if told is None else not told
+        if kind.compute_loss is Trainer.compute_loss and trainer.compute_loss_func is None:
+            divided = _hands_items_on(inner)
+    finally:
+        del trainer.current_gradient_accumulation_steps
+    if itself:
+        return None if steps.used else False  # it would divide once more
+    return None if divided is None else not divided
+
+
+class _Steps(int):
+    """The micro-steps of an accumulation, where it is to be seen whether a loss is divided by them.
+
+    Attributes:
+        used: Whether a tensor was.
+    """
+
+    used = False
+
+
+def _steps_as_a_trainer(kind: Any) -> bool:
+    """Whether a class of Trainer takes its gradients as transformers' own does, by the texts of its classes."""
+    for one in kind.__mro__:
+        step = vars(one).get("training_step")
+        if step is None or _of_a_library(step):
+            continue
+        text = inspect.getsource(step)
+        if ".training_step(" not in text or "backward(" in text:
+            return False
+    return True
+
+
+def _of_a_library(function: Any) -> bool:
+    return function.__module__.partition(".")[0] in {"transformers", "trl", "sentence_transformers"}
 
 
 def _divides_itself(trainer: Any, *, counted: bool) -> bool:
@@ -116,15 +158,23 @@ def _counts_items(trainer: Any, batch: Any) -> bool:
     )
 
 
-def _looks_at_items(
-    forward: Callable[[Any, Callable[[Any], dict[str, Any]]], Any], model: Any, *, fake: bool = True
-) -> bool:
+def _divides(
+    forward: Callable[[Any, Callable[[Any], dict[str, Any]]], Any],
+    model: Any,
+    *,
+    fake: bool = True,
+    steps: _Steps | None = None,
+) -> bool | None:
     """Whether the number of items goes into any computation of a forward pass, which is run without values.
 
     Args:
         forward: Given the number, and what makes a batch of tensors without values out of another.
         model: What runs it.
         fake: Whether its tensors are to be fake ones; else they have no values by themselves.
+        steps: Micro-steps of the accumulation, by which a loss may be divided, too.
+
+    Returns:
+        ``None`` where something that it did not go into is added to what it did: a part of the loss is divided.
     """
     import torch
     from torch._subclasses import FakeTensor, FakeTensorMode
@@ -138,16 +188,36 @@ def _looks_at_items(
         return tensor.to(device) if mode is None else mode.from_tensor(tensor.to(device))
 
     items = without_values(torch.ones(()))
-    seen: list[str] = []
+    numbers: dict[int, Any] = {id(items): items}
+    """What is computed of the number alone."""
+    divided: dict[int, Any] = {}
+    """What it goes into; kept, so that no other comes to have its ``id``."""
+    used, in_part = False, False
 
     class Uses(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal used, in_part
             name = getattr(func, "__name__", "")
-            if any(one is items for one in tree_leaves((args, kwargs))) and name not in {"__get__", "to"}:
-                seen.append(name)
+            given = tree_leaves((args, kwargs))
+            counts = any(one is steps or id(one) in numbers for one in given if one is not None)
             if name in _ASKED and (args[0].is_meta or isinstance(args[0], FakeTensor)):
-                return _ASKED[name]
-            return func(*args, **(kwargs or {}))
+                found = _ASKED[name]
+            else:
+                found = func(*args, **(kwargs or {}))
+            if name == "__get__" or not (counts or any(id(one) in divided for one in given)):
+                return found
+            used |= counts and name != "to"
+            if steps is not None and any(one is steps for one in given):
+                steps.used = True
+            others = [one for one in given if isinstance(one, torch.Tensor) and id(one) not in numbers]
+            made = {id(one): one for one in tree_leaves(found) if isinstance(one, torch.Tensor)}
+            if not others:
+                numbers.update(made)
+                return found
+            beside = [one for one in others if id(one) not in divided and one.requires_grad]
+            in_part |= not counts and bool(beside) and name.strip("_") not in _SCALES
+            divided.update(made)
+            return found
 
     def of(batch: Mapping[str, Any]) -> dict[str, Any]:
         return {name: without_values(one) if isinstance(one, torch.Tensor) else one for name, one in batch.items()}
@@ -156,9 +226,9 @@ def _looks_at_items(
         with mode or contextlib.nullcontext(), Uses(), without_launches():
             forward(items, of)
     except Exception:
-        if not seen:  # what it does with its loss later is nothing to this
+        if not used:  # what it does with its loss later is nothing to this
             raise
-    return bool(seen)
+    return None if in_part else used
 
 
 def _hands_items_on(model: Any) -> bool | None:

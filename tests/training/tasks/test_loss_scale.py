@@ -162,3 +162,68 @@ def test_a_trainer_that_is_told_what_its_loss_is_scales_it_by_that(tmp_path):
 
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     assert script_leaves_undivided(Told(model=OwnMean(TINY), args=args), BATCH) is False
+
+
+def mean(_trainer, model, inputs, **_):
+    return torch.nn.functional.cross_entropy(
+        model(inputs["input_ids"]).logits.flatten(0, 1), inputs["labels"].flatten()
+    )
+
+
+def weighed(_trainer, model, inputs, num_items_in_batch=None, **_):
+    return model(**inputs, num_items_in_batch=num_items_in_batch).loss / num_items_in_batch
+
+
+def distilled(_trainer, model, inputs, num_items_in_batch=None, **_):
+    found = model(**inputs, num_items_in_batch=num_items_in_batch)
+    return 0.5 * found.loss + 0.5 * found.logits.square().mean()
+
+
+def both_divided(trainer, model, inputs, num_items_in_batch=None, **_):
+    found = model(**inputs, num_items_in_batch=num_items_in_batch)
+    return torch.zeros(()) + found.loss + found.logits.square().mean() / trainer.current_gradient_accumulation_steps
+
+
+def by_itself(trainer, model, inputs, **_):
+    steps = trainer.args.gradient_accumulation_steps
+    return mean(trainer, model, inputs) / steps if steps > 1 else mean(trainer, model, inputs)
+
+
+def own_step(trainer, model, inputs, *_):
+    trainer.accelerator.backward(trainer.compute_loss(model, inputs))
+
+
+def timed_step(trainer, model, inputs, *args):
+    return Trainer.training_step(trainer, model, inputs, *args)
+
+
+@pytest.mark.parametrize(
+    ("members", "divides", "undivided"),
+    [
+        ({"compute_loss": mean}, False, True),
+        ({"compute_loss": weighed}, False, False),
+        ({"compute_loss": distilled}, False, None),
+        ({"compute_loss": both_divided}, False, False),
+        ({"compute_loss": by_itself}, False, False),
+        ({"compute_loss": mean}, True, False),
+        ({"compute_loss": by_itself}, True, None),
+        ({"training_step": timed_step}, False, False),
+        ({"training_step": own_step}, False, None),
+    ],
+)
+def test_a_loss_that_a_trainer_of_the_scripts_own_takes_is_known_to_be_divided_or_that_is_said(
+    members, divides, undivided, tmp_path
+):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    trainer = type("Own", (Trainer,), members)(model=LlamaForCausalLM(TINY), args=args)
+    if divides:
+        trainer.model_accepts_loss_kwargs = False
+    assert script_leaves_undivided(trainer, BATCH) is undivided
+    assert trainer.args.gradient_accumulation_steps == 1
+
+
+def test_a_loss_to_which_an_adapter_adds_something_is_divided_in_part(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    adapter = peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9, task_type="CAUSAL_LM")
+    trainer = Trainer(model=peft.get_peft_model(LlamaForCausalLM(TINY), adapter), args=args)
+    assert script_leaves_undivided(trainer, BATCH) is None
