@@ -236,18 +236,21 @@ for (rows,) in loader:
         ({"last": "schedule.step()"}, "learning rate"),
         ({"last": "optimizer.param_groups[0]['lr'] /= 2"}, "learning rate"),
         ({"then": "accelerator.gather(rows)", "last": "schedule.step()"}, "learning rate"),
+        ({"last": "averages.step()"}, "counts each batch for LocalSGD"),
+        ({"last": "if accelerator.sync_gradients: averages.step()"}, None),
         ({"last": "if accelerator.sync_gradients: schedule.step()"}, None),
         ({"last": "accelerator.prepare(schedule).step()"}, None),
         ({"last": "optimizer.zero_grad()"}, None),
     ],
     ids=[
-        "model", "inner", "before", "by hand", "clips", "reads", "schedule", "rate", "gathers", "synchronized",
-        "prepared", "prepared optimizer",
+        "model", "inner", "before", "by hand", "clips", "reads", "schedule", "rate", "gathers",
+        "averages", "averages synchronized", "synchronized", "prepared", "prepared optimizer",
     ],
 )  # fmt: skip
 def test_a_loop_that_does_with_each_batch_what_belongs_to_a_step_keeps_its_split(described, parts, why):
     """Of an accumulation of 1 that is no matter; of the plan's it would be done to a part of a step's gradients."""
     before = "schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 9)\nmodel.zero_grad()\n"
+    before += "from accelerate.local_sgd import LocalSGD\naverages = LocalSGD(accelerator, model, 8)\n"
     loop = STEPS.format(**{"first": "pass", "then": "pass", "last": "pass", **parts})
     split = described(PREPARED.replace("_steps=2", "_steps=1") + before + loop)["script"]
     assert split["accumulation"] == 1

@@ -29,6 +29,7 @@ _CLEARS = "it clears its gradients otherwise than by its prepared optimizer, whi
 _CHANGES = "it changes its gradients with each batch, as by clipping them, and not with each optimizer step"
 _CARRIES = "its gradients accumulate over an epoch's end (sync_with_dataloader=False)"
 _RATE = "it changes its learning rate with each batch, and not with each optimizer step"
+_AVERAGES = "it counts each batch for LocalSGD, which averages the weights of its processes after so many"
 _GRADIENTS = "it works with the gradients of each batch, or fails where there are none"
 
 _MARK = 1e4
@@ -64,6 +65,7 @@ def describe_loops(path: str, patches: Patches, seconds: Callable[[], float]) ->
     )
     loop.install()
     _note_schedules(seen.scheduling)
+    _note_averages(seen.averaging)
     _note_iterators(seen.iterators)
     _refuse_loops_of_its_own(path, lambda: bool(patches.made or loop.steps), lambda: bool(seen.precision))
     return seen.failed
@@ -98,6 +100,8 @@ class _Described:
     """Whether gradients were cleared between that and the first backward pass."""
     scheduled: bool = False
     """Whether a schedule has stepped since then."""
+    averages: bool = False
+    """Whether LocalSGD has counted a step."""
     exhausted: bool = False
     """Whether its loader has no more of them."""
     untrained: int = 0
@@ -156,6 +160,8 @@ class _Described:
                 self._hold(_CHANGES)
             if self.scheduled or self.rates != self._rates():
                 self._hold(_RATE)
+            if self.averages:
+                self._hold(_AVERAGES)
         raise Enough(self.found)
 
     def failed(self) -> dict[str, Any] | None:
@@ -203,6 +209,10 @@ class _Described:
     def clearing(self) -> None:
         """A prepared optimizer clears its gradients, or would where they do not accumulate."""
         self.clears = self.clears or self.untrained > 0
+
+    def averaging(self) -> None:
+        """LocalSGD counts a step."""
+        self.averages = True
 
     def scheduling(self) -> None:
         """A schedule steps."""
@@ -315,6 +325,21 @@ def _note_schedules(told: Callable[[], None]) -> None:
     from torch.optim.lr_scheduler import LRScheduler
 
     owner: Any = LRScheduler
+    step = owner.step
+
+    @functools.wraps(step)
+    def stepped(*args: Any, **kwargs: Any) -> None:
+        told()
+        step(*args, **kwargs)
+
+    owner.step = stepped
+
+
+def _note_averages(told: Callable[[], None]) -> None:
+    """Have it told where LocalSGD counts a step."""
+    from accelerate.local_sgd import LocalSGD
+
+    owner: Any = LocalSGD
     step = owner.step
 
     @functools.wraps(step)
