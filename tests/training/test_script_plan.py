@@ -19,7 +19,8 @@ from autofit.machine.meters import status
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError
 from autofit.system.units import MIB
-from autofit.training.scripts.entry import asks_otherwise, train_with
+from autofit.training.scripts.described import asks_otherwise
+from autofit.training.scripts.entry import train_with
 from autofit.training.scripts.patches import Made, Patches, _given
 from autofit.training.scripts.watched import keep_scale
 from tests.support.synthetic import cpu_facts

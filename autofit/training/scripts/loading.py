@@ -7,7 +7,7 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -46,6 +46,12 @@ def rows_an_epoch(loader: Any, rows: int) -> int | None:
         return None
     own_batches = loader.batch_size is None and getattr(loader.batch_sampler, "batch_size", None) is None
     return there if own_batches or there <= given < there + rows else given
+
+
+def length_of(loader: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """How long a Trainer trains by its arguments, as fields of :class:`autofit.contract.script.Script`."""
+    steps, each = max(0, arguments["max_steps"]), rows_an_epoch(loader, int(arguments["per_device_train_batch_size"]))
+    return {"steps": steps, "epochs_rows": None if each is None else each * float(arguments["num_train_epochs"])}
 
 
 def loading_of(loader: Any, rows: int, *, own_batches: bool = False) -> dict[str, Any]:

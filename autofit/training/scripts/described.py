@@ -1,0 +1,110 @@
+"""What a Trainer of a user's script is about to train, and what it asks for otherwise than when it was tuned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autofit.training.scripts.loading import length_of, loading_of, splitting
+from autofit.training.scripts.patches import Made, Patches
+from autofit.training.scripts.rows import sample_of, why_ungrouped
+from autofit.training.scripts.traits import (
+    inner_of,
+    longest_batch,
+    loss_takes_rows_together,
+    own_split,
+    shapes,
+    traits,
+)
+from autofit.training.tasks.loss_scale import script_leaves_undivided
+
+if TYPE_CHECKING:
+    from autofit.contract.facts import Facts
+
+
+def described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]:
+    """What a Trainer is about to train."""
+    made = patches.made[id(trainer)]
+    loader: Any = trainer.get_train_dataloader()
+    rows = sample_of(loader.dataset, loader.collate_fn)
+    batch = longest_batch(loader, rows, trainer.args.per_device_train_batch_size)
+    found = traits(patches, trainer.model, rows, seconds)
+    loading = loading_of(loader, int(made.arguments["per_device_train_batch_size"]))
+    rate = dict(loading["rows_per_second"]).get(0)
+    undivided = script_leaves_undivided(trainer, batch)
+    found["script"] |= {
+        "trainer": type(trainer).__name__,
+        "micro_batch": int(made.arguments["per_device_train_batch_size"]),
+        "accumulation": int(made.arguments["gradient_accumulation_steps"]),
+        **length_of(loader, made.arguments),
+        "own": _own(made.arguments) | handed_on(made.given) | splitting(trainer.args.accelerator_config),
+        "own_optimizer": _makes_its_optimizer(trainer, made.given),
+        "evaluated_rows": 0 if trainer.eval_dataset is None else int(made.arguments["per_device_eval_batch_size"]),
+        "loading": loading,
+        "ungrouped": why_ungrouped(trainer, loader.dataset, 1 / rate if rate else None),
+        "batch": shapes(batch),
+        "undivided": bool(undivided),
+        "depends_on_rows": found["script"]["depends_on_rows"] or loss_takes_rows_together(trainer),
+        "own_split": own_split(trainer, loader, untold=undivided is None),
+    }
+    return found
+
+
+BATCH = "rows a step on each device of"
+_DECIDED_ON = (
+    "optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile", "use_liger_kernel",
+    "per_device_eval_batch_size", "eval_strategy", "train_sampling_strategy", "dataloader_drop_last", "max_grad_norm",
+)  # fmt: skip
+
+
+def _own(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a script's arguments that techniques decide on, as JSON values."""
+    found: dict[str, Any] = json.loads(json.dumps({name: arguments.get(name) for name in _DECIDED_ON}, default=str))
+    return found
+
+
+def handed_on(given: Mapping[str, Any]) -> dict[str, str]:
+    """What else a Trainer is given that says how it trains, in words by the names of its parameters."""
+    from torch.utils.data import IterableDataset
+
+    loss, optimizers = given.get("compute_loss_func"), given.get("optimizers") or ()
+    by_order = isinstance(given.get("train_dataset"), IterableDataset)
+    return {
+        "compute_loss_func": "none" if loss is None else getattr(loss, "__qualname__", type(loss).__qualname__),
+        "train_dataset": "read in order" if by_order else "read by number",
+        "optimizers": "given" if any(one is not None for one in optimizers) else "none",
+    }
+
+
+def asks_otherwise(made: Made, kind: type, model: Any, facts: Facts, tuned: Mapping[str, Any]) -> dict[str, str]:
+    """What a Trainer asks for that was not asked for when the script was tuned, in words, by its name.
+
+    Args:
+        made: What the script makes it with.
+        kind: Its class.
+        model: What it trains, where that is made.
+        facts: What was tuned.
+        tuned: Fields of its ``TrainingArguments`` that the plan sets: what it leaves alone is no matter.
+    """
+    script, own, given = facts.workload.script, _own(made.arguments), handed_on(made.given)
+    assert script is not None
+    rows = made.arguments["per_device_train_batch_size"] * made.arguments["gradient_accumulation_steps"]
+    asked: dict[str, tuple[Any, Any]] = {
+        "Trainer": (kind.__name__, script.trainer),
+        BATCH: (rows, script.micro_batch * script.accumulation),
+        **{name: (own[name], script.own[name]) for name in _DECIDED_ON if name in tuned and name in script.own},
+        **{name: (now, script.own[name]) for name, now in given.items() if name in script.own},
+    }
+    if hasattr(model, "parameters"):  # not made yet, or told by its name
+        asked["model"] = (type(inner_of(model)).__name__, facts.model.architecture)
+    return {name: f"{name} {now}, not {then}" for name, (now, then) in asked.items() if now != then}
+
+
+def _makes_its_optimizer(trainer: Any, given: Mapping[str, Any]) -> bool:
+    """Whether the optimizer is no matter of the arguments."""
+    from transformers import Trainer
+
+    handed = handed_on(given)["optimizers"] == "given"
+    inherited = type(trainer).create_optimizer is Trainer.create_optimizer
+    return handed or given.get("optimizer_cls_and_kwargs") is not None or not inherited
