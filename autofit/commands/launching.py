@@ -103,8 +103,8 @@ def launch_here(
         result = Path(scratch) / "outcome.json"
         command = (
             sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
-            "--config_file", str(folder / YAML),
-            str(_SCRIPT), str(folder), str(result), str(steps),
+            "--config_file", str(folder.absolute() / YAML),  # what begins with - were an option
+            str(_SCRIPT), str(folder.absolute()), str(result), str(steps),
         )  # fmt: skip
         environment = helper_environment({**os.environ, **shown})
         log = Path(scratch) / "log"
@@ -145,7 +145,7 @@ def launch_there(held: Launchers, folder: Path, steps: int, document: Document) 
                 if not (Path(scratch) / name).exists():
                     (Path(scratch) / name).write_bytes(content)
         outcome = _outcome(Path(scratch), document, found[first].status, found[first].log_tail, limit_seconds)
-    return ("accelerate", "launch", "--config_file", str(folder / YAML), str(_SCRIPT)), outcome
+    return ("accelerate", "launch", "--config_file", str(folder.absolute() / YAML), str(_SCRIPT)), outcome
 
 
 def _limit_seconds(steps: int, document: Document) -> float:

@@ -17,7 +17,7 @@ from autofit.contract.facts import Facts
 from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
 from autofit.machine.select import choose_device, hardware_lock
-from autofit.output.document import MODEL_FOLDER, Document, read_document
+from autofit.output.document import MODEL_FOLDER, Document, check_config, read_document
 from autofit.output.plan_words import outcome_words
 from autofit.system import strict_json
 from autofit.system.errors import InputError, MachineError
@@ -91,6 +91,7 @@ def profile(
         raise InputError(
             f"{folder} holds no {MODEL_FOLDER}/config.json", hint="give the whole folder that `autofit tune` wrote"
         )
+    check_config(document, folder)
     check_one_machine(document, folder, "profile runs", "tune for one machine to see where the time of a step goes")
     choose_device(document.hardware.device)
     target = folder / FOLDER if output is None else Path(output)

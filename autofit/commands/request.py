@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -21,11 +22,11 @@ from autofit.commands.model_source import local_config, read_config
 from autofit.commands.scripts.named import is_script, named
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.machine.packages import installed
-from autofit.output.document import MODEL_FOLDER, REQUEST
+from autofit.output.document import MODEL_FOLDER, REQUEST, config_sha256
 from autofit.search.samplers import check_sampler
 from autofit.system import strict_json, units
 from autofit.system.errors import InputError, near, of_option
-from autofit.system.files import write_atomically
+from autofit.system.files import write_atomically, writing
 from autofit.system.strict_json import dump_json
 from autofit.training.launch_environment import check_environment
 from autofit.training.runner import finished
@@ -86,6 +87,7 @@ class Started:
 
     request: Request
     facts: Facts
+    config_sha256: str | None = None
 
 
 STARTED: TypeAdapter[Started] = TypeAdapter(Started)
@@ -240,6 +242,7 @@ def started_before(folder: Path, now: Request, *, resume: bool, say: Callable[[s
                 hint=_OTHERWISE,
             )
     _check_same_script(started.facts, now, folder)
+    _check_kept_config(started, folder)
     if now.device not in {"auto", started.facts.hardware.device}:
         raise InputError(
             f"{folder} was begun on {started.facts.hardware.device}, this is {now.device}",
@@ -283,6 +286,16 @@ def _check_same_model(then: Request, now: Request, folder: Path) -> None:
         )
 
 
+def _check_kept_config(started: Started, folder: Path) -> None:
+    """Refuse to go on where the config that trials are built by was changed in the output folder itself."""
+    with contextlib.suppress(OSError):  # who reads it says so
+        if started.config_sha256 not in {None, config_sha256(folder)}:
+            raise InputError(
+                f"{folder / MODEL_FOLDER} has changed since {folder} was begun",
+                hint="measurements would not compare: put its files back as they were, or choose another --output",
+            )
+
+
 def _check_same_script(facts: Facts, now: Request, folder: Path) -> None:
     """Refuse to go on with a script that was changed since."""
     script = facts.workload.script
@@ -312,4 +325,6 @@ def _as_given(name: str, request: Request) -> str:
 
 def keep_request(folder: Path, request: Request, facts: Facts) -> None:
     """Write the question down, so that it can be gone on with. From here on the folder holds a tune."""
-    write_atomically(folder / REQUEST, dump_json(STARTED, Started(request=request, facts=facts)))
+    with writing(folder):
+        started = Started(request=request, facts=facts, config_sha256=config_sha256(folder))
+    write_atomically(folder / REQUEST, dump_json(STARTED, started))

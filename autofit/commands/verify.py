@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from autofit.cluster.nodes import check_address
 from autofit.commands.launching import Launch, check_one_machine, launching
 from autofit.contract.outcome import Measured, Outcome, Promise
-from autofit.output.document import MODEL_FOLDER, Document, read_document
+from autofit.output.document import MODEL_FOLDER, Document, check_config, read_document
 from autofit.output.emit import ARGUMENTS, YAML
 from autofit.output.plan_words import outcome_words
 from autofit.system import units
@@ -190,6 +190,7 @@ def _launchable(folder: Path, on: str | None) -> Document:
     for name in (YAML, ARGUMENTS, f"{MODEL_FOLDER}/config.json"):
         if not (folder / name).is_file():
             raise InputError(f"{folder} holds no {name}", hint="give the whole folder that `autofit tune` wrote")
+    check_config(document, folder)
     if on is not None:
         check_address(on)
     else:

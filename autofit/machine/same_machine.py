@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -56,8 +57,8 @@ def _check_processes(facts: Facts, folder: Path) -> None:
     work, found = facts.workload, world_size()
     other = other_world(facts, folder)
     if other is not None:
-        launch = f"`accelerate launch --config_file {folder}/accelerate.yaml` starts as many as the answer is for"
-        raise InputError(f"this training {other}", hint=launch)
+        launch = f"`accelerate launch --config_file {shlex.quote(str(folder))}/accelerate.yaml`"
+        raise InputError(f"this training {other}", hint=f"{launch} starts as many as the answer is for")
     devices = _replicas(facts) if found == 1 else 1
     if devices > 1:
         raise InputError(

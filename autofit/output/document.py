@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,8 @@ from autofit.training.guard.equivalence import Guard
 FORMAT = 2
 DOCUMENT_FILE = "autofit.json"
 MODEL_FOLDER = "model"
+MOST_BYTES = 256 << 20
+"""That a document may have; forty trials take a quarter of a MiB."""
 REQUEST = "request.json"
 
 
@@ -112,6 +116,7 @@ class Document:
         seconds: Wall seconds of the whole tune; ``training_share`` of them went into training steps.
         training: How long a training of so many tokens takes, where that was asked.
         estimated: Where the plan and the promise were predicted and not measured; ``None`` for a tune.
+        config_sha256: Of the config that it holds for; ``None`` where an older version wrote it.
     """
 
     format: Literal[2] = 2
@@ -137,6 +142,7 @@ class Document:
     median_trial_seconds: float
     training: Training | None = None
     estimated: Estimated | None = None
+    config_sha256: str | None = None
 
     @property
     def facts(self) -> Facts:
@@ -155,7 +161,7 @@ def read_document(folder: str | Path) -> Document:
     """
     path = Path(folder) / DOCUMENT_FILE
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _text_of(path)
         raw = strict_json.loads(text)
     except FileNotFoundError:
         begun = path.with_name(REQUEST).exists()
@@ -186,6 +192,16 @@ def read_document(folder: str | Path) -> Document:
     found = _converted(found)
     _check_sound(found, path)
     return found
+
+
+def _text_of(path: Path) -> str:
+    """The text of a document; a pipe or a device, which may never end, is none."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is no file")
+    if found.st_size > MOST_BYTES:
+        raise ValueError(f"it has {found.st_size:,} bytes, and an answer has some thousand")
+    return path.read_text(encoding="utf-8")
 
 
 def _converted(document: Document) -> Document:
@@ -220,6 +236,40 @@ def _check_sound(document: Document, path: Path) -> None:
     measured = [trial.outcome for trial in document.trials if isinstance(trial.outcome, Measured)]
     if min((least, *(min(one.step_seconds, one.samples_per_second) for one in measured))) <= 0:
         raise InputError(f"{path} has a speed or a ceiling of nothing", hint="it was edited by hand?")
+
+
+def config_sha256(folder: Path) -> str:
+    """Of what the model in an output folder is built from: its config, and its own code where that is trusted.
+
+    Raises:
+        OSError: It can't be read.
+    """
+    found, model = hashlib.sha256(), folder / MODEL_FOLDER
+    for path in (model / "config.json", *sorted(model.glob("*.py"))):
+        found.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def check_config(document: Document, folder: Path) -> None:
+    """Refuse to build a model by a config that was changed since: the answer is for another one.
+
+    Raises:
+        InputError: It was, or it can't be read.
+    """
+    path = folder / MODEL_FOLDER / "config.json"
+    if document.config_sha256 is None or document.workload.script is not None:  # a script builds its own
+        return
+    try:
+        same = config_sha256(folder) == document.config_sha256
+    except OSError as error:
+        raise InputError(
+            f"{path} can't be read: {error}", hint="give the whole folder that `autofit tune` wrote"
+        ) from None
+    if not same:
+        raise InputError(
+            f"{path.parent} is not what was tuned: its files were changed since, and the answer is for another model",
+            hint="put them back as they were, or tune again",
+        )
 
 
 def document_schema() -> dict[str, Any]:

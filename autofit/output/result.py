@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from autofit import registry, space
 from autofit._version import __version__
 from autofit.contract.outcome import Measured, Promise, Trial
 from autofit.contract.plan import Plan
-from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, Document, Estimated, Offer, Training
+from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, Document, Estimated, Offer, Training, config_sha256
 from autofit.output.emit import ARGUMENTS, REPORT, YAML, emit
 from autofit.output.jobs import CheckJob
 from autofit.output.reports import report
@@ -118,6 +118,8 @@ def write_result(document: Document, folder: Path, server: ForkServer) -> Result
             if answer is None or answer["error"]:
                 raise EmissionError(f"the emitted files are refused: {answer['error'] if answer else 'no answer'}")
 
+    with writing(folder):
+        document = replace(document, config_sha256=config_sha256(folder))
     emit(document, folder, report.html(document, folder=str(folder)), check)
     return Result(folder=folder, document=document)
 

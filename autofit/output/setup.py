@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.machine.packages import installed
 from autofit.machine.same_machine import check_same_machine, other_world
-from autofit.output.document import MODEL_FOLDER, read_document
+from autofit.output.document import MODEL_FOLDER, check_config, read_document
 from autofit.registry import by_script, recipe_of, techniques
 from autofit.system.errors import ModelError
 from autofit.training.scripts.leave import refuse_two_plans
@@ -82,7 +83,8 @@ class Setup:
 
         Raises:
             ModelError: There are no weights to be loaded from there.
-            InputError: This training runs on another number of processes than the answer is for.
+            InputError: The config was changed since, or this training runs on another number of processes than the
+                answer is for.
             MachineError: It runs on another kind of device, or on another card.
         """
         self.check()
@@ -90,10 +92,12 @@ class Setup:
         if script is not None:
             raise ModelError(
                 f"the answer in {self.folder} was tuned with a script, which builds its own model",
-                hint=f"autofit run {self.folder} {Path(script.typed[0]).name} -- ARGS trains with it",
+                hint=f"autofit run {shlex.quote(str(self.folder))} {Path(script.typed[0]).name} -- ARGS trains with it",
             )
         if source is not None and Path(source).is_file():
             raise ModelError(f"{str(source)!r} is a file, not a folder with trained weights", hint=_WEIGHTS)
+        if source is None:
+            check_config(self.document, self.folder)
         try:
             return self.recipe.model(source, config=self.folder / MODEL_FOLDER)
         except OSError as error:

@@ -6,12 +6,23 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.text import Text
 
 
 def clean(text: str) -> str:
     """Text that can't steer a terminal or turn a line around: control and direction characters are replaced."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def as_word(path: str | Path) -> str:
+    """A path as a word of a command, unquoted: it is no option, whatever it begins with.
+
+    >>> as_word("out"), as_word("-x")
+    ('out', './-x')
+    """
+    return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def command_line(line: str) -> Text:

@@ -15,7 +15,7 @@ from autofit.contract.outcome import (
 )
 from autofit.output.document import Document, Offer
 from autofit.output.plan_words import SPLIT
-from autofit.output.text import count, number, percent, plural, with_spread
+from autofit.output.text import as_word, count, number, percent, plural, with_spread
 from autofit.registry import loaded_rows
 from autofit.system.statistics import median
 from autofit.system.units import duration
@@ -100,8 +100,7 @@ def script_lines(document: Document, folder: str | Path) -> list[str]:
 
 def launch_commands(document: Document, folder: str | Path) -> list[list[str]]:
     """The commands that train by the emitted files and that check the promise, word by word and unquoted."""
-    at = Path(folder)
-    shown = f"./{at}" if str(at).startswith("-") else str(at)  # it is no option
+    shown = as_word(Path(folder))
     script, several = document.workload.script, document.workload.nodes > 1
     there = ["--on", "auto"] if several else []
     if script is not None:

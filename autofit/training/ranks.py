@@ -119,12 +119,17 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def phase_of(folder: Path) -> str:
-    """What the rank does that has told something the longest ago; empty where nothing was told."""
-    told: list[tuple[int, str]] = []
+    """What the rank does that has told something the longest ago; empty where nothing was told.
+
+    Every rank that does so is named: those that wait cannot be told from the one at fault.
+    """
+    told: list[tuple[int, str, int]] = []
     for path in folder.glob(f"rank-*/{PROGRESS_FILE}"):
         with contextlib.suppress(OSError):
-            told.append((path.stat().st_mtime_ns, f"{path.read_text('utf-8').strip()} (rank {path.parent.name[5:]})"))
-    return min(told, default=(0, ""))[1]
+            told.append((path.stat().st_mtime_ns, path.read_text("utf-8").strip(), int(path.parent.name[5:])))
+    phase = min(told, default=(0, "", 0))[1]
+    ranks = sorted(rank for _, there, rank in told if there == phase)
+    return f"{phase} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if ranks else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

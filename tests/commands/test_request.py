@@ -10,8 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autofit
 from autofit.commands.facts import ceiling, lacking_kernels, read_facts, remarks, row_length
-from autofit.commands.request import Request
+from autofit.commands.request import Request, keep_request, started_before
 from autofit.contract.facts import Model
+from autofit.machine.packages import installed
+from autofit.output.document import MODEL_FOLDER
 from autofit.system.errors import InputError, ModelError
 from autofit.training.tasks.choose import describe_model
 from tests.support.synthetic import cpu_facts
@@ -208,6 +210,17 @@ def test_a_length_that_is_a_texts_is_not_told_as_a_clips():
     known = cpu_facts().model
     assert known.rows_of(64) == "rows of 64 tokens"
     assert dataclasses.replace(known, sample="clip").rows_of(64) == "clips with texts of 64 tokens"
+
+
+def test_a_tune_does_not_go_on_with_a_config_that_was_changed_in_its_folder(tmp_path):
+    write_config(tmp_path / MODEL_FOLDER)
+    facts = dataclasses.replace(cpu_facts(), packages=installed())
+    asked = Request(model="some/model")
+    keep_request(tmp_path, asked, facts)
+    assert started_before(tmp_path, asked, resume=True, say=print).facts == facts
+    (tmp_path / MODEL_FOLDER / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="model has changed since"):
+        started_before(tmp_path, asked, resume=True, say=print)
 
 
 @pytest.mark.parametrize("command", [autofit.tune, autofit.estimate])

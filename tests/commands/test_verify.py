@@ -2,13 +2,14 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import autofit
 from autofit.commands import launching, verify
 from autofit.contract.outcome import Crashed
-from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER
+from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, config_sha256
 from autofit.output.emit import ARGUMENTS, YAML
 from autofit.system.errors import InputError, MachineError
 from autofit.system.strict_json import dump_json
@@ -95,6 +96,29 @@ def test_launches_on_a_busy_machine_are_not_judged(folder, launches):
         autofit.verify(folder)
     assert len(made) == 4
     assert "tolerance=0.8" in caught.value.hint
+
+
+@pytest.mark.parametrize("call", [autofit.verify, autofit.profile])
+def test_a_config_that_was_changed_since_is_not_launched(folder, promised, launches, call):
+    made = launches()
+    (folder / DOCUMENT_FILE).write_text(dump_json(DOCUMENT, replace(promised, config_sha256=config_sha256(folder))))
+    (folder / MODEL_FOLDER / "config.json").write_text("{} ")
+    with pytest.raises(InputError, match="is not what was tuned"):
+        call(folder)
+    assert not made
+
+
+def test_a_folder_is_no_option_whatever_it_is_called(monkeypatch, promised):
+    started = []
+
+    def refuse(command, **_):
+        started.append(command)
+        raise OSError("not here")
+
+    monkeypatch.setattr(launching.subprocess, "Popen", refuse)
+    with pytest.raises(MachineError, match="can't be started: not here"):
+        launching.launch_here(Path("-x"), 3, promised, {})
+    assert not any(word.startswith("-x") for word in started[0])
 
 
 @pytest.mark.parametrize(

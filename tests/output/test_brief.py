@@ -144,3 +144,9 @@ def test_a_folder_with_spaces_can_be_pasted():
     said = words(screen(document(), folder="my out", width=120))
     for command in ("verify", "report"):
         assert f"autofit {command} 'my out'" in said
+
+
+def test_a_folder_that_begins_with_a_dash_is_no_option():
+    said = words(screen(document(), folder="-x", width=120))
+    for command in ("autofit verify", "autofit report", "accelerate launch --config_file"):
+        assert f"{command} ./-x" in said

@@ -1,6 +1,7 @@
 """The emitted files: whole or absent, taken by the libraries that read them, and the same when read back."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.machine.packages import installed
 from autofit.output import result
-from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, document_schema, read_document
+from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, check_config, document_schema, read_document
 from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML, check_files, emit
 from autofit.output.setup import Setup, load
 from autofit.search.decision import changed_values, decide
@@ -306,6 +307,34 @@ def test_a_document_that_was_edited_is_refused_where_it_was(tmp_path):
     (tmp_path / DOCUMENT_FILE).write_text(json.dumps(good))
     with pytest.raises(InputError, match=r"not valid at trials\.1\.outcome.*step_seconds"):
         read_document(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge"])
+def test_what_may_have_no_end_is_not_read(tmp_path, kind):
+    path = tmp_path / DOCUMENT_FILE
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    with pytest.raises(InputError, match=r"it is no file|has 1,099,511,627,776 bytes"):
+        read_document(tmp_path)
+
+
+def test_a_config_that_was_changed_since_is_not_what_was_tuned(tmp_path, monkeypatch):
+    folder = output_folder(tmp_path / "out")
+    monkeypatch.setattr(result, "emit", lambda document, folder, report, _: emit(document, folder, report, check_files))
+    found = result.write_result(a_document(a_plan(CPU), CPU), folder, server=None).document
+    assert found == read_document(folder)
+    check_config(found, folder)
+    (folder / MODEL_FOLDER / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(InputError, match="its files were changed since"):
+        autofit.load(folder, any_hardware=True).model()
+    check_config(replace(found, config_sha256=None), folder)  # an older version's
 
 
 def test_a_plan_of_another_version_is_refused(tmp_path):

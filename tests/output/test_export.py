@@ -47,6 +47,10 @@ def test_python_and_flags_come_back_as_the_emitted_arguments(name):
     assert getattr(args.optim, "value", args.optim) == wanted["optim"]
 
 
+def test_a_folder_that_begins_with_a_dash_is_no_option():
+    assert "--config_file ./-x/accelerate.yaml" in export(answer(next(iter(PLANS))), "cli", folder="-x").text
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_trl_takes_what_is_exported_for_it(name):
     trl = pytest.importorskip("trl")

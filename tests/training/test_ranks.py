@@ -98,6 +98,14 @@ def test_of_two_failures_the_first_one_counts(tmp_path):
     assert pids == {}
 
 
+def test_every_rank_in_the_oldest_phase_is_named(tmp_path):
+    for rank, phase in ((1, "load"), (0, "load"), (2, "step 3")):
+        rank_folder(tmp_path, rank).mkdir()
+        say(tmp_path, rank, phase)
+    assert phase_of(tmp_path) == "load (ranks 0, 1)", "rank 1 may spin and rank 0 wait for it"
+    assert phase_of(tmp_path / "none") == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on_cuda", [False, True])
 def test_a_rank_that_stands_still_is_found(tmp_path, monkeypatch, on_cuda):

@@ -73,8 +73,8 @@ def run(
     command = (
         sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
         "--quiet",  # what the script says of its end is all there is to tell
-        "--config_file", str(folder / YAML), *place, *_threads(document),
-        str(launched), str(folder), str(train.path), *train.arguments,
+        "--config_file", str(folder.absolute() / YAML), *place, *_threads(document),
+        str(launched), str(folder.absolute()), str(train.path), *train.arguments,
     )  # fmt: skip
     environment = helper_environment({**os.environ, **on_its_device(document, say)})
     try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.contract.emission import Emission
 from autofit.contract.facts import predicts_next_token
 from autofit.output.exports.flags import flags
+from autofit.output.text import as_word
 from autofit.output.wording import launch_commands, shell_lines
 from autofit.registry import recipe_of, techniques
 from autofit.system.errors import InputError, near
@@ -150,7 +151,7 @@ def _carried(document: Document, target: str, folder: str) -> _Carried:
                 found.extra[key] = {**found.extra[key], **value} if both else value
         said = list(emission.script) if told is None else []
         if needs_yaml(emission) and target != "cli":
-            said.append(f"launch by `accelerate launch --config_file {folder}/accelerate.yaml`")
+            said.append(f"launch by `accelerate launch --config_file {shlex.quote(as_word(folder))}/accelerate.yaml`")
         if name in unwritten and told is None:
             said.append("`autofit run` puts it into the script; no argument says it")
         if emission.script and told is None and target in {"axolotl", "llamafactory"}:
@@ -196,7 +197,7 @@ def _cli(carried: _Carried) -> Exported:
         loop = "the script of this answer trains in a plain loop, which reads no TrainingArguments"
         raise InputError(f"--to cli: {loop}", hint=f"`{run}` trains it with the plan; --to python tells the values")
     own = ("your_script.py",) if script is None or script.factory is not None else script.typed
-    words = ["accelerate", "launch", "--config_file", f"{carried.folder}/accelerate.yaml", *own]
+    words = ["accelerate", "launch", "--config_file", f"{as_word(carried.folder)}/accelerate.yaml", *own]
     lines, lacking = shell_lines([*words, *flags(carried.arguments)]), list(carried.lacking)
     if script is not None:
         lacking.append(

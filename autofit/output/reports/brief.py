@@ -13,7 +13,7 @@ from autofit.output import findings, standings, wording
 from autofit.output.document import Document
 from autofit.output.emit import REPORT
 from autofit.output.plan_words import SPLIT_WORDS, chosen_words
-from autofit.output.text import clean, command_line, one_line, percent, plural
+from autofit.output.text import as_word, clean, command_line, one_line, percent, plural
 from autofit.system.units import duration, size
 
 SCREEN_LINES = 24
@@ -52,7 +52,7 @@ def brief(document: Document, *, folder: str | Path) -> Group:
         parts += [Text("Your script", style="bold"), *(_text(f"  - {one_line(line, 150)}") for line in script), Text()]
     launch, verify = (wording.shell_lines(words) for words in wording.launch_commands(document, folder))
     parts += [Text("Launch", style="bold"), *(command_line(f"  {line}") for line in (*launch, *verify))]
-    parts.append(_text(f"  All of it: {Path(folder) / REPORT}, or autofit report {shlex.quote(str(folder))}"))
+    parts.append(_text(f"  All of it: {Path(folder) / REPORT}, or autofit report {shlex.quote(as_word(folder))}"))
     took = f"{plural(len(document.trials), 'trial')} in {duration(document.seconds)}"
     notes = f"; {plural(len(document.notes), 'note')} in the report" if document.notes else ""
     return Group(*parts, _text(f"  {took}{notes}", style="dim"))
