@@ -15,13 +15,16 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 from accelerate.utils.environment import get_int_from_env
 from click.testing import CliRunner
 
 import autofit
 from autofit import cli
+from autofit.commands.request import Request, Search
 from autofit.commands.shell import terminal
 from autofit.commands.shell.doctor_table import SCREEN_LINES
+from autofit.commands.shell.tune_config import write_config as write_options
 from autofit.commands.verify import TOLERANCE, VERIFICATION, Verification, judge
 from autofit.contract.outcome import Crashed
 from autofit.machine import other_processes
@@ -29,6 +32,7 @@ from autofit.output.document import DOCUMENT, DOCUMENT_FILE, read_document
 from autofit.registry import techniques
 from autofit.system import errors
 from autofit.system.strict_json import dump_json
+from autofit.system.units import parse_duration
 from tests.support.replay import Lent, Played, Replay
 from tests.support.synthetic import GIB
 from tests.support.tiny import REPOSITORY, write_config
@@ -224,6 +228,9 @@ def test_a_tune_is_repeated_from_its_own_file_and_the_command_line_wins(tune, ru
         ("guard: 3", "true or false"),
         ("fix: precision=bf16", "a list"),
         ("fix: [[precision, bf16]]", "a list"),
+        ("trials: 3.5", "a whole number"),
+        ("seed: true", "a whole number"),
+        ("task: on", "a text or a number"),
     ],
 )
 def test_a_value_of_another_kind_in_a_file_of_options_is_refused(run, tmp_path, line, wanted):
@@ -233,6 +240,18 @@ def test_a_value_of_another_kind_in_a_file_of_options_is_refused(run, tmp_path, 
     message, hint = one_line(done.stderr)
     assert f"odd.yaml': {line.partition(':')[0]} is " in message
     assert hint == f"hint: {wanted} is wanted, as in a tune.yaml"
+
+
+def test_an_option_without_a_value_in_a_file_of_options_is_not_given(run, tmp_path):
+    (tmp_path / "odd.yaml").write_text("device:\nsampler: null\ntrials: 0\n")
+    done = run("tune", "demo", "--config", tmp_path / "odd.yaml")
+    assert "--trials 0 is out of range" in done.stderr
+
+
+@pytest.mark.parametrize("seconds", [600.0, 1234567.0, 1234.5678])
+def test_a_timeout_comes_back_from_a_file_of_options_as_it_was(tmp_path, seconds):
+    write_options(tmp_path, Request(model="demo"), Search(timeout_seconds=seconds))
+    assert parse_duration(yaml.safe_load((tmp_path / "tune.yaml").read_text())["timeout"]) == seconds
 
 
 def test_the_report_is_shown_again_and_written_anew(tune, run, tmp_path):

@@ -37,7 +37,7 @@ def write_config(folder: Path, request: Request, settings: Search) -> None:
         elif isinstance(value, tuple):
             options[name] = [str(one) for one in value]
         elif name == "timeout" and value is not None:
-            options[name] = f"{value:g}s"
+            options[name] = f"{value:f}".rstrip("0").rstrip(".") + "s"
         else:
             options[name] = str(value) if isinstance(value, Path) else value
     kept = {name: value for name, value in options.items() if value is not None and value != []}
@@ -63,13 +63,13 @@ def read_config(context: click.Context, _parameter: click.Parameter, path: str |
         raise InputError(f"--config {path!r} holds no options", hint=f"write it like {CONFIG}: trials: 20")
     params = sorted(context.command.params, key=lambda one: str(one.name))
     known = {one.name: one for one in params if one.name and one.name not in _NOT_KEPT}
-    options = {name.replace("-", "_"): value for name, value in found.items()}
+    options = {name.replace("-", "_"): value for name, value in found.items() if value is not None}
     for name, value in options.items():
         if name not in known:
             raise InputError(f"--config {path!r}: {name!r} is no option of {context.info_name}", hint=near(name, known))
         if isinstance(value, dict):
             raise InputError(f"--config {path!r}: {name} is a mapping", hint=f"write {name}: [KNOB=VALUE, ...]")
-        if value is not None and (wanted := _wanted(known[name], value)) is not None:
+        if (wanted := _wanted(known[name], value)) is not None:
             raise InputError(f"--config {path!r}: {name} is {value!r}", hint=f"{wanted} is wanted, as in a {CONFIG}")
     context.default_map = {**(context.default_map or {}), **options}
 
@@ -81,7 +81,11 @@ def _wanted(option: click.Parameter, value: object) -> str | None:
         return None if good else "a list"
     if getattr(option, "is_flag", False):
         return None if isinstance(value, bool) else "true or false"
-    return "one value" if isinstance(value, list) else None
+    if isinstance(value, list):
+        return "one value"
+    if option.type is click.INT and (isinstance(value, bool) or (isinstance(value, float) and value % 1)):
+        return "a whole number"
+    return "a text or a number" if isinstance(value, bool) else None
 
 
 def _listed(values: object) -> str:
