@@ -81,7 +81,7 @@ def profile(
         MachineError: The device is not here or a tune is measuring on it, the plan can't be run, or the files can't be
             written.
     """
-    if not 1 <= steps <= MOST_STEPS:
+    if not (isinstance(steps, int) and 1 <= steps <= MOST_STEPS):
         raise InputError(f"--steps {steps} is out of range", hint=f"give a whole number from 1 to {MOST_STEPS}")
     check_environment()
     folder = Path(folder)

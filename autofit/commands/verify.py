@@ -90,7 +90,7 @@ def verify(
         MachineError: The launch can't be started, a tune is measuring on the device, no cluster or too few machines
             are there, or other processes used so much of the CPU that no launch could be judged.
     """
-    if not 2 <= steps <= MOST_STEPS:
+    if not (isinstance(steps, int) and 2 <= steps <= MOST_STEPS):
         raise InputError(f"--steps {steps} is out of range", hint=f"give a whole number from 2 to {MOST_STEPS}")
     if tolerance is not None and not 0 <= tolerance <= 1:
         raise InputError(f"--tolerance {tolerance} is out of range", hint="give a share from 0 to 1")

@@ -221,18 +221,18 @@ class Recipe:
         from accelerate.utils import GradientAccumulationPlugin
 
         on_cpu = self.facts.hardware.device == "cpu"
+        steps = others.pop("gradient_accumulation_steps", self.accumulation)
         given: dict[str, Any] = {
-            "gradient_accumulation_steps": self.accumulation,
+            # by a plugin: over the argument Accelerate takes what the environment says
+            "gradient_accumulation_plugin": GradientAccumulationPlugin(
+                num_steps=steps, sync_each_batch=self.sync_each_batch
+            ),
             "mixed_precision": self.mixed_precision,
             # told to use the CPU, Accelerate leaves its engines out
             "cpu": on_cpu and self.emission.accelerate["distributed_type"] in {"NO", "MULTI_GPU"},
         }
-        given |= others
-        if self.sync_each_batch and "gradient_accumulation_plugin" not in given:
-            steps = given.pop("gradient_accumulation_steps")
-            given["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=steps, sync_each_batch=True)
         with self.tf32_as_planned():
-            return Accelerator(**given)
+            return Accelerator(**{**given, **others})
 
     @contextlib.contextmanager
     def tf32_as_planned(self) -> Iterator[None]:

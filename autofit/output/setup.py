@@ -14,7 +14,7 @@ from autofit.machine.packages import installed
 from autofit.machine.same_machine import check_same_machine, other_world
 from autofit.output.document import MODEL_FOLDER, check_config, read_document
 from autofit.registry import by_script, recipe_of, techniques
-from autofit.system.errors import ModelError
+from autofit.system.errors import InputError, ModelError
 from autofit.training.scripts.leave import refuse_two_plans
 
 if TYPE_CHECKING:
@@ -144,12 +144,22 @@ class Setup:
         return Watch(self, model)
 
     def accelerator(self, **others: Any) -> Accelerator:
-        """An ``Accelerator`` with the plan's accumulation and precision.
+        """An ``Accelerator`` with the plan's accumulation and precision, and ``others`` for the rest.
 
         Raises:
             AutofitError: As for :meth:`model`, of the processes and the device.
+            InputError: One of ``others`` is what the plan says.
         """
         self.check()
+        plugin = others.get("gradient_accumulation_plugin")
+        clash = sorted({"gradient_accumulation_steps", "mixed_precision"} & others.keys())
+        if plugin is not None and plugin.num_steps != self.accumulation:
+            clash.append(f"gradient_accumulation_plugin with num_steps={plugin.num_steps}")
+        if clash:
+            raise InputError(
+                f"{', '.join(clash)}: set by autofit, so it can't be given again",
+                hint="tune again with --fix to hold a value, or make an Accelerator of your own",
+            )
         return self.recipe.accelerator(**others)
 
     def training_arguments(self, **others: Any) -> TrainingArguments:

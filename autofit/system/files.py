@@ -84,13 +84,18 @@ def usable_folder(path: Path) -> Path:
         InputError: It is no folder, or can't be made or written.
     """
     try:
+        str(path.absolute()).encode()
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".autofit-{os.getpid()}.tmp"
         probe.write_bytes(b"")
         probe.unlink()
     except (OSError, ValueError) as error:
         words = getattr(error, "strerror", None) or str(error)
-        if isinstance(error, FileExistsError | NotADirectoryError):
+        if isinstance(error, UnicodeEncodeError):  # helper processes are told of it in JSON
+            words = "its path is not UTF-8"
+        if isinstance(error, FileExistsError) and path.is_symlink() and not path.exists():
+            words = f"it is a link to {path.readlink()}, which is not there"
+        elif isinstance(error, FileExistsError | NotADirectoryError):
             file = next((one for one in (path, *path.parents) if one.exists()), path)
             raise InputError(
                 f"--output {str(path)!r}: {str(file)!r} is a file, and a folder is wanted",

@@ -125,6 +125,7 @@ def test_a_folder_is_no_option_whatever_it_is_called(monkeypatch, promised):
     ("bad", "words"),
     [
         ({"steps": 1}, "steps=1 is out of range"),
+        ({"steps": 2.5}, "steps=2.5 is out of range"),
         ({"steps": 1001}, "steps=1001 is out of range"),
         ({"tolerance": -0.1}, "tolerance=-0.1 is out of range"),
         ({"tolerance": float("nan")}, "tolerance=nan"),

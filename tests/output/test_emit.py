@@ -12,6 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from accelerate.utils import GradientAccumulationPlugin
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ from autofit.system.strict_json import dump_json
 from autofit.training.guard.equivalence import Guard
 from autofit.training.scripts.plain_loop.patches import COUNTS
 from tests.support.synthetic import GIB, Landscape, cpu_facts, cuda_facts
+from tests.support.traced import like_a_process_of_its_own
 
 SCHEMA = Path(autofit.__file__).parent / "output" / "autofit.schema.json"
 NAMES = [YAML, ARGUMENTS, REPORT, DOCUMENT_FILE]
@@ -385,6 +387,23 @@ def test_tuned_arguments_are_not_given_twice(tmp_path):
     with pytest.raises(InputError, match="bf16, optim: set by autofit") as caught:
         setup.training_arguments(bf16=False, optim="adamw_torch", learning_rate=0.1)
     assert "--fix" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["gradient_accumulation_steps", "mixed_precision", "gradient_accumulation_plugin"])
+def test_what_the_plan_says_of_an_accelerator_is_not_given_twice(tmp_path, name):
+    folder = output_folder(tmp_path / "out")
+    written(folder, accumulation=4)
+    given = GradientAccumulationPlugin(num_steps=2) if name.endswith("plugin") else 2
+    with pytest.raises(InputError, match=rf"{name}.*: set by autofit"):
+        autofit.load(folder, any_hardware=True).accelerator(**{name: given})
+
+
+def test_the_environment_does_not_stand_over_the_plans_accumulation(tmp_path, monkeypatch):
+    folder = output_folder(tmp_path / "out")
+    written(folder, accumulation=4)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    with like_a_process_of_its_own():
+        assert autofit.load(folder, any_hardware=True).accelerator().gradient_accumulation_steps == 4
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def facts(server, tmp_path_factory):
 
 def setup_of(facts, folder):
     write_config(folder / "model")
-    document = SimpleNamespace(plan=PLAN, workload=facts.workload)
+    document = SimpleNamespace(plan=PLAN, workload=facts.workload, config_sha256=None)
     return Setup(folder=folder, document=document, recipe=recipe_of(PLAN, facts))
 
 

@@ -95,6 +95,17 @@ def test_a_usable_folder_is_made_with_its_parents_and_left_empty(tmp_path):
     assert left_in(folder) == []
 
 
+@pytest.mark.parametrize("name", ["latin1", "link"])
+def test_what_no_folder_can_be_made_of_is_said(tmp_path, name):
+    (tmp_path / "link").symlink_to("nowhere")
+    path, words = {
+        "latin1": (tmp_path / os.fsdecode(b"donn\xe9es"), "its path is not UTF-8"),
+        "link": (tmp_path / "link", "it is a link to nowhere, which is not there"),
+    }[name]
+    with pytest.raises(InputError, match=words):
+        files.usable_folder(path)
+
+
 @pytest.mark.parametrize("name", ["file", "file/below", "x" * 4000, "nul\0byte", "/proc/none"])
 def test_what_can_be_no_output_folder_is_bad_input(tmp_path, name):
     (tmp_path / "file").write_text("")

@@ -59,7 +59,7 @@ def asked_world(gpus: int | None, nodes: int | None, *, elsewhere: bool) -> Worl
         InputError: A number is out of range, or several cards of a kind that nobody named.
     """
     for name, number in (("--gpus", gpus), ("--nodes", nodes)):
-        if number is not None and not 1 <= number <= MOST_CARDS:
+        if number is not None and not (isinstance(number, int) and 1 <= number <= MOST_CARDS):
             raise InputError(f"{name} {number} is out of range", hint=f"give a whole number from 1 to {MOST_CARDS}")
     world = World(gpus=gpus or 1, nodes=nodes or 1)
     if world.processes > MOST_CARDS:
