@@ -1,6 +1,7 @@
 """Three answers side by side."""
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -35,3 +36,17 @@ def test_other_questions_are_said():
     text = shown({"a": document(), "b": document(**ON_CPU)})
     assert "the questions differ" in text
     assert "AMD EPYC 9554" in text
+
+
+def test_models_of_one_name_are_told_apart():
+    doc = document()
+    other = replace(doc, model=replace(doc.model, parameters=2 * doc.model.parameters))
+    text = shown({"a": doc, "b": other})
+    assert row(text, "model")[1] != row(text, "model")[4]
+    assert "the questions differ" in text
+
+
+def test_another_number_of_processes_is_another_question():
+    doc = document()
+    other = replace(doc, workload=replace(doc.workload, processes=2))
+    assert "the questions differ" in shown({"a": doc, "b": other})

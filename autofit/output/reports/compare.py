@@ -11,7 +11,7 @@ from rich.text import Text
 from autofit.output import wording
 from autofit.output.document import Document
 from autofit.output.plan_words import chosen_words
-from autofit.output.text import clean, number, percent
+from autofit.output.text import clean, count, number, percent
 from autofit.system.units import size
 
 
@@ -44,14 +44,14 @@ def comparison(documents: Mapping[str, Document]) -> Group:
     return Group(*parts)
 
 
-_MATTERS = {"model", "device", "task", "rows", "global batch"}
+_MATTERS = {"model", "device", "processes", "task", "rows", "global batch", "launch path"}
 
 
 def _question(answers: Sequence[Document]) -> list[tuple[str, list[str]]]:
     """What was asked, a row a matter, a cell an answer."""
     versions = sorted({name for one in answers for name in one.versions})
     return [
-        ("model", [one.model.name for one in answers]),
+        ("model", [f"{one.model.name} ({count(one.model.parameters)} parameters)" for one in answers]),
         ("device", [one.hardware.name for one in answers]),
         ("processes", [str(one.workload.processes) for one in answers]),
         ("ceiling", [size(one.promise.limit_bytes) for one in answers]),
