@@ -148,7 +148,7 @@ def test_the_command_line_is_the_one_that_was_designed():
             "--launch-path", "--memory", "--nodes", "--output", "--price", "--seq-len", "--task", "--tokens",
             "--trust-remote-code",
         ],
-        "run": [],
+        "run": ["--machine-rank", "--main-process-ip", "--main-process-port"],
         "verify": ["--json", "--on", "--steps", "--tolerance"],
         "doctor": ["--all", "--device", "--json", "--model", "--task"],
         "profile": ["--json", "--output", "--steps"],

@@ -37,8 +37,8 @@ def test_what_is_no_world_is_refused(gpus, nodes, elsewhere, said):
 def test_the_range_of_one_card_is_not_that_of_several():
     card, nothing = gpu_catalogue.find("H100 SXM"), types.SimpleNamespace(plans=())
     one, two = (asked_world(gpus, None, elsewhere=True) for gpus in (1, 2))
-    alone = _notes(facts_of("llama", device="cuda"), card, nothing, nothing, one, host=False)
-    several = _notes(two.of(facts_of("llama", device="cuda")), card, nothing, nothing, two, host=True)
+    alone = _notes(facts_of("llama", device="cuda"), card, nothing, nothing, one, host=False, pace=None)
+    several = _notes(two.of(facts_of("llama", device="cuda")), card, nothing, nothing, two, host=True, pace=None)
     assert "four trainings of five lie within" in alone[-1]
     assert "four trainings of five on one card lie within" in several[-1]
     assert "how far the link between cards is off is not known" in several[-1]
