@@ -264,10 +264,10 @@ def _wanted(facts: Facts, tokens: float | None) -> _Wanted:
         raise InputError("--tokens: the script is not trained on text", hint="leave it out")
     amount = TOKENS if tokens is None else tokens
     unit = "tokens" if facts.model.sample_tokens else f"{facts.model.sample}s"
-    return _Wanted(amount=amount, unit=unit, samples=amount / tokens_a_row(facts))
+    return _Wanted(amount=amount, unit=unit, samples=amount / _tokens_a_row(facts))
 
 
-def tokens_a_row(facts: Facts) -> float:
+def _tokens_a_row(facts: Facts) -> float:
     """Tokens of a row without its padding, in the mean; 1 where there are none."""
     script = facts.workload.script
     return (script and script.tokens_a_row) or facts.tokens_a_sample
@@ -319,7 +319,7 @@ def _timed(
         plan=best.plan,
         device_bytes=best.device_bytes,
         samples_per_second=pace,
-        tokens_per_second=pace * tokens_a_row(facts),
+        tokens_per_second=pace * _tokens_a_row(facts),
         low=low,
         high=high,
         mfu=mfu,

@@ -46,6 +46,9 @@ def describe_loops(path: str, patches: Patches, seconds: Callable[[], float]) ->
     Returns:
         What is asked where the script has failed: what it trains, where its first backward pass was not computed.
     """
+    from accelerate.local_sgd import LocalSGD
+    from torch.optim.lr_scheduler import LRScheduler
+
     seen = _Described(patches, seconds)
     loop = LoopPatches(
         construct=seen.construct,
@@ -64,8 +67,8 @@ def describe_loops(path: str, patches: Patches, seconds: Callable[[], float]) ->
         accumulation=2,
     )
     loop.install()
-    _note_schedules(seen.scheduling)
-    _note_averages(seen.averaging)
+    for owner, told in ((LRScheduler, seen.scheduling), (LocalSGD, seen.averaging)):
+        _note_steps(owner, told)
     _note_iterators(seen.iterators)
     _refuse_loops_of_its_own(path, lambda: bool(patches.made or loop.steps), lambda: bool(seen.precision))
     return seen.failed
@@ -320,26 +323,8 @@ class _Described:
         return found
 
 
-def _note_schedules(told: Callable[[], None]) -> None:
-    """Have it told where a schedule of PyTorch steps."""
-    from torch.optim.lr_scheduler import LRScheduler
-
-    owner: Any = LRScheduler
-    step = owner.step
-
-    @functools.wraps(step)
-    def stepped(*args: Any, **kwargs: Any) -> None:
-        told()
-        step(*args, **kwargs)
-
-    owner.step = stepped
-
-
-def _note_averages(told: Callable[[], None]) -> None:
-    """Have it told where LocalSGD counts a step."""
-    from accelerate.local_sgd import LocalSGD
-
-    owner: Any = LocalSGD
+def _note_steps(owner: Any, told: Callable[[], None]) -> None:
+    """Have it told where something of a class steps."""
     step = owner.step
 
     @functools.wraps(step)
