@@ -82,6 +82,7 @@ BAD = {
     "model.half()": "trains weights in float16",
     "import torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters()).step()": "in a loop without Accelerate",
     "arguments.fsdp = 'full_shard'": "asks for DeepSpeed or FSDP",
+    "arguments.generation_batch_size = 8": "Trainer generates the rows that it trains on",
 }
 
 
@@ -94,6 +95,15 @@ def test_a_script_that_cant_be_tuned_is_told_in_one_line(described, line):
     assert BAD[line] in found["error"], found
     assert found["hint"]
     assert "\n" not in found["error"]
+
+
+def test_an_accumulation_that_is_said_for_accelerate_is_the_scripts_own(described):
+    text = HEAD + "model = Model(BertConfig(num_hidden_layers=1, hidden_size=24))\n"
+    text += "steps = {'gradient_accumulation_kwargs': {'num_steps': 2}}\n"
+    text += "arguments = TrainingArguments('x', per_device_train_batch_size=2, accelerator_config=steps)\n"
+    text += "Trainer(model, arguments, train_dataset=[{'input_ids': [1, 2], 'labels': 0}] * 8).train()"
+    script = described(text)["script"]
+    assert (script["micro_batch"], script["accumulation"]) == (2, 2)
 
 
 @pytest.mark.parametrize(

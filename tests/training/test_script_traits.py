@@ -74,6 +74,36 @@ def test_the_loss_of_another_trainer_is_not_looked_at():
     assert loss_takes_rows_together(SimpleNamespace(loss=RANKING)) is None
 
 
+@pytest.mark.parametrize(
+    ("holds", "why"),
+    [
+        ({"train_dataset": {"pairs": [], "triplets": []}}, "the rows of a micro-batch are of one of its data sets"),
+        (
+            {"args": SimpleNamespace(batch_sampler="no_duplicates")},
+            "its batch_sampler (no_duplicates) chooses the rows of a micro-batch",
+        ),
+        ({"args": SimpleNamespace(batch_sampler="batch_sampler"), "train_dataset": []}, None),
+    ],
+)
+def test_micro_batches_that_a_sampler_of_sentence_transformers_makes_are_told(holds, why):
+    trainer = of_package("SentenceTransformerTrainer", within="trainer", bases=(SimpleNamespace,), loss=MEAN, **holds)
+    assert loss_takes_rows_together(trainer) == why
+
+
+@pytest.mark.parametrize(
+    ("holds", "why"),
+    [
+        ({"calculate_KL": True}, "the KL divergence in its loss is that of the rows of a micro-batch"),
+        ({"calculate_KL": False}, None),
+        ({"loss_types": ["sft", "aot_unpaired"]}, "its loss (aot_unpaired) sorts the rows of a micro-batch"),
+        ({"loss_types": ["sigmoid"]}, None),
+    ],
+)
+def test_a_loss_of_trl_that_takes_rows_together_is_told(holds, why):
+    kind = type("Own", (type("KTOTrainer", (SimpleNamespace,), {"__module__": "trl.trainer.kto_trainer"}),), {})
+    assert loss_takes_rows_together(kind(**holds)) == why
+
+
 class Own(Trainer):
     rows = None
 
@@ -94,6 +124,11 @@ class Grows(TrainerCallback):
         args.gradient_accumulation_steps *= 2
 
 
+class Sets(TrainerCallback):
+    def on_epoch_begin(self, args, state, control, **_):
+        setattr(args, "per_device_train_batch_size", 2)  # noqa: B010 - as a script may write it
+
+
 class Reads(TrainerCallback):
     def on_epoch_begin(self, args, state, control, **_):
         assert args.gradient_accumulation_steps == 1
@@ -104,6 +139,7 @@ class Reads(TrainerCallback):
     [
         (Trainer, Reads(), None),
         (Trainer, Grows(), "its Grows sets gradient_accumulation_steps while it trains"),
+        (Trainer, Sets(), "its Sets sets per_device_train_batch_size while it trains"),
         (Own, Reads(), None),
         (Own8, Reads(), "the loader of its Own8 makes micro-batches of 8 rows, whatever its arguments say"),
     ],

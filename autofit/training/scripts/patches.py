@@ -272,6 +272,12 @@ class Patches:
                 "the script asks for DeepSpeed or FSDP by its arguments",
                 "leave that out: autofit tune train.py --processes N tries the ways to spread a model",
             )
+        if hasattr(arguments, "generation_batch_size"):
+            raise Refused(
+                f"the script's {type(trainer).__name__} generates the rows that it trains on",
+                "autofit tunes trainings on rows that are there: SFT, DPO, KTO, a reward model",
+            )
+        _accumulate_by_arguments(arguments)
         names = [one.name for one in dataclasses.fields(arguments)]
         # the object is kept, so that no other comes to have its id
         own = self._own.setdefault(id(arguments), (arguments, {name: getattr(arguments, name) for name in names}))[1]
@@ -289,6 +295,13 @@ class Patches:
         vars(arguments).update(vars(made))
         for name, value in self.quiet.items():
             setattr(arguments, name, value)
+
+
+def _accumulate_by_arguments(arguments: Any) -> None:
+    """Have an accumulation that is said for Accelerate be an argument, as a Trainer itself does later."""
+    said = arguments.accelerator_config.gradient_accumulation_kwargs or {}
+    if "num_steps" in said and arguments.gradient_accumulation_steps == 1:  # else a Trainer takes neither
+        arguments.gradient_accumulation_steps = said.pop("num_steps")
 
 
 def _end_where_memory_does() -> None:

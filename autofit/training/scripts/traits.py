@@ -79,7 +79,9 @@ _AROUND = {"AdaptiveLayerLoss", "Matryoshka2dLoss", "MatryoshkaLoss"}
 
 
 def loss_takes_rows_together(trainer: Any) -> str | None:
-    """Why the loss of a Trainer of sentence-transformers depends on the rows of a micro-batch; ``None`` elsewhere."""
+    """Why the loss of a Trainer of TRL or sentence-transformers depends on the rows of a micro-batch; else ``None``."""
+    if any(kind.__module__.partition(".")[0] == "trl" for kind in type(trainer).__mro__):
+        return _of_trl(trainer)
     if not any(_is_of_package(kind) for kind in type(trainer).__mro__):
         return None
     loss: Any = getattr(trainer, "loss", None)
@@ -90,7 +92,20 @@ def loss_takes_rows_together(trainer: Any) -> str | None:
         if not _is_row_by_row(inner):
             takes = "takes" if _is_of_package(type(inner)) else "may take"
             return f"its {type(inner).__name__} {takes} the rows of a micro-batch together"
+    if isinstance(getattr(trainer, "train_dataset", None), Mapping):
+        return "the rows of a micro-batch are of one of its data sets"
+    chooses = getattr(getattr(trainer, "args", None), "batch_sampler", "batch_sampler")
+    if chooses != "batch_sampler":
+        return f"its batch_sampler ({getattr(chooses, 'value', chooses)}) chooses the rows of a micro-batch"
     return None
+
+
+def _of_trl(trainer: Any) -> str | None:
+    """The same of TRL's trainers (1.16): KTO's, and DPO's where it aligns distributions (AOT)."""
+    if getattr(trainer, "calculate_KL", False):
+        return "the KL divergence in its loss is that of the rows of a micro-batch"
+    sorts = {"aot", "aot_unpaired"}.intersection(getattr(trainer, "loss_types", ()))
+    return f"its loss ({min(sorts)}) sorts the rows of a micro-batch" if sorts else None
 
 
 def _is_of_package(kind: type) -> bool:
@@ -112,7 +127,8 @@ def _is_row_by_row(loss: Any) -> bool:
     )
 
 
-_SETS_ROWS = re.compile(r"\.(gradient_accumulation_steps|per_device_train_batch_size)\s*[*/+-]*=(?!=)")
+_ROWS = "(gradient_accumulation_steps|per_device_train_batch_size)"
+_SETS_ROWS = re.compile(rf"""\.{_ROWS}\s*[*/+-]*=(?!=)|setattr\([^"']*["']{_ROWS}["']""")
 _UNTOLD = "whether its loss is divided by the accumulation can't be told, so another split may be another training"
 
 
@@ -132,7 +148,7 @@ def own_split(trainer: Any, loader: Any, *, untold: bool) -> str | None:
     for one in trainer.callback_handler.callbacks:
         with contextlib.suppress(OSError, TypeError):  # a class without a text
             if found := _SETS_ROWS.search(inspect.getsource(type(one))):
-                return f"its {type(one).__name__} sets {found[1]} while it trains"
+                return f"its {type(one).__name__} sets {found[1] or found[2]} while it trains"
     kind, rows = type(trainer), _rows(loader)
     if kind.get_train_dataloader is Trainer.get_train_dataloader or rows is None:
         return _UNTOLD if untold else None
