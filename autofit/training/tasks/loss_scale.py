@@ -130,14 +130,20 @@ def _steps_as_a_trainer(kind: Any) -> bool:
         step = vars(one).get("training_step")
         if step is None or _of_a_library(step):
             continue
-        text = inspect.getsource(step)
+        text = ""
+        with contextlib.suppress(OSError, TypeError):  # a function without a text
+            text = inspect.getsource(step)
         if ".training_step(" not in text or "backward(" in text:
             return False
     return True
 
 
 def _of_a_library(function: Any) -> bool:
-    return function.__module__.partition(".")[0] in {"transformers", "trl", "sentence_transformers"}
+    return (getattr(function, "__module__", None) or "").partition(".")[0] in {
+        "transformers",
+        "trl",
+        "sentence_transformers",
+    }
 
 
 def _divides_itself(trainer: Any, *, counted: bool) -> bool:

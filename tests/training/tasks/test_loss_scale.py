@@ -1,5 +1,7 @@
 """Whether an accumulation divides the loss of a script's model."""
 
+import functools
+
 import peft
 import pytest
 import torch
@@ -209,6 +211,8 @@ def timed_step(trainer, model, inputs, *args):
         ({"compute_loss": by_itself}, True, None),
         ({"training_step": timed_step}, False, False),
         ({"training_step": own_step}, False, None),
+        ({"training_step": eval("lambda *given: Trainer.training_step(*given)")}, False, None),  # it has no text
+        ({"training_step": functools.partialmethod(timed_step)}, False, None),
     ],
 )
 def test_a_loss_that_a_trainer_of_the_scripts_own_takes_is_known_to_be_divided_or_that_is_said(
