@@ -57,11 +57,11 @@ def describe_node(device: str, shared: Shared | None = None) -> dict[str, Any]:
     """What has to be the same on every machine.
 
     Returns:
-        ``versions``; ``devices``, name and memory of each card, or of the CPU; and ``script``, as
-        :meth:`Shared.here` says.
+        ``versions``; ``devices``, name and memory of each card, or of the CPU; and ``lacks``: why a script can't be
+        run there.
     """
     found = cards() if device == "cuda" else [(cpu_name(), host_memory()[0])]
-    return {"versions": versions(), "devices": found, "script": "" if shared is None else shared.here()}
+    return {"versions": versions(), "devices": found, "lacks": "" if shared is None else shared.lacks()}
 
 
 def versions() -> dict[str, str]:

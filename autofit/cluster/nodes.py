@@ -188,9 +188,9 @@ class Cluster:
                 fresh.append(Node(id=one["NodeID"], name=name, address=address, cards=cards, cpus=cpus))
         told = self._told
         told |= self._described([node for node in fresh if node.id not in told], device)
-        here = {"versions": versions(), "script": "" if self.shared is None else self.shared.here()}
+        here = versions()
         for node in fresh:
-            if why := told[node.id] if isinstance(told[node.id], str) else self._otherwise(here, told[node.id]):
+            if why := told[node.id] if isinstance(told[node.id], str) else _otherwise(here, told[node.id]):
                 self._leave_out(node, why, note)
         equal = [node for node in fresh if node.id not in self._refused]
         if self._reference is None:
@@ -199,13 +199,6 @@ class Cluster:
             if why := _other_devices(self._reference, told[node.id]["devices"]):
                 self._leave_out(node, why, note)
         return [node for node in equal if node.id not in self._refused]
-
-    def _otherwise(self, here: Mapping[str, Any], told: Mapping[str, Any]) -> str:
-        """Why a machine can't stand for this one; nothing where it can."""
-        if self.shared is not None and here["script"] != told["script"]:
-            missing = " " in told["script"]
-            return str(told["script"]) if missing else f"its {self.shared.text} is another text than that of here"
-        return _other_versions(here["versions"], told)
 
     def _leave_out(self, node: Node, why: str, note: Note) -> None:
         self._refused[node.id] = why
@@ -362,6 +355,11 @@ def last_line(error: BaseException) -> str:
     """The last line of an error, which names what was raised."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
+
+
+def _otherwise(here: Mapping[str, str], told: Mapping[str, Any]) -> str:
+    """Why a machine can't stand for the one that tunes; nothing where it can."""
+    return told["lacks"] or _other_versions(here, told)
 
 
 def _other_versions(here: Mapping[str, str], told: Mapping[str, Any]) -> str:

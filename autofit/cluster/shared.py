@@ -15,19 +15,22 @@ class Shared:
         folder: In which it is run.
         path: Of the file that is run.
         text: The user's own file, which has to be the same.
+        sha256: Of it on the machine that tunes.
     """
 
     folder: str
     path: str
     text: str
+    sha256: str
 
-    def here(self) -> str:
-        """A digest of the text on this machine; in words what is missing."""
+    def lacks(self) -> str:
+        """Why the script can't be run on this machine, in words; empty where it can."""
         if not Path(self.folder).is_dir():
             return f"it has no folder {self.folder}"
         if not Path(self.path).is_file():
             return f"it has no file {self.path}"
         try:
-            return hashlib.sha256(Path(self.text).read_bytes()).hexdigest()
+            same = hashlib.sha256(Path(self.text).read_bytes()).hexdigest() == self.sha256
         except OSError as error:
             return f"{self.text} can't be read there: {error.strerror}"
+        return "" if same else f"its {self.text} is another text than that of here"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import math
 import re
 import shlex
@@ -299,7 +298,7 @@ def _check_kept_config(started: Started, folder: Path) -> None:
 def _check_same_script(facts: Facts, now: Request, folder: Path) -> None:
     """Refuse to go on with a script that was changed since."""
     script = facts.workload.script
-    if script is not None and hashlib.sha256(named(now.model).text.read_bytes()).hexdigest() != script.sha256:
+    if script is not None and named(now.model).sha256 != script.sha256:
         raise InputError(
             f"{now.model} has changed since {folder} was begun",
             hint="measurements would not compare: choose another --output",

@@ -226,6 +226,11 @@ class Workload:
     told_rows: Annotated[int, Field(ge=0)] = 0
     evaluated_rows: Annotated[int, Field(ge=0)] = 0
 
+    @property
+    def own_rows(self) -> float | None:
+        """Rows that a script's own training takes; ``None`` where the script does not tell, or there is none."""
+        return None if self.script is None else self.script.training_rows(self.global_batch)
+
 
 def _version(text: str) -> Version:
     try:

@@ -87,7 +87,7 @@ class Training:
         price: float | None,
     ) -> Training | None:
         """Of so many tokens, by default of what a script trains on, or 1e9; ``None`` where nobody asked."""
-        own = None if workload.script is None else workload.script.training_rows(workload.global_batch)
+        own = workload.own_rows
         if tokens is None and own is not None:
             hours = own / samples_per_second / 3600
         elif tokens is None and price is None:

@@ -20,6 +20,7 @@ from autofit.cluster import nodes
 from autofit.cluster.nodes import Cluster, check_address
 from autofit.cluster.shared import Shared
 from autofit.cluster.together import answers
+from autofit.commands.scripts.named import shared
 from autofit.contract.outcome import Measured
 from autofit.registry import techniques
 from autofit.system.errors import InputError, MachineError
@@ -171,14 +172,15 @@ def test_machines_with_other_versions_or_devices_are_told_apart():
 def test_a_machine_without_the_script_is_left_out(missing, words, tmp_path):
     (tmp_path / "train.py").write_text("one")
     path = str(tmp_path / "train.py")
-    there = {"folder": str(tmp_path), "path": path, "text": path}
-    cluster = Cluster("auto", Shared(**there))
-    here = {"versions": {}, "script": cluster.shared.here()}
-    assert cluster._otherwise(here, {"versions": {}, "script": cluster.shared.here()}) == ""
-    gone = Shared(**(there | {missing: str(tmp_path / "gone")})).here()
-    assert words in cluster._otherwise(here, {"versions": {}, "script": gone})
+    there = {"folder": str(tmp_path), "path": path, "text": path, "sha256": shared(path).sha256}
+
+    def left_out(own):
+        return nodes._otherwise(nodes.versions(), nodes.describe_node("cpu", own))
+
+    assert left_out(Shared(**there)) == ""
+    assert words in left_out(Shared(**(there | {missing: str(tmp_path / "gone")})))
     (tmp_path / "train.py").write_text("another")
-    found = cluster._otherwise(here, {"versions": {}, "script": cluster.shared.here()})
+    found = left_out(Shared(**there))
     assert found == f"its {path} is another text than that of here"
 
 

@@ -38,6 +38,7 @@ from autofit.output.document import MODEL_FOLDER, TOKENS
 from autofit.system import units
 from autofit.system.errors import InputError, ModelError, NothingFits
 from autofit.system.fork_server import ForkServer
+from autofit.training.expected_rows import mean_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,21 +257,14 @@ class _Wanted:
 
 def _wanted(facts: Facts, tokens: float | None) -> _Wanted:
     """The training that was asked about: so many tokens without padding, a script's own, or 1e9."""
-    work, script = facts.workload, facts.workload.script
-    own = script and script.training_rows(work.global_batch)
+    script, own = facts.workload.script, facts.workload.own_rows
     if tokens is None and own:
         return _Wanted(amount=own, unit="rows", samples=own)
     if script is not None and script.tokens is None and tokens is not None:
         raise InputError("--tokens: the script is not trained on text", hint="leave it out")
     amount = TOKENS if tokens is None else tokens
     unit = "tokens" if facts.model.sample_tokens else f"{facts.model.sample}s"
-    return _Wanted(amount=amount, unit=unit, samples=amount / _tokens_a_row(facts))
-
-
-def _tokens_a_row(facts: Facts) -> float:
-    """Tokens of a row without its padding, in the mean; 1 where there are none."""
-    script = facts.workload.script
-    return (script and script.tokens_a_row) or facts.tokens_a_sample
+    return _Wanted(amount=amount, unit=unit, samples=amount / (mean_tokens(facts) or facts.tokens_a_sample))
 
 
 def _on_card(
@@ -319,7 +313,7 @@ def _timed(
         plan=best.plan,
         device_bytes=best.device_bytes,
         samples_per_second=pace,
-        tokens_per_second=pace * _tokens_a_row(facts),
+        tokens_per_second=pace * (mean_tokens(facts) or facts.tokens_a_sample),
         low=low,
         high=high,
         mfu=mfu,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,11 @@ class Named:
     name: str
     factory: bool = False
 
+    @property
+    def sha256(self) -> str:
+        """Of its text."""
+        return hashlib.sha256(self.text.read_bytes()).hexdigest()
+
 
 def shared(model: str, arguments: Sequence[str] = ()) -> Shared:
     """What each machine of a cluster has to have, to run a script or a factory as it is run here.
@@ -42,7 +48,7 @@ def shared(model: str, arguments: Sequence[str] = ()) -> Shared:
         InputError: There is no such file or module.
     """
     run = named(model, arguments)
-    return Shared(folder=str(Path.cwd()), path=str(run.path), text=str(run.text))
+    return Shared(folder=str(Path.cwd()), path=str(run.path), text=str(run.text), sha256=run.sha256)
 
 
 def is_script(model: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -148,7 +147,7 @@ def _described(
             **found["script"],
             "path": str(run.path),
             "arguments": run.arguments,
-            "sha256": hashlib.sha256(run.text.read_bytes()).hexdigest(),
+            "sha256": run.sha256,
             "factory": run.name if run.factory else None,
             "call": request.call,
         }
@@ -262,8 +261,7 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
 
 def own_training(facts: Facts, samples_per_second: float | None) -> list[str]:
     """How long its own training takes at a predicted speed of its longest rows; empty where that is not known."""
-    script = facts.workload.script
-    rows = script and script.training_rows(facts.workload.global_batch)
+    script, rows = facts.workload.script, facts.workload.own_rows
     if script is None or not rows or samples_per_second is None:
         return []
     most, share = rows / samples_per_second, script.mean_share

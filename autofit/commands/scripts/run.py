@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from autofit.commands.launching import on_its_device
+from autofit.commands.launching import check_one_machine, on_its_device
 from autofit.commands.scripts.named import Named, named
 from autofit.output.document import Document, read_document
 from autofit.output.emit import YAML
@@ -100,15 +99,14 @@ def _place(document: Document, folder: Path, rank: int | None, ip: str | None, p
     """
     nodes = document.workload.nodes
     told = {"--machine_rank": rank, "--main_process_ip": ip, "--main_process_port": port}
+    if rank is None or not ip:
+        hint = f"run it on each, with --machine-rank 0 to {nodes - 1} and --main-process-ip of the first"
+        check_one_machine(document, folder, "run launches", hint)
     if nodes == 1:
         if given := [name.replace("_", "-") for name, value in told.items() if value is not None]:
             raise InputError(f"{', '.join(given)}: {folder} is for one machine", hint="leave them out")
         return []
-    if rank is None or not ip:
-        raise InputError(
-            f"{folder} is for {nodes} machines, and run launches on this one alone",
-            hint=f"run it on each, with --machine-rank 0 to {nodes - 1} and --main-process-ip of the first",
-        )
+    assert rank is not None  # refused above
     if not 0 <= rank < nodes:
         raise InputError(f"--machine-rank {rank} is none of {nodes} machines", hint=f"give 0 to {nodes - 1}")
     told["--main_process_port"] = _PORT if port is None else port
@@ -147,7 +145,7 @@ def differences(document: Document, train: Named) -> list[str]:
     if tuned is None:
         return [f"the plan was found for {document.model.name} on random rows, not for {train.name}"]
     said = []
-    if hashlib.sha256(train.text.read_bytes()).hexdigest() != tuned.sha256:
+    if train.sha256 != tuned.sha256:
         said.append(f"{train.name} is not the text that was tuned: its speed and memory may be others")
     if train.arguments != tuned.arguments:
         said.append("the script was tuned with other arguments: its speed and memory may be others")

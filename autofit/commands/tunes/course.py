@@ -136,9 +136,8 @@ class Course:
 
     def _check_tokens(self, facts: Facts) -> None:
         """Refuse to tell the hours of tokens of a model that takes none; a script's own training has rows."""
-        work = facts.workload
-        own = work.script is not None and work.script.training_rows(work.global_batch) is not None
-        asked = self.settings.tokens is not None or (self.settings.price is not None and not own)
+        priced = self.settings.price is not None and facts.workload.own_rows is None
+        asked = self.settings.tokens is not None or priced
         if asked and not facts.model.sample_tokens:
             raise InputError(
                 f"--tokens and --price: {facts.model.name} is not trained on text",

@@ -33,6 +33,11 @@ def splitting(config: Any) -> dict[str, bool]:
     return {SPLIT_BATCHES: True} if config.split_batches else {}
 
 
+def rows_of_batches(loader: Any) -> int | None:
+    """Rows that a loader says it puts into a micro-batch; ``None`` where it does not."""
+    return getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+
+
 def rows_an_epoch(loader: Any, rows: int) -> int | None:
     """Rows that a loader gives in an epoch, on one process; ``None`` where it has no length.
 
@@ -44,8 +49,7 @@ def rows_an_epoch(loader: Any, rows: int) -> int | None:
         given, there = len(loader) * rows, len(loader.dataset)
     except (TypeError, NotImplementedError, AttributeError):
         return None
-    own_batches = loader.batch_size is None and getattr(loader.batch_sampler, "batch_size", None) is None
-    return there if own_batches or there <= given < there + rows else given
+    return there if rows_of_batches(loader) is None or there <= given < there + rows else given
 
 
 def length_of(loader: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from autofit.contract.technique import replacing
 from autofit.machine.model import depends_on_rows
 from autofit.registry import techniques
 from autofit.training.scripts.leave import Refused
+from autofit.training.scripts.loading import rows_of_batches
 from autofit.training.scripts.patches import Patches
 from autofit.training.scripts.rows import Sample
 
@@ -149,13 +150,13 @@ def own_split(trainer: Any, loader: Any, *, untold: bool) -> str | None:
         with contextlib.suppress(OSError, TypeError):  # a class without a text
             if found := _SETS_ROWS.search(inspect.getsource(type(one))):
                 return f"its {type(one).__name__} sets {found[1] or found[2]} while it trains"
-    kind, rows = type(trainer), _rows(loader)
+    kind, rows = type(trainer), rows_of_batches(loader)
     if kind.get_train_dataloader is Trainer.get_train_dataloader or rows is None:
         return _UNTOLD if untold else None
     arguments = trainer.args
     more = arguments.per_device_train_batch_size + 1
     with replacing([(arguments, "per_device_train_batch_size", more), (trainer, "_train_batch_size", more)]):
-        if _rows(trainer.get_train_dataloader()) != rows:
+        if rows_of_batches(trainer.get_train_dataloader()) != rows:
             return _UNTOLD if untold else None
     if rows != arguments.train_batch_size:
         raise Refused(
@@ -164,11 +165,6 @@ def own_split(trainer: Any, loader: Any, *, untold: bool) -> str | None:
             "have get_train_dataloader take self.args.train_batch_size, or give both the same number",
         )
     return f"the loader of its {kind.__name__} makes micro-batches of {rows} rows, whatever its arguments say"
-
-
-def _rows(loader: Any) -> int | None:
-    """Rows that a loader says it puts into a micro-batch."""
-    return getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
 
 
 def longest_batch(loader: Any, rows: Sample, micro_batch: int) -> Any:
