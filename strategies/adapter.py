@@ -73,6 +73,14 @@ _EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """What PEFT calls their stacked weights and their router: ``_MOE_TARGET_MODULE_MAPPING``."""
 _TOGETHER = ("gate_proj", "up_proj"), ("w1", "w3")
 """Those that are one weight, so that PEFT takes both or none: ``_MOE_FUSED_TARGETS``."""
+_NOT_FUSED = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), False)
+"""Axolotl's Triton kernels for LoRA, which it switches on where nothing is said of them (0.19)."""
+_AS_FILED = (
+    "LLaMA-Factory keeps the frozen weights in the dtype that their files say, mostly bfloat16, not in float32: less "
+    "memory, and other rounding"
+)
+"""LLaMA-Factory 0.9.5: ``load_model``; ``init_adapter`` turns what is trained to float32."""
+_EXPERTS_LEFT = "experts may get no adapter: their stacked weights are no linear layers there"
 _WORD = re.compile(r"(?P<name>r|alpha|dropout|targets)=(?P<value>[\w.+]+)", re.ASCII)
 
 
@@ -153,7 +161,12 @@ class Adapter(Technique):
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         if value == "none":
             return Emission()
-        return Emission(script=("train an adapter: model = setup.model(...)",), elsewhere=_elsewhere(_wanted(value)))
+        wanted = _wanted(value)
+        return Emission(
+            script=("train an adapter: model = setup.model(...)",),
+            elsewhere=_elsewhere(wanted),
+            otherwise=_otherwise(wanted, plan, facts) if wanted.rank else {},
+        )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if value == "none":
@@ -258,7 +271,7 @@ def _elsewhere(wanted: Wanted) -> dict[str, dict[str, Any]]:
     factory = {flags[wanted.method]: True} if wanted.method in flags else {}
     return {
         "sft": {"peft_config": peft},
-        "axolotl": {"adapter": "lora", "lora_r": wanted.rank, **common, **where, **axolotl},
+        "axolotl": {"adapter": "lora", "lora_r": wanted.rank, **common, **where, **axolotl, **_NOT_FUSED},
         "llamafactory": {
             "finetuning_type": "lora",
             "lora_rank": wanted.rank,
@@ -267,6 +280,14 @@ def _elsewhere(wanted: Wanted) -> dict[str, dict[str, Any]]:
             **factory,
         },
     }
+
+
+def _otherwise(wanted: Wanted, plan: Mapping[str, Value], facts: Facts) -> dict[str, str]:
+    """What other projects do otherwise, in words."""
+    experts = [_EXPERTS_LEFT] if facts.model.lora_on_experts and not wanted.targets else []
+    in_float32 = plan.get("quantization", "none") == "none" and plan.get("precision") != "bf16_weights"
+    said = {"axolotl": experts, "llamafactory": [*([_AS_FILED] if in_float32 else []), *experts]}
+    return {name: "; ".join(words) for name, words in said.items() if words}
 
 
 def _active(model: nn.Module) -> tuple[str | None, list[str]]:

@@ -70,8 +70,8 @@ _OPAQUE = ("CompiledFunction", "CheckpointFunction")
 _TITLE = "Which attention ran"
 
 
-_LLAMA_FACTORY = {"eager": "disabled", "sdpa": "sdpa", "flash_attention_2": "fa2", "flash_attention_3": "fa3"}
-"""What LLaMA-Factory calls the values."""
+_LLAMA_FACTORY = {"eager": "disabled", "sdpa": "sdpa", "flash_attention_2": "fa2"}
+"""What LLaMA-Factory calls the values; it knows ``fa3``, and refuses it for all models but gpt-oss (0.9.5)."""
 
 
 class Attention(Technique):
@@ -146,14 +146,14 @@ class Attention(Technique):
         return Held(self.baseline, f"the script makes its model with {asked}", by_script=True)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
+        elsewhere: dict[str, dict[str, Any]] = {}
+        ran = facts.model.attention if value == self.baseline else str(value)
+        if ran in _LLAMA_FACTORY:  # by itself it takes another for some models, as for Gemma 2
+            elsewhere["llamafactory"] = {"flash_attn": _LLAMA_FACTORY[ran]}
         if value == self.baseline:
-            return Emission()
-        elsewhere: dict[str, dict[str, Any]] = {
-            "sft": {"model_init_kwargs": {"attn_implementation": str(value)}},
-            "axolotl": {"attn_implementation": str(value)},
-        }
-        if value in _LLAMA_FACTORY:
-            elsewhere["llamafactory"] = {"flash_attn": _LLAMA_FACTORY[str(value)]}
+            return Emission(elsewhere=elsewhere)
+        elsewhere["sft"] = {"model_init_kwargs": {"attn_implementation": str(value)}}
+        elsewhere["axolotl"] = {"attn_implementation": str(value)}
         return Emission(script=(f"load the model with {value}: model = setup.model(...)",), elsewhere=elsewhere)
 
     def traced_as(self, value: Value, part: Part) -> Value | None:

@@ -80,6 +80,13 @@ _PURE: dict[str, dict[str, Any]] = {
     "llamafactory": {"pure_bf16": True},
 }
 """How other projects are told of bfloat16 weights."""
+_NOT_PURE = {
+    "axolotl": "Axolotl computes under bfloat16 autocast besides; without an adapter or FlashAttention it keeps "
+    "embeddings, norms and the output layer in float32, unless FSDP splits them",
+    "llamafactory": "LLaMA-Factory loads weights in the dtype that their files say, so these have to say bfloat16",
+}
+"""What they do otherwise. Axolotl 0.19: ``TrainerBuilderBase._configure_precision_settings``,
+``ModelLoader._configure_embedding_dtypes``; LLaMA-Factory 0.9.5: ``load_model``."""
 
 
 class Precision(Technique):
@@ -174,6 +181,7 @@ class Precision(Technique):
             training_args={"bf16": mixed == "bf16", "fp16": mixed == "fp16", "tf32": _tf32(value, facts)},
             script=lines.get(str(value), ()),
             elsewhere=_PURE if value == "bf16_weights" else {},
+            otherwise=_NOT_PURE if value == "bf16_weights" else {},
         )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:

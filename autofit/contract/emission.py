@@ -16,10 +16,13 @@ class Emission:
         training_args: Fields of ``TrainingArguments``; the false ones too.
         script: What no argument can carry and the script must do through ``autofit.load``, in words.
         elsewhere: The same for ``autofit export``: by target (``sft``, ``axolotl``, ``llamafactory``), the settings of
-            that project's own that do what ``script`` says; a target that is missing can't.
+            that project's own that do what ``script`` says, or what the Accelerate YAML does; a target that is missing
+            can't.
+        otherwise: By the same targets, what differs there from the plan all the same, in words.
     """
 
     accelerate: Mapping[str, Any] = field(default_factory=dict)
     training_args: Mapping[str, Any] = field(default_factory=dict)
     script: tuple[str, ...] = ()
     elsewhere: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    otherwise: Mapping[str, str] = field(default_factory=dict)

@@ -176,7 +176,7 @@ class Batching(Technique):
         return Emission(
             training_args=arguments if facts.workload.launch_path == "trainer" else {},
             script=() if script is not None or value not in _LINES else (_LINES[value],),
-            elsewhere={"sft": {"pad_to_multiple_of": MULTIPLE}} if padded else elsewhere,
+            elsewhere={name: {"pad_to_multiple_of": MULTIPLE} for name in ("sft", "axolotl")} if padded else elsewhere,
         )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:

@@ -52,6 +52,21 @@ _LOSS_ALONE = {
 }
 """Liger leaves out what an architecture's function does not take."""
 _LIGER: dict[str, dict[str, bool] | None] = {"liger": None, "liger_fused_ce": _LOSS_ALONE}
+_LOSS_OF_TRL = (
+    "SFTTrainer takes the loss itself, a chunk of the logits at a time, and entropy and accuracy with it, which was "
+    "not measured: memory and seconds differ"
+)
+"""TRL 1.16: ``add_fused_lm_head``. It leaves Liger's loss out, and refuses to be asked for it."""
+_AXOLOTL_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
+_AXOLOTL_LIGER = (
+    "liger_fused_linear_cross_entropy", "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_glu_activation",
+)  # fmt: skip
+"""What that plugin calls Liger's kernels, none of which it puts in unasked; the loss first."""
+_LLAMA_FACTORY_LIGER = {
+    "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "granite", "llama", "mistral", "mixtral", "olmo2",
+    "phi3", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "gpt_oss",
+}  # fmt: skip
+"""Models that LLaMA-Factory 0.9.5 puts them in (``apply_liger_kernel``); others it trains without, and warns."""
 _LIGERS_LOSS = "liger_kernel.transformers.model."
 _LOGIT_BYTES = 2 + 4
 _NEXT_TOKEN = {"causal-lm", "script"}
@@ -105,9 +120,27 @@ class Kernels(Technique):
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         said = ("take the loss a chunk of the logits at a time: model = setup.model(...)",)
+        elsewhere: dict[str, dict[str, Any]] = {}
+        otherwise: dict[str, str] = {}
+        script = facts.workload.script
+        if script is None or script.trainer != "SFTTrainer":  # else that is what was measured
+            otherwise["sft"] = _LOSS_OF_TRL
+        if value in {"chunked_ce", "liger_fused_ce"}:  # TRL refuses another's fused loss beside its own
+            plain = {} if value == "chunked_ce" else {"use_liger_kernel": False, "liger_kernel_config": None}
+            elsewhere["sft"] = {**plain, "loss_type": "nll"}
+        if value in _LIGER:
+            flags = _AXOLOTL_LIGER if value == "liger" else _AXOLOTL_LIGER[:1]
+            elsewhere["axolotl"] = {"plugins": [_AXOLOTL_PLUGIN], **dict.fromkeys(flags, True)}
+            elsewhere["llamafactory"] = {"enable_liger_kernel": True}
+            if facts.model.model_type not in _LLAMA_FACTORY_LIGER:
+                otherwise["llamafactory"] = f"LLaMA-Factory has no kernels of Liger for {facts.model.model_type}"
+            elif value != "liger":
+                otherwise["llamafactory"] = "LLaMA-Factory takes all of Liger's kernels"
         return Emission(
             training_args={"use_liger_kernel": value in _LIGER, "liger_kernel_config": _LIGER.get(str(value))},
             script=said if value == "chunked_ce" else (),
+            elsewhere=elsewhere,
+            otherwise=otherwise,
         )
 
     def apply(self, value: Value, recipe: Recipe) -> None:

@@ -37,7 +37,7 @@ from autofit.contract.layout import context_ranks, engine_of, layout_of, why_not
 from autofit.contract.technique import Choice, Kind, Part, Prior, Status, Technique, divisors, replacing
 
 from . import context, tensor, zero
-from .emitted import accelerate_keys
+from .emitted import accelerate_keys, differs_elsewhere, settings_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,11 +85,16 @@ class Parallel(Technique):
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         script = (tensor.LINE,) if engine_of(value) == "tensor" else ()
-        elsewhere = {}
+        elsewhere: Mapping[str, Mapping[str, Any]] = settings_elsewhere(value, plan, facts)
         if (shared := context_ranks(value)) > 1:
             multiple = 2 * shared
             script, elsewhere = (context.LINE.format(multiple),), {"sft": {"pad_to_multiple_of": multiple}}
-        return Emission(accelerate=accelerate_keys(value, plan, facts), script=script, elsewhere=elsewhere)
+        return Emission(
+            accelerate=accelerate_keys(value, plan, facts),
+            script=script,
+            elsewhere=elsewhere,
+            otherwise=differs_elsewhere(value, plan, facts),
+        )
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         if engine_of(value) == "tensor":

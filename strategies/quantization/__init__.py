@@ -64,6 +64,13 @@ _ELSEWHERE: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Settings of other projects, by value and project."""
+_OTHERWISE = {
+    "sft": "SFTTrainer turns the adapter's weights to bfloat16, and steps them so: no float32 copy keeps small updates",
+    "axolotl": "what is not quantized (embeddings, norms, the output layer) is in the 16 bits that Axolotl computes in",
+    "llamafactory": "what is not quantized (embeddings, norms, the output layer) is in the dtype that its files say",
+}
+"""What they do otherwise. TRL 1.16: ``SFTTrainer.__init__``; Axolotl 0.19: ``ModelLoader._configure_embedding_dtypes``;
+LLaMA-Factory 0.9.5: ``load_model``."""
 _TORCHAO = {"int8_torchao", "int4_torchao"}
 
 
@@ -142,7 +149,15 @@ class Quantization(Technique):
         if value == "none":
             return Emission()
         said = f"load the weights in {value}: model = setup.model(...)"
-        return Emission(script=(said,), elsewhere=_ELSEWHERE.get(str(value), {}))
+        elsewhere = _ELSEWHERE.get(str(value), {})
+        precision = plan["precision"]
+        told = {
+            "sft": value in _ELSEWHERE,  # bitsandbytes' alone
+            "axolotl": value in _ELSEWHERE and precision in _SIXTEEN,
+            "llamafactory": value in _ELSEWHERE and precision != "bf16_weights",
+        }
+        differs = {name: words for name, words in _OTHERWISE.items() if told[name]}
+        return Emission(script=(said,), elsewhere=elsewhere, otherwise=differs)
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if part == "optimizer":

@@ -1,4 +1,4 @@
-"""Six exported plans through Axolotl's, LLaMA-Factory's and TRL's own schemas.
+"""Exported plans through Axolotl's, LLaMA-Factory's and TRL's own schemas.
 
 Run by hand, with the Python of an environment that has the project (and autofit)::
 
@@ -20,10 +20,11 @@ from tests.output.test_export import PLANS, answer
 
 
 def axolotl(found):
+    from axolotl.integrations.liger.args import LigerArgs
     from axolotl.utils.schemas.config import AxolotlInputConfig
 
     given = yaml.safe_load(found.text)
-    known = set(AxolotlInputConfig.model_fields)
+    known = {*AxolotlInputConfig.model_fields, *LigerArgs.model_fields, "plugins"}
     unknown = sorted(set(given) - known)
     assert not unknown, f"unknown: {unknown}"
     AxolotlInputConfig(**given)
@@ -38,6 +39,7 @@ def llamafactory(found):
     from transformers import HfArgumentParser
 
     given = {**yaml.safe_load(found.text), "bf16": False, "tf32": False, "use_cpu": True, "pure_bf16": False}
+    given.pop("deepspeed", None)  # whose package it asks for at once
     kinds = (ModelArguments, DataArguments, TrainingArguments, FinetuningArguments, GeneratingArguments)
     HfArgumentParser(kinds).parse_dict(given, allow_extra_keys=False)
 

@@ -27,7 +27,7 @@ from autofit.costmodel.memory.requests import requests
 from autofit.costmodel.seconds.collectives import nccl_bytes
 from autofit.costmodel.tracing.timeline import Floats
 from autofit.costmodel.tracing.trace_store import Traces, evaluated_rows
-from autofit.output.exports.export import needs_yaml
+from autofit.output.exports.carried import needs_yaml
 from autofit.registry import changes, loaded_rows, recipe_of, techniques
 from autofit.search.decision import changed_values
 from autofit.system import units

@@ -2,73 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autofit.contract.emission import Emission
 from autofit.contract.facts import predicts_next_token
-from autofit.output.exports.flags import flags
+from autofit.output.exports.axolotl import axolotl
+from autofit.output.exports.carried import MODULES, Carried, Exported, carried_to
+from autofit.output.exports.flags import NO_FLAG, flags
+from autofit.output.exports.llamafactory import llamafactory
 from autofit.output.text import as_word
 from autofit.output.wording import launch_commands, shell_lines
-from autofit.registry import recipe_of, techniques
 from autofit.system.errors import InputError, near
 
 if TYPE_CHECKING:
-    from autofit.contract.facts import Facts
-    from autofit.contract.plan import Plan
     from autofit.contract.script import Script
-    from autofit.contract.technique import Technique
     from autofit.output.document import Document
-
-_BY_YAML_ONLY = {"distributed_type", "fsdp_config", "deepspeed_config", "parallelism_config", "fp8_config"}
-_REGIONS = "dynamo_use_regional_compilation"
-_AXOLOTL = {
-    "per_device_train_batch_size": "micro_batch_size",
-    "per_device_eval_batch_size": "eval_batch_size",
-    "optim": "optimizer",
-    "activation_checkpointing": "gradient_checkpointing",
-    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
-}
-"""Axolotl's names of fields of ``TrainingArguments``; the rest it calls the same."""
-_LIGER = ("use_liger_kernel", "liger_kernel_config")
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """A plan in the words of another project.
-
-    Attributes:
-        text: What to paste.
-        settings: The same as values, by their names there.
-        lacking: What it can't carry, a sentence each.
-    """
-
-    text: str
-    settings: Mapping[str, Any]
-    lacking: tuple[str, ...]
-
-
-@dataclass(slots=True)
-class _Carried:
-    """What the techniques write, and what of it a target can't say.
-
-    Attributes:
-        float32_weights: Whether the plan's weights are float32, whatever it computes in.
-        arguments: Fields of ``TrainingArguments``.
-        extra: The target's own settings in the place of what no argument can carry.
-    """
-
-    document: Document
-    folder: str
-    float32_weights: bool
-    arguments: dict[str, Any]
-    extra: dict[str, Any] = field(default_factory=dict)
-    lacking: list[str] = field(default_factory=list)
 
 
 def export(document: Document, target: str, *, folder: str | Path) -> Exported:
@@ -88,15 +38,34 @@ def export(document: Document, target: str, *, folder: str | Path) -> Exported:
     other = _other_than_next_token(document)
     if next_token and other is not None:
         raise InputError(f"--to {target}: it trains causal language models, and {other}", hint="--to python")
-    if target in {"axolotl", "llamafactory"} and script is not None and script.adapter:
+    if target in MODULES and script is not None and script.adapter:
         own = f"the script puts an adapter on its model itself ({script.adapter})"
         raise InputError(f"--to {target}: {own}, without which all weights would be trained", hint="--to sft")
-    carried = _carried(document, target, str(folder))
+    carried = carried_to(document, target, str(folder))
     if next_token and script is not None:
         carried.lacking.insert(0, _of_script(document, script))
+    elif script is None and not next_token and carried.float32_weights and not _loads(carried):
+        carried.lacking.append(_IN_FLOAT32)
     elif script is not None and script.undivided and script.accumulation != document.plan["accumulation"]:
         carried.lacking.append(_scale(script.accumulation, int(document.plan["accumulation"])))
     return TARGETS[target](carried)
+
+
+_IN_FLOAT32 = (
+    "float32 weights: from_pretrained(..., dtype='float32') loads them so; by itself it takes the dtype of the "
+    "checkpoint from transformers 5 on, and to train bfloat16 weights is another training"
+)
+
+
+_ONE_CARD = (
+    "that it is for one card: SFTTrainer spreads the layers of a model over all that it sees; CUDA_VISIBLE_DEVICES=0 "
+    "shows it one"
+)
+
+
+def _loads(carried: Carried) -> bool:
+    """Whether a line says already that the model comes from :func:`autofit.load`."""
+    return any("setup.model" in words for words in carried.lacking)
 
 
 def _other_than_next_token(document: Document) -> str | None:
@@ -124,63 +93,7 @@ def _of_script(document: Document, script: Script) -> str:
     )
 
 
-def _model(document: Document) -> str:
-    """The model as another project is told it; the script's name is no model."""
-    return document.model.name if document.workload.script is None else "YOUR_MODEL"
-
-
-def _carried(document: Document, target: str, folder: str) -> _Carried:
-    """What each technique of the plan writes for a target."""
-    plan, facts = document.plan, document.facts
-    recipe = recipe_of(plan, facts)
-    found = _Carried(
-        document=document,
-        folder=folder,
-        float32_weights=recipe.weights_dtype == "float32",
-        arguments=dict(recipe.emission.training_args),
-    )
-    emissions = {one.name: one.emit(plan[one.name], plan, facts) for one in techniques()}
-    scripted = techniques() if document.workload.script is not None else ()
-    unwritten = {one.name for one in scripted if _unwritten(emissions[one.name], one, plan, facts)}
-    by_load = target == "sft" and any(one.script and target not in one.elsewhere for one in emissions.values())
-    for name, emission in emissions.items():
-        told = None if by_load and emission.script else emission.elsewhere.get(target)  # autofit.load makes a model so
-        if told is not None:
-            for key, value in told.items():
-                both = isinstance(value, Mapping) and isinstance(found.extra.get(key), Mapping)
-                found.extra[key] = {**found.extra[key], **value} if both else value
-        said = list(emission.script) if told is None else []
-        if needs_yaml(emission) and target != "cli":
-            said.append(f"launch by `accelerate launch --config_file {shlex.quote(as_word(folder))}/accelerate.yaml`")
-        if name in unwritten and told is None:
-            said.append("`autofit run` puts it into the script; no argument says it")
-        if emission.script and told is None and target in {"axolotl", "llamafactory"}:
-            said[: len(emission.script)] = ["there is no setting for it"]
-        found.lacking += [f"{name}={plan[name]}: {words}" for words in said]
-    if found.lacking and any("setup.model" in words for words in found.lacking):
-        found.lacking.insert(0, f"where a line says setup: setup = autofit.load({folder!r})")
-    if document.estimated is not None:
-        found.lacking.insert(0, f"that it was measured: the plan is estimated for {document.hardware.name}")
-    return found
-
-
-def _unwritten(emission: Emission, one: Technique, plan: Plan, facts: Facts) -> bool:
-    """Whether a value is not what a script does by itself, and is written as if it were."""
-    value = one.own(facts)
-    own = one.emit(value, plan, facts)
-    return plan[one.name] != value and all(
-        getattr(emission, name) == getattr(own, name) for name in ("accelerate", "training_args", "script")
-    )
-
-
-def needs_yaml(emission: Emission) -> bool:
-    """Whether only an Accelerate YAML carries the choice."""
-    keys = {name for name, value in emission.accelerate.items() if value != "NO"}
-    regions = emission.accelerate.get("dynamo_config", {}).get(_REGIONS, False)
-    return regions or bool(_BY_YAML_ONLY & keys)
-
-
-def _python(carried: _Carried) -> Exported:
+def _python(carried: Carried) -> Exported:
     """``TrainingArguments(...)``."""
     settings = {"output_dir": "run", **carried.arguments}
     return Exported(
@@ -190,7 +103,7 @@ def _python(carried: _Carried) -> Exported:
     )
 
 
-def _cli(carried: _Carried) -> Exported:
+def _cli(carried: Carried) -> Exported:
     """Words for a script that reads its arguments by ``HfArgumentParser``; a plain loop reads none."""
     script, run = carried.document.workload.script, shlex.join(launch_commands(carried.document, carried.folder)[0])
     if script is not None and script.factory is None and not script.trainer:
@@ -199,6 +112,11 @@ def _cli(carried: _Carried) -> Exported:
     own = ("your_script.py",) if script is None or script.factory is not None else script.typed
     words = ["accelerate", "launch", "--config_file", f"{as_word(carried.folder)}/accelerate.yaml", *own]
     lines, lacking = shell_lines([*words, *flags(carried.arguments)]), list(carried.lacking)
+    lacking += [
+        f"{name}, which no flag says: the script has to set args.{name} = {value}"
+        for name, value in carried.arguments.items()
+        if name in NO_FLAG and value is not None
+    ]
     if script is not None:
         lacking.append(
             f"a script that reads no TrainingArguments from its command line, or all from one file: `{run}` trains any"
@@ -206,7 +124,7 @@ def _cli(carried: _Carried) -> Exported:
     return Exported(text="\n".join(lines) + "\n", settings=carried.arguments, lacking=tuple(lacking))
 
 
-def _sft(carried: _Carried) -> Exported:
+def _sft(carried: Carried) -> Exported:
     """``SFTConfig(...)``, and the adapter that ``SFTTrainer`` is given."""
     extra, lacking, work = dict(carried.extra), list(carried.lacking), carried.document.workload
     adapter = extra.pop("peft_config", None)
@@ -214,87 +132,31 @@ def _sft(carried: _Carried) -> Exported:
     if work.script is not None:  # the longest row that was seen is no bound to cut others by
         length = {}
         lacking.append(f"max_length: keep the script's own; its longest row, as tuned, has {work.seq_len} tokens")
+    given = "model"
+    if not carried.by_load:
+        given = repr(carried.model)
+        if work.script is None and carried.float32_weights:
+            extra["model_init_kwargs"] = {"dtype": "float32", **extra.get("model_init_kwargs", {})}
+        if carried.document.hardware.device == "cuda" and work.processes == 1 and not carried.by_yaml:
+            lacking.append(_ONE_CARD)
     settings = {"output_dir": "run", **length, **carried.arguments, **extra}
     lines = ["from trl import SFTConfig", "", f"args = {_call('SFTConfig', settings)}"]
     if adapter is not None:
         lines.insert(0, "from peft import LoraConfig")
-        lines += ["", f"peft_config = {_call('LoraConfig', adapter)}  # SFTTrainer(..., peft_config=peft_config)"]
+        lines += ["", f"peft_config = {_call('LoraConfig', adapter)}"]
+    behind = "" if adapter is None else ", peft_config=peft_config"
+    named = "  # by its name: it is loaded as args say" if "model_init_kwargs" in extra else ""
+    lines += ["", f"# SFTTrainer({given}, args=args{behind}, ...){named}"]
     return Exported(text="\n".join(lines) + "\n", settings=settings, lacking=tuple(lacking))
 
 
-def _axolotl(carried: _Carried) -> Exported:
-    """Axolotl's YAML."""
-    arguments, lacking = dict(carried.arguments), list(carried.lacking)
-    arguments.pop("train_sampling_strategy", None)  # by an older name, which a technique says
-    if arguments.pop("use_cpu", False):
-        lacking.append("training on the CPU: Axolotl trains on GPUs, where another plan may be faster")
-    whole = not any(name in carried.extra for name in ("load_in_4bit", "load_in_8bit"))
-    if carried.float32_weights and whole and (arguments.get("bf16") or arguments.get("fp16")):
-        lacking.append(
-            "float32 weights: Axolotl loads them in the 16 bits that it computes in, which is another training"
-        )
-    if any(arguments.pop(name, None) for name in _LIGER):
-        lacking.append("Liger kernels: add its plugin, axolotl.integrations.liger.LigerPlugin")
-    kwargs = arguments.get("activation_checkpointing_kwargs") or arguments.get("gradient_checkpointing_kwargs") or {}
-    if "every_n_layers" in kwargs:
-        lacking.append("checkpointing of every n-th layer: Axolotl checkpoints all or none")
-    if not arguments.get("torch_compile"):
-        for name in ("torch_compile_backend", "torch_compile_mode"):
-            arguments.pop(name, None)
-    tuned = {_AXOLOTL.get(name, name): value for name, value in arguments.items() if value is not None}
-    settings = {
-        "base_model": _model(carried.document),
-        "sequence_len": carried.document.workload.seq_len,
-        "sample_packing": False,
-        **tuned,
-        **carried.extra,
-        "datasets": [{"path": "YOUR_DATA", "type": "completion"}],
-        "output_dir": "run",
-        "num_epochs": 1,
-        "learning_rate": 2e-5,
-    }
-    lacking.append("datasets, num_epochs and learning_rate are yours to set")
-    return Exported(text=_yaml(settings), settings=settings, lacking=tuple(lacking))
-
-
-def _llamafactory(carried: _Carried) -> Exported:
-    """LLaMA-Factory's YAML, whose training arguments are those of transformers."""
-    arguments, lacking = dict(carried.arguments), list(carried.lacking)
-    liger = [arguments.pop(name, None) for name in _LIGER]
-    checkpointed = any(arguments.pop(name, False) for name in _CHECKPOINTING)
-    kwargs = [arguments.pop(f"{name}_kwargs", None) or {} for name in _CHECKPOINTING]
-    if any("every_n_layers" in one for one in kwargs):
-        lacking.append("checkpointing of every n-th layer: LLaMA-Factory checkpoints all or none")
-    if liger[1]:
-        lacking.append("the choice of Liger's kernels: LLaMA-Factory takes all of them")
-    settings = {
-        "model_name_or_path": _model(carried.document),
-        "stage": "sft",
-        "do_train": True,
-        "finetuning_type": "full",
-        "template": "default",
-        "cutoff_len": carried.document.workload.seq_len,
-        **{name: value for name, value in arguments.items() if value is not None},
-        "disable_gradient_checkpointing": not checkpointed,
-        "use_reentrant_gc": False,
-        "enable_liger_kernel": bool(liger[0]),
-        **carried.extra,
-        "dataset": "YOUR_DATA",
-        "output_dir": "run",
-        "num_train_epochs": 1,
-        "learning_rate": 2e-5,
-    }
-    lacking.append("dataset, template, num_train_epochs and learning_rate are yours to set")
-    return Exported(text=_yaml(settings), settings=settings, lacking=tuple(lacking))
-
-
 _NEXT_TOKEN_TRAINERS = {"sft", "axolotl", "llamafactory"}
-TARGETS: Mapping[str, Callable[[_Carried], Exported]] = {
+TARGETS: Mapping[str, Callable[[Carried], Exported]] = {
     "python": _python,
     "cli": _cli,
     "sft": _sft,
-    "axolotl": _axolotl,
-    "llamafactory": _llamafactory,
+    "axolotl": axolotl,
+    "llamafactory": llamafactory,
 }
 """What a plan can be exported to."""
 
@@ -302,12 +164,6 @@ TARGETS: Mapping[str, Callable[[_Carried], Exported]] = {
 def _call(name: str, arguments: Mapping[str, Any]) -> str:
     """A call of Python, an argument a line."""
     return "\n".join([f"{name}(", *(f"    {key}={value!r}," for key, value in arguments.items()), ")"])
-
-
-def _yaml(settings: Mapping[str, Any]) -> str:
-    from yaml import safe_dump
-
-    return str(safe_dump(json.loads(json.dumps(dict(settings))), sort_keys=False))
 
 
 def comments(exported: Exported, target: str) -> str:

@@ -6,9 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+NO_FLAG = frozenset({"liger_kernel_config"})
+"""Fields that ``HfArgumentParser`` reads from no word: it takes their type, a mapping, for what makes one of it."""
+
 
 def flags(arguments: Mapping[str, Any], *, short: bool = False) -> list[str]:
     """``--name=value`` words, unquoted; arguments without a value are left out, since ``None`` can't be written.
+
+    So are those of :data:`NO_FLAG`.
 
     Args:
         arguments: Fields of ``TrainingArguments``.
@@ -19,7 +24,7 @@ def flags(arguments: Mapping[str, Any], *, short: bool = False) -> list[str]:
     """
     words = []
     for name, value in arguments.items():
-        if value is None or (short and not value):
+        if value is None or name in NO_FLAG or (short and not value):
             continue
         text = json.dumps(value) if isinstance(value, bool | dict | list) else str(value)
         words.append(f"--{name}={text}")
