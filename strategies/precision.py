@@ -181,7 +181,7 @@ class Precision(Technique):
             training_args={"bf16": mixed == "bf16", "fp16": mixed == "fp16", "tf32": _tf32(value, facts)},
             script=lines.get(str(value), ()),
             elsewhere=_PURE if value == "bf16_weights" else {},
-            otherwise=_NOT_PURE if value == "bf16_weights" else {},
+            otherwise=_otherwise(value, plan),
         )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
@@ -265,6 +265,19 @@ def cast_main_input(model: PreTrainedModel) -> PreTrainedModel:
 
     model.register_forward_pre_hook(cast, with_kwargs=True)
     return model
+
+
+def _otherwise(value: Value, plan: Mapping[str, Value]) -> Mapping[str, str]:
+    """What other projects do otherwise, in words: Axolotl has no autocast over float32 weights."""
+    if value == "bf16_weights":
+        return _NOT_PURE
+    quantized, engine = plan.get("quantization", "none") != "none", engine_of(plan.get("parallel", "none"))
+    if value not in _AUTOCAST or quantized or engine == "deepspeed":  # whose float32 copy is there as well
+        return {}
+    lost = "" if plan.get("adapter", "none") != "none" else ": small updates are lost"
+    if lost and value == "fp16":
+        lost = ", and fails in the first step: PyTorch scales no loss for float16 gradients"
+    return {"axolotl": f"Axolotl loads the float32 weights in {_AUTOCAST[str(value)]}, which is another training{lost}"}
 
 
 def _tf32(value: Value, facts: Facts) -> bool | None:

@@ -113,10 +113,11 @@ def given(target, processes=1, model=None, **values):
 
 def test_axolotl_is_known_to_load_weights_in_16_bits():
     for precision, told in (("bf16", True), ("fp32", False)):
-        assert ("float32 weights: Axolotl" in given("axolotl", precision=precision)[1]) == told
-    with pytest.raises(InputError, match="float16 weights, and PyTorch refuses to scale"):
-        given("axolotl", precision="fp16")
-    assert "in fp16, which is another training" in given("axolotl", precision="fp16", adapter="lora:r=8")[1]
+        assert ("loads the float32 weights in bf16" in given("axolotl", precision=precision)[1]) == told
+    assert "fails in the first step: PyTorch scales no loss" in given("axolotl", precision="fp16")[1]
+    said = given("axolotl", precision="fp16", adapter="lora:r=8")[1]
+    assert "in fp16, which is another training" in said
+    assert "fails" not in said
     assert "float32 weights" not in given("axolotl", 2, precision="bf16", parallel="zero2")[1], "DeepSpeed has a copy"
 
 

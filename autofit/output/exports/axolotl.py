@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autofit.output.exports.carried import Exported, as_yaml
-from autofit.system.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from autofit.output.exports.carried import Carried
 
 _NAMES = {
@@ -33,11 +30,7 @@ batches ready, rows padded to a multiple of 64 tokens."""
 
 
 def axolotl(carried: Carried) -> Exported:
-    """Axolotl's YAML.
-
-    Raises:
-        InputError: It would fail in the first step.
-    """
+    """Axolotl's YAML."""
     arguments, lacking = dict(carried.arguments), carried.lacking
     for name in _ITS_OWN_WAY:
         arguments.pop(name, None)
@@ -45,9 +38,6 @@ def axolotl(carried: Carried) -> Exported:
         lacking.append("training on the CPU: Axolotl trains on GPUs, where another plan may be faster")
     if arguments.pop("dataloader_persistent_workers", False):
         lacking.append("worker processes that stay between epochs: Axolotl starts them anew")
-    half = next((name for name in ("bf16", "fp16") if arguments.get(name)), None)
-    if half is not None and carried.float32_weights:
-        lacking += _halved(half, carried.extra)
     if not arguments.get("torch_compile"):
         for name in ("torch_compile_backend", "torch_compile_mode"):
             arguments.pop(name, None)
@@ -77,14 +67,3 @@ def axolotl(carried: Carried) -> Exported:
         carried.processes_of("`axolotl train`")
     lacking.append("datasets, num_epochs and learning_rate are yours to set")
     return Exported(text=as_yaml(settings), settings=settings, lacking=tuple(lacking))
-
-
-def _halved(half: str, extra: Mapping[str, Any]) -> list[str]:
-    """What is otherwise where weights that a plan has in float32 are loaded in 16 bits."""
-    if {"load_in_4bit", "load_in_8bit", "deepspeed"} & set(extra):  # which keep none, or a float32 copy
-        return []
-    if half == "fp16" and "adapter" not in extra:
-        why = "Axolotl loads float16 weights, and PyTorch refuses to scale a loss for their gradients"
-        raise InputError(f"--to axolotl: {why}", hint="tune with --fix precision=bf16, or export to another")
-    lost = "" if "adapter" in extra else ": small updates are lost"
-    return [f"float32 weights: Axolotl loads them in {half}, which is another training{lost}"]
