@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from autofit.contract.layout import data_parallel
@@ -16,7 +16,7 @@ from autofit.contract.outcome import (
 from autofit.output.document import Document, Offer
 from autofit.output.plan_words import SPLIT
 from autofit.output.text import as_word, count, number, percent, plural, with_spread
-from autofit.registry import loaded_rows
+from autofit.registry import loaded_rows, recipe_of
 from autofit.system.statistics import median
 from autofit.system.units import duration
 
@@ -91,11 +91,28 @@ def script_lines(document: Document, folder: str | Path) -> list[str]:
         each = "--machine-rank counts them from 0, --main-process-ip is the address of the first"
         several = [f"Launch it on each of the {nodes} machines: {each}."] if nodes > 1 else []
         return ["nothing: `autofit run` puts the plan into it", *several]
+    weights = [] if loads(document.script) or not in_float32(document) else [IN_FLOAT32]
     if not document.script and not loops:
-        return []
+        return weights
     said = any("autofit.load(" in sentence for sentence in document.script)
     opening = [] if said else [f"read the plan, once: setup = autofit.load({str(folder)!r})"]
-    return [*opening, *document.script]
+    return [*opening, *weights, *document.script]
+
+
+IN_FLOAT32 = (
+    "load the model with float32 weights: from_pretrained(..., dtype='float32'); by itself it takes the checkpoint's "
+    "dtype from transformers 5 on"
+)
+
+
+def in_float32(document: Document) -> bool:
+    """Whether the plan's weights are float32, whatever it computes in."""
+    return recipe_of(document.plan, document.facts).weights_dtype == "float32"
+
+
+def loads(sentences: Iterable[str]) -> bool:
+    """Whether one of them has the model made by :func:`autofit.load`."""
+    return any("setup.model" in sentence for sentence in sentences)
 
 
 def launch_commands(document: Document, folder: str | Path) -> list[list[str]]:

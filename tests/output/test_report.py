@@ -29,7 +29,7 @@ from autofit.output.plan_words import outcome_words
 from autofit.output.reports import charts
 from autofit.output.reports.report import html, summary
 from autofit.output.text import number, one_line, parameters, percent
-from autofit.registry import changes, techniques
+from autofit.registry import changes, recipe_of, techniques
 from autofit.search import decision
 from autofit.search.tradeoffs import Contribution
 from autofit.space import offers
@@ -273,6 +273,18 @@ DOCUMENTS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [({}, True), ({"precision": "bf16_weights"}, False), ({"kernels": "chunked_ce"}, False)],
+)
+def test_a_script_is_told_to_load_float32_weights_where_the_plan_does_not(values, told):
+    """By itself ``from_pretrained`` takes the checkpoint's dtype; ``setup.model`` takes the plan's."""
+    one = plan(8, **{"precision": "bf16", **values})
+    doc = document(trials=[(one, measured(51.9, 15.8))], winner=one)
+    doc = replace(doc, script=recipe_of(one, doc.facts).emission.script)
+    assert (wording.IN_FLOAT32 in wording.script_lines(doc, "out")) is told
+
+
 def test_a_narrow_terminal_breaks_no_techniques_name_apart():
     text = terminal(document(), width=40)
     assert max(map(len, text.splitlines())) <= 40
@@ -330,7 +342,7 @@ class TestSummary:
             "outside 590 MiB",
             "42 % of the device's peak FLOPs (MFU)",
             "Forward and backward run under bfloat16 autocast",
-            "nothing beyond reading training_args.json",
+            "load the model with float32 weights: from_pretrained(..., dtype='float32')",
             "3 min 18 s for 22 trials (median 8.5 s each); 61 % of the time went into training steps.",
             "22 trials: 16 measured, 1 crashed, 1 unsupported, 1 diverged, 1 timed out, 2 out of memory",
             "Weights are random",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
 from autofit.output.text import as_word
+from autofit.output.wording import in_float32
 from autofit.registry import recipe_of, techniques
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def carried_to(document: Document, target: str, folder: str) -> Carried:
     found = Carried(
         document=document,
         folder=folder,
-        float32_weights=recipe.weights_dtype == "float32",
+        float32_weights=in_float32(document),
         by_load=by_load,
         arguments=dict(recipe.emission.training_args),
     )

@@ -13,7 +13,7 @@ from autofit.output.exports.carried import MODULES, Carried, Exported, carried_t
 from autofit.output.exports.flags import NO_FLAG, flags
 from autofit.output.exports.llamafactory import llamafactory
 from autofit.output.text import as_word
-from autofit.output.wording import launch_commands, shell_lines
+from autofit.output.wording import IN_FLOAT32, launch_commands, loads, shell_lines
 from autofit.system.errors import InputError, near
 
 if TYPE_CHECKING:
@@ -44,28 +44,17 @@ def export(document: Document, target: str, *, folder: str | Path) -> Exported:
     carried = carried_to(document, target, str(folder))
     if next_token and script is not None:
         carried.lacking.insert(0, _of_script(document, script))
-    elif script is None and not next_token and carried.float32_weights and not _loads(carried):
-        carried.lacking.append(_IN_FLOAT32)
+    elif script is None and not next_token and carried.float32_weights and not loads(carried.lacking):
+        carried.lacking.append(IN_FLOAT32)
     elif script is not None and script.undivided and script.accumulation != document.plan["accumulation"]:
         carried.lacking.append(_scale(script.accumulation, int(document.plan["accumulation"])))
     return TARGETS[target](carried)
-
-
-_IN_FLOAT32 = (
-    "float32 weights: from_pretrained(..., dtype='float32') loads them so; by itself it takes the dtype of the "
-    "checkpoint from transformers 5 on, and to train bfloat16 weights is another training"
-)
 
 
 _ONE_CARD = (
     "that it is for one card: SFTTrainer spreads the layers of a model over all that it sees; CUDA_VISIBLE_DEVICES=0 "
     "shows it one"
 )
-
-
-def _loads(carried: Carried) -> bool:
-    """Whether a line says already that the model comes from :func:`autofit.load`."""
-    return any("setup.model" in words for words in carried.lacking)
 
 
 def _other_than_next_token(document: Document) -> str | None:
