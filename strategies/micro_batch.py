@@ -175,21 +175,22 @@ def _beside_own_split(rows: int, facts: Facts) -> str | None:
     if script is None or not script.rows or rows == script.micro_batch:
         return None
     ends = _epochs_end(rows, script, facts.workload.processes)
-    if ends is not None or (script.trainer and not script.undivided):
+    if ends is not None or (script.trainer and not (script.undivided or script.averages)):
         return ends
+    said = []
     if len(script.batch.get("labels", ())) > 1 and script.mean_length < script.longest:
-        return (
+        said.append(
             f"Rows of different lengths weigh otherwise than in the script's own micro-batches of {script.micro_batch} "
             "where its loss is a mean over the tokens of each."
         )
     dropped = script.rows % (rows * facts.workload.processes) if script.own.get(_DROPS) else 0
     over = (script.rows - dropped) % facts.workload.global_batch
-    if not over:
-        return None
-    return (
-        f"An epoch's last optimizer step, of {over} rows, weighs them otherwise than the script's own micro-batches of "
-        f"{script.micro_batch} do."
-    )
+    if over:
+        said.append(
+            f"An epoch's last optimizer step, of {over} rows, weighs them otherwise than the script's own "
+            f"micro-batches of {script.micro_batch} do."
+        )
+    return " ".join(said) or None
 
 
 _DROPS = "dataloader_drop_last"

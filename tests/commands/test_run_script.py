@@ -164,6 +164,43 @@ def test_the_steps_before_a_checkpoint_were_made_by_another_training(begins, ste
     assert callbacks == []
 
 
+def test_a_model_that_is_made_to_train_it_is_the_one_that_is_watched(launched, monkeypatch):
+    """A Trainer with ``model_init`` makes another one where it begins."""
+    folder, _ = launched
+    first, second, watched = object(), object(), []
+    monkeypatch.setattr(
+        "autofit.output.setup.read_setup",
+        lambda _: SimpleNamespace(
+            check=lambda: None,
+            recipe=SimpleNamespace(facts=SimpleNamespace(workload=SimpleNamespace(script=True))),
+            watch=lambda model: watched.append(model) or SimpleNamespace(ignored=lambda *_, **__: []),
+        ),
+    )
+
+    def trained(around, init):
+        callbacks, state = [], SimpleNamespace(global_step=0)
+        trainer = SimpleNamespace(
+            model=first, model_init=init, state=state, add_callback=callbacks.append, optimizer=None, accelerator=None,
+            remove_callback=callbacks.remove, args=SimpleNamespace(world_size=1),
+            callback_handler=SimpleNamespace(train_dataloader=None),
+        )  # fmt: skip
+
+        def train():
+            trainer.model = second
+            callbacks[0].on_train_begin(None, state, None)
+            state.global_step = 3
+
+        around(trainer, train, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1})
+
+    def train_with(*_, around, **__):
+        for init in (None, object()):
+            trained(around, init)
+
+    monkeypatch.setattr("autofit.training.scripts.entry.train_with", train_with)
+    run_script.main(str(folder), str(folder / "train.py"), ())
+    assert watched == [first, second]
+
+
 @pytest.mark.parametrize(
     ("text", "trained", "error", "words"),
     [

@@ -106,6 +106,31 @@ def test_an_accumulation_that_is_said_for_accelerate_is_the_scripts_own(describe
     assert (script["micro_batch"], script["accumulation"]) == (2, 2)
 
 
+def test_an_accumulation_that_is_set_after_the_trainer_is_made_is_the_scripts_own(described):
+    text = HEAD + "model = Model(BertConfig(num_hidden_layers=1, hidden_size=24))\n"
+    text += (
+        "trainer = Trainer(model, TrainingArguments('x'), train_dataset=[{'input_ids': [1, 2], 'labels': 0}] * 32)\n"
+    )
+    text += "trainer.args.gradient_accumulation_steps, trainer.args.per_device_train_batch_size = 2, 4\ntrainer.train()"
+    script = described(text)["script"]
+    assert (script["micro_batch"], script["accumulation"]) == (8, 2)  # a Trainer keeps the rows that it was made with
+    assert script["own_split"] == "the script sets gradient_accumulation_steps after its Trainer is made"
+
+
+def test_a_loader_of_its_own_says_whether_an_epoch_leaves_out_rows(described):
+    text = (
+        HEAD
+        + "from torch.utils.data import DataLoader\nmodel = Model(BertConfig(num_hidden_layers=1, hidden_size=24))\n"
+    )
+    text += "class Own(Trainer):\n    def get_train_dataloader(self):\n"
+    text += "        rows = dict(batch_size=self.args.train_batch_size, collate_fn=self.data_collator)\n"
+    text += "        return DataLoader(self.train_dataset, drop_last=True, **rows)\n"
+    text += "Own(model, TrainingArguments('x'), train_dataset=[{'input_ids': [1, 2], 'labels': 0}] * 35).train()"
+    script = described(text)["script"]
+    assert script["own"]["dataloader_drop_last"] is True
+    assert script["epochs_rows"] == 3 * 32
+
+
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [

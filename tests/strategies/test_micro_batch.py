@@ -28,9 +28,12 @@ def said(rows, value, processes=1, **given):
         (None, 4, {}, None),
         (70, 4, {"trainer": "Trainer"}, None),
         (70, 4, {"trainer": "Trainer", "undivided": True}, "weighs them otherwise"),
+        (70, 4, {"trainer": "Trainer", "averages": True}, "weighs them otherwise"),
+        (64, 4, {"trainer": "Trainer", "averages": True}, None),
         (70, 8, {"trainer": "Trainer", "own": {"dataloader_drop_last": True}}, "leaves out 6 rows"),
         (64, 8, {"trainer": "Trainer", "own": {"dataloader_drop_last": True}}, None),
         (64, 4, {"batch": {"labels": (2, 9)}, "longest": 9, "mean_length": 5.0}, "Rows of different lengths weigh"),
+        (70, 4, {"batch": {"labels": (2, 9)}, "longest": 9, "mean_length": 5.0}, "of each. An epoch's last"),
         (64, 4, {"batch": {"labels": (2,)}, "longest": 9, "mean_length": 5.0}, None),
     ],
 )

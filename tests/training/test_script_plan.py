@@ -62,14 +62,21 @@ Wraps.__name__ = "Trainer"
 for rows_at_once, accumulation, optimizer, *others in json.loads(sys.argv[1]):
     arguments = TrainingArguments(
         sys.argv[2], per_device_train_batch_size=rows_at_once, gradient_accumulation_steps=accumulation,
-        optim=optimizer, max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no",
+        optim=optimizer, max_steps=2,
+        auto_find_batch_size="finds" in others, report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no",
     )
     kind = Own if "Own" in others else Wraps if "wraps" in others else Trainer
     model = Other() if {"Other", "wraps"} & set(others) else Net()
     loss = (lambda out, labels, num_items_in_batch=None: out["loss"]) if "loss" in others else None
     data = Stream() if "stream" in others else rows
     trainer = kind(model, arguments, train_dataset=data, eval_dataset=Stream(), compute_loss_func=loss)
+    if "sets" in others:
+        trainer.args.gradient_accumulation_steps = accumulation
     if "predicts" not in others:
+        trainer.train()
+    if "again" in others:  # of the same arguments
+        arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = 2, 1
+        trainer = kind(Net(), arguments, train_dataset=data)
         trainer.train()
     if "evaluates" in others:
         seen.append(sum(len(one["x"]) for one in trainer.get_eval_dataloader()))
@@ -129,7 +136,7 @@ def plan(values=None, **changed):
         workload=dataclasses.replace(facts.workload, script=script),
         model=dataclasses.replace(facts.model, architecture="Net"),
     )
-    return recipe_of(PLAIN.replaced(micro_batch=8, accumulation=1, **values or {}), facts), script
+    return recipe_of(PLAIN.replaced(**{"micro_batch": 8, "accumulation": 1, **(values or {})}), facts), script
 
 
 def run(tmp_path, recipe, *trainings):
@@ -194,6 +201,38 @@ def test_another_batch_of_the_only_training_is_another_training(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_checkpoints_micro_batch_does_not_stand_over_the_plans(tmp_path):
+    """A Trainer that looks for the batch which fits takes that of the checkpoint it goes on from."""
+    recipe, _ = plan()
+    script, words = tmp_path / "train.py", json.dumps([(4, 2, "adamw_torch_fused", "finds")])
+    script.write_text(SCRIPT)
+
+    def around(trainer, train, _own):
+        assert trainer.args.auto_find_batch_size is False
+        return train()
+
+    assert trained(recipe, script, (words, str(tmp_path / "out"), str(tmp_path / "found")), around) == []
+
+
+def test_arguments_that_are_set_anew_for_a_second_trainer_are_asked_for(tmp_path):
+    recipe, _ = plan()
+    found, (said,), entered = run(tmp_path, recipe, (4, 2, "adamw_torch_fused", "again"))
+    assert found == [[2, 1, "adamw_torch_fused", "no"]]
+    assert "asks for rows a step on each device of 2, not 8: the plan is not put into it" in said
+    assert entered == ["4"]
+
+
+def test_an_accumulation_that_is_set_after_the_trainer_is_made_does_not_stand_over_the_plans(tmp_path):
+    recipe, _ = plan()
+    with pytest.raises(
+        InputError, match="sets gradient_accumulation_steps to 2 after its Trainer is made, and the plan"
+    ):
+        run(tmp_path, recipe, (4, 2, "adamw_torch_fused", "sets"))
+    as_asked, _ = plan({"micro_batch": 4, "accumulation": 2})
+    found, said, _ = run(tmp_path, as_asked, (4, 2, "adamw_torch_fused", "sets"))
+    assert (found[0][:2], said) == ([4, 2], [])
+
+
 def test_another_model_or_trainer_is_another_training(tmp_path):
     """Its loss may be divided where that of the tuned one is not."""
     recipe, _ = plan(undivided=True)

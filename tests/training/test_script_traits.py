@@ -146,8 +146,8 @@ class Reads(TrainerCallback):
 )
 def test_a_trainer_that_says_itself_how_many_rows_it_takes_keeps_its_split(kind, callback, why, tmp_path):
     trainer = made(kind, callback, tmp_path)
-    assert own_split(trainer, trainer.get_train_dataloader(), untold=False) == why
-    told = own_split(trainer, trainer.get_train_dataloader(), untold=True)
+    assert own_split(trainer, trainer.get_train_dataloader(), (), untold=False) == why
+    told = own_split(trainer, trainer.get_train_dataloader(), (), untold=True)
     assert told == (
         why or "whether its loss is divided by the accumulation can't be told, so another split may be another training"
     )
@@ -156,7 +156,7 @@ def test_a_trainer_that_says_itself_how_many_rows_it_takes_keeps_its_split(kind,
 def test_a_loader_whose_rows_are_not_those_of_the_arguments_is_refused(tmp_path):
     trainer = made(Own16, Reads(), tmp_path)
     with pytest.raises(Refused) as caught:
-        own_split(trainer, trainer.get_train_dataloader(), untold=False)
+        own_split(trainer, trainer.get_train_dataloader(), (), untold=False)
     assert caught.value.message.endswith("Own16 makes micro-batches of 16 rows, and its arguments say 8")
 
 

@@ -40,10 +40,15 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
         by_config = setup.recipe.facts.workload.script is None  # of a script that was tuned it is told before
         if by_config and asked != (rows := setup.recipe.facts.workload.global_batch):
             _tell(f"the script asks for {asked} rows an optimizer step; it trains with {rows}, as it was tuned")
-        watch = setup.watch(trainer.model)
-        result, steps = _counted(trainer, train)
+        watches = [] if trainer.model_init else [setup.watch(trainer.model)]  # or it makes another where it begins
+
+        def begins() -> None:
+            if not watches:
+                watches.append(setup.watch(trainer.model))
+
+        result, steps = _counted(trainer, train, begins)
         if steps:  # else it went on from a checkpoint of its last step
-            for words in watch.ignored(trainer.optimizer, trainer.accelerator, steps, rows=rows_of(trainer)):
+            for words in watches[0].ignored(trainer.optimizer, trainer.accelerator, steps, rows=rows_of(trainer)):
                 _tell(f"took no effect: {words}")
         return result
 
@@ -55,8 +60,11 @@ def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
         _stop(InputError(error.message, hint=error.hint))
 
 
-def _counted(trainer: Any, train: Callable[[], Any]) -> tuple[Any, int]:
-    """What a training returns, and the optimizer steps that it made: those before its checkpoint were another's."""
+def _counted(trainer: Any, train: Callable[[], Any], begins: Callable[[], Any] = lambda: None) -> tuple[Any, int]:
+    """What a training returns, and the optimizer steps that it made: those before its checkpoint were another's.
+
+    ``begins`` is called where the model that it trains is made and prepared.
+    """
     from transformers import TrainerCallback
 
     class Begun(TrainerCallback):
@@ -64,6 +72,7 @@ def _counted(trainer: Any, train: Callable[[], Any]) -> tuple[Any, int]:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.step = state.global_step
+            begins()
 
     begun = Begun()
     trainer.add_callback(begun)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from autofit.training.scripts.loading import length_of, loading_of, splitting
+from autofit.training.scripts.loading import drops_last, length_of, loading_of, splitting
 from autofit.training.scripts.patches import Made, Patches
 from autofit.training.scripts.rows import sample_of, why_ungrouped
 from autofit.training.scripts.traits import (
@@ -17,7 +17,7 @@ from autofit.training.scripts.traits import (
     shapes,
     traits,
 )
-from autofit.training.tasks.loss_scale import script_leaves_undivided
+from autofit.training.tasks.loss_scale import averages, script_leaves_undivided
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
@@ -38,15 +38,21 @@ def described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]:
         "micro_batch": int(made.arguments["per_device_train_batch_size"]),
         "accumulation": int(made.arguments["gradient_accumulation_steps"]),
         **length_of(loader, made.arguments),
-        "own": _own(made.arguments) | handed_on(made.given) | splitting(trainer.args.accelerator_config),
+        "own": {
+            **_own(made.arguments),
+            **handed_on(made.given),
+            **splitting(trainer.args.accelerator_config),
+            "dataloader_drop_last": drops_last(loader),
+        },
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
         "evaluated_rows": 0 if trainer.eval_dataset is None else int(made.arguments["per_device_eval_batch_size"]),
         "loading": loading,
         "ungrouped": why_ungrouped(trainer, loader.dataset, 1 / rate if rate else None),
         "batch": shapes(batch),
         "undivided": bool(undivided),
+        "averages": averages(trainer, batch),
         "depends_on_rows": found["script"]["depends_on_rows"] or loss_takes_rows_together(trainer),
-        "own_split": own_split(trainer, loader, untold=undivided is None),
+        "own_split": own_split(trainer, loader, patches.asked.since(trainer), untold=undivided is None),
     }
     return found
 

@@ -207,6 +207,7 @@ def train_with(
 
     def entry(trainer: Any, train: Callable[[], Any]) -> Any:
         made = patches.made[id(trainer)]
+        _check_split(patches.asked.since(trainer), recipe)
         if trainer not in entered:
             found = differs(made, type(trainer), trainer.model)
             differ = f"the script asks for {', '.join(found.values())}, as it was tuned"
@@ -228,9 +229,24 @@ def train_with(
         environment=environment,
         loads=loads_of(recipe),
         random_weights=False,
+        quiet={"auto_find_batch_size": False},  # or a checkpoint's micro-batch would stand over the plan's
     )
     patches.install()
     run_to_its_end(path, arguments, lambda: bool(entered), by="a transformers Trainer")
+
+
+def _check_split(since: Mapping[str, Any], recipe: Recipe) -> None:
+    """Refuse what a script has set in the arguments of a Trainer since it was made, where it is not the plan's.
+
+    Raises:
+        InputError: There is such a thing.
+    """
+    for name, value in since.items():
+        if value != (planned := recipe.emission.training_args[name]):
+            raise InputError(
+                f"the script sets {name} to {value} after its Trainer is made, and the plan's is {planned}",
+                hint="set it where the arguments are made, or tune the script as it is",
+            )
 
 
 def _check_class(model: Any, facts: Facts, path: str) -> None:

@@ -38,6 +38,11 @@ def rows_of_batches(loader: Any) -> int | None:
     return getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
 
 
+def drops_last(loader: Any) -> bool:
+    """Whether a loader leaves out the rows of an epoch that make no whole micro-batch."""
+    return any(getattr(one, "drop_last", False) for one in (loader, getattr(loader, "batch_sampler", None)))
+
+
 def rows_an_epoch(loader: Any, rows: int) -> int | None:
     """Rows that a loader gives in an epoch, on one process; ``None`` where it has no length.
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from autofit.contract.recipe import Recipe, keep_flags_alike, large_weights_left_zero, quick_random_weights
 from autofit.registry import techniques
+from autofit.training.scripts.asked import Asked
 from autofit.training.scripts.leave import Refused
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
@@ -132,6 +133,7 @@ class Patches:
         made: What each Trainer was made with, by its ``id``.
         said: What the script itself said where it loaded its model.
         loaded: Whether it loaded one: a model that its class makes can't be told anything.
+        asked: What the arguments of its Trainers ask for by the script itself.
         calls: How many times ``train`` was called.
     """
 
@@ -152,7 +154,7 @@ class Patches:
     made: dict[int, Made] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
     loaded: bool = False
-    _own: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+    asked: Asked = field(default_factory=Asked)
     _left: dict[int, str] = field(default_factory=dict)
     calls: int = 0
 
@@ -161,6 +163,7 @@ class Patches:
         self._into_models()
         self._into_arguments()
         self._into_trainer()
+        self.asked.listen()
         _end_where_memory_does()
         if self.random_weights:
             keep_files()
@@ -251,6 +254,9 @@ class Patches:
                 kwargs.pop("resume_from_checkpoint", None)
             if not meant:
                 return original(trainer, *args, **kwargs)
+            made = self.made.get(id(trainer))
+            if made is not None and (since := self.asked.since(trainer)):
+                self.made[id(trainer)] = dataclasses.replace(made, arguments={**made.arguments, **since})
             return self.train(trainer, functools.partial(original, trainer, *args, **kwargs))
 
         owner.__new__ = staticmethod(new)
@@ -278,23 +284,28 @@ class Patches:
                 "autofit tunes trainings on rows that are there: SFT, DPO, KTO, a reward model",
             )
         _accumulate_by_arguments(arguments)
-        names = [one.name for one in dataclasses.fields(arguments)]
-        # the object is kept, so that no other comes to have its id
-        own = self._own.setdefault(id(arguments), (arguments, {name: getattr(arguments, name) for name in names}))[1]
+        own = self.asked.taken(arguments)
         made_with = Made(arguments=own, given=given)
         self.made.pop(id(trainer), None)
         self._left.pop(id(trainer), None)
         if why := self.takes(made_with, type(trainer)):
             self._left[id(trainer)] = why
+            if self.asked.differs(arguments):  # a Trainer before has taken them with the plan
+                _set_all(arguments, own)
             arguments.mixed_precision = next((name for name in ("bf16", "fp16") if own[name]), "no")  # not the launch's
             return
         self.made[id(trainer)] = made_with
         os.environ.update(self.environment)
-        made = dataclasses.replace(arguments, **self.tuned)
-        vars(arguments).clear()
-        vars(arguments).update(vars(made))
-        for name, value in self.quiet.items():
-            setattr(arguments, name, value)
+        _set_all(arguments, self.tuned)
+        vars(arguments).update(self.quiet)
+        self.asked.changed(arguments)
+
+
+def _set_all(arguments: Any, values: Mapping[str, Any]) -> None:
+    """Have arguments be as if they were made with these values."""
+    made = dataclasses.replace(arguments, **values)
+    vars(arguments).clear()
+    vars(arguments).update(vars(made))
 
 
 def _accumulate_by_arguments(arguments: Any) -> None:

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autofit.contract.technique import replacing
@@ -133,12 +133,13 @@ _SETS_ROWS = re.compile(rf"""\.{_ROWS}\s*[*/+-]*=(?!=)|setattr\([^"']*["']{_ROWS
 _UNTOLD = "whether its loss is divided by the accumulation can't be told, so another split may be another training"
 
 
-def own_split(trainer: Any, loader: Any, *, untold: bool) -> str | None:
+def own_split(trainer: Any, loader: Any, since: Iterable[str], *, untold: bool) -> str | None:
     """Why a Trainer's micro-batches or their number are the script's own, in words; ``None`` where a plan says them.
 
     Args:
         trainer: About to train.
         loader: Its loader.
+        since: Arguments that the script has set since the Trainer was made.
         untold: Whether it is not known if its loss is divided by the accumulation.
 
     Raises:
@@ -146,6 +147,8 @@ def own_split(trainer: Any, loader: Any, *, untold: bool) -> str | None:
     """
     from transformers import Trainer
 
+    if names := " and ".join(since):
+        return f"the script sets {names} after its Trainer is made"
     for one in trainer.callback_handler.callbacks:
         with contextlib.suppress(OSError, TypeError):  # a class without a text
             if found := _SETS_ROWS.search(inspect.getsource(type(one))):

@@ -155,6 +155,16 @@ def _divides_itself(trainer: Any, *, counted: bool) -> bool:
     return not (trainer.model_accepts_loss_kwargs and counted)
 
 
+def averages(trainer: Any, batch: Any) -> bool:
+    """Whether a Trainer takes the mean of its micro-batches' losses, whatever rows they have.
+
+    Args:
+        trainer: About to train.
+        batch: A micro-batch, as its loader makes it.
+    """
+    return _divides_itself(trainer, counted=_counts_items(trainer, batch)) and not trainer.loss_is_scaled_for_ga
+
+
 def _counts_items(trainer: Any, batch: Any) -> bool:
     """Whether a Trainer counts anything in a micro-batch: labels, where they are numbers."""
     import torch

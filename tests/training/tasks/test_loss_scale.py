@@ -14,7 +14,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from autofit.training.tasks.loss_scale import _hands_items_on, leaves_undivided, script_leaves_undivided
+from autofit.training.tasks.loss_scale import _hands_items_on, averages, leaves_undivided, script_leaves_undivided
 from autofit.training.tasks.rows import Spec
 from autofit.training.tasks.table import TASKS
 
@@ -137,6 +137,24 @@ def test_a_scripts_loss_is_known_to_be_divided_or_not_or_it_is_said(make, batch,
     trainer = Trainer(model=make(), args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none"))
     batch = {**batch, "attention_mask": torch.ones(2, 8, dtype=torch.long)}
     assert script_leaves_undivided(trainer, batch) is undivided
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "scaled", "mean"),
+    [
+        (lambda: LlamaForCausalLM(TINY), BATCH, None, False),
+        (lambda: OwnMean(TINY), BATCH, None, False),
+        (Boxes, {"input_ids": BATCH["input_ids"]}, None, True),
+        (lambda: LlamaForCausalLM(TINY), BATCH, False, True),
+        (lambda: LlamaForCausalLM(TINY), BATCH, True, False),
+    ],
+)
+def test_a_trainer_takes_the_mean_of_its_micro_batches_where_it_divides_itself(make, batch, scaled, mean, tmp_path):
+    class Told(Trainer):
+        loss_is_scaled_for_ga = scaled
+
+    trainer = Told(model=make(), args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none"))
+    assert averages(trainer, batch) is mean
 
 
 def test_an_adapters_model_is_asked_for_its_base():

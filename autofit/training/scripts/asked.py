@@ -1,0 +1,67 @@
+"""What a script's ``TrainingArguments`` ask for by the script itself, whatever a plan has put into them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_ROWS = "per_device_train_batch_size"
+_SPLIT = ("gradient_accumulation_steps", _ROWS)
+
+
+@dataclass(slots=True)
+class Asked:
+    """The arguments of each Trainer, as the script made them, and what it has set in them since."""
+
+    _known: dict[int, tuple[Any, Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
+    """By its ``id`` an object (kept, so that no other comes to have that), its own values, and what was put in."""
+    _set: dict[int, set[str]] = field(default_factory=dict)
+
+    def listen(self) -> None:
+        """Note which fields of a split are set after a Trainer has taken them, even to what is there."""
+        from transformers import TrainingArguments
+
+        def set_value(arguments: Any, name: str, value: Any) -> None:
+            if name in _SPLIT and id(arguments) in self._known:
+                self._set[id(arguments)].add(name)
+            object.__setattr__(arguments, name, value)
+
+        TrainingArguments.__setattr__ = set_value  # type: ignore[method-assign]
+
+    def taken(self, arguments: Any) -> Mapping[str, Any]:
+        """What the script asks a Trainer for that takes these: its own values, and those that it has set since."""
+        now = _values(arguments)
+        if id(arguments) in self._known:
+            _, own, put = self._known[id(arguments)]
+            again = self._set[id(arguments)]
+            now = {name: one if name in again or one != put[name] else own[name] for name, one in now.items()}
+        self._known[id(arguments)] = arguments, now, _values(arguments)
+        self._set[id(arguments)] = set()
+        return now
+
+    def changed(self, arguments: Any) -> None:
+        """Take what they say now for put in by a plan."""
+        self._known[id(arguments)] = *self._known[id(arguments)][:2], _values(arguments)
+
+    def differs(self, arguments: Any) -> bool:
+        """Whether they say something else than the script asks for."""
+        _, own, now = self._known[id(arguments)]
+        return dict(own) != now
+
+    def since(self, trainer: Any) -> dict[str, Any]:
+        """The fields of a split that were set since a Trainer was made, with their values; without what has no effect.
+
+        A Trainer keeps the rows of a micro-batch that it was made with, unless a loader of its own asks again.
+        """
+        from transformers import Trainer
+
+        again = self._set.get(id(trainer.args), set())
+        if type(trainer).get_train_dataloader is Trainer.get_train_dataloader:
+            again = again - {_ROWS}
+        return {name: getattr(trainer.args, name) for name in _SPLIT if name in again}
+
+
+def _values(arguments: Any) -> dict[str, Any]:
+    return {one.name: getattr(arguments, one.name) for one in dataclasses.fields(arguments)}
