@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]:
     """What a Trainer is about to train."""
-    made = patches.made[id(trainer)]
+    made, since = patches.made[id(trainer)], patches.asked.since(trainer)
     loader: Any = trainer.get_train_dataloader()
     rows = sample_of(loader.dataset, loader.collate_fn)
     batch = longest_batch(loader, rows, trainer.args.per_device_train_batch_size)
@@ -52,7 +52,7 @@ def described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]:
         "undivided": bool(undivided),
         "averages": averages(trainer, batch),
         "depends_on_rows": found["script"]["depends_on_rows"] or loss_takes_rows_together(trainer),
-        "own_split": own_split(trainer, loader, patches.asked.since(trainer), untold=undivided is None),
+        "own_split": own_split(trainer, loader, since, untold=undivided is None),
     }
     return found
 
