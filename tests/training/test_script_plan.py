@@ -276,7 +276,8 @@ def test_workers_of_the_plan_do_not_each_read_a_stream_that_is_evaluated(tmp_pat
         ((2, 4), (4, 2), 8, 2.0),
     ],
 )
-def test_an_epochs_last_rows_weigh_as_much_as_in_the_scripts_own_micro_batches(own, planned, left, times):
+@pytest.mark.parametrize("resumes", [False, True])
+def test_an_epochs_last_rows_weigh_as_much_as_in_the_scripts_own_micro_batches(own, planned, left, times, resumes):
     def batches(rows):
         sizes = [min(planned[0], rows - done) for done in range(0, rows, planned[0])]
         return [{"x": torch.ones(size, 3)} for size in sizes], None
@@ -286,10 +287,11 @@ def test_an_epochs_last_rows_weigh_as_much_as_in_the_scripts_own_micro_batches(o
         compute_loss=lambda *_: 1.0,
         get_batch_samples=batches,
     )
-    keep_scale(trainer, own[1])
+    keep_scale(trainer, own[1], countable=resumes)
     model = SimpleNamespace(training=True)
-    trainer.get_batch_samples(8)
-    assert trainer.compute_loss(model, {}) == own[1] / planned[1]
+    if not resumes:  # or a checkpoint was saved before these
+        trainer.get_batch_samples(8)
+        assert trainer.compute_loss(model, {}) == own[1] / planned[1]
     trainer.get_batch_samples(left)
     assert trainer.compute_loss(model, {}) == pytest.approx(times)
 

@@ -68,7 +68,10 @@ def wrap_model(trainer: Any, recipe: Recipe, *, accumulation: int | None = None)
         trainer.model = trainer.model_wrapped = around_model(trainer.model)
     script = recipe.facts.workload.script
     if script is not None and script.undivided:
-        keep_scale(trainer, accumulation or script.accumulation)
+        sizes = next((one[0] for one in script.batch.values() if one), None)
+        joins = bool(recipe.dataset_wraps or recipe.collate_wraps) or script.micro_batch == 1  # a row may be several
+        countable = sizes == script.micro_batch and not joins
+        keep_scale(trainer, accumulation or script.accumulation, countable=countable)
 
 
 def keep_evaluated_order(trainer: Any, recipe: Recipe) -> None:
@@ -110,22 +113,22 @@ def keep_streams_whole(trainer: Any, recipe: Recipe) -> None:
     trainer._get_dataloader = as_the_script  # noqa: SLF001 - as above
 
 
-def keep_scale(trainer: Any, accumulation: int) -> None:
+def keep_scale(trainer: Any, accumulation: int, *, countable: bool = False) -> None:
     """Have gradients as large as a script's own accumulation leaves them, of a loss that nobody divides by it.
 
     Of an epoch's last rows it makes as many micro-batches as it needs, which may be fewer than of a whole step's. Rows
-    that are joined into one can't be counted.
+    that are joined into one can't be counted; that they are not is ``countable``, or seen in a whole micro-batch.
     """
     compute_loss, get_batch_samples = trainer.compute_loss, trainer.get_batch_samples
     planned = trainer.args.gradient_accumulation_steps
     whole = trainer.args.per_device_train_batch_size * planned
-    times, countable = accumulation / planned, False
+    times = accumulation / planned
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal times, countable
         batches, items = get_batch_samples(*args, **kwargs)
         rows = sum(map(_rows, batches))
-        countable |= rows == whole
+        countable |= any(_rows(one) == trainer.args.per_device_train_batch_size for one in batches)
         if countable and batches:
             times = math.ceil(rows * accumulation / whole) / len(batches)
         return batches, items
