@@ -200,7 +200,6 @@ def test_another_batch_of_the_only_training_is_another_training(tmp_path):
         run(tmp_path, recipe, [8, 2, "adamw_torch_fused"])
 
 
-@pytest.mark.slow
 def test_a_checkpoints_micro_batch_does_not_stand_over_the_plans(tmp_path):
     """A Trainer that looks for the batch which fits takes that of the checkpoint it goes on from."""
     recipe, _ = plan()
@@ -233,6 +232,7 @@ def test_an_accumulation_that_is_set_after_the_trainer_is_made_does_not_stand_ov
     assert (found[0][:2], said) == ([4, 2], [])
 
 
+@pytest.mark.slow
 def test_another_model_or_trainer_is_another_training(tmp_path):
     """Its loss may be divided where that of the tuned one is not."""
     recipe, _ = plan(undivided=True)
