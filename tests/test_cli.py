@@ -367,6 +367,15 @@ def test_bad_input_is_one_line_and_a_hint(run, tmp_path, words, said):
     assert done.stdout == ""
 
 
+def test_a_python_without_docstrings_is_refused():
+    command = [sys.executable, "-OO", "-m", "autofit", "verify", "somewhere"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    assert done.returncode == 2
+    message, hint = one_line(done.stderr)
+    assert message == "error: Python leaves out docstrings here, and transformers reads its own"
+    assert "PYTHONOPTIMIZE" in hint
+
+
 def test_verify_tells_how_much_of_the_speed_may_be_missing(run):
     said = " ".join(run("verify", "--help").stdout.split())
     assert f"{TOLERANCE['cuda']} on a GPU, {TOLERANCE['cpu']} on a CPU" in said
@@ -624,9 +633,11 @@ def test_a_reader_that_has_seen_enough_is_no_failure():
         assert process.wait(60) == 0
 
 
-def test_a_stdout_that_takes_nothing_is_the_machine():
+@pytest.mark.parametrize("word", ["schema", "--help", "--version"])
+def test_a_stdout_that_takes_nothing_is_the_machine(word):
+    command = [*COMMAND[:-1], word]
     with open("/dev/full", "w") as full:  # noqa: PTH123
-        done = subprocess.run(COMMAND, stdout=full, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, check=False)
     assert done.returncode == 5
     assert done.stderr == "error: [Errno 28] No space left on device\n"
 

@@ -15,9 +15,11 @@ from autofit.commands.request import DEFAULT_GLOBAL_BATCH, Request
 from autofit.contract.facts import Device, Facts, Hardware, Model, Workload
 from autofit.costmodel.jobs import RatesJob
 from autofit.machine.describe import given_threads
+from autofit.machine.jobs import HardwareJob
 from autofit.machine.packages import installed
 from autofit.machine.select import unusable
 from autofit.output.document import MODEL_FOLDER
+from autofit.output.text import plural
 from autofit.system import units
 from autofit.system.errors import InputError, MachineError, ModelError
 from autofit.system.fork_server import ForkServer
@@ -71,6 +73,44 @@ def with_rates(folder: Path, facts: Facts, server: ForkServer, say: Callable[[st
         say(f"the device was not timed before the first trial: {found['error']}")
         return facts
     return replace(facts, rates=found["rates"], kernel_overhead_bytes=found["kernel_overhead_bytes"])
+
+
+def device_facts(folder: Path, device: Device, processes: int, server: ForkServer) -> Hardware:
+    """What each of some processes of this machine has of its hardware, read by a process of its own.
+
+    Raises:
+        InputError: There are fewer GPUs than processes.
+        MachineError: The device is there and can't be used.
+    """
+    with server.ask(folder, HardwareJob(device=device, processes=processes)) as answer:
+        if answer is None or "hardware" not in answer:
+            raise unusable(device, "it does not answer" if answer is None else answer["device"])
+        return shared_by(TypeAdapter(Hardware).validate_python(answer["hardware"]), processes)
+
+
+def same_hardware(folder: Path, facts: Facts, server: ForkServer) -> Facts:
+    """The facts of an earlier tune in the folder, with the devices that are here.
+
+    Raises:
+        InputError: They are of another kind: what was measured then and what would be measured now do not compare.
+        MachineError: The device can't be used.
+    """
+    then, work = facts.hardware, facts.workload
+    now = device_facts(folder, then.device, work.processes // work.nodes, server)
+    then_words, now_words = _comparable(then), _comparable(now)
+    if then_words != now_words:
+        raise InputError(
+            f"{folder} was begun on {then_words}, and this is {now_words}",
+            hint="measurements would not compare: go on where it was begun, or choose another --output",
+        )
+    return replace(facts, hardware=replace(then, uuid=now.uuid, visible_id=now.visible_id, beside=now.beside))
+
+
+def _comparable(hardware: Hardware) -> str:
+    """In words, what has to be the same of two machines for their measurements to compare."""
+    memory = f" with {hardware.total_bytes / units.GIB:.0f} GiB" if hardware.device == "cuda" else ""
+    driver = f", driver {hardware.driver}" if hardware.driver else ""
+    return f"{hardware.name}{memory}, {plural(hardware.threads, 'thread')} a process{driver}"
 
 
 def described(answer: Mapping[str, Any], name: str, device: Device) -> tuple[Model, Hardware]:

@@ -49,6 +49,7 @@ class Script:
         path: Of the script, absolute.
         arguments: What stands behind it on its command line.
         sha256: Of the script's text when it was tuned.
+        modules_sha256: Of the text of the modules that it imported and that are not installed; empty where unknown.
         factory: What it is called, ``MODULE:FUNCTION``, where it is a factory that autofit's own script trains.
         call: Which of its calls of ``train()`` is tuned, from 1.
         trainer: The class of its Trainer; empty where it trains in a plain loop with Accelerate.
@@ -86,6 +87,7 @@ class Script:
     path: str
     arguments: tuple[str, ...] = ()
     sha256: str
+    modules_sha256: str = ""
     factory: str | None = None
     call: Positive = 1
     trainer: str

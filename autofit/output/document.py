@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -159,6 +160,8 @@ def read_document(folder: str | Path) -> Document:
     Raises:
         InputError: There is none, or it is not one of this format.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise InputError(f"folder is a {type(folder).__name__}", hint="give the path of a folder")
     path = Path(folder) / DOCUMENT_FILE
     try:
         text = _text_of(path)

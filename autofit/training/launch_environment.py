@@ -6,6 +6,7 @@ A trial is not launched, it is forked; it gets the same environment this way, in
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,13 @@ def check_environment() -> None:
     """Refuse an environment in which ``accelerate launch`` would fail, whatever it launches.
 
     Raises:
-        InputError: ``OMP_NUM_THREADS`` is set to something else than one whole number.
+        InputError: ``OMP_NUM_THREADS`` is set to something else than one whole number, or Python drops docstrings.
     """
+    if sys.flags.optimize > 1:
+        raise InputError(
+            "Python leaves out docstrings here, and transformers reads its own",
+            hint="unset PYTHONOPTIMIZE, or set it to 1",
+        )
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     try:
         int(threads)

@@ -6,7 +6,8 @@ import pytest
 
 from autofit.commands.request import Request
 from autofit.commands.scripts.named import is_factory, named
-from autofit.commands.scripts.request import script_facts
+from autofit.commands.scripts.request import check_same_training, script_facts
+from autofit.costmodel.tracing.trace_store import script_of
 from autofit.output.document import read_document
 from autofit.registry import techniques
 from autofit.system.errors import InputError
@@ -58,6 +59,39 @@ def facts(server, tmp_path):
         return script_facts(tmp_path, request, "cpu", server, lambda _: None)
 
     return of
+
+
+NETS = """
+import torch
+from layers import body
+def make():
+    model = torch.nn.Linear(4, 4)
+    return model, lambda rows: {"x": torch.ones(rows, 4)}, lambda model, batch: body.step(model, **batch)
+"""
+STEP = """
+def step(model, x):
+    for _ in range(%d):
+        x = model(x)
+    return x.mean()
+"""
+
+
+@pytest.mark.slow
+def test_a_module_that_the_factory_imports_is_part_of_what_was_tuned(server, tmp_path, monkeypatch):
+    """Its traces are others, and trials of before and after are not compared."""
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "layers").mkdir()
+    request, facts = Request(model="nets:make", device="cpu", global_batch=None), {}
+    monkeypatch.chdir(tmp_path)
+    for times in (1, 1, 30):
+        (tmp_path / "layers" / "body.py").write_text(STEP % times)
+        (out := tmp_path / f"out-{len(facts)}").mkdir()
+        facts[out] = script_facts(out, request, "cpu", server, lambda _: None)
+    first, again, changed = (script_of(one.workload.script) for one in facts.values())
+    assert first == again != changed
+    out, begun = next(iter(facts.items()))
+    with pytest.raises(InputError, match=r"has changed since .* was begun: modules_sha256"):
+        check_same_training(out, request, begun, server, lambda _: None)
 
 
 @pytest.mark.parametrize("factory", WRONG)

@@ -42,6 +42,24 @@ def test_errors_name_the_argument_and_not_the_option():
 
 
 @pytest.mark.parametrize(
+    ("call", "given", "words"),
+    [
+        ("load", {"folder": None}, "folder is a NoneType"),
+        ("verify", {"folder": 5}, "folder is a int"),
+        ("profile", {"folder": b"out"}, "folder is a bytes"),
+        ("tune", {"model": "demo", "output": 5}, "output is a int"),
+        ("estimate", {"model": "demo", "gpu": 4090}, "gpu is a int"),
+        ("estimate", {"model": "demo", "memory": ["24GiB"]}, "memory is a list"),
+    ],
+)
+def test_an_argument_of_another_type_is_told(call, given, words):
+    with pytest.raises(InputError) as caught:
+        getattr(autofit, call)(**given)
+    assert caught.value.message == words
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
     ("call", "argument", "value"),
     [
         ("tune", "memory_limit", "much"),

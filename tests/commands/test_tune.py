@@ -220,6 +220,17 @@ def test_another_model_or_device_is_not_a_resumed_one(tune, out, tmp_path):
     assert tune(Replay(out), device="auto", trials=1, resume=True).plan
 
 
+@pytest.mark.parametrize("other", [{"name": "A slower one"}, {"threads": 77}])
+def test_trials_of_two_machines_are_not_compared(tune, out, other):
+    tune(Replay(out), trials=1)
+    kept = json.loads((out / "request.json").read_bytes())
+    kept["facts"]["hardware"] |= other
+    (out / "request.json").write_text(json.dumps(kept))
+    with pytest.raises(InputError, match=r"was begun on .*(A slower one|77 threads).*, and this is ") as caught:
+        tune(Replay(out), trials=2, resume=True)
+    assert "choose another" in caught.value.hint
+
+
 def test_other_versions_are_not_compared(tune, out):
     tune(Replay(out), trials=1)
     path = out / REQUEST
@@ -698,10 +709,10 @@ def test_the_facts_are_read_once(tune, out):
     assert facts.model.parameters > 1_000_000
     assert facts.workload.limit_bytes == GIB
     raw = json.loads((out / REQUEST).read_text())
-    raw["facts"]["hardware"]["name"] = "another name"
+    raw["facts"]["hardware"]["host_free_bytes"] = 7 * GIB
     (out / REQUEST).write_text(json.dumps(raw))
     result = tune(Replay(out), trials=1, resume=True)
-    assert result.document.hardware == replace(facts.hardware, name="another name")
+    assert result.document.hardware == replace(facts.hardware, host_free_bytes=7 * GIB)
     assert isinstance(result.plan, Plan)
 
 

@@ -13,14 +13,12 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from autofit import space
-from autofit.commands.facts import DEFAULT_CEILING, ceiling, lacking_kernels, shared_by, unused_cards
+from autofit.commands.facts import DEFAULT_CEILING, ceiling, device_facts, lacking_kernels, unused_cards
 from autofit.commands.request import Request
 from autofit.commands.scripts.named import named
 from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.script import Script
-from autofit.machine.jobs import HardwareJob
 from autofit.machine.packages import installed
-from autofit.machine.select import unusable
 from autofit.output.document import MODEL_FOLDER
 from autofit.output.text import plural
 from autofit.system.errors import InputError, MachineError
@@ -63,11 +61,7 @@ def script_facts(
     """
     run, processes = named(request.model, request.arguments), (request.processes or 1) // (request.nodes or 1)
     say(f"running {run.name} up to its training")
-    with server.ask(folder, HardwareJob(device=device, processes=processes)) as answer:
-        if answer is None or "hardware" not in answer:
-            why = "it does not answer" if answer is None else answer["device"]
-            raise unusable(device, why)
-        hardware = shared_by(TypeAdapter(Hardware).validate_python(answer["hardware"]), processes)
+    hardware = device_facts(folder, device, processes, server)
     for words in unused_cards(request, hardware) if tried else ():
         say(words)
     script, model, config = _described(folder, request, server, draws=tried)

@@ -7,10 +7,12 @@ import functools
 import hashlib
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 from autofit.costmodel.tracing.trace_store import cache_folder
@@ -42,6 +44,8 @@ def for_python(function: Call) -> Call:
                 given = (as_source(given[0]), *given[1:])
             elif "model" in named:
                 named["model"] = as_source(named["model"])
+        for name, value in {**dict(zip(parameters, given, strict=False)), **named}.items():
+            _check_type(name, value)
         if "events" in parameters and named.get("events") is None and _watched():
             from autofit.commands.shell.console import ConsoleEvents, StderrConsole
 
@@ -56,6 +60,27 @@ def for_python(function: Call) -> Call:
             raise
 
     return call  # type: ignore[return-value]
+
+
+_PATH = (str, os.PathLike)
+_TAKEN: dict[str, tuple[tuple[type, ...], str]] = {
+    "folder": (_PATH, "the path of a folder"),
+    "output": ((*_PATH, NoneType), "the path of a folder"),
+    "gpu": ((str, NoneType), "the name of a card"),
+    "memory": ((str, int, float, NoneType), "a size, such as '24GiB'"),
+}
+"""What an argument may be, where nobody who reads it says so."""
+
+
+def _check_type(name: str, value: object) -> None:
+    """Refuse what an argument can't be.
+
+    Raises:
+        InputError: It is of another type.
+    """
+    kinds, wanted = _TAKEN.get(name, ((object,), ""))
+    if not isinstance(value, kinds):
+        raise InputError(f"{name} is a {type(value).__name__}", hint=f"give {wanted}")
 
 
 def _anywhere(found: Any) -> Any:

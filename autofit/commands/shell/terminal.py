@@ -55,6 +55,15 @@ class Commands(click.Group):
 
     command_class = Command
 
+    def main(self, *args: Any, **how: Any) -> Any:
+        """Run the command line."""
+        try:
+            return super().main(*args, **how)
+        except OSError as error:  # of --help and --version, which are printed before anything is invoked
+            _redirect_to_null(sys.stdout)
+            _complain(f"error: {shown(str(error))}")
+            sys.exit(MachineError.exit_code)
+
     def invoke(self, context: click.Context) -> Any:
         """Run a command."""
         _reopen_closed_streams()

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from autofit.commands.facts import read_facts, with_rates
+from autofit.commands.facts import read_facts, same_hardware, with_rates
 from autofit.commands.request import Request
 from autofit.commands.scripts.request import script_facts
 from autofit.contract.facts import Facts
@@ -46,6 +46,9 @@ class Backend(Protocol):
 
     def facts(self, folder: Path, request: Request, device: DeviceName, server: ForkServer, note: Note) -> Facts:
         """The model, the device, the sizes and the ceilings."""
+
+    def same_hardware(self, folder: Path, facts: Facts, server: ForkServer) -> Facts:
+        """The facts of an earlier tune, with the devices that are here; refuses to go on where they are others."""
 
     def lock(self, facts: Facts) -> contextlib.AbstractContextManager[None]:
         """Held while trials run: two tunes on one device disturb each other."""
@@ -102,6 +105,10 @@ class DeviceBackend:
         if request.is_script:
             return script_facts(folder, request, device, server, note)
         return read_facts(folder, request, device, server, note)
+
+    def same_hardware(self, folder: Path, facts: Facts, server: ForkServer) -> Facts:
+        """The facts of an earlier tune, with the devices that are here."""
+        return same_hardware(folder, facts, server)
 
     def lock(self, facts: Facts) -> contextlib.AbstractContextManager[None]:
         """The device's lock, for all users of the machine."""

@@ -110,7 +110,7 @@ class Course:
         server = self.backend.server(self.folder / FORKSERVER_LOG, device, modules)
         with contextlib.closing(server), TensorCache(self.trials_folder / CACHE_FOLDER):
             if before is not None:
-                facts = before.facts
+                facts = self.backend.same_hardware(self.folder, before.facts, server)
                 check_same_training(self.folder, self.request, facts, server, self.events.note)
             else:
                 facts = self.backend.facts(self.folder, self.request, device, server, self._note)

@@ -262,10 +262,11 @@ def ground_of(facts: Facts, config: Path) -> list[object]:
 
 
 def script_of(script: Script) -> list[object]:
-    """What a script's step is made of: its text and that of the modules beside it, what it is told, its rows."""
+    """What a script's step is made of: its text and that of its own modules, what it is told, its rows."""
     path = Path(script.path)
     beside = sorted((one.name, hashlib.sha256(one.read_bytes()).hexdigest()) for one in path.parent.glob("*.py"))
-    said = [script.path, script.arguments, script.call, script.sha256, beside, script.weights_dtype, script.adapter]
+    texts = [script.sha256, script.modules_sha256, beside]
+    said = [script.path, script.arguments, script.call, *texts, script.weights_dtype, script.adapter]
     return [*said, sorted(script.batch.items()), script.longest_places[:1], script.own]
 
 

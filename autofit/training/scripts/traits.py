@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 import itertools
 import json
 import re
+import sys
+import sysconfig
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from autofit.contract.technique import replacing
@@ -64,8 +68,23 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
         "places": rows.spread,
         "longest_places": rows.longest,
         "seconds": seconds,
+        "modules_sha256": _modules_sha256(),
     }
     return {"script": script, "model": inner, "config": json.loads(text)}
+
+
+def _modules_sha256() -> str:
+    """Of the text of every module that is neither installed nor Python's own: of what the script has imported."""
+    library, own = Path(sysconfig.get_paths()["stdlib"]), __name__.partition(".")[0]
+    searched = {Path(entry or ".").resolve() for entry in sys.path}
+    digest = hashlib.sha256()
+    for name, module in sorted(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "").resolve()
+        installed = library in path.parents or {"site-packages", "dist-packages"} & set(path.parts)
+        if path.suffix == ".py" and not installed and name.partition(".")[0] != own and searched & set(path.parents):
+            with contextlib.suppress(OSError):
+                digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 _PACKAGE = "sentence_transformers"
