@@ -463,6 +463,24 @@ def test_ctrl_c_keeps_the_best_so_far(tune, tmp_path, as_json):
     assert read_document(tmp_path / "out").plan
 
 
+@pytest.mark.parametrize("outcomes", [{}, {2: KeyboardInterrupt()}], ids=["at its end", "a second time"])
+def test_ctrl_c_while_the_answer_is_written_says_that_no_trial_is_lost(tune, tmp_path, monkeypatch, outcomes):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("autofit.commands.tunes.course.write_result", interrupted)
+        done = tune(replay=Replay(tmp_path / "out", outcomes))
+    assert done.exit_code == 130
+    assert one_line(done.stderr) == (
+        "error: stopped by Ctrl-C",
+        "hint: the answer was being written: no trial is lost, go on with --resume",
+    )
+    assert not (tmp_path / "out" / "autofit.json").exists()
+    assert tune("--resume").exit_code == 0
+    assert read_document(tmp_path / "out").plan
+
+
 def test_ctrl_c_before_the_tune_has_begun(run, monkeypatch):
     def interrupted(_wanted):
         raise KeyboardInterrupt

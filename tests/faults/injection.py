@@ -779,7 +779,7 @@ def twice(arena: Arena) -> None:
     assert tune.end() == 130, tune.said()
     assert time.monotonic() - began < 20
     assert not (arena.output / "autofit.json").exists()
-    arena.see(tune, "^interrupted")
+    arena.see(tune, "^error: stopped by Ctrl-C")
 
 
 def reader_gone(name: str) -> None:

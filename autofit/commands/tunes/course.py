@@ -65,7 +65,22 @@ def _until_stopped(work: Callable[[], T]) -> tuple[T | None, Stopped | None]:
     try:
         return work(), None
     except KeyboardInterrupt as error:
-        return None, error if isinstance(error, Stopped) else Interrupted("stopped by Ctrl-C")
+        return None, _stopped(error)
+
+
+def _stopped(error: KeyboardInterrupt) -> Stopped:
+    return error if isinstance(error, Stopped) else Interrupted("stopped by Ctrl-C")
+
+
+@contextlib.contextmanager
+def _resumable() -> Iterator[None]:
+    """Say what is left where a tune is stopped while its answer is made."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        stopped = _stopped(error)
+        stopped.hint = "the answer was being written: no trial is lost, go on with --resume"
+        raise stopped from None
 
 
 @dataclass(slots=True)
@@ -206,22 +221,23 @@ class Course:
                 trials_folder=self.trials_folder,
                 timeout=self.settings.timeout_seconds if campaign.is_spent() else None,
             )
-        correction = peak_correction(searcher.peak_posterior(), facts)
-        if correction:
-            self._note(correction)
-        document = compose(
-            decision,
-            facts.evaluating(self.evaluated_rows),
-            campaign.trials,
-            notes=self.notes,
-            seconds=spent + time.monotonic() - self.began,
-            guard=self.guard,
-            front=tradeoffs.front(decision),
-            contributions=tradeoffs.contributions(decision, campaign.trials, plans, facts, searcher.expected),
-            tokens=self.settings.tokens,
-            price=self.settings.price,
-        )
-        result = write_result(document, self.folder, server)
+        with _resumable():
+            correction = peak_correction(searcher.peak_posterior(), facts)
+            if correction:
+                self._note(correction)
+            document = compose(
+                decision,
+                facts.evaluating(self.evaluated_rows),
+                campaign.trials,
+                notes=self.notes,
+                seconds=spent + time.monotonic() - self.began,
+                guard=self.guard,
+                front=tradeoffs.front(decision),
+                contributions=tradeoffs.contributions(decision, campaign.trials, plans, facts, searcher.expected),
+                tokens=self.settings.tokens,
+                price=self.settings.price,
+            )
+            result = write_result(document, self.folder, server)
         if stopped is not None:
             stopped.hint = f"the best so far is in {self.folder}; go on with --resume"
             raise stopped
