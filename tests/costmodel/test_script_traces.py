@@ -335,10 +335,46 @@ def test_what_of_a_step_whose_weights_are_split_cant_be_traced_is_told(server, t
     assert why in " ".join(traces.failed.values())
 
 
-def test_a_plain_loop_whose_weights_are_split_is_not_traced(server, folder):
-    facts = on_cards(facts_of_script(server, folder, SCRIPTS / "loop.py", "--model", folder / "tiny"), 2)
-    (why,) = set(traces_of(server, folder, facts, [PLAIN.replaced(parallel="fsdp")]).failed.values())
-    assert why == "a plain loop's step is not traced where its weights or their state are split over processes"
+GROUPED_LOOP = """
+from accelerate import Accelerator
+from transformers import get_scheduler
+
+model.config.use_cache = False
+accelerator = Accelerator(gradient_accumulation_steps=2)
+loader = torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=collate)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=8)
+model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+model.train()
+for _ in range(8):
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+"""
+GROUPED_LOOP = GROUPED.split("arguments =", maxsplit=1)[0] + GROUPED_LOOP
+
+
+@pytest.mark.parametrize(
+    ("parallel", "processes", "precision"),
+    [("none", 1, "bf16"), ("fsdp", 2, "bf16"), ("hsdp:2x2", 4, "fp32")],
+)
+def test_a_plain_loop_on_gpus_needs_what_the_model_of_its_config_needs(
+    server, tmp_path, parallel, processes, precision
+):
+    facts = on_cards(grouped_facts(server, tmp_path, GROUPED_LOOP), processes)
+    model = dataclasses.replace(facts.model, task="causal-lm")
+    alike = dataclasses.replace(facts.workload, script=None, seq_len=48, launch_path="loop")
+    plan = PLAIN.replaced(parallel=parallel, precision=precision, micro_batch=4)
+    plans = [plan.replaced(accumulation=micro_steps) for micro_steps in (1, 2)]
+    of_script = traces_of(server, tmp_path, facts, plans)
+    of_config = traces_of(server, tmp_path, dataclasses.replace(facts, model=model, workload=alike), plans)
+    assert not of_script.failed | of_config.failed
+    for one in plans:
+        said, meant = of_script.need(one), of_config.need(one)
+        assert said.peak_bytes == pytest.approx(meant.peak_bytes, abs=1 << 14), one
 
 
 def test_the_state_of_a_scripts_own_optimizer_counts_on_several_processes(server, folder):

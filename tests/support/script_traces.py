@@ -49,7 +49,12 @@ class _RealLoop(loop_snapshot.LoopSnapshot):
             yield from own
             return
         source = loop_source.LoopSource(
-            self.recipe, self.script, accelerator=self.accelerator, model=self.model, loader=self.loader, moved=[]
+            self.recipe,
+            self.script,
+            optimizer=self.accelerator._optimizers[0],
+            model=self.model,
+            loader=self.loader,
+            moved=[],
         )
         source.take_rows(grows=False)
         recorder = self.stack.enter_context(fake_run._recording(source.recipe, fake=False))

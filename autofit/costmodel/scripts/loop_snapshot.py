@@ -1,9 +1,10 @@
 """Traces of a script that trains in a plain loop: it runs once up to where it prepares, and is forked there.
 
 The script's own statements compute the loss, so that a trace of the micro-steps can't call them: it begins where the
-script takes its first batch, hands it one of fake tensors, hears of each part by what is put into Accelerate, and
-ends where the last backward pass does. The Accelerator is made anew in each fork, with the plan's precision and
-accumulation. The optimizer's step is traced by itself, with gradients that are given.
+script takes its first batch, or where its weights are about to be split; hands it batches of fake tensors, hears of
+each part by what is put into Accelerate, and ends where the last backward pass does. The Accelerator is made anew in
+each fork, with the plan's precision, accumulation and engine. The optimizer's step is traced by itself, with gradients
+that are given.
 
 Not traced: what the loop does beside forward, backward and the optimizer's step, such as an evaluation or an average
 of the weights (EMA) that it steps; clipping, which takes less than a megabyte.
@@ -12,6 +13,7 @@ of the weights (EMA) that it steps; clipping, which takes less than a megabyte.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Iterator
@@ -27,12 +29,13 @@ from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing.layers import TraceDone
 from autofit.costmodel.tracing.timeline import UnlikeError, lengthen
 from autofit.costmodel.tracing.trace_job import part_of
-from autofit.system.errors import AutofitError
+from autofit.system.errors import AutofitError, ModelError
 from autofit.system.job import error_words
 from autofit.training.scripts.leave import Enough, Refused
 from autofit.training.scripts.plain_loop.patches import LoopPatches, constructed
 
 if TYPE_CHECKING:
+    from autofit.costmodel.scripts.known_values import KnownValues
     from autofit.costmodel.tracing.fake_run import Stepping
     from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
 
@@ -47,11 +50,14 @@ class LoopSnapshot(Snapshot):
     def __init__(self, job: TraceRequests, requests: tuple[TraceRequest, ...], folder: Path) -> None:
         super().__init__(job, requests, folder)
         self.patches.before_trainer = lambda: None
+        self.loop = LoopPatches()
         self.accelerator: Any = None
         self.model: Any = None
         self.loader: Any = None
         self.moved: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.steps: Stepping | None = None
+        self.begun: tuple[LoopSource, KnownValues | None] | None = None
+        self.taken = False
         self.of_own_rows = False
         """Whether this process traces the script's own rows, for the one that it was forked from."""
         self.own: Any = None
@@ -62,17 +68,18 @@ class LoopSnapshot(Snapshot):
         """Put into transformers and Accelerate what the script is run with."""
         super().install()
         self._hear_of_devices()
-        LoopPatches(
+        self.loop = LoopPatches(
             construct=self._constructed,
-            accumulation=self._accumulation,
             before_prepare=self._before_prepare,
             loader=self._keep_loader,
             model=self._keep_model,
+            preparing=self._preparing,
             batches=self._batches,
             micro_step_begins=lambda *_: self._begins(),
             before_backward=lambda *_: self._before_backward(),
             after_backward=lambda _, loss: self._after_backward(loss),
-        ).install()
+        )
+        self.loop.install()
 
     def failed(self, error: AutofitError | Refused) -> int:
         """Tell why a trace failed: where it has begun, what the script raised is no matter of the script's."""
@@ -102,17 +109,27 @@ class LoopSnapshot(Snapshot):
     def _constructed(self, given: dict[str, Any]) -> dict[str, Any]:
         if self.request is None:
             return {**given, "cpu": True, "mixed_precision": "no"}
-        return {**constructed(given, self.recipe, accumulation=self._accumulation), "cpu": True}
+        changed = constructed(given, self.recipe, accumulation=self._accumulation)
+        return {**changed, "cpu": not self._splits}  # on a CPU Accelerate leaves engines out
+
+    @property
+    def _splits(self) -> bool:
+        """Whether this process's trace is one of weights that are split, and so begins where they are."""
+        assert self.request is not None
+        return self.layout.splits and self.request.part == "micro_steps"
 
     @property
     def _accumulation(self) -> int | None:
-        return None if self.script.own_split else 2
+        if self.is_alone:
+            return 1
+        return None if self.script.own_split and not self._splits else 2
 
     def _before_prepare(self, accelerator: Any, given: dict[str, Any]) -> None:
         """Fork once for each trace, and have this process's Accelerator be the plan's."""
         if self.request is not None:
             return
         self._fork()
+        self.loop.accumulation = self._accumulation
         accelerator.__init__(**given)
         self.accelerator = accelerator
 
@@ -127,35 +144,52 @@ class LoopSnapshot(Snapshot):
         self.model = own
         return own
 
+    def _preparing(self, objects: list[Any]) -> None:
+        """Begin where the weights are about to be split, so that the engine splits fake ones."""
+        if self._splits and any(isinstance(one, nn.Module) for one in objects):
+            self._begin(next((one for one in objects if isinstance(one, torch.optim.Optimizer)), None))
+
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def _batches(self, number: int, own: Iterator[Any]) -> Iterator[Any]:
         """The batches of a loader; of that which is trained on, fake ones, while the micro-steps are traced."""
-        if number != self.script.loader or self.steps is not None:
+        if number != self.script.loader or self.taken:
             yield from own
             return
+        self.taken = True
+        optimizer = next(iter(self.accelerator._optimizers), None)  # noqa: SLF001 - there is no other list of them
+        source, known = self.begun or self._begin(optimizer)
+        if known is not None:
+            self.stack.enter_context(known)
+        if optimizer is not None:  # gradients stay for the second micro-step, wherever the script steps
+            optimizer.step = optimizer.zero_grad = lambda *_, **__: None
+        while True:
+            yield source.fresh(known)
+
+    def _begin(self, optimizer: Any) -> tuple[LoopSource, KnownValues | None]:
+        """Begin to trace micro-steps, or trace the optimizer's step and leave; model and optimizer become fake."""
         assert self.request is not None
-        source = LoopSource(
-            self.recipe, self.script, accelerator=self.accelerator, model=self.model, loader=self.loader,
-            moved=self.moved,
-        )  # fmt: skip
         request, facts, alone = self.request, self.job.facts, self.request.part == "optimizer"
-        if alone or int(request.plan["micro_batch"]) > 1:
+        with self._told():
+            if self.loader is None:
+                raise ModelError(
+                    "a loop that prepares its loader after its model isn't traced if the weights are split"
+                )
+            source = LoopSource(
+                self.recipe, self.script, optimizer=optimizer, model=self.model, loader=self.loader, moved=self.moved
+            )
+        if (alone or int(request.plan["micro_batch"]) > 1) and not self.is_alone:
             self._trace_own_rows()
         if alone and not self.of_own_rows:
             raise Enough(self.traced(request, source))
+        micro_steps = 1 if self.is_alone else 2
+        stepping = functools.partial(fake_run.stepping, whole=self.whole, any_rows=not self.of_own_rows)
         with self._told():
-            self.steps = self.stack.enter_context(
-                fake_run.stepping(request.plan, facts, source, whole=self.whole, any_rows=not self.of_own_rows)
-            )
-            optimizer = source.optimizer
+            begun = stepping(request.plan, facts, source, accumulation=micro_steps)
+            self.steps = self.stack.enter_context(begun)
             known = source.stand_ready(self.steps.model, self.steps.marks, optimizer, fake=True)
-            if known is not None:
-                self.stack.enter_context(known)
-            if optimizer is not None:  # gradients stay for the second micro-step, wherever the script steps
-                optimizer.step = optimizer.zero_grad = lambda *_, **__: None
-        while True:
-            yield source.fresh(known)
+        self.begun = source, known
+        return self.begun
 
     def _trace_own_rows(self) -> None:
         """Trace the script's own number of rows in a fork, which goes on from here."""
@@ -198,7 +232,11 @@ class LoopSnapshot(Snapshot):
         assert self.request is not None
         self.stack.close()
         assert steps.found is not None
-        part = part_of(steps.found, lengthen(steps.found.tape, steps.found.copies))
+        tape = lengthen(steps.found.tape, steps.found.copies)
+        if self.is_alone:
+            self.keep_alone(tape)
+            return
+        part = part_of(steps.found, tape, alone=self.alone())
         if self.of_own_rows:
             alone = self.request.part == "optimizer"
             self.tell_own_rows([*steps.found.unused] if alone else peak_of(part, 0))

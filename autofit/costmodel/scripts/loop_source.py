@@ -22,23 +22,19 @@ class LoopSource(ScriptSource):
     Args:
         recipe: Which its Accelerator was made with.
         script: Whose it is.
-        accelerator: Has prepared model and optimizer.
+        optimizer: The script's, as it was prepared, if it was.
         model: The model, wrapped as the plan says.
         loader: The script's own loader.
         moved: Modules that the script has put onto its device.
     """
 
     def __init__(
-        self, recipe: Recipe, script: Script, *, accelerator: Any, model: Any, loader: Any, moved: Iterable[nn.Module]
+        self, recipe: Recipe, script: Script, *, optimizer: Any, model: Any, loader: Any, moved: Iterable[nn.Module]
     ) -> None:
         super().__init__(recipe, script)
-        self.accelerator, self.prepared_model, self.loader = accelerator, model, loader
+        self.optimizer, self.prepared_model, self.loader = optimizer, model, loader
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.beside = apart(model, moved)
-
-    @property
-    def optimizer(self) -> Any:
-        """The script's optimizer, as it was prepared."""
-        return next(iter(self.accelerator._optimizers), None)  # noqa: SLF001 - there is no other list of them
 
     def model(self, *, fake: bool) -> Any:
         """The script's model."""
@@ -51,7 +47,10 @@ class LoopSource(ScriptSource):
 
     def run(self, model: Any, marks: Marks, *, fake: bool) -> None:
         """Step until the marks say enough, with gradients that are given."""
-        known, optimizer = self.stand_ready(model, marks, self.optimizer, fake=fake), self.optimizer
+        optimizer, shares = self.optimizer, dict(model.named_parameters())
+        for group in optimizer.optimizer.param_groups:  # those of a plan that splits them are others by now
+            group["params"] = [shares.get(self.names.get(id(one), ""), one) for one in group["params"]]
+        known = self.stand_ready(model, marks, optimizer, fake=fake)
         with contextlib.suppress(TraceDone), known or contextlib.nullcontext():
             while True:
                 marks.step_begin()

@@ -91,8 +91,8 @@ class ScriptSource:
             made |= make_fake(one)
             one.to = lambda *_, __one=one, **__: __one  # it is where it should be
         if optimizer is not None:
-            for group in getattr(optimizer, "optimizer", optimizer).param_groups:
-                group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]
+            for group in getattr(optimizer, "optimizer", optimizer).param_groups:  # not those of layers left out
+                group["params"] = [made[id(one)] for one in group["params"] if id(one) in made]
 
 
 def apart(model: nn.Module, others: Iterable[Any]) -> list[nn.Module]:

@@ -215,19 +215,13 @@ class Snapshot:
         config, scratch, facts = Path(self.job.config), self.scratch, self.job.facts
         if self.layout.splits and isinstance(source, TrainerSource) and source.trainer.optimizer is not None:
             raise ModelError("an optimizer that is made before the weights are split can't be traced")
-        file = scratch / "alone.npz"
         if self.is_alone:
-            tape = alone_tape(request.plan, facts, config, scratch, source=source, whole=self.whole)
-            arrays: dict[str, Any] = dict(tape.arrays())
-            np.savez(file, **arrays)
+            self.keep_alone(alone_tape(request.plan, facts, config, scratch, source=source, whole=self.whole))
         elif request.part == "micro_steps":
             trace = functools.partial(micro_part, request.plan, facts, config, scratch, source=source, whole=self.whole)
             several = int(request.plan["micro_batch"]) > 1
             exact = self._of_own_rows(source, lambda: peak_of(trace(any_rows=False), 0)) if several else None
-            found = trace()
-            if self.layout.gathers_late:
-                with np.load(file) as one:
-                    found = dataclasses.replace(found, alone=Tape.from_arrays(one))
+            found = dataclasses.replace(trace(), alone=self.alone())
             if several:
                 check(found, exact, self.own_micro_batch)
             self.save(request, found)
@@ -235,6 +229,18 @@ class Snapshot:
             unused = self._unused(source)
             part = optimizer_part(request.plan, facts, config, scratch, source=source, unused=unused)
             save(self.job, request, pack(None, part))
+
+    def keep_alone(self, tape: Tape) -> None:
+        """Leave the only micro-step of an optimizer step, which a fork has traced."""
+        arrays: dict[str, Any] = dict(tape.arrays())
+        np.savez(self.scratch / "alone.npz", **arrays)
+
+    def alone(self) -> Tape | None:
+        """The micro-step that was traced by itself, where it is another one than the last of several."""
+        if not self.layout.gathers_late:
+            return None
+        with np.load(self.scratch / "alone.npz") as arrays:
+            return Tape.from_arrays(arrays)
 
     def _unused(self, source: TrainerSource | LoopSource) -> frozenset[str]:
         """The parameters of the script's model that get no gradient; none are known where a step can't be traced."""

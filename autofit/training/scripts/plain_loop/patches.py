@@ -58,6 +58,7 @@ class LoopPatches:
         batches: Given the number of a loader and its batches, which the script begins to take; returns those that it
             gets.
         model: Given the model before it is prepared; returns the one in its place.
+        preparing: Given the objects that are about to be prepared together, some of them changed by those above.
         micro_step_begins: Given the number of a loader that has just given a batch, and the batch.
         micro_step_ends: Given the number of a loader that is asked for the next one.
         before_backward, after_backward: Given the Accelerator and the loss.
@@ -86,6 +87,7 @@ class LoopPatches:
     loader: Callable[[Any, int], Any] = lambda loader, _: loader
     batches: Callable[[int, Iterator[Any]], Iterator[Any]] = lambda _, batches: batches
     model: Callable[[Any], Any] = lambda model: model
+    preparing: Callable[[list[Any]], None] = lambda _: None
     micro_step_begins: Callable[[int, Any], None] = lambda *_: None
     micro_step_ends: Callable[[int], None] = lambda _: None
     before_backward: Callable[[Any, Any], None] = lambda *_: None
@@ -287,6 +289,7 @@ class LoopPatches:
                 changed.append(self.model(one))
             else:
                 changed.append(one)
+        self.preparing(changed)
         result = prepare(*changed)
         for place, (number, own) in numbers.items():
             loader, rows = result[place] if len(args) > 1 else result, changed[place].batch_size
