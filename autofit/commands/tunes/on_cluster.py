@@ -52,6 +52,10 @@ class ClusterBackend(DeviceBackend):
         )
         return ClusterServer(log, self._slots, modules)
 
+    def same_hardware(self, folder: Path, facts: Facts, server: ForkServer) -> Facts:
+        """The facts as they are: each machine's host holds its device against them."""
+        return facts
+
     def lock(self, facts: Facts) -> contextlib.AbstractContextManager[None]:
         """Nothing: each machine's host holds the locks of its devices."""
         return contextlib.nullcontext()

@@ -16,7 +16,7 @@ from typing import Any
 
 from autofit.contract.technique import replacing
 from autofit.machine.model import depends_on_rows
-from autofit.registry import techniques
+from autofit.registry import source_folders, techniques
 from autofit.training.scripts.leave import Refused
 from autofit.training.scripts.loading import rows_of_batches
 from autofit.training.scripts.patches import Patches
@@ -75,13 +75,13 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
 
 def _modules_sha256() -> str:
     """Of the text of every module that is neither installed nor Python's own: of what the script has imported."""
-    library, own = Path(sysconfig.get_paths()["stdlib"]), __name__.partition(".")[0]
+    library, own = Path(sysconfig.get_paths()["stdlib"]), source_folders()
     searched = {Path(entry or ".").resolve() for entry in sys.path}
     digest = hashlib.sha256()
     for name, module in sorted(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "").resolve()
-        installed = library in path.parents or {"site-packages", "dist-packages"} & set(path.parts)
-        if path.suffix == ".py" and not installed and name.partition(".")[0] != own and searched & set(path.parents):
+        installed = {library, *own} & set(path.parents) or {"site-packages", "dist-packages"} & set(path.parts)
+        if path.suffix == ".py" and not installed and searched & set(path.parents):
             with contextlib.suppress(OSError):
                 digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
