@@ -10,7 +10,7 @@ from transformers import BatchEncoding, masking_utils
 
 from autofit.contract.script import Script
 from autofit.costmodel.scripts.known_values import KnownValues
-from autofit.costmodel.scripts.script_source import longest_rows, padded
+from autofit.costmodel.scripts.script_source import longest_rows, paddings
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
 from autofit.costmodel.tracing.recorder import Recorder
 
@@ -76,16 +76,25 @@ def test_rows_that_two_do_not_tell_are_all_collated(collated):
     assert found["ids"].shape == (ROWS, 8)
 
 
-@pytest.mark.parametrize(("lengths", "hidden"), [((8, 8, 5), False), ((8, 7, 5), True)])
-def test_longest_rows_that_are_as_long_as_one_another_have_no_padding(lengths, hidden):
+@pytest.mark.parametrize(
+    ("lengths", "rows", "hidden"),
+    [
+        ((8, 8, 8), 2, (False,)),
+        ((8, 8, 5), 2, (False, True)),
+        ((8, 7, 5), 2, (True,)),
+        ((8, 7, 5), 1, (False,)),
+    ],
+)
+def test_rows_as_long_as_one_another_have_no_padding_and_have_some_beside_a_shorter_one(lengths, rows, hidden):
     def collated(rows):
         ids = pad_sequence([torch.ones(row) for row in rows], batch_first=True)
         return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
     loader = DataLoader(list(lengths), batch_size=2, collate_fn=collated)
-    script = Script(path="t.py", sha256="", trainer="Trainer", micro_batch=2, accumulation=1, longest_places=(0, 1))
-    assert padded(loader, script) is hidden
-    assert padded(loader, dataclasses.replace(script, longest_places=())), "it is not known"
+    script = Script(path="t.py", sha256="", trainer="Trainer", micro_batch=2, accumulation=1)
+    script = dataclasses.replace(script, longest_places=(0, 1), places=(2, 1, 0))
+    assert paddings(loader, script, rows) == hidden
+    assert paddings(loader, dataclasses.replace(script, longest_places=()), rows) == (True,), "it is not known"
 
 
 @pytest.mark.parametrize("hides", [False, True])

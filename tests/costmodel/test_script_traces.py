@@ -281,6 +281,28 @@ Trainer(model, arguments, train_dataset=rows, data_collator=collate).train()
 """
 
 
+GROUPED_LOOP = """
+from accelerate import Accelerator
+from transformers import get_scheduler
+
+model.config.use_cache = False
+accelerator = Accelerator(gradient_accumulation_steps=2)
+loader = torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=collate)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=8)
+model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+model.train()
+for _ in range(8):
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+"""
+GROUPED_LOOP = GROUPED.split("arguments =", maxsplit=1)[0] + GROUPED_LOOP
+
+
 def on_cards(facts, processes):
     """The same on so many GPUs."""
     workload = dataclasses.replace(facts.workload, processes=processes)
@@ -321,6 +343,24 @@ def test_a_script_on_gpus_needs_what_the_model_of_its_config_needs(server, tmp_p
         assert said.peak_bytes == pytest.approx(meant.peak_bytes, abs=1 << 14), one
 
 
+@pytest.mark.parametrize(("kind", "precision"), [("trainer", "fp32"), ("loop", "bf16")])
+def test_rows_with_and_without_padding_need_what_takes_more(server, tmp_path, kind, precision):
+    """A mask keeps grouped heads from one kernel, and lets others run without."""
+    text = (GROUPED if kind == "trainer" else GROUPED_LOOP).replace("ones_like(ids)", "ones_like(ids) * (ids != 0)")
+    text = text.replace("torch.stack([row", "torch.nn.utils.rnn.pad_sequence([row").replace(
+        "in rows])", "in rows], True)"
+    )
+    plan, needs = PLAIN.replaced(precision=precision, micro_batch=4), []
+    for length in ("48", "48 - place", "48 if place < 12 else 24"):
+        facts = on_cards(grouped_facts(server, tmp_path, text.replace("(48,)", f"({length},)")), 1)
+        traces = traces_of(server, tmp_path, facts, [plan])
+        assert not traces.failed
+        needs.append(traces.need(plan).peak_bytes)
+    without, padded, both = needs
+    assert without != padded
+    assert both == max(without, padded)
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [
@@ -333,28 +373,6 @@ def test_what_of_a_step_whose_weights_are_split_cant_be_traced_is_told(server, t
     facts = on_cards(grouped_facts(server, tmp_path, f"{text}{line}\ntrainer.train()\n"), 2)
     traces = traces_of(server, tmp_path, facts, [PLAIN.replaced(parallel="fsdp", precision="bf16", micro_batch=4)])
     assert why in " ".join(traces.failed.values())
-
-
-GROUPED_LOOP = """
-from accelerate import Accelerator
-from transformers import get_scheduler
-
-model.config.use_cache = False
-accelerator = Accelerator(gradient_accumulation_steps=2)
-loader = torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=collate)
-optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=8)
-model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-model.train()
-for _ in range(8):
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch).loss)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-"""
-GROUPED_LOOP = GROUPED.split("arguments =", maxsplit=1)[0] + GROUPED_LOOP
 
 
 @pytest.mark.parametrize(
@@ -375,6 +393,17 @@ def test_a_plain_loop_on_gpus_needs_what_the_model_of_its_config_needs(
     for one in plans:
         said, meant = of_script.need(one), of_config.need(one)
         assert said.peak_bytes == pytest.approx(meant.peak_bytes, abs=1 << 14), one
+
+
+def test_a_loop_that_prepares_its_loader_after_its_model_is_not_traced_where_the_weights_are_split(server, tmp_path):
+    prepared = "accelerator.prepare(model, optimizer, schedule)\nloader = accelerator.prepare(loader)\n"
+    text = GROUPED_LOOP.replace("model, optimizer, loader, schedule =", "model, optimizer, schedule =")
+    text = text.replace("accelerator.prepare(model, optimizer, loader, schedule)\n", prepared)
+    facts = on_cards(grouped_facts(server, tmp_path, text), 2)
+    plan = PLAIN.replaced(parallel="fsdp", precision="bf16", micro_batch=4)
+    traces = traces_of(server, tmp_path, facts, [plan, plan.replaced(parallel="ddp")])
+    assert "a loop that prepares its loader after its model isn't traced" in traces.untraced(plan)
+    assert traces.untraced(plan.replaced(parallel="ddp")) is None
 
 
 def test_the_state_of_a_scripts_own_optimizer_counts_on_several_processes(server, folder):

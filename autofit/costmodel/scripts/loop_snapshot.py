@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from autofit.costmodel.scripts.loop_source import LoopSource
-from autofit.costmodel.scripts.snapshot import UNLIKE, Snapshot, check, peak_of, report
+from autofit.costmodel.scripts.snapshot import UNLIKE, Snapshot, check, most, peak_of, report
 from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing.layers import TraceDone
 from autofit.costmodel.tracing.timeline import UnlikeError, lengthen
@@ -178,8 +178,12 @@ class LoopSnapshot(Snapshot):
             source = LoopSource(
                 self.recipe, self.script, optimizer=optimizer, model=self.model, loader=self.loader, moved=self.moved
             )
-        if (alone or int(request.plan["micro_batch"]) > 1) and not self.is_alone:
+        if self.is_alone:
+            self.fork_for_each_padding(source)
+        elif alone:
             self._trace_own_rows()
+        elif int(request.plan["micro_batch"]) > 1:
+            self._trace_each_padding(source)
         if alone and not self.of_own_rows:
             raise Enough(self.traced(request, source))
         micro_steps = 1 if self.is_alone else 2
@@ -190,6 +194,18 @@ class LoopSnapshot(Snapshot):
             known = source.stand_ready(self.steps.model, self.steps.marks, optimizer, fake=True)
         self.begun = source, known
         return self.begun
+
+    def _trace_each_padding(self, source: LoopSource) -> None:
+        """Trace the script's own number of rows, padded or not; the source is told which of both takes more."""
+        peaks: dict[bool, float | None] = {}
+        for one in source.paddings():
+            source.padded = one
+            self._trace_own_rows()
+            if self.of_own_rows:
+                return
+            peaks[one] = self.own
+        source.padded = most(peaks)
+        self.own = peaks[source.padded]
 
     def _trace_own_rows(self) -> None:
         """Trace the script's own number of rows in a fork, which goes on from here."""
@@ -232,11 +248,13 @@ class LoopSnapshot(Snapshot):
         assert self.request is not None
         self.stack.close()
         assert steps.found is not None
+        assert self.begun is not None
+        source, _ = self.begun
         tape = lengthen(steps.found.tape, steps.found.copies)
         if self.is_alone:
-            self.keep_alone(tape)
+            self.keep_alone(tape, source)
             return
-        part = part_of(steps.found, tape, alone=self.alone())
+        part = part_of(steps.found, tape, alone=self.alone(source))
         if self.of_own_rows:
             alone = self.request.part == "optimizer"
             self.tell_own_rows([*steps.found.unused] if alone else peak_of(part, 0))

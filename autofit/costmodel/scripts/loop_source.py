@@ -32,9 +32,14 @@ class LoopSource(ScriptSource):
         self, recipe: Recipe, script: Script, *, optimizer: Any, model: Any, loader: Any, moved: Iterable[nn.Module]
     ) -> None:
         super().__init__(recipe, script)
-        self.optimizer, self.prepared_model, self.loader = optimizer, model, loader
+        self.optimizer, self.prepared_model, self._loader = optimizer, model, loader
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.beside = apart(model, moved)
+
+    @property
+    def loader(self) -> Any:
+        """The one that is trained on."""
+        return self._loader
 
     def model(self, *, fake: bool) -> Any:
         """The script's model."""
@@ -43,7 +48,7 @@ class LoopSource(ScriptSource):
     def take_rows(self, *, grows: bool, given: bool = False) -> None:
         """Take the longest row as often as the plan says; none where the gradients are given."""
         if not given:
-            self.collate(self.loader, self.recipe.micro_batch, grows=grows)
+            self.collate(self.recipe.micro_batch, grows=grows)
 
     def run(self, model: Any, marks: Marks, *, fake: bool) -> None:
         """Step until the marks say enough, with gradients that are given."""

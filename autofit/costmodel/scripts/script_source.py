@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,21 +35,33 @@ class ScriptSource:
         self.beside: list[nn.Module] = []
         self._batch: Any = {}
         self._values_known = True
-        self._padded = True
+        self.padded: bool | None = None
+        """Whether the masks of its micro-batches hide something; decided by its rows where it is not said before."""
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[Recipe]:
         """The recipe, in whose environment the script runs already."""
         yield self.recipe
 
-    def collate(self, loader: Any, rows: int, *, grows: bool) -> None:
+    @property
+    def loader(self) -> Any:
+        """The script's own."""
+        raise NotImplementedError
+
+    def paddings(self) -> tuple[bool, ...]:
+        """What ``padded`` may be: see :func:`paddings`."""
+        return paddings(self.loader, self.script, self.recipe.micro_batch)
+
+    def collate(self, rows: int, *, grows: bool) -> None:
         """Collate the longest row, again and again, as the script would; with real values.
 
         Raises:
             ModelError: Rows can't be taken one by one, or their batch does not grow with them.
         """
+        loader = self.loader
         self._batch, self._values_known = longest_rows(loader, self.script, rows, grows=grows)
-        self._padded = padded(loader, self.script)
+        if self.padded is None:
+            self.padded = paddings(loader, self.script, rows)[0]
         for name, tensor in _parts(self._batch).items():
             if grows and isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.numel() % rows:
                 shape = tuple(tensor.shape)
@@ -65,7 +77,7 @@ class ScriptSource:
         known = KnownValues(recorder) if fake else None
         if fake:
             self._make_fake(model, optimizer)
-        if known is not None and not self._padded:
+        if known is not None and not self.padded:
             known.answers_transformers()
         every = [model, *self.beside]
         recorder.call([one for each in every for one in (*each.parameters(), *each.buffers())], "weights")
@@ -119,8 +131,7 @@ def longest_rows(loader: Any, script: Script, rows: int, *, grows: bool = False)
     Raises:
         ModelError: Rows can't be taken one by one, or their batch is neither a mapping nor a sequence.
     """
-    if loader.collate_fn is None or loader.batch_sampler is None:
-        raise ModelError("the script's loader makes its micro-batches itself, and a trace makes them row by row")
+    _check_takes_rows(loader)
     places = script.longest_places
     first = None if places else next(iter(loader.dataset))
 
@@ -143,11 +154,32 @@ def longest_rows(loader: Any, script: Script, rows: int, *, grows: bool = False)
     return whole, True
 
 
-def padded(loader: Any, script: Script) -> bool:
-    """Whether a mask hides something of the longest rows, taken together: a row by itself seldom has padding."""
-    rows = [loader.dataset[place] for place in script.longest_places[:_FEW]]
-    mask = _parts(loader.collate_fn(rows)).get("attention_mask") if rows else None
-    return not isinstance(mask, torch.Tensor) or not bool(mask.all())
+def _check_takes_rows(loader: Any) -> None:
+    if loader.collate_fn is None or loader.batch_sampler is None:
+        raise ModelError("the script's loader makes its micro-batches itself, and a trace makes them row by row")
+
+
+def paddings(loader: Any, script: Script, rows: int) -> tuple[bool, ...]:
+    """Whether masks hide something of micro-batches of so many rows, as long as the longest: each answer that comes.
+
+    Rows of one length have no padding among themselves, and have some beside a shorter one. Which of both takes more
+    is told by a trace of each: attention without a mask may run in another kernel.
+
+    Raises:
+        ModelError: Rows can't be taken one by one.
+    """
+    _check_takes_rows(loader)
+
+    def hides(places: Sequence[int]) -> bool:
+        mask = _parts(loader.collate_fn([loader.dataset[place] for place in places])).get("attention_mask")
+        return not isinstance(mask, torch.Tensor) or not bool(mask.all())
+
+    longest = script.longest_places[:_FEW]
+    if not longest:
+        return (True,)
+    if rows == 1:
+        return (hides(longest[:1]),)
+    return tuple(sorted({hides(longest), hides([longest[0], *script.places[:1]])}))
 
 
 def _grown(one: Any, two: Any, rows: int) -> Any:

@@ -12,7 +12,7 @@ import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,12 +216,14 @@ class Snapshot:
         if self.layout.splits and isinstance(source, TrainerSource) and source.trainer.optimizer is not None:
             raise ModelError("an optimizer that is made before the weights are split can't be traced")
         if self.is_alone:
-            self.keep_alone(alone_tape(request.plan, facts, config, scratch, source=source, whole=self.whole))
+            self.fork_for_each_padding(source)
+            tape = alone_tape(request.plan, facts, config, scratch, source=source, whole=self.whole)
+            self.keep_alone(tape, source)
         elif request.part == "micro_steps":
             trace = functools.partial(micro_part, request.plan, facts, config, scratch, source=source, whole=self.whole)
             several = int(request.plan["micro_batch"]) > 1
-            exact = self._of_own_rows(source, lambda: peak_of(trace(any_rows=False), 0)) if several else None
-            found = dataclasses.replace(trace(), alone=self.alone())
+            exact = self._most_padded(source, lambda: peak_of(trace(any_rows=False), 0)) if several else None
+            found = dataclasses.replace(trace(), alone=self.alone(source))
             if several:
                 check(found, exact, self.own_micro_batch)
             self.save(request, found)
@@ -230,16 +232,36 @@ class Snapshot:
             part = optimizer_part(request.plan, facts, config, scratch, source=source, unused=unused)
             save(self.job, request, pack(None, part))
 
-    def keep_alone(self, tape: Tape) -> None:
+    def _most_padded(self, source: TrainerSource | LoopSource, trace: Callable[[], float]) -> float | None:
+        """The peak of the script's own number of rows, padded or not as takes more, which the source is told."""
+        peaks: dict[bool, float | None] = {}
+        for one in source.paddings():
+            source.padded = one
+            peaks[one] = self._of_own_rows(source, trace)
+        source.padded = most(peaks)
+        return peaks[source.padded]
+
+    def fork_for_each_padding(self, source: TrainerSource | LoopSource) -> None:
+        """Have a fork of this process trace each padding that may come, one after the other, and this one the last."""
+        *others, last = source.paddings()
+        for one in others:
+            source.padded = one
+            child = os.fork()
+            if child == 0:
+                return
+            os.waitpid(child, 0)
+        source.padded = last
+
+    def keep_alone(self, tape: Tape, source: TrainerSource | LoopSource) -> None:
         """Leave the only micro-step of an optimizer step, which a fork has traced."""
         arrays: dict[str, Any] = dict(tape.arrays())
-        np.savez(self.scratch / "alone.npz", **arrays)
+        np.savez(self.scratch / f"alone-{source.padded}.npz", **arrays)
 
-    def alone(self) -> Tape | None:
+    def alone(self, source: TrainerSource | LoopSource) -> Tape | None:
         """The micro-step that was traced by itself, where it is another one than the last of several."""
         if not self.layout.gathers_late:
             return None
-        with np.load(self.scratch / "alone.npz") as arrays:
+        with np.load(self.scratch / f"alone-{source.padded}.npz") as arrays:
             return Tape.from_arrays(arrays)
 
     def _unused(self, source: TrainerSource | LoopSource) -> frozenset[str]:
@@ -289,6 +311,11 @@ class Snapshot:
 def peak_of(part: MicroPart, rows: int) -> float:
     """Peak bytes of a second micro-step of so many rows, the weights and gradients among them."""
     return part.held_bytes + float(part.peaks(np.array([float(rows)]), adding=True)[0][0])
+
+
+def most(peaks: Mapping[bool, float | None]) -> bool:
+    """Which padding takes most, by the peak of each; a trace that has failed has none."""
+    return max(peaks, key=lambda one: peaks[one] or 0.0)
 
 
 def check(part: MicroPart, exact: float | None, rows: int) -> None:

@@ -41,10 +41,15 @@ class TrainerSource(ScriptSource):
         self.beside = apart(trainer.model, vars(trainer).values())
         return trainer.model
 
+    @property
+    def loader(self) -> Any:
+        """The Trainer's, of the plan's micro-batches."""
+        return self.trainer.get_train_dataloader()
+
     def take_rows(self, *, grows: bool, given: bool = False) -> None:
         """Take the longest row as often as the plan says; once where the gradients are given."""
         self._given = given
-        self.collate(self.trainer.get_train_dataloader(), 1 if given else self.recipe.micro_batch, grows=grows)
+        self.collate(1 if given else self.recipe.micro_batch, grows=grows)
 
     def run(self, model: Any, marks: Marks, *, fake: bool) -> None:
         """Train until the marks say enough."""
