@@ -3,6 +3,7 @@
 import pytest
 
 from autofit.training.jobs import DescribeScriptJob
+from tests.support.cases import slow_but
 
 PARTS = """
 import torch
@@ -184,15 +185,20 @@ def again():
 
 @pytest.mark.parametrize(
     ("loop", "why"),
-    [
-        ("batches = iter(loader)\nfor _ in range(len(loader)):\n  for rows in [next(batches)]", "by next()"),
-        ("batches = again()\nwhile rows := next(batches)", "by next()"),
-        ("for rows in one_by_one()", "by next()"),
-        ("while True:\n for rows in [one for one, _ in zip(loader, range(2))]", "several batches before"),
-        ("next(iter(loader))\nfor _, rows in enumerate(loader)", None),
-        ("from tqdm import tqdm\nfor rows in tqdm(again(), disable=False)", None),
-    ],
-    ids=["next", "generator", "counting generator", "ahead", "loop", "generators"],
+    slow_but(
+        {"next", "generators"},
+        {
+            "next": (
+                "batches = iter(loader)\nfor _ in range(len(loader)):\n  for rows in [next(batches)]",
+                "by next()",
+            ),
+            "generator": ("batches = again()\nwhile rows := next(batches)", "by next()"),
+            "counting generator": ("for rows in one_by_one()", "by next()"),
+            "ahead": ("while True:\n for rows in [one for one, _ in zip(loader, range(2))]", "several batches before"),
+            "loop": ("next(iter(loader))\nfor _, rows in enumerate(loader)", None),
+            "generators": ("from tqdm import tqdm\nfor rows in tqdm(again(), disable=False)", None),
+        },
+    ),
 )
 def test_a_loop_that_counts_its_batches_keeps_its_split(described, loop, why):
     """Under another split as many micro-batches as it counts would be other rows, and other steps."""
@@ -226,27 +232,26 @@ for (rows,) in loader:
 
 @pytest.mark.parametrize(
     ("parts", "why"),
-    [
-        ({"last": "model.zero_grad()"}, "otherwise than by its prepared optimizer"),
-        ({"last": "optimizer.optimizer.zero_grad()"}, "otherwise than by its prepared optimizer"),
-        ({"first": "optimizer.zero_grad()"}, "before each backward pass"),
-        ({"first": "for one in model.parameters(): one.grad = None"}, "before each backward pass"),
-        ({"then": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"}, "as by clipping"),
-        ({"then": "model.weight.grad.mul_(2)"}, "works with the gradients"),
-        ({"last": "schedule.step()"}, "learning rate"),
-        ({"last": "optimizer.param_groups[0]['lr'] /= 2"}, "learning rate"),
-        ({"then": "accelerator.gather(rows)", "last": "schedule.step()"}, "learning rate"),
-        ({"last": "averages.step()"}, "counts each batch for LocalSGD"),
-        ({"last": "if accelerator.sync_gradients: averages.step()"}, None),
-        ({"last": "if accelerator.sync_gradients: schedule.step()"}, None),
-        ({"last": "accelerator.prepare(schedule).step()"}, None),
-        ({"last": "optimizer.zero_grad()"}, None),
-    ],
-    ids=[
-        "model", "inner", "before", "by hand", "clips", "reads", "schedule", "rate", "gathers",
-        "averages", "averages synchronized", "synchronized", "prepared", "prepared optimizer",
-    ],
-)  # fmt: skip
+    slow_but(
+        {"before", "clips", "schedule", "prepared"},
+        {
+            "model": ({"last": "model.zero_grad()"}, "otherwise than by its prepared optimizer"),
+            "inner": ({"last": "optimizer.optimizer.zero_grad()"}, "otherwise than by its prepared optimizer"),
+            "before": ({"first": "optimizer.zero_grad()"}, "before each backward pass"),
+            "by hand": ({"first": "for one in model.parameters(): one.grad = None"}, "before each backward pass"),
+            "clips": ({"then": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"}, "as by clipping"),
+            "reads": ({"then": "model.weight.grad.mul_(2)"}, "works with the gradients"),
+            "schedule": ({"last": "schedule.step()"}, "learning rate"),
+            "rate": ({"last": "optimizer.param_groups[0]['lr'] /= 2"}, "learning rate"),
+            "gathers": ({"then": "accelerator.gather(rows)", "last": "schedule.step()"}, "learning rate"),
+            "averages": ({"last": "averages.step()"}, "counts each batch for LocalSGD"),
+            "averages synchronized": ({"last": "if accelerator.sync_gradients: averages.step()"}, None),
+            "synchronized": ({"last": "if accelerator.sync_gradients: schedule.step()"}, None),
+            "prepared": ({"last": "accelerator.prepare(schedule).step()"}, None),
+            "prepared optimizer": ({"last": "optimizer.zero_grad()"}, None),
+        },
+    ),
+)
 def test_a_loop_that_does_with_each_batch_what_belongs_to_a_step_keeps_its_split(described, parts, why):
     """Of an accumulation of 1 that is no matter; of the plan's it would be done to a part of a step's gradients."""
     before = "schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 9)\nmodel.zero_grad()\n"
@@ -277,16 +282,22 @@ for epoch in range(8):
 
 @pytest.mark.parametrize(
     ("loop", "leaves", "why"),
-    [
-        ("for _, rows in zip(range(4), loader)", "False", "by zip()"),
-        ("for rows in itertools.islice(loader, 4)", "False", "by islice()"),
-        ("for _, rows in zip(range(4), again())", "False", "by zip()"),
-        ("for place, rows in enumerate(tqdm(loader, disable=False))", "place == 3", "number of its batches"),
-        ("for rows in loader", "done == 3", "number of its batches"),
-        ("for rows in loader", "steps == 3", None),
-        ("for place, rows in enumerate(loader)", "steps == 3", None),
-    ],
-    ids=["zip", "islice", "zip of a generator", "enumerate", "count", "steps", "steps beside a number"],
+    slow_but(
+        {"zip", "count", "steps"},
+        {
+            "zip": ("for _, rows in zip(range(4), loader)", "False", "by zip()"),
+            "islice": ("for rows in itertools.islice(loader, 4)", "False", "by islice()"),
+            "zip of a generator": ("for _, rows in zip(range(4), again())", "False", "by zip()"),
+            "enumerate": (
+                "for place, rows in enumerate(tqdm(loader, disable=False))",
+                "place == 3",
+                "number of its batches",
+            ),
+            "count": ("for rows in loader", "done == 3", "number of its batches"),
+            "steps": ("for rows in loader", "steps == 3", None),
+            "steps beside a number": ("for place, rows in enumerate(loader)", "steps == 3", None),
+        },
+    ),
 )
 def test_a_loop_that_takes_a_part_of_its_batches_keeps_its_split(described, loop, leaves, why):
     """Of smaller micro-batches as many would be fewer rows, and fewer steps."""

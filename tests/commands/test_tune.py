@@ -32,6 +32,7 @@ from autofit.search import study
 from autofit.search.journal import JOURNAL_FILE
 from autofit.search.recordings.landscape import Landscape
 from autofit.system.errors import InputError, Interrupted, MachineError, NothingFits, Terminated
+from tests.support.cases import slow_but, some_slow
 from tests.support.replay import Played, Replay
 from tests.support.synthetic import GIB, cpu_facts, measured, out_of_memory
 
@@ -166,16 +167,19 @@ def test_a_trial_that_was_cut_off_is_run_again(tune, out):
 
 @pytest.mark.parametrize(
     ("change", "word"),
-    [
-        ({"memory_limit": "2GiB"}, 'begun with memory_limit="1GiB", this is with memory_limit="2GiB"'),
-        ({"seq_len": 64}, "begun with seq_len=32, this is with seq_len=64"),
-        ({"seq_len": None}, "begun with seq_len=32, this is without seq_len"),
-        ({"global_batch": 32}, "begun with global_batch=16, this is with global_batch=32"),
-        ({"launch_path": "loop"}, "begun with launch_path trainer, this is with launch_path loop"),
-        ({"trust_remote_code": True}, "begun without trust_remote_code, this is with trust_remote_code"),
-        ({"seed": 7}, "begun with seed=0, this is with seed=7"),
-        ({"task": "causal-lm"}, "begun without task, this is with task causal-lm"),
-    ],
+    slow_but(
+        {"memory", "no length", "task"},
+        {
+            "memory": ({"memory_limit": "2GiB"}, 'begun with memory_limit="1GiB", this is with memory_limit="2GiB"'),
+            "length": ({"seq_len": 64}, "begun with seq_len=32, this is with seq_len=64"),
+            "no length": ({"seq_len": None}, "begun with seq_len=32, this is without seq_len"),
+            "batch": ({"global_batch": 32}, "begun with global_batch=16, this is with global_batch=32"),
+            "path": ({"launch_path": "loop"}, "begun with launch_path trainer, this is with launch_path loop"),
+            "trust": ({"trust_remote_code": True}, "begun without trust_remote_code, this is with trust_remote_code"),
+            "seed": ({"seed": 7}, "begun with seed=0, this is with seed=7"),
+            "task": ({"task": "causal-lm"}, "begun without task, this is with task causal-lm"),
+        },
+    ),
 )
 def test_another_question_is_not_a_resumed_one(tune, out, change, word):
     tune(Replay(out), trials=1)
@@ -404,17 +408,19 @@ def test_what_stands_in_the_way_is_shown_and_the_folder_goes_on(tune, out, error
 
 @pytest.mark.parametrize(
     "bad",
-    [
-        {"fix": ["precision=zzz"]},
-        {"fix": ["micro_batch=3"]},
-        {"fix": ["offload=parameters"]},
-        {"among": {"micro_batch": [5]}},
-        {"fix": {"micro_batch": 4, "accumulation": 8}},
-        {"memory_limit": "900TiB"},
-        {"model": "/none/such"},
-        {"storage": "nonsense://"},
-    ],
-    ids=str,
+    some_slow(
+        [
+            {"fix": ["precision=zzz"]},
+            {"fix": ["micro_batch=3"]},
+            {"fix": ["offload=parameters"]},
+            {"among": {"micro_batch": [5]}},
+            {"fix": {"micro_batch": 4, "accumulation": 8}},
+            {"memory_limit": "900TiB"},
+            {"model": "/none/such"},
+            {"storage": "nonsense://"},
+        ],
+        lambda bad: bad.keys() & {"among", "model", "storage"},
+    ),
 )
 def test_bad_input_leaves_the_folder_usable(tune, out, bad):
     replay = Replay(out)

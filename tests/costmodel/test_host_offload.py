@@ -81,6 +81,7 @@ def test_a_trace_of_fsdp_is_given_what_it_copies(known):
         assert cast.tensor_bytes[place] < cast.tensor_bytes[plain]
 
 
+@pytest.mark.slow
 def test_what_a_heap_has_held_does_not_depend_on_checkpointing_or_engine(known):
     plans, cast = known
     rows = np.array([plan["micro_batch"] for plan in plans.plans])

@@ -602,6 +602,7 @@ def test_rows_are_full_and_unpadded(run):
         assert evidence.padding_mask is False
 
 
+@pytest.mark.slow
 def test_checkpointing_recomputes_each_layer_once(run):
     again = {"off": (1, 0), "full": (2, 2), "every_2": (2, 1), "selective": (2, 2)}
     for path in ("trainer", "loop"):

@@ -41,3 +41,11 @@ def some_slow(values, always, ids=str):
         ids: How a value is called.
     """
     return [pytest.param(value, id=ids(value), marks=() if always(value) else pytest.mark.slow) for value in values]
+
+
+def slow_but(always, cases):
+    """Parameters of several arguments each, by what they are called, of which only some are run by default."""
+    return [
+        pytest.param(*values, id=name, marks=() if name in always else pytest.mark.slow)
+        for name, values in cases.items()
+    ]

@@ -201,6 +201,7 @@ def test_a_trial_that_fails_in_a_fork_alone_is_run_again_and_no_other_is_forked(
     assert "ended as crashed (AssertionError: forked) when it was, and as measured when not" in one.notes[-1]
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_is_killed_is_told_and_its_trial_runs_all_of_the_script(tried):
     one = tried()
     one.run(one.forking)
