@@ -6,12 +6,13 @@ the page gets them escaped, under a policy that forbids scripts and anything fro
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -27,6 +28,9 @@ from autofit.output.plan_words import SPLIT, SPLIT_WORDS, chosen_words, outcome_
 from autofit.output.reports import charts
 from autofit.output.text import clean, command_line, number, one_line, parameters, percent, plural
 from autofit.system.units import duration, size
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 PAGE = "report.html"
 _TEMPLATE = "report.html.j2"
@@ -83,6 +87,18 @@ def _commands(title: str, words: list[str]) -> list[Text]:
     return [Text(), Text(title, style="bold"), *lines]
 
 
+@functools.cache
+def _page() -> Template:
+    """The page's template, compiled once."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_finalize
+    )
+    environment.filters.update(size=size, duration=duration, percent=percent, number=number, plan_words=plan_words)
+    return environment.from_string(files("autofit.output.reports").joinpath(_TEMPLATE).read_text(encoding="utf-8"))
+
+
 def html(document: Document, *, folder: str | Path) -> str:
     """The whole report as one page: no script, nothing loaded from elsewhere, light or dark as the reader has it.
 
@@ -90,17 +106,10 @@ def html(document: Document, *, folder: str | Path) -> str:
         document: What the tune found.
         folder: Where its files are, as the user calls it; it goes into the commands.
     """
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_finalize
-    )
-    environment.filters.update(size=size, duration=duration, percent=percent, number=number, plan_words=plan_words)
-    template = environment.from_string(files("autofit.output.reports").joinpath(_TEMPLATE).read_text(encoding="utf-8"))
     ranked = standings.standings(document)
     ratio, comparison = standings.against_baseline(document)
     own, said = standings.against_script(document)
-    return template.render(
+    return _page().render(
         document=document,
         wording=wording,
         outcome_words=outcome_words,
