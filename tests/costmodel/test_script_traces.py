@@ -301,6 +301,7 @@ for _ in range(8):
             optimizer.zero_grad()
 """
 GROUPED_LOOP = GROUPED.split("arguments =", maxsplit=1)[0] + GROUPED_LOOP
+TEXTS = {"trainer": GROUPED, "loop": GROUPED_LOOP}
 
 
 def on_cards(facts, processes):
@@ -316,23 +317,28 @@ def grouped_facts(server, folder, text=GROUPED):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "processes", "precision"),
+    ("path", "parallel", "processes", "precision"),
     [
-        ("none", 1, "fp32"),
-        ("fsdp", 2, "bf16"),
-        pytest.param("fsdp:noreshard", 2, "fp32", marks=pytest.mark.by_hand),
-        pytest.param("hsdp:2x2", 4, "fp32", marks=pytest.mark.by_hand),
-        ("zero1", 2, "bf16"),
-        pytest.param("zero3", 2, "bf16", marks=pytest.mark.by_hand),
+        ("trainer", "none", 1, "fp32"),
+        ("trainer", "fsdp", 2, "bf16"),
+        pytest.param("trainer", "fsdp:noreshard", 2, "fp32", marks=pytest.mark.by_hand),
+        pytest.param("trainer", "hsdp:2x2", 4, "fp32", marks=pytest.mark.by_hand),
+        ("trainer", "zero1", 2, "bf16"),
+        pytest.param("trainer", "zero3", 2, "bf16", marks=pytest.mark.by_hand),
+        ("loop", "none", 1, "bf16"),
+        ("loop", "fsdp", 2, "bf16"),
+        ("loop", "hsdp:2x2", 4, "fp32"),
     ],
 )
-def test_a_script_on_gpus_needs_what_the_model_of_its_config_needs(server, tmp_path, parallel, processes, precision):
+def test_a_script_on_gpus_needs_what_the_model_of_its_config_needs(
+    server, tmp_path, path, parallel, processes, precision
+):
     """With masks that hide nothing, and weights that are split."""
     if parallel.startswith("zero"):
         pytest.importorskip("deepspeed")
-    facts = on_cards(grouped_facts(server, tmp_path), processes)
+    facts = on_cards(grouped_facts(server, tmp_path, TEXTS[path]), processes)
     model = dataclasses.replace(facts.model, task="causal-lm")
-    alike = dataclasses.replace(facts.workload, script=None, seq_len=48)
+    alike = dataclasses.replace(facts.workload, script=None, seq_len=48, launch_path=path)
     plan = PLAIN.replaced(parallel=parallel, precision=precision, micro_batch=4)
     plans = [plan.replaced(accumulation=micro_steps) for micro_steps in (1, 2)]
     of_script = traces_of(server, tmp_path, facts, plans)
@@ -343,10 +349,10 @@ def test_a_script_on_gpus_needs_what_the_model_of_its_config_needs(server, tmp_p
         assert said.peak_bytes == pytest.approx(meant.peak_bytes, abs=1 << 14), one
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("trainer", "fp32"), ("loop", "bf16")])
-def test_rows_with_and_without_padding_need_what_takes_more(server, tmp_path, kind, precision):
+@pytest.mark.parametrize(("path", "precision"), [("trainer", "fp32"), ("loop", "bf16")])
+def test_rows_with_and_without_padding_need_what_takes_more(server, tmp_path, path, precision):
     """A mask keeps grouped heads from one kernel, and lets others run without."""
-    text = (GROUPED if kind == "trainer" else GROUPED_LOOP).replace("ones_like(ids)", "ones_like(ids) * (ids != 0)")
+    text = TEXTS[path].replace("ones_like(ids)", "ones_like(ids) * (ids != 0)")
     text = text.replace("torch.stack([row", "torch.nn.utils.rnn.pad_sequence([row").replace(
         "in rows])", "in rows], True)"
     )
@@ -373,26 +379,6 @@ def test_what_of_a_step_whose_weights_are_split_cant_be_traced_is_told(server, t
     facts = on_cards(grouped_facts(server, tmp_path, f"{text}{line}\ntrainer.train()\n"), 2)
     traces = traces_of(server, tmp_path, facts, [PLAIN.replaced(parallel="fsdp", precision="bf16", micro_batch=4)])
     assert why in " ".join(traces.failed.values())
-
-
-@pytest.mark.parametrize(
-    ("parallel", "processes", "precision"),
-    [("none", 1, "bf16"), ("fsdp", 2, "bf16"), ("hsdp:2x2", 4, "fp32")],
-)
-def test_a_plain_loop_on_gpus_needs_what_the_model_of_its_config_needs(
-    server, tmp_path, parallel, processes, precision
-):
-    facts = on_cards(grouped_facts(server, tmp_path, GROUPED_LOOP), processes)
-    model = dataclasses.replace(facts.model, task="causal-lm")
-    alike = dataclasses.replace(facts.workload, script=None, seq_len=48, launch_path="loop")
-    plan = PLAIN.replaced(parallel=parallel, precision=precision, micro_batch=4)
-    plans = [plan.replaced(accumulation=micro_steps) for micro_steps in (1, 2)]
-    of_script = traces_of(server, tmp_path, facts, plans)
-    of_config = traces_of(server, tmp_path, dataclasses.replace(facts, model=model, workload=alike), plans)
-    assert not of_script.failed | of_config.failed
-    for one in plans:
-        said, meant = of_script.need(one), of_config.need(one)
-        assert said.peak_bytes == pytest.approx(meant.peak_bytes, abs=1 << 14), one
 
 
 def test_a_loop_that_prepares_its_loader_after_its_model_is_not_traced_where_the_weights_are_split(server, tmp_path):
