@@ -13,7 +13,6 @@ of the weights (EMA) that it steps; clipping, which takes less than a megabyte.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import weakref
 from collections.abc import Iterator
@@ -186,11 +185,12 @@ class LoopSnapshot(Snapshot):
             self._trace_each_padding(source)
         if alone and not self.of_own_rows:
             raise Enough(self.traced(request, source))
-        micro_steps = 1 if self.is_alone else 2
-        stepping = functools.partial(fake_run.stepping, whole=self.whole, any_rows=not self.of_own_rows)
+        stepping = fake_run.stepping(
+            request.plan, facts, source,
+            whole=self.whole, accumulation=1 if self.is_alone else 2, any_rows=not self.of_own_rows,
+        )  # fmt: skip
         with self._told():
-            begun = stepping(request.plan, facts, source, accumulation=micro_steps)
-            self.steps = self.stack.enter_context(begun)
+            self.steps = self.stack.enter_context(stepping)
             known = source.stand_ready(self.steps.model, self.steps.marks, optimizer, fake=True)
         self.begun = source, known
         return self.begun

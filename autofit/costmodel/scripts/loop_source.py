@@ -32,14 +32,9 @@ class LoopSource(ScriptSource):
         self, recipe: Recipe, script: Script, *, optimizer: Any, model: Any, loader: Any, moved: Iterable[nn.Module]
     ) -> None:
         super().__init__(recipe, script)
-        self.optimizer, self.prepared_model, self._loader = optimizer, model, loader
+        self.optimizer, self.prepared_model, self.loader = optimizer, model, loader
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.beside = apart(model, moved)
-
-    @property
-    def loader(self) -> Any:
-        """The one that is trained on."""
-        return self._loader
 
     def model(self, *, fake: bool) -> Any:
         """The script's model."""

@@ -29,6 +29,8 @@ class ScriptSource:
     """
 
     evaluates = False  # what a script evaluates is not measured either
+    loader: Any
+    """The script's own, which is trained on."""
 
     def __init__(self, recipe: Recipe, script: Script) -> None:
         self.recipe, self.script = recipe, script
@@ -43,11 +45,6 @@ class ScriptSource:
         """The recipe, in whose environment the script runs already."""
         yield self.recipe
 
-    @property
-    def loader(self) -> Any:
-        """The script's own."""
-        raise NotImplementedError
-
     def paddings(self) -> tuple[bool, ...]:
         """What ``padded`` may be: see :func:`paddings`."""
         return paddings(self.loader, self.script, self.recipe.micro_batch)
@@ -58,10 +55,9 @@ class ScriptSource:
         Raises:
             ModelError: Rows can't be taken one by one, or their batch does not grow with them.
         """
-        loader = self.loader
-        self._batch, self._values_known = longest_rows(loader, self.script, rows, grows=grows)
+        self._batch, self._values_known = longest_rows(self.loader, self.script, rows, grows=grows)
         if self.padded is None:
-            self.padded = paddings(loader, self.script, rows)[0]
+            self.padded = paddings(self.loader, self.script, rows)[0]
         for name, tensor in _parts(self._batch).items():
             if grows and isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.numel() % rows:
                 shape = tuple(tensor.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +42,9 @@ class TrainerSource(ScriptSource):
         self.beside = apart(trainer.model, vars(trainer).values())
         return trainer.model
 
-    @property
+    @functools.cached_property
     def loader(self) -> Any:
-        """The Trainer's, of the plan's micro-batches."""
+        """The Trainer's; to make it may take a look at every row."""
         return self.trainer.get_train_dataloader()
 
     def take_rows(self, *, grows: bool, given: bool = False) -> None:
