@@ -79,7 +79,7 @@ def verify(
         tolerance: The share of the promised samples/s that may be missing, from 0 to 1; by default 0.10 on a GPU and
             0.30 on a CPU. The memory ceiling has no tolerance.
         on: Address of a Ray cluster whose machines launch, as many as the answer is for; by default this one does.
-        say: Called with a line of text where a launch is repeated.
+        say: Called with a line of text where a launch is repeated, or tells what the tune did not.
 
     Returns:
         The comparison; its ``broken`` is empty where the promise was kept. A slow launch on a CPU is repeated, and
@@ -119,6 +119,9 @@ def _judged(launch: Launch, document: Document, tolerance: float, say: Callable[
             launches=len(launched) + 1,
             estimated=document.estimated is not None,
         )
+        for words in outcome.notes if isinstance(outcome, Measured) and not launched else ():
+            if words not in document.notes:
+                say(words)
         launched.append(found)
         if not found.broken:
             return found

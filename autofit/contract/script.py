@@ -49,7 +49,7 @@ class Script:
         path: Of the script, absolute.
         arguments: What stands behind it on its command line.
         sha256: Of the script's text when it was tuned.
-        modules_sha256: Of the text of the modules that it imported and that are not installed; empty where unknown.
+        modules: The SHA-256 of the text of each module that it imported and that is not installed, by its name.
         factory: What it is called, ``MODULE:FUNCTION``, where it is a factory that autofit's own script trains.
         call: Which of its calls of ``train()`` is tuned, from 1.
         trainer: The class of its Trainer; empty where it trains in a plain loop with Accelerate.
@@ -87,7 +87,7 @@ class Script:
     path: str
     arguments: tuple[str, ...] = ()
     sha256: str
-    modules_sha256: str = ""
+    modules: Mapping[str, str] = field(default_factory=dict)
     factory: str | None = None
     call: Positive = 1
     trainer: str

@@ -460,10 +460,12 @@ def test_a_script_is_tuned_run_and_verified(folder):
     assert lost.returncode == 4
     assert "the launch broke the promise: crashed: OSError" in lost.stderr, "the script's own error"
     assert "call it where you tuned" in lost.stderr
+    assert "not the text that was tuned" not in verified.stderr
     ran = autofit(folder, "run", "out", CLASSIFY, *arguments)
     assert ran.returncode == 0, ran.stderr
     assert "micro-batch 8 1" in ran.stdout
     assert "took no effect" not in ran.stderr
+    assert "not the text that was tuned" not in ran.stderr
     assert (folder / "mine" / "config.json").exists()
     (folder / "never.py").write_text("print('no training here')")
     never = autofit(folder, "run", "out", "never.py")
@@ -494,6 +496,29 @@ def test_a_plain_loop_is_tuned_run_and_verified(folder, processes):
     assert verified.returncode == 0, verified.stderr
     launched = json.loads(verified.stdout)
     assert launched["outcome"]["kind"] == "measured"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "arguments"), [(CLASSIFY, ("--output", "mine")), (LOOP, ())])
+def test_a_module_that_has_changed_since_the_tune_is_told(folder, script, arguments):
+    own, module = folder / f"of_{script.name}", folder / f"beside_{script.stem}.py"
+    own.write_text(f"import {module.stem}\n{script.read_text()}")
+    module.write_text("rows = 1\n")
+    out, words = own.stem, ("--", "--model", "tiny", *arguments)
+    held = ("--fix=micro_batch=8", "--fix=checkpointing=off", "--fix=attention=default", "--fix=precision=fp32")
+    done = autofit(folder, "tune", own, "--output", out, "--device", "cpu", "--trials", 1, *held, *words)
+    assert done.returncode == 0, done.stderr
+    for changed in (False, True):
+        if changed:
+            module.write_text("rows = 2\n")
+        verified = autofit(folder, "verify", out, "--tolerance", "0.95")
+        ran = autofit(folder, "run", out, own, *words)
+        for one in (verified, ran):
+            assert one.returncode == 0, one.stderr
+            assert (
+                one.stderr.count(f"{module.stem}, which {own.name} imports, is not the text that was tuned") == changed
+            )
+            assert f"{own.name} is not the text" not in one.stderr
 
 
 @pytest.mark.slow

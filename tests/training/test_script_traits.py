@@ -1,5 +1,8 @@
 """What is told of the model that a script trains."""
 
+import importlib
+from dataclasses import replace
+from hashlib import sha256
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +10,10 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
+from autofit.contract.script import Script
 from autofit.machine.model import describe_module
 from autofit.training.scripts.leave import Refused
-from autofit.training.scripts.traits import loss_takes_rows_together, own_split, traits
+from autofit.training.scripts.traits import changes_since, loss_takes_rows_together, own_split, traits
 
 
 class Around(torch.nn.Module):
@@ -27,6 +31,30 @@ def test_a_module_around_a_model_of_transformers_is_the_users_own():
     assert found["config"] == {}
     assert found["script"]["loads"] == {}
     assert describe_module("train.py", found["model"])["architecture"] == "Around"
+
+
+def test_of_a_script_its_own_text_is_told_apart_from_that_of_its_modules(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("")
+    script = Script(
+        path=str(tmp_path / "train.py"),
+        sha256=sha256(b"").hexdigest(),
+        trainer="Trainer",
+        micro_batch=1,
+        accumulation=1,
+    )
+    assert changes_since(script) == []
+    (tmp_path / "beside_it.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("beside_it")
+    changed, gone = {"beside_it": "0" * 64}, {"not_imported_yet": "0" * 64}
+    (other,) = changes_since(replace(script, modules=changed | gone))
+    assert other.startswith("beside_it, which train.py imports, is not the text that was tuned")
+    assert changes_since(replace(script, modules={"beside_it": sha256(b"").hexdigest()})) == []
+    (tmp_path / "train.py").write_text("import torch")
+    (own,) = changes_since(script)
+    assert own.startswith("train.py is not the text that was tuned")
+    (tmp_path / "train.py").unlink()
+    assert changes_since(script) == []
 
 
 def of_package(name, *, within="losses", bases=(torch.nn.Module,), **holds):

@@ -20,6 +20,7 @@ from autofit.system.errors import InputError, MachineError, Terminated
 from autofit.system.files import helper_environment
 from autofit.system.processes import end_group
 from autofit.training.launch_environment import check_environment
+from autofit.training.scripts.leave import NOT_AS_TUNED
 
 INTERRUPTED_SECONDS = 30.0
 _PORT = 29500
@@ -146,7 +147,7 @@ def differences(document: Document, train: Named) -> list[str]:
         return [f"the plan was found for {document.model.name} on random rows, not for {train.name}"]
     said = []
     if train.sha256 != tuned.sha256:
-        said.append(f"{train.name} is not the text that was tuned: its speed and memory may be others")
+        said.append(NOT_AS_TUNED.format(train.name))
     if train.arguments != tuned.arguments:
         said.append("the script was tuned with other arguments: its speed and memory may be others")
     return said

@@ -265,7 +265,7 @@ def script_of(script: Script) -> list[object]:
     """What a script's step is made of: its text and that of its own modules, what it is told, its rows."""
     path = Path(script.path)
     beside = sorted((one.name, hashlib.sha256(one.read_bytes()).hexdigest()) for one in path.parent.glob("*.py"))
-    texts = [script.sha256, script.modules_sha256, beside]
+    texts = [script.sha256, sorted(script.modules.items()), beside]
     said = [script.path, script.arguments, script.call, *texts, script.weights_dtype, script.adapter]
     return [*said, sorted(script.batch.items()), script.longest_places[:1], script.own]
 

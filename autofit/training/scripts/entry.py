@@ -22,9 +22,7 @@ from autofit.training.scripts.patches import Made, Patches, loads_of
 from autofit.training.scripts.plain_loop.described import describe_loops
 from autofit.training.scripts.plain_loop.entry import measure_loop, train_loop_with
 from autofit.training.scripts.rows import take_in_order
-from autofit.training.scripts.traits import (
-    inner_of,
-)
+from autofit.training.scripts.traits import changes_since, inner_of, modules_since
 from autofit.training.scripts.watched import evaluate_longest, watch, wrap
 
 if TYPE_CHECKING:
@@ -216,6 +214,7 @@ def train_with(
             if found:
                 say(f"{differ}: it trains as the plan says")
             _check_class(trainer.model, recipe.facts, path)
+            _tell_modules(tuned, name_of(path, arguments), say, first=not entered)
             entered.append(trainer)
             wrap(trainer, recipe, accumulation=made.arguments["gradient_accumulation_steps"])
         return around(trainer, train, made.arguments)
@@ -233,6 +232,12 @@ def train_with(
     )
     patches.install()
     run_to_its_end(path, arguments, lambda: bool(entered), by="a transformers Trainer")
+
+
+def _tell_modules(tuned: Script | None, name: str, say: Callable[[str], None], *, first: bool) -> None:
+    """Say, before the first training, where what a script imports is not what was tuned."""
+    for words in modules_since(tuned, name) if tuned and first else []:
+        say(words)
 
 
 def _check_split(since: Mapping[str, Any], recipe: Recipe) -> None:
@@ -267,6 +272,7 @@ def measured_at(clock: Clock, script: Script, trainer: Any, train: Callable[[], 
     """Train with a script's Trainer until the clock says enough."""
     recipe, effort = clock.recipe, clock.effort
     trainer.model_init = None
+    clock.notes += changes_since(script)
     wrap(trainer, recipe)
     observer = Observer(trainer.model, recipe)
     seen: list[Evidence] = []

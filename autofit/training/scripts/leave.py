@@ -17,6 +17,7 @@ from autofit.system.job import error_words
 
 AS_TUNED = "tune it with these arguments, or run it with those that it was tuned with"
 """What to do where a script asks for what was not asked for when it was tuned."""
+NOT_AS_TUNED = "{} is not the text that was tuned: its speed and memory may be others"
 
 
 FACTORY = Path(__file__).with_name("factory.py")

@@ -12,15 +12,18 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autofit.contract.technique import replacing
 from autofit.machine.model import depends_on_rows
 from autofit.registry import source_folders, techniques
-from autofit.training.scripts.leave import Refused
+from autofit.training.scripts.leave import FACTORY, NOT_AS_TUNED, Refused, name_of
 from autofit.training.scripts.loading import rows_of_batches
 from autofit.training.scripts.patches import Patches
 from autofit.training.scripts.rows import Sample
+
+if TYPE_CHECKING:
+    from autofit.contract.script import Script
 
 
 def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[str, Any]:
@@ -68,23 +71,40 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
         "places": rows.spread,
         "longest_places": rows.longest,
         "seconds": seconds,
-        "modules_sha256": _modules_sha256(),
+        "modules": _modules(),
     }
     return {"script": script, "model": inner, "config": json.loads(text)}
 
 
-def _modules_sha256() -> str:
-    """Of the text of every module that is neither installed nor Python's own: of what the script has imported."""
+def changes_since(script: Script) -> list[str]:
+    """What of a script that is run here is not as it was tuned, a sentence each."""
+    path, name = Path(script.path), name_of(script.path, script.arguments)
+    said = modules_since(script, name)
+    with contextlib.suppress(OSError):
+        if path != FACTORY and hashlib.sha256(path.read_bytes()).hexdigest() != script.sha256:
+            said.append(NOT_AS_TUNED.format(name))
+    return said
+
+
+def modules_since(script: Script, name: str) -> list[str]:
+    """The same of the modules alone that it has imported by now."""
+    now = _modules()
+    changed = [one for one, text in script.modules.items() if now.get(one, text) != text]
+    return [NOT_AS_TUNED.format(f"{one}, which {name} imports,") for one in changed[:3]]
+
+
+def _modules() -> dict[str, str]:
+    """The SHA-256 of the text of what the script has imported: of each module neither installed nor Python's own."""
     library, own = Path(sysconfig.get_paths()["stdlib"]), source_folders()
     searched = {Path(entry or ".").resolve() for entry in sys.path}
-    digest = hashlib.sha256()
+    found = {}
     for name, module in sorted(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or "").resolve()
         installed = {library, *own} & set(path.parents) or {"site-packages", "dist-packages"} & set(path.parts)
-        if path.suffix == ".py" and not installed and searched & set(path.parents):
+        if name != "__main__" and path.suffix == ".py" and not installed and searched & set(path.parents):
             with contextlib.suppress(OSError):
-                digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()
+                found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
 
 
 _PACKAGE = "sentence_transformers"

@@ -13,11 +13,12 @@ from autofit.training.expected_rows import Tokens
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
 from autofit.training.row_order import order, wanted
-from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, run_to_its_end, run_until_left
+from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, name_of, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import waits_of, workers_bytes
 from autofit.training.scripts.patches import Patches, loads_of
 from autofit.training.scripts.plain_loop.loader import loader_changes, rebuilt
 from autofit.training.scripts.plain_loop.patches import COUNTS, LoopPatches, constructed
+from autofit.training.scripts.traits import changes_since, modules_since
 
 if TYPE_CHECKING:
     from autofit.contract.outcome import Evidence
@@ -83,6 +84,8 @@ class _Measured:
 
     def before_backward(self, accelerator: Any, _loss: Any) -> None:
         """The loss is there."""
+        if self.accelerator is None:
+            self.clock.notes += changes_since(self.script)
         self.accelerator = accelerator
         self.clock.forward_end()
 
@@ -223,6 +226,7 @@ class _Launched:
     say: Callable[[str], None]
     accumulation: int | None
     """Micro-batches to a step of the plan; ``None`` where they are the script's own."""
+    name: str
     loop: Any = None
     accelerator: Any = None
     steps: int = 0
@@ -283,6 +287,8 @@ class _Launched:
                 hint="prepare it with its model: model, optimizer, loader = prepare(model, optimizer, loader)",
             )
         self.begun.clear()
+        for words in [] if self.trained else modules_since(self.script, self.name):
+            self.say(words)
         self.trained = True
         recipe = self.recipe
         if own_rows != recipe.micro_batch and not self.told:
@@ -303,7 +309,7 @@ def train_loop_with(
     Raises:
         InputError: It never prepared the loader that it trains on, or asks for another batch.
     """
-    launched = _Launched(recipe, script, say, _accumulation(script, recipe.accumulation))
+    launched = _Launched(recipe, script, say, _accumulation(script, recipe.accumulation), name_of(path, arguments))
 
     def plain(_trainer: Any, train: Callable[[], Any]) -> Any:
         return train()
