@@ -209,7 +209,8 @@ def doctor(device: str, model: str, task: str | None, every: bool, as_json: bool
     from autofit.commands.shell.doctor_table import everything, screen
     from autofit.system.strict_json import dump_json
 
-    found = examine(device, model, task)
+    with terminable():
+        found = examine(device, model, task)
     if as_json:
         click.echo(dump_json(DIAGNOSIS, found), nl=False)
     else:

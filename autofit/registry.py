@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -22,25 +23,30 @@ if TYPE_CHECKING:
     from autofit.contract.plan import Value
     from autofit.contract.technique import Technique
 
+_NAME = "autofit.strategies"
+_LOADING = threading.Lock()
+
 
 def _strategies() -> ModuleType:
     """The package of techniques: inside ``autofit/`` where it is installed, beside it in a checkout.
 
     By its place, not by its name: beside a checkout another one may be installed, whose techniques are others.
     """
-    name = "autofit.strategies"
-    if name in sys.modules:
-        return sys.modules[name]
+    with _LOADING:  # another thread would find it half loaded
+        return sys.modules.get(_NAME) or _loaded()
+
+
+def _loaded() -> ModuleType:
     if (source_root() / "autofit" / "strategies" / "__init__.py").exists():
-        return importlib.import_module(name)
+        return importlib.import_module(_NAME)
     folder = source_root() / "strategies"
     spec = importlib.util.spec_from_file_location(
-        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        _NAME, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
     if spec is None or spec.loader is None or not (folder / "__init__.py").exists():
         raise ImportError(f"autofit's techniques are missing: no {folder}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[_NAME] = module
     spec.loader.exec_module(module)
     return module
 

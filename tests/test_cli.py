@@ -606,6 +606,17 @@ def test_the_doctor_takes_the_hint_that_it_gives(run, monkeypatch, server, tmp_p
     assert run("doctor", "--device", "cpu", "--model", str(config), "--task", "causal-lm").exit_code == 0
 
 
+def test_a_doctor_that_is_terminated_says_so(run, monkeypatch):
+    monkeypatch.setattr("autofit.commands.doctor.examine", lambda *_: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # without it, this process would end
+    try:
+        done = run("doctor", "--device", "cpu")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert done.exit_code == 143
+    assert "stopped by SIGTERM" in done.stderr
+
+
 def test_the_doctor_tells_what_is_to_be_had(run, monkeypatch, server):
     monkeypatch.setattr("autofit.commands.doctor.ForkServer", lambda *_: Lent(server))
     monkeypatch.setattr(other_processes, "warnings", lambda *_: ())  # who else is here differs, and takes lines
@@ -657,7 +668,7 @@ def test_a_stdout_that_takes_nothing_is_the_machine(word):
     with open("/dev/full", "w") as full:  # noqa: PTH123
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, check=False)
     assert done.returncode == 5
-    assert done.stderr == "error: [Errno 28] No space left on device\n"
+    assert done.stderr == "error: stdout can't be written: No space left on device\n"
 
 
 def test_a_table_is_printed_in_a_locale_without_its_letters(monkeypatch):

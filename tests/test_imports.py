@@ -53,3 +53,20 @@ def test_every_package_is_installed():
         folder = ROOT / settings["package-dir"].get(package, package.replace(".", "/"))
         beside = {path.name for path in folder.iterdir() if path.is_file() and path.suffix not in {".py", ".md"}}
         assert set(files) == beside
+
+
+def test_threads_that_begin_at_once_find_every_technique():
+    code = """
+import autofit.registry, sys, threading
+sys.setswitchinterval(1e-5)
+found = []
+def look(): found.append(len(autofit.registry.techniques()))
+threads = [threading.Thread(target=look) for _ in range(8)]
+for one in threads: one.start()
+for one in threads: one.join()
+print(found)
+"""
+    said, _ = imported(code)
+    counts = json.loads(said)
+    assert len(counts) == 8
+    assert set(counts) == {max(counts)}

@@ -1,9 +1,13 @@
 """A call from Python: objects for models, arguments in errors, short representations."""
 
+import io
 import json
+import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -50,6 +54,12 @@ def test_errors_name_the_argument_and_not_the_option():
         ("tune", {"model": "demo", "output": 5}, "output is a int"),
         ("estimate", {"model": "demo", "gpu": 4090}, "gpu is a int"),
         ("estimate", {"model": "demo", "memory": ["24GiB"]}, "memory is a list"),
+        ("estimate", {"model": "demo", "memory": True}, "memory is a bool"),
+        ("estimate", {"model": "demo", "gpu": "H100", "gpus": True}, "gpus is a bool"),
+        ("tune", {"model": "demo", "global_batch": True}, "global_batch is a bool"),
+        ("tune", {"model": "train.py", "arguments": "--epochs 3"}, "arguments is a str"),
+        ("tune", {"model": "demo", "arguments": 5}, "arguments is a int"),
+        ("verify", {"folder": "out", "tolerance": "0.1"}, "tolerance is a str"),
     ],
 )
 def test_an_argument_of_another_type_is_told(call, given, words):
@@ -76,6 +86,35 @@ def test_a_text_that_can_not_be_read_is_told_with_its_argument(call, argument, v
     with pytest.raises(InputError) as caught:
         getattr(autofit, call)("demo", **{argument: value})
     assert caught.value.message.startswith(f"{argument}={value!r} ")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0, -1, 0.0])
+def test_a_memory_that_is_none_is_told(value):
+    with pytest.raises(InputError, match="is not a size") as caught:
+        autofit.estimate("demo", memory=value)
+    assert caught.value.hint
+
+
+def test_a_number_of_numpy_is_a_number():
+    taken = for_python(lambda steps, share: (steps, share))(np.int64(8), share=np.float32(0.5))
+    assert taken == (8, 0.5)
+    assert [type(one) for one in taken] == [int, float]
+
+
+class Logged:
+    """What takes the place of stderr in programs that keep a log of it."""
+
+    def write(self, words):
+        pass
+
+
+@pytest.mark.parametrize("stream", [None, Logged(), io.StringIO()], ids=["none", "logged", "closed"])
+def test_a_stderr_of_somebodys_own_is_no_terminal(monkeypatch, stream):
+    if isinstance(stream, io.StringIO):
+        stream.close()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    assert for_python(lambda events=None: events)() is None
 
 
 @pytest.mark.parametrize(

@@ -228,8 +228,9 @@ def test_without_a_cache_a_trace_lasts_as_long_as_the_run(tmp_path):
 def test_the_cache_is_where_caches_are(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "autofit" / "traces"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert cache_folder().is_absolute()
+    for ignored in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert cache_folder() == Path("~/.cache/autofit/traces").expanduser()
 
 
 # -- no trace -----------------------------------------------------------------------------------------------------

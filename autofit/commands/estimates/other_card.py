@@ -67,7 +67,7 @@ def asked_card(gpu: str | None, memory: str | int | None) -> tuple[Card | None, 
     if memory is not None:
         units.check_unit(str(memory), "--memory")
         with of_option("--memory"):
-            return None, units.parse_size(memory) if isinstance(memory, str) else int(memory)
+            return None, units.parse_size(memory if isinstance(memory, str) else f"{memory:.0f}")
     return None, None
 
 

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import inspect
 import json
+import numbers
 import os
 import re
 import sys
@@ -39,13 +40,15 @@ def for_python(function: Call) -> Call:
 
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
+        given, named = tuple(map(_plain, given)), {name: _plain(value) for name, value in named.items()}
         if "model" in parameters:
             if given:
                 given = (as_source(given[0]), *given[1:])
             elif "model" in named:
                 named["model"] = as_source(named["model"])
         for name, value in {**dict(zip(parameters, given, strict=False)), **named}.items():
-            _check_type(name, value)
+            if name in parameters:
+                _check_type(name, value, parameters[name].default)
         if "events" in parameters and named.get("events") is None and _watched():
             from autofit.commands.shell.console import ConsoleEvents, StderrConsole
 
@@ -68,18 +71,27 @@ _TAKEN: dict[str, tuple[tuple[type, ...], str]] = {
     "output": ((*_PATH, NoneType), "the path of a folder"),
     "gpu": ((str, NoneType), "the name of a card"),
     "memory": ((str, int, float, NoneType), "a size, such as '24GiB'"),
+    "arguments": ((list, tuple), "a list of texts"),
+    "tolerance": ((int, float, NoneType), "a share from 0 to 1"),
 }
 """What an argument may be, where nobody who reads it says so."""
 
 
-def _check_type(name: str, value: object) -> None:
+def _plain(value: object) -> object:
+    """A number of NumPy's as Python's own; all else as it is."""
+    if type(value) in {int, float, bool} or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def _check_type(name: str, value: object, default: object) -> None:
     """Refuse what an argument can't be.
 
     Raises:
         InputError: It is of another type.
     """
-    kinds, wanted = _TAKEN.get(name, ((object,), ""))
-    if not isinstance(value, kinds):
+    kinds, wanted = _TAKEN.get(name, ((object,), "a number or a text: True and False are for what is done or not"))
+    if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(default, bool)):
         raise InputError(f"{name} is a {type(value).__name__}", hint=f"give {wanted}")
 
 
@@ -148,4 +160,7 @@ def as_source(model: object) -> str:
 
 def _watched() -> bool:
     """Whether somebody sees what is printed: a terminal or a notebook."""
-    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+    try:
+        return "ipykernel" in sys.modules or sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is none, it is closed, or somebody's own
+        return False

@@ -61,7 +61,7 @@ class Commands(click.Group):
             return super().main(*args, **how)
         except OSError as error:  # of --help and --version, which are printed before anything is invoked
             _redirect_to_null(sys.stdout)
-            _complain(f"error: {shown(str(error))}")
+            _complain(f"error: {_of_stream(error)}")
             sys.exit(MachineError.exit_code)
 
     def invoke(self, context: click.Context) -> Any:
@@ -75,7 +75,7 @@ class Commands(click.Group):
         except OSError as error:
             _redirect_to_null(sys.stdout)
             if error.errno != errno.EPIPE:  # a reader that has seen enough, such as head, is no failure
-                _complain(f"error: {shown(str(error))}")
+                _complain(f"error: {_of_stream(error)}")
                 context.exit(MachineError.exit_code)
         except (AutofitError, Stopped) as error:
             _complain(f"{'' if isinstance(error, NothingFits) else 'error: '}{shown(error.message)}")
@@ -102,6 +102,12 @@ def _complain(words: str) -> None:
         click.echo(words, err=True)
     except OSError:
         _redirect_to_null(sys.stderr)
+
+
+def _of_stream(error: OSError) -> str:
+    """An error in words; a full disk without a file is stdout's, since those of our own files name them."""
+    full = error.errno in {errno.ENOSPC, errno.EDQUOT} and error.filename is None
+    return f"stdout can't be written: {error.strerror}" if full else shown(str(error))
 
 
 def _redirect_to_null(stream: TextIO | None) -> None:

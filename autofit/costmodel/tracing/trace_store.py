@@ -63,8 +63,9 @@ def _why_unwritable(folder: Path) -> str | None:
 
 def cache_folder() -> Path:
     """Where traces are kept: ``$XDG_CACHE_HOME/autofit/traces``; nothing is lost when it is deleted."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "autofit" / "traces"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = base if base.is_absolute() else Path("~/.cache").expanduser()  # a relative one is to be ignored, says XDG
+    return base / "autofit" / "traces"
 
 
 class Traces:
