@@ -44,6 +44,13 @@ def _steps(steps: int) -> str:
     return f"{steps} micro-batch{'es' * (steps > 1)} to an optimizer step"
 
 
+_BY_MICRO_BATCH = (
+    "Axolotl weighs each micro-batch the same, a Trainer each token: other gradients where micro-batches differ in "
+    "trained tokens"
+)
+"""Axolotl 0.19: ``AxolotlTrainer.__init__`` turns ``model_accepts_loss_kwargs`` off."""
+
+
 class Accumulation(Technique):
     """Micro-batches to one optimizer step."""
 
@@ -97,7 +104,9 @@ class Accumulation(Technique):
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         line = "have the Trainer divide the loss over the accumulation: model = setup.model(...)"
         return Emission(
-            training_args={"gradient_accumulation_steps": int(value)}, script=(line,) if _adds_up(value, facts) else ()
+            training_args={"gradient_accumulation_steps": int(value)},
+            script=(line,) if _adds_up(value, facts) else (),
+            otherwise={"axolotl": _BY_MICRO_BATCH} if int(value) > 1 else {},
         )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:

@@ -85,8 +85,9 @@ _NOT_PURE = {
     "embeddings, norms and the output layer in float32, unless FSDP splits them",
     "llamafactory": "LLaMA-Factory loads weights in the dtype that their files say, so these have to say bfloat16",
 }
+_REFUSED_ON_A_CPU = {"llamafactory": "LLaMA-Factory refuses bfloat16 weights (pure_bf16) on a CPU"}
 """What they do otherwise. Axolotl 0.19: ``TrainerBuilderBase._configure_precision_settings``,
-``ModelLoader._configure_embedding_dtypes``; LLaMA-Factory 0.9.5: ``load_model``."""
+``ModelLoader._configure_embedding_dtypes``; LLaMA-Factory 0.9.5: ``load_model``, ``get_train_args``."""
 
 
 class Precision(Technique):
@@ -181,7 +182,7 @@ class Precision(Technique):
             training_args={"bf16": mixed == "bf16", "fp16": mixed == "fp16", "tf32": _tf32(value, facts)},
             script=lines.get(str(value), ()),
             elsewhere=_PURE if value == "bf16_weights" else {},
-            otherwise=_otherwise(value, plan),
+            otherwise=_otherwise(value, plan, facts),
         )
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
@@ -267,10 +268,10 @@ def cast_main_input(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _otherwise(value: Value, plan: Mapping[str, Value]) -> Mapping[str, str]:
+def _otherwise(value: Value, plan: Mapping[str, Value], facts: Facts) -> Mapping[str, str]:
     """What other projects do otherwise, in words: Axolotl has no autocast over float32 weights."""
     if value == "bf16_weights":
-        return _NOT_PURE
+        return {**_NOT_PURE, **(_REFUSED_ON_A_CPU if facts.hardware.device == "cpu" else {})}
     quantized, engine = plan.get("quantization", "none") != "none", engine_of(plan.get("parallel", "none"))
     if value not in _AUTOCAST or quantized or engine == "deepspeed":  # whose float32 copy is there as well
         return {}

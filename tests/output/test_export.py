@@ -136,6 +136,23 @@ def test_axolotl_trains_as_a_trainer_does():
     assert "n-th layer" not in said
 
 
+@pytest.mark.parametrize("accumulation", [1, 8])
+def test_axolotl_is_known_to_weigh_each_micro_batch_the_same(accumulation):
+    """Its trainer turns off what divides by the tokens of all micro-batches of a step."""
+    told = "Axolotl weighs each micro-batch the same" in given("axolotl", accumulation=accumulation)[1]
+    assert told == (accumulation > 1)
+    assert "weighs each micro-batch" not in given("llamafactory", accumulation=accumulation)[1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_llamafactory_is_known_to_refuse_bfloat16_weights_on_a_cpu(device):
+    one = plan(4, precision="bf16_weights")
+    doc = document(trials=[(one, measured(51.9, 15.8))], winner=one)
+    doc = replace(doc, hardware=replace(doc.hardware, device=device))
+    said = comments(export(doc, "llamafactory", folder="out"), "llamafactory")
+    assert ("refuses bfloat16 weights (pure_bf16) on a CPU" in said) == (device == "cpu")
+
+
 @pytest.mark.parametrize(("kernels", "count"), [("liger", 5), ("liger_fused_ce", 1)])
 def test_ligers_kernels_are_asked_for_by_name(kernels, count):
     settings, said = given("axolotl", kernels=kernels)
