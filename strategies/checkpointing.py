@@ -37,9 +37,10 @@ from autofit.contract.placement import KeptOnHost
 from autofit.contract.technique import Choice, Kind, Part, Prior, Technique, replacing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
+    from torch import nn
     from torch.utils.checkpoint import CheckpointPolicy
     from transformers import PreTrainedModel
 
@@ -112,8 +113,12 @@ class Checkpointing(Technique):
 
     def own(self, facts: Facts) -> Value:
         script = facts.workload.script
-        asked = script is not None and script.own.get("activation_checkpointing")
+        asked = script is not None and (script.own.get("activation_checkpointing") or script.checkpointing)
         return "full" if asked else super().own(facts)
+
+    def in_script(self, model: nn.Module) -> str | None:
+        """Whether the model recomputes already, as ``peft.prepare_model_for_kbit_training`` leaves it."""
+        return "switched on" if any(_recomputing(model)) else None
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         new = facts.release("transformers") >= NEW_NAME_SINCE
@@ -127,12 +132,15 @@ class Checkpointing(Technique):
         return Emission(training_args={name: by_argument, f"{name}_kwargs": settings}, script=script)
 
     def apply(self, value: Value, recipe: Recipe) -> None:
+        script = recipe.facts.workload.script
         if value == "selective":
             kept = recipe.state[self.name] = KeptOutputs()
             recipe.model_wraps.append(functools.partial(keep_products, kept=kept))
         elif value == "full_offload":
             inputs = recipe.state[self.name] = HostInputs()
             recipe.model_wraps.append(functools.partial(_switch_on, checkpoint=inputs.checkpoint))
+        elif value == "off" and script is not None and script.checkpointing:
+            recipe.model_wraps.append(_switch_off)
         elif value != "off" and recipe.facts.workload.launch_path == "loop":
             recipe.model_wraps.append(functools.partial(_switch_on, every=_EVERY.get(str(value), 1)))
 
@@ -217,6 +225,18 @@ def _switch_on(model: PreTrainedModel, every: int = 1, checkpoint: Callable[...,
         if hasattr(module, "_gradient_checkpointing_func"):
             vars(module)["_gradient_checkpointing_func"] = checkpoint
     return model
+
+
+def _switch_off(model: PreTrainedModel) -> PreTrainedModel:
+    """Switch it off where a script has switched it on: no argument of a Trainer does."""
+    for module in _recomputing(model):
+        module.gradient_checkpointing = False
+    return model
+
+
+def _recomputing(model: nn.Module) -> Iterator[Any]:
+    """The modules that recompute what is inside them."""
+    return (module for module in model.modules() if getattr(module, "gradient_checkpointing", False))
 
 
 class KeptOutputs:

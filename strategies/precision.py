@@ -109,6 +109,8 @@ class Precision(Technique):
             here = needs in hardware.precisions
             if value == "bf16_weights" and facts.model.plain_module:
                 return Choice(value, kind, "withheld", "the script makes its module itself, in the dtype that it says")
+            if value == "bf16_weights" and _quantized_by_script(facts) and not self.held(facts):
+                return Choice(value, kind, "withheld", "beside quantized weights the script has others in float32")
             searched: Status = "on_request" if value == "fp16" and has_bf16 else "offered"
             return Choice(value, kind, searched if here else "withheld", good if here else bad)
 
@@ -209,6 +211,8 @@ class Precision(Technique):
         computed, tf32, float8 = seen.get("compute_dtype"), seen.get("tf32"), seen.get("float8_linears", 0)
         if computed is None and facts.model.plain_module and value == "fp32":
             computed = wanted  # it multiplies outside of any layer; that is what it does by itself
+        if _quantized_by_script(facts):  # whose products compute in what it has asked for
+            computed = wanted
         if computed not in {wanted, "int8"}:  # 8-bit weights are multiplied as integers
             return f"a linear layer computed in {computed}, not {wanted}"
         weights = "bfloat16" if value == "bf16_weights" else "float32"
@@ -250,6 +254,11 @@ class Precision(Technique):
             "bf16_weights": Prior(time=(-0.9, 0.6), memory=(-0.6, 0.2)),
             "fp8": Prior(time=(-0.8, 0.8), memory=(-0.1, 0.2)),
         }[str(value)]
+
+
+def _quantized_by_script(facts: Facts) -> bool:
+    script = facts.workload.script
+    return script is not None and script.quantization is not None
 
 
 def cast_main_input(model: PreTrainedModel) -> PreTrainedModel:

@@ -62,6 +62,8 @@ class Script:
         loads: What it says itself where it loads its model, as texts: ``attn_implementation``, ``dtype``.
         weights_dtype: Of its model's largest weight.
         adapter: The adapter that it puts on its model, in words.
+        quantization: How it quantizes weights where it loads them, in words.
+        checkpointing: What its model recomputes by itself, whatever its Trainer is told, in words.
         own_optimizer: Whether it hands its Trainer an optimizer, or makes it in a method of its own.
         compiled: Whether it compiles its model itself.
         own_split: Why the split of its batch is its own; ``None`` where another can be put in.
@@ -100,6 +102,8 @@ class Script:
     loads: Mapping[str, str] = field(default_factory=dict)
     weights_dtype: str = "float32"
     adapter: str | None = None
+    quantization: str | None = None
+    checkpointing: str | None = None
     own_optimizer: bool = False
     compiled: bool = False
     own_split: str | None = None

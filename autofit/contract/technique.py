@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import getattr_static
@@ -25,6 +25,7 @@ from autofit.system.errors import InputError as InputError  # noqa: PLC0414 - te
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
     from autofit.contract.recipe import Recipe
@@ -208,6 +209,18 @@ class Technique(ABC):
         """What a script's own model has of the technique, in words; ``None`` where nothing.
 
         The words are kept in :class:`~autofit.contract.script.Script`, in the field of the technique's name.
+        """
+        return None
+
+    def made_in_script(self, said: Any) -> Callable[[Callable[[], PreTrainedModel], bool], PreTrainedModel] | None:
+        """What makes the model that a script loads with a ``quantization_config``, with random weights.
+
+        Args:
+            said: The config, as ``from_pretrained`` is given it or as a checkpoint has it; an object or a mapping.
+
+        Returns:
+            Given what makes the plain model, and whether weights are drawn (else they are zeros), it makes the model on
+            the CPU. ``None`` where the technique does not know the config.
         """
         return None
 

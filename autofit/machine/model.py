@@ -34,7 +34,7 @@ def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
         "name": name,
         "architecture": type(model).__name__,
         "model_type": settings.model_type,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": sum(whole_shape(parameter).numel() for parameter in model.parameters()),
         "layers": _number(text, "num_hidden_layers"),
         "hidden_size": _number(text, "hidden_size"),
         "vocab_size": _vocabulary(model),
@@ -72,7 +72,7 @@ def describe_module(name: str, module: Any) -> dict[str, Any]:
         "name": name,
         "architecture": type(module).__name__,
         "model_type": "",
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "parameters": sum(whole_shape(parameter).numel() for parameter in module.parameters()),
         "layers": 0,
         "hidden_size": 0,
         "vocab_size": max(tables, default=1),
@@ -83,6 +83,12 @@ def describe_module(name: str, module: Any) -> dict[str, Any]:
         "depends_on_rows": depends_on_rows(module),
         "products": _products(module),
     }
+
+
+def whole_shape(weight: Any) -> Any:
+    """The shape of a weight; of one that is packed, of what it stands for."""
+    state = getattr(weight, "quant_state", None)  # bitsandbytes' in 4 bits
+    return weight.shape if state is None else state.shape
 
 
 def _number(config: Any, name: str) -> int:
@@ -113,11 +119,11 @@ def _products(model: Any) -> list[tuple[int, int, int]]:
     import torch
 
     weights = [
-        (module.weight.T if type(module).__name__ == "Conv1D" else module.weight)
+        whole_shape(module.weight)[::-1] if type(module).__name__ == "Conv1D" else whole_shape(module.weight)
         for module in model.modules()
         if not isinstance(module, torch.nn.Embedding) and getattr(getattr(module, "weight", None), "ndim", 0) == 2
     ]
-    counted = Counter((int(weight.shape[1]), int(weight.shape[0])) for weight in weights)
+    counted = Counter((int(inputs), int(outputs)) for outputs, inputs in weights)
     return [(*shape, count) for shape, count in sorted(counted.items())]
 
 

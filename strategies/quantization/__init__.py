@@ -17,6 +17,8 @@ Only linear layers are quantized: embeddings, norms and the head are not, and ke
 That is what scripts for QLoRA get: under ``bf16`` they are float32 (as ``peft.prepare_model_for_kbit_training`` leaves
 them) and products compute in bfloat16, under ``bf16_weights`` they are bfloat16.
 
+A script that loads its weights in 4 bits itself keeps them so: see ``made_in_script``, and ``held``.
+
 One random matrix of each shape is quantized once, kept for the trials after it, and copied to the layers of that shape.
 
 Sources: the papers above; ``bitsandbytes.autograd``; ``transformers.BitsAndBytesConfig``, ``TorchAoConfig``;
@@ -36,14 +38,22 @@ from autofit.contract.layout import engine_of
 from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Technique
 
-from .loading import keep_as_loaded, load_arguments, random_model, random_torchao_model
+from .loading import (
+    in_script,
+    keep_as_loaded,
+    load_arguments,
+    quantization_config,
+    random_model,
+    random_torchao_model,
+)
 from .tracing import traced_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
+    from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
     from autofit.contract.observation import Ran, Seen
@@ -114,7 +124,10 @@ class Quantization(Technique):
         engine = engine_of(parallel)
         if engine in {"fsdp", "deepspeed"} and value not in ({"none", "nf4"} if engine == "fsdp" else {"none"}):
             return f"Accelerate leaves weights of {value} whole under {parallel}"
-        if not_tried := self.not_tried_split(value, others, {"none"}):
+        not_tried = self.not_tried_split(value, others, {"none"})
+        if engine not in {"none", "ddp"} and _by_script(facts):
+            not_tried = f"what the script quantizes itself was not tried under {parallel}"
+        if not_tried:
             return not_tried
         if value == "none" or "lora" in adapter:
             return None
@@ -131,19 +144,31 @@ class Quantization(Technique):
         storage = compute if engine_of(recipe.plan["parallel"]) == "fsdp" else "uint8"
         given = functools.partial(load_arguments, str(value), compute, on_cpu=on_cpu, storage=storage)
         recipe.load_arguments.append(given)
-        quantized = functools.partial(random_model, str(value), compute, storage=storage)
-        make = random_torchao_model if value in _TORCHAO else quantized
-        recipe.random_model = lambda plain: make(plain, on_cpu=on_cpu, cache=recipe.tensor_cache)
+
+        def random(plain: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+            if value in _TORCHAO:
+                return random_torchao_model(plain, on_cpu=on_cpu, cache=recipe.tensor_cache)
+            config = quantization_config(str(value), compute, storage)
+            return random_model(config, plain, on_cpu=on_cpu, cache=recipe.tensor_cache)
+
+        recipe.random_model = random
         if value == "nf4":
             recipe.model_wraps.append(keep_as_loaded)
 
+    def made_in_script(self, said: Any) -> Callable[[Callable[[], PreTrainedModel], bool], PreTrainedModel] | None:
+        return in_script(said)
+
+    def in_script(self, model: nn.Module) -> str | None:
+        """The kind of the first weight that is quantized."""
+        return next((kind for module in model.modules() if (kind := _quantized(module)) is not None), None)
+
     def held(self, facts: Facts) -> Held | None:
         script = facts.workload.script
-        return (
-            None
-            if script is None
-            else Held(self.baseline, "weights are quantized by the script, or not at all", firm=True)
-        )
+        if script is None:
+            return None
+        if own := _by_script(facts):
+            return Held(self.baseline, f"the script loads its weights quantized itself ({own})", by_script=True)
+        return Held(self.baseline, "weights are quantized by the script, or not at all", firm=True)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         if value == "none":
@@ -165,7 +190,7 @@ class Quantization(Technique):
         return None if value in _TORCHAO else value
 
     def stand_in(self, value: Value, facts: Facts, recorder: TraceRecorder) -> AbstractContextManager[None]:
-        if value == "none" or value in _TORCHAO:
+        if (value == "none" and not _by_script(facts)) or value in _TORCHAO:
             return contextlib.nullcontext()
         return traced_layers(recorder, on_cuda=facts.hardware.device == "cuda")
 
@@ -177,7 +202,7 @@ class Quantization(Technique):
             "none": None, "nf4": "nf4 twice", "int8": "int8", "int8_torchao": "Int8Tensor", "int4_torchao": "Int4Tensor"
         }[str(value)]  # fmt: skip
         found = seen.get("weight")
-        if found != wanted:
+        if found != wanted and not _by_script(facts):
             return f"a linear layer's weight is quantized to {found or 'nothing'}, not {wanted or 'nothing'}"
         return None
 
@@ -215,6 +240,11 @@ def _quantized(product: nn.Module) -> str | None:
     if type(weight).__module__.startswith("torchao."):
         return type(weight).__name__
     return None if weight is None or weight.dtype.is_floating_point else dtype_name(weight)
+
+
+def _by_script(facts: Facts) -> str | None:
+    """How the user's script quantizes weights itself; ``None`` where it does not, or none is tuned."""
+    return facts.workload.script.quantization if facts.workload.script is not None else None
 
 
 def _no_adapter(facts: Facts) -> str | None:

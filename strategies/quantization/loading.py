@@ -53,14 +53,34 @@ def load_arguments(value: str, compute: str, *, on_cpu: bool, storage: str = "ui
     return {"quantization_config": quantization_config(value, compute, storage), "device_map": place}
 
 
+def in_script(said: Any) -> Callable[[Callable[[], PreTrainedModel], bool], PreTrainedModel] | None:
+    """What makes a model of random weights as a ``quantization_config`` would have it loaded; see ``Technique``."""
+    import transformers
+
+    from autofit.contract.recipe import TensorCache
+
+    kind: Any = transformers.BitsAndBytesConfig
+    config = said
+    if isinstance(said, dict) and said.get("quant_method") in {"bitsandbytes", "bitsandbytes_4bit"}:
+        config = kind.from_dict(said)
+    if not isinstance(config, kind) or not config.load_in_4bit:
+        return None
+
+    def made(make: Callable[[], PreTrainedModel], draws: bool) -> PreTrainedModel:
+        model = random_model(config, make, on_cpu=True, cache=TensorCache(), zeros=not draws, moves=draws)
+        return keep_as_loaded(model)
+
+    return made
+
+
 def random_model(
-    value: str,
-    compute: str,
+    config: Any,
     make: Callable[[], PreTrainedModel],
     *,
     on_cpu: bool,
     cache: TensorCache,
-    storage: str = "uint8",
+    zeros: bool = False,
+    moves: bool = False,
 ) -> PreTrainedModel:
     """A model with random weights as ``from_pretrained`` would have loaded it.
 
@@ -68,19 +88,19 @@ def random_model(
     one of them is there at a time, and none has to be quantized twice.
 
     Args:
-        value: How.
-        compute: Names the dtype that products compute in.
+        config: How, a ``BitsAndBytesConfig``.
         make: Makes the plain model.
         on_cpu: Whether the model will train there.
         cache: Holds the matrices from trial to trial.
-        storage: Names the dtype that packed 4-bit weights are kept in.
+        zeros: Whether weights in 4 bits are zeros instead.
+        moves: Whether it is moved to its device later, so that a buffer would not be the table that it stands for.
     """
     import torch
     from bitsandbytes.nn import modules
     from transformers.quantizers.auto import AutoHfQuantizer
 
     layers: Any = modules
-    quantizer = AutoHfQuantizer.from_config(quantization_config(value, compute, storage), pre_quantized=False)
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     device = _device(on_cpu=on_cpu)
     with torch.device(device):
         with linear_layers_without_weights():
@@ -90,7 +110,9 @@ def random_model(
         known: dict[tuple[int, int], nn.Parameter] = {}
         for module in model.modules():
             if isinstance(module, layers.Linear4bit):
-                _fill_4bit(module, known, dtype, cache)
+                _fill_4bit(module, known, dtype, cache, zeros=zeros)
+                if not moves:
+                    _count_tables(module)
             elif isinstance(module, layers.Linear8bitLt):
                 _fill_8bit(module, known, dtype, cache)
             elif device.type != "meta" and any(one.is_meta for one in module.parameters(recurse=False)):
@@ -229,14 +251,14 @@ def _fill_bias(module: nn.Linear, dtype: torch.dtype) -> None:
         module.bias = nn.Parameter(torch.zeros(module.out_features, dtype=dtype), requires_grad=False)
 
 
-def _fill_4bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype, cache: TensorCache) -> None:
-    """Give a layer random weights in 4 bits; what belongs to them is kept as buffers, so that it is counted."""
+def _fill_4bit(
+    module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype, cache: TensorCache, *, zeros: bool
+) -> None:
+    """Give a layer random weights in 4 bits, or zeros."""
     import torch
-    from bitsandbytes import functional
     from bitsandbytes.nn import modules
 
     params: Any = modules.Params4bit
-    state_of: Any = functional.QuantState
     shape = module.out_features, module.in_features
     asked = {
         name: getattr(module.weight, name)
@@ -244,16 +266,10 @@ def _fill_4bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtyp
     }
     if shape in known:
         weight = copy.deepcopy(known[shape])
-    elif _nowhere():
-        blocks = -(-shape[0] * shape[1] // _BLOCK)
-        state = state_of(
-            absmax=torch.empty(blocks, dtype=torch.uint8), shape=torch.Size(shape), code=torch.empty(16),
-            blocksize=_BLOCK, quant_type="nf4", dtype=dtype, offset=torch.empty(()),
-            state2=state_of(absmax=torch.empty(-(-blocks // _OUTER_BLOCK)), code=torch.empty(256),
-                              blocksize=_OUTER_BLOCK, dtype=torch.float32),
-        )  # fmt: skip
+    elif zeros or _nowhere():
         storage = asked["quant_storage"]
-        packed = torch.empty(-(-shape[0] * shape[1] // (2 * storage.itemsize)), 1, dtype=storage)
+        packed = _zeros(-(-shape[0] * shape[1] // (2 * storage.itemsize)), 1, dtype=storage)
+        state = _zero_state(torch.Size(shape), asked["quant_type"], dtype, nested=asked["compress_statistics"])
         weight = params(packed, requires_grad=False, quant_state=state, bnb_quantized=True, **asked)
     else:
 
@@ -262,27 +278,51 @@ def _fill_4bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtyp
             whole = params(value, requires_grad=False, **asked).to(value.device)
             return {"weight": whole.data, **whole.quant_state.as_dict(packed=True)}
 
-        kind = "nf4" if asked["quant_storage"] == torch.uint8 else "nf4-stored-wide"
+        wide = "" if asked["quant_storage"] == torch.uint8 else "-stored-wide"
+        kind = f"{asked['quant_type']}{'' if asked['compress_statistics'] else '-plain'}{wide}"
         held = cache.tensors(_name(kind, shape, dtype), made)
         data = held.pop("weight")
         weight = known[shape] = params.from_prequantized(data, held, device=data.device)
     weight.module = module
     module.weight, module.quant_state = weight, weight.quant_state
     _fill_bias(module, dtype)
-    for name, tensor in _tables(weight.quant_state).items():
+
+
+def _zeros(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Zeros that take no memory under ``large_weights_left_zero``, which ``torch.zeros`` writes."""
+    import torch
+
+    return torch.empty(*shape, dtype=dtype).zero_()
+
+
+def _zero_state(shape: torch.Size, kind: str, dtype: torch.dtype, *, nested: bool) -> Any:
+    """What belongs to zeros in 4 bits: their scales, which may be quantized too, and what the bits stand for."""
+    import torch
+    from bitsandbytes import functional
+
+    state_of: Any = functional.QuantState
+    blocks = -(-shape[0] * shape[1] // _BLOCK)
+    given = {"shape": shape, "code": torch.zeros(16), "blocksize": _BLOCK, "quant_type": kind, "dtype": dtype}
+    if not nested:
+        return state_of(absmax=_zeros(blocks), **given)
+    inner = state_of(
+        absmax=_zeros(-(-blocks // _OUTER_BLOCK)),
+        code=torch.zeros(256),
+        blocksize=_OUTER_BLOCK,
+        dtype=torch.float32,
+    )
+    return state_of(absmax=_zeros(blocks, dtype=torch.uint8), offset=torch.zeros(()), state2=inner, **given)
+
+
+def _count_tables(module: Any) -> None:
+    """Keep what belongs to a layer's weights in 4 bits as buffers, too, so that it is counted."""
+    state = module.quant_state
+    tables = {"absmax": state.absmax, "code": state.code}
+    if state.nested:
+        inner = state.state2
+        tables |= {"offset": state.offset, "nested_absmax": inner.absmax, "nested_code": inner.code}
+    for name, tensor in tables.items():
         module.register_buffer(name, tensor, persistent=False)
-
-
-def _tables(state: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a quantization with quantized scales."""
-    inner = state.state2
-    return {
-        "absmax": state.absmax,
-        "code": state.code,
-        "offset": state.offset,
-        "nested_absmax": inner.absmax,
-        "nested_code": inner.code,
-    }
 
 
 def _fill_8bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype, cache: TensorCache) -> None:

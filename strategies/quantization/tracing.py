@@ -55,9 +55,10 @@ def _tables_of_its_module(module: Any) -> None:
     """A fake weight has lost its tables; its module has them, as fake as the weight."""
     if getattr(module.weight, "quant_state", None) is None:
         state = copy.copy(module.quant_state)
-        state.state2 = copy.copy(state.state2)
-        state.absmax, state.code, state.offset = module.absmax, module.code, module.offset
-        state.state2.absmax, state.state2.code = module.nested_absmax, module.nested_code
+        state.absmax, state.code = module.absmax, module.code
+        if state.nested:
+            state.offset, state.state2 = module.offset, copy.copy(state.state2)
+            state.state2.absmax, state.state2.code = module.nested_absmax, module.nested_code
         module.weight.quant_state = state
 
 
@@ -77,10 +78,11 @@ def _forward_8bit(module: Any, x: torch.Tensor, *, on_cuda: bool) -> torch.Tenso
 
 
 def _gemm_4bit(recorder: TraceRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Twice the scales in float32, and the whole weight in the dtype of its input."""
+    """Twice the scales in float32, where they are quantized, and the whole weight in the dtype of its input."""
     given, count, block = args[0], args[2][0] * args[2][1], args[4]
+    nested = kwargs.get("absmax_8bit", args[7] if len(args) > 7 else None) is not None
     scales = 4 * -(-count // block)
-    held = (scales, scales, count * given.element_size())
+    held = (*((scales, scales) if nested else ()), count * given.element_size())
     with recorder.holding(*held, name="the weight in full"):
         recorder.passes(*held)
         result: torch.Tensor = func(*args, **kwargs)

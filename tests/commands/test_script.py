@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from transformers import AutoConfig, LlamaForCausalLM
 
 from autofit import space
 from autofit.cli import main
@@ -496,6 +497,27 @@ def test_a_plain_loop_is_tuned_run_and_verified(folder, processes):
     assert verified.returncode == 0, verified.stderr
     launched = json.loads(verified.stdout)
     assert launched["outcome"]["kind"] == "measured"
+
+
+@pytest.mark.slow
+def test_a_script_that_quantizes_weights_itself_is_tuned_verified_and_run(folder):
+    tiny_llama(folder)
+    LlamaForCausalLM(AutoConfig.from_pretrained(folder / "llama")).save_pretrained(folder / "llama")
+    script, words = SCRIPTS / "qlora.py", ("--", "--model", "llama", "--nested")
+    held = ("--fix=micro_batch=8", "--fix=checkpointing=off", "--fix=attention=default", "--fix=precision=fp32")
+    done = autofit(folder, "tune", script, "--output", "in4", "--device", "cpu", "--trials", 1, *held, *words)
+    assert done.returncode == 0, done.stderr
+    found = read_document(folder / "in4")
+    own = found.workload.script
+    assert (own.adapter, own.quantization, own.checkpointing) == ("LORA r=4", "nf4 twice", "switched on")
+    assert found.guard.verdict == "alone", found.guard.words
+    assert any("are forked from the script where it begins to train" in words for words in found.notes)
+    verified = autofit(folder, "verify", "in4", "--tolerance", "0.95")
+    assert verified.returncode == 0, verified.stderr
+    ran = autofit(folder, "run", "in4", script, *words)
+    assert ran.returncode == 0, ran.stderr
+    assert "took no effect" not in ran.stderr
+    assert "recomputes False" in ran.stdout, "the plan keeps what the script by itself recomputes"
 
 
 @pytest.mark.slow

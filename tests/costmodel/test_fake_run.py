@@ -97,7 +97,7 @@ def test_a_model_that_is_wrapped_in_part_has_the_weights_of_one_that_is_wrapped_
 def test_a_trace_quantizes_the_layers_that_it_runs(labs, monkeypatch):
     loading = importlib.import_module("autofit.strategies.quantization.loading")
     lab, filled, fill = labs("llama", device="cuda"), [], loading._fill_4bit
-    monkeypatch.setattr(loading, "_fill_4bit", lambda *given: filled.append(fill(*given)))
+    monkeypatch.setattr(loading, "_fill_4bit", lambda *given, **how: filled.append(fill(*given, **how)))
     plan = PLAIN.replaced(adapter="lora:r=16", quantization="nf4")
     one = fake_run.FromConfig(plan, lab.facts, lab.folder, lab.folder)
     with like_a_process_of_its_own(), one.prepared():

@@ -70,6 +70,15 @@ def test_a_trace_of_a_family_needs_what_real_tensors_need(server, folder, family
     near(server, folder, facts_of_script(server, folder, SCRIPTS / "families.py", "--family", family))
 
 
+@pytest.mark.parametrize("how", [("--nested",), ("--kind", "fp4")])
+def test_a_trace_of_a_script_with_weights_in_4_bits_needs_what_real_tensors_need(server, folder, how):
+    """With its layers recomputed, as its model has it by itself, and without."""
+    tiny_llama(folder)
+    facts = facts_of_script(server, folder, SCRIPTS / "qlora.py", "--model", folder / "llama", *how)
+    assert {plan["checkpointing"] for plan in plans_of(facts)} >= {"off", "full"}
+    near(server, folder, facts)
+
+
 @pytest.mark.parametrize(
     ("how", "precision"), [pytest.param((), "fp32", marks=pytest.mark.by_hand), ((), "bf16"), (("--by-hand",), "fp32")]
 )

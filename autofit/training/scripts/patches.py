@@ -9,7 +9,6 @@ Read in transformers 5.23: ``PreTrainedModel.from_pretrained`` and ``_from_confi
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
@@ -23,19 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autofit.contract.recipe import Recipe, keep_flags_alike, large_weights_left_zero, quick_random_weights
-from autofit.registry import techniques
 from autofit.training.scripts.asked import Asked
 from autofit.training.scripts.leave import Refused
-
-_DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
-_OF_WEIGHTS = (
-    "state_dict", "tqdm_class", "device_map", "max_memory", "offload_folder", "offload_buffers", "variant",
-    "adapter_kwargs", "adapter_name", "generation_config", "gguf_file", "use_safetensors", "weights_only",
-    "ignore_mismatched_sizes", "low_cpu_mem_usage", "key_mapping", "trust_remote_code", "code_revision",
-    "_commit_hash", "_from_auto", "_from_pipeline", "use_kernels", "kernel_config", "fusion_config",
-    "allow_all_kernels", "mirror", "_fast_init", "from_tf", "from_flax", "offload_state_dict", "disable_mmap",
-)  # fmt: skip
-"""Arguments of ``from_pretrained`` that are for reading weights, of which none are read."""
+from autofit.training.scripts.random_weights import made_quantized, random_model
 
 
 def keep_files(told: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda nothing: nothing) -> None:
@@ -171,10 +160,7 @@ class Patches:
     def _loading(self, given: dict[str, Any]) -> dict[str, Any]:
         """What is said where a model is loaded, in place of what the script says."""
         if given.get("quantization_config") is not None:
-            raise Refused(
-                "the script loads its model with quantized weights (quantization_config)",
-                _by_name(),
-            )
+            made_quantized(given["quantization_config"])
         self.loaded = True
         said = {name: given[name] for name in ("attn_implementation", "dtype", "torch_dtype") if given.get(name)}
         said["dtype"] = said.pop("torch_dtype", said.get("dtype"))
@@ -200,7 +186,7 @@ class Patches:
             kwargs = self._loading(kwargs)
             if self.random_weights:
                 with self._drawing():
-                    return _random(cls, name, kwargs, functools.partial(build, cls))
+                    return random_model(cls, name, kwargs, functools.partial(build, cls), draws=self.draws)
             return load(cls, name, *args, **kwargs)
 
         def from_config(cls: Any, config: Any, **kwargs: Any) -> Any:
@@ -341,48 +327,22 @@ def _given(kind: type, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return bound
 
 
-def _random(cls: Any, name: Any, given: dict[str, Any], build: Callable[..., Any]) -> Any:
-    """A model of the class, as ``from_pretrained`` would load it, with random weights; only its config is read."""
-    import torch
-    from transformers import PreTrainedConfig
-
-    config, with_info = given.pop("config", None), given.pop("output_loading_info", False)
-    dtype = given.pop("dtype", None) or given.pop("torch_dtype", None) or "auto"
-    attention = given.pop("attn_implementation", None)
-    download = {key: given.pop(key) for key in _DOWNLOAD if key in given}
-    for key in _OF_WEIGHTS:
-        given.pop(key, None)
-    if isinstance(config, PreTrainedConfig):
-        config = copy.deepcopy(config)
-    else:
-        source = name if config is None else config
-        config, given = cls.config_class.from_pretrained(source, return_unused_kwargs=True, **download, **given)
-    if getattr(config, "quantization_config", None) is not None:
-        raise Refused("the script loads a model whose weights are quantized", _by_name())
-    config.name_or_path = str(name)
-    if dtype == "auto":
-        dtype = getattr(config, "dtype", None) or torch.float32
-    given["dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    if attention is not None:
-        given["attn_implementation"] = attention
-    model = build(config, **given)
-    model.eval()
-    return (model, {}) if with_info else model
-
-
-def _by_name() -> str:
-    """How to have quantized weights: the last of the ways of training of each technique that tells ways apart."""
-    fixed = [f"--fix {one.name}={[*one.ways.values()][-1]}" for one in techniques() if one.ways]
-    return f"tune by the model's name with {' '.join(fixed)}"
-
-
 def loads_of(recipe: Recipe) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """What a recipe says where a model is loaded, over what the script says."""
 
     def changed(given: dict[str, Any]) -> dict[str, Any]:
         import torch
 
-        return {**given, **recipe.model_arguments, "dtype": getattr(torch, recipe.weights_dtype)}
+        script = recipe.facts.workload.script
+        changes = {**given, **recipe.model_arguments}
+        if script is not None and script.quantization:  # what is packed is unpacked to the dtype that the script says
+            return changes
+        if given.get("quantization_config") is not None:
+            raise Refused(
+                "the script loads its model with quantized weights, and the plan is for a training without",
+                "tune the script as it is: autofit tune train.py",
+            )
+        return {**changes, "dtype": getattr(torch, recipe.weights_dtype)}
 
     return changed
 

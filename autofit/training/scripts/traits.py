@@ -40,7 +40,8 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
     from transformers import PreTrainedModel
 
     inner = inner_of(model)
-    first = max(inner.parameters(), key=lambda one: one.numel(), default=None)
+    plain = [one for one in inner.parameters() if getattr(one, "quant_state", None) is None]  # not packed
+    first = max(plain, key=lambda one: one.numel(), default=None)
     if first is None:
         raise Refused(f"the script trains a {type(inner).__name__}, which has no parameters", "hand on the whole model")
     # a module of sentence-transformers has the config of the model inside, and is none itself

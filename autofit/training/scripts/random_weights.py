@@ -1,0 +1,70 @@
+"""The model that a script loads, with random weights: only its config is read."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autofit.registry import techniques
+from autofit.training.scripts.leave import Refused
+
+_DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+_OF_WEIGHTS = (
+    "state_dict", "tqdm_class", "device_map", "max_memory", "offload_folder", "offload_buffers", "variant",
+    "adapter_kwargs", "adapter_name", "generation_config", "gguf_file", "use_safetensors", "weights_only",
+    "ignore_mismatched_sizes", "low_cpu_mem_usage", "key_mapping", "trust_remote_code", "code_revision",
+    "_commit_hash", "_from_auto", "_from_pipeline", "use_kernels", "kernel_config", "fusion_config",
+    "allow_all_kernels", "mirror", "_fast_init", "from_tf", "from_flax", "offload_state_dict", "disable_mmap",
+)  # fmt: skip
+"""Arguments of ``from_pretrained`` that are for reading weights, of which none are read."""
+
+
+def random_model(cls: Any, name: Any, given: dict[str, Any], build: Callable[..., Any], *, draws: bool) -> Any:
+    """A model of the class, as ``from_pretrained`` would load it, with random weights; only its config is read."""
+    import torch
+    from transformers import PreTrainedConfig
+
+    config, with_info = given.pop("config", None), given.pop("output_loading_info", False)
+    quantized = given.pop("quantization_config", None)
+    dtype = given.pop("dtype", None) or given.pop("torch_dtype", None) or "auto"
+    attention = given.pop("attn_implementation", None)
+    download = {key: given.pop(key) for key in _DOWNLOAD if key in given}
+    for key in _OF_WEIGHTS:
+        given.pop(key, None)
+    if isinstance(config, PreTrainedConfig):
+        config = copy.deepcopy(config)
+    else:
+        source = name if config is None else config
+        config, given = cls.config_class.from_pretrained(source, return_unused_kwargs=True, **download, **given)
+    quantized = getattr(config, "quantization_config", None) or quantized  # the checkpoint's stands over what is said
+    config.name_or_path = str(name)
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.float32
+    given["dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if attention is not None:
+        given["attn_implementation"] = attention
+    make = functools.partial(build, config, **given)
+    model = make() if quantized is None else made_quantized(quantized)(make, draws)
+    model.eval()
+    return (model, {}) if with_info else model
+
+
+def made_quantized(said: Any) -> Callable[[Callable[[], Any], bool], Any]:
+    """What makes a model with random weights as a script's config of quantized ones would have it loaded.
+
+    Raises:
+        Refused: No technique knows it.
+    """
+    for one in techniques():
+        if (made := one.made_in_script(said)) is not None:
+            return made
+    kind = said.get("quant_method") if isinstance(said, Mapping) else getattr(said, "quant_method", said)
+    raise Refused(f"the script loads its model with quantized weights ({getattr(kind, 'value', kind)})", _by_name())
+
+
+def _by_name() -> str:
+    """How to have quantized weights: the last of the ways of training of each technique that tells ways apart."""
+    fixed = [f"--fix {one.name}={[*one.ways.values()][-1]}" for one in techniques() if one.ways]
+    return f"tune by the model's name with {' '.join(fixed)}"
