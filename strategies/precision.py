@@ -8,6 +8,7 @@
   tried on request only: tensor cores multiply both at one rate, and the scaling comes on top.
   Under DeepSpeed both 16-bit precisions are its own: 16-bit weights beside a float32 copy that the optimizer steps.
 - ``bf16_weights``: weights, gradients and optimizer state in bfloat16, no autocast, no float32 master copy.
+  Where a script loads its weights so and asks for autocast besides, as those that train an adapter do, it stays.
   Halves the bytes per parameter, and changes the method: with AdamW at a learning rate of 2e-5 about 70 % of the
   weights never moved in 20 steps, since the update is below half a unit in the last place.
 
@@ -151,8 +152,8 @@ class Precision(Technique):
         return refused or self.not_tried_split(value, others, _SPLIT, _SPLIT)
 
     def apply(self, value: Value, recipe: Recipe) -> None:
-        recipe.mixed_precision = _AUTOCAST.get(str(value), "no")
-        recipe.tf32 = value == "tf32"
+        recipe.mixed_precision = _autocast(value, recipe.plan, recipe.facts)
+        recipe.tf32 = _tf32(value, recipe.facts) is True
         recipe.product_bits = _MANTISSA[str(value)]
         if value == "bf16_weights":
             recipe.weights_dtype = "bfloat16"
@@ -174,7 +175,7 @@ class Precision(Technique):
         return super().own(facts) if self.held(facts) or not said else said[0]
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
-        mixed = _AUTOCAST.get(str(value), "no")
+        mixed = _autocast(value, plan, facts)
         lines = {
             "bf16_weights": ("load the model with bfloat16 weights: model = setup.model(...)",),
             "fp8": ("multiply linear layers in float8: model = setup.model(...)",),
@@ -232,7 +233,10 @@ class Precision(Technique):
         return None
 
     def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
-        return {
+        script = facts.workload.script
+        asked = value == "bf16_weights" and script is not None and script.own.get("bf16")
+        lost = " The script's own autocast is off." if asked and _autocast(value, plan, facts) == "no" else ""
+        said = {
             "fp32": None,
             "tf32": "Matrix products run in TF32: float32 range, 10 bits of mantissa.",
             "bf16": "Forward and backward run under bfloat16 autocast; weights and optimizer state stay float32.",
@@ -243,6 +247,7 @@ class Precision(Technique):
             "fp8": "Linear layers multiply in float8 with one scale a tensor, the rest runs under bfloat16 autocast; "
             "weights and optimizer state stay float32.",
         }[str(value)]
+        return said and said + lost
 
     def prior(self, value: Value, facts: Facts) -> Prior:
         """Tensor cores and AMX multiply 16-bit numbers several times faster; what is not a product gains less."""
@@ -290,8 +295,27 @@ def _otherwise(value: Value, plan: Mapping[str, Value], facts: Facts) -> Mapping
     return {"axolotl": f"Axolotl loads the float32 weights in {_AUTOCAST[str(value)]}, which is another training{lost}"}
 
 
+def _autocast(value: Value, plan: Mapping[str, Value], facts: Facts) -> str:
+    """Accelerate's word for it. Over bfloat16 weights that a script loads, its own, but where they are split.
+
+    Accelerate turns weights that FSDP2 splits to float32 under autocast, and DeepSpeed keeps a copy of them.
+    """
+    whole = engine_of(plan.get("parallel", "none")) in {"none", "ddp"}
+    if value == "bf16_weights" and whole and _says(facts, "bf16"):
+        return "bf16"
+    return _AUTOCAST.get(str(value), "no")
+
+
+def _says(facts: Facts, name: str) -> bool:
+    """Whether a script that loads its model in 16 bits asks for it."""
+    script = facts.workload.script
+    return script is not None and script.weights_dtype != "float32" and bool(script.own.get(name))
+
+
 def _tf32(value: Value, facts: Facts) -> bool | None:
     """What ``TrainingArguments`` are told of TF32; nothing where saying no would break the loss."""
+    if value == "bf16_weights" and "tf32" in facts.hardware.precisions and _says(facts, "tf32"):
+        return True
     return None if value != "tf32" and facts.model.task == "ctc" else value == "tf32"
 
 

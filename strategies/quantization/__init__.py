@@ -39,9 +39,9 @@ from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Technique
 
 from .loading import (
-    in_script,
     keep_as_loaded,
     load_arguments,
+    made_as_said,
     quantization_config,
     random_model,
     random_torchao_model,
@@ -156,7 +156,7 @@ class Quantization(Technique):
             recipe.model_wraps.append(keep_as_loaded)
 
     def made_in_script(self, said: Any) -> Callable[[Callable[[], PreTrainedModel], bool], PreTrainedModel] | None:
-        return in_script(said)
+        return made_as_said(said)
 
     def in_script(self, model: nn.Module) -> str | None:
         """The kind of the first weight that is quantized."""

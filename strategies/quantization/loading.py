@@ -53,7 +53,7 @@ def load_arguments(value: str, compute: str, *, on_cpu: bool, storage: str = "ui
     return {"quantization_config": quantization_config(value, compute, storage), "device_map": place}
 
 
-def in_script(said: Any) -> Callable[[Callable[[], PreTrainedModel], bool], PreTrainedModel] | None:
+def made_as_said(said: Any) -> Callable[[Callable[[], PreTrainedModel], bool], PreTrainedModel] | None:
     """What makes a model of random weights as a ``quantization_config`` would have it loaded; see ``Technique``."""
     import transformers
 

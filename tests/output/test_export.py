@@ -208,6 +208,16 @@ def test_llamafactory_is_told_the_attention_and_its_other_weights_are_told():
 
 
 @pytest.mark.parametrize("target", ["axolotl", "llamafactory"])
+@pytest.mark.parametrize("way", [{"adapter": "ia3"}, {"adapter": "lora:r=8", "quantization": "int8_torchao"}])
+def test_a_way_of_training_that_a_project_has_no_setting_for_is_refused(target, way):
+    """It would train all weights, or load them whole."""
+    with pytest.raises(InputError, match=r"it has no setting for .*, and would train otherwise") as error:
+        given(target, **way)
+    assert error.value.hint == "--to sft"
+    assert "setup.model" in given("sft", **way)[1]
+
+
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory"])
 def test_experts_without_an_adapter_are_told(target):
     model = {"lora_on_experts": True}
     assert "experts may get no adapter" in given(target, adapter="lora:r=8", model=model)[1]

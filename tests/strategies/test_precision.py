@@ -7,8 +7,9 @@ import textwrap
 
 import pytest
 
-from autofit.registry import technique
-from tests.support.synthetic import cpu_facts
+from autofit.contract.script import Script
+from autofit.registry import recipe_of, technique
+from tests.support.synthetic import cpu_facts, cuda_facts
 from tests.support.tiny import PLAIN
 
 PRECISION = technique("precision")
@@ -30,6 +31,29 @@ def test_each_value_is_known_by_its_evidence_and_no_other_by_it(value):
 def test_float16_without_a_scaled_loss_is_refused():
     seen = {**SEEN["fp16"], "loss_scaled": False}
     assert PRECISION.in_effect("fp16", seen, FACTS) == "the loss is not scaled"
+
+
+def test_over_16_bit_weights_a_script_keeps_the_autocast_and_the_tf32_that_it_asks_for():
+    """As those that train an adapter do: TRL's SFTTrainer asks for bfloat16 by itself."""
+    facts = cuda_facts()
+    script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2)
+    asking = dataclasses.replace(script, weights_dtype="bfloat16", own={"bf16": True, "tf32": True})
+
+    def written(script, value="bf16_weights", parallel="none"):
+        work = dataclasses.replace(facts.workload, script=script)
+        plan = PLAIN.replaced(precision=value, parallel=parallel)
+        here = dataclasses.replace(facts, workload=work)
+        emitted, recipe = PRECISION.emit(value, plan, here), recipe_of(plan, here)
+        arguments = emitted.training_args
+        assert arguments["bf16"] == (emitted.accelerate["mixed_precision"] == "bf16")
+        assert (recipe.mixed_precision == "bf16", recipe.tf32) == (arguments["bf16"], arguments["tf32"])
+        return arguments["bf16"], arguments["tf32"], "autocast is off" in (PRECISION.changes(value, plan, here) or "")
+
+    assert written(asking) == (True, True, False)
+    assert written(asking, parallel="ddp") == (True, True, False)
+    assert written(asking, parallel="fsdp") == (False, True, True), "there Accelerate would make the weights float32"
+    assert written(dataclasses.replace(asking, own={})) == (False, False, False)
+    assert written(dataclasses.replace(asking, weights_dtype="float32"), "fp32") == (False, False, False)
 
 
 @pytest.mark.slow

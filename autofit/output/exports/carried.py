@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from autofit.contract.emission import Emission
 from autofit.output.text import as_word
 from autofit.output.wording import in_float32
-from autofit.registry import recipe_of, techniques
+from autofit.registry import recipe_of, technique, techniques
+from autofit.system.errors import InputError
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
@@ -75,7 +76,11 @@ class Carried:
 
 
 def carried_to(document: Document, target: str, folder: str) -> Carried:
-    """What each technique of the plan writes for a target."""
+    """What each technique of the plan writes for a target.
+
+    Raises:
+        InputError: The target knows no such way of training.
+    """
     plan, facts = document.plan, document.facts
     recipe = recipe_of(plan, facts)
     emissions = {one.name: one.emit(plan[one.name], plan, facts) for one in techniques()}
@@ -104,7 +109,7 @@ def carried_to(document: Document, target: str, folder: str) -> Carried:
         if name in unwritten and told is None:
             said.append("`autofit run` puts it into the script; no argument says it")
         if emission.script and told is None and target in MODULES:
-            said[: len(emission.script)] = ["there is no setting for it"]
+            said[: len(emission.script)] = [_without_setting(name, plan, target)]
         if target in emission.otherwise:
             said.append(emission.otherwise[target])
         found.lacking += [f"{name}={plan[name]}: {words}" for words in said]
@@ -113,6 +118,18 @@ def carried_to(document: Document, target: str, folder: str) -> Carried:
     if document.estimated is not None:
         found.lacking.insert(0, f"that it was measured: the plan is estimated for {document.hardware.name}")
     return found
+
+
+def _without_setting(name: str, plan: Plan, target: str) -> str:
+    """That a project has no setting for a value, in words.
+
+    Raises:
+        InputError: The value says what is trained, and not how: the project would train something else.
+    """
+    if technique(name).ways:
+        words = f"it has no setting for {name}={plan[name]}, and would train otherwise"
+        raise InputError(f"--to {target}: {words}", hint="--to sft")
+    return "there is no setting for it"
 
 
 def _unwritten(emission: Emission, one: Technique, plan: Plan, facts: Facts) -> bool:

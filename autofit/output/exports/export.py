@@ -76,8 +76,10 @@ def _scale(own: int, planned: int) -> str:
 def _of_script(document: Document, script: Script) -> str:
     """What of a script a project that brings its own training knows nothing of."""
     adapter = f" with an adapter ({script.adapter})" if script.adapter else ""
+    packed = f" on weights that it quantizes ({script.quantization})" if script.quantization else ""
+    trained = f"{document.model.architecture}{adapter}{packed}"
     return (
-        f"what {document.model.name} does by itself: it trains a {document.model.architecture}{adapter}, with its own "
+        f"what {document.model.name} does by itself: it trains a {trained}, with its own "
         "data and loss; the promise holds for that script"
     )
 
