@@ -159,8 +159,9 @@ class Quantization(Technique):
         return made_as_said(said)
 
     def in_script(self, model: nn.Module) -> str | None:
-        """The kind of the first weight that is quantized."""
-        return next((kind for module in model.modules() if (kind := _quantized(module)) is not None), None)
+        """The kind of the first weight in 4 bits."""
+        states = (getattr(one, "quant_state", None) for one in model.parameters())
+        return next((_kind(state) for state in states if state is not None), None)
 
     def held(self, facts: Facts) -> Held | None:
         script = facts.workload.script
@@ -230,16 +231,21 @@ class Quantization(Technique):
 
 
 def _quantized(product: nn.Module) -> str | None:
-    """How the weight of a linear layer is quantized; ``twice`` where its scales are, too."""
+    """How the weight of a linear layer is quantized, in words; ``None`` where it is not."""
     weight: Any = getattr(product, "weight", None)
     state = getattr(weight, "quant_state", None) or getattr(
         product, "quant_state", None
     )  # FSDP2 shards the weight's own
     if state is not None:
-        return f"{state.quant_type}{' twice' if state.nested else ''}"
+        return _kind(state)
     if type(weight).__module__.startswith("torchao."):
         return type(weight).__name__
     return None if weight is None or weight.dtype.is_floating_point else dtype_name(weight)
+
+
+def _kind(state: Any) -> str:
+    """How a weight in 4 bits is quantized; ``twice`` where its scales are, too."""
+    return f"{state.quant_type}{' twice' if state.nested else ''}"
 
 
 def _by_script(facts: Facts) -> str | None:

@@ -66,6 +66,15 @@ def test_a_checkpoint_that_is_quantized_already_says_so_in_its_config(tmp_path):
     assert technique("quantization").in_script(found) == "nf4 twice"
 
 
+def test_what_a_module_calls_its_weight_may_be_any():
+    """As a loss has it that is weighed by a number."""
+    model = plain()
+    model.loss = torch.nn.Module()
+    model.loss.weight = 0.5
+    model.register_buffer("weight", torch.ones(2, 2, dtype=torch.int8))
+    assert technique("quantization").in_script(model) is None
+
+
 def test_weights_in_4_bits_are_counted_as_what_they_stand_for():
     told = [describe_built("llama", one.config, one) for one in (plain(), made(in_4_bits()))]
     assert told[0]["parameters"] == told[1]["parameters"]
