@@ -267,8 +267,8 @@ def script_of(script: Script) -> list[object]:
     path = Path(script.path)
     beside = sorted((one.name, hashlib.sha256(one.read_bytes()).hexdigest()) for one in path.parent.glob("*.py"))
     texts = [script.sha256, sorted(script.modules.items()), beside]
-    said = [script.path, script.arguments, script.call, *texts, script.weights_dtype, script.adapter]
-    said += [script.quantization]
+    loaded = [script.weights_dtype, script.adapter, script.quantization]
+    said = [script.path, script.arguments, script.call, *texts, *loaded]
     return [*said, sorted(script.batch.items()), script.longest_places[:1], script.own]
 
 
