@@ -298,10 +298,12 @@ def _otherwise(value: Value, plan: Mapping[str, Value], facts: Facts) -> Mapping
 def _autocast(value: Value, plan: Mapping[str, Value], facts: Facts) -> str:
     """Accelerate's word for it. Over bfloat16 weights that a script loads, its own, but where they are split.
 
-    Accelerate turns weights that FSDP2 splits to float32 under autocast, and DeepSpeed keeps a copy of them.
+    Accelerate turns weights that FSDP2 splits to float32 under autocast, none of a model with packed ones; DeepSpeed
+    keeps a copy of them.
     """
-    whole = engine_of(plan.get("parallel", "none")) in {"none", "ddp"}
-    if value == "bf16_weights" and whole and _says(facts, "bf16"):
+    engine = engine_of(plan.get("parallel", "none"))
+    kept = engine in {"none", "ddp"} or (engine == "fsdp" and _quantized_by_script(facts))
+    if value == "bf16_weights" and kept and _says(facts, "bf16"):
         return "bf16"
     return _AUTOCAST.get(str(value), "no")
 

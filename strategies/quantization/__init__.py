@@ -17,7 +17,8 @@ Only linear layers are quantized: embeddings, norms and the head are not, and ke
 That is what scripts for QLoRA get: under ``bf16`` they are float32 (as ``peft.prepare_model_for_kbit_training`` leaves
 them) and products compute in bfloat16, under ``bf16_weights`` they are bfloat16.
 
-A script that loads its weights in 4 bits itself keeps them so: see ``made_in_script``, and ``held``.
+A script that loads its weights in 4 bits itself keeps them so: see ``made_in_script``, and ``held``. FSDP2 splits them
+where they are stored as floats that it does not cast.
 
 One random matrix of each shape is quantized once, kept for the trials after it, and copied to the layers of that shape.
 
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from autofit.contract.trace import TraceRecorder
 
 _SIXTEEN = {"bf16": "bfloat16", "fp16": "float16"}
+_CAST_TO = {**_SIXTEEN, "bf16_weights": "bfloat16"}
+"""What FSDP2 casts weights to for a product, by the precision; a script's own autocast may stay over bfloat16 ones."""
 _AUTOCAST = {"bf16", "fp16", "fp8"}
 _ELSEWHERE: dict[str, dict[str, dict[str, Any]]] = {
     "nf4": {
@@ -81,6 +84,7 @@ _OTHERWISE = {
 }
 """What they do otherwise. TRL 1.16: ``SFTTrainer.__init__``; Axolotl 0.19: ``ModelLoader._configure_embedding_dtypes``;
 LLaMA-Factory 0.9.5: ``load_model``."""
+_STORED = ", stored in "
 _TORCHAO = {"int8_torchao", "int4_torchao"}
 
 
@@ -125,8 +129,8 @@ class Quantization(Technique):
         if engine in {"fsdp", "deepspeed"} and value not in ({"none", "nf4"} if engine == "fsdp" else {"none"}):
             return f"Accelerate leaves weights of {value} whole under {parallel}"
         not_tried = self.not_tried_split(value, others, {"none"})
-        if engine not in {"none", "ddp"} and _by_script(facts):
-            not_tried = f"what the script quantizes itself was not tried under {parallel}"
+        if engine not in {"none", "ddp"} and (own := _by_script(facts)):
+            not_tried = _unsplit(own, str(parallel), str(others["precision"]))
         if not_tried:
             return not_tried
         if value == "none" or "lora" in adapter:
@@ -159,9 +163,12 @@ class Quantization(Technique):
         return made_as_said(said)
 
     def in_script(self, model: nn.Module) -> str | None:
-        """The kind of the first weight in 4 bits."""
-        states = (getattr(one, "quant_state", None) for one in model.parameters())
-        return next((_kind(state) for state in states if state is not None), None)
+        """The kind of the first weight in 4 bits, and the dtype that it is stored in where that is a float."""
+        for one in model.parameters():
+            state = getattr(one, "quant_state", None)
+            if state is not None:
+                return _kind(state) + (f"{_STORED}{dtype_name(one)}" if one.is_floating_point() else "")
+        return None
 
     def held(self, facts: Facts) -> Held | None:
         script = facts.workload.script
@@ -246,6 +253,21 @@ def _quantized(product: nn.Module) -> str | None:
 def _kind(state: Any) -> str:
     """How a weight in 4 bits is quantized; ``twice`` where its scales are, too."""
     return f"{state.quant_type}{' twice' if state.nested else ''}"
+
+
+def _unsplit(kind: str, parallel: str, precision: str) -> str | None:
+    """Why what a script quantizes itself can't go with processes that split it; ``None`` where it can.
+
+    FSDP2 splits floats alone, and casts them to what it computes in, bits that are packed in them too.
+    """
+    if engine_of(parallel) != "fsdp":
+        return f"what the script quantizes itself was not tried under {parallel}"
+    _, _, storage = kind.partition(_STORED)
+    if not storage:
+        storing = "bnb_4bit_quant_storage=torch.bfloat16"
+        return f"FSDP2 leaves weights whole that are stored in uint8: load them with {storing}"
+    computes = _CAST_TO.get(precision, storage)
+    return None if computes == storage else f"FSDP2 would cast weights that are packed in {storage} to {computes}"
 
 
 def _by_script(facts: Facts) -> str | None:

@@ -358,6 +358,36 @@ def test_a_script_on_gpus_needs_what_the_model_of_its_config_needs(
         assert said.peak_bytes == pytest.approx(meant.peak_bytes, abs=1 << 14), one
 
 
+QUANTIZED = """
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+kept = {"bnb_4bit_quant_storage": torch.bfloat16, "bnb_4bit_compute_dtype": torch.bfloat16}
+packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, **kept)
+model = AutoModelForCausalLM.from_pretrained("PLAIN", quantization_config=packed, dtype=torch.float32)
+model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+"""
+QUANTIZED = GROUPED.replace("rows = [", QUANTIZED + "rows = [")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_script_with_weights_in_4_bits_needs_what_the_model_of_its_config_needs(server, tmp_path, parallel):
+    exec(GROUPED.split("rows =", maxsplit=1)[0], made := {})
+    made["model"].save_pretrained(tmp_path / "plain")
+    facts = on_cards(grouped_facts(server, tmp_path, QUANTIZED.replace("PLAIN", str(tmp_path / "plain"))), 2)
+    model = dataclasses.replace(facts.model, task="causal-lm")
+    alike = dataclasses.replace(facts.workload, script=None, seq_len=48)
+    plan = PLAIN.replaced(parallel=parallel, precision="bf16", micro_batch=4)
+    same = plan.replaced(adapter="lora:r=4", quantization="nf4")
+    of_script = traces_of(server, tmp_path, facts, [plan])
+    of_config = traces_of(server, tmp_path, dataclasses.replace(facts, model=model, workload=alike), [same])
+    assert not of_script.failed | of_config.failed
+    said, meant = of_script.need(plan), of_config.need(same)
+    assert said.peak_bytes == pytest.approx(meant.peak_bytes, abs=1 << 14)
+    assert said.by_category == pytest.approx(meant.by_category, abs=1 << 14)
+
+
 @pytest.mark.parametrize(("path", "precision"), [("trainer", "fp32"), ("loop", "bf16")])
 def test_rows_with_and_without_padding_need_what_takes_more(server, tmp_path, path, precision):
     """A mask keeps grouped heads from one kernel, and lets others run without."""

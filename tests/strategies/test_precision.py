@@ -52,6 +52,9 @@ def test_over_16_bit_weights_a_script_keeps_the_autocast_and_the_tf32_that_it_as
     assert written(asking) == (True, True, False)
     assert written(asking, parallel="ddp") == (True, True, False)
     assert written(asking, parallel="fsdp") == (False, True, True), "there Accelerate would make the weights float32"
+    packed = dataclasses.replace(asking, quantization="nf4, stored in bfloat16")
+    assert written(packed, parallel="fsdp") == (True, True, False), "there it leaves them as they are"
+    assert written(packed, parallel="zero2") == (False, True, True)
     assert written(dataclasses.replace(asking, own={})) == (False, False, False)
     assert written(dataclasses.replace(asking, weights_dtype="float32"), "fp32") == (False, False, False)
 

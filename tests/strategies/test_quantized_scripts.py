@@ -26,8 +26,13 @@ def plain():
     return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
-def in_4_bits(kind="nf4", *, nested=True):
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested)
+def in_4_bits(kind="nf4", *, nested=True, storage=torch.uint8):
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_quant_storage=storage,
+    )
 
 
 def made(config, *, draws=True):
@@ -47,14 +52,19 @@ def layout(model):
 
 
 @pytest.mark.parametrize("draws", [True, False])
-@pytest.mark.parametrize(("kind", "nested"), [("nf4", True), ("fp4", False)])
-def test_a_model_of_random_weights_is_as_from_pretrained_would_load_it(tmp_path, kind, nested, draws):
+@pytest.mark.parametrize(
+    ("kind", "nested", "storage"),
+    [("nf4", True, torch.uint8), ("fp4", False, torch.uint8), ("nf4", True, torch.bfloat16)],
+)
+def test_a_model_of_random_weights_is_as_from_pretrained_would_load_it(tmp_path, kind, nested, storage, draws):
     plain().save_pretrained(tmp_path)
-    config = in_4_bits(kind, nested=nested)
+    config = in_4_bits(kind, nested=nested, storage=storage)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
     found = made(config, draws=draws)
     assert layout(found) == layout(loaded)
-    assert bool(next(one for one in found.parameters() if one.dtype == torch.uint8).any()) == draws
+    packed = next(one for one in found.parameters() if type(one).__name__ == "Params4bit")
+    assert packed.dtype == storage
+    assert bool(packed.any()) == draws
     ids = torch.arange(8)[None]
     assert found(input_ids=ids, labels=ids).loss.isfinite()
 
@@ -113,11 +123,40 @@ def test_a_plan_leaves_alone_how_a_script_has_quantized(facts):
     held = technique("quantization").held(facts)
     assert (held.value, held.by_script, "nf4 twice" in held.reason) == ("none", True, True)
     assert technique("quantization").in_effect("none", {"weight": "nf4 twice"}, facts) is None
-    assert "was not tried" in technique("quantization").conflict("none", {**plans[0], "parallel": "fsdp"}, facts)
     assert (
         technique("precision").in_effect("bf16", {"compute_dtype": "float32", "weights_dtype": "float32"}, facts)
         is None
     )
+
+
+@pytest.mark.parametrize(
+    ("stored", "parallel", "precision", "refused"),
+    [
+        ("", "ddp", "fp16", None),
+        ("", "fsdp", "fp32", "stored in uint8: load them with bnb_4bit_quant_storage=torch.bfloat16"),
+        ("", "zero2", "fp32", "was not tried under zero2"),
+        (", stored in bfloat16", "zero2", "bf16", "was not tried under zero2"),
+        (", stored in bfloat16", "tp2xfsdp1", "bf16", "was not tried under tp2xfsdp1"),
+        (", stored in bfloat16", "fsdp", "fp32", None),
+        (", stored in bfloat16", "fsdp:noreshard", "bf16", None),
+        (", stored in bfloat16", "hsdp:2x2", "bf16_weights", None),
+        (", stored in bfloat16", "fsdp", "fp16", "would cast weights that are packed in bfloat16 to float16"),
+        (", stored in float32", "fsdp", "tf32", None),
+        (", stored in float32", "fsdp", "bf16", "would cast weights that are packed in float32 to bfloat16"),
+        (", stored in float32", "fsdp", "bf16_weights", "would cast weights that are packed in float32 to bfloat16"),
+    ],
+)
+def test_weights_in_4_bits_are_split_where_they_stay_what_they_are(facts, stored, parallel, precision, refused):
+    script = dataclasses.replace(facts.workload.script, quantization=f"nf4 twice{stored}")
+    facts = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=script))
+    plan = {**build(facts).plans[0], "parallel": parallel, "precision": precision}
+    why_not = technique("quantization").conflict("none", plan, facts)
+    assert why_not is None if refused is None else refused in why_not
+
+
+def test_a_script_says_what_its_weights_in_4_bits_are_stored_in():
+    told = [technique("quantization").in_script(made(in_4_bits(storage=one))) for one in (torch.uint8, torch.bfloat16)]
+    assert told == ["nf4 twice", "nf4 twice, stored in bfloat16"]
 
 
 def test_what_is_unpacked_keeps_the_dtype_that_the_script_says(facts):
