@@ -221,6 +221,9 @@ class Technique(ABC):
         Returns:
             Given what makes the plain model, and whether weights are drawn (else they are zeros), it makes the model on
             the CPU. ``None`` where the technique does not know the config.
+
+        Raises:
+            InputError: It knows the config, and such weights are not trained.
         """
         return None
 

@@ -17,8 +17,8 @@ Only linear layers are quantized: embeddings, norms and the head are not, and ke
 That is what scripts for QLoRA get: under ``bf16`` they are float32 (as ``peft.prepare_model_for_kbit_training`` leaves
 them) and products compute in bfloat16, under ``bf16_weights`` they are bfloat16.
 
-A script that loads its weights in 4 bits itself keeps them so: see ``made_in_script``, and ``held``. FSDP2 splits them
-where they are stored as floats that it does not cast.
+A script that loads its weights in 4 or 8 bits itself keeps them so: see ``made_in_script``, and ``held``. FSDP2 splits
+those that are stored as floats that it does not cast.
 
 One random matrix of each shape is quantized once, kept for the trials after it, and copied to the layers of that shape.
 
@@ -163,11 +163,12 @@ class Quantization(Technique):
         return made_as_said(said)
 
     def in_script(self, model: nn.Module) -> str | None:
-        """The kind of the first weight in 4 bits, and the dtype that it is stored in where that is a float."""
+        """The kind of the first weight in 4 or 8 bits, and the float that 4 bits are stored in, if it is one."""
         for one in model.parameters():
-            state = getattr(one, "quant_state", None)
-            if state is not None:
+            if (state := getattr(one, "quant_state", None)) is not None:
                 return _kind(state) + (f"{_STORED}{dtype_name(one)}" if one.is_floating_point() else "")
+            if hasattr(one, "SCB") and one.dtype.itemsize == 1:
+                return dtype_name(one)
         return None
 
     def held(self, facts: Facts) -> Held | None:
@@ -262,7 +263,9 @@ def _unsplit(kind: str, parallel: str, precision: str) -> str | None:
     """
     if engine_of(parallel) != "fsdp":
         return f"what the script quantizes itself was not tried under {parallel}"
-    _, _, storage = kind.partition(_STORED)
+    kind, _, storage = kind.partition(_STORED)
+    if kind == "int8":
+        return "FSDP2 leaves weights whole that are stored in int8"
     if not storage:
         storing = "bnb_4bit_quant_storage=torch.bfloat16"
         return f"FSDP2 leaves weights whole that are stored in uint8: load them with {storing}"

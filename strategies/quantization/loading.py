@@ -9,6 +9,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from autofit.contract.technique import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -56,15 +58,23 @@ def load_arguments(value: str, compute: str, *, on_cpu: bool, storage: str = "ui
 def made_as_said(said: Any) -> Callable[[Callable[[], PreTrainedModel], bool], PreTrainedModel] | None:
     """What makes a model of random weights as a ``quantization_config`` would have it loaded; see ``Technique``."""
     import transformers
+    from transformers.quantizers.auto import AutoQuantizationConfig
 
     from autofit.contract.recipe import TensorCache
 
-    kind: Any = transformers.BitsAndBytesConfig
-    config = said
-    if isinstance(said, dict) and said.get("quant_method") in {"bitsandbytes", "bitsandbytes_4bit"}:
-        config = kind.from_dict(said)
-    if not isinstance(config, kind) or not config.load_in_4bit:
+    config: Any = said
+    if isinstance(said, dict):
+        named = str(said.get("quant_method", "")).startswith("bitsandbytes")
+        if not named and not said.get("load_in_4bit") and not said.get("load_in_8bit"):
+            return None
+        config = AutoQuantizationConfig.from_dict(said)
+    if not isinstance(config, transformers.BitsAndBytesConfig) or not (config.load_in_4bit or config.load_in_8bit):
         return None
+    if config.load_in_8bit and config.llm_int8_has_fp16_weight:
+        raise InputError(
+            "the script keeps weights in 16 bits, and has them rounded to 8 in each step (llm_int8_has_fp16_weight)",
+            hint="leave that out: an adapter trains on weights that stay in 8 bits",
+        )
 
     def made(make: Callable[[], PreTrainedModel], draws: bool) -> PreTrainedModel:
         model = random_model(config, make, on_cpu=True, cache=TensorCache(), zeros=not draws, moves=draws)
@@ -92,7 +102,7 @@ def random_model(
         make: Makes the plain model.
         on_cpu: Whether the model will train there.
         cache: Holds the matrices from trial to trial.
-        zeros: Whether weights in 4 bits are zeros instead.
+        zeros: Whether quantized weights are zeros instead.
         moves: Whether it is moved to its device later, so that a buffer would not be the table that it stands for.
     """
     import torch
@@ -114,7 +124,11 @@ def random_model(
                 if not moves:
                     _count_tables(module)
             elif isinstance(module, layers.Linear8bitLt):
-                _fill_8bit(module, known, dtype, cache)
+                _fill_8bit(module, known, dtype, cache, zeros=zeros)
+                if moves:
+                    module.__class__ = _moving()
+                else:
+                    module.register_buffer("scales", module.weight.SCB, persistent=False)
             elif device.type != "meta" and any(one.is_meta for one in module.parameters(recurse=False)):
                 module.to_empty(device=device, recurse=False)
                 model._init_weights(module)  # noqa: SLF001 - as the model itself does
@@ -248,7 +262,7 @@ def _fill_bias(module: nn.Linear, dtype: torch.dtype) -> None:
     from torch import nn
 
     if module.bias is not None:
-        module.bias = nn.Parameter(torch.zeros(module.out_features, dtype=dtype), requires_grad=False)
+        module.bias = nn.Parameter(torch.zeros(module.out_features, dtype=dtype))
 
 
 def _fill_4bit(
@@ -325,16 +339,18 @@ def _count_tables(module: Any) -> None:
         module.register_buffer(name, tensor, persistent=False)
 
 
-def _fill_8bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype, cache: TensorCache) -> None:
-    """Give a layer random weights in 8 bits."""
+def _fill_8bit(
+    module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtype, cache: TensorCache, *, zeros: bool
+) -> None:
+    """Give a layer random weights in 8 bits, or zeros."""
     import torch
     from bitsandbytes.nn import modules
 
     params: Any = modules.Int8Params
     shape = module.out_features, module.in_features
     device = torch.get_default_device()
-    if _nowhere():
-        data, scales = torch.empty(shape, dtype=torch.int8), torch.empty(shape[0])
+    if zeros or _nowhere():
+        data, scales = _zeros(*shape, dtype=torch.int8), _zeros(shape[0], dtype=torch.float32)
     else:
         if shape not in known:
 
@@ -347,4 +363,25 @@ def _fill_8bit(module: Any, known: dict[tuple[int, int], Any], dtype: torch.dtyp
         data, scales = (tensor.clone() for tensor in known[shape])
     module.weight = params(data, requires_grad=False, CB=data, SCB=scales)
     _fill_bias(module, dtype)
-    module.register_buffer("scales", scales, persistent=False)
+
+
+@functools.cache
+def _moving() -> type:
+    """A layer in 8 bits whose tables move with its weight.
+
+    Bitsandbytes 0.50 leaves them behind where a model moves that the layer is in: ``torch.nn.Module.to`` changes a
+    weight in place, and drops what ``Int8Params.to`` makes.
+    """
+    from bitsandbytes.nn import modules
+
+    layers: Any = modules
+
+    class Linear8bitLt(layers.Linear8bitLt):  # type: ignore[misc]
+        def _apply(self, *args: Any, **kwargs: Any) -> Any:
+            super()._apply(*args, **kwargs)
+            for holder in (self.weight, self.state):  # the second from the first forward pass on
+                if holder.CB is not None:
+                    holder.CB, holder.SCB = self.weight.data, holder.SCB.to(self.weight.device)
+            return self
+
+    return Linear8bitLt

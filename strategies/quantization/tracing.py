@@ -32,8 +32,13 @@ def traced_layers(recorder: TraceRecorder, *, on_cuda: bool) -> Iterator[None]:
     stand_ins: dict[Any, Any] = {ops.gemm_4bit.default: _gemm_4bit}
     if on_cuda:
         stand_ins[ops.int8_vectorwise_quant.default] = _quantized_rows
-        stand_ins[ops.int8_mixed_scaled_mm.default] = _product_of_integers
-    counters = {ops.gemm_4bit: _flops_4bit, ops.int8_mixed_scaled_mm: _flops_8bit}
+        stand_ins[ops.int8_mixed_scaled_mm.default] = _product_beside_outliers
+        stand_ins[ops.int8_scaled_mm.default] = _product_of_integers
+    counters = {
+        ops.gemm_4bit: _flops_4bit,
+        ops.int8_mixed_scaled_mm: lambda _, *given, **__: _flops_8bit(*given),
+        ops.int8_scaled_mm: _flops_8bit,
+    }
     layers: Any = modules
     replaced: list[tuple[Any, str, Any]] = []
     if recorder.fake:
@@ -90,40 +95,51 @@ def _gemm_4bit(recorder: TraceRecorder, func: Any, args: tuple[Any, ...], kwargs
     return result
 
 
-def _quantized_rows(recorder: TraceRecorder, func: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
-    """Rows in 8 bits, their scales, and no outliers: magnitudes are compared with the threshold."""
+def _quantized_rows(recorder: TraceRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows in 8 bits, their scales, and no outliers: magnitudes are compared with the threshold, where there is one."""
     import torch
 
-    given = args[0]
-    made = (
-        torch.empty(given.numel() // given.shape[-1]),
-        torch.empty(given.shape, dtype=torch.int8),
-        torch.empty(0, dtype=torch.int64),
-    )
-    for tensor in made:
+    given, judged = args[0], bool(kwargs.get("threshold", args[1] if len(args) > 1 else 0.0))
+    scales = torch.empty(given.numel() // given.shape[-1], dtype=torch.float32)
+    rows = torch.empty(given.shape, dtype=torch.int8)
+    outliers = torch.empty(0, dtype=torch.int64) if judged else None
+    for tensor in (scales, rows) if outliers is None else (scales, rows, outliers):
         recorder.follow(tensor, func, args)
-    with recorder.holding(given.nbytes, given.numel(), name="outliers"):
-        recorder.passes(given.nbytes, given.numel())
-    scales, rows, outliers = made
+    if judged:
+        with recorder.holding(given.nbytes, given.numel(), name="outliers"):
+            recorder.passes(given.nbytes, given.numel())
     return rows, scales, outliers
 
 
-def _product_of_integers(recorder: TraceRecorder, func: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
-    """A product in 32-bit integers, which becomes float16, which becomes the dtype that is wanted."""
+def _product_beside_outliers(recorder: TraceRecorder, func: Any, args: tuple[Any, ...], _: dict[str, Any]) -> Any:
+    """A product in integers, and no outliers to multiply."""
     import torch
 
     given, rows, weight = args[:3]
+    product = _product_of_integers(recorder, func, (rows, weight), {"dtype": given.dtype})
+    return product, torch.empty(0, dtype=given.dtype)
+
+
+def _product_of_integers(
+    recorder: TraceRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """A product in 32-bit integers, which becomes float16, which becomes the dtype that is wanted."""
+    import torch
+
+    rows, weight = args[:2]
+    wanted = kwargs.get("dtype") or torch.float16
     count = rows.numel() // rows.shape[-1] * weight.shape[0]
-    with recorder.holding(4 * count, 2 * count, name="products of integers"):
-        recorder.passes(4 * count, 2 * count)
-        result = torch.empty(*rows.shape[:-1], weight.shape[0], dtype=given.dtype)
+    held = (4 * count,) if wanted == torch.float16 else (4 * count, 2 * count)
+    with recorder.holding(*held, name="products of integers"):
+        recorder.passes(*held)
+        result = torch.empty(*rows.shape[:-1], weight.shape[0], dtype=wanted)
         recorder.follow(result, func, args)
-    return result, torch.empty(0, dtype=given.dtype)
+    return result
 
 
 def _flops_4bit(given: torch.Tensor, _: Any, shape: list[int], *__: Any, **___: Any) -> float:
     return 2.0 * given.numel() * shape[0]
 
 
-def _flops_8bit(given: torch.Tensor, _: Any, weight: torch.Tensor, *__: Any, **___: Any) -> float:
-    return 2.0 * given.numel() * weight.shape[0]
+def _flops_8bit(rows: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> float:
+    return 2.0 * rows.numel() * weight.shape[0]

@@ -70,8 +70,8 @@ def test_a_trace_of_a_family_needs_what_real_tensors_need(server, folder, family
     near(server, folder, facts_of_script(server, folder, SCRIPTS / "families.py", "--family", family))
 
 
-@pytest.mark.parametrize("how", [("--nested",), ("--kind", "fp4")])
-def test_a_trace_of_a_script_with_weights_in_4_bits_needs_what_real_tensors_need(server, folder, how):
+@pytest.mark.parametrize("how", [("--nested",), ("--kind", "fp4"), ("--kind", "int8")])
+def test_a_trace_of_a_script_with_quantized_weights_needs_what_real_tensors_need(server, folder, how):
     """With its layers recomputed, as its model has it by itself, and without."""
     tiny_llama(folder)
     facts = facts_of_script(server, folder, SCRIPTS / "qlora.py", "--model", folder / "llama", *how)

@@ -1,4 +1,4 @@
-"""Scripts that load weights in 4 bits themselves: their model on random weights, and what is left to a plan."""
+"""Scripts that load weights in 4 or 8 bits themselves: their model on random weights, and what is left to a plan."""
 
 import dataclasses
 
@@ -17,13 +17,16 @@ from tests.support.synthetic import cpu_facts
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 64, "attention_bias": True,
 }  # fmt: skip
 
 
 def plain():
     """A model that is not quantized; its config is its own, since quantizing writes into it."""
     return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+IN_8_BITS = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["down_proj", "lm_head"])
 
 
 def in_4_bits(kind="nf4", *, nested=True, storage=torch.uint8):
@@ -40,10 +43,14 @@ def made(config, *, draws=True):
 
 
 def layout(model):
-    """Shapes and dtypes of weights, and what belongs to those in 4 bits."""
+    """Shapes and dtypes of weights, whether they are trained, and what belongs to those in 4 or 8 bits."""
     found = {}
     for name, one in model.named_parameters():
-        found[name] = tuple(one.shape), one.dtype
+        found[name] = tuple(one.shape), one.dtype, one.requires_grad, type(one).__name__
+        if (scales := getattr(one, "SCB", None)) is not None:
+            found[name] += scales.shape, scales.dtype, one.CB.data_ptr() == one.data_ptr(), one.has_fp16_weights
+            state = model.get_submodule(name.removesuffix(".weight")).state
+            found[name] += state.threshold, state.has_fp16_weights, state.CB
         if (state := getattr(one, "quant_state", None)) is not None:
             inner = (state.state2.absmax.shape, state.state2.absmax.dtype, state.offset.shape) if state.nested else None
             scales = state.absmax.shape, state.absmax.dtype
@@ -53,27 +60,62 @@ def layout(model):
 
 @pytest.mark.parametrize("draws", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "nested", "storage"),
-    [("nf4", True, torch.uint8), ("fp4", False, torch.uint8), ("nf4", True, torch.bfloat16)],
+    ("config", "dtype"),
+    [
+        (in_4_bits("nf4"), torch.float32),
+        (in_4_bits("fp4", nested=False), torch.float32),
+        (in_4_bits("nf4", storage=torch.bfloat16), torch.float32),
+        (IN_8_BITS, torch.float32),
+        (BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), torch.float16),
+    ],
+    ids=["nf4", "fp4", "stored wide", "int8", "int8 without outliers"],
 )
-def test_a_model_of_random_weights_is_as_from_pretrained_would_load_it(tmp_path, kind, nested, storage, draws):
+def test_a_model_of_random_weights_is_as_from_pretrained_would_load_it(tmp_path, config, dtype, draws):
     plain().save_pretrained(tmp_path)
-    config = in_4_bits(kind, nested=nested, storage=storage)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
-    found = made(config, draws=draws)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=dtype)
+    found = made_quantized(config)(lambda: plain().to(dtype), draws)
     assert layout(found) == layout(loaded)
-    packed = next(one for one in found.parameters() if type(one).__name__ == "Params4bit")
-    assert packed.dtype == storage
+    assert (found.is_loaded_in_8bit if config.load_in_8bit else found.is_loaded_in_4bit) is True
+    packed = next(one for one in found.parameters() if hasattr(one, "quant_state") or hasattr(one, "SCB"))
+    assert config.load_in_8bit or packed.dtype == config.bnb_4bit_quant_storage
     assert bool(packed.any()) == draws
     ids = torch.arange(8)[None]
-    assert found(input_ids=ids, labels=ids).loss.isfinite()
+    assert found.train()(input_ids=ids, labels=ids).loss.isfinite()
 
 
-def test_a_checkpoint_that_is_quantized_already_says_so_in_its_config(tmp_path):
-    config = LlamaConfig(**SIZES, quantization_config=in_4_bits().to_dict())
+def test_random_weights_in_8_bits_are_scaled_as_loading_scales_them():
+    found = made(BitsAndBytesConfig(load_in_8bit=True))
+    weight = found.model.layers[0].mlp.up_proj.weight
+    assert weight.abs().amax(1).tolist() == [127] * 96, "each row's largest is the end of its range"
+    assert weight.SCB.mean().item() == pytest.approx(0.05, rel=0.3), "which is some deviations of 0.02"
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+def test_what_belongs_to_weights_in_8_bits_moves_with_the_model(passes):
+    """As an Accelerator moves it; bitsandbytes leaves it behind, since ``from_pretrained`` loads to the device."""
+    found = made(IN_8_BITS)
+    for _ in range(passes):
+        found(input_ids=torch.arange(8)[None])
+    found._apply(torch.clone)
+    layer = found.model.layers[0].mlp.up_proj
+    holder = layer.state if passes else layer.weight
+    assert holder.CB.data_ptr() == layer.weight.data_ptr()
+    assert holder.SCB.device == layer.weight.device
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (in_4_bits().to_dict(), "nf4 twice"),
+        (BitsAndBytesConfig(load_in_8bit=True).to_dict(), "int8"),
+        ({"load_in_8bit": True}, "int8"),
+    ],
+)
+def test_a_checkpoint_that_is_quantized_already_says_so_in_its_config(tmp_path, said, words):
+    config = LlamaConfig(**SIZES, quantization_config=said)
     build_it = lambda settings, **_: LlamaForCausalLM(settings)  # noqa: E731
     found = random_model(LlamaForCausalLM, tmp_path, {"config": config}, build_it, draws=False)
-    assert technique("quantization").in_script(found) == "nf4 twice"
+    assert technique("quantization").in_script(found) == words
 
 
 def test_what_a_module_calls_its_weight_may_be_any():
@@ -85,8 +127,9 @@ def test_what_a_module_calls_its_weight_may_be_any():
     assert technique("quantization").in_script(model) is None
 
 
-def test_weights_in_4_bits_are_counted_as_what_they_stand_for():
-    told = [describe_built("llama", one.config, one) for one in (plain(), made(in_4_bits()))]
+@pytest.mark.parametrize("config", [in_4_bits(), IN_8_BITS])
+def test_quantized_weights_are_counted_as_what_they_stand_for(config):
+    told = [describe_built("llama", one.config, one) for one in (plain(), made(config))]
     assert told[0]["parameters"] == told[1]["parameters"]
     assert told[0]["products"] == told[1]["products"]
 
@@ -94,7 +137,7 @@ def test_weights_in_4_bits_are_counted_as_what_they_stand_for():
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        (BitsAndBytesConfig(load_in_8bit=True), "bitsandbytes"),
+        (BitsAndBytesConfig(), "bitsandbytes"),
         (GPTQConfig(bits=4), "gptq"),
         ({"quant_method": "awq", "bits": 4}, "awq"),
     ],
@@ -104,6 +147,13 @@ def test_other_quantized_weights_are_refused_by_their_name(config, kind):
         made_quantized(config)
     assert refused.value.message == f"the script loads its model with quantized weights ({kind})"
     assert "--fix quantization=nf4" in refused.value.hint
+
+
+def test_weights_that_are_rounded_to_8_bits_in_each_step_are_refused_by_their_argument():
+    with pytest.raises(Refused) as refused:
+        made_quantized(BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True))
+    assert "llm_int8_has_fp16_weight" in refused.value.message
+    assert "leave that out" in refused.value.hint
 
 
 @pytest.fixture
@@ -130,24 +180,31 @@ def test_a_plan_leaves_alone_how_a_script_has_quantized(facts):
 
 
 @pytest.mark.parametrize(
-    ("stored", "parallel", "precision", "refused"),
+    ("kind", "parallel", "precision", "refused"),
     [
-        ("", "ddp", "fp16", None),
-        ("", "fsdp", "fp32", "stored in uint8: load them with bnb_4bit_quant_storage=torch.bfloat16"),
-        ("", "zero2", "fp32", "was not tried under zero2"),
-        (", stored in bfloat16", "zero2", "bf16", "was not tried under zero2"),
-        (", stored in bfloat16", "tp2xfsdp1", "bf16", "was not tried under tp2xfsdp1"),
-        (", stored in bfloat16", "fsdp", "fp32", None),
-        (", stored in bfloat16", "fsdp:noreshard", "bf16", None),
-        (", stored in bfloat16", "hsdp:2x2", "bf16_weights", None),
-        (", stored in bfloat16", "fsdp", "fp16", "would cast weights that are packed in bfloat16 to float16"),
-        (", stored in float32", "fsdp", "tf32", None),
-        (", stored in float32", "fsdp", "bf16", "would cast weights that are packed in float32 to bfloat16"),
-        (", stored in float32", "fsdp", "bf16_weights", "would cast weights that are packed in float32 to bfloat16"),
+        ("nf4 twice", "ddp", "fp16", None),
+        ("nf4 twice", "fsdp", "fp32", "stored in uint8: load them with bnb_4bit_quant_storage=torch.bfloat16"),
+        ("int8", "ddp", "bf16", None),
+        ("int8", "fsdp", "bf16", "stored in int8"),
+        ("nf4 twice", "zero2", "fp32", "was not tried under zero2"),
+        ("nf4 twice, stored in bfloat16", "zero2", "bf16", "was not tried under zero2"),
+        ("nf4 twice, stored in bfloat16", "tp2xfsdp1", "bf16", "was not tried under tp2xfsdp1"),
+        ("nf4 twice, stored in bfloat16", "fsdp", "fp32", None),
+        ("nf4 twice, stored in bfloat16", "fsdp:noreshard", "bf16", None),
+        ("nf4 twice, stored in bfloat16", "hsdp:2x2", "bf16_weights", None),
+        ("nf4 twice, stored in bfloat16", "fsdp", "fp16", "would cast weights that are packed in bfloat16 to float16"),
+        ("nf4 twice, stored in float32", "fsdp", "tf32", None),
+        ("nf4 twice, stored in float32", "fsdp", "bf16", "that are packed in float32 to bfloat16"),
+        (
+            "nf4 twice, stored in float32",
+            "fsdp",
+            "bf16_weights",
+            "that are packed in float32 to bfloat16",
+        ),
     ],
 )
-def test_weights_in_4_bits_are_split_where_they_stay_what_they_are(facts, stored, parallel, precision, refused):
-    script = dataclasses.replace(facts.workload.script, quantization=f"nf4 twice{stored}")
+def test_quantized_weights_are_split_where_they_stay_what_they_are(facts, kind, parallel, precision, refused):
+    script = dataclasses.replace(facts.workload.script, quantization=kind)
     facts = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=script))
     plan = {**build(facts).plans[0], "parallel": parallel, "precision": precision}
     why_not = technique("quantization").conflict("none", plan, facts)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autofit.registry import techniques
+from autofit.system.errors import InputError
 from autofit.training.scripts.leave import Refused
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
@@ -55,10 +56,14 @@ def made_quantized(said: Any) -> Callable[[Callable[[], Any], bool], Any]:
     """What makes a model with random weights as a script's config of quantized ones would have it loaded.
 
     Raises:
-        Refused: No technique knows it.
+        Refused: No technique knows it, or the one that does can't train it.
     """
     for one in techniques():
-        if (made := one.made_in_script(said)) is not None:
+        try:
+            made = one.made_in_script(said)
+        except InputError as error:
+            raise Refused(error.message, error.hint or "") from error
+        if made is not None:
             return made
     kind = said.get("quant_method") if isinstance(said, Mapping) else getattr(said, "quant_method", said)
     raise Refused(f"the script loads its model with quantized weights ({getattr(kind, 'value', kind)})", _by_name())
