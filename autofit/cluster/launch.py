@@ -19,7 +19,7 @@ from autofit.cluster.together import answers
 from autofit.contract.facts import Device
 from autofit.system.errors import MachineError
 from autofit.system.files import helper_environment
-from autofit.system.processes import end_group
+from autofit.system.processes import bound_to_this, end_group
 from autofit.system.redact import redacted
 from autofit.training.ranks import free_port
 
@@ -79,7 +79,7 @@ class Launcher:
         log, status = self.folder / "log", None
         with log.open("wb") as output:
             self._process = process = subprocess.Popen(
-                command,
+                bound_to_this(command, signal.SIGKILL),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

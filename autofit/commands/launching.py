@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from autofit.output.emit import YAML
 from autofit.system import strict_json
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import helper_environment
-from autofit.system.processes import end_group
+from autofit.system.processes import bound_to_this, end_group
 from autofit.system.redact import redacted
 from autofit.training.joined import outcome_of_ranks
 from autofit.training.launch_environment import USE_CPU
@@ -111,7 +112,7 @@ def launch_here(
         try:
             with log.open("wb") as output:
                 process = subprocess.Popen(
-                    command,
+                    bound_to_this(command, signal.SIGKILL),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

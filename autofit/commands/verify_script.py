@@ -19,7 +19,7 @@ from typing import Any
 
 def main(folder: Path, result: Path, steps: int) -> None:
     """Train some optimizer steps and write their outcome to ``result``."""
-    from autofit.system.fork_server_process import die_with_parent, load_bitsandbytes
+    from autofit.system.fork_server_process import load_bitsandbytes
 
     load_bitsandbytes()
     from transformers import HfArgumentParser, Trainer, TrainingArguments, utils
@@ -37,8 +37,6 @@ def main(folder: Path, result: Path, steps: int) -> None:
     from autofit.training.scripts.entry import keep_quiet, measure_steps, rows_words
     from autofit.training.timing import Clock, Effort
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the launcher starts each rank in a session of its own
-        die_with_parent(os.getppid(), signal.SIGKILL)
     _ = Trainer  # imported before the base of memory is read
     utils.logging.set_verbosity(logging.ERROR)
     setup = read_setup(folder, any_hardware=True)  # verify itself says which device it is
@@ -79,6 +77,9 @@ def main(folder: Path, result: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
+    from autofit.system.processes import die_with_parent
+
+    die_with_parent(os.getppid(), signal.SIGKILL)  # a launcher that is killed, or its rank's agent, ends no rank
     # the folder of a script comes first in the search path; this one's modules must not stand for others
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 import psutil
 
 from autofit.system.other_kernels import packages_of
+from autofit.system.processes import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _FIRST = ("torch", "transformers", "transformers.modeling_utils")
 _ALWAYS = ("torch._dynamo", "accelerate.commands.launch")
@@ -39,13 +39,6 @@ job and this one none."""
 # once its parent has touched it; so do torchao, which transformers imports where it is installed, and what a model's
 # module takes its kernels from
 _ON_CPU = ("transformers.trainer", "torch.utils.data")
-
-
-def die_with_parent(parent: int, number: int) -> None:
-    """Ask the kernel for a signal when the parent ends; end at once where it already has."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _adopt_orphans() -> None:

@@ -1,13 +1,34 @@
-"""Processes that were started here, and all that they have started."""
+"""Processes that were started here, and all that they have started.
+
+``python -m autofit.system.processes PARENT SIGNAL COMMAND ...`` becomes the command, which gets the signal when its
+parent ends, however it ends.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
+import sys
+from collections.abc import Sequence
 
 import psutil
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int, number: int) -> None:
+    """Ask the kernel for a signal when the parent ends; end at once where it already has."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def bound_to_this(command: Sequence[str], number: signal.Signals) -> tuple[str, ...]:
+    """A command that gets a signal when this process ends, or the thread that starts it."""
+    return sys.executable, "-m", "autofit.system.processes", str(os.getpid()), str(int(number)), *command
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -21,3 +42,8 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     except (ProcessLookupError, PermissionError):
         return
     process.wait()
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]), int(sys.argv[2]))
+    os.execv(sys.argv[3], sys.argv[3:])  # noqa: S606 - a list

@@ -32,7 +32,8 @@ from typing import NoReturn
 
 import psutil
 
-from autofit.system.fork_server_process import device_is_spoilt, die_with_parent
+from autofit.system.fork_server_process import device_is_spoilt
+from autofit.system.processes import die_with_parent
 
 RANK = "AUTOFIT_RANK"
 """Set in the process of a rank, to its number."""

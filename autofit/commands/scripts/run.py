@@ -18,10 +18,11 @@ from autofit.output.document import Document, read_document
 from autofit.output.emit import YAML
 from autofit.system.errors import InputError, MachineError, Terminated
 from autofit.system.files import helper_environment
-from autofit.system.processes import end_group
+from autofit.system.processes import bound_to_this, end_group
 from autofit.training.launch_environment import check_environment
 from autofit.training.scripts.leave import NOT_AS_TUNED
 
+_SCRIPT = Path(__file__).with_name("run_script.py")
 INTERRUPTED_SECONDS = 30.0
 _PORT = 29500
 """On which Accelerate has machines meet where it is told none."""
@@ -69,16 +70,15 @@ def run(
         )
     for words in differences(document, train):
         say(words)
-    launched = Path(__file__).with_name("run_script.py")
     command = (
         sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
         "--quiet",  # what the script says of its end is all there is to tell
         "--config_file", str(folder.absolute() / YAML), *place, *_threads(document),
-        str(launched), str(folder.absolute()), str(train.path), *train.arguments,
+        str(_SCRIPT), str(folder.absolute()), str(train.path), *train.arguments,
     )  # fmt: skip
     environment = helper_environment({**os.environ, **on_its_device(document, say)})
     try:
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        process = subprocess.Popen(bound_to_this(command, signal.SIGTERM), env=environment, start_new_session=True)
     except OSError as error:
         raise MachineError(f"accelerate launch can't be started: {error}") from error
     try:

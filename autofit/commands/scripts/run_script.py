@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -92,6 +93,9 @@ def _stop(error: AutofitError) -> NoReturn:
 
 
 if __name__ == "__main__":
+    from autofit.system.processes import die_with_parent
+
+    die_with_parent(os.getppid(), signal.SIGTERM)  # a launcher that is killed ends no script; one may save then
     # the folder of a script comes first in the search path; this one's modules must not stand for others
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     main(sys.argv[1], sys.argv[2], tuple(sys.argv[3:]))
