@@ -25,7 +25,8 @@ def told(number, frame):
     sys.exit()
 signal.signal(signal.SIGTERM, told)
 print("begun", flush=True)
-time.sleep(60)
+time.sleep(20)
+print("went on", flush=True)
 """
 
 
@@ -45,13 +46,14 @@ def test_a_command_does_not_begin_where_what_started_it_is_gone():
     assert (done.returncode, done.stdout) == (1, b"")
 
 
+BEGINS = "import time; print('begun', flush=True); time.sleep(20); print('went on', flush=True)"
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
 
 
 @pytest.mark.parametrize("script", [launching._SCRIPT, scripts._SCRIPT], ids=["verify", "run"])
 def test_a_launched_script_ends_with_its_launcher(script, tmp_path):
     for module in ("bitsandbytes", "torch", "transformers"):  # what it imports first
-        (tmp_path / f"{module}.py").write_text("import time; print('begun', flush=True); time.sleep(60)")
+        (tmp_path / f"{module}.py").write_text(BEGINS)
     command = [sys.executable, "-c", LAUNCHER, str(script), str(tmp_path), "x", "1"]
     environment = helper_environment({**os.environ, "PYTHONPATH": str(tmp_path)})
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as launcher:
