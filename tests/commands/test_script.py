@@ -503,19 +503,20 @@ def test_a_plain_loop_is_tuned_run_and_verified(folder, processes):
 @pytest.mark.parametrize(("how", "kind"), [(("--nested",), "nf4 twice"), (("--kind", "int8"), "int8")])
 def test_a_script_that_quantizes_weights_itself_is_tuned_verified_and_run(folder, how, kind):
     tiny_llama(folder)
+    out = f"packed-{how[-1].strip('-')}"
     LlamaForCausalLM(AutoConfig.from_pretrained(folder / "llama")).save_pretrained(folder / "llama")
     script, words = SCRIPTS / "qlora.py", ("--", "--model", "llama", *how)
     held = ("--fix=micro_batch=8", "--fix=checkpointing=off", "--fix=attention=default", "--fix=precision=fp32")
-    done = autofit(folder, "tune", script, "--output", "packed", "--device", "cpu", "--trials", 1, *held, *words)
+    done = autofit(folder, "tune", script, "--output", out, "--device", "cpu", "--trials", 1, *held, *words)
     assert done.returncode == 0, done.stderr
-    found = read_document(folder / "packed")
+    found = read_document(folder / out)
     own = found.workload.script
     assert (own.adapter, own.quantization, own.checkpointing) == ("LORA r=4", kind, "switched on")
     assert found.guard.verdict == "alone", found.guard.words
     assert any("are forked from the script where it begins to train" in words for words in found.notes)
-    verified = autofit(folder, "verify", "packed", "--tolerance", "0.95")
+    verified = autofit(folder, "verify", out, "--tolerance", "0.95")
     assert verified.returncode == 0, verified.stderr
-    ran = autofit(folder, "run", "packed", script, *words)
+    ran = autofit(folder, "run", out, script, *words)
     assert ran.returncode == 0, ran.stderr
     assert "took no effect" not in ran.stderr
     assert "recomputes False" in ran.stdout, "the plan keeps what the script by itself recomputes"
