@@ -66,6 +66,7 @@ _COMPUTES = {
 }
 _MANTISSA = {"fp32": 23, "tf32": 10, "bf16": 7, "fp16": 10, "bf16_weights": 7, "fp8": 2}
 """Bits, without the leading one; of float8 the gradients' (e5m2)."""
+_STAY = "weights and optimizer state stay float32"
 _FLOAT8 = (8, 9)
 _SPLIT = {"fp32", "tf32", "bf16", "bf16_weights"}
 """What was tried under tensor parallelism; under context parallelism those of 16 bits."""
@@ -201,6 +202,7 @@ class Precision(Technique):
         return {
             "compute_dtype": _compute_dtype(*ran.output),
             "weights_dtype": dtype_name(_main_weight(list(ran.model.parameters()))),
+            "trained_dtype": _trained_dtype(ran.model),
             "float8_linears": sum(type(module).__name__ == "Float8Linear" for module in ran.model.modules()),
             "loss_scaled": getattr(ran.accelerator, "scaler", None) is not None,
             "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32" if ran.on_cuda else None,
@@ -216,11 +218,8 @@ class Precision(Technique):
             computed = wanted
         if computed not in {wanted, "int8"}:  # 8-bit weights are multiplied as integers
             return f"a linear layer computed in {computed}, not {wanted}"
-        weights = "bfloat16" if value == "bf16_weights" else "float32"
-        if seen.get("engine") == "DEEPSPEED":  # keeps the float32 copy itself, and computes with 16-bit weights
-            weights = wanted
-        if seen.get("weights_dtype") != weights:
-            return f"the weights are {seen.get('weights_dtype')}, not {weights}"
+        if why_not := self._other_weights(value, seen, facts):
+            return why_not
         # autocast leaves hardly any float32 product, and bfloat16 weights none: others may have switched the flag then
         judged = value in {"fp32", "tf32"} and "tf32" in facts.hardware.precisions and tf32 is not None
         if judged and tf32 != (value == "tf32"):
@@ -232,14 +231,31 @@ class Precision(Technique):
             return "the loss is not scaled"
         return None
 
+    def _other_weights(self, value: Value, seen: Seen, facts: Facts) -> str | None:
+        """How the weights are not as the value has them, in words."""
+        wanted = _COMPUTES[str(value)]
+        found, kept = seen.get("weights_dtype"), "bfloat16" if value == "bf16_weights" else "float32"
+        if seen.get("engine") == "DEEPSPEED":  # keeps the float32 copy itself, and computes with 16-bit weights
+            kept = wanted
+        if found == kept:
+            return None
+        if found != wanted or not _in_a_loop(facts):  # which may cast them itself, as diffusers' scripts do
+            return f"the weights are {found}, not {kept}"
+        trained = seen.get("trained_dtype")
+        if trained == "float32" or value == self.own(facts):
+            return None
+        lost = f"under it the script casts what it trains to {trained}, which loses small updates"
+        return f"{lost}: it is tried where the script asks for {value} itself"
+
     def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
         script = facts.workload.script
         asked = value == "bf16_weights" and script is not None and script.own.get("bf16")
         lost = " The script's own autocast is off." if asked and _autocast(value, plan, facts) == "no" else ""
+        stay = f"{_STAY}{' but where the script casts them itself' * _in_a_loop(facts)}"
         said = {
             "fp32": None,
             "tf32": "Matrix products run in TF32: float32 range, 10 bits of mantissa.",
-            "bf16": "Forward and backward run under bfloat16 autocast; weights and optimizer state stay float32.",
+            "bf16": f"Forward and backward run under bfloat16 autocast; {stay}.",
             "fp16": "Forward and backward run under float16 autocast with dynamic loss scaling; "
             "steps whose gradients overflow are skipped.",
             "bf16_weights": "Weights, gradients and optimizer state are bfloat16 without a float32 copy: updates "
@@ -264,6 +280,12 @@ class Precision(Technique):
 def _quantized_by_script(facts: Facts) -> bool:
     script = facts.workload.script
     return script is not None and script.quantization is not None
+
+
+def _in_a_loop(facts: Facts) -> bool:
+    """Whether a script trains in a loop of its own, where it may cast weights as its Accelerator's precision is."""
+    script = facts.workload.script
+    return script is not None and not script.trainer
 
 
 def cast_main_input(model: PreTrainedModel) -> PreTrainedModel:
@@ -336,6 +358,12 @@ def _main_weight(parameters: list[nn.Parameter]) -> nn.Parameter:
     floats = [parameter for parameter in parameters if parameter.dtype.is_floating_point]
     frozen = [parameter for parameter in floats if not parameter.requires_grad]
     return max(frozen or floats, key=lambda parameter: parameter.numel())
+
+
+def _trained_dtype(model: nn.Module) -> str | None:
+    """That of the largest trainable weight; ``None`` where there is none."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return dtype_name(max(trained, key=lambda one: one.numel())) if trained else None
 
 
 def _float8(facts: Facts) -> Choice:

@@ -499,6 +499,45 @@ def test_a_plain_loop_is_tuned_run_and_verified(folder, processes):
     assert launched["outcome"]["kind"] == "measured"
 
 
+CASTS = """
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+here = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+model[0].requires_grad_(False).to(here)
+loader = DataLoader(TensorDataset(torch.randn(64, 64), torch.randint(0, 8, (64,))), batch_size=4)
+trained = [one for one in model.parameters() if one.requires_grad]
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(trained), loader)
+for rows, wanted in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(nn.functional.cross_entropy(model(rows), wanted))
+        optimizer.step()
+        optimizer.zero_grad()
+print("computed in", model[0].weight.dtype)
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_that_casts_what_it_does_not_train_is_tuned_in_16_bits(folder):
+    """As diffusers' scripts do, by what their Accelerator says."""
+    script = folder / "casts.py"
+    script.write_text(CASTS)
+    held = ("--fix=micro_batch=4", "--fix=precision=bf16", "--fix=loader=default", "--fix=checkpointing=off")
+    done = autofit(folder, "tune", script, "--output", "casts", "--device", "cpu", "--trials", 1, *held)
+    if "would emulate bfloat16" in done.stderr:
+        pytest.skip("no bfloat16 here")
+    assert done.returncode == 0, done.stderr
+    assert "bfloat16 autocast; weights and optimizer state stay float32 but where the script casts them" in " ".join(
+        done.stdout.split()
+    )
+    ran = autofit(folder, "run", "casts", script)
+    assert (ran.returncode, "computed in torch.bfloat16" in ran.stdout) == (0, True), ran.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "kind"), [(("--nested",), "nf4 twice"), (("--kind", "int8"), "int8")])
 def test_a_script_that_quantizes_weights_itself_is_tuned_verified_and_run(folder, how, kind):

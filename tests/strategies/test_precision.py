@@ -33,6 +33,31 @@ def test_float16_without_a_scaled_loss_is_refused():
     assert PRECISION.in_effect("fp16", seen, FACTS) == "the loss is not scaled"
 
 
+@pytest.mark.parametrize(
+    ("value", "own", "frozen", "trained", "refused"),
+    [
+        ("bf16", False, "bfloat16", "float32", None),
+        ("fp16", False, "float16", "float32", None),
+        ("bf16", False, "bfloat16", "bfloat16", "casts what it trains to bfloat16"),
+        ("bf16", True, "bfloat16", "bfloat16", None),
+        ("bf16", True, "float16", "float32", "the weights are float16, not float32"),
+        ("fp32", False, "bfloat16", "float32", "the weights are bfloat16, not float32"),
+    ],
+)
+def test_a_loop_may_cast_its_weights_to_what_autocast_computes_in(value, own, frozen, trained, refused):
+    """As diffusers' scripts do with what they don't train, and under bfloat16 with their adapters."""
+    seen = {**SEEN[value], "weights_dtype": frozen, "trained_dtype": trained}
+
+    def judged(trainer):
+        script = Script(path="train.py", sha256="", trainer=trainer, micro_batch=4, accumulation=2, own={value: own})
+        facts = cuda_facts()
+        facts = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=script))
+        return PRECISION.in_effect(value, seen, facts)
+
+    assert judged("") is None if refused is None else refused in judged("")
+    assert "the weights are" in judged("Trainer"), "there a plan says how they are loaded"
+
+
 def test_over_16_bit_weights_a_script_keeps_the_autocast_and_the_tf32_that_it_asks_for():
     """As those that train an adapter do: TRL's SFTTrainer asks for bfloat16 by itself."""
     facts = cuda_facts()
