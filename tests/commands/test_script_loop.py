@@ -306,6 +306,20 @@ def test_a_loop_that_takes_a_part_of_its_batches_keeps_its_split(described, loop
     assert split is why or why in split
 
 
+@pytest.mark.parametrize(("taken", "why"), [("kept[place]", "as by kept[place]"), ("rows[0]", None)])
+def test_a_loop_that_takes_what_it_kept_of_each_batch_by_its_number_keeps_its_split(described, taken, why):
+    """Latents that a script has cached are as many rows as its own micro-batches."""
+    loop = f"""
+kept = [rows * 2 for (rows,) in loader]
+for place, rows in enumerate(loader):
+    with accelerator.accumulate(model):
+        accelerator.backward(model({taken}).sum())
+        optimizer.step()
+"""
+    split = described(PREPARED + loop)["script"]["own_split"]
+    assert split is why or why in split
+
+
 def test_batches_that_are_kept_in_a_list_are_refused(described):
     """Where no batch is asked for there is nothing to time a step by."""
     loop = STEPS.format(first="pass", then="pass", last="pass").replace(" in loader", " in list(loader)")

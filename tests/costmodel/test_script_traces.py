@@ -124,6 +124,19 @@ def test_the_loss_of_a_loop_and_what_lies_beside_its_model_count(server, folder)
     near(server, folder, facts_of_script(server, folder, script))
 
 
+def test_tensors_that_a_loop_puts_onto_its_device_count(server, folder):
+    """Averages of the weights, such as those of diffusers' ``EMAModel``, are no module's."""
+    peaks = []
+    for averages in ["", "averages = [torch.zeros(2**18).to(accelerator.device) for _ in range(4)]\n"]:
+        script = own_loop(folder, "found.exp().mean()", f"{averages}model.to(accelerator.device)")
+        facts = facts_of_script(server, folder, script)
+        plan = plans_of(facts)[0]
+        need = traces_of(server, folder, facts, [plan]).need(plan)
+        assert need is not None
+        peaks.append(need.peak_bytes)
+    assert peaks[1] - peaks[0] == pytest.approx(2**22, rel=0.01)
+
+
 def test_an_optimizer_of_a_loop_makes_no_state_of_layers_that_the_loss_does_not_use(server, folder):
     script = own_loop(folder, "model[:4](rows).exp().mean()", "")
     script.write_text(script.read_text().replace("found = model(rows)", "pass"))

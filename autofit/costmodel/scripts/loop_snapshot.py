@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autofit.costmodel.scripts.loop_source import LoopSource
 from autofit.costmodel.scripts.snapshot import UNLIKE, Snapshot, check, most, peak_of, report
@@ -54,6 +55,7 @@ class LoopSnapshot(Snapshot):
         self.model: Any = None
         self.loader: Any = None
         self.moved: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.sent = WeakTensorKeyDictionary()
         self.steps: Stepping | None = None
         self.begun: tuple[LoopSource, KnownValues | None] | None = None
         self.taken = False
@@ -95,15 +97,25 @@ class LoopSnapshot(Snapshot):
     # -- up to the loop -----------------------------------------------------------------------------------------------
 
     def _hear_of_devices(self) -> None:
-        """Note which modules the script puts onto a device."""
-        own, moved = nn.Module.to, self.moved
+        """Note which modules and tensors the script puts onto a device."""
+        own, own_of_tensors, moved, sent = nn.Module.to, torch.Tensor.to, self.moved, self.sent
+
+        def onto(*args: Any, device: Any = None, **_: Any) -> bool:
+            return any(isinstance(one, str | torch.device) for one in (*args, device))
 
         def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(one, str | torch.device) for one in (*args, kwargs.get("device"))):
+            if onto(*args, **kwargs):
                 moved.add(module)
             return own(module, *args, **kwargs)
 
+        def tensor_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            made = own_of_tensors(tensor, *args, **kwargs)
+            if self.steps is None and onto(*args, **kwargs):
+                sent[made] = True
+            return made
+
         nn.Module.to = to  # type: ignore[method-assign, assignment]
+        torch.Tensor.to = tensor_to  # type: ignore[method-assign, assignment]
 
     def _constructed(self, given: dict[str, Any]) -> dict[str, Any]:
         if self.request is None:
@@ -175,8 +187,9 @@ class LoopSnapshot(Snapshot):
                     "a loop that prepares its loader after its model isn't traced if the weights are split"
                 )
             source = LoopSource(
-                self.recipe, self.script, optimizer=optimizer, model=self.model, loader=self.loader, moved=self.moved
-            )
+                self.recipe, self.script, optimizer=optimizer, model=self.model, loader=self.loader,
+                moved=self.moved, sent=self.sent,
+            )  # fmt: skip
         if self.is_alone:
             self.fork_for_each_padding(source)
         elif alone:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from autofit.costmodel.scripts.script_source import ScriptSource, apart
@@ -14,6 +15,10 @@ from autofit.costmodel.tracing.layers import Marks, TraceDone
 if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
     from autofit.contract.script import Script
+
+
+_FEW_BYTES = 2**20
+"""Of tensors beside the model, which are no matter: where something lies beside it, all of its layers are traced."""
 
 
 class LoopSource(ScriptSource):
@@ -26,15 +31,18 @@ class LoopSource(ScriptSource):
         model: The model, wrapped as the plan says.
         loader: The script's own loader.
         moved: Modules that the script has put onto its device.
+        sent: Tensors that were put there, such as averages of the weights; those of modules among them.
     """
 
     def __init__(
-        self, recipe: Recipe, script: Script, *, optimizer: Any, model: Any, loader: Any, moved: Iterable[nn.Module]
-    ) -> None:
+        self, recipe: Recipe, script: Script, *,
+        optimizer: Any, model: Any, loader: Any, moved: Iterable[nn.Module], sent: Iterable[torch.Tensor] = (),
+    ) -> None:  # fmt: skip
         super().__init__(recipe, script)
         self.optimizer, self.prepared_model, self.loader = optimizer, model, loader
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.beside = apart(model, moved)
+        self.beside += _kept(sent, [model, *self.beside])
 
     def model(self, *, fake: bool) -> Any:
         """The script's model."""
@@ -62,3 +70,19 @@ class LoopSource(ScriptSource):
                 optimizer.step()
                 optimizer.zero_grad()
                 marks.step_end()
+
+
+def _kept(sent: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """A module that holds those tensors which none of some modules holds, each storage once; none for a few bytes."""
+    told = {_storage(one) for module in modules for one in (*module.parameters(), *module.buffers())}
+    others = {_storage(one): one for one in sent if _storage(one) not in told}
+    if sum(one.nbytes for one in others.values()) < _FEW_BYTES:
+        return []
+    holder = nn.Module()
+    for number, one in enumerate(others.values()):
+        holder.register_buffer(f"tensor_{number}", one.detach())
+    return [holder]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - there is no other name of it

@@ -15,6 +15,7 @@ from typing import Any
 _BY_HAND = "it asks for each batch by itself, as by next(), so how many it takes is its own"
 _IN_PART = "it takes its batches by {}, so how many it takes, or how large others beside them are, is its own"
 _COUNTED = "it tells by the number of its batches when to leave its loop, or which to leave out (line {} of {})"
+_TAKES = "it takes by the number of its batches what belongs to each, as by {} (line {} of {})"
 _ENDS = {zip, itertools.islice, itertools.takewhile, itertools.zip_longest, itertools.chain}
 """What may end before a loader does, or give other batches, too."""
 _PASSES = (*_ENDS, enumerate, map, filter, itertools.cycle, itertools.starmap, tuple, GeneratorType)
@@ -37,8 +38,7 @@ def own_number(giving: FrameType) -> str | None:
     for one in takers & _ENDS:
         return _IN_PART.format(f"{one.__name__}()")
     path = Path(asking.f_code.co_filename)
-    line = _deciding_line(asking, path, counts=enumerate in takers)
-    return None if line is None else _COUNTED.format(line, path.name)
+    return _by_its_number(asking, path, counts=enumerate in takers)
 
 
 def _asking(giving: FrameType) -> list[Any]:
@@ -67,8 +67,8 @@ def _takers(generators: list[FrameType]) -> set[type]:
     return kinds
 
 
-def _deciding_line(frame: FrameType, path: Path, *, counts: bool) -> int | None:
-    """The line that decides by the number of batches whether a frame's loop goes on or trains on one.
+def _by_its_number(frame: FrameType, path: Path, *, counts: bool) -> str | None:
+    """What a frame's loop does by the number of batches, in words: to go on, to train on one, to take another's rows.
 
     Args:
         frame: In the middle of its loop.
@@ -90,8 +90,11 @@ def _deciding_line(frame: FrameType, path: Path, *, counts: bool) -> int | None:
         names.add(ast.unparse(inner.target.elts[0]))
     for one in _decisions(loops[0], loops):
         if names & {ast.unparse(part) for part in ast.walk(one.test) if isinstance(part, ast.Name | ast.Attribute)}:
-            return int(one.lineno)
-    return next((one.lineno for one in inner.body if isinstance(one, ast.Break)), None)
+            return _COUNTED.format(one.lineno, path.name)
+    for part in _at_each_batch(inner):
+        if isinstance(part, ast.Subscript) and isinstance(part.ctx, ast.Load) and ast.unparse(part.slice) in names:
+            return _TAKES.format(ast.unparse(part), part.lineno, path.name)
+    return next((_COUNTED.format(one.lineno, path.name) for one in inner.body if isinstance(one, ast.Break)), None)
 
 
 def _loops_at(node: ast.AST, line: int, around: list[_Loop]) -> Iterator[list[_Loop]]:
