@@ -306,7 +306,14 @@ def test_a_loop_that_takes_a_part_of_its_batches_keeps_its_split(described, loop
     assert split is why or why in split
 
 
-@pytest.mark.parametrize(("taken", "why"), [("kept[place]", "as by kept[place]"), ("rows[0]", None)])
+@pytest.mark.parametrize(
+    ("taken", "why"),
+    [
+        ("kept[place]", "as by kept[place]"),
+        ("rows[0]", None),
+        ("never_made[place] if kept is None else rows[0]", None),
+    ],
+)
 def test_a_loop_that_takes_what_it_kept_of_each_batch_by_its_number_keeps_its_split(described, taken, why):
     """Latents that a script has cached are as many rows as its own micro-batches."""
     loop = f"""

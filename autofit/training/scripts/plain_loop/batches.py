@@ -91,10 +91,23 @@ def _by_its_number(frame: FrameType, path: Path, *, counts: bool) -> str | None:
     for one in _decisions(loops[0], loops):
         if names & {ast.unparse(part) for part in ast.walk(one.test) if isinstance(part, ast.Name | ast.Attribute)}:
             return _COUNTED.format(one.lineno, path.name)
-    for part in _at_each_batch(inner):
-        if isinstance(part, ast.Subscript) and isinstance(part.ctx, ast.Load) and ast.unparse(part.slice) in names:
+    read: Iterator[Any] = (one for one in _at_each_batch(inner) if isinstance(one, ast.Subscript))
+    for part in read:
+        counted = isinstance(part.ctx, ast.Load) and ast.unparse(part.slice) in names
+        if counted and _is_there(part.value, frame, inner):
             return _TAKES.format(ast.unparse(part), part.lineno, path.name)
     return next((_COUNTED.format(one.lineno, path.name) for one in inner.body if isinstance(one, ast.Break)), None)
+
+
+def _is_there(node: ast.AST, frame: FrameType, loop: ast.AST) -> bool:
+    """Whether there is what a loop's text reads from: a script may make its cache only where it is told to."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id in frame.f_locals or node.id in frame.f_globals:
+        return True
+    return any(
+        isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store) and one.id == node.id for one in ast.walk(loop)
+    )
 
 
 def _loops_at(node: ast.AST, line: int, around: list[_Loop]) -> Iterator[list[_Loop]]:
