@@ -66,7 +66,6 @@ _COMPUTES = {
 }
 _MANTISSA = {"fp32": 23, "tf32": 10, "bf16": 7, "fp16": 10, "bf16_weights": 7, "fp8": 2}
 """Bits, without the leading one; of float8 the gradients' (e5m2)."""
-_STAY = "weights and optimizer state stay float32"
 _FLOAT8 = (8, 9)
 _SPLIT = {"fp32", "tf32", "bf16", "bf16_weights"}
 """What was tried under tensor parallelism; under context parallelism those of 16 bits."""
@@ -251,11 +250,12 @@ class Precision(Technique):
         script = facts.workload.script
         asked = value == "bf16_weights" and script is not None and script.own.get("bf16")
         lost = " The script's own autocast is off." if asked and _autocast(value, plan, facts) == "no" else ""
-        stay = f"{_STAY}{' but where the script casts them itself' * _in_a_loop(facts)}"
+        cast = " but where the script casts them itself" if _in_a_loop(facts) else ""
         said = {
             "fp32": None,
             "tf32": "Matrix products run in TF32: float32 range, 10 bits of mantissa.",
-            "bf16": f"Forward and backward run under bfloat16 autocast; {stay}.",
+            "bf16": "Forward and backward run under bfloat16 autocast; weights and optimizer state stay "
+            f"float32{cast}.",
             "fp16": "Forward and backward run under float16 autocast with dynamic loss scaling; "
             "steps whose gradients overflow are skipped.",
             "bf16_weights": "Weights, gradients and optimizer state are bfloat16 without a float32 copy: updates "

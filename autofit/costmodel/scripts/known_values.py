@@ -133,8 +133,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            written = {_storage(one) for one in tree_leaves(value) if isinstance(one, torch.Tensor)}
-            for one in [one for one in self._known if _storage(one) in written]:
+            written = {storage_of(one) for one in tree_leaves(value) if isinstance(one, torch.Tensor)}
+            for one in [one for one in self._known if storage_of(one) in written]:
                 del self._known[one]
 
     def _asked(self, tensor: torch.Tensor, known: torch.Tensor | None) -> Any:
@@ -163,7 +163,8 @@ def _fake_like(real: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tells storages apart, of fake tensors too."""
     return int(tensor.untyped_storage()._cdata)
 
 

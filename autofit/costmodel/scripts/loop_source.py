@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from autofit.costmodel.scripts.known_values import storage_of
 from autofit.costmodel.scripts.script_source import ScriptSource, apart
 from autofit.costmodel.tracing.layers import Marks, TraceDone
 
@@ -74,15 +75,11 @@ class LoopSource(ScriptSource):
 
 def _kept(sent: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> list[nn.Module]:
     """A module that holds those tensors which none of some modules holds, each storage once; none for a few bytes."""
-    told = {_storage(one) for module in modules for one in (*module.parameters(), *module.buffers())}
-    others = {_storage(one): one for one in sent if _storage(one) not in told}
+    told = {storage_of(one) for module in modules for one in (*module.parameters(), *module.buffers())}
+    others = {storage_of(one): one for one in sent if storage_of(one) not in told}
     if sum(one.nbytes for one in others.values()) < _FEW_BYTES:
         return []
     holder = nn.Module()
     for number, one in enumerate(others.values()):
         holder.register_buffer(f"tensor_{number}", one.detach())
     return [holder]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - there is no other name of it

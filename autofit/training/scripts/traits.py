@@ -41,8 +41,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
 
     inner = inner_of(model)
     # not packed: 4 bits may be kept as floats, 8 bits are integers
-    packed = (one.dtype == torch.int8 or getattr(one, "quant_state", None) is not None for one in inner.parameters())
-    plain = [one for one, is_packed in zip(inner.parameters(), packed, strict=True) if not is_packed]
+    plain = [one for one in inner.parameters() if one.dtype != torch.int8 and getattr(one, "quant_state", None) is None]
     first = max(plain, key=lambda one: one.numel(), default=None)
     if first is None:
         raise Refused(f"the script trains a {type(inner).__name__}, which has no parameters", "hand on the whole model")
