@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
-_SIXTEEN_BITS = {"bf16", "fp16", "bf16_weights"}
+_SIXTEEN_BITS = {"bf16", "fp16", "bf16_weights", "fp16_weights"}
 _FLASH = {
     "flash_attention_2": ("flash-attn", (8, 0), (99, 0), "Ampere or newer"),
     "flash_attention_3": ("flash-attn-3", (9, 0), (10, 0), "Hopper"),

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from autofit.contract.emission import Emission
 from autofit.system.errors import InputError
@@ -127,6 +127,13 @@ class Recipe:
             training_args={**self.emission.training_args, **emission.training_args},
             script=self.emission.script + emission.script,
         )
+
+    @property
+    def sixteen_bits(self) -> Literal["bf16", "fp16"] | None:
+        """The format of most products: that of autocast, else that of the weights; ``None`` in float32."""
+        of_weights = {"bfloat16": "bf16", "float16": "fp16"}.get(self.weights_dtype)
+        found = of_weights if self.mixed_precision == "no" else self.mixed_precision
+        return cast('Literal["bf16", "fp16"] | None', found)
 
     @property
     def loaded_rows(self) -> int:

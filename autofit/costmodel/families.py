@@ -265,4 +265,4 @@ class Arithmetic(TypedDict):
 def arithmetic_of(family: Plan, facts: Facts) -> Arithmetic:
     """The arithmetic of the plan: fp16 was traced as bf16, and TF32 as float32."""
     built = recipe_of(family, facts)
-    return {"tf32": built.tf32, "fp16": built.mixed_precision == "fp16"}
+    return {"tf32": built.tf32, "fp16": built.sixteen_bits == "fp16"}

@@ -81,6 +81,8 @@ BAD = {
     "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '1'": "sets CUDA_VISIBLE_DEVICES itself",
     "arguments = None": "makes its Trainer without arguments",
     "model.half()": "trains weights in float16",
+    "model.double()": "trains weights in float64",
+    "model.half(); model.classifier.float(); model.bert.embeddings.requires_grad_(False)": "in float16",
     "import torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters()).step()": "in a loop without Accelerate",
     "arguments.fsdp = 'full_shard'": "asks for DeepSpeed or FSDP",
     "arguments.generation_batch_size = 8": "Trainer generates the rows that it trains on",
@@ -90,7 +92,7 @@ BAD = {
 @pytest.mark.parametrize("line", BAD)
 def test_a_script_that_cant_be_tuned_is_told_in_one_line(described, line):
     text = HEAD + "model, arguments = Model(BertConfig(num_hidden_layers=1, hidden_size=24)), TrainingArguments('x')\n"
-    trains = any(word in line for word in ("CUDA", "arguments", "half")) and "argparse" not in line
+    trains = any(word in line for word in ("CUDA", "arguments", "half", "double")) and "argparse" not in line
     end = "\nTrainer(model, arguments, train_dataset=[{'input_ids': [1, 2], 'labels': 0}]).train()" if trains else ""
     found = described((text if trains else "") + line + end, "--unknown")
     assert BAD[line] in found["error"], found
@@ -539,18 +541,26 @@ def test_a_loop_that_casts_what_it_does_not_train_is_tuned_in_16_bits(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "kind"), [(("--nested",), "nf4 twice"), (("--kind", "int8"), "int8")])
-def test_a_script_that_quantizes_weights_itself_is_tuned_verified_and_run(folder, how, kind):
+@pytest.mark.parametrize(
+    ("how", "kind", "others"),
+    [
+        (("--nested",), "nf4 twice", "float32"),
+        (("--as-loaded", "--dtype", "float16", "--kind", "int8"), "int8", "float16"),
+    ],
+)
+def test_a_script_that_quantizes_weights_itself_is_tuned_verified_and_run(folder, how, kind, others):
     tiny_llama(folder)
     out = f"packed-{how[-1].strip('-')}"
     LlamaForCausalLM(AutoConfig.from_pretrained(folder / "llama")).save_pretrained(folder / "llama")
     script, words = SCRIPTS / "qlora.py", ("--", "--model", "llama", *how)
-    held = ("--fix=micro_batch=8", "--fix=checkpointing=off", "--fix=attention=default", "--fix=precision=fp32")
+    precision = {"float32": "fp32", "float16": "fp16_weights"}[others]
+    held = ("--fix=micro_batch=8", "--fix=checkpointing=off", "--fix=attention=default", f"--fix=precision={precision}")
     done = autofit(folder, "tune", script, "--output", out, "--device", "cpu", "--trials", 1, *held, *words)
     assert done.returncode == 0, done.stderr
     found = read_document(folder / out)
     own = found.workload.script
-    assert (own.adapter, own.quantization, own.checkpointing) == ("LORA r=4", kind, "switched on")
+    assert (own.adapter, own.quantization, own.weights_dtype) == ("LORA r=4", kind, others)
+    assert own.checkpointing == ("switched on" if others == "float32" else None)
     assert found.guard.verdict == "alone", found.guard.words
     assert any("are forked from the script where it begins to train" in words for words in found.notes)
     verified = autofit(folder, "verify", out, "--tolerance", "0.95")

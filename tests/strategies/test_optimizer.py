@@ -225,7 +225,7 @@ def test_linear_layers_multiply_in_float8_but_not_the_head():
     pytest.importorskip("torchao")
     model = tiny_model()
     weights = {name: id(parameter) for name, parameter in model.named_parameters()}
-    wrap = importlib.import_module("autofit.strategies.precision").multiply_in_float8
+    wrap = importlib.import_module("autofit.strategies.precision.float8").multiply_in_float8
     assert wrap(model) is model
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if hasattr(module, "in_features")}
     assert kinds.pop("lm_head") == "Linear"

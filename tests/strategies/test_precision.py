@@ -7,7 +7,11 @@ import textwrap
 
 import pytest
 
+from autofit import space
 from autofit.contract.script import Script
+from autofit.contract.technique import Kind
+from autofit.costmodel.families import arithmetic_of
+from autofit.costmodel.tracing.trace_store import PARTS
 from autofit.registry import recipe_of, technique
 from tests.support.synthetic import cpu_facts, cuda_facts
 from tests.support.tiny import PLAIN
@@ -82,6 +86,42 @@ def test_over_16_bit_weights_a_script_keeps_the_autocast_and_the_tf32_that_it_as
     assert written(packed, parallel="zero2") == (False, True, True)
     assert written(dataclasses.replace(asking, own={})) == (False, False, False)
     assert written(dataclasses.replace(asking, weights_dtype="float32"), "fp32") == (False, False, False)
+
+
+def test_frozen_float16_weights_stay_as_the_script_loads_them_with_its_own_autocast():
+    """As on cards without bfloat16: an adapter in float32 over a model in float16, its loss scaled."""
+
+    def seen_by(own, value="fp16_weights", facts=None, parallel="none"):
+        facts = facts or cuda_facts()
+        script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2)
+        script = dataclasses.replace(script, weights_dtype="float16", own=own)
+        facts = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=script))
+        plan = PLAIN.replaced(precision=value, parallel=parallel)
+        return facts, plan, recipe_of(plan, facts)
+
+    facts, plan, plain = seen_by({})
+    assert (plain.weights_dtype, plain.mixed_precision, plain.sixteen_bits) == ("float16", "no", "fp16")
+    assert PRECISION.held(facts).value == "fp16_weights"
+    assert {one["precision"] for one in space.build(facts, frozenset({Kind.EXACT})).plans} == {"fp16_weights"}
+    assert arithmetic_of(plan, facts) == {"tf32": False, "fp16": True}
+    assert "fp16_weights" not in {one.value for one in PRECISION.choices(cuda_facts())}
+    in_float16 = {"compute_dtype": "float16", "weights_dtype": "float16", "loss_scaled": False}
+    assert PRECISION.in_effect("fp16_weights", in_float16, facts) is None
+    assert "float32" in PRECISION.in_effect("fp16_weights", {**in_float16, "weights_dtype": "float32"}, facts)
+
+    scaled, _, recipe = seen_by({"fp16": True})
+    assert (recipe.mixed_precision, recipe.emission.training_args["fp16"]) == ("fp16", True)
+    assert PRECISION.in_effect("fp16_weights", in_float16, scaled) == "the loss is not scaled"
+    assert PRECISION.in_effect("fp16_weights", {**in_float16, "loss_scaled": True}, scaled) is None
+    assert seen_by({"fp16": True}, facts=FACTS)[2].mixed_precision == "no", "a Trainer leaves it out there"
+    assert seen_by({"bf16": True})[2].sixteen_bits == "bf16"
+    assert "float16, not bfloat16" in PRECISION.in_effect("fp16_weights", in_float16, seen_by({"bf16": True})[0])
+
+    for parallel, refused in (("none", False), ("ddp", False), ("fsdp", True), ("zero2", True)):
+        why = PRECISION.conflict("fp16_weights", {**plan, "parallel": parallel}, facts)
+        assert (why is not None) == refused
+    assert [PRECISION.traced_as("fp16_weights", part) for part in PARTS] == ["bf16_weights"] * 2
+    assert seen_by({"fp16": True}, "bf16_weights")[2].mixed_precision == "bf16", "what stands for it is traced so"
 
 
 @pytest.mark.slow

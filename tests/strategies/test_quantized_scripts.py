@@ -170,6 +170,12 @@ def test_a_plan_leaves_alone_how_a_script_has_quantized(facts):
     plans = build(facts).plans
     assert {plan["quantization"] for plan in plans} == {"none"}
     assert "bf16_weights" not in {plan["precision"] for plan in plans}
+    work = facts.workload
+    in_float16 = dataclasses.replace(work, script=dataclasses.replace(work.script, weights_dtype="float16"))
+    offered = technique("precision").choices(dataclasses.replace(facts, workload=in_float16))
+    assert {one.value: one.status for one in offered if "weights" in one.value} == {
+        "bf16_weights": "withheld", "fp16_weights": "offered"
+    }  # fmt: skip
     held = technique("quantization").held(facts)
     assert (held.value, held.by_script, "nf4 twice" in held.reason) == ("none", True, True)
     assert technique("quantization").in_effect("none", {"weight": "nf4 twice"}, facts) is None

@@ -110,11 +110,7 @@ def _step_flops(micro: MicroPart, plan: Plan, facts: Facts) -> Numbers:
 
 def compute_precision(recipe: Recipe) -> Precision:
     """The arithmetic of most of a plan's matrix products."""
-    if recipe.mixed_precision == "fp16":
-        return "fp16"
-    if recipe.mixed_precision == "bf16" or recipe.weights_dtype == "bfloat16":
-        return "bf16"
-    return "tf32" if recipe.tf32 else "fp32"
+    return recipe.sixteen_bits or ("tf32" if recipe.tf32 else "fp32")
 
 
 def _flops(totals: Totals) -> Numbers:

@@ -23,6 +23,8 @@ from autofit.training.scripts.patches import Patches
 from autofit.training.scripts.rows import Sample
 
 if TYPE_CHECKING:
+    import torch
+
     from autofit.contract.script import Script
 
 
@@ -49,11 +51,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
     settings: Any = inner.config if isinstance(inner, PreTrainedModel) else None
     text = "{}" if settings is None else settings.to_json_string(use_diff=False)
     dtype = str(first.dtype).removeprefix("torch.")
-    if first.dtype not in {torch.float32, torch.bfloat16}:
-        raise Refused(
-            f"the script trains weights in {dtype}, which lose almost every update",
-            "load the model in float32 or bfloat16, and ask for --fp16 instead",
-        )
+    _check_dtypes(first.dtype, {one.dtype for one in plain if one.requires_grad})
     asked = {name: value for name, value in patches.said.items() if name == "attn_implementation"}
     attends = getattr(settings, "_attn_implementation", None)
     if not patches.loaded and isinstance(attends, str):  # made by its class, so that nothing else can be asked for
@@ -76,6 +74,25 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
         "modules": _modules(),
     }
     return {"script": script, "model": inner, "config": json.loads(text)}
+
+
+def _check_dtypes(largest: torch.dtype, trained: set[torch.dtype]) -> None:
+    """Refuse what can't be trained as it is: of float16 weights only frozen ones, under others that are trained.
+
+    Raises:
+        Refused: It can't be.
+    """
+    import torch
+
+    good = {torch.float32, torch.bfloat16}
+    bad = trained - good or {largest} - {*good, torch.float16}
+    if not bad and (trained or largest in good):
+        return
+    words = ", ".join(sorted(str(one).removeprefix("torch.") for one in bad or {largest}))
+    raise Refused(
+        f"the script trains weights in {words}, which lose almost every update",
+        "load the model in float32 or bfloat16, and ask for --fp16 instead",
+    )
 
 
 def changes_since(script: Script) -> list[str]:

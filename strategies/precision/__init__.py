@@ -11,7 +11,8 @@
   Where a script loads its weights so and asks for autocast besides, as those that train an adapter do, it stays.
   Halves the bytes per parameter, and changes the method: with AdamW at a learning rate of 2e-5 about 70 % of the
   weights never moved in 20 steps, since the update is below half a unit in the last place.
-
+- ``fp16_weights``: frozen weights in float16 under an adapter in float32, as a script loads them; never written by a
+  plan, since float16 weights that are trained lose almost every update. Autocast is the script's own.
 - ``fp8``: the linear layers of the repeated layers multiply in float8 (e4m3 forward, e5m2 for gradients, one scale a
   tensor, found anew each time), the rest under bfloat16 autocast; torchao's ``convert_to_float8_training``. Nvidia Ada
   and newer. Casting and scaling cost more than the products save unless the step is compiled, so it has to be asked
@@ -30,19 +31,19 @@ Sources: ``transformers.TrainingArguments`` (``bf16: false`` under an Accelerate
 bf16, so ``mixed_precision`` is written always, also ``no``); NVIDIA, "TensorFloat-32 in the A100 GPU". Under PyTorch
 2.13 ``tf32: false`` breaks the CTC loss of speech models, so nothing is written there: their convolutions stay in TF32,
 as PyTorch has them.
-Not covered: a float32 master copy beside bfloat16 weights; a trace of ``fp8``, whose tensors fake ones can't stand for;
-fp8 in the experts of a mixture, which are no linear layers.
+Not covered: a float32 master copy beside bfloat16 weights; a trace of ``fp8``; fp8 in the experts of a mixture.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
 from autofit.contract.layout import context_ranks, engine_of
 from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Status, Technique
+
+from .float8 import float8_choice, multiply_in_float8
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,11 +63,13 @@ _COMPUTES = {
     "bf16": "bfloat16",
     "fp16": "float16",
     "bf16_weights": "bfloat16",
+    "fp16_weights": "float16",
     "fp8": "bfloat16",  # what a float8 product gives
 }
-_MANTISSA = {"fp32": 23, "tf32": 10, "bf16": 7, "fp16": 10, "bf16_weights": 7, "fp8": 2}
+_MANTISSA = {"fp32": 23, "tf32": 10, "bf16": 7, "fp16": 10, "bf16_weights": 7, "fp16_weights": 10, "fp8": 2}
 """Bits, without the leading one; of float8 the gradients' (e5m2)."""
-_FLOAT8 = (8, 9)
+_WEIGHTS = {"bf16_weights": "bfloat16", "fp16_weights": "float16"}
+"""In how the weights are kept; else in float32."""
 _SPLIT = {"fp32", "tf32", "bf16", "bf16_weights"}
 """What was tried under tensor parallelism; under context parallelism those of 16 bits."""
 _REFUSED = {
@@ -110,8 +113,8 @@ class Precision(Technique):
             here = needs in hardware.precisions
             if value == "bf16_weights" and facts.model.plain_module:
                 return Choice(value, kind, "withheld", "the script makes its module itself, in the dtype that it says")
-            if value == "bf16_weights" and _quantized_by_script(facts) and not self.held(facts):
-                return Choice(value, kind, "withheld", "beside quantized weights the script has others in float32")
+            if value == "bf16_weights" and (own := _beside_quantized(facts)) not in {None, "bfloat16"}:
+                return Choice(value, kind, "withheld", f"beside quantized weights the script has others in {own}")
             searched: Status = "on_request" if value == "fp16" and has_bf16 else "offered"
             return Choice(value, kind, searched if here else "withheld", good if here else bad)
 
@@ -141,7 +144,8 @@ class Precision(Technique):
                 "half the bytes per parameter, and no float32 copy to collect small updates",
                 f"{hardware.name} would emulate bfloat16",
             ),
-            _float8(facts),
+            float8_choice(facts, self.lacks(facts, "torchao")),
+            *_as_loaded(facts),
         )  # fmt: skip
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
@@ -149,14 +153,16 @@ class Precision(Technique):
         if context_ranks(parallel) > 1 and value in {"fp32", "tf32"}:
             return f"{parallel} takes FlashAttention, which computes in 16 bits"
         refused = _REFUSED.get((engine_of(parallel), str(value)))
+        if value == "fp16_weights" and engine_of(parallel) not in {"none", "ddp"}:
+            refused = f"float16 weights were not tried under {parallel}"
         return refused or self.not_tried_split(value, others, _SPLIT, _SPLIT)
 
     def apply(self, value: Value, recipe: Recipe) -> None:
         recipe.mixed_precision = _autocast(value, recipe.plan, recipe.facts)
         recipe.tf32 = _tf32(value, recipe.facts) is True
         recipe.product_bits = _MANTISSA[str(value)]
-        if value == "bf16_weights":
-            recipe.weights_dtype = "bfloat16"
+        if value in _WEIGHTS:
+            recipe.weights_dtype = _WEIGHTS[str(value)]
             if recipe.facts.model.main_input != "input_ids":
                 recipe.model_wraps.append(cast_main_input)
         if value == "fp8":
@@ -166,7 +172,8 @@ class Precision(Technique):
         script = facts.workload.script
         if script is None or script.weights_dtype == "float32":
             return None
-        return Held("bf16_weights", f"the script loads its model in {script.weights_dtype}")
+        of_dtype = {dtype: value for value, dtype in _WEIGHTS.items()}
+        return Held(of_dtype[script.weights_dtype], f"the script loads its model in {script.weights_dtype}")
 
     def own(self, facts: Facts) -> Value:
         script = facts.workload.script
@@ -192,8 +199,8 @@ class Precision(Technique):
         if part != "optimizer":
             if value == "fp8":
                 return None
-            return {"tf32": "fp32", "fp16": "bf16"}.get(str(value), value)
-        return value if value == "bf16_weights" else "fp32"
+            return {"tf32": "fp32", "fp16": "bf16", "fp16_weights": "bf16_weights"}.get(str(value), value)
+        return "bf16_weights" if value in _WEIGHTS else "fp32"
 
     def observe(self, ran: Ran) -> Seen:
         import torch
@@ -209,11 +216,11 @@ class Precision(Technique):
         }
 
     def in_effect(self, value: Value, seen: Seen, facts: Facts) -> str | None:
-        wanted = _COMPUTES[str(value)]
+        wanted = _computes(value, facts)
         computed, tf32, float8 = seen.get("compute_dtype"), seen.get("tf32"), seen.get("float8_linears", 0)
         if computed is None and facts.model.plain_module and value == "fp32":
             computed = wanted  # it multiplies outside of any layer; that is what it does by itself
-        if _quantized_by_script(facts):  # whose products compute in what it has asked for
+        if _beside_quantized(facts):  # whose products compute in what it has asked for
             computed = wanted
         if computed not in {wanted, "int8"}:  # 8-bit weights are multiplied as integers
             return f"a linear layer computed in {computed}, not {wanted}"
@@ -226,14 +233,14 @@ class Precision(Technique):
             return on if tf32 else "TF32 is off"
         if (float8 > 0) != (value == "fp8"):
             return f"{float8} linear layers multiply in float8"
-        if value == "fp16" and seen.get("loss_scaled") is False:
+        if "fp16" in {value, _own_autocast(value, facts)} and seen.get("loss_scaled") is False:
             return "the loss is not scaled"
         return None
 
     def _other_weights(self, value: Value, seen: Seen, facts: Facts) -> str | None:
         """How the weights are not as the value has them, in words."""
         wanted = _COMPUTES[str(value)]
-        found, kept = seen.get("weights_dtype"), "bfloat16" if value == "bf16_weights" else "float32"
+        found, kept = seen.get("weights_dtype"), _WEIGHTS.get(str(value), "float32")
         if seen.get("engine") == "DEEPSPEED":  # keeps the float32 copy itself, and computes with 16-bit weights
             kept = wanted
         if found == kept:
@@ -260,6 +267,7 @@ class Precision(Technique):
             "steps whose gradients overflow are skipped.",
             "bf16_weights": "Weights, gradients and optimizer state are bfloat16 without a float32 copy: updates "
             "smaller than the last place of a weight are lost. An adapter's weights stay float32, and lose none.",
+            "fp16_weights": "Frozen weights are float16, as the script loads them; what it trains stays float32.",
             "fp8": "Linear layers multiply in float8 with one scale a tensor, the rest runs under bfloat16 autocast; "
             "weights and optimizer state stay float32.",
         }[str(value)]
@@ -273,13 +281,29 @@ class Precision(Technique):
             "bf16": Prior(time=(-0.8, 0.6), memory=(-0.1, 0.2)),
             "fp16": Prior(time=(-0.75, 0.6), memory=(-0.1, 0.2)),
             "bf16_weights": Prior(time=(-0.9, 0.6), memory=(-0.6, 0.2)),
+            "fp16_weights": Prior(time=(-0.9, 0.6), memory=(-0.6, 0.2)),
             "fp8": Prior(time=(-0.8, 0.8), memory=(-0.1, 0.2)),
         }[str(value)]
 
 
-def _quantized_by_script(facts: Facts) -> bool:
+def _as_loaded(facts: Facts) -> tuple[Choice, ...]:
+    """Float16 weights, where a script loads them: nothing else asks for them."""
     script = facts.workload.script
-    return script is not None and script.quantization is not None
+    if script is None or script.weights_dtype != "float16":
+        return ()
+    return (Choice("fp16_weights", Kind.METHOD, "offered", "the script loads them, and trains an adapter in float32"),)
+
+
+def _computes(value: Value, facts: Facts) -> str:
+    """The dtype of products under the value."""
+    over = _own_autocast(value, facts)
+    return _COMPUTES[str(value) if over == "no" else over]
+
+
+def _beside_quantized(facts: Facts) -> str | None:
+    """The dtype of a script's other weights, where it quantizes some; else ``None``."""
+    script = facts.workload.script
+    return None if script is None or script.quantization is None else script.weights_dtype
 
 
 def _in_a_loop(facts: Facts) -> bool:
@@ -318,16 +342,26 @@ def _otherwise(value: Value, plan: Mapping[str, Value], facts: Facts) -> Mapping
 
 
 def _autocast(value: Value, plan: Mapping[str, Value], facts: Facts) -> str:
-    """Accelerate's word for it. Over bfloat16 weights that a script loads, its own, but where they are split.
+    """Accelerate's word for it. Over 16-bit weights that a script loads, its own, but where they are split.
 
     Accelerate turns weights that FSDP2 splits to float32 under autocast, none of a model with packed ones; DeepSpeed
     keeps a copy of them.
     """
     engine = engine_of(plan.get("parallel", "none"))
-    kept = engine in {"none", "ddp"} or (engine == "fsdp" and _quantized_by_script(facts))
-    if value == "bf16_weights" and kept and _says(facts, "bf16"):
-        return "bf16"
+    kept = engine in {"none", "ddp"} or (engine == "fsdp" and _beside_quantized(facts) is not None)
+    if value in _WEIGHTS and kept:
+        return _own_autocast(value, facts)
     return _AUTOCAST.get(str(value), "no")
+
+
+def _own_autocast(value: Value, facts: Facts) -> str:
+    """What a script that loads 16-bit weights asks for; over float16 ones that are loaded as bfloat16, bfloat16."""
+    if value not in _WEIGHTS or _says(facts, "bf16"):
+        return "bf16" if value in _WEIGHTS else "no"
+    in_float16 = facts.workload.script is not None and facts.workload.script.weights_dtype == "float16"
+    if not in_float16 or not _says(facts, "fp16") or facts.hardware.device == "cpu":  # where a Trainer leaves it out
+        return "no"
+    return "bf16" if value == "bf16_weights" else "fp16"
 
 
 def _says(facts: Facts, name: str) -> bool:
@@ -338,7 +372,7 @@ def _says(facts: Facts, name: str) -> bool:
 
 def _tf32(value: Value, facts: Facts) -> bool | None:
     """What ``TrainingArguments`` are told of TF32; nothing where saying no would break the loss."""
-    if value == "bf16_weights" and "tf32" in facts.hardware.precisions and _says(facts, "tf32"):
+    if value in _WEIGHTS and "tf32" in facts.hardware.precisions and _says(facts, "tf32"):
         return True
     return None if value != "tf32" and facts.model.task == "ctc" else value == "tf32"
 
@@ -364,29 +398,3 @@ def _trained_dtype(model: nn.Module) -> str | None:
     """That of the largest trainable weight; ``None`` where there is none."""
     trained = [one for one in model.parameters() if one.requires_grad]
     return dtype_name(max(trained, key=lambda one: one.numel())) if trained else None
-
-
-def _float8(facts: Facts) -> Choice:
-    """Whether linear layers can multiply in float8 here."""
-    hardware = facts.hardware
-    reasons = {
-        "a CPU has no float8 products for training": hardware.device == "cpu",
-        f"{hardware.name} is older than Ada and has no float8": (hardware.capability or (0, 0)) < _FLOAT8,
-    }
-    why_not = next((words for words, holds in reasons.items() if holds), Precision.lacks(facts, "torchao"))
-    good = "linear layers multiply in float8; faster than bf16 only where the step is compiled"
-    return Choice("fp8", Kind.NUMERIC, "withheld" if why_not else "on_request", why_not or good)
-
-
-def multiply_in_float8(model: PreTrainedModel) -> PreTrainedModel:
-    """Put float8 products into the linear layers, but not into the head; weights stay the same tensors."""
-    torchao = import_module("torchao.float8")
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-
-    def fits(module: Any, _: str) -> bool:
-        return module is not head and module.in_features % 16 == 0 and module.out_features % 16 == 0
-
-    # the rows of a micro-step need not be a multiple of 16
-    config = torchao.Float8LinearConfig(pad_inner_dim=True)
-    converted: PreTrainedModel = torchao.convert_to_float8_training(model, config=config, module_filter_fn=fits)
-    return converted
