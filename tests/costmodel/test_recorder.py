@@ -508,6 +508,18 @@ def test_a_script_is_told_the_same_of_values_that_are_not_known():
     assert recorder.guessed
 
 
+def test_one_number_that_is_drawn_for_each_row_is_known_but_decides_nothing():
+    recorder, schedule = Recorder(fake=True, stand_ins=without_values()), torch.arange(10).flip(0)
+    with FakeMode(), recorder, KnownValues(recorder):
+        drawn = torch.normal(mean=0.0, std=1.0, size=(4,)).sigmoid()
+        places = (drawn * 10).long()
+        found = [(schedule == one).nonzero().item() for one in schedule[places]]
+        assert found == places.tolist()
+        assert not (drawn < 2.0).any(), "a condition does not hold, as of what is not known"
+        assert drawn[0].item() == 1
+        assert torch.rand([]).item() == torch.rand(1).item() == 1
+
+
 def test_several_tensors_whose_sizes_depend_on_known_values_are_known():
     recorder, real, mode = Recorder(fake=True, stand_ins=without_values()), torch.tensor([0, 4, 4, 9]), FakeTensorMode()
     ends = mode.from_tensor(real)

@@ -124,6 +124,20 @@ def test_the_loss_of_a_loop_and_what_lies_beside_its_model_count(server, folder)
     near(server, folder, facts_of_script(server, folder, script))
 
 
+def test_a_loop_that_searches_a_schedule_for_drawn_timesteps_is_traced(server, folder):
+    """As diffusers' scripts for flow matching do, with ``torch.normal`` and ``get_sigmas``."""
+    script = own_loop(folder, "((found - noise) ** 2).mean()", "")
+    drawn = """u = torch.normal(mean=0.0, std=1.0, size=(rows.shape[0],), device="cpu").sigmoid()
+        timesteps = schedule[(u * 100).long()]
+        places = [(schedule == one).nonzero().item() for one in timesteps]
+        noise = torch.randn_like(rows) * sigmas[places].flatten().unsqueeze(-1)
+        found = model(rows)"""
+    text = script.read_text().replace("found = model(rows)", drawn)
+    tables = "schedule, sigmas = torch.linspace(100, 1, 100), torch.linspace(1, 0, 100)\nseen = 0"
+    script.write_text(text.replace("seen = 0", tables))
+    near(server, folder, facts_of_script(server, folder, script))
+
+
 def test_tensors_that_a_loop_puts_onto_its_device_count(server, folder):
     """Averages of the weights, such as those of diffusers' ``EMAModel``, are no module's."""
     peaks = []

@@ -4,7 +4,9 @@ A trainer's own loss looks at what a batch holds: how many tokens are no padding
 has no values, so those of the batch are kept here, and what is computed from them alone is computed once more for
 real. Of what is not known, a fraction that is asked for is 1, such as a loss that is logged; a condition does not hold,
 such as that a layer is dropped now and then, but one of all values does, such as that they are finite; where a whole
-number is asked for, which may be a size, the run fails.
+number is asked for, which may be a size, the run fails. One number that is drawn for each row, such as a timestep that
+a schedule is searched for, is drawn for real: whole numbers that come of it are answered, conditions and fractions as
+those that are not known.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._known: Any = WeakIdKeyDictionary()
+        self._drawn: Any = WeakIdKeyDictionary()
+        """Those of them that come of drawn numbers."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -91,12 +95,15 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = {id(one): self._value(one) for one in tensors}
         all_known = all(value is not None for value in known.values())
         if func is _ASKED:
-            return self._asked(args[0], known[id(args[0])])
+            said = args[0] in self._drawn and not _whole(args[0])
+            return self._asked(args[0], None if said else known[id(args[0])])
         if func in _IS_NUMBER and args[0].is_floating_point() and not args[0].requires_grad and not all_known:
             return self._said(func(*args), _IS_NUMBER[func])
         if func in _BY_PLACES:
             args = (args[0], [*self._places(args[1])], *args[2:])
-        if not all_known or not (tensors or func in _NEW) or func in _UNKNOWN or _random(func):
+        draws = not tensors and _random(func) and any(isinstance(one, list) and len(one) == 1 for one in args)
+        new = func in _NEW or draws
+        if not all_known or not (tensors or new) or func in _UNKNOWN or (_random(func) and not draws):
             if func._schema.is_mutable and not all_known:
                 self._forget(func, args)
             return func(*args, **kwargs)
@@ -114,6 +121,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for fake, value in zip(tree_leaves(result), tree_leaves(real), strict=True):
             if isinstance(fake, FakeTensor) and value.numel() <= _LARGEST:
                 self._known[fake] = value
+                if draws or any(one in self._drawn for one in tensors):
+                    self._drawn[fake] = True
         return result
 
     def _said(self, fake: torch.Tensor, value: bool) -> torch.Tensor:
@@ -142,7 +151,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with _disable_current_modes():
                 return known.item()
         self._recorder.guessed |= tensor.dtype == torch.bool
-        if tensor.dtype == torch.bool or tensor.dtype.is_floating_point:
+        if not _whole(tensor):
             return said_value(tensor)
         raise ModelError("the script's loss asks for a number that only a run on real weights tells")
 
@@ -157,6 +166,10 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         with self:
             return torch.nonzero(mask)
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    return tensor.dtype != torch.bool and not tensor.dtype.is_floating_point
 
 
 def _fake_like(real: torch.Tensor) -> torch.Tensor:

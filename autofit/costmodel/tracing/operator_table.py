@@ -27,6 +27,7 @@ _KINDS: tuple[tuple[TimedKind, tuple[str, ...]], ...] = (
     ("attention", ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_attention")),
     ("quantized", ("optimizer_update_8bit",)),
     ("optimizer", ("_foreach_", "_fused_", "optimizer_update")),
+    ("elementwise", ("normal",)),
     ("norm", ("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "rms_norm")),
     ("softmax", ("_softmax", "_log_softmax", "softmax")),
     ("gather", ("embedding", "index", "gather", "scatter", "take", "put", "nll_loss", "sort", "topk", "nonzero")),
