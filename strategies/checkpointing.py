@@ -91,7 +91,13 @@ class Checkpointing(Technique):
         }
         if not model.supports_checkpointing:
             refused = f"{model.architecture} does not support it"
-            return (off, *(Choice(value, Kind.EXACT, "withheld", refused) for value in reasons))
+            offered = {"full": "the script has switched it on"} if _by_script_alone(facts) else {}
+            others = (value for value in reasons if value not in offered)
+            return (
+                off,
+                *(Choice(value, Kind.EXACT, "offered", reason) for value, reason in offered.items()),
+                *(Choice(value, Kind.EXACT, "withheld", refused) for value in others),
+            )
         withheld = {
             value: f"the model has {model.layers} layer(s), and it takes {least} to be worth it"
             for value, least in _LEAST_LAYERS.items()
@@ -127,7 +133,7 @@ class Checkpointing(Technique):
         if value in _EVERY:
             settings["every_n_layers"] = _EVERY[str(value)]
         # without the argument a Trainer leaves what setup.model switched on
-        by_argument = value == "full" or value in _EVERY
+        by_argument = facts.model.supports_checkpointing and (value == "full" or value in _EVERY)
         script = (_SCRIPT[str(value)],) if value in _SCRIPT else ()
         return Emission(training_args={name: by_argument, f"{name}_kwargs": settings}, script=script)
 
@@ -141,7 +147,7 @@ class Checkpointing(Technique):
             recipe.model_wraps.append(functools.partial(_switch_on, checkpoint=inputs.checkpoint))
         elif value == "off" and script is not None and script.checkpointing:
             recipe.model_wraps.append(_switch_off)
-        elif value != "off" and recipe.facts.workload.launch_path == "loop":
+        elif value != "off" and recipe.facts.workload.launch_path == "loop" and not _by_script_alone(recipe.facts):
             recipe.model_wraps.append(functools.partial(_switch_on, every=_EVERY.get(str(value), 1)))
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
@@ -189,7 +195,7 @@ class Checkpointing(Technique):
         return None
 
     def leanest(self, facts: Facts) -> Value:
-        return "full" if facts.model.supports_checkpointing else self.baseline
+        return "full" if facts.model.supports_checkpointing or _by_script_alone(facts) else self.baseline
 
     def spends_host(self, value: Value) -> bool:
         return value == "full_offload"
@@ -207,6 +213,12 @@ class Checkpointing(Technique):
             "selective": Prior(time=(0.08, 0.08), memory=(-0.25, 0.2)),
             "full_offload": Prior(time=(0.35, 0.15), memory=(-0.55, 0.4)),
         }[str(value)]
+
+
+def _by_script_alone(facts: Facts) -> bool:
+    """Whether a script has switched it on in a model that knows nothing of transformers, as diffusers' are."""
+    script = facts.workload.script
+    return script is not None and bool(script.checkpointing) and not facts.model.supports_checkpointing
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit.contract import placement
+from autofit.contract.script import Script
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.registry import technique
@@ -138,6 +139,29 @@ def test_what_is_offered_depends_on_the_number_of_layers(layers, few):
 
 def test_a_cpu_has_no_other_memory():
     assert statuses(cpu_facts())["full_offload"] == "withheld"
+
+
+@pytest.mark.parametrize("switched", ["", "switched on"])
+def test_what_a_script_has_switched_on_in_a_model_of_its_own_is_a_choice(switched):
+    """diffusers' models recompute, too: none but their scripts can switch it on, and any plan can leave it so."""
+    facts, script = cpu_facts(), Script(path="t.py", sha256="", trainer="", micro_batch=4, accumulation=2)
+    script = dataclasses.replace(script, checkpointing=switched)
+    workload = dataclasses.replace(facts.workload, script=script, launch_path="loop")
+    model = dataclasses.replace(facts.model, supports_checkpointing=False, layers=0)
+    facts, one = dataclasses.replace(facts, model=model, workload=workload), technique("checkpointing")
+    assert [value for value, status in statuses(facts).items() if status == "offered"] == (
+        ["off", "full"] if switched else ["off"]
+    )
+    if not switched:
+        return
+    assert one.own(facts) == one.leanest(facts) == "full"
+    for value in ("full", "off"):
+        block, recipe = torch.nn.Linear(2, 2), SimpleNamespace(facts=facts, model_wraps=[], state={})
+        block.gradient_checkpointing = True
+        one.apply(value, recipe)
+        for wrap in recipe.model_wraps:
+            wrap(block)
+        assert block.gradient_checkpointing is (value == "full")
 
 
 @pytest.mark.parametrize(("version", "name"), [("5.17.0", "gradient"), ("5.23.0", "activation")])

@@ -101,9 +101,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._said(func(*args), _IS_NUMBER[func])
         if func in _BY_PLACES:
             args = (args[0], [*self._places(args[1])], *args[2:])
-        draws = not tensors and _random(func) and any(isinstance(one, list) and len(one) == 1 for one in args)
-        new = func in _NEW or draws
-        if not all_known or not (tensors or new) or func in _UNKNOWN or (_random(func) and not draws):
+        if not all_known or not (_draws_rows(args) if _random(func) else _repeats(func, tensors)):
             if func._schema.is_mutable and not all_known:
                 self._forget(func, args)
             return func(*args, **kwargs)
@@ -112,6 +110,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         sized = torch.Tag.dynamic_output_shape not in func.tags and torch.Tag.data_dependent_output not in func.tags
         result = func(*args, **kwargs) if sized else None
+        drawn = _random(func) or any(one in self._drawn for one in tensors)
         if any(isinstance(one, FakeTensor) and one.numel() > _LARGEST for one in tree_leaves(result)):
             return result
         with _disable_current_modes(), torch.no_grad():
@@ -121,8 +120,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for fake, value in zip(tree_leaves(result), tree_leaves(real), strict=True):
             if isinstance(fake, FakeTensor) and value.numel() <= _LARGEST:
                 self._known[fake] = value
-                if draws or any(one in self._drawn for one in tensors):
-                    self._drawn[fake] = True
+                self._drawn.update({fake: True} if drawn else {})
         return result
 
     def _said(self, fake: torch.Tensor, value: bool) -> torch.Tensor:
@@ -166,6 +164,16 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         with self:
             return torch.nonzero(mask)
+
+
+def _draws_rows(args: tuple[Any, ...]) -> bool:
+    """Whether a random operator with these arguments makes a row of numbers out of nothing."""
+    made = not any(isinstance(one, torch.Tensor) for one in args)
+    return made and any(isinstance(one, list) and len(one) == 1 for one in args)
+
+
+def _repeats(func: Any, tensors: list[torch.Tensor]) -> bool:
+    return bool(tensors or func in _NEW) and func not in _UNKNOWN
 
 
 def _whole(tensor: torch.Tensor) -> bool:
