@@ -13,7 +13,24 @@ from transformers import LlamaConfig, Trainer, TrainerCallback, TrainingArgument
 from autofit.contract.script import Script
 from autofit.machine.model import describe_module
 from autofit.training.scripts.leave import Refused
+from autofit.training.scripts.random_weights import cache_tables_apart
 from autofit.training.scripts.traits import changes_since, loss_takes_rows_together, own_split, traits
+
+
+def test_tables_that_a_script_computes_with_random_weights_are_none_of_its_trainings(tmp_path, monkeypatch):
+    """As embeddings of its texts, which diffusers' script for SDXL caches by its arguments."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"x": [1, 2]}).save_to_disk(tmp_path / "rows")
+    rows = datasets.load_from_disk(tmp_path / "rows")
+    names = {"new_fingerprint": "of_arguments"}, {"cache_file_name": str(tmp_path / "named.arrow")}
+    monkeypatch.setattr(datasets.Dataset, "map", datasets.Dataset.map)
+    cache_tables_apart()
+    for name in names:
+        assert rows.map(lambda _: {"y": 0}, **name)["y"][:] == [0, 0]
+        assert rows.map(lambda _: {"y": 2}, **name)["y"][:] == [0, 0], "a trial makes it once"
+    monkeypatch.undo()
+    for name in names:
+        assert rows.map(lambda _: {"y": 1}, **name)["y"][:] == [1, 1]
 
 
 class Around(torch.nn.Module):

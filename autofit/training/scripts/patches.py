@@ -24,7 +24,7 @@ from typing import Any
 from autofit.contract.recipe import Recipe, keep_flags_alike, large_weights_left_zero, quick_random_weights
 from autofit.training.scripts.asked import Asked
 from autofit.training.scripts.leave import Refused
-from autofit.training.scripts.random_weights import made_quantized, random_model
+from autofit.training.scripts.random_weights import cache_tables_apart, made_quantized, random_model
 
 
 def keep_files(told: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda nothing: nothing) -> None:
@@ -156,6 +156,7 @@ class Patches:
         _end_where_memory_does()
         if self.random_weights:
             keep_files()
+            cache_tables_apart()
 
     def _loading(self, given: dict[str, Any]) -> dict[str, Any]:
         """What is said where a model is loaded, in place of what the script says."""

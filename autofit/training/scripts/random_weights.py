@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from autofit.registry import techniques
@@ -50,6 +53,29 @@ def random_model(cls: Any, name: Any, given: dict[str, Any], build: Callable[...
     model = make() if quantized is None else made_quantized(quantized)(make, draws)
     model.eval()
     return (model, {}) if with_info else model
+
+
+def cache_tables_apart() -> None:
+    """Have ``datasets`` cache the tables that a script names itself under other names than those of its training.
+
+    Whatever it computes for them by its models, such as embeddings of its texts, is of random weights here. A table
+    that has no name has that of what made it, weights included.
+    """
+    if "datasets" not in sys.modules:  # a Trainer imports it where it is installed
+        return
+    owner = sys.modules["datasets"].Dataset
+    own = owner.map
+
+    @functools.wraps(own)
+    def mapped(table: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("new_fingerprint"):
+            kwargs["new_fingerprint"] = hashlib.sha256(f"random {kwargs['new_fingerprint']}".encode()).hexdigest()[:16]
+        if kwargs.get("cache_file_name"):
+            path = Path(kwargs["cache_file_name"])
+            kwargs["cache_file_name"] = str(path.with_name(f"random-weights-{path.name}"))
+        return own(table, *args, **kwargs)
+
+    owner.map = mapped
 
 
 def made_quantized(said: Any) -> Callable[[Callable[[], Any], bool], Any]:
