@@ -4,13 +4,14 @@ A trainer's own loss looks at what a batch holds: how many tokens are no padding
 has no values, so those of the batch are kept here, and what is computed from them alone is computed once more for
 real. Of what is not known, a fraction that is asked for is 1, such as a loss that is logged; a condition does not hold,
 such as that a layer is dropped now and then, but one of all values does, such as that they are finite; where a whole
-number is asked for, which may be a size, the run fails. One number that is drawn for each row, such as a timestep that
-a schedule is searched for, is drawn for real: whole numbers that come of it are answered, conditions and fractions as
-those that are not known.
+number is asked for, which may be a size, the run fails. One number that is drawn for each row, such as a timestep, is
+drawn for real, so that a schedule can be searched for it: the place where it is found is answered, all else that is
+asked of it as of what is not known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,8 @@ _NEW = {
 }  # fmt: skip
 _IS_NUMBER = {torch.ops.aten.eq.Scalar: False, torch.ops.aten.ne.Scalar: True}
 """What is said where it is asked which fractions of a batch are a number: none, as of images without one of zeros."""
+_FINDS = {torch.ops.aten.nonzero.default, torch.ops.aten.argmax.default, torch.ops.aten.argmin.default}
+"""What makes places of what is looked for."""
 _LOOKED_AT = {_ASKED, *_BY_PLACES, *_IS_NUMBER}
 _UNKNOWN = {
     torch.ops.aten.empty_like.default,
@@ -56,7 +59,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._known: Any = WeakIdKeyDictionary()
         self._drawn: Any = WeakIdKeyDictionary()
-        """Those of them that come of drawn numbers."""
+        """Those of them that come of drawn numbers, and whether they are places of these."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -95,8 +98,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = {id(one): self._value(one) for one in tensors}
         all_known = all(value is not None for value in known.values())
         if func is _ASKED:
-            said = args[0] in self._drawn and not _whole(args[0])
-            return self._asked(args[0], None if said else known[id(args[0])])
+            return self._asked(args[0], known[id(args[0])])
         if func in _IS_NUMBER and args[0].is_floating_point() and not args[0].requires_grad and not all_known:
             return self._said(func(*args), _IS_NUMBER[func])
         if func in _BY_PLACES:
@@ -110,18 +112,23 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         sized = torch.Tag.dynamic_output_shape not in func.tags and torch.Tag.data_dependent_output not in func.tags
         result = func(*args, **kwargs) if sized else None
-        drawn = _random(func) or any(one in self._drawn for one in tensors)
         if any(isinstance(one, FakeTensor) and one.numel() > _LARGEST for one in tree_leaves(result)):
             return result
         with _disable_current_modes(), torch.no_grad():
             real = func(*real_args, **real_kwargs)
         if not sized:  # the sizes depend on values
             result = tree_map_only(torch.Tensor, _fake_like, real)
-        for fake, value in zip(tree_leaves(result), tree_leaves(real), strict=True):
+        self._keep(func, tensors, zip(tree_leaves(result), tree_leaves(real), strict=True))
+        return result
+
+    def _keep(self, func: Any, given: list[torch.Tensor], made: Iterable[tuple[Any, torch.Tensor]]) -> None:
+        """Know from now on what an operator has made of tensors, and whether it comes of drawn numbers."""
+        drawn = [self._drawn[one] for one in given if one in self._drawn] or [False] * _random(func)
+        for fake, value in made:
             if isinstance(fake, FakeTensor) and value.numel() <= _LARGEST:
                 self._known[fake] = value
-                self._drawn.update({fake: True} if drawn else {})
-        return result
+                if drawn:
+                    self._drawn[fake] = any(drawn) or func in _FINDS
 
     def _said(self, fake: torch.Tensor, value: bool) -> torch.Tensor:
         """The tensor, of which every value is said to be this one."""
@@ -145,7 +152,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 del self._known[one]
 
     def _asked(self, tensor: torch.Tensor, known: torch.Tensor | None) -> Any:
-        if known is not None:
+        place = self._drawn.get(tensor)  # None where nothing was drawn
+        if known is not None and (place is None or (place and _whole(tensor))):
             with _disable_current_modes():
                 return known.item()
         self._recorder.guessed |= tensor.dtype == torch.bool
@@ -156,7 +164,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _places(self, indices: Any) -> Any:
         """Masks whose values are known, as the places where they are true."""
         for one in indices:
-            if one is not None and one.dtype == torch.bool and self._value(one) is not None:
+            if one is not None and one.dtype == torch.bool and one not in self._drawn and self._value(one) is not None:
                 yield from self._nonzero(one).unbind(1)
             else:
                 yield one
