@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from autofit.machine.select import choose_device, missing_cuda
 from autofit.output.document import Offer
 from autofit.system.errors import MachineError
 from autofit.system.fork_server import ForkServer
+from autofit.system.locks import passing_folder
 from autofit.training.tasks.jobs import DescribeJob
 
 
@@ -55,8 +55,7 @@ DIAGNOSIS: TypeAdapter[Diagnosis] = TypeAdapter(Diagnosis)
 
 def _described(model: str, device: Device, task: Task | None) -> tuple[Model, Hardware]:
     """What a process of its own tells of the model and of the device."""
-    with tempfile.TemporaryDirectory(prefix="autofit-doctor-") as scratch:
-        folder = Path(scratch)
+    with passing_folder("doctor") as folder:
         config = fetch(model, folder / "model")
         with contextlib.closing(ForkServer(folder / "log", device)) as server:
             job = DescribeJob(name=model, config=str(config), device=device, trust_remote_code=False, task=task)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from autofit.output.emit import YAML
 from autofit.system import strict_json
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import helper_environment
+from autofit.system.locks import passing_folder
 from autofit.system.processes import bound_to_this, end_group
 from autofit.system.redact import redacted
 from autofit.training.joined import outcome_of_ranks
@@ -100,15 +100,15 @@ def launch_here(
     if document.hardware.device == "cuda" and (missing := missing_cuda()) is not None:
         raise MachineError(f"the plan is for {name}: {missing}", hint=f"verify it on a machine with {name}")
     limit_seconds = _limit_seconds(steps, document)
-    with tempfile.TemporaryDirectory(prefix="autofit-verify-") as scratch:
-        result = Path(scratch) / "outcome.json"
+    with passing_folder("verify") as scratch:
+        result = scratch / "outcome.json"
         command = (
             sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
             "--config_file", str(folder.absolute() / YAML),  # what begins with - were an option
             str(_SCRIPT), str(folder.absolute()), str(result), str(steps),
         )  # fmt: skip
         environment = helper_environment({**os.environ, **shown})
-        log = Path(scratch) / "log"
+        log = scratch / "log"
         try:
             with log.open("wb") as output:
                 process = subprocess.Popen(
@@ -128,7 +128,7 @@ def launch_here(
         finally:
             end_group(process)
         tail = redacted(log.read_text("utf-8", "replace").strip()[-4000:])
-        return command, _outcome(Path(scratch), document, status, tail, limit_seconds)
+        return command, _outcome(scratch, document, status, tail, limit_seconds)
 
 
 def launch_there(held: Launchers, folder: Path, steps: int, document: Document) -> tuple[tuple[str, ...], Outcome]:
@@ -140,12 +140,12 @@ def launch_there(held: Launchers, folder: Path, steps: int, document: Document) 
         if path.is_file()
     }
     found, first = held.launch(files, _SCRIPT, [str(steps)], limit_seconds)
-    with tempfile.TemporaryDirectory(prefix="autofit-verify-") as scratch:
+    with passing_folder("verify") as scratch:
         for one in (found[first], *found):  # the oldest failure tells
             for name, content in one.results.items():
-                if not (Path(scratch) / name).exists():
-                    (Path(scratch) / name).write_bytes(content)
-        outcome = _outcome(Path(scratch), document, found[first].status, found[first].log_tail, limit_seconds)
+                if not (scratch / name).exists():
+                    (scratch / name).write_bytes(content)
+        outcome = _outcome(scratch, document, found[first].status, found[first].log_tail, limit_seconds)
     return ("accelerate", "launch", "--config_file", str(folder.absolute() / YAML), str(_SCRIPT)), outcome
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from autofit.system.errors import InputError, MachineError
 from autofit.system.files import added_environment, usable_folder, write_atomically, writing
 from autofit.system.fork_server import ForkServer
 from autofit.system.job import JOB, job_text
+from autofit.system.locks import passing_folder
 from autofit.system.strict_json import dump_json
 from autofit.training.joined import log_tail
 from autofit.training.launch_environment import check_environment
@@ -101,8 +101,8 @@ def profile(
         say(words)
     say(f"profiling {steps} step{'s' if steps > 1 else ''} of {document.plan.words()}")
     job = ProfileJob(plan=document.plan, facts=facts, config=str(config.resolve()), steps=steps)
-    with tempfile.TemporaryDirectory(prefix="autofit-profile-") as scratch, hardware_lock(document.hardware):
-        inside = Path(scratch) / "0"
+    with passing_folder("profile") as scratch, hardware_lock(document.hardware):
+        inside = scratch / "0"
         inside.mkdir()
         found = _run(job, inside, on_its_device(document, say))
         if not isinstance(found.outcome, Measured) or found.breakdown is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from autofit.commands.tunes.output_folder import (
     remove_unstarted_output,
 )
 from autofit.contract.facts import LaunchPath, Task
+from autofit.costmodel.tracing.trace_store import TRACES
 from autofit.output.document import DOCUMENT_FILE, REQUEST
 from autofit.output.result import Result
 from autofit.search.events import Events, Silent
@@ -170,6 +172,7 @@ def tune(
             raise
         else:
             write_config(folder, request, settings)
+            shutil.rmtree(folder / TRACES, ignore_errors=True)  # a tune that was stopped goes on with them
             return found
         finally:
             teller.close()

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 _PRESENT_BIT = 63  # of an entry of /proc/PID/pagemap
 _LATE_KERNELS_BYTES = 32 * MIB  # room for kernels that are loaded after warm-up
-_STATUS = re.compile(r"^(VmHWM|VmRSS|VmData|RssAnon):\s+(\d+) kB", re.MULTILINE)
+_STATUS = re.compile(r"^(VmHWM|VmPeak|VmRSS|VmData|RssAnon):\s+(\d+) kB", re.MULTILINE)
 
 
 class CeilingBroken(Exception):  # noqa: N818 - it becomes an outcome
@@ -91,6 +91,12 @@ class Meter(Protocol):
 def status() -> dict[str, int]:
     """Bytes by name from ``/proc/self/status``."""
     return {name: int(kib) * 1024 for name, kib in _STATUS.findall(Path("/proc/self/status").read_text("ascii"))}
+
+
+def address_limit() -> int | None:
+    """The bytes of addresses that a process may have (``ulimit -v``); ``None`` for any."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def reset_peak() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import stat
 import tempfile
 import threading
@@ -17,6 +18,8 @@ from autofit.system.errors import LockHeld, MachineError
 LOCKS = "AUTOFIT_LOCKS"
 """The variable that names another folder for the locks of devices."""
 _SHARED = (Path("/run/lock"), Path("/tmp"), Path("/var/tmp"))  # noqa: S108 - the files are opened with care
+_IN_USE = ".autofit-in-use"
+_ABANDONED_SECONDS = 600.0
 _UNLOCKABLE = f"can its folder be written? {LOCKS} names another folder for the locks of devices"
 
 
@@ -128,7 +131,7 @@ def device_lock(device: str) -> contextlib.AbstractContextManager[None]:
     return held(
         path,
         f"another tune is measuring on this device ({device})",
-        "wait for it to end, as `autofit tune --wait` does: two tunes on one device time each other",
+        "wait for it to end (a tune does by --wait): two tunes on one device time each other",
     )
 
 
@@ -165,3 +168,35 @@ class WaitingLock:
         os.close(self._descriptor)
         self._descriptor = -1
         self._own.release()
+
+
+@contextlib.contextmanager
+def passing_folder(kind: str) -> Iterator[Path]:
+    """A temporary folder that is removed in the end; one whose process was killed is removed by a later one.
+
+    A file in it is locked as long as it is used: the kernel frees a lock where its process ends.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"autofit-{kind}-") as made:
+        folder = Path(made)
+        _remove_abandoned(folder.parent)
+        descriptor = _opened(folder / _IN_USE)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield folder
+        finally:
+            os.close(descriptor)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Delete the passing folders of this user that nobody uses, and that are not just being made."""
+    for mark in folder.glob(f"autofit-*-*/{_IN_USE}"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                seen = os.fstat(descriptor)
+                if seen.st_uid == os.geteuid() and time.time() - seen.st_mtime > _ABANDONED_SECONDS:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(mark.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)

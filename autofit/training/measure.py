@@ -7,15 +7,18 @@ from collections.abc import Callable
 
 from autofit.contract.outcome import Diverged, Evidence, Measured, Outcome, OutOfMemory, Unsupported
 from autofit.contract.recipe import Recipe
-from autofit.machine.meters import CeilingBroken, Meter, Reading, out_of_memory
+from autofit.machine.meters import CeilingBroken, Meter, Reading, address_limit, out_of_memory, status
 from autofit.registry import by_script, techniques
 from autofit.system.statistics import median, spread
+from autofit.system.units import MIB
 from autofit.training.expected_rows import usual_steps
 from autofit.training.observer import compiled_graphs
 from autofit.training.tasks.rows import rows_words
 from autofit.training.timing import PARTS, Clock, Effort, NotFinite
 from autofit.training.world import World
 
+_LEAST_ASKED = 16 * MIB
+"""What an error that does not say it may have asked for."""
 RECOMPILED = "compiled again while the steps were timed (graphs made: {}): the plan is slower than it could be"
 
 
@@ -136,6 +139,16 @@ def _failed(error: Exception, clock: Clock) -> OutOfMemory | Diverged | None:
     if found is None:
         return None
     where, asked = found
+    limit, most = address_limit(), status()["VmPeak"]
+    if where == "host" and limit is not None and most + max(asked or 0, _LEAST_ASKED) > limit:
+        return OutOfMemory(
+            where="host",
+            phase=clock.phase,
+            limit_bytes=limit,
+            peak_bytes=most,
+            requested_bytes=asked,
+            training_seconds=clock.training_seconds,
+        )
     device = where == "device" or not clock.on_cuda  # a CPU's memory is the host's
     reading = clock.meter.read()
     return OutOfMemory(

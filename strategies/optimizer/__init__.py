@@ -125,7 +125,8 @@ class Optimizer(Technique):
         for value, row in ROWS.items():
             if (row.optim, row.args) == (asked, arguments) and _why_not(row, facts) is None:
                 return Held(value, f"the script asks for {asked}")
-        return Held(self.baseline, f"the script asks for {asked} ({arguments})", by_script=True)
+        given = f" ({arguments})" if arguments else ""
+        return Held(self.baseline, f"the script asks for {asked}{given}", by_script=True)
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         row = ROWS[str(value)]

@@ -23,6 +23,7 @@ from autofit.commands.tunes.output_folder import remove_unstarted_output
 from autofit.contract.outcome import Crashed, Diverged, TimedOut, Trial, Unsupported
 from autofit.contract.plan import Plan
 from autofit.contract.script import Script
+from autofit.costmodel.tracing.trace_store import TRACES
 from autofit.output import text
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST, Training
 from autofit.output.emit import ARGUMENTS, REPORT, YAML
@@ -488,6 +489,17 @@ def test_a_refused_tune_leaves_no_folder_of_its_own(tune, tmp_path, monkeypatch)
         with pytest.raises(InputError):
             tune(Replay(tmp_path), **{"output": None, **bad})
     assert not list((tmp_path / "own").iterdir())
+
+
+def test_traces_that_no_cache_took_go_with_the_answer(tune, out):
+    kept = out / TRACES / "one.npz"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    with pytest.raises(Interrupted):
+        tune(Replay(out, {1: KeyboardInterrupt()}), trials=3)
+    assert kept.exists()  # --resume goes on with them
+    tune(Replay(out), trials=3, resume=True)
+    assert not kept.parent.exists()
 
 
 def test_what_a_failure_said_is_kept_where_the_folder_is_not(tmp_path):

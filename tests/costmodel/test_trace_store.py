@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import autofit
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, pack
 from autofit.costmodel.tracing import trace_store
 from autofit.costmodel.tracing.trace_request import traced_plan
-from autofit.costmodel.tracing.trace_store import Traces, cache_folder
+from autofit.costmodel.tracing.trace_store import TRACES, Traces, cache_folder
 from autofit.registry import techniques
 from tests.support.layered import Layered, Writer
 from tests.support.tiny import write_config
@@ -53,9 +54,9 @@ class Tracer:
                 failed[request.file] = "its trace failed: no such thing"
             elif not self.silent:
                 self.room -= 1
-                np.savez_compressed(
-                    f"{job.folder if self.room >= 0 else job.spare}/{request.file}", **canned(request.part)
-                )
+                target = Path(job.folder if self.room >= 0 else job.spare)
+                target.mkdir(exist_ok=True)
+                np.savez_compressed(target / request.file, **canned(request.part))
         yield None if self.silent else {"failed": failed}
 
 
@@ -221,8 +222,8 @@ def test_without_a_cache_a_trace_lasts_as_long_as_the_run(tmp_path):
         found = Traces(facts_of("llama"), config, tracer, scratch)
         found.prepare([PLAIN])
         assert len(tracer.asked) == 2
-        for file in scratch.iterdir():
-            file.unlink()
+        assert {file.parent.name for file in scratch.rglob("*.npz")} == {TRACES}  # beside nothing of a user's
+        shutil.rmtree(scratch)
 
 
 def test_the_cache_is_where_caches_are(monkeypatch, tmp_path):

@@ -6,11 +6,14 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
 from autofit.system.errors import MachineError
-from autofit.system.locks import device_lock, held, waited_for
+from autofit.system.locks import device_lock, held, passing_folder, waited_for
 
 HOLD = """
 import sys
@@ -165,3 +168,54 @@ def test_a_lock_is_waited_for_and_its_holder_is_named_once(holder):
     assert said == [f"somebody is at it: process {process.pid}: waiting for it to end"]
     with waited_for(lambda: held(path, "somebody is at it", "wait"), told) as waited:
         assert not waited
+
+
+LEAVE = """
+import os, signal
+from autofit.system.locks import passing_folder
+with passing_folder("verify") as folder:
+    (folder / "log").write_text("half")
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def left(tmp_path, monkeypatch):
+    """A passing folder whose process was killed, and how long ago it was made."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    told = subprocess.run([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, text=True, check=False).stdout
+    folder = Path(told.strip())
+    assert folder.is_dir()
+
+    def ago(seconds):
+        (mark,) = folder.glob(".*")
+        os.utime(mark, (time.time() - seconds,) * 2)
+        return folder
+
+    return ago
+
+
+def test_a_folder_of_a_killed_process_is_removed_by_the_next(left):
+    folder = left(3600)
+    with passing_folder("estimate") as made:
+        assert (folder.exists(), made.is_dir()) == (False, True)
+    assert not made.exists()
+
+
+def test_a_folder_that_was_just_made_or_is_in_use_stays(left):
+    folder = left(0)
+    with passing_folder("verify") as used:
+        (mark,) = used.glob(".*")
+        os.utime(mark, (0, 0))
+        with passing_folder("estimate"):
+            assert (folder.is_dir(), used.is_dir()) == (True, True)
+
+
+def test_a_users_folder_of_such_a_name_stays(left):
+    folder = left(3600)
+    next(folder.glob(".*")).unlink()
+    os.utime(folder, (0, 0))
+    with passing_folder("verify"):
+        assert folder.is_dir()

@@ -298,6 +298,22 @@ def test_memory_that_runs_out_outside_the_allocator_is_told(try_fault):
     assert (found.where, found.phase, found.requested_bytes) == ("device", "load", None)
 
 
+def test_addresses_that_run_out_are_not_the_devices_memory(try_fault):
+    found = try_fault("""
+        import psutil, resource, torch
+        from autofit.training import jobs
+        def full(*_, **__):
+            held = psutil.Process().memory_info().vms
+            resource.setrlimit(resource.RLIMIT_AS, (held + 2**28, resource.RLIM_INFINITY))
+            torch.empty(2**30, dtype=torch.uint8)
+        jobs.run_recipe = full
+        honest(folder)
+    """).outcome
+    assert isinstance(found, OutOfMemory)
+    assert (found.where, found.requested_bytes, found.external_pressure) == ("host", 2**30, False)
+    assert found.limit_bytes - 2**28 <= found.peak_bytes <= found.limit_bytes
+
+
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM"])
 def test_a_killed_trial_has_crashed_of_its_signal(try_fault, name):
     found = try_fault(f"""

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import TypeAdapter
 
@@ -38,6 +36,7 @@ from autofit.output.document import MODEL_FOLDER, TOKENS
 from autofit.system import units
 from autofit.system.errors import InputError, ModelError, NothingFits
 from autofit.system.fork_server import ForkServer
+from autofit.system.locks import passing_folder
 from autofit.training.expected_rows import mean_tokens
 
 
@@ -183,8 +182,7 @@ def estimate_cards(
         arguments=arguments,
         call=call,
     )
-    with tempfile.TemporaryDirectory(prefix="autofit-estimate-") as scratch:
-        folder = Path(scratch)
+    with passing_folder("estimate") as folder:
         config = folder / MODEL_FOLDER if request.is_script else fetched_config(request, folder, say)
         modules = () if request.is_script else modeling_module(config)
         server = ForkServer(folder / "forkserver.log", "cpu", modules, trains=request.is_script)

@@ -22,11 +22,13 @@ from autofit.costmodel.forecast import Forecast, forecast
 from autofit.costmodel.seconds.utilisation import Utilisation
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine import gpu_catalogue, other_processes
+from autofit.machine.meters import address_limit
 from autofit.machine.select import choose_device, hardware_lock, left_unused
 from autofit.search.workers import OneByOne, Workers
 from autofit.space import Space
 from autofit.system.errors import AutofitError
 from autofit.system.fork_server import ForkServer
+from autofit.system.units import size
 from autofit.training.guard.equivalence import Guards, Look
 from autofit.training.runner import ProcessRunner, Rated, Runner, unrated
 from autofit.training.scripts.snapshots import snapshots_of
@@ -120,7 +122,11 @@ class DeviceBackend:
 
     def warnings(self, facts: Facts, folder: Path) -> Sequence[str]:
         """What would disturb the measurements now."""
-        return other_processes.warnings(facts.hardware, folder)
+        said = other_processes.warnings(facts.hardware, folder)
+        if (limit := address_limit()) is None:
+            return said
+        less = f"a process may have {size(limit)} of addresses here (ulimit -v)"
+        return (*said, f"{less}: plans that need more of them fail, whatever the ceiling")
 
     def forecast(
         self, space: Space, facts: Facts, config: Path, *, server: ForkServer, folder: Path, note: Note, say: Note

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autofit.commands.request import TRIALS
 from autofit.commands.shell.tune_config import CONFIG
+from autofit.costmodel.tracing.trace_store import TRACES
 from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST
 from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML
 from autofit.search.journal import JOURNAL_FILE
@@ -65,7 +66,7 @@ def remove_unstarted_output(folder: Path, *, whole: bool, but: Collection[str]) 
     if whole and not (folder / FAILED_JOB_LOG).exists():
         shutil.rmtree(folder, ignore_errors=True)
         return
-    if MODEL_FOLDER not in but:
-        shutil.rmtree(folder / MODEL_FOLDER, ignore_errors=True)
+    for name in {MODEL_FOLDER, TRACES} - set(but):
+        shutil.rmtree(folder / name, ignore_errors=True)
     for name in {FORKSERVER_LOG, JOURNAL_FILE, LOCK} - set(but):
         (folder / name).unlink(missing_ok=True)

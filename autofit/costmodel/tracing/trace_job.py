@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import traceback
 import warnings
 import zipfile
@@ -29,6 +28,7 @@ from autofit.costmodel.tracing.trace_request import alone_plan, run_plan, traced
 from autofit.machine.meters import status
 from autofit.registry import recipe_of
 from autofit.system.job import error_words
+from autofit.system.locks import passing_folder
 from autofit.system.units import MIB
 
 if TYPE_CHECKING:
@@ -137,11 +137,11 @@ def _child(job: TraceRequests, groups: Iterable[list[TraceRequest]], report: Pat
 
 def _trace(job: TraceRequests, request: TraceRequest, known: Known) -> None:
     config = Path(job.config)
-    with tempfile.TemporaryDirectory(prefix="autofit-trace-") as scratch:
+    with passing_folder("trace") as scratch:
         if request.part == "micro_steps":
-            arrays = pack(micro_part(request.plan, job.facts, config, Path(scratch), known=known), None)
+            arrays = pack(micro_part(request.plan, job.facts, config, scratch, known=known), None)
         else:
-            arrays = pack(None, optimizer_part(request.plan, job.facts, config, Path(scratch), known=known))
+            arrays = pack(None, optimizer_part(request.plan, job.facts, config, scratch, known=known))
     save(job, request, arrays)
 
 
@@ -157,6 +157,7 @@ def save(job: TraceRequests, request: TraceRequest, arrays: dict[str, Any]) -> N
 
 def _write(target: Path, arrays: dict[str, Any]) -> None:
     aside = target.with_name(f".{target.stem}-{os.getpid()}.npz")
+    target.parent.mkdir(exist_ok=True)
     try:
         with zipfile.ZipFile(
             aside, "w", zipfile.ZIP_DEFLATED, compresslevel=1

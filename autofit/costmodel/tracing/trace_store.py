@@ -42,6 +42,8 @@ MANY = 2
 """Rows whose trace stands for any number of them; what it says of one alone may be 3 % off."""
 _LONGEST_SECONDS = 900.0
 _TOLD_EVERY_SECONDS = 20.0
+TRACES = ".traces"
+"""Inside a folder for one run: the traces that no cache took."""
 _SCRIPT_RUNS = 16
 """A script runs once for each way of loading its model; there are not more."""
 _SPOILED = (
@@ -77,7 +79,7 @@ class Traces:
         server: Forks the processes that trace; asked only for what is not kept already.
         scratch: Folder for the job while it runs.
         cache: Where traces are kept; ``None``, or a folder that can't be written, keeps them for this run only, in
-            ``scratch``, as one does that has no room for more.
+            ``scratch/.traces``, as one does that has no room for more.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class Traces:
         self.config = config
         self.server = server
         self.scratch = scratch
-        self.cache = cache or scratch
+        self.spare = scratch / TRACES
+        self.cache = cache or self.spare
         self.failed: dict[str, str] = {}
         self.made = 0
         self.capacities: dict[Hashable, int] = {}  # bytes that the allocator needs, by what :meth:`alike` says
@@ -123,9 +126,9 @@ class Traces:
                     wanted[key] = TraceRequest(part=part, plan=one, file=f"{key}.npz")
         if not wanted:
             return
-        if self.cache != self.scratch and (why := _why_unwritable(self.cache)) is not None:
+        if self.cache != self.spare and (why := _why_unwritable(self.cache)) is not None:
             say(f"traces are kept for this run only: {self.cache} can't be written: {why}")
-            self.cache = self.scratch
+            self.cache = self.spare
             self.prepare(plans, say)
             return
         say(f"tracing {len(wanted)} parts of a step")
@@ -134,7 +137,7 @@ class Traces:
             config=str(self.config.resolve()),
             requests=tuple(wanted.values()),
             folder=str(self.cache.resolve()),
-            spare=str(self.scratch.resolve()),
+            spare=str(self.spare.resolve()),
         )
         script = self.facts.workload.script
         longest = _LONGEST_SECONDS if script is None else _LONGEST_SECONDS + _SCRIPT_RUNS * script.seconds
@@ -143,7 +146,7 @@ class Traces:
             self.server().ask(self.scratch, job, kill_after_seconds=longest) as answer,
         ):
             reasons = {} if answer is None else dict(answer["failed"])
-        if self.cache != self.scratch and any((self.scratch / one.file).exists() for one in wanted.values()):
+        if self.cache != self.spare and any((self.spare / one.file).exists() for one in wanted.values()):
             say(f"some traces are kept for this run only: {self.cache} takes no more of them: is its disk full?")
         for key, request in wanted.items():
             if request.file in reasons:
@@ -177,7 +180,7 @@ class Traces:
     def _known(self, key: str) -> bool:
         if key in self._parts or key in self.failed:
             return True
-        for folder in dict.fromkeys((self.cache, self.scratch)):
+        for folder in dict.fromkeys((self.cache, self.spare)):
             try:
                 # opened here: numpy leaves a file that is no whole archive open
                 with (folder / f"{key}.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
