@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autofit import space
+from autofit.contract.script import Script
 from autofit.contract.technique import Kind
 from autofit.machine.packages import installed
 from autofit.registry import recipe_of, technique
@@ -238,3 +239,12 @@ def test_linear_layers_multiply_in_float8_but_not_the_head():
 def test_float8_is_not_tried_under_an_engine(engine):
     found = PRECISION.conflict("fp8", PLAIN.replaced(parallel=engine), cuda((9, 0)))
     assert "float8" in found
+
+
+@pytest.mark.parametrize(("arguments", "words"), [(None, ""), ("rank=8", " (rank=8)")])
+def test_a_scripts_optimizer_that_has_no_value_is_named_with_what_it_was_given(arguments, words):
+    own = {"optim": "galore_adamw", "optim_args": arguments}
+    script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2, own=own)
+    facts = cpu_facts()
+    facts = replace(facts, workload=replace(facts.workload, script=script))
+    assert technique("optimizer").held(facts).reason == f"the script asks for galore_adamw{words}"
