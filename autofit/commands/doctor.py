@@ -21,7 +21,7 @@ from autofit.machine.select import choose_device, missing_cuda
 from autofit.output.document import Offer
 from autofit.system.errors import MachineError
 from autofit.system.fork_server import ForkServer
-from autofit.system.locks import passing_folder
+from autofit.system.locks import scratch_folder
 from autofit.training.tasks.jobs import DescribeJob
 
 
@@ -55,7 +55,7 @@ DIAGNOSIS: TypeAdapter[Diagnosis] = TypeAdapter(Diagnosis)
 
 def _described(model: str, device: Device, task: Task | None) -> tuple[Model, Hardware]:
     """What a process of its own tells of the model and of the device."""
-    with passing_folder("doctor") as folder:
+    with scratch_folder("doctor") as folder:
         config = fetch(model, folder / "model")
         with contextlib.closing(ForkServer(folder / "log", device)) as server:
             job = DescribeJob(name=model, config=str(config), device=device, trust_remote_code=False, task=task)

@@ -21,7 +21,7 @@ from autofit.output.emit import YAML
 from autofit.system import strict_json
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import helper_environment
-from autofit.system.locks import passing_folder
+from autofit.system.locks import scratch_folder
 from autofit.system.processes import bound_to_this, end_group
 from autofit.system.redact import redacted
 from autofit.training.joined import outcome_of_ranks
@@ -100,7 +100,7 @@ def launch_here(
     if document.hardware.device == "cuda" and (missing := missing_cuda()) is not None:
         raise MachineError(f"the plan is for {name}: {missing}", hint=f"verify it on a machine with {name}")
     limit_seconds = _limit_seconds(steps, document)
-    with passing_folder("verify") as scratch:
+    with scratch_folder("verify") as scratch:
         result = scratch / "outcome.json"
         command = (
             sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
@@ -140,7 +140,7 @@ def launch_there(held: Launchers, folder: Path, steps: int, document: Document) 
         if path.is_file()
     }
     found, first = held.launch(files, _SCRIPT, [str(steps)], limit_seconds)
-    with passing_folder("verify") as scratch:
+    with scratch_folder("verify") as scratch:
         for one in (found[first], *found):  # the oldest failure tells
             for name, content in one.results.items():
                 if not (scratch / name).exists():

@@ -23,7 +23,7 @@ from autofit.system.errors import InputError, MachineError
 from autofit.system.files import added_environment, usable_folder, write_atomically, writing
 from autofit.system.fork_server import ForkServer
 from autofit.system.job import JOB, job_text
-from autofit.system.locks import passing_folder
+from autofit.system.locks import scratch_folder
 from autofit.system.strict_json import dump_json
 from autofit.training.joined import log_tail
 from autofit.training.launch_environment import check_environment
@@ -101,7 +101,7 @@ def profile(
         say(words)
     say(f"profiling {steps} step{'s' if steps > 1 else ''} of {document.plan.words()}")
     job = ProfileJob(plan=document.plan, facts=facts, config=str(config.resolve()), steps=steps)
-    with passing_folder("profile") as scratch, hardware_lock(document.hardware):
+    with scratch_folder("profile") as scratch, hardware_lock(document.hardware):
         inside = scratch / "0"
         inside.mkdir()
         found = _run(job, inside, on_its_device(document, say))

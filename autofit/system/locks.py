@@ -171,25 +171,25 @@ class WaitingLock:
 
 
 @contextlib.contextmanager
-def passing_folder(kind: str) -> Iterator[Path]:
+def scratch_folder(kind: str) -> Iterator[Path]:
     """A temporary folder that is removed in the end; one whose process was killed is removed by a later one.
 
-    A file in it is locked as long as it is used: the kernel frees a lock where its process ends.
+    A file in it is locked as long as it is used: the kernel frees a lock where its process ends. Where it can't be made,
+    or the file system has no locks, nobody else removes the folder.
     """
     with tempfile.TemporaryDirectory(prefix=f"autofit-{kind}-") as made:
         folder = Path(made)
         _remove_abandoned(folder.parent)
-        descriptor = _opened(folder / _IN_USE)
-        try:
-            with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                descriptor = _opened(folder / _IN_USE)
+                stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield folder
-        finally:
-            os.close(descriptor)
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Delete the passing folders of this user that nobody uses, and that are not just being made."""
+    """Delete the scratch folders of this user that nobody uses, and that are not just being made."""
     for mark in folder.glob(f"autofit-*-*/{_IN_USE}"):
         with contextlib.suppress(OSError):
             descriptor = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autofit.system.errors import MachineError
-from autofit.system.locks import device_lock, held, passing_folder, waited_for
+from autofit.system.locks import device_lock, held, scratch_folder, waited_for
 
 HOLD = """
 import sys
@@ -172,8 +172,8 @@ def test_a_lock_is_waited_for_and_its_holder_is_named_once(holder):
 
 LEAVE = """
 import os, signal
-from autofit.system.locks import passing_folder
-with passing_folder("verify") as folder:
+from autofit.system.locks import scratch_folder
+with scratch_folder("verify") as folder:
     (folder / "log").write_text("half")
     print(folder, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -182,7 +182,7 @@ with passing_folder("verify") as folder:
 
 @pytest.fixture
 def left(tmp_path, monkeypatch):
-    """A passing folder whose process was killed, and how long ago it was made."""
+    """A scratch folder whose process was killed, and how long ago it was made."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     told = subprocess.run([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, text=True, check=False).stdout
@@ -199,17 +199,17 @@ def left(tmp_path, monkeypatch):
 
 def test_a_folder_of_a_killed_process_is_removed_by_the_next(left):
     folder = left(3600)
-    with passing_folder("estimate") as made:
+    with scratch_folder("estimate") as made:
         assert (folder.exists(), made.is_dir()) == (False, True)
     assert not made.exists()
 
 
 def test_a_folder_that_was_just_made_or_is_in_use_stays(left):
     folder = left(0)
-    with passing_folder("verify") as used:
+    with scratch_folder("verify") as used:
         (mark,) = used.glob(".*")
         os.utime(mark, (0, 0))
-        with passing_folder("estimate"):
+        with scratch_folder("estimate"):
             assert (folder.is_dir(), used.is_dir()) == (True, True)
 
 
@@ -217,5 +217,5 @@ def test_a_users_folder_of_such_a_name_stays(left):
     folder = left(3600)
     next(folder.glob(".*")).unlink()
     os.utime(folder, (0, 0))
-    with passing_folder("verify"):
+    with scratch_folder("verify"):
         assert folder.is_dir()

@@ -36,7 +36,7 @@ from autofit.output.document import MODEL_FOLDER, TOKENS
 from autofit.system import units
 from autofit.system.errors import InputError, ModelError, NothingFits
 from autofit.system.fork_server import ForkServer
-from autofit.system.locks import passing_folder
+from autofit.system.locks import scratch_folder
 from autofit.training.expected_rows import mean_tokens
 
 
@@ -182,7 +182,7 @@ def estimate_cards(
         arguments=arguments,
         call=call,
     )
-    with passing_folder("estimate") as folder:
+    with scratch_folder("estimate") as folder:
         config = folder / MODEL_FOLDER if request.is_script else fetched_config(request, folder, say)
         modules = () if request.is_script else modeling_module(config)
         server = ForkServer(folder / "forkserver.log", "cpu", modules, trains=request.is_script)

@@ -45,7 +45,7 @@ from autofit.registry import techniques
 from autofit.system import units
 from autofit.system.errors import ModelError, NothingFits
 from autofit.system.fork_server import ForkServer
-from autofit.system.locks import passing_folder
+from autofit.system.locks import scratch_folder
 
 
 def estimate(
@@ -135,7 +135,7 @@ def estimate(
         check_card(card, output)
     with contextlib.ExitStack() as stack:
         target = None if output is None else stack.enter_context(estimate_folder(output))
-        folder = stack.enter_context(passing_folder("estimate"))
+        folder = stack.enter_context(scratch_folder("estimate"))
         config = folder / MODEL_FOLDER if request.is_script else fetched_config(request, folder, say)
         here = choose_device("auto") if given is None else "cpu"
         modules = () if request.is_script else modeling_module(config)

@@ -28,7 +28,7 @@ from autofit.costmodel.tracing.trace_request import alone_plan, run_plan, traced
 from autofit.machine.meters import status
 from autofit.registry import recipe_of
 from autofit.system.job import error_words
-from autofit.system.locks import passing_folder
+from autofit.system.locks import scratch_folder
 from autofit.system.units import MIB
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _child(job: TraceRequests, groups: Iterable[list[TraceRequest]], report: Pat
 
 def _trace(job: TraceRequests, request: TraceRequest, known: Known) -> None:
     config = Path(job.config)
-    with passing_folder("trace") as scratch:
+    with scratch_folder("trace") as scratch:
         if request.part == "micro_steps":
             arrays = pack(micro_part(request.plan, job.facts, config, scratch, known=known), None)
         else:
