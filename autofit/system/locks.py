@@ -174,8 +174,8 @@ class WaitingLock:
 def scratch_folder(kind: str) -> Iterator[Path]:
     """A temporary folder that is removed in the end; one whose process was killed is removed by a later one.
 
-    A file in it is locked as long as it is used: the kernel frees a lock where its process ends. Where it can't be made,
-    or the file system has no locks, nobody else removes the folder.
+    A file in it is locked as long as it is used: the kernel frees a lock where its process ends. Where it can't be
+    made, or the file system has no locks, nobody else removes the folder.
     """
     with tempfile.TemporaryDirectory(prefix=f"autofit-{kind}-") as made:
         folder = Path(made)
