@@ -81,7 +81,7 @@ BAD = {
     "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '1'": "sets CUDA_VISIBLE_DEVICES itself",
     "arguments = None": "makes its Trainer without arguments",
     "model.half()": "trains weights in float16",
-    "model.double()": "trains weights in float64",
+    "model.double()": "model is in float64",
     "model.half(); model.classifier.float(); model.bert.embeddings.requires_grad_(False)": "in float16",
     "import torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters()).step()": "in a loop without Accelerate",
     "arguments.fsdp = 'full_shard'": "asks for DeepSpeed or FSDP",

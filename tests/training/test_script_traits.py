@@ -74,6 +74,22 @@ def test_of_a_script_its_own_text_is_told_apart_from_that_of_its_modules(tmp_pat
     assert changes_since(script) == []
 
 
+def test_float16_is_for_frozen_weights_and_small_others_may_be_in_any():
+    """As the factors of a Fourier layer, which are complex."""
+    half, complexes = torch.nn.Linear(9, 9).half().requires_grad_(False), torch.nn.Linear(2, 2, dtype=torch.complex64)
+    rows = SimpleNamespace(rows=1, looked_at=1, longest_size=9, sizes={}, tokens=9, counts=(), spread=(), longest=(1,))
+
+    def told(*parts):
+        model = torch.nn.Sequential(*parts)
+        return traits(SimpleNamespace(said={}, loaded=False), model, rows, 1.0)["script"]["weights_dtype"]
+
+    assert told(torch.nn.Linear(9, 9), complexes) == "float32"
+    assert told(half, torch.nn.Linear(2, 2)) == "float16"
+    for parts in ([half], [half, torch.nn.Linear(2, 2).half()], [torch.nn.Linear(9, 9), torch.nn.Linear(2, 2).half()]):
+        with pytest.raises(Refused, match="weights in float16, which lose almost every update"):
+            told(*parts)
+
+
 def of_package(name, *, within="losses", bases=(torch.nn.Module,), **holds):
     """A class as sentence-transformers has it, and one of it."""
     one = type(name, bases, {"__module__": f"sentence_transformers.{within}.{name.lower()}"})()

@@ -84,15 +84,14 @@ def _check_dtypes(largest: torch.dtype, trained: set[torch.dtype]) -> None:
     """
     import torch
 
-    good = {torch.float32, torch.bfloat16}
-    bad = trained - good or {largest} - {*good, torch.float16}
-    if not bad and (trained or largest in good):
+    half = torch.float16
+    if largest in {torch.float32, torch.bfloat16, half} and half not in (trained or {largest}):
         return
-    words = ", ".join(sorted(str(one).removeprefix("torch.") for one in bad or {largest}))
-    raise Refused(
-        f"the script trains weights in {words}, which lose almost every update",
-        "load the model in float32 or bfloat16, and ask for --fp16 instead",
-    )
+    if largest == half or half in trained:
+        said = "in float16, which lose almost every update"
+        raise Refused(f"the script trains weights {said}", "load the model in float32 or bfloat16, and ask for --fp16")
+    words = str(largest).removeprefix("torch.")
+    raise Refused(f"the script's model is in {words}, and plans are not", "load the model in float32 or bfloat16")
 
 
 def changes_since(script: Script) -> list[str]:
