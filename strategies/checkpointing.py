@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
-    from autofit.contract.observation import Ran, Seen
+    from autofit.contract.observation import Hooks, Ran, Read, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
     from autofit.contract.trace import TraceRecorder
@@ -159,6 +159,10 @@ class Checkpointing(Technique):
     def stand_in(self, value: Value, facts: Facts, recorder: TraceRecorder) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if value == "off" else _counting(recorder)
 
+    def watch(self, model: nn.Module, recipe: Recipe, hooks: Hooks) -> Read:
+        """A model of a script's own has no layers that are known: what it has switched on shows what to watch."""
+        return _watch_parts(model, hooks) if _by_script_alone(recipe.facts) else self.observe
+
     def observe(self, ran: Ran) -> Seen:
         """Layers that ran, those that ran more than once in a micro-step, and what was kept and moved by hand."""
         forwards = ran.layer_forwards
@@ -178,6 +182,8 @@ class Checkpointing(Technique):
         kept, moved = seen.get("kept_outputs", 0), seen.get("moved_bytes", 0)
         every = _EVERY.get(str(value), 1)
         wanted = again == 0 if value == "off" else abs(again * every - layers) < min(every, layers)
+        if _by_script_alone(facts):
+            wanted = (again == 0) == (value == "off")  # which of its parts it recomputes is the model's to say
         if not wanted:
             return f"{again} of {layers} layers ran forward more than once in a micro-step"
         if (kept > 0) != (value == "selective"):
@@ -219,6 +225,25 @@ def _by_script_alone(facts: Facts) -> bool:
     """Whether a script has switched it on in a model that knows nothing of transformers, as diffusers' are."""
     script = facts.workload.script
     return script is not None and bool(script.checkpointing) and not facts.model.supports_checkpointing
+
+
+def _watch_parts(model: nn.Module, hooks: Hooks) -> Read:
+    """Watch which parts of the modules that can recompute run, and which do so again in the backward pass."""
+    import torch
+
+    ran: tuple[set[nn.Module], set[nn.Module]] = set(), set()
+
+    def before(part: nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            ran[torch._C._current_graph_task_id() >= 0].add(part)  # noqa: SLF001 - as torch.utils.checkpoint asks
+
+    able = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    children = [child for module in able for child in module.children()]
+    lists = (torch.nn.ModuleList, torch.nn.ModuleDict)
+    for part in {one for child in children for one in (child.children() if isinstance(child, lists) else [child])}:
+        hooks.before(part, before)
+    # none where a compiled graph holds them all
+    return lambda _: {"layers": len(ran[0]) or None, "layers_recomputed": len(ran[1]) if ran[0] else None}
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autofit.contract import placement
+from autofit.contract.observation import Hooks
 from autofit.contract.script import Script
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.recorder import Recorder
@@ -162,6 +163,39 @@ def test_what_a_script_has_switched_on_in_a_model_of_its_own_is_a_choice(switche
         for wrap in recipe.model_wraps:
             wrap(block)
         assert block.gradient_checkpointing is (value == "full")
+
+
+class Parts(torch.nn.Module):
+    """As diffusers' models are: what stands before the blocks is never computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Linear(2, 2)
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()) for _ in range(3))
+        self.head, self.gradient_checkpointing = torch.nn.Linear(2, 1), True
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_a_model_of_a_scripts_own_is_seen_to_recompute(recomputes):
+    facts = cpu_facts()
+    script = Script(path="t.py", sha256="", trainer="", micro_batch=4, accumulation=2, checkpointing="switched on")
+    model = dataclasses.replace(facts.model, supports_checkpointing=False, layers=0, layer_classes=())
+    facts = dataclasses.replace(facts, model=model, workload=dataclasses.replace(facts.workload, script=script))
+    one, trained = technique("checkpointing"), Parts()
+    trained.recomputes = recomputes
+    read = one.watch(trained, SimpleNamespace(facts=facts), Hooks(trained))
+    trained(torch.ones(1, 2)).sum().backward()
+    seen = read(None)
+    assert seen == {"layers": 5, "layers_recomputed": 3 * recomputes}
+    assert (one.in_effect("full", seen, facts) is None) is recomputes
+    assert (one.in_effect("off", seen, facts) is None) is not recomputes
+    assert one.in_effect("full", {"layers": None, "layers_recomputed": None}, facts) is None  # inside a graph
 
 
 @pytest.mark.parametrize(("version", "name"), [("5.17.0", "gradient"), ("5.23.0", "activation")])
