@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -55,7 +56,8 @@ class Script:
         trainer: The class of its Trainer; empty where it trains in a plain loop with Accelerate.
         micro_batch, accumulation: The script's own.
         steps: Optimizer steps that its Trainer is asked for, whatever the epochs; 0 where it is not.
-        epochs_rows: Rows that its Trainer takes in all its epochs; ``None`` where that is not known.
+        epochs_rows: Rows in all its Trainer's epochs; ``None`` where that is not known.
+        epochs: Its Trainer's, of which the last may be a fraction, trained to the end of an optimizer step.
         own: Its other arguments that techniques decide on, as JSON values: fields of ``TrainingArguments``, and what
             else its Trainer is given, in words.
         evaluated_rows: That its Trainer evaluates at once; 0 where it is given none to evaluate.
@@ -97,6 +99,7 @@ class Script:
     accumulation: Positive
     steps: Annotated[int, Field(ge=0)] = 0
     epochs_rows: float | None = None
+    epochs: float = 1.0
     own: Mapping[str, Any] = field(default_factory=dict)
     evaluated_rows: Annotated[int, Field(ge=0)] = 0
     loads: Mapping[str, str] = field(default_factory=dict)
@@ -130,7 +133,14 @@ class Script:
         Args:
             global_batch: Rows to an optimizer step.
         """
-        return float(self.steps * global_batch) if self.steps else self.epochs_rows
+        if self.steps:
+            return float(self.steps * global_batch)
+        if self.epochs_rows is None or self.epochs.is_integer():
+            return self.epochs_rows
+        each = self.epochs_rows / self.epochs
+        of_an_epoch = max(1, math.ceil(round(each) / global_batch))
+        whole, rest = divmod(math.ceil(self.epochs * of_an_epoch), of_an_epoch)
+        return whole * each + rest * global_batch
 
     @property
     def mean_share(self) -> float:

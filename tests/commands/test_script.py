@@ -131,7 +131,7 @@ def test_a_loader_of_its_own_says_whether_an_epoch_leaves_out_rows(described):
     text += "Own(model, TrainingArguments('x'), train_dataset=[{'input_ids': [1, 2], 'labels': 0}] * 35).train()"
     script = described(text)["script"]
     assert (script["own"]["dataloader_drop_last"], script["own_split"]) == (True, None)
-    assert script["epochs_rows"] == 3 * 32
+    assert (script["epochs_rows"], script["epochs"]) == (3 * 32, 3)
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,15 @@ def test_an_epoch_has_the_rows_that_its_loader_gives(loader, given):
 
 @pytest.mark.parametrize(
     ("told", "rows"),
-    [({"steps": 30, "epochs_rows": 99.0}, 240), ({"epochs_rows": 1200.0}, 1200), ({}, None)],
+    [
+        ({"steps": 30, "epochs_rows": 99.0}, 240),
+        ({"epochs_rows": 1200.0}, 1200),
+        ({"epochs_rows": 132.0, "epochs": 2.0}, 132),
+        ({"epochs_rows": 64 * 0.3, "epochs": 0.3}, 24),
+        ({"epochs_rows": 66 * 1.5, "epochs": 1.5}, 66 + 5 * 8),
+        ({"epochs_rows": 5 * 0.1, "epochs": 0.1}, 5),
+        ({}, None),
+    ],
 )
 def test_a_scripts_own_training_has_the_rows_of_its_steps_or_of_its_epochs(told, rows):
     assert script_of(**told).training_rows(8) == rows

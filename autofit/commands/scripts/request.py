@@ -35,7 +35,7 @@ SCRIPT_TASK: Literal["script"] = "script"
 CONFIG = "config.json"
 _OF_A_RUN = {
     "path", "arguments", "seconds", "loading", "batch", "sampled", "longest", "longest_places", "mean_length",
-    "tokens_a_row", "lengths", "places", "steps", "epochs_rows",
+    "tokens_a_row", "lengths", "places", "steps", "epochs_rows", "epochs",
 }  # fmt: skip
 """What is told of a script that may be otherwise each time it is run: how long it took, and rows that it draws."""
 LONGEST_SECONDS = 3600.0

@@ -59,8 +59,9 @@ def rows_an_epoch(loader: Any, rows: int) -> int | None:
 
 def length_of(loader: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """How long a Trainer trains by its arguments, as fields of :class:`autofit.contract.script.Script`."""
-    steps, each = max(0, arguments["max_steps"]), rows_an_epoch(loader, int(arguments["per_device_train_batch_size"]))
-    return {"steps": steps, "epochs_rows": None if each is None else each * float(arguments["num_train_epochs"])}
+    steps, epochs = max(0, arguments["max_steps"]), float(arguments["num_train_epochs"])
+    each = rows_an_epoch(loader, int(arguments["per_device_train_batch_size"]))
+    return {"steps": steps, "epochs_rows": None if each is None else each * epochs, "epochs": epochs}
 
 
 def loading_of(loader: Any, rows: int, *, own_batches: bool = False) -> dict[str, Any]:
