@@ -88,8 +88,10 @@ def _check_dtypes(largest: torch.dtype, trained: set[torch.dtype]) -> None:
     if largest in {torch.float32, torch.bfloat16, half} and half not in (trained or {largest}):
         return
     if largest == half or half in trained:
-        said = "in float16, which lose almost every update"
-        raise Refused(f"the script trains weights {said}", "load the model in float32 or bfloat16, and ask for --fp16")
+        raise Refused(
+            "the script trains weights in float16, which lose almost every update",
+            "keep what is trained in float32, an adapter's weights, too (autocast_adapter_dtype), and ask for --fp16",
+        )
     words = str(largest).removeprefix("torch.")
     raise Refused(f"the script's model is in {words}, and plans are not", "load the model in float32 or bfloat16")
 
