@@ -409,9 +409,12 @@ for _phase in ("load", "forward", "backward", "optimizer"):
     )
 in_a_trial(
     "host out of memory: RLIMIT_AS",
-    "the address space is closed in the forward pass, 64 MiB are asked for",
+    "the address space is closed in the forward pass, 64 MiB are asked for, and it is opened again",
     midst(
-        "import resource, torch; resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 40)); torch.empty(1 << 26)",
+        "import resource as r, torch; before = r.getrlimit(r.RLIMIT_AS)\n"
+        "    r.setrlimit(r.RLIMIT_AS, (1 << 20, before[1]))\n"
+        "    try: torch.empty(1 << 26)\n"
+        "    finally: r.setrlimit(r.RLIMIT_AS, before)",
         "forward",
     ),
     OutOfMemory,
