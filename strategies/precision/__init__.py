@@ -163,8 +163,8 @@ class Precision(Technique):
         recipe.product_bits = _MANTISSA[str(value)]
         if value in _WEIGHTS:
             recipe.weights_dtype = _WEIGHTS[str(value)]
-            if recipe.facts.model.main_input != "input_ids":
-                recipe.model_wraps.append(cast_main_input)
+        if value == "bf16_weights" and recipe.facts.model.main_input != "input_ids":
+            recipe.model_wraps.append(cast_main_input)
         if value == "fp8":
             recipe.model_wraps.append(multiply_in_float8)
 

@@ -115,6 +115,9 @@ def test_frozen_float16_weights_stay_as_the_script_loads_them_with_its_own_autoc
     assert PRECISION.in_effect("fp16_weights", {**in_float16, "loss_scaled": True}, scaled) is None
     assert seen_by({"fp16": True}, facts=FACTS)[2].mixed_precision == "no", "a Trainer leaves it out there"
     assert seen_by({"bf16": True})[2].sixteen_bits == "bf16"
+    of_images = dataclasses.replace(cuda_facts().model, main_input="pixel_values")
+    recipe = seen_by({}, facts=dataclasses.replace(cuda_facts(), model=of_images))[2]
+    assert recipe.model_wraps == [], "a script casts its images itself"
     assert "float16, not bfloat16" in PRECISION.in_effect("fp16_weights", in_float16, seen_by({"bf16": True})[0])
 
     for parallel, refused in (("none", False), ("ddp", False), ("fsdp", True), ("zero2", True)):
