@@ -86,6 +86,7 @@ class Script:
         places: Some rows, evenly spread over the data set, by their numbers in it; the shortest first.
         longest_places: The longest rows; the first ones together make the largest micro-batch.
         seconds: From its start until its training begins.
+        wrote: Files of arrays that it wrote until then, by their paths, while its models had random weights.
     """
 
     path: str
@@ -126,6 +127,7 @@ class Script:
     places: tuple[int, ...] = ()
     longest_places: tuple[int, ...] = ()
     seconds: float = 0.0
+    wrote: tuple[str, ...] = ()
 
     def training_rows(self, global_batch: int) -> float | None:
         """Rows that its own training takes, from its beginning to its end; ``None`` where that is not known.

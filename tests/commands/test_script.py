@@ -100,6 +100,30 @@ def test_a_script_that_cant_be_tuned_is_told_in_one_line(described, line):
     assert "\n" not in found["error"]
 
 
+def test_arrays_that_are_written_with_random_weights_are_told(described, tmp_path):
+    """Else its training would read them again, as embeddings of its own model."""
+    tiny_bert(tmp_path / "tiny")
+    text = f"""
+{HEAD}import numpy, os, tempfile
+os.chdir({str(tmp_path)!r})
+numpy.save("before.npy", [1])
+model = Model.from_pretrained("tiny")
+for name in ("embedded.npy", "cache-123.arrow", "log.txt"):
+    with open(name, "wb") as file:
+        file.write(b"made by the model")
+open("gone.npy", "wb").close()
+os.remove("gone.npy")
+open("embedded.npy", "rb").close()
+Trainer(model, TrainingArguments("x"), train_dataset=[{{'input_ids': [1, 2], 'labels': 0}}]).train()
+"""
+    script = described(text)["script"]
+    assert script["wrote"] == [str(tmp_path / "embedded.npy")]
+    facts = cpu_facts()
+    own = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2, wrote=("a.npy",))
+    told = script_notes(dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=own)))
+    assert any("wrote a.npy while its models had random weights: delete it before you train" in one for one in told)
+
+
 def test_an_accumulation_that_is_said_for_accelerate_is_the_scripts_own(described):
     text = HEAD + "model = Model(BertConfig(num_hidden_layers=1, hidden_size=24))\n"
     text += "steps = {'gradient_accumulation_kwargs': {'num_steps': 2}}\n"

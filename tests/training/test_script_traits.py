@@ -15,6 +15,7 @@ from autofit.machine.model import describe_module
 from autofit.training.scripts.leave import Refused
 from autofit.training.scripts.random_weights import cache_tables_apart
 from autofit.training.scripts.traits import changes_since, loss_takes_rows_together, own_split, traits
+from autofit.training.scripts.written import Written
 
 
 def test_tables_that_a_script_computes_with_random_weights_are_none_of_its_trainings(tmp_path, monkeypatch):
@@ -44,7 +45,7 @@ class Around(torch.nn.Module):
 
 def test_a_module_around_a_model_of_transformers_is_the_users_own():
     rows = SimpleNamespace(rows=2, looked_at=2, longest_size=4, sizes={}, tokens=None, counts=(), spread=(), longest=())
-    found = traits(SimpleNamespace(said={}, loaded=False), Around(), rows, 1.0)
+    found = traits(SimpleNamespace(said={}, loaded=False, written=Written()), Around(), rows, 1.0)
     assert found["config"] == {}
     assert found["script"]["loads"] == {}
     assert describe_module("train.py", found["model"])["architecture"] == "Around"
@@ -81,7 +82,8 @@ def test_float16_is_for_frozen_weights_and_small_others_may_be_in_any():
 
     def told(*parts):
         model = torch.nn.Sequential(*parts)
-        return traits(SimpleNamespace(said={}, loaded=False), model, rows, 1.0)["script"]["weights_dtype"]
+        patches = SimpleNamespace(said={}, loaded=False, written=Written())
+        return traits(patches, model, rows, 1.0)["script"]["weights_dtype"]
 
     assert told(torch.nn.Linear(9, 9), complexes) == "float32"
     assert told(half, torch.nn.Linear(2, 2)) == "float16"

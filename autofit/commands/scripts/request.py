@@ -35,7 +35,7 @@ SCRIPT_TASK: Literal["script"] = "script"
 CONFIG = "config.json"
 _OF_A_RUN = {
     "path", "arguments", "seconds", "loading", "batch", "sampled", "longest", "longest_places", "mean_length",
-    "tokens_a_row", "lengths", "places", "steps", "epochs_rows", "epochs",
+    "tokens_a_row", "lengths", "places", "steps", "epochs_rows", "epochs", "wrote",
 }  # fmt: skip
 """What is told of a script that may be otherwise each time it is run: how long it took, and rows that it draws."""
 LONGEST_SECONDS = 3600.0
@@ -250,7 +250,19 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
             f"the data set is slow: {script.sampled:,} of its {script.rows:,} rows were looked at, and longer ones may "
             "be among the others"
         )
-    return said + lacking_kernels(facts.model, facts.hardware.device)
+    return said + _wrote(script) + lacking_kernels(facts.model, facts.hardware.device)
+
+
+def _wrote(script: Script) -> list[str]:
+    """What a reader should know of files that the script has written with random weights."""
+    if not script.wrote:
+        return []
+    names, more = ", ".join(script.wrote[:3]), len(script.wrote) - 3
+    them = f"{names} and {more} more" if more > 0 else names
+    it = "it" if len(script.wrote) == 1 else "them"
+    name = Path(script.path).name
+    wrote = f"{name} wrote {them} while its models had random weights"
+    return [f"{wrote}: delete {it} before you train, if {name} would read {it} again"]
 
 
 def own_training(facts: Facts, samples_per_second: float | None) -> list[str]:

@@ -25,6 +25,7 @@ from autofit.contract.recipe import Recipe, keep_flags_alike, large_weights_left
 from autofit.training.scripts.asked import Asked
 from autofit.training.scripts.leave import Refused
 from autofit.training.scripts.random_weights import cache_tables_apart, made_quantized, random_model
+from autofit.training.scripts.written import Written
 
 
 def keep_files(told: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda nothing: nothing) -> None:
@@ -122,6 +123,7 @@ class Patches:
         made: What each Trainer was made with, by its ``id``.
         said: What the script itself said where it loaded its model.
         loaded: Whether it loaded one: a model that its class makes can't be told anything.
+        written: The files that it has written since a model of its own got random weights.
         asked: What the arguments of its Trainers ask for by the script itself.
         calls: How many times ``train`` was called.
     """
@@ -143,6 +145,7 @@ class Patches:
     made: dict[int, Made] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
     loaded: bool = False
+    written: Written = field(default_factory=Written)
     asked: Asked = field(default_factory=Asked)
     _left: dict[int, str] = field(default_factory=dict)
     calls: int = 0
@@ -186,6 +189,7 @@ class Patches:
         def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs = self._loading(kwargs)
             if self.random_weights:
+                self.written.begin()
                 with self._drawing():
                     return random_model(cls, name, kwargs, functools.partial(build, cls), draws=self.draws)
             return load(cls, name, *args, **kwargs)

@@ -72,6 +72,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
         "longest_places": rows.longest,
         "seconds": seconds,
         "modules": _modules(),
+        "wrote": patches.written.arrays(),
     }
     return {"script": script, "model": inner, "config": json.loads(text)}
 
