@@ -91,13 +91,10 @@ class Checkpointing(Technique):
         }
         if not model.supports_checkpointing:
             refused = f"{model.architecture} does not support it"
-            offered = {"full": "the script has switched it on"} if _by_script_alone(facts) else {}
-            others = (value for value in reasons if value not in offered)
-            return (
-                off,
-                *(Choice(value, Kind.EXACT, "offered", reason) for value, reason in offered.items()),
-                *(Choice(value, Kind.EXACT, "withheld", refused) for value in others),
-            )
+            found = {value: Choice(value, Kind.EXACT, "withheld", refused) for value in reasons}
+            if _by_script_alone(facts):
+                found["full"] = Choice("full", Kind.EXACT, "offered", "the script has switched it on")
+            return (off, *found.values())
         withheld = {
             value: f"the model has {model.layers} layer(s), and it takes {least} to be worth it"
             for value, least in _LEAST_LAYERS.items()
