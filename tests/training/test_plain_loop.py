@@ -1,5 +1,6 @@
 """A plain loop with Accelerate under a plan: what it reads of its own numbers stays, and what can't is told."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,11 +13,14 @@ from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import GradientAccumulationPlugin
 from torch.utils.data import DataLoader
 
+from autofit.contract.script import Script
 from autofit.registry import recipe_of
 from autofit.training.scripts.leave import Enough
 from autofit.training.scripts.plain_loop import entry as loop_entry
 from autofit.training.scripts.plain_loop import patches
+from autofit.training.scripts.plain_loop.batches import _TAKES as TAKES
 from autofit.training.scripts.plain_loop.loader import own_length
+from autofit.training.timing import Clock, Effort
 from autofit.training.world import World
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import PLAIN
@@ -331,6 +335,22 @@ def measured(world):
     observer = SimpleNamespace(with_later_state=lambda first, *_: first)
     tokens, script = SimpleNamespace(tell=lambda: None), SimpleNamespace(loader=0)
     return clock, loop_entry._Measured(clock, script, tokens, observer=observer, seen=["evidence"])
+
+
+@pytest.mark.parametrize(
+    ("split", "mean", "rows", "noted"),
+    [(None, 8, 40, 0), (TAKES.format("cache[step]", 7, "t.py"), 8, 12, 0), (TAKES.format("x[i]", 1, "t.py"), 4, 12, 1)],
+)
+def test_an_epoch_of_a_measured_loop_is_as_long_as_what_the_script_has_cached(split, mean, rows, noted):
+    """As diffusers' scripts do with ``--cache_latents`` of a dozen images; elsewhere a trial takes what it wants."""
+    own = Script(path="t.py", sha256="", trainer="", micro_batch=4, accumulation=1, own_split=split)
+    own = dataclasses.replace(own, longest=8, mean_length=mean, longest_places=(3,), places=(*range(12),), rows=12)
+    recipe = recipe_of(PLAIN.replaced(micro_batch=4, accumulation=1), cpu_facts())
+    clock = Clock(recipe, Effort(max_steps=7), SimpleNamespace(), 1, on_cuda=False)
+    loop = loop_entry._Measured(clock, own, SimpleNamespace(take=lambda _: None))
+    given = loop.loader(DataLoader(range(12), batch_size=4), 0)
+    assert sum(len(batch) for batch in given) == rows
+    assert len(clock.notes) == noted
 
 
 def test_processes_leave_a_measured_loop_together_where_one_of_them_saves(monkeypatch):

@@ -25,6 +25,11 @@ _LEAVE = (ast.Break, ast.Continue, ast.Return)
 _Loop = ast.For | ast.While
 
 
+def takes_by_number(own_split: str | None) -> bool:
+    """Whether a script's split is its own since it takes what belongs to a batch by the number of that."""
+    return own_split is not None and own_split.startswith(_TAKES.partition("{")[0])
+
+
 def own_number(giving: FrameType) -> str | None:
     """Why how many batches a script takes is its own, in words; ``None`` where its loop takes all that come.
 

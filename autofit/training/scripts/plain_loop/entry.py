@@ -16,6 +16,7 @@ from autofit.training.row_order import order, wanted
 from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, name_of, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import waits_of, workers_bytes
 from autofit.training.scripts.patches import Patches, loads_of
+from autofit.training.scripts.plain_loop.batches import takes_by_number
 from autofit.training.scripts.plain_loop.loader import loader_changes, rebuilt
 from autofit.training.scripts.plain_loop.patches import COUNTS, LoopPatches, constructed
 from autofit.training.scripts.traits import changes_since, modules_since
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from autofit.contract.script import Script
     from autofit.training.timing import Clock
 
+_IN_ITS_ORDER = "rows come in the script's own order, since it has cached what belongs to them: fit is judged on these"
 _ENOUGH_TO_LEAVE = 3
 """Timed steps, after which a loop is left where it saves."""
 
@@ -57,7 +59,10 @@ class _Measured:
         self.clock.waits = waits_of(recipe, changed.get("num_workers", own.num_workers), prefetch)
         ordered = None
         script = self.script
-        if script.longest_places:
+        if takes_by_number(script.own_split):  # what it has cached ends where its own epoch does
+            if script.mean_share < 1:
+                self.clock.notes.append(_IN_ITS_ORDER)
+        elif script.longest_places:
             steps = self.clock.loaded_steps
             asked = wanted(self.clock, steps, longest=script.longest_places, places=script.places)
             ordered = order(own.sampler, asked, self.tokens.take)
