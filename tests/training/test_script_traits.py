@@ -1,6 +1,7 @@
 """What is told of the model that a script trains."""
 
 import importlib
+import os
 from dataclasses import replace
 from hashlib import sha256
 from types import SimpleNamespace
@@ -90,6 +91,25 @@ def test_float16_is_for_frozen_weights_and_small_others_may_be_in_any():
     for parts in ([half], [half, torch.nn.Linear(2, 2).half()], [torch.nn.Linear(9, 9), torch.nn.Linear(2, 2).half()]):
         with pytest.raises(Refused, match="weights in float16, which lose almost every update"):
             told(*parts)
+
+
+def test_a_file_is_opened_also_where_its_path_can_not_be_noted(tmp_path, monkeypatch):
+    class InBytes:
+        def __fspath__(self):
+            return os.fsencode(tmp_path / "a.npy")
+
+    written = Written()
+    written.begin()
+    open(InBytes(), "wb").close()  # noqa: PTH123 - as a script may
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(FileNotFoundError, match=r"b\.npy"):
+        open("b.npy", "wb").close()  # noqa: PTH123
+    open(tmp_path / "c.npy", "wb").close()  # noqa: PTH123
+    monkeypatch.undo()
+    assert written.arrays() == (str(tmp_path / "c.npy"),)
 
 
 def of_package(name, *, within="losses", bases=(torch.nn.Module,), **holds):

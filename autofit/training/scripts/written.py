@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -29,7 +30,9 @@ class Written:
             sys.addaudithook(self._opened)
 
     def _opened(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(args[0], (str, os.PathLike)) and (args[2] or 0) & _WRITES:
+        if event != "open" or not isinstance(args[0], (str, os.PathLike)) or not (args[2] or 0) & _WRITES:
+            return
+        with contextlib.suppress(OSError, TypeError):  # what is raised in here, the script would be told of its file
             path = Path(args[0])
             if path.suffix.lower() in _ARRAYS:
                 self._paths[path.absolute()] = None
