@@ -44,12 +44,12 @@ from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Status, Technique
 
 from .float8 import float8_choice, multiply_in_float8
+from .main_input import cast_main_input
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import nn
-    from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts
     from autofit.contract.observation import Ran, Seen
@@ -76,6 +76,8 @@ _REFUSED = {
     ("deepspeed", "bf16_weights"): "DeepSpeed keeps a float32 copy of its own",
     ("deepspeed", "fp8"): "float8 layers were not tried under DeepSpeed",
     ("fsdp", "fp8"): "float8 layers were not tried under FSDP",
+    ("deepspeed", "fp16_weights"): "float16 weights were not tried under DeepSpeed",
+    ("fsdp", "fp16_weights"): "float16 weights were not tried under FSDP",
 }
 """Why an engine can't go with a value."""
 _PURE: dict[str, dict[str, Any]] = {
@@ -153,8 +155,6 @@ class Precision(Technique):
         if context_ranks(parallel) > 1 and value in {"fp32", "tf32"}:
             return f"{parallel} takes FlashAttention, which computes in 16 bits"
         refused = _REFUSED.get((engine_of(parallel), str(value)))
-        if value == "fp16_weights" and engine_of(parallel) not in {"none", "ddp"}:
-            refused = f"float16 weights were not tried under {parallel}"
         return refused or self.not_tried_split(value, others, _SPLIT, _SPLIT)
 
     def apply(self, value: Value, recipe: Recipe) -> None:
@@ -169,11 +169,9 @@ class Precision(Technique):
             recipe.model_wraps.append(multiply_in_float8)
 
     def held(self, facts: Facts) -> Held | None:
-        script = facts.workload.script
-        if script is None or script.weights_dtype == "float32":
-            return None
-        of_dtype = {dtype: value for value, dtype in _WEIGHTS.items()}
-        return Held(of_dtype[script.weights_dtype], f"the script loads its model in {script.weights_dtype}")
+        loaded = _loaded_as(facts)
+        values = (value for value, dtype in _WEIGHTS.items() if dtype == loaded)
+        return next((Held(value, f"the script loads its model in {loaded}") for value in values), None)
 
     def own(self, facts: Facts) -> Value:
         script = facts.workload.script
@@ -288,10 +286,15 @@ class Precision(Technique):
 
 def _as_loaded(facts: Facts) -> tuple[Choice, ...]:
     """Float16 weights, where a script loads them: nothing else asks for them."""
-    script = facts.workload.script
-    if script is None or script.weights_dtype != "float16":
+    if _loaded_as(facts) != "float16":
         return ()
     return (Choice("fp16_weights", Kind.METHOD, "offered", "the script loads them, and trains an adapter in float32"),)
+
+
+def _loaded_as(facts: Facts) -> str:
+    """The dtype that a script loads its model in; float32 where there is none."""
+    script = facts.workload.script
+    return "float32" if script is None else script.weights_dtype
 
 
 def _computes(value: Value, facts: Facts) -> str:
@@ -310,22 +313,6 @@ def _in_a_loop(facts: Facts) -> bool:
     """Whether a script trains in a loop of its own, where it may cast weights as its Accelerator's precision is."""
     script = facts.workload.script
     return script is not None and not script.trainer
-
-
-def cast_main_input(model: PreTrainedModel) -> PreTrainedModel:
-    """Cast images and sounds to the dtype of the weights: processors make float32, and not every model casts it."""
-    import torch
-
-    name = model.main_input_name
-
-    def cast(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        own = given.get(name)
-        if isinstance(own, torch.Tensor) and own.is_floating_point():
-            given = {**given, name: own.to(torch.bfloat16)}
-        return args, given
-
-    model.register_forward_pre_hook(cast, with_kwargs=True)
-    return model
 
 
 def _otherwise(value: Value, plan: Mapping[str, Value], facts: Facts) -> Mapping[str, str]:
@@ -356,10 +343,12 @@ def _autocast(value: Value, plan: Mapping[str, Value], facts: Facts) -> str:
 
 def _own_autocast(value: Value, facts: Facts) -> str:
     """What a script that loads 16-bit weights asks for; over float16 ones that are loaded as bfloat16, bfloat16."""
-    if value not in _WEIGHTS or _says(facts, "bf16"):
-        return "bf16" if value in _WEIGHTS else "no"
-    in_float16 = facts.workload.script is not None and facts.workload.script.weights_dtype == "float16"
-    if not in_float16 or not _says(facts, "fp16") or facts.hardware.device == "cpu":  # where a Trainer leaves it out
+    if value not in _WEIGHTS:
+        return "no"
+    if _says(facts, "bf16"):
+        return "bf16"
+    on_cpu = facts.hardware.device == "cpu"  # where a Trainer leaves it out
+    if on_cpu or _loaded_as(facts) != "float16" or not _says(facts, "fp16"):
         return "no"
     return "bf16" if value == "bf16_weights" else "fp16"
 
@@ -367,7 +356,7 @@ def _own_autocast(value: Value, facts: Facts) -> str:
 def _says(facts: Facts, name: str) -> bool:
     """Whether a script that loads its model in 16 bits asks for it."""
     script = facts.workload.script
-    return script is not None and script.weights_dtype != "float32" and bool(script.own.get(name))
+    return script is not None and _loaded_as(facts) != "float32" and bool(script.own.get(name))
 
 
 def _tf32(value: Value, facts: Facts) -> bool | None:

@@ -26,6 +26,7 @@ from autofit.system.files import write_atomically, writing
 from autofit.system.fork_server import FAILED_JOB_LOG, ForkServer
 from autofit.system.units import duration
 from autofit.training.jobs import DescribeScriptJob
+from autofit.training.scripts.leave import name_of
 from autofit.training.scripts.loading import SPLIT_BATCHES
 
 _ENOUGH_ROWS = 500
@@ -260,7 +261,7 @@ def _wrote(script: Script) -> list[str]:
     names, more = ", ".join(script.wrote[:3]), len(script.wrote) - 3
     them = f"{names} and {more} more" if more > 0 else names
     it = "it" if len(script.wrote) == 1 else "them"
-    name = Path(script.path).name
+    name = name_of(script.path, script.arguments)
     wrote = f"{name} wrote {them} while its models had random weights"
     return [f"{wrote}: delete {it} before you train, if {name} would read {it} again"]
 

@@ -85,16 +85,14 @@ def _check_dtypes(largest: torch.dtype, trained: set[torch.dtype]) -> None:
     """
     import torch
 
-    half = torch.float16
-    if largest in {torch.float32, torch.bfloat16, half} and half not in (trained or {largest}):
-        return
-    if largest == half or half in trained:
+    if torch.float16 in (trained or {largest}):
         raise Refused(
             "the script trains weights in float16, which lose almost every update",
             "keep what is trained in float32, an adapter's weights, too (autocast_adapter_dtype), and ask for --fp16",
         )
-    words = str(largest).removeprefix("torch.")
-    raise Refused(f"the script's model is in {words}, and plans are not", "load the model in float32 or bfloat16")
+    if largest not in {torch.float32, torch.bfloat16, torch.float16}:
+        words = str(largest).removeprefix("torch.")
+        raise Refused(f"the script's model is in {words}, and plans are not", "load the model in float32 or bfloat16")
 
 
 def changes_since(script: Script) -> list[str]:
