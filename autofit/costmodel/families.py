@@ -125,7 +125,7 @@ def traceable(family: Plan, facts: Facts) -> Plan:
 
 
 def forecast_families(
-    families: dict[Plan, list[int]], inputs: ForecastInputs, known: Known, *, forks: bool
+    families: dict[Plan, list[int]], inputs: ForecastInputs, known: Known, *, forks: bool = False
 ) -> Iterator[tuple[list[int], FamilyForecast]]:
     """For each family that can be traced the indices of its plans, and what is said of them.
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -229,7 +229,6 @@ def forecast(
     say: Callable[[str], None] = lambda _: None,
     *,
     known: Known | None = None,
-    forks: bool = False,
 ) -> Forecast:
     """Trace the families of a space and compute the forecast of each plan.
 
@@ -240,30 +239,15 @@ def forecast(
         card: Whose speed is forecast.
         say: Called with a line of text for each stage.
         known: What was forecast before of plans for the same facts and card, and takes what is forecast now.
-        forks: Whether a large space is divided among forks of this process. What they work out of the traces is lost
-            with them, which is worse where other cards ask the same traces.
 
     Raises:
         MachineError: No process can be started, or nothing can be written.
     """
-    families = families_to_trace(space)
-    prior = peak_prior(facts.hardware)
     traces.prepare(plans_to_trace(space, facts), say)
-    clock = StepClock(card) if card is not None else None
     on_cuda = facts.hardware.device == "cuda"
-    plans = {int(plan["micro_batch"]): plan for plan in space.plans}
-    inputs = ForecastInputs(
-        space=space,
-        traces=traces,
-        facts=facts,
-        clock=clock,
-        nominal=nominal_of(facts, card),
-        links=links_of(card, processes=facts.workload.processes, nodes=facts.workload.nodes, on_cpu=not on_cuda),
-        most=most_rows(facts),
-        evaluated={rows: evaluated_rows(plan, facts) for rows, plan in plans.items()},
-    )
+    inputs = _inputs(space, traces, facts, card)
     found = FamilyForecast.nothing(len(space.plans))
-    for members, said in forecast_families(families, inputs, {} if known is None else known, forks=forks):
+    for members, said in forecast_families(families_to_trace(space), inputs, {} if known is None else known):
         for one in fields(said):
             getattr(found, one.name)[members] = getattr(said, one.name)
     nccl = np.array([float(nccl_bytes(plan, facts.workload)) for plan in space.plans]) * on_cuda
@@ -276,11 +260,49 @@ def forecast(
         known_card=card is not None,
         timed=bool(facts.rates),
         approximate=found.approximate,
-        peak_prior=prior,
+        peak_prior=peak_prior(facts.hardware),
         kernel_overhead_bytes=kernel_overhead_bytes(facts, found.work) + nccl + untraced,
         activation_bytes=found.activations,
-        spread=None if clock is None else clock.spread,
+        spread=None if inputs.clock is None else inputs.clock.spread,
         evaluable_rows=found.evaluable,
+    )
+
+
+def foresee(
+    spaces: Sequence[Space],
+    traces: Traces,
+    facts: Facts,
+    card: Card | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Known:
+    """What :func:`forecast` is to know of the plans of several spaces, of which it is then asked one by one.
+
+    Their traces are made side by side, and where there are many families, forks of this process share them. What they
+    work out of the traces is lost with them, which is worse where other cards ask the same traces.
+
+    Raises:
+        MachineError: No process can be started, or nothing can be written.
+    """
+    traces.prepare([plan for one in spaces for plan in plans_to_trace(one, facts)], say)
+    known: Known = {}
+    every = replace(spaces[0], plans=tuple(dict.fromkeys(plan for one in spaces for plan in one.plans)))
+    forecast_families(families_to_trace(every), _inputs(every, traces, facts, card), known, forks=True)
+    return known
+
+
+def _inputs(space: Space, traces: Traces, facts: Facts, card: Card | None) -> ForecastInputs:
+    """What the forecasts of the families of a space have in common."""
+    on_cuda = facts.hardware.device == "cuda"
+    plans = {int(plan["micro_batch"]): plan for plan in space.plans}
+    return ForecastInputs(
+        space=space,
+        traces=traces,
+        facts=facts,
+        clock=StepClock(card) if card is not None else None,
+        nominal=nominal_of(facts, card),
+        links=links_of(card, processes=facts.workload.processes, nodes=facts.workload.nodes, on_cpu=not on_cuda),
+        most=most_rows(facts),
+        evaluated={rows: evaluated_rows(plan, facts) for rows, plan in plans.items()},
     )
 
 

@@ -19,7 +19,7 @@ from autofit.commands.estimates.estimate import check_fits
 from autofit.commands.estimates.other_card import counted_cards, elsewhere
 from autofit.commands.estimates.plans import cause
 from autofit.commands.estimates.screen import screen
-from autofit.commands.estimates.ways import Way, _smallest, _untried, held_by_way
+from autofit.commands.estimates.ways import Way, _smallest_of, _untried, held_by_way
 from autofit.commands.request import Request, Search
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
@@ -387,7 +387,7 @@ def test_the_smallest_plan_is_the_one_that_runs_on_the_smallest_card():
         fits = at_most is None or cards[place] <= at_most
         return SimpleNamespace(place=place, device_bytes=cards[place]) if fits else None
 
-    assert _smallest([0, 1, 2, 3], tensors, judged).place == 1
+    assert _smallest_of([0, 1, 2, 3], tensors, judged).place == 1
     assert asked == [(0, None), (2, 129), (1, 129)], "a plan whose tensors alone are larger is not replayed"
 
 

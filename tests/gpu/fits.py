@@ -331,15 +331,14 @@ def predicted_of(case, traces, model):
     events, sizes, streams = requests(
         *parts, rows=rows, accumulation=accumulation, steps=STEPS, evaluated_rows=evaluated, workspaces=held
     )
-    whole = [round(size) for size in sizes]
     return {
         **record,
         "allocated_bytes": need.peak_bytes + sum(held),
         "capacity_bytes": {
-            "default": allocator.smallest_capacity(events, whole, streams),
-            "expandable": allocator.smallest_capacity(events, whole, streams, expandable=True),
+            "default": allocator.smallest_capacity(events, sizes, streams),
+            "expandable": allocator.smallest_capacity(events, sizes, streams, expandable=True),
         },
-        "reserved_bytes": allocator.replay(events, whole, streams).peak_reserved_bytes,
+        "reserved_bytes": allocator.replay(events, sizes, streams).peak_reserved_bytes,
         "workspace_bytes": sum(held),
         "context_bytes": context_bytes(CAPABILITY),
         "elsewhere_bytes": need.elsewhere_bytes,

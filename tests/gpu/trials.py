@@ -130,7 +130,7 @@ class Bench:
             evaluated_rows=evaluated_rows(plan, facts),
             workspaces=workspaces(facts.hardware.capability),
         )
-        replayed = allocator.replay(events, [round(size) for size in sizes], streams)
+        replayed = allocator.replay(events, sizes, streams)
         return Compared(
             allocated=outcome.allocated_bytes,
             traced_allocated=replayed.peak_allocated_bytes,

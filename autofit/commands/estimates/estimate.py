@@ -32,8 +32,8 @@ from autofit.commands.request import Request, Search
 from autofit.commands.scripts.request import SCRIPT_TASK, own_training, script_facts, script_notes
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.contract.plan import Value
-from autofit.costmodel.families import Known, families_of, steps_on_host
-from autofit.costmodel.forecast import MARGIN, context_bytes, forecast, plans_to_trace, workspace_bytes
+from autofit.costmodel.families import families_of, steps_on_host
+from autofit.costmodel.forecast import MARGIN, context_bytes, forecast, foresee, workspace_bytes
 from autofit.costmodel.seconds.collectives import links_of
 from autofit.costmodel.seconds.step_time import StepClock
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
@@ -159,9 +159,8 @@ def estimate(
             traces = Traces(facts, config, lambda: server, folder, kept)
             spaces = spaces_by_way(facts, knobs, allowed) if ways and not request.is_script else {}
             every = [plans, *(one for one in spaces.values() if not isinstance(one, str))]
-            traces.prepare([plan for one in every for plan in plans_to_trace(one, facts)], say)
-            known: Known = {}
-            cast = forecast(plans, traces, facts, card, say, known=known, forks=True)
+            known = foresee(every, traces, facts, card, say)
+            cast = forecast(plans, traces, facts, card, say, known=known)
             by_way = every_way(facts, spaces, traces, card, known)
             rows, kinds, recommended = estimated_plans(plans, cast, traces, facts, most, say)
             shown = [*rows, *(one for way in by_way for one in (way.fastest, way.smallest) if one is not None)]

@@ -227,13 +227,10 @@ def _smallest_capacity(
         evaluated_rows=evaluated_rows(plan, facts),
         workspaces=workspaces(facts.hardware.capability),
     )
-    rounded = [round(size) for size in asked.sizes]
     resolution = max(2 * MIB, found.peak_bytes // 400)
-    if sum(rounded) > pools.MOST_BYTES:  # no card of this world
+    if asked.sizes.sum(dtype=np.float64) > pools.MOST_BYTES:  # no card of this world
         return found.peak_bytes + workspace_bytes(facts.hardware.capability)
-    return allocator.smallest_capacity(
-        asked.events, rounded, asked.streams, resolution_bytes=resolution, at_most_bytes=at_most
-    )
+    return allocator.smallest_capacity(*asked, resolution_bytes=resolution, at_most_bytes=at_most)
 
 
 def cause(one: Estimated, *, advises: bool = True) -> str:

@@ -14,7 +14,7 @@ from autofit.contract.facts import Facts
 from autofit.contract.plan import Value
 from autofit.contract.technique import Kind
 from autofit.costmodel.families import Known
-from autofit.costmodel.forecast import MARGIN, forecast
+from autofit.costmodel.forecast import MARGIN, Forecast, forecast
 from autofit.costmodel.tracing.timeline import Category, Floats
 from autofit.costmodel.tracing.trace_store import Traces
 from autofit.machine.gpu_catalogue import Card
@@ -54,7 +54,7 @@ def ways(
     card: Card | None,
     known: Known,
 ) -> tuple[Way, ...]:
-    """Every way of training, in the order of the techniques that tell them apart; each in a process of its own.
+    """Every way of training, in the order of the techniques that tell them apart, found on every core.
 
     Args:
         facts: Model, card and sizes.
@@ -63,18 +63,33 @@ def ways(
         card: The catalogue's, where it is known.
         known: What was forecast before for these facts and this card.
     """
+    looks = {
+        name: _Look.at(plans, forecast(plans, traces, facts, card, known=known), traces, facts)
+        for name, plans in spaces.items()
+        if not isinstance(plans, str)
+    }
+    asked = [(name, end) for name, look in looks.items() if look.traced for end in (_smallest, _fastest)]
 
-    def found(name: str) -> Way:
-        plans = spaces[name]
-        if isinstance(plans, str):
-            return Way(name=name, fastest=None, smallest=None, stops=plans)
-        return _way(name, plans, facts, traces, card, known)
+    def answer(place: int) -> tuple[Estimated | None, int]:
+        name, end = asked[place]
+        return end(looks[name])
 
-    every = on_every_core(found, [*spaces][::-1])[::-1]  # those that come last take the longest, and begin first
-    for one in (one for way in every for one in (way.fastest, way.smallest) if one is not None):
+    found = dict(zip(asked, on_every_core(answer, range(len(asked))), strict=True))
+    for one in (one for one, _ in found.values() if one is not None):
         if facts.hardware.device != "cpu":  # what those processes have replayed, this one need not
             traces.capacities[traces.alike(one.plan, facts)] = replayed_bytes(one, facts)
-    return tuple(every)
+
+    def way(name: str, plans: space.Space | str) -> Way:
+        if isinstance(plans, str):
+            return Way(name=name, fastest=None, smallest=None, stops=plans)
+        if not looks[name].traced:
+            why = "; ".join(sorted({said for plan in plans.plans if (said := traces.untraced(plan))}))
+            return Way(name=name, fastest=None, smallest=None, stops=f"no estimate: {why}")
+        (fastest, count), (smallest, _) = found[name, _fastest], found[name, _smallest]
+        assert smallest is not None
+        return _way(name, looks[name], fastest, smallest, count)
+
+    return tuple(way(name, plans) for name, plans in spaces.items())
 
 
 def spaces_by_way(facts: Facts, given: Knobs, allowed: frozenset[Kind]) -> dict[str, space.Space | str]:
@@ -121,48 +136,83 @@ def held_by_way(facts: Facts, given: Knobs) -> dict[str, Knobs | str]:
     return found
 
 
-def _way(name: str, plans: space.Space, facts: Facts, traces: Traces, card: Card | None, known: Known) -> Way:  # noqa: PLR0917 - of the story above
-    cast = forecast(plans, traces, facts, card, known=known)
-    limit = facts.workload.limit_bytes
-    need = cast.predicted_bytes * (1 + MARGIN)
-    pace = cast.seconds if cast.known_card else cast.work @ cast.nominal
-    traced = np.flatnonzero(~np.isnan(need))
-    if not len(traced):
-        why = "; ".join(sorted({said for plan in plans.plans if (said := traces.untraced(plan))}))
-        return Way(name=name, fastest=None, smallest=None, stops=f"no estimate: {why}")
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The first look at the plans of a way, at their tensors alone.
 
-    def judged(place: int, at_most: int | None) -> Estimated | None:
-        return estimated_plan(place, plans, cast, traces, facts, at_most=at_most)
+    Attributes:
+        plans: All of them.
+        cast: Their forecast.
+        traces: Hold their traces.
+        facts: Model, card and sizes.
+        need: Bytes of each, with the margin.
+        pace: What ranks each by speed, the fastest lowest.
+        traced: Places of those that have an estimate.
+    """
+
+    plans: space.Space
+    cast: Forecast
+    traces: Traces
+    facts: Facts
+    need: Floats
+    pace: Floats
+    traced: list[int]
+
+    @classmethod
+    def at(cls, plans: space.Space, cast: Forecast, traces: Traces, facts: Facts) -> _Look:
+        """The look at a space and its forecast."""
+        need = cast.predicted_bytes * (1 + MARGIN)
+        pace = cast.seconds if cast.known_card else cast.work @ cast.nominal
+        return cls(plans, cast, traces, facts, need, pace, np.flatnonzero(~np.isnan(need)).tolist())
+
+    def judged(self, place: int, at_most: int | None) -> Estimated | None:
+        """A plan after its allocations were replayed; ``None`` where it needs more than ``at_most`` bytes."""
+        return estimated_plan(place, self.plans, self.cast, self.traces, self.facts, at_most=at_most)
+
+
+def _way(name: str, look: _Look, fastest: Estimated | None, smallest: Estimated, count: int) -> Way:
+    """A way of which ``count`` plans fit: the fastest of them, where the replays found one, and the smallest of all."""
+    if fastest is None and smallest.verdict == "fits":
+        fastest = smallest
+    smallest = min(smallest, fastest or smallest, key=lambda one: one.device_bytes)
+    count, every = max(count, int(fastest is not None)), len(look.traced)
+    if fastest is None:
+        stops = what_stops(smallest, look.plans, look.facts)
+    elif count == every:
+        stops = f"all of its {count} plans fit" if count > 1 else "its one plan fits"
+    else:
+        largest = float(look.need[look.traced].max())
+        stops = f"{count} of its {every} plans fit; the largest needs {units.size(largest)}"
+    return Way(name=name, fastest=fastest, smallest=smallest, stops=stops)
+
+
+def _fastest(look: _Look) -> tuple[Estimated | None, int]:
+    """The fastest plan that fits, or the simplest that is as fast, and of how many that fit."""
+    need, pace = look.need, look.pace
 
     def rank(place: int) -> tuple[float, ...]:
-        return changed_values(plans.plans[place]), float(pace[place]), float(need[place])
+        return changed_values(look.plans.plans[place]), float(pace[place]), float(need[place])
 
-    smallest = _smallest([int(place) for place in traced], need, judged)
-    fitting = sorted((int(place) for place in traced if need[place] <= limit), key=lambda place: float(pace[place]))
-    fastest = None
+    limit = look.facts.workload.limit_bytes
+    fitting = sorted((place for place in look.traced if need[place] <= limit), key=lambda place: float(pace[place]))
     for _ in range(_MOST_REPLAYS):  # the allocator's replay may say that what seemed to fit does not
         if not fitting:
             break
         alike = [place for place in fitting if not pace[place] > pace[fitting[0]] * (1 + AS_FAST)]
         best = min(alike, key=rank)
-        fastest = judged(best, fitting_bytes(facts))
+        fastest = look.judged(best, fitting_bytes(look.facts))
         if fastest is not None:
-            break
+            return fastest, len(fitting)
         fitting.remove(best)
-    if fastest is None and smallest.verdict == "fits":
-        fastest = smallest
-    smallest = min(smallest, fastest or smallest, key=lambda one: one.device_bytes)
-    count = max(len(fitting), int(fastest is not None))
-    if fastest is None:
-        stops = what_stops(smallest, plans, facts)
-    elif count == len(traced):
-        stops = f"all of its {count} plans fit" if count > 1 else "its one plan fits"
-    else:
-        stops = f"{count} of its {len(traced)} plans fit; the largest needs {units.size(float(need[traced].max()))}"
-    return Way(name=name, fastest=fastest, smallest=smallest, stops=stops)
+    return None, len(fitting)
 
 
-def _smallest(places: list[int], need: Floats, judged: Callable[[int, int | None], Estimated | None]) -> Estimated:
+def _smallest(look: _Look) -> tuple[Estimated | None, int]:
+    """The plan that runs on the smallest card, of all that can be estimated."""
+    return _smallest_of(look.traced, look.need, look.judged), len(look.traced)
+
+
+def _smallest_of(places: list[int], need: Floats, judged: Callable[[int, int | None], Estimated | None]) -> Estimated:
     """Of plans the one that runs on the smallest card: their tensors alone may put them in another order."""
     first, *others = sorted(places, key=lambda place: float(need[place]))[:_MOST_REPLAYS]
     smallest = judged(first, None)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autofit.contract.trace import Ints
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart
-from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Tape
+from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Floats, Tape
 
 _STATE, _GRADIENTS = (CATEGORIES.index(name) for name in ("state", "gradients"))
 _BEFORE_EVALUATION = 2
@@ -18,11 +19,11 @@ _PRODUCT = re.compile(r"aten\.(_?(addmm|mm|bmm|baddbmm|linear|addmm_activation|g
 
 
 class Requests(NamedTuple):
-    """Arguments of :func:`autofit.costmodel.memory.allocator.replay`."""
+    """Arguments of :func:`autofit.costmodel.memory.allocator.replay`: events, and bytes and stream of each block."""
 
-    events: list[int]
-    sizes: list[float]
-    streams: list[int]
+    events: Ints
+    sizes: Ints
+    streams: Ints
 
 
 def requests(
@@ -51,11 +52,12 @@ def requests(
         workspaces: Bytes that cuBLAS keeps, from the first forward pass and from the first backward pass on.
     """
     load_events, loaded = micro.loading or (np.arange(len(micro.weights)), micro.weights)
-    sizes: list[float] = [*loaded.tolist(), *([micro.buckets_bytes] if micro.buckets_bytes else [])]
-    streams = [0] * (len(sizes) + len(workspaces))
-    events = [*load_events.tolist(), *range(len(loaded), len(sizes))]
-    kept = range(len(sizes), len(sizes) + len(workspaces))
-    sizes += workspaces
+    run = _Run()
+    first = run.blocks(loaded)
+    run.happen(load_events, first)
+    if micro.buckets_bytes:
+        run.make(run.blocks(np.array([micro.buckets_bytes])))
+    kept = [run.blocks(np.array([workspace])) for workspace in workspaces]
     state = optimizer.tape.categories == _STATE
     stop = "1:step" if accumulation > 1 else "0:step"
     tape = micro.tape_of(accumulation)
@@ -68,37 +70,60 @@ def requests(
     elsewhere = step_tape.categories == ELSEWHERE
     places = [place for place, name in enumerate(step_tape.segments) if name.endswith(":step")]
     begins = [_first_product(tape, segment) for segment in ("0:pre", "0:headB")[: len(workspaces)]]
+    alive = np.flatnonzero(tape.alive(end - 1))
     for turn in range(steps):
-        base = len(sizes)
         follows = evaluation is not None and turn == _BEFORE_EVALUATION
-        sizes += (tape.bytes_at(rows) if follows else usual).tolist()
-        streams += tape.streams.tolist()
+        base = run.blocks(tape.bytes_at(rows) if follows else usual, tape.streams)
         done = 0
         for begin, workspace in zip(begins, kept, strict=True) if turn == 0 else ():
-            events += [*_moved(tape, base, done, begin), workspace]
+            run.happen(_on_device(tape, done, begin), base)
+            run.make(workspace)
             done = begin
-        events += _moved(tape, base, done, end)
-        alive = np.flatnonzero(tape.alive(end - 1))
+        run.happen(_on_device(tape, done, end), base)
         begin, past = step_tape.bounds(places[min(turn, len(places) - 1)])
-        offset = len(sizes)
-        sizes += step_tape.sizes.tolist()
-        streams += step_tape.streams.tolist()
-        for event in step_tape.events[begin:past].tolist():
-            block = event if event >= 0 else ~event
-            if given[block] or elsewhere[block] or (state[block] and turn > 0):
-                continue
-            events.append(event + offset if event >= 0 else event - offset)
-        events += [~int(block + base) for block in alive if not gradient[block]]
-        events += [~int(block + base) for block in alive if gradient[block]]
+        left_out = given | elsewhere | (state & (turn > 0))
+        stepping = step_tape.events[begin:past]
+        run.happen(stepping[~left_out[_blocks(stepping)]], run.blocks(step_tape.sizes, step_tape.streams))
+        run.happen(~alive[~gradient[alive]], base)
+        run.happen(~alive[gradient[alive]], base)
         if evaluation is not None and turn == min(_BEFORE_EVALUATION, steps) - 1:
-            base = len(sizes)
-            sizes += evaluation.bytes_at(evaluated_rows).tolist()
-            streams += evaluation.streams.tolist()
+            base = run.blocks(evaluation.bytes_at(evaluated_rows), evaluation.streams)
             past = len(evaluation.events)
-            events += _moved(evaluation, base, 0, past)
+            run.happen(_on_device(evaluation, 0, past), base)
             # weights that stay gathered, which the next step is traced to gather itself
-            events += [~int(block + base) for block in np.flatnonzero(evaluation.alive(past - 1))]
-    return Requests(_balanced(events), sizes, streams)
+            run.happen(~np.flatnonzero(evaluation.alive(past - 1)), base)
+    return run.requests()
+
+
+class _Run:
+    """Events of blocks, while they are put together."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.events: list[Ints] = []
+        self.sizes: list[Floats | Ints] = []
+        self.streams: list[Ints] = []
+
+    def blocks(self, sizes: Floats | Ints, streams: Ints | None = None) -> int:
+        """The number of the first of some more blocks, which lie on stream 0 where none is told."""
+        first = self.count
+        self.count += len(sizes)
+        self.sizes.append(sizes)
+        self.streams.append(np.zeros(len(sizes), dtype=np.int64) if streams is None else streams)
+        return first
+
+    def make(self, block: int) -> None:
+        """One block is allocated."""
+        self.events.append(np.array([block]))
+
+    def happen(self, events: Ints, base: int) -> None:
+        """Events of blocks whose numbers count from ``base`` on."""
+        self.events.append(np.where(events >= 0, events + base, events - base))
+
+    def requests(self) -> Requests:
+        """All of it, sizes in whole bytes, without frees of what is not there."""
+        sizes = np.rint(np.concatenate(self.sizes)).astype(np.int64)
+        return Requests(_balanced(np.concatenate(self.events)), sizes, np.concatenate(self.streams))
 
 
 def _first_product(tape: Tape, segment: str) -> int:
@@ -110,24 +135,25 @@ def _first_product(tape: Tape, segment: str) -> int:
     return start + int(found[0]) + 1 if found.size else start
 
 
-def _moved(tape: Tape, base: int, begin: int, end: int) -> list[int]:
-    """The events of a tape from ``begin`` to ``end``, of blocks on the device, numbered from ``base`` on."""
-    mine = tape.events[begin:end]
-    mine = mine[tape.categories[np.where(mine >= 0, mine, ~mine)] != ELSEWHERE]
-    moved: list[int] = np.where(mine >= 0, mine + base, mine - base).tolist()
-    return moved
+def _on_device(tape: Tape, begin: int, end: int) -> Ints:
+    """The events of a tape from ``begin`` to ``end``, of blocks on the device."""
+    mine: Ints = tape.events[begin:end]
+    return mine[tape.categories[_blocks(mine)] != ELSEWHERE]
 
 
-def _balanced(events: list[int]) -> list[int]:
+def _blocks(events: Ints) -> Ints:
+    """The number of each event's block."""
+    blocks: Ints = np.where(events >= 0, events, ~events)
+    return blocks
+
+
+def _balanced(events: Ints) -> Ints:
     """Leave out frees of what was not allocated, and second frees."""
-    alive: set[int] = set()
-    kept = []
-    for event in events:
-        if event >= 0:
-            alive.add(event)
-        elif ~event in alive:
-            alive.discard(~event)
-        else:
-            continue
-        kept.append(event)
-    return kept
+    blocks = _blocks(events)
+    order = np.argsort(blocks, kind="stable")
+    frees, owners = events[order] < 0, blocks[order]
+    lives = np.zeros(len(order), dtype=bool)
+    lives[1:] = ~frees[:-1] & (owners[1:] == owners[:-1])
+    kept = np.empty(len(order), dtype=bool)
+    kept[order] = ~frees | lives
+    return events[kept]

@@ -26,7 +26,7 @@ from autofit.costmodel.tracing.shard_layout import Held, layout_of
 from autofit.costmodel.tracing.timeline import ELSEWHERE, Tape, UnlikeError, lengthen
 from autofit.costmodel.tracing.trace_request import alone_plan, run_plan, traced_plan
 from autofit.machine.meters import status
-from autofit.registry import recipe_of
+from autofit.registry import recipe_of, technique
 from autofit.system.job import error_words
 from autofit.system.locks import scratch_folder
 from autofit.system.units import MIB
@@ -81,25 +81,33 @@ def _in_groups(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
     """Those that one process traces one after the other, since they share a run or a micro-step; what is run first.
 
     The dear ones come first, so that the cores end together. Those with the same evaluation are one group where there
-    are several such groups for each core; elsewhere those whose micro-steps are the same where they are the only ones.
+    are several such groups for each core, with the optimizers' steps behind the micro-steps that tell which parameters
+    get no gradient; elsewhere those whose micro-steps are the same where they are the only ones.
     """
 
     def evaluation(request: TraceRequest) -> str:
-        return (traced_plan(request.plan, "evaluation") or request.plan).words()
+        plan = request.plan if request.part == "micro_steps" else telling(request.plan)
+        return (traced_plan(plan, "evaluation") or plan).words()
 
     def place(request: TraceRequest) -> tuple[object, ...]:
         run = run_plan(request.plan)
         alone = alone_plan(run)
-        return request.part, evaluation(request), alone.words(), alone != run, run.words(), run != request.plan
-
-    requests = sorted(requests, key=place)
-    many = len({evaluation(one) for one in requests if one.part == "micro_steps"}) >= _MANY
+        return (*key(request), request.part, alone.words(), alone != run, run.words(), run != request.plan)
 
     def key(request: TraceRequest) -> tuple[str, ...]:
-        whole = many and request.part == "micro_steps"
-        return request.part, evaluation(request), "" if whole else alone_plan(run_plan(request.plan)).words()
+        if many:
+            return (evaluation(request),)
+        return request.part, evaluation(request), alone_plan(run_plan(request.plan)).words()
 
-    return [list(group) for _, group in itertools.groupby(requests, key)]
+    requests = list(requests)
+    many = len({evaluation(one) for one in requests if one.part == "micro_steps"}) >= _MANY
+    groups = [list(group) for _, group in itertools.groupby(sorted(requests, key=place), key)]
+    return sorted(groups, key=_toil, reverse=True) if many else groups
+
+
+def _toil(group: Iterable[TraceRequest]) -> int:
+    """How long a group is about to take, beside others: a technique that is used adds to each trace."""
+    return sum(1 + sum(value != technique(name).baseline for name, value in one.plan.items()) for one in group)
 
 
 def _taken(ordered: list[list[TraceRequest]], waiting: int) -> Iterator[list[TraceRequest]]:
@@ -231,6 +239,8 @@ def micro_part(
     if found.gathers_late and source is None:
         sending = known.runs.get(alone_plan(plan))
         alone = trace(accumulation=1)[1] if sending is None else first_alone(sending.tape)
+    if not layout_of(recipe_of(plan, facts)).engine and facts.workload.processes == 1:
+        known.unused[plan] = found.unused
     part = part_of(found, tape, alone=alone)
     known.runs = dict([*known.runs.items()][-1:]) | {plan: part}
     for one, held in found.alike.items():
@@ -332,9 +342,14 @@ def optimizer_part(
     return OptimizerPart(tape=tape, elsewhere_bytes=round(float(tape.live_elsewhere(0).max())))
 
 
+def telling(plan: Plan) -> Plan:
+    """The plan whose micro-steps, on one process, tell which parameters an optimizer's step finds without gradient."""
+    return (traced_plan(plan, "micro_steps") or plan).replaced(micro_batch=_ROWS)
+
+
 def _unused(plan: Plan, facts: Facts, config: Path, folder: Path, known: dict[Plan, frozenset[str]]) -> frozenset[str]:
     """The parameters of the config's model that get no gradient; none are known where its step can't be traced."""
-    plan = (traced_plan(plan, "micro_steps") or plan).replaced(micro_batch=_ROWS)
+    plan = telling(plan)
     if plan not in known:
         trace = functools.partial(fake_run.unused, plan, facts, config=config, folder=folder)
         try:
