@@ -22,6 +22,7 @@ from autofit.system.parallel import on_every_core
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
+    from autofit.contract.recipe import Recipe
     from autofit.contract.technique import HostOffload
     from autofit.contract.trace import Ints
     from autofit.costmodel.memory.parts import MicroPart, OptimizerPart
@@ -173,17 +174,20 @@ def _forecast_family(family: Plan, members: list[int], inputs: ForecastInputs) -
     given = np.array([int(plans[place]["micro_batch"]) for place in members])
     rows = np.array([loaded_rows(plans[place], facts) for place in members])
     accumulation = np.array([int(plans[place]["accumulation"]) for place in members])
-    micro_step = micro.work(rows.astype(np.float64)).computed_in(**arithmetic_of(family, facts))
+    built = recipe_of(family, facts)
+    micro_step = micro.work(rows.astype(np.float64)).computed_in(**arithmetic_of(built))
     amounts = roofline.amounts(micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation)
     host_offload = _host_offload(family, micro, facts)
     copied = _copied_bytes(host_offload, accumulation)
     amounts[:, _TRANSFER] += copied
     samples = given * accumulation * data_parallel(family, facts.workload)
-    step = None if inputs.clock is None else _step_seconds(inputs.clock, nearest, family, facts, rows, accumulation)
+    step = (
+        None if inputs.clock is None else _step_seconds(inputs.clock, nearest, arithmetic_of(built), rows, accumulation)
+    )
     amounts[:, _NETWORK] = sent = exposed_seconds(
         micro, family.get(PARALLEL, "none"), facts.workload, inputs.links,
         accumulation=accumulation, rows=rows, computed=amounts @ inputs.nominal if step is None else step,
-        half=recipe_of(family, facts).mixed_precision != "no",
+        half=built.mixed_precision != "no",
     )  # fmt: skip
     said = FamilyForecast.nothing(len(members))
     said.activations[:] = whole.activation_bytes_per_row() * rows
@@ -204,14 +208,18 @@ def _forecast_family(family: Plan, members: list[int], inputs: ForecastInputs) -
     return said
 
 
-def _step_seconds(  # noqa: PLR0917 - of the story above
-    clock: StepClock, parts: tuple[MicroPart, OptimizerPart], family: Plan, facts: Facts, rows: Ints, accumulation: Ints
+def _step_seconds(
+    clock: StepClock,
+    parts: tuple[MicroPart, OptimizerPart],
+    arithmetic: Arithmetic,
+    rows: Ints,
+    accumulation: Ints,
 ) -> Floats:
     """Seconds of an optimizer step of each plan, without collectives, by the laws or the plain roofline."""
     micro, optimizer = parts
     if clock.by_laws:
-        return clock.step_seconds(micro, optimizer, rows, accumulation, **arithmetic_of(family, facts))
-    micro_step = micro.work(rows.astype(np.float64)).computed_in(**arithmetic_of(family, facts))
+        return clock.step_seconds(micro, optimizer, rows, accumulation, **arithmetic)
+    micro_step = micro.work(rows.astype(np.float64)).computed_in(**arithmetic)
     return roofline.step_seconds(
         clock.card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
     )
@@ -262,7 +270,6 @@ class Arithmetic(TypedDict):
     fp16: bool
 
 
-def arithmetic_of(family: Plan, facts: Facts) -> Arithmetic:
-    """The arithmetic of the plan: fp16 was traced as bf16, and TF32 as float32."""
-    built = recipe_of(family, facts)
+def arithmetic_of(built: Recipe) -> Arithmetic:
+    """The arithmetic of a plan's recipe: fp16 was traced as bf16, and TF32 as float32."""
     return {"tf32": built.tf32, "fp16": built.sixteen_bits == "fp16"}

@@ -5,6 +5,8 @@ A trial is not launched, it is forked; it gets the same environment this way, in
 
 from __future__ import annotations
 
+import argparse
+import functools
 import os
 import sys
 from pathlib import Path
@@ -46,6 +48,15 @@ def write_yaml(path: Path, settings: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(settings, sort_keys=True), encoding="utf-8")
 
 
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    """The launcher's own, which is dear to make: a trace asks it, too."""
+    from accelerate.commands.launch import launch_command_parser
+
+    parser: argparse.ArgumentParser = launch_command_parser()
+    return parser
+
+
 def launch_environment(config_file: Path, rank: int | None = None) -> dict[str, str]:
     """The environment of a process that ``accelerate launch --config_file`` starts on this machine.
 
@@ -58,14 +69,14 @@ def launch_environment(config_file: Path, rank: int | None = None) -> dict[str, 
     Raises:
         InputError: Accelerate refuses the file.
     """
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.commands.launch import _validate_launch_command
     from accelerate.utils.launch import (
         prepare_deepspeed_cmd_env,
         prepare_multi_gpu_env,
         prepare_simple_launcher_cmd_env,
     )
 
-    args = launch_command_parser().parse_args(["--config_file", str(config_file), "script.py"])
+    args = _parser().parse_args(["--config_file", str(config_file), "script.py"])
     try:
         args, defaults, mixed = _validate_launch_command(args)
     except ValueError as error:

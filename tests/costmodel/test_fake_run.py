@@ -24,8 +24,9 @@ from autofit.costmodel.tracing.emulation import cuda, cuda_kernels
 from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.fake_run import prime_micro_batch
 from autofit.costmodel.tracing.layers import PERIODS, Layers, find_layers, find_list, period_of, wrapped_in_part
+from autofit.costmodel.tracing.longer_tape import lengthen
 from autofit.costmodel.tracing.recorder import Recorder
-from autofit.costmodel.tracing.timeline import CATEGORIES, lengthen
+from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.costmodel.tracing.trace_request import kernels_of, traced_plan
 from autofit.registry import technique, techniques
 from tests.support.cases import some_slow

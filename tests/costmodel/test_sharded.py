@@ -16,9 +16,10 @@ from autofit.costmodel.seconds.collectives import COLLECTIVES, step_collectives
 from autofit.costmodel.tracing import fake_run, source, trace_job
 from autofit.costmodel.tracing.emulation import zero
 from autofit.costmodel.tracing.emulation.sharded import FakeReducer
+from autofit.costmodel.tracing.longer_tape import lengthen
 from autofit.costmodel.tracing.recorder import Recorder
 from autofit.costmodel.tracing.shard_layout import Layout, layout_of, local_bytes
-from autofit.costmodel.tracing.timeline import CATEGORIES, Tape, lengthen
+from autofit.costmodel.tracing.timeline import CATEGORIES, Tape
 from autofit.registry import recipe_of, technique
 from tests.support.tiny import write_config
 from tests.support.traced import CONFIGS, PLAIN, facts_of, like_a_process_of_its_own, sharded_facts

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Tape, UnlikeError, lengthen, ordered
+from autofit.costmodel.tracing.longer_tape import lengthen
+from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Tape, UnlikeError, ordered
 from tests.support.layered import Layered, Writer
 
 SIZES = st.integers(0, 1 << 40)

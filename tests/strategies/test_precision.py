@@ -103,7 +103,7 @@ def test_frozen_float16_weights_stay_as_the_script_loads_them_with_its_own_autoc
     assert (plain.weights_dtype, plain.mixed_precision, plain.sixteen_bits) == ("float16", "no", "fp16")
     assert PRECISION.held(facts).value == "fp16_weights"
     assert {one["precision"] for one in space.build(facts, frozenset({Kind.EXACT})).plans} == {"fp16_weights"}
-    assert arithmetic_of(plan, facts) == {"tf32": False, "fp16": True}
+    assert arithmetic_of(plain) == {"tf32": False, "fp16": True}
     assert "fp16_weights" not in {one.value for one in PRECISION.choices(cuda_facts())}
     in_float16 = {"compute_dtype": "float16", "weights_dtype": "float16", "loss_scaled": False}
     assert PRECISION.in_effect("fp16_weights", in_float16, facts) is None

@@ -27,7 +27,8 @@ from autofit.costmodel.scripts.loop_source import LoopSource
 from autofit.costmodel.scripts.snapshot import UNLIKE, Snapshot, check, most, peak_of, report
 from autofit.costmodel.tracing import fake_run
 from autofit.costmodel.tracing.layers import TraceDone
-from autofit.costmodel.tracing.timeline import UnlikeError, lengthen
+from autofit.costmodel.tracing.longer_tape import lengthen
+from autofit.costmodel.tracing.timeline import UnlikeError
 from autofit.costmodel.tracing.trace_job import part_of
 from autofit.system.errors import AutofitError, ModelError
 from autofit.system.job import error_words

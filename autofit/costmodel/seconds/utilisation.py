@@ -105,7 +105,7 @@ def _step_flops(micro: MicroPart, plan: Plan, facts: Facts) -> Numbers:
     """FLOPs of the micro-steps of an optimizer step, by kind."""
     built = recipe_of(plan, facts)
     rows = np.array([float(built.loaded_rows)])
-    return built.accumulation * _flops(micro.work(rows).computed_in(**arithmetic_of(plan, facts)))
+    return built.accumulation * _flops(micro.work(rows).computed_in(**arithmetic_of(built)))
 
 
 def compute_precision(recipe: Recipe) -> Precision:

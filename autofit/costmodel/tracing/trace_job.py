@@ -22,8 +22,9 @@ import numpy as np
 
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, first_alone, pack
 from autofit.costmodel.tracing import fake_run
+from autofit.costmodel.tracing.longer_tape import lengthen
 from autofit.costmodel.tracing.shard_layout import Held, layout_of
-from autofit.costmodel.tracing.timeline import ELSEWHERE, Tape, UnlikeError, lengthen
+from autofit.costmodel.tracing.timeline import ELSEWHERE, Tape, UnlikeError
 from autofit.costmodel.tracing.trace_request import alone_plan, run_plan, traced_plan
 from autofit.machine.meters import status
 from autofit.registry import recipe_of, technique

@@ -18,8 +18,9 @@ from autofit.costmodel.tracing import layers as layering
 from autofit.costmodel.tracing import source
 from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.emulation.cuda_kernels import kernel_stand_ins
+from autofit.costmodel.tracing.longer_tape import lengthen
 from autofit.costmodel.tracing.recorder import Recorder
-from autofit.costmodel.tracing.timeline import Tape, UnlikeError, lengthen
+from autofit.costmodel.tracing.timeline import Tape, UnlikeError
 from autofit.costmodel.tracing.trace_store import kernels_of
 
 WORKSPACE_BYTES = 2 * 1024 * 4096 + 8 * 1024 * 16
