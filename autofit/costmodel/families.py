@@ -175,15 +175,14 @@ def _forecast_family(family: Plan, members: list[int], inputs: ForecastInputs) -
     rows = np.array([loaded_rows(plans[place], facts) for place in members])
     accumulation = np.array([int(plans[place]["accumulation"]) for place in members])
     built = recipe_of(family, facts)
-    micro_step = micro.work(rows.astype(np.float64)).computed_in(**arithmetic_of(built))
+    clock, arithmetic = inputs.clock, arithmetic_of(built)
+    micro_step = micro.work(rows.astype(np.float64)).computed_in(**arithmetic)
     amounts = roofline.amounts(micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation)
     host_offload = _host_offload(family, micro, facts)
     copied = _copied_bytes(host_offload, accumulation)
     amounts[:, _TRANSFER] += copied
     samples = given * accumulation * data_parallel(family, facts.workload)
-    step = (
-        None if inputs.clock is None else _step_seconds(inputs.clock, nearest, arithmetic_of(built), rows, accumulation)
-    )
+    step = None if clock is None else _step_seconds(clock, nearest, arithmetic, rows, accumulation)
     amounts[:, _NETWORK] = sent = exposed_seconds(
         micro, family.get(PARALLEL, "none"), facts.workload, inputs.links,
         accumulation=accumulation, rows=rows, computed=amounts @ inputs.nominal if step is None else step,
