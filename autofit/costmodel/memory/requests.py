@@ -156,4 +156,5 @@ def _balanced(events: Ints) -> Ints:
     lives[1:] = ~frees[:-1] & (owners[1:] == owners[:-1])
     kept = np.empty(len(order), dtype=bool)
     kept[order] = ~frees | lives
-    return events[kept]
+    balanced: Ints = events[kept]
+    return balanced

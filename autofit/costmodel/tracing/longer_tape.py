@@ -124,9 +124,7 @@ class _Lengthened:
             mine[:, born == _NO_PERIOD] = (copies == last)[:, None]  # once, by the last one who uses it
             neighbour = copies[:, None] - 1 + born
             there = (born != _NO_PERIOD) & (neighbour >= 1) & (neighbour <= self.count)
-            twins = [
-                self._twin(int(block)) if one in {0, 2} else block for block, one in zip(blocks, born, strict=True)
-            ]
+            twins = [self._twin(block) if self.born[block] in {0, 2} else block for block in blocks.tolist()]
             stands, whose = np.where(there, twins, stands), np.where(there, neighbour, 0)
         found = self.number[stands, whose]
         if (found[mine] < 0).any():
@@ -201,6 +199,6 @@ def _check_frees(events: Ints, blocks: int) -> None:
 def _calls_of(old: Tape, places: Sequence[int]) -> Floats:
     """The calls of operators in segments that are copies of these of the old tape."""
     mine = [np.flatnonzero(old.calls[:, 0] == place) for place in range(len(old.segments))]
-    calls = old.calls[np.concatenate([mine[place] for place in places])]
+    calls: Floats = old.calls[np.concatenate([mine[place] for place in places])]
     calls[:, 0] = np.repeat(np.arange(len(places)), [len(mine[place]) for place in places])
     return calls

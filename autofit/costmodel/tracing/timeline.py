@@ -3,8 +3,8 @@
 A run is traced with few rows and few layers. Two things continue it to the real size, without running it again:
 
 - **More layers.** The tape is cut into segments by the boundaries of the repeated layers; the middle one of three
-  periods is copied as often as layers are missing (:mod:`autofit.costmodel.tracing.longer_tape`), and what one layer hands to the next is handed
-  on from copy to copy.
+  periods is copied as often as layers are missing, and what one layer hands to the next is handed on from copy to copy
+  (:mod:`autofit.costmodel.tracing.longer_tape`).
 - **More rows.** The micro-batch of a trace is a prime number that divides no other size: what it divides grows with the
   rows, and each block's size is a line ``at_zero + per_row x rows``. Every moment of the run is so continued by itself,
   and the peak is taken afterwards: which moment is the peak changes with the size.

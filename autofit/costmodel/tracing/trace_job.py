@@ -22,6 +22,7 @@ import numpy as np
 
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart, first_alone, pack
 from autofit.costmodel.tracing import fake_run
+from autofit.costmodel.tracing.emulation import named_modules
 from autofit.costmodel.tracing.longer_tape import lengthen
 from autofit.costmodel.tracing.shard_layout import Held, layout_of
 from autofit.costmodel.tracing.timeline import ELSEWHERE, Tape, UnlikeError
@@ -146,7 +147,7 @@ def _child(job: TraceRequests, groups: Iterable[list[TraceRequest]], report: Pat
 
 def _trace(job: TraceRequests, request: TraceRequest, known: Known) -> None:
     config = Path(job.config)
-    with scratch_folder("trace") as scratch:
+    with scratch_folder("trace") as scratch, named_modules.at_once():
         if request.part == "micro_steps":
             arrays = pack(micro_part(request.plan, job.facts, config, scratch, known=known), None)
         else:

@@ -23,7 +23,7 @@ def _named_modules(
 ) -> Iterator[tuple[str, nn.Module]]:
     """The same modules in the same order, also where one is put in while they are gone through."""
     memo = set() if memo is None else memo
-    levels = [("", iter([(prefix, self)]))]
+    levels: list[tuple[str, Iterator[tuple[str, nn.Module | None]]]] = [("", iter([(prefix, self)]))]
     while levels:
         inside, children = levels[-1]
         for name, module in children:
