@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -62,6 +63,16 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
     MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo; or the path of
     your own training script, whose arguments stand behind --: autofit estimate train.py --gpu 4090 -- --epochs 3
     """
+    from autofit.system.fork_server import begun_ahead
+
+    with contextlib.ExitStack() as stack:
+        if (options["gpu"] or options["memory"]) and not model.endswith(".py"):
+            stack.enter_context(begun_ahead("cpu", trains=False))  # it loads while what asks it is imported
+        _estimate(model, as_json=as_json, every=every, **options)
+
+
+def _estimate(model: str, *, as_json: bool, every: bool, **options: Any) -> None:
+    """What plans need on a card."""
     from autofit.commands.estimates.answer import ESTIMATE, table
     from autofit.commands.estimates.estimate import check_fits
     from autofit.commands.estimates.estimate import estimate as run

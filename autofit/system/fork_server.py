@@ -12,9 +12,9 @@ A snapshot is a child that has run a job of its own up to some point and forks o
 the server does: what the job has made until then need not be made again. It lives until it is closed.
 
 This is the parent's side; the process itself is :mod:`autofit.system.fork_server_process`. Messages are lines of JSON:
-``{"run": FOLDER, "early": BOOL}`` and ``{"kill": SIGNAL}`` to the server, ``{"ready": SECONDS}``, ``{"pid": PID}`` and
-``{"exit": STATUS}`` back; ``{"snapshot": FOLDER}`` with a socket, by which a snapshot is told the same, and says
-``{"snapshot": PID}`` first, and ``{"refused": WORDS}`` where it can't be forked.
+``{"load": MODULES}``, ``{"run": FOLDER, "early": BOOL}`` and ``{"kill": SIGNAL}`` to the server, ``{"ready":
+SECONDS}``, ``{"pid": PID}`` and ``{"exit": STATUS}`` back; ``{"snapshot": FOLDER}`` with a socket, by which a snapshot
+is told the same, and says ``{"snapshot": PID}`` first, and ``{"refused": WORDS}`` where it can't be forked.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from autofit.system.errors import MachineError, ServerLost
 from autofit.system.files import helper_environment, refuse_a_full_disk, write_atomically, writing
 from autofit.system.job import JOB, Job, job_text
+from autofit.system.locks import scratch_folder
 from autofit.system.redact import harmless
 from autofit.system.units import duration
 
@@ -170,28 +171,12 @@ class ForkServer(_Forking):
         self._snapshots: list[Snapshot] = []
 
     def start(self) -> None:
-        """Start the server without waiting for it."""
-        ours, theirs = socket.socketpair()
-        # a driver that was asked once can't be used after a fork; this asks NVML instead
-        environment = {**harmless(os.environ), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if self.device == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # what is loaded for the CPU asks for a device that is there
-        if not self.trains:
-            environment["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes asks for the compiler when it is imported
-        arguments = [str(theirs.fileno()), self.device, "train" if self.trains else "trace", *self.modules]
-        with writing(self.log), self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "autofit.system.fork_server_process", *arguments],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=helper_environment(environment),
-                start_new_session=True,
-            )
-        theirs.close()
-        self._socket = ours
+        """Start the server without waiting for it, or take over one alike that was begun ahead."""
+        begun = _AHEAD.pop((self.device, self.trains), None) or _begin(self.log, self.device, trains=self.trains)
+        self._process, self._socket, self.log = begun
         self._buffer = b""
+        if self.modules:
+            self._send({"load": list(self.modules)})
 
     def run(self, folder: Path, *, kill_after_seconds: float, early: bool = False) -> int | None:
         """Run the job in a folder and wait for its end; the server is started where there is none."""
@@ -237,12 +222,7 @@ class ForkServer(_Forking):
             self._socket.close()
             self._socket = None
         if self._process is not None:
-            self._process.terminate()  # while it loads, it does not see the socket close
-            try:
-                self._process.wait(5)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            _end(self._process)
             self._process = None
 
     @contextlib.contextmanager
@@ -345,6 +325,69 @@ class Snapshot(_Forking):
         self._pid = 0  # it has ended, and the number may be another process's
         self.close()
         return ServerLost("the snapshot that the trial was forked from ended")
+
+
+class _Begun(NamedTuple):
+    """A server's process, its socket, and what it prints."""
+
+    process: subprocess.Popen[bytes]
+    link: socket.socket
+    log: Path
+
+
+_AHEAD: dict[tuple[str, bool], _Begun] = {}
+"""By the device and whether its jobs train."""
+
+
+@contextlib.contextmanager
+def begun_ahead(device: str, *, trains: bool) -> Iterator[None]:
+    """Have a server load while its caller imports what will ask for one: the first :class:`ForkServer` alike takes it.
+
+    Args:
+        device: As for :class:`ForkServer`.
+        trains: The same.
+    """
+    with scratch_folder("server") as folder:
+        _AHEAD[device, trains] = _begin(folder / "forkserver.log", device, trains=trains)
+        try:
+            yield
+        finally:
+            if left := _AHEAD.pop((device, trains), None):
+                left.link.close()
+                _end(left.process)
+
+
+def _begin(log: Path, device: str, *, trains: bool) -> _Begun:
+    """Start a server's process."""
+    ours, theirs = socket.socketpair()
+    # a driver that was asked once can't be used after a fork; this asks NVML instead
+    environment = {**harmless(os.environ), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # what is loaded for the CPU asks for a device that is there
+    if not trains:
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes asks for the compiler when it is imported
+    arguments = [str(theirs.fileno()), device, "train" if trains else "trace"]
+    with theirs, writing(log), log.open("ab") as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "autofit.system.fork_server_process", *arguments],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
+            env=helper_environment(environment),
+            start_new_session=True,
+        )
+    return _Begun(process, ours, log)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a server's process, which does not see its socket close while it loads."""
+    process.terminate()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _last_words(log: Path) -> str:

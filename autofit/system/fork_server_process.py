@@ -1,7 +1,7 @@
 """The process of the fork server: loads torch and transformers, then forks one child for each job.
 
 Run by :class:`autofit.system.fork_server.ForkServer`, which tells why it is there and what the messages are, as
-``python -m autofit.system.fork_server_process FD DEVICE train|trace [MODULE ...]``.
+``python -m autofit.system.fork_server_process FD DEVICE train|trace``.
 """
 
 from __future__ import annotations
@@ -166,6 +166,10 @@ class _Server:
             gc.unfreeze()  # all of them are old now: else each child looks through them as soon as it allocates, 0.3 s
             gc.enable()
 
+    def loadable(self, modules: Iterable[str]) -> list[str]:
+        """Those of some modules that may be imported ahead of a fork: none that touches the device."""
+        return [name for name in modules if self.device == "cpu" or not any(map(find_spec, packages_of(name)))]
+
     def loaded(self) -> None:
         """Begin what has waited for the imports."""
         self.loading = False
@@ -208,6 +212,9 @@ class _Server:
             message = json.loads(line)
             if "kill" in message:
                 self.signal(message["kill"])
+                continue
+            if "load" in message:
+                self.load(self.loadable(message["load"]), ready_for_early=False)
                 continue
             if "snapshot" in message:
                 folder = Path(message["snapshot"])
@@ -275,7 +282,7 @@ class _Snapshot(_Server):
             self.say({"pid": self.child})
 
 
-def serve(descriptor: int, device: str, modules: tuple[str, ...], *, trains: bool = True) -> NoReturn:
+def serve(descriptor: int, device: str, *, trains: bool = True) -> NoReturn:
     """The server's process: load, then serve; see :class:`autofit.system.fork_server.ForkServer` for the arguments."""
     began = time.monotonic()
     control = socket.socket(fileno=descriptor)
@@ -289,8 +296,7 @@ def serve(descriptor: int, device: str, modules: tuple[str, ...], *, trains: boo
     _import_transformers()
     if not trains:
         _leave_out("datasets", "scipy")
-    own = (name for name in modules if device == "cpu" or not any(find_spec(one) for one in packages_of(name)))
-    first = [*((_WORKER,) if device == "cpu" else ()), *_FIRST, *own]
+    first = [*((_WORKER,) if device == "cpu" else ()), *_FIRST]
     if device == "cuda" and find_spec("torchao"):
         first = [name for name in first if not name.startswith("transformers.")]
     server.load(first, ready_for_early=False)
@@ -367,4 +373,4 @@ def _job(folder: Path, server: int, device: str, work: Callable[[Path], None] | 
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), sys.argv[2], tuple(sys.argv[4:]), trains=sys.argv[3] == "train")
+    serve(int(sys.argv[1]), sys.argv[2], trains=sys.argv[3] == "train")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from autofit.costmodel.tracing import fake_run
+from autofit.costmodel.tracing import fake_run, trace_job
 from autofit.costmodel.tracing.timeline import CATEGORIES
 from autofit.registry import technique
 from autofit.training.tasks.rows import make_batch, spec_of
@@ -51,6 +51,23 @@ def test_a_trace_knows_what_gets_no_gradient(name, tmp_path):
     lab = TaskLab(name, tmp_path, "trainer")
     plan = PLAIN.replaced(micro_batch=2)
     assert lab.micro_steps(plan, accumulation=1).unused == lab.micro_steps(plan, fake=False, accumulation=1).unused
+
+
+@pytest.mark.parametrize("name", [name for name, (task, _) in CONFIGS.items() if not kind_of(task).untraced])
+def test_what_the_micro_steps_tell_of_gradients_is_not_traced_again(name, tmp_path, monkeypatch):
+    lab, known = TaskLab(name, tmp_path, "trainer"), trace_job.Known()
+    plan = trace_job.telling(PLAIN)
+    with like_a_process_of_its_own():
+        again = fake_run.unused(plan, lab.facts, config=lab.folder, folder=lab.folder)
+        trace_job.micro_part(plan, lab.facts, lab.folder, lab.folder, known=known)
+    # what CTC's loss asks is not known
+    assert known.unused == ({} if name in {"wav2vec2", "hubert"} else {plan: again})
+    traced = lab.optimizer(PLAIN)
+    if known.unused:
+        monkeypatch.delattr(fake_run, "unused")
+    with like_a_process_of_its_own():
+        found = trace_job.optimizer_part(PLAIN, lab.facts, lab.folder, lab.folder, known=known)
+    assert found.state_bytes == traced.state_bytes > 0
 
 
 def unused_layers(lab, plan):

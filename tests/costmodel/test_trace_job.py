@@ -11,7 +11,7 @@ from torch import nn
 
 from autofit.contract.recipe import without_drawing
 from autofit.costmodel.tracing import trace_job
-from autofit.costmodel.tracing.trace_job import _in_groups, save
+from autofit.costmodel.tracing.trace_job import _in_groups, save, telling
 from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
 from tests.support.traced import PLAIN
 
@@ -26,6 +26,19 @@ def test_plans_with_one_evaluation_are_traced_by_one_process_where_there_are_man
     assert {one.file for group in found for one in group} == {one.file for one in requests}
     for group in found:
         assert len({(one.plan["precision"], one.plan["adapter"]) for one in group}) == 1
+
+
+def test_optimizers_are_traced_behind_the_micro_steps_that_tell_what_gets_no_gradient():
+    every = itertools.product(["fp32", "bf16"], ["none", "lora:r=8", "lora:r=16"])
+    plans = [PLAIN.replaced(precision=one, adapter=two, micro_batch=2) for one, two in every]
+    requests = [TraceRequest(part="micro_steps", plan=plan, file=f"{at}.npz") for at, plan in enumerate(plans)]
+    steps = [PLAIN.replaced(adapter=adapter, optimizer="adamw_8bit") for adapter in ("none", "lora:r=8")]
+    requests += [TraceRequest(part="optimizer", plan=plan, file=f"{plan.words()}.npz") for plan in steps]
+    found = _in_groups(requests)
+    assert sorted(map(len, found)) == [1, 1, 1, 1, 2, 2]
+    for micro, step in (group for group in found if len(group) == 2):
+        assert (micro.part, step.part) == ("micro_steps", "optimizer")
+        assert micro.plan == telling(step.plan).replaced(optimizer=micro.plan["optimizer"])
 
 
 def test_a_plan_is_traced_behind_the_one_whose_first_micro_step_is_like_its_only_one():

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ import psutil
 import pytest
 
 from autofit.output.jobs import CheckJob
-from autofit.system.errors import MachineError, ServerLost
-from autofit.system.fork_server import ForkServer, Unforkable
+from autofit.system import fork_server
+from autofit.system.errors import InputError, MachineError, ServerLost
+from autofit.system.fork_server import ForkServer, Unforkable, begun_ahead
 from autofit.system.fork_server_process import own_threads
 from autofit.system.job import job_text
 from tests.support.tiny import REPOSITORY, SUPPORT, alive, gone, offspring, wait_until
@@ -362,6 +364,58 @@ def test_a_server_that_can_not_start_says_why(tmp_path, monkeypatch):
     ):
         broken.run(job(tmp_path / "job", ""), kill_after_seconds=PATIENT)
     assert str(tmp_path / "server.log") in caught.value.hint
+
+
+def test_a_server_that_was_begun_ahead_is_taken_by_the_first_that_is_alike(tmp_path, monkeypatch, quick_path):
+    monkeypatch.setenv("PYTHONPATH", quick_path)
+    begun = []
+    start = fork_server._begin
+    monkeypatch.setattr(fork_server, "_begin", lambda *log, **how: begun.append(start(*log, **how)) or begun[-1])
+    asks = job(tmp_path / "job", "import sys; (folder / 'found').write_text(str('faulty' in sys.modules))")
+    with begun_ahead("cpu", trains=True):
+        (ahead,) = begun
+        other = ForkServer(tmp_path / "other.log", "cpu", trains=False)
+        alike = ForkServer(tmp_path / "server.log", "cpu", ("faulty",))
+        with contextlib.closing(other), contextlib.closing(alike):
+            other.start()
+            assert other._process is not ahead.process
+            assert alike.run(asks, kill_after_seconds=PATIENT) == 0
+            assert (asks / "found").read_text() == "True"
+            assert (alike._process, alike.log) == (ahead.process, ahead.log)
+            assert len(begun) == 2
+        assert ahead.process.poll() is not None
+    assert not fork_server._AHEAD
+
+
+def test_a_server_that_was_begun_ahead_and_is_not_wanted_ends(tmp_path, monkeypatch, quick_path):
+    monkeypatch.setenv("PYTHONPATH", quick_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "scratch").mkdir()
+
+    def refuse():
+        with begun_ahead("cpu", trains=False):
+            begun.extend(fork_server._AHEAD.values())
+            raise InputError("a wrong card")
+
+    begun = []
+    with pytest.raises(InputError):
+        refuse()
+    assert begun[0].process.poll() is not None
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_a_server_that_ended_before_it_was_taken_says_why(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise SystemError('torn library')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with begun_ahead("cpu", trains=True):
+        (ahead,) = fork_server._AHEAD.values()
+        ahead.process.wait()
+        with (
+            contextlib.closing(ForkServer(tmp_path / "server.log", "cpu", ("faulty",))) as taken,
+            pytest.raises(MachineError, match=r"ended \(status 1\): SystemError: torn library"),
+        ):
+            taken.run(job(tmp_path / "job", ""), kill_after_seconds=PATIENT)
 
 
 def test_close_ends_the_server_and_its_job(own_server, tmp_path):

@@ -137,8 +137,9 @@ def _first_product(tape: Tape, segment: str) -> int:
 
 def _on_device(tape: Tape, begin: int, end: int) -> Ints:
     """The events of a tape from ``begin`` to ``end``, of blocks on the device."""
-    mine: Ints = tape.events[begin:end]
-    return mine[tape.categories[_blocks(mine)] != ELSEWHERE]
+    events = tape.events[begin:end]
+    mine: Ints = events[tape.categories[_blocks(events)] != ELSEWHERE]
+    return mine
 
 
 def _blocks(events: Ints) -> Ints:

@@ -68,6 +68,7 @@ class MicroSteps(Held):
         gathers_late: Whether a micro-step that is followed by another leaves whole gradients on every rank.
         unused: The trainable parameters of the whole model that got no gradient, by name; none where that hangs on
             values that are not known.
+        guessed: Whether it may hang on such.
         alike: What the models of other plans hold whose micro-steps are the same.
     """
 
@@ -75,6 +76,7 @@ class MicroSteps(Held):
     evaluation: Tape | None
     copies: int
     unused: frozenset[str] = frozenset()
+    guessed: bool = False
     notes: tuple[str, ...] = ()
     gathers_late: bool = False
     alike: dict[Plan, Held] = dataclasses.field(default_factory=dict)
@@ -188,7 +190,8 @@ def stepping(
                     raise
                 raise UnlikeError("the model needs the layers that were left out") from error
             _see_split(model, layout_of(recipe), source.beside)
-        guessed = recorder.guessed or layout.zero  # an engine of its own takes the gradients away
+        # between micro-steps a script may ask what it runs; and an engine of its own takes the gradients away
+        guessed = bool(layout.zero) or (marks.guessed if isinstance(source, FromConfig) else recorder.guessed)
         bare = set() if guessed else {name for name, one in _trained(model) if one.grad is None}
         tape = recorder.tape(since=marks.since, until=marks.past)
         evaluation = recorder.tape(since=marks.past) if marks.past and source.evaluates else None
@@ -200,6 +203,7 @@ def stepping(
         notes=tuple(sorted(recorder.notes)),
         gathers_late=layout.gathers_late,
         unused=frozenset(name for name in names if (layers.traced_name(name) if layers else name) in bare),
+        guessed=guessed,
         alike=dict(zip(alike, others, strict=True)),
         **{one.name: getattr(holds, one.name) for one in dataclasses.fields(holds)},
     )

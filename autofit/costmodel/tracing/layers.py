@@ -232,6 +232,9 @@ class Marks:
         """Index of the segment that comes before the micro-steps of the last optimizer step."""
         self.past: int | None = None
         """Index of the segment that comes after them."""
+        self.guessed = False
+        """Whether a micro-step asked a condition of values that are not known; a Trainer asks one between them."""
+        self._guessed_before = False
         self.parameters: list[nn.Parameter] = []
         self.sharded: nn.Module | None = None
         self.repetition: Repetition | None = None
@@ -250,6 +253,7 @@ class Marks:
     def forward_begin(self) -> None:
         """A micro-step begins."""
         self.backward = False
+        self._guessed_before, self.recorder.guessed = self.recorder.guessed, False
         self.mark("pre")
 
     def forward_end(self) -> None:
@@ -260,6 +264,8 @@ class Marks:
     def backward_end(self, loss: torch.Tensor) -> None:
         """The gradients of a micro-step are there."""
         self.backward = False
+        self.guessed |= self.recorder.guessed
+        self.recorder.guessed |= self._guessed_before
         self.recorder.call((parameter.grad for parameter in self.parameters), "gradients")
         self.mark("step")
         self.accumulated += 1

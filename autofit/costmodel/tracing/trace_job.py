@@ -241,7 +241,7 @@ def micro_part(
     if found.gathers_late and source is None:
         sending = known.runs.get(alone_plan(plan))
         alone = trace(accumulation=1)[1] if sending is None else first_alone(sending.tape)
-    if not layout_of(recipe_of(plan, facts)).engine and facts.workload.processes == 1:
+    if not (found.guessed or layout_of(recipe_of(plan, facts)).engine) and facts.workload.processes == 1:
         known.unused[plan] = found.unused
     part = part_of(found, tape, alone=alone)
     known.runs = dict([*known.runs.items()][-1:]) | {plan: part}
