@@ -23,6 +23,7 @@ from autofit.commands.estimates.ways import Way, _smallest_of, _untried, held_by
 from autofit.commands.request import Request, Search
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
+from autofit.costmodel import families
 from autofit.costmodel.forecast import MARGIN, context_bytes, workspace_bytes
 from autofit.costmodel.memory import peak
 from autofit.costmodel.tracing import trace_store
@@ -436,6 +437,15 @@ def test_each_way_of_training_shows_its_fastest_and_its_smallest(ask):
 )
 def test_a_tune_that_an_estimate_tells_of_has_the_same_plans(request_, settings, knobs, words):
     assert estimate._asked(Request(model="demo", **request_), Search(**settings), knobs) == words
+
+
+@pytest.mark.slow
+def test_what_is_foreseen_of_all_ways_together_is_what_each_says_alone(ask, monkeypatch):
+    asked = {"gpu": "4090", "fix": HELD, "ways": True, "seq_len": 128}
+    monkeypatch.setattr(families, "_MANY", 1)
+    together = ask(**asked)
+    monkeypatch.setattr(estimate, "foresee", lambda *_: {})
+    assert replace(ask(**asked), seconds=0) == replace(together, seconds=0)
 
 
 @pytest.mark.slow
