@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -231,7 +232,9 @@ print("trained on", trainer.args.per_device_train_batch_size, "rows of", trainer
 
 def test_the_allocator_of_an_estimate_gets_as_many_rows_as_the_model(monkeypatch):
     given = []
-    monkeypatch.setattr(plans, "requests", lambda *_, rows, **__: given.append(rows) or Requests([], [], []))
+    monkeypatch.setattr(
+        plans, "requests", lambda *_, rows, **__: given.append(rows) or Requests(*[np.array([], dtype=np.int64)] * 3)
+    )
     facts = told(cpu_facts(global_batch=8), tuple(range(3, ROOM + 1)), told_rows=2000)
     plans._smallest_capacity(SimpleNamespace(peak_bytes=0), (None, None), PACKED, facts, None)
     assert given == [loaded_rows(PACKED, facts)]

@@ -22,8 +22,9 @@ from autofit.costmodel.tracing import layers as layering
 from autofit.costmodel.tracing import source
 from autofit.costmodel.tracing.emulation.cuda import like_cuda
 from autofit.costmodel.tracing.emulation.cuda_kernels import kernel_stand_ins
+from autofit.costmodel.tracing.longer_tape import MIDDLE
 from autofit.costmodel.tracing.recorder import Recorder
-from autofit.costmodel.tracing.timeline import MIDDLE, Tape
+from autofit.costmodel.tracing.timeline import Tape
 
 from . import models
 from .programs import Program
