@@ -21,7 +21,7 @@ def test_plans_with_one_evaluation_are_traced_by_one_process_where_there_are_man
     every = itertools.product(["fp32", "bf16"], adapters, ["off", "full"])
     plans = [PLAIN.replaced(precision=one, adapter=two, checkpointing=three) for one, two, three in every]
     requests = [TraceRequest(part="micro_steps", plan=plan, file=f"{at}.npz") for at, plan in enumerate(plans)]
-    found = _in_groups(reversed(requests))
+    found = _in_groups(reversed(requests), 2)
     assert [len(group) for group in found] == groups
     assert {one.file for group in found for one in group} == {one.file for one in requests}
     for group in found:
@@ -34,17 +34,20 @@ def test_optimizers_are_traced_behind_the_micro_steps_that_tell_what_gets_no_gra
     requests = [TraceRequest(part="micro_steps", plan=plan, file=f"{at}.npz") for at, plan in enumerate(plans)]
     steps = [PLAIN.replaced(adapter=adapter, optimizer="adamw_8bit") for adapter in ("none", "lora:r=8")]
     requests += [TraceRequest(part="optimizer", plan=plan, file=f"{plan.words()}.npz") for plan in steps]
-    found = _in_groups(requests)
+    found = _in_groups(requests, 2)
     assert sorted(map(len, found)) == [1, 1, 1, 1, 2, 2]
     for micro, step in (group for group in found if len(group) == 2):
         assert (micro.part, step.part) == ("micro_steps", "optimizer")
         assert micro.plan == telling(step.plan).replaced(optimizer=micro.plan["optimizer"])
+    assert [len(group) for group in _in_groups(requests, 8)] == [1] * 8, "on more cores none waits for another"
 
 
 def test_a_plan_is_traced_behind_the_one_whose_first_micro_step_is_like_its_only_one():
     every = itertools.product(["off", "on"], ["parameters", "none"])
     plans = [PLAIN.replaced(parallel="fsdp", sync_each_batch=one, offload=two) for one, two in every]
-    (group,) = _in_groups(TraceRequest(part="micro_steps", plan=plan, file=f"{plan.words()}.npz") for plan in plans)
+    (group,) = _in_groups(
+        (TraceRequest(part="micro_steps", plan=plan, file=f"{plan.words()}.npz") for plan in plans), 2
+    )
     found = [(one.plan["sync_each_batch"], one.plan["offload"]) for one in group]
     assert found == [("on", "none"), ("on", "parameters"), ("off", "none"), ("off", "parameters")]
 

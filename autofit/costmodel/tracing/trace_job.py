@@ -54,8 +54,9 @@ def trace_all(job: TraceRequests, folder: Path) -> dict[str, str]:
     Returns:
         Why it failed, by the request's file.
     """
-    ordered = _in_groups(job.requests)
-    cores = max(1, min(len(os.sched_getaffinity(0)), len(ordered)))
+    cores = len(os.sched_getaffinity(0))
+    ordered = _in_groups(job.requests, cores)
+    cores = max(1, min(cores, len(ordered)))
     waiting, feed = os.pipe()  # a child takes a number out when it has time
     children = []
     for core in range(cores):
@@ -79,12 +80,13 @@ def trace_all(job: TraceRequests, folder: Path) -> dict[str, str]:
     return {file: reason for file, reason in failed.items() if file not in done}
 
 
-def _in_groups(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
+def _in_groups(requests: Iterable[TraceRequest], cores: int) -> list[list[TraceRequest]]:
     """Those that one process traces one after the other, since they share a run or a micro-step; what is run first.
 
     The dear ones come first, so that the cores end together. Those with the same evaluation are one group where there
-    are several such groups for each core, with the optimizers' steps behind the micro-steps that tell which parameters
-    get no gradient; elsewhere those whose micro-steps are the same where they are the only ones.
+    are several such groups for each core of a small machine, and where there are for each of these cores, optimizers'
+    steps are behind the micro-steps that tell which parameters get no gradient; elsewhere those are one group whose
+    micro-steps are the same where they are the only ones.
     """
 
     def evaluation(request: TraceRequest) -> str:
@@ -98,11 +100,12 @@ def _in_groups(requests: Iterable[TraceRequest]) -> list[list[TraceRequest]]:
 
     def key(request: TraceRequest) -> tuple[str, ...]:
         if many:
-            return (evaluation(request),)
+            return "" if joined else request.part, evaluation(request)
         return request.part, evaluation(request), alone_plan(run_plan(request.plan)).words()
 
     requests = list(requests)
-    many = len({evaluation(one) for one in requests if one.part == "micro_steps"}) >= _MANY
+    count = len({evaluation(one) for one in requests if one.part == "micro_steps"})
+    many, joined = count >= _MANY, count >= max(_MANY, cores * _MANY // 2)
     groups = [list(group) for _, group in itertools.groupby(sorted(requests, key=place), key)]
     return sorted(groups, key=_toil, reverse=True) if many else groups
 
