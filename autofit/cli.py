@@ -67,6 +67,7 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
 
     with contextlib.ExitStack() as stack:
         if (options["gpu"] or options["memory"]) and not model.endswith(".py"):
+            stack.enter_context(terminable())  # else a signal would leave the helper's folder
             stack.enter_context(begun_ahead("cpu", trains=False))  # it loads while what asks it is imported
         _estimate(model, as_json=as_json, every=every, **options)
 

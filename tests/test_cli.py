@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -516,6 +517,25 @@ def test_termination_ends_a_tune_as_ctrl_c_does(tune, tmp_path, number):
     assert number.name in message
     assert "--resume" in hint
     assert len(read_document(tmp_path / "out").trials) == 2
+
+
+def test_an_estimate_that_is_terminated_while_it_is_imported_leaves_nothing(run, monkeypatch, tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+
+    def imported(*_, **__):
+        assert list(scratch.glob("autofit-server-*"))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(cli, "_estimate", imported)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # without it, this process would end
+    try:
+        done = run("estimate", "demo", "--gpu", "4090")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert done.exit_code == 143
+    assert not list(scratch.iterdir())
 
 
 def test_a_bug_is_not_hidden(tune, tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import gc
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,6 +51,25 @@ def test_a_plan_is_traced_behind_the_one_whose_first_micro_step_is_like_its_only
     )
     found = [(one.plan["sync_each_batch"], one.plan["offload"]) for one in group]
     assert found == [("on", "none"), ("on", "parameters"), ("off", "none"), ("off", "parameters")]
+
+
+def test_what_is_written_for_a_trace_goes_with_its_job(tmp_path, monkeypatch):
+    seen = tmp_path.with_name("seen")
+
+    def written(_plan, _facts, _config, scratch, **_):
+        (scratch / "written").touch()
+        seen.write_text(str(scratch))
+        raise ZeroDivisionError("it is killed there")
+
+    monkeypatch.setattr(trace_job, "micro_part", written)
+    requests = (TraceRequest(part="micro_steps", plan=PLAIN, file="a.npz"),)
+    failed = trace_job.trace_all(
+        TraceRequests(facts=None, config="", requests=requests, folder=str(tmp_path)), tmp_path
+    )
+    assert "it is killed there" in failed["a.npz"]
+    scratch = Path(seen.read_text())
+    assert scratch.parent == tmp_path
+    assert not scratch.exists()
 
 
 def test_garbage_is_collected_where_there_is_much_of_it(tmp_path, monkeypatch):

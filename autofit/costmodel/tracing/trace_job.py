@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import traceback
 import warnings
 import zipfile
@@ -30,7 +31,6 @@ from autofit.costmodel.tracing.trace_request import alone_plan, run_plan, traced
 from autofit.machine.meters import status
 from autofit.registry import recipe_of, technique
 from autofit.system.job import error_words
-from autofit.system.locks import scratch_folder
 from autofit.system.units import MIB
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _child(job: TraceRequests, groups: Iterable[list[TraceRequest]], report: Pat
         for request, alike in ((one, group) for group in groups for one in group):
             known.plans = tuple(one.plan for one in alike)
             try:
-                _trace(job, request, known)
+                _trace(job, request, known, report.parent)
             except Exception as error:  # noqa: BLE001 - a model's own code can raise anything; it is told
                 traceback.print_exc()
                 failed[request.file] = f"its trace failed: {error_words(error)}"
@@ -148,9 +148,11 @@ def _child(job: TraceRequests, groups: Iterable[list[TraceRequest]], report: Pat
         os._exit(code)
 
 
-def _trace(job: TraceRequests, request: TraceRequest, known: Known) -> None:
+def _trace(job: TraceRequests, request: TraceRequest, known: Known, folder: Path) -> None:
+    """Trace one; what is written for it lies in the job's folder, which goes also where this process is killed."""
     config = Path(job.config)
-    with scratch_folder("trace") as scratch, named_modules.at_once():
+    with tempfile.TemporaryDirectory(prefix="trace-", dir=folder) as made, named_modules.at_once():
+        scratch = Path(made)
         if request.part == "micro_steps":
             arrays = pack(micro_part(request.plan, job.facts, config, scratch, known=known), None)
         else:
