@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from autofit.system.errors import LockHeld, MachineError
+from autofit.system.errors import AutofitError, LockHeld, MachineError
 
 LOCKS = "AUTOFIT_LOCKS"
 """The variable that names another folder for the locks of devices."""
@@ -185,7 +185,12 @@ def scratch_folder(kind: str) -> Iterator[Path]:
                 descriptor = _opened(folder / _IN_USE)
                 stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield folder
+            try:
+                yield folder
+            except AutofitError as error:
+                if error.hint and str(folder) in error.hint:  # such as a log that goes with the folder
+                    error.hint = ""
+                raise
 
 
 def _remove_abandoned(folder: Path) -> None:

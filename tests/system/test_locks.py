@@ -213,6 +213,19 @@ def test_a_folder_that_was_just_made_or_is_in_use_stays(left):
             assert (folder.is_dir(), used.is_dir()) == (True, True)
 
 
+def test_an_error_does_not_refer_to_what_is_removed_with_the_folder(tmp_path):
+    def fail(hint):
+        with scratch_folder("estimate") as made:
+            raise MachineError("the server ended", hint=hint.format(made))
+
+    with pytest.raises(MachineError) as caught:
+        fail("its log is {}/server.log; go on with --resume")
+    assert not caught.value.hint
+    with pytest.raises(MachineError) as caught:
+        fail(f"its log is {tmp_path}/server.log")
+    assert caught.value.hint
+
+
 def test_a_users_folder_of_such_a_name_stays(left):
     folder = left(3600)
     next(folder.glob(".*")).unlink()
