@@ -189,7 +189,7 @@ def scratch_folder(kind: str) -> Iterator[Path]:
                 yield folder
             except AutofitError as error:
                 if error.hint and str(folder) in error.hint:  # such as a log that goes with the folder
-                    error.hint = ""
+                    error.hint = None
                 raise
 
 
