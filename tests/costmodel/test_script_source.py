@@ -1,6 +1,7 @@
 """What a trace of a script trains on: many rows told by two of them, as the script's own collator makes them."""
 
 import dataclasses
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import BatchEncoding, masking_utils
 
 from autofit.contract.script import Script
 from autofit.costmodel.scripts.known_values import KnownValues
-from autofit.costmodel.scripts.script_source import longest_rows, paddings
+from autofit.costmodel.scripts.script_source import _each, longest_rows, paddings
 from autofit.costmodel.tracing.emulation.fake_mode import FakeMode
 from autofit.costmodel.tracing.recorder import Recorder
 
@@ -46,7 +47,16 @@ def rows_of(collated):
     return *longest_rows(loader, script, ROWS, grows=True), counted
 
 
-@pytest.mark.parametrize("kind", [dict, BatchEncoding])
+class Named(dict):
+    """A mapping of a script's own, as loops use that call ``batch.to(device)``."""
+
+
+class Pair(NamedTuple):
+    ids: torch.Tensor
+    images: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [dict, BatchEncoding, Named])
 def test_two_rows_tell_what_many_are(kind):
     found, known, counted = rows_of(lambda given: collate(given, kind, place=torch.tensor(7), of="a"))
     assert known
@@ -58,6 +68,19 @@ def test_two_rows_tell_what_many_are(kind):
     }
     for name in ("ids", "mask", "grid", "place"):
         assert torch.equal(found[name], whole[name]), name
+
+
+def test_a_batch_keeps_its_kind_when_its_tensors_are_made_anew():
+    for batch in (Named(ids=torch.ones(2)), Pair(torch.ones(2), torch.ones(3)), [torch.ones(2), (torch.ones(1),)]):
+        made = _each(batch, torch.zeros_like)
+        assert type(made) is type(batch)
+        assert not made[0 if isinstance(made, list | tuple) else "ids"].any()
+
+
+def test_named_rows_are_told_by_two_of_them():
+    found, _, counted = rows_of(lambda given: Pair(collate(given)["ids"], collate(given)["images"]))
+    assert max(counted) < ROWS
+    assert found.ids.shape == (ROWS, 8)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import honor_type
 from torch import nn
 
 from autofit.costmodel.scripts.known_values import KnownValues
@@ -185,9 +186,9 @@ def _grown(one: Any, two: Any, rows: int) -> Any:
         ValueError: They don't tell it.
     """
     if isinstance(one, Mapping):
-        return _like(one, {name: _grown(value, two[name], rows) for name, value in one.items()})
+        return type(one)({name: _grown(value, two[name], rows) for name, value in one.items()})  # type: ignore[call-arg]
     if isinstance(one, (list, tuple)) and len(one) == len(two):
-        return type(one)(_grown(*both, rows) for both in zip(one, two, strict=True))
+        return honor_type(one, (_grown(*both, rows) for both in zip(one, two, strict=True)))
     if not isinstance(one, torch.Tensor):
         if one != two:
             raise ValueError("it is no tensor, and another one with another row")
@@ -221,14 +222,9 @@ def _numbers(value: Any) -> int:
 
 
 def _each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A batch of the same kind with every tensor changed."""
+    """A batch of the same kind with every tensor changed, made as Accelerate makes one on another device."""
     if isinstance(value, Mapping):
-        return _like(value, {name: _each(one, change) for name, one in value.items()})
+        return type(value)({name: _each(one, change) for name, one in value.items()})  # type: ignore[call-arg]
     if isinstance(value, (list, tuple)):
-        return type(value)(_each(one, change) for one in value)
+        return honor_type(value, (_each(one, change) for one in value))
     return change(value) if isinstance(value, torch.Tensor) else value
-
-
-def _like(batch: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
-    """A mapping of the same kind: a dictionary, or a ``BatchEncoding``."""
-    return type(batch)(changed) if hasattr(batch, "data") else changed  # type: ignore[call-arg]
