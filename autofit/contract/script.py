@@ -66,6 +66,7 @@ class Script:
         adapter: The adapter that it puts on its model, in words.
         quantization: How it quantizes weights where it loads them, in words.
         checkpointing: What its model recomputes by itself, whatever its Trainer is told, in words.
+        autocast: The dtype of the autocast that its loop enters itself, by the kind of device that it counts on.
         own_optimizer: Whether it hands its Trainer an optimizer, or makes it in a method of its own.
         compiled: Whether it compiles its model itself.
         own_split: Why the split of its batch is its own; ``None`` where another can be put in.
@@ -108,6 +109,7 @@ class Script:
     adapter: str | None = None
     quantization: str | None = None
     checkpointing: str | None = None
+    autocast: Mapping[str, str] = field(default_factory=dict)
     own_optimizer: bool = False
     compiled: bool = False
     own_split: str | None = None

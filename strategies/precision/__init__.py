@@ -44,6 +44,7 @@ from autofit.contract.observation import dtype_name
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Status, Technique
 
 from .float8 import float8_choice, multiply_in_float8
+from .held_by_autocast import held_by_autocast
 from .main_input import cast_main_input
 
 if TYPE_CHECKING:
@@ -170,8 +171,10 @@ class Precision(Technique):
 
     def held(self, facts: Facts) -> Held | None:
         loaded = _loaded_as(facts)
-        values = (value for value, dtype in _WEIGHTS.items() if dtype == loaded)
-        return next((Held(value, f"the script loads its model in {loaded}") for value in values), None)
+        held = (
+            Held(one, f"the script loads its model in {loaded}") for one, dtype in _WEIGHTS.items() if dtype == loaded
+        )
+        return next(held, None) or held_by_autocast(facts)
 
     def own(self, facts: Facts) -> Value:
         script = facts.workload.script

@@ -340,3 +340,21 @@ def test_batches_beside_those_of_a_loader_that_is_not_prepared_keep_the_split(de
     )
     split = described(PREPARED + several.replace("next(iter(other))", "more = iter(other)"))["script"]["own_split"]
     assert "several loaders" in split
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    slow_but(
+        {"default", "cuda"},
+        {
+            "default": ("accelerator.device.type", {"cpu": "bfloat16", "cuda": "float16"}),
+            "said": ("'cpu', dtype=torch.bfloat16", {"cpu": "bfloat16", "cuda": "bfloat16"}),
+            "cuda": ("'cuda', torch.bfloat16", {"cuda": "bfloat16"}),
+            "off": ("'cuda', enabled=False", {}),
+        },
+    ),
+)
+def test_the_autocast_that_a_loop_calls_its_model_in_is_told(described, asked, found):
+    """Also that of a GPU, which is not there where a script is described."""
+    loop = STEPS.format(first=f"torch.autocast({asked}).__enter__()", then="pass", last="pass")
+    assert described(PREPARED + loop)["script"]["autocast"] == found

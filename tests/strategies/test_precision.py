@@ -148,3 +148,23 @@ def test_a_ctc_loss_is_not_broken_by_a_flag_of_tf32():
     """
     for value in ("ieee", "tf32"):
         subprocess.run([sys.executable, "-c", textwrap.dedent(program.format(value=value))], check=True)
+
+
+@pytest.mark.parametrize(("facts", "value"), [(cpu_facts(), "bf16"), (cuda_facts(), "fp16")])
+def test_an_autocast_of_the_script_is_the_precision_of_every_plan(facts, value):
+    """Nothing is put into the script for it: a second autocast, or a second scaler, would be another training."""
+    script = Script(
+        path="t.py",
+        sha256="",
+        trainer="",
+        micro_batch=4,
+        accumulation=1,
+        autocast={"cpu": "bfloat16", "cuda": "float16"},
+    )
+    facts = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=script))
+    built = space.build(facts, allowed=frozenset(Kind))
+    assert built.domains["precision"] == (value,)
+    assert recipe_of(built.plans[0], facts).mixed_precision == "no"
+    asks = dataclasses.replace(script, own={"bf16": True})
+    both = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=asks))
+    assert recipe_of(built.plans[0], both).mixed_precision == value

@@ -9,6 +9,7 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import GradientAccumulationPlugin
 from torch.utils.data import DataLoader
@@ -18,6 +19,7 @@ from autofit.registry import recipe_of
 from autofit.training.scripts.leave import Enough
 from autofit.training.scripts.plain_loop import entry as loop_entry
 from autofit.training.scripts.plain_loop import patches
+from autofit.training.scripts.plain_loop.autocast import autocast_of_gpus
 from autofit.training.scripts.plain_loop.batches import _TAKES as TAKES
 from autofit.training.scripts.plain_loop.loader import own_length
 from autofit.training.timing import Clock, Effort
@@ -380,3 +382,12 @@ def test_a_loop_reads_its_own_loaders_length_on_each_process(ranks, even, drop_l
             accelerator = SimpleNamespace(num_processes=ranks, process_index=rank, even_batches=even)
             shard = BatchSamplerShard(own.batch_sampler, ranks, rank, even_batches=even)
             assert own_length(own, accelerator) == len(shard)
+
+
+def test_an_autocast_of_a_gpu_that_is_not_here_is_the_processors(monkeypatch):
+    monkeypatch.setattr(torch.autocast, "__init__", torch.autocast.__init__)
+    autocast_of_gpus()
+    with torch.autocast("cuda"):
+        assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (True, torch.float16)
+    with torch.autocast("cpu"):
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16

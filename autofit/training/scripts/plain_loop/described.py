@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from autofit.training.scripts.leave import Enough, Refused
 from autofit.training.scripts.loading import loading_of, splitting
 from autofit.training.scripts.patches import Patches
+from autofit.training.scripts.plain_loop.autocast import note_autocast
 from autofit.training.scripts.plain_loop.batches import own_number
 from autofit.training.scripts.plain_loop.patches import LoopPatches
 from autofit.training.scripts.plain_loop.trainers import may_train_later, taken
@@ -49,7 +50,7 @@ def describe_loops(path: str, patches: Patches, seconds: Callable[[], float]) ->
     from accelerate.local_sgd import LocalSGD
     from torch.optim.lr_scheduler import LRScheduler
 
-    seen = _Described(patches, seconds)
+    seen = _Described(patches, seconds, autocasts=note_autocast())
     loop = LoopPatches(
         construct=seen.construct,
         loader=seen.loader,
@@ -80,6 +81,10 @@ class _Described:
 
     patches: Patches
     seconds: Callable[[], float]
+    autocasts: list[Mapping[str, str]]
+    """Which the script is in now."""
+    autocast: Mapping[str, str] = field(default_factory=dict)
+    """Which it calls its model in."""
     loaders: dict[int, Any] = field(default_factory=dict)
     trained: Any = None
     precision: str = ""
@@ -149,7 +154,13 @@ class _Described:
         import torch
 
         self.trained = own
-        own.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else self.leave())
+
+        def begins(*_: Any) -> None:
+            if not torch.is_grad_enabled():
+                self.leave()
+            self.autocast = self.autocasts[-1] if self.autocasts else {}
+
+        own.register_forward_pre_hook(begins)
         return own
 
     def leave(self, *_: Any) -> None:
@@ -312,6 +323,7 @@ class _Described:
                 "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
                 **splitting(self.accelerator),
             },
+            "autocast": self.autocast,
             "own_optimizer": True,
             "own_split": _LOADER if loader.batch_size is None else own_split,
             "loader": self.number,
