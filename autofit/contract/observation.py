@@ -87,7 +87,8 @@ Read = Callable[[Ran], Seen]
 class Hooks:
     """Forward hooks on a model, which cost some microseconds each and are taken off together.
 
-    They are called for the passes of training alone: not in ``model.eval()``, and not without gradients. That is told
+    They are called for the passes of training alone: not in ``model.eval()``, unless nothing else was seen (a loop may
+    train a model as ``from_pretrained`` leaves it, in that mode), and not without gradients. That is told
     at the beginning of the model's forward pass, since reentrant checkpointing runs layers without gradients; what a
     backward pass recomputes belongs to training, whatever ran without gradients before it (the reference of DPO).
 
@@ -97,13 +98,15 @@ class Hooks:
 
     def __init__(self, model: nn.Module) -> None:
         self._training = True
+        self._in_its_mode = False
         self._handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
 
     def _begin(self, module: nn.Module, _args: Any) -> None:
         import torch
 
         if not torch.compiler.is_compiling():
-            self._training = module.training and torch.is_grad_enabled()
+            self._in_its_mode = self._in_its_mode or module.training
+            self._training = module.training == self._in_its_mode and torch.is_grad_enabled()
 
     def _for_training(self, hook: Callable[..., None]) -> Callable[..., None]:
         import torch
