@@ -358,3 +358,10 @@ def test_the_autocast_that_a_loop_calls_its_model_in_is_told(described, asked, f
     """Also that of a GPU, which is not there where a script is described."""
     loop = STEPS.format(first=f"torch.autocast({asked}).__enter__()", then="pass", last="pass")
     assert described(PREPARED + loop)["script"]["autocast"] == found
+
+
+def test_the_autocast_of_an_accelerator_is_no_own_one(described):
+    """It follows the plan."""
+    loop = STEPS.format(first="accelerator.autocast().__enter__()", then="pass", last="pass")
+    seen = described(PREPARED.replace("Accelerator(", "Accelerator(mixed_precision='bf16', ") + loop)["script"]
+    assert (seen["autocast"], seen["own"]["bf16"]) == ({}, True)
