@@ -235,7 +235,7 @@ class Watch:
         self._observer.close()
         self._on_step.remove()
         if steps and not self._observer.micro_steps and not self._observer.in_graph:
-            reason = "the watched model ran no forward pass in model.train() and with gradients: was another trained?"
+            reason = "the watched model ran no forward pass with gradients: was another trained?"
             return [f"every knob: {reason}"]
         if rows is not None:
             self._observer.rows = rows

@@ -112,6 +112,16 @@ def test_other_rows_are_told(setup, tmp_path):
     assert said == "micro_batch=2: 4 rows went through the model at once, not 2"
 
 
-def test_a_model_that_never_ran_in_training_mode_is_told(loop_setup):
-    (said,) = looped(loop_setup, trains=False)
-    assert said.startswith("every knob: the watched model ran no forward pass in model.train()")
+def test_a_model_that_never_ran_in_training_mode_is_told_what_it_then_leaves_out(loop_setup):
+    """As ``from_pretrained`` leaves it: its logits are an evaluation's, and it recomputes nothing."""
+    assert looped(loop_setup, trains=False, gradients=False) == [
+        "kernels=chunked_ce: the logits of all positions were made",
+        "checkpointing=full: 0 of 2 layers ran forward more than once in a micro-step",
+    ]
+
+
+def test_a_model_that_never_ran_with_gradients_is_told(loop_setup):
+    model, other = loop_setup.model(), loop_setup.model()
+    watch, optimizer = loop_setup.watch(model), loop_setup.optimizer(other)
+    (said,) = watch.ignored(optimizer, loop_setup.accelerator(), 3)
+    assert said.startswith("every knob: the watched model ran no forward pass with gradients")
