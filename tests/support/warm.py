@@ -109,20 +109,21 @@ class Forked:
         self.send(signal.SIGKILL)
 
 
-def fork_a_server(self):
-    """In place of :meth:`autofit.system.fork_server.ForkServer.start`."""
+def fork_a_server(log, device, *, trains):
+    """In place of :func:`autofit.system.fork_server._begin`; what stands for faults is imported here already."""
     from autofit.system.files import writing
+    from autofit.system.fork_server import _Begun
     from autofit.system.fork_server_process import serve
 
     ours, theirs = socket.socketpair()
-    with writing(self.log):
-        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    with writing(log):
+        printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     pid = os.fork()
     if pid == 0:
         try:
             os.setsid()
-            os.dup2(log, 1)
-            os.dup2(log, 2)
+            os.dup2(printed, 1)
+            os.dup2(printed, 2)
             keep = theirs.fileno()
             os.closerange(3, keep)
             os.closerange(keep + 1, 4096)
@@ -130,12 +131,12 @@ def fork_a_server(self):
                 signal.signal(number, signal.SIG_DFL)
             sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))  # noqa: SIM115
             os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-            serve(theirs.detach(), self.device, ("faulty", *self.modules))
+            serve(theirs.detach(), device, trains=trains)
         finally:
             os._exit(1)
-    os.close(log)
+    os.close(printed)
     theirs.close()
-    self._process, self._socket, self._buffer = Forked(pid), ours, b""
+    return _Begun(Forked(pid), ours, log)
 
 
 def take_streams(command):
@@ -170,7 +171,7 @@ def become(command):
         signal.signal(command["ignored"], signal.SIG_IGN)
     if command.get("group"):
         Path(command["group"], "cgroup.procs").write_text("0")
-    fork_server.ForkServer.start = fork_a_server
+    fork_server._begin = fork_a_server
     for name, value in command.get("constants", {}).items():
         assert hasattr(loop, name)
         setattr(loop, name, value)
