@@ -21,7 +21,7 @@ from autofit.registry import recipe_of
 from autofit.system.errors import EmissionError, InputError
 from autofit.system.files import write_atomically, writing
 from autofit.system.strict_json import dump_json
-from autofit.training.launch_environment import write_yaml
+from autofit.training.launch_environment import launcher_parser, write_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,14 +72,13 @@ def check_files(folder: Path) -> None:
         EmissionError: One is refused, or does not come back as it was written.
     """
     from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.commands.launch import launch_command_parser
     from transformers import HfArgumentParser, TrainingArguments
 
     from autofit.output.setup import read_setup
 
     try:
         config = load_config_from_file(str(folder / YAML))
-        known = set(vars(launch_command_parser().parse_args(["script.py"])))
+        known = set(vars(launcher_parser().parse_args(["script.py"])))
         for name in ("fsdp_config", "deepspeed_config", "dynamo_config", "fp8_config", "parallelism_config"):
             unknown = set(getattr(config, name, None) or {}) - known
             if unknown:

@@ -49,8 +49,8 @@ def write_yaml(path: Path, settings: dict[str, Any]) -> None:
 
 
 @functools.cache
-def _parser() -> argparse.ArgumentParser:
-    """The launcher's own, which is dear to make: a trace asks it, too."""
+def launcher_parser() -> argparse.ArgumentParser:
+    """What ``accelerate launch`` reads its options with, which is dear to make: a trace asks it, too."""
     from accelerate.commands.launch import launch_command_parser
 
     parser: argparse.ArgumentParser = launch_command_parser()
@@ -76,7 +76,7 @@ def launch_environment(config_file: Path, rank: int | None = None) -> dict[str, 
         prepare_simple_launcher_cmd_env,
     )
 
-    args = _parser().parse_args(["--config_file", str(config_file), "script.py"])
+    args = launcher_parser().parse_args(["--config_file", str(config_file), "script.py"])
     try:
         args, defaults, mixed = _validate_launch_command(args)
     except ValueError as error:

@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autofit.costmodel.memory.pools import GRAIN, LARGE_SEGMENT, SMALL_SIZE, UNIT, Expandable, Pools, Segments, round_up
+from autofit.costmodel.tracing.timeline import blocks_of, live_before
 from autofit.system.units import MIB
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class _Sequence:
     def __init__(self, events: ArrayLike, sizes: ArrayLike, streams: ArrayLike | None = None) -> None:
         steps = np.asarray(events, dtype=np.int64)
         asked = np.asarray(sizes, dtype=np.int64)
-        blocks = np.where(steps < 0, ~steps, steps)
+        blocks = blocks_of(steps)
         if asked.size and asked.min() < 0:
             raise ValueError(f"block {int(asked.argmin())} asks for {int(asked.min())} bytes")
         if blocks.size and blocks.max() >= asked.size:
@@ -220,14 +221,8 @@ class _Sequence:
 
 def _check_turns(steps: np.ndarray, blocks: np.ndarray) -> None:
     """Each block is allocated first, and allocated and freed in turn."""
-    order = np.argsort(blocks, kind="stable")
-    frees, owners = steps[order] < 0, blocks[order]
-    first = np.ones(len(order), dtype=bool)
-    first[1:] = owners[1:] != owners[:-1]
-    was_live = np.zeros(len(order), dtype=bool)
-    was_live[1:] = ~frees[:-1] & ~first[1:]
-    wrong = order[frees != was_live]
+    wrong = np.flatnonzero((steps < 0) != live_before(steps))
     if wrong.size:
-        index = int(wrong.min())
+        index = int(wrong[0])
         what = "frees a block that is not live" if steps[index] < 0 else "allocates a block that is live"
         raise ValueError(f"event {index} {what}: block {int(blocks[index])}")

@@ -13,7 +13,7 @@ import numpy as np
 from autofit.contract.trace import Ints
 from autofit.costmodel.seconds.operator_time import Operators
 from autofit.costmodel.seconds.roofline import Totals
-from autofit.costmodel.tracing.timeline import CATEGORIES, Category, Floats, Tape
+from autofit.costmodel.tracing.timeline import CATEGORIES, Category, Floats, Tape, blocks_of
 
 _STATE, _BATCH, _GRADIENTS = (CATEGORIES.index(name) for name in ("state", "batch", "gradients"))
 _ALONE = "alone_"
@@ -177,7 +177,7 @@ def first_alone(tape: Tape) -> Tape:
     """
     past = tape.segments.index("0:step")
     end = int(tape.starts[past])
-    blocks = np.where(tape.events >= 0, tape.events, ~tape.events)
+    blocks = blocks_of(tape.events)
     batches = np.flatnonzero(tape.categories == _BATCH)
     # what a loader brings is there from the beginning, the second one's behind the first one's; the rest as it is used
     brought = int(np.sum(batches <= blocks[:end].max())) - len(batches) // TRACED_MICRO_STEPS

@@ -10,7 +10,7 @@ import numpy as np
 
 from autofit.contract.trace import Ints
 from autofit.costmodel.memory.parts import MicroPart, OptimizerPart
-from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Floats, Tape
+from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Floats, Tape, blocks_of, live_before
 
 _STATE, _GRADIENTS = (CATEGORIES.index(name) for name in ("state", "gradients"))
 _BEFORE_EVALUATION = 2
@@ -83,7 +83,7 @@ def requests(
         begin, past = step_tape.bounds(places[min(turn, len(places) - 1)])
         left_out = given | elsewhere | (state & (turn > 0))
         stepping = step_tape.events[begin:past]
-        run.happen(stepping[~left_out[_blocks(stepping)]], run.blocks(step_tape.sizes, step_tape.streams))
+        run.happen(stepping[~left_out[blocks_of(stepping)]], run.blocks(step_tape.sizes, step_tape.streams))
         run.happen(~alive[~gradient[alive]], base)
         run.happen(~alive[gradient[alive]], base)
         if evaluation is not None and turn == min(_BEFORE_EVALUATION, steps) - 1:
@@ -138,24 +138,11 @@ def _first_product(tape: Tape, segment: str) -> int:
 def _on_device(tape: Tape, begin: int, end: int) -> Ints:
     """The events of a tape from ``begin`` to ``end``, of blocks on the device."""
     events = tape.events[begin:end]
-    mine: Ints = events[tape.categories[_blocks(events)] != ELSEWHERE]
+    mine: Ints = events[tape.categories[blocks_of(events)] != ELSEWHERE]
     return mine
-
-
-def _blocks(events: Ints) -> Ints:
-    """The number of each event's block."""
-    blocks: Ints = np.where(events >= 0, events, ~events)
-    return blocks
 
 
 def _balanced(events: Ints) -> Ints:
     """Leave out frees of what was not allocated, and second frees."""
-    blocks = _blocks(events)
-    order = np.argsort(blocks, kind="stable")
-    frees, owners = events[order] < 0, blocks[order]
-    lives = np.zeros(len(order), dtype=bool)
-    lives[1:] = ~frees[:-1] & (owners[1:] == owners[:-1])
-    kept = np.empty(len(order), dtype=bool)
-    kept[order] = ~frees | lives
-    balanced: Ints = events[kept]
+    balanced: Ints = events[(events >= 0) | live_before(events)]
     return balanced

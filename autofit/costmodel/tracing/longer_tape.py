@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autofit.contract.trace import Ints
-from autofit.costmodel.tracing.timeline import Floats, Tape, UnlikeError
+from autofit.costmodel.tracing.timeline import Floats, Tape, UnlikeError, live_before
 
 MIDDLE = ("F1", "B1")
 _PERIOD = {"F0": 0, "F1": 1, "F2": 2, "B0": 0, "B1": 1, "B2": 2}
@@ -67,7 +67,8 @@ class _Lengthened:
         if self.alive[freed].any():
             raise UnlikeError("the repeated layers do not free the same")
         events, origin, places = np.concatenate(self.events), np.concatenate(self.origin), np.array(self.places)
-        _check_frees(events, len(origin))
+        if not live_before(events)[events < 0].all():  # freed twice, or before it is allocated
+            raise UnlikeError("the repeated layers do not free the same")
         return Tape(
             events=events,
             sizes=old.sizes[origin],
@@ -181,19 +182,6 @@ class _Lengthened:
         return nth < len(made) and all(
             values[made[nth]] == values[block] for values in (old.ops, old.sizes, old.per_row)
         )
-
-
-def _check_frees(events: Ints, blocks: int) -> None:
-    """Each block is freed once at most, after it was allocated.
-
-    Raises:
-        UnlikeError: One is not.
-    """
-    frees = np.flatnonzero(events < 0)
-    freed, allocated = ~events[frees], np.zeros(blocks, dtype=np.int64)
-    allocated[events[events >= 0]] = np.flatnonzero(events >= 0)
-    if len(np.unique(freed)) < len(freed) or (allocated[freed] > frees).any():
-        raise UnlikeError("the repeated layers do not free the same")
 
 
 def _calls_of(old: Tape, places: Sequence[int]) -> Floats:

@@ -9,7 +9,7 @@ import numpy as np
 from autofit.contract.trace import Ints
 from autofit.costmodel.seconds.roofline import KINDS
 from autofit.costmodel.tracing.operator_table import OperatorTable
-from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Bools, Floats, Tape, ordered
+from autofit.costmodel.tracing.timeline import CATEGORIES, ELSEWHERE, Bools, Floats, Tape, blocks_of, ordered
 
 _STATE, _ACTIVATIONS, _LOGITS, _TEMPORARIES = map(CATEGORIES.index, ("state", "activations", "logits", "temporaries"))
 _HEAD = frozenset({"head", "loss", "headB"})
@@ -105,7 +105,7 @@ class TapeWriter:
         made = np.array(self._made_in, dtype=np.int64)
         kept = (made >= since) & (made < past)
         number = np.cumsum(kept) - 1
-        blocks = np.where(events >= 0, events, ~events)
+        blocks = blocks_of(events)
         place = np.arange(len(events))
         mine = kept[blocks] & (place >= begin) & (place < end)
         renamed = np.where(events >= 0, number[blocks], ~number[blocks])
@@ -160,7 +160,7 @@ class TapeWriter:
         alike = (np.array(self._made_in) * len(self.names) + self.ops) * (sizes.max(initial=0) + 1) + sizes
         _, kind, times = np.unique(np.where(kept, alike, -1), return_inverse=True, return_counts=True)
         found = np.zeros(len(sizes), dtype=bool)
-        blocks, changes = np.where(events >= 0, events, ~events), np.where(events >= 0, 1, -1)
+        blocks, changes = blocks_of(events), np.where(events >= 0, 1, -1)
         for one in np.flatnonzero(times % self.rows == 0):
             mine = kind == one
             found |= mine & (changes[mine[blocks]].cumsum().max() >= self.rows)

@@ -222,3 +222,19 @@ def ordered(events: Ints, starts: Ints) -> Ints:
     run = np.cumsum((events >= 0) | np.isin(np.arange(len(events)), starts))
     key = np.where(events >= 0, -1, ~events)
     return events[np.lexsort((key, run))]
+
+
+def blocks_of(events: Ints) -> Ints:
+    """The block of each event."""
+    blocks: Ints = np.where(events >= 0, events, ~events)
+    return blocks
+
+
+def live_before(events: Ints) -> Bools:
+    """Whether the block of each event is live just before it: its event before that one is an allocation."""
+    blocks = blocks_of(events)
+    order = np.argsort(blocks, kind="stable")
+    allocates, owners = events[order] >= 0, blocks[order]
+    live = np.zeros(len(order), dtype=bool)
+    live[order[1:]] = allocates[:-1] & (owners[1:] == owners[:-1])
+    return live

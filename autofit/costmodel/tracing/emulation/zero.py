@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autofit.costmodel.tracing.shard_layout import Held, Loading
-from autofit.costmodel.tracing.timeline import CATEGORIES, Tape
+from autofit.costmodel.tracing.timeline import CATEGORIES, Tape, blocks_of
 
 if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
@@ -42,7 +42,7 @@ def held(marks: Marks, layout: Layout, recipe: Recipe) -> Held:
         return Held(weights=weights)
     if recipe.mixed_precision != "no":  # copies of 16 bits come from there, and the weights themselves stay
         on_host = np.setdiff1d(loaded, kept)
-    blocks = _blocks(tape)
+    blocks = blocks_of(tape.events)
     mine = (tape.categories[blocks] != _BATCH) & ~np.isin(blocks, on_host)
     order = np.concatenate([kept, np.setdiff1d(np.arange(len(sizes)), kept)])
     number = np.argsort(order)[blocks]
@@ -72,8 +72,3 @@ def state(marks: Marks) -> Tape:
 def _left(tape: Tape) -> Ints:
     """The blocks that live at the end of a tape, but for the batch."""
     return np.flatnonzero(tape.alive(len(tape.events) - 1) & (tape.categories != _BATCH))
-
-
-def _blocks(tape: Tape) -> Ints:
-    """The block of each event."""
-    return np.where(tape.events >= 0, tape.events, ~tape.events)
