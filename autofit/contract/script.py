@@ -71,6 +71,9 @@ class Script:
         compiled: Whether it compiles its model itself.
         own_split: Why the split of its batch is its own; ``None`` where another can be put in.
         loader: Which of the loaders that it has prepared it trains on, from 0; in a plain loop.
+        model: Which of the models that it has prepared is tuned, from 0: the one of which it trains most; in a plain
+            loop.
+        beside: Classes and numbers of parameters of the others, which stay as they are.
         loading: How that loader loads; ``None`` where it was not looked at.
         depends_on_rows: Why its loss depends on the rows of a micro-batch, so that accumulation is not exact.
         undivided: Whether its Trainer takes its loss for divided by the accumulation, and nobody divides it: the plan's
@@ -114,6 +117,8 @@ class Script:
     compiled: bool = False
     own_split: str | None = None
     loader: int = 0
+    model: int = 0
+    beside: tuple[tuple[str, int], ...] = ()
     loading: Loading | None = None
     depends_on_rows: str | None = None
     undivided: bool = False

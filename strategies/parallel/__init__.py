@@ -240,13 +240,15 @@ def _copies(processes: int, nodes: int) -> list[int]:
 def _refused(value: str, facts: Facts, lacking: str | None) -> str | None:
     """Why the machine or the model can't do with a value."""
     engine, on_cpu = engine_of(value), facts.hardware.device == "cpu"
+    script = facts.workload.script
+    if engine not in {"none", "ddp"} and script is not None and script.beside:
+        return f"Accelerate splits one model, and the script prepares {script.beside[0][0]} beside it"
     if engine == "fsdp":
         if on_cpu:
             return "Accelerate leaves FSDP out on a CPU, and trains as ddp"
         no_layers = None if facts.model.layer_classes else f"{facts.model.architecture} names no layer to shard by"
         return facts.model.unsharded or no_layers
     if engine == "deepspeed":
-        script = facts.workload.script
         own_loop = script is not None and not script.trainer
         clips = "DeepSpeed clips gradients as its config says, and not as the script's loop does" if own_loop else None
         return "Accelerate leaves DeepSpeed out on a CPU, and trains as ddp" if on_cpu else clips or lacking

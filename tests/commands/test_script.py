@@ -4,6 +4,9 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,7 @@ from tests.support.scripted import SCRIPTS, autofit, preference_data, tiny_bert,
 from tests.support.synthetic import cpu_facts
 
 CLASSIFY = SCRIPTS / "classify.py"
+ONE_CORE = {"OMP_NUM_THREADS": "1"}
 LOOP = SCRIPTS / "loop.py"
 
 
@@ -523,6 +527,59 @@ def test_a_plain_loop_is_tuned_run_and_verified(folder, processes):
     assert verified.returncode == 0, verified.stderr
     launched = json.loads(verified.stdout)
     assert launched["outcome"]["kind"] == "measured"
+
+
+BESIDE = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(gradient_accumulation_steps=4)
+torch.manual_seed(0)
+encoder, net = torch.nn.Linear(64, 64), torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)])
+loader = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=2)
+optimizers = [torch.optim.AdamW(encoder.parameters()), torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)]
+encoder, loader = accelerator.prepare(encoder, loader)
+net, *optimizers = accelerator.prepare(net, *optimizers)
+for epoch in range(2):
+    for (rows,) in loader:
+        with accelerator.accumulate(encoder, net):
+            accelerator.backward((net(encoder(rows)) - rows).square().mean())
+            for one in optimizers:
+                one.step()
+                one.zero_grad()
+sums = [sum(one.double().sum().item() for one in each.parameters()) for each in (encoder, net)]
+print("sums", *sums)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_loop_that_trains_two_models_by_two_optimizers_is_tuned_verified_and_run(folder, processes):
+    """On one process to the digits of the plain script, on two alike on both; the larger model is tuned."""
+    script = folder / "beside.py"
+    script.write_text(BESIDE)
+    held = ("--fix=micro_batch=2", "--fix=precision=fp32", "--fix=loader=default")
+    command = ("--output", f"beside{processes}", "--device", "cpu", "--trials", 1, *held)
+    several = ("--processes", 2) if processes > 1 else ()
+    done = autofit(folder, "tune", script, *command, *several)
+    assert done.returncode == 0, done.stderr
+    found = read_document(folder / f"beside{processes}")
+    assert (found.model.parameters, found.workload.script.beside) == (12 * 65 * 64, (("Linear", 65 * 64),))
+    assert any(
+        "it prepares a Linear (4.160 thousand parameters) beside the Sequential, which" in s for s in found.notes
+    )
+    verified = autofit(folder, "verify", f"beside{processes}", "--tolerance", "0.95")
+    assert verified.returncode == 0, verified.stderr
+    ran = autofit(folder, "run", f"beside{processes}", script)
+    assert ran.returncode == 0, ran.stderr
+    sums = [line for line in ran.stdout.splitlines() if line.startswith("sums")]
+    assert (len(sums), len(set(sums))) == (processes, 1)
+    if processes == 1:
+        plain = subprocess.run(
+            [sys.executable, script], capture_output=True, text=True, timeout=280, check=True, env=os.environ | ONE_CORE
+        )
+        assert sums == plain.stdout.splitlines()
 
 
 CASTS = """

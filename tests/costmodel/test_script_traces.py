@@ -124,6 +124,47 @@ def test_the_loss_of_a_loop_and_what_lies_beside_its_model_count(server, folder)
     near(server, folder, facts_of_script(server, folder, script))
 
 
+TWO_MODELS = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+encoder = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)])
+teacher = torch.nn.Linear(64, 64)
+loader = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=4)
+OPTIMIZERS
+encoder, net, teacher, loader = accelerator.prepare(encoder, net, teacher, loader)
+optimizers = [accelerator.prepare(one) for one in optimizers]
+for (rows,) in loader:
+    with accelerator.accumulate(encoder, net):
+        with torch.no_grad():
+            wanted = teacher(rows)
+        accelerator.backward((net(encoder(rows)) - wanted).square().mean())
+        for one in optimizers:
+            one.step()
+        for one in optimizers:
+            one.zero_grad()
+"""
+ONE_OPTIMIZER = "optimizers = [torch.optim.Adam([*encoder.parameters(), *net.parameters()])]"
+TWO_OPTIMIZERS = (
+    "optimizers = [torch.optim.Adam(encoder.parameters()), torch.optim.SGD(net.parameters(), momentum=0.9)]"
+)
+
+
+@pytest.mark.parametrize("optimizers", [ONE_OPTIMIZER, TWO_OPTIMIZERS])
+def test_models_and_optimizers_that_a_loop_trains_together_all_count(server, folder, optimizers):
+    """The one of which most is trained is tuned; one that is only asked is no other's."""
+    script = folder / "two.py"
+    script.write_text(TWO_MODELS.replace("OPTIMIZERS", optimizers))
+    facts = facts_of_script(server, folder, script)
+    found = facts.workload.script
+    assert (found.model, found.beside) == (1, (("Sequential", 4 * 65 * 64), ("Linear", 65 * 64)))
+    assert facts.model.parameters == 12 * 65 * 64
+    near(server, folder, facts)
+
+
 def test_a_loop_that_searches_a_schedule_for_drawn_timesteps_is_traced(server, folder):
     """As diffusers' scripts for flow matching do, with ``torch.normal`` and ``get_sigmas``."""
     script = own_loop(folder, "((found - noise) ** 2).mean()", "")

@@ -51,16 +51,16 @@ class _RealLoop(loop_snapshot.LoopSnapshot):
         source = loop_source.LoopSource(
             self.recipe,
             self.script,
-            optimizer=self.accelerator._optimizers[0],
-            model=self.model,
+            optimizers=self.accelerator._optimizers,
+            models=self.models,
             loader=self.loader,
             moved=[],
         )
         source.take_rows(grows=False)
         recorder = self.stack.enter_context(fake_run._recording(source.recipe, fake=False))
         marks = Marks(source.recipe, recorder, accumulation=self.request.plan["accumulation"], steps=2)
-        source.stand_ready(self.model, marks, source.optimizer, fake=False)
-        self.steps = fake_run.Stepping(self.model, marks)
+        source.stand_ready(source.prepared_model, marks, source.optimizers, fake=False)
+        self.steps = fake_run.Stepping(source.prepared_model, marks)
         try:
             while True:
                 yield source.fresh(None)

@@ -20,7 +20,7 @@ from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.script import Script
 from autofit.machine.packages import installed
 from autofit.output.document import MODEL_FOLDER
-from autofit.output.text import plural
+from autofit.output.text import parameters, plural
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import write_atomically, writing
 from autofit.system.fork_server import FAILED_JOB_LOG, ForkServer
@@ -229,6 +229,12 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
         said.append(
             "its text has several trainings, or one in a loop: the first that is made is tuned (--call N tunes "
             "another), and `autofit run` puts the plan into each whose arguments are alike"
+        )
+    if script.beside:
+        others = " and ".join(f"a {name} ({parameters(size)})" for name, size in script.beside)
+        said.append(
+            f"it prepares {others} beside the {facts.model.architecture}, which is tuned: what a plan does to a model, "
+            "such as to recompute its layers, is done to that one alone"
         )
     if script.rows is None:
         said.append("the data set tells no number of rows: fit is judged on the rows that come first")

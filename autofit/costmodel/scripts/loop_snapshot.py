@@ -54,7 +54,7 @@ class LoopSnapshot(Snapshot):
         self.patches.before_trainer = lambda: None
         self.loop = LoopPatches()
         self.accelerator: Any = None
-        self.model: Any = None
+        self.models: list[nn.Module] = []
         self.loader: Any = None
         self.moved: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.sent = WeakTensorKeyDictionary()
@@ -153,16 +153,17 @@ class LoopSnapshot(Snapshot):
             self.loader = own
         return own
 
-    def _keep_model(self, own: Any) -> Any:
-        for around in self.recipe.model_wraps:
+    def _keep_model(self, own: Any, number: int) -> Any:
+        for around in self.recipe.model_wraps if number == self.script.model else ():
             own = around(own)
-        self.model = own
+        self.models.append(own)
+        self.whole = self.whole or number > 0
         return own
 
     def _preparing(self, objects: list[Any]) -> None:
         """Begin where the weights are about to be split, so that the engine splits fake ones."""
         if self._splits and any(isinstance(one, nn.Module) for one in objects):
-            self._begin(next((one for one in objects if isinstance(one, torch.optim.Optimizer)), None))
+            self._begin([one for one in objects if isinstance(one, torch.optim.Optimizer)])
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -172,17 +173,17 @@ class LoopSnapshot(Snapshot):
             yield from own
             return
         self.taken = True
-        optimizer = next(iter(self.accelerator._optimizers), None)  # noqa: SLF001 - there is no other list of them
-        source, known = self.begun or self._begin(optimizer)
+        optimizers = self.accelerator._optimizers  # noqa: SLF001 - there is no other list of them
+        source, known = self.begun or self._begin(optimizers)
         if known is not None:
             self.stack.enter_context(known)
-        if optimizer is not None:  # gradients stay for the second micro-step, wherever the script steps
+        for optimizer in optimizers:  # gradients stay for the second micro-step, wherever the script steps
             optimizer.step = optimizer.zero_grad = lambda *_, **__: None
         while True:
             yield source.fresh(known)
 
-    def _begin(self, optimizer: Any) -> tuple[LoopSource, KnownValues | None]:
-        """Begin to trace micro-steps, or trace the optimizer's step and leave; model and optimizer become fake."""
+    def _begin(self, optimizers: list[Any]) -> tuple[LoopSource, KnownValues | None]:
+        """Begin to trace micro-steps, or trace the optimizers' step and leave; models and optimizers become fake."""
         assert self.request is not None
         request, facts, alone = self.request, self.job.facts, self.request.part == "optimizer"
         with self._told():
@@ -191,7 +192,7 @@ class LoopSnapshot(Snapshot):
                     "a loop that prepares its loader after its model isn't traced if the weights are split"
                 )
             source = LoopSource(
-                self.recipe, self.script, optimizer=optimizer, model=self.model, loader=self.loader,
+                self.recipe, self.script, optimizers=optimizers, models=self.models, loader=self.loader,
                 moved=self.moved, sent=self.sent,
             )  # fmt: skip
         if self.is_alone:
@@ -208,7 +209,7 @@ class LoopSnapshot(Snapshot):
         )  # fmt: skip
         with self._told():
             self.steps = self.stack.enter_context(stepping)
-            known = source.stand_ready(self.steps.model, self.steps.marks, optimizer, fake=True)
+            known = source.stand_ready(self.steps.model, self.steps.marks, optimizers, fake=True)
         self.begun = source, known
         return self.begun
 

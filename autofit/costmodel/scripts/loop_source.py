@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +22,26 @@ _FEW_BYTES = 2**20
 """Of tensors beside the model, which are no matter: where something lies beside it, all of its layers are traced."""
 
 
+class Together(nn.Module):
+    """Models that a script trains together, as one that is never called: hooks on it are on each of them."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for number, one in enumerate(models):
+            self.add_module(str(number), one)
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **how: Any) -> Any:  # noqa: D102 - as PyTorch's
+        return [one.register_forward_pre_hook(hook, **how) for one in self.children()]
+
+
 class LoopSource(ScriptSource):
     """A loop that takes its first batch.
 
     Args:
         recipe: Which its Accelerator was made with.
         script: Whose it is.
-        optimizer: The script's, as it was prepared, if it was.
-        model: The model, wrapped as the plan says.
+        optimizers: The script's, as they were prepared.
+        models: Those that it has prepared; the tuned one is wrapped as the plan says.
         loader: The script's own loader.
         moved: Modules that the script has put onto its device.
         sent: Tensors that were put there, such as averages of the weights; those of modules among them.
@@ -37,10 +49,12 @@ class LoopSource(ScriptSource):
 
     def __init__(
         self, recipe: Recipe, script: Script, *,
-        optimizer: Any, model: Any, loader: Any, moved: Iterable[nn.Module], sent: Iterable[torch.Tensor] = (),
+        optimizers: Sequence[Any], models: Sequence[nn.Module], loader: Any,
+        moved: Iterable[nn.Module], sent: Iterable[torch.Tensor] = (),
     ) -> None:  # fmt: skip
         super().__init__(recipe, script)
-        self.optimizer, self.prepared_model, self.loader = optimizer, model, loader
+        model = models[0] if len(models) == 1 else Together(models)
+        self.optimizers, self.prepared_model, self.loader = optimizers, model, loader
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.beside = apart(model, moved)
         self.beside += _kept(sent, [model, *self.beside])
@@ -56,10 +70,11 @@ class LoopSource(ScriptSource):
 
     def run(self, model: Any, marks: Marks, *, fake: bool) -> None:
         """Step until the marks say enough, with gradients that are given."""
-        optimizer, shares = self.optimizer, dict(model.named_parameters())
-        for group in optimizer.optimizer.param_groups:  # those of a plan that splits them are others by now
+        optimizers, shares = self.optimizers, dict(model.named_parameters())
+        for group in (group for one in optimizers for group in one.optimizer.param_groups):
+            # those of a plan that splits them are others by now
             group["params"] = [shares.get(self.names.get(id(one), ""), one) for one in group["params"]]
-        known = self.stand_ready(model, marks, optimizer, fake=fake)
+        known = self.stand_ready(model, marks, optimizers, fake=fake)
         with contextlib.suppress(TraceDone), known or contextlib.nullcontext():
             while True:
                 marks.step_begin()
@@ -68,8 +83,10 @@ class LoopSource(ScriptSource):
                 marks.forward_end()
                 loss.backward()
                 marks.backward_end(loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
                 marks.step_end()
 
 

@@ -64,8 +64,8 @@ class ScriptSource:
                 shape = tuple(tensor.shape)
                 raise ModelError(f"the script's batches don't grow with their rows: {name} of {rows} rows is {shape}")
 
-    def stand_ready(self, model: Any, marks: Marks, optimizer: Any, *, fake: bool) -> KnownValues | None:
-        """Have model and optimizer hold fake tensors, tell the recorder, and begin segment 1.
+    def stand_ready(self, model: Any, marks: Marks, optimizers: Iterable[Any], *, fake: bool) -> KnownValues | None:
+        """Have model and optimizers hold fake tensors, tell the recorder, and begin segment 1.
 
         Returns:
             Knows the batches' values, where tensors are fake; to be entered before the steps.
@@ -73,7 +73,7 @@ class ScriptSource:
         recorder = marks.recorder
         known = KnownValues(recorder) if fake else None
         if fake:
-            self._make_fake(model, optimizer)
+            self._make_fake(model, optimizers)
         if known is not None and not self.padded:
             known.answers_transformers()
         every = [model, *self.beside]
@@ -94,12 +94,12 @@ class ScriptSource:
 
         return _each(self._batch, torch.clone if known is None else fake)
 
-    def _make_fake(self, model: Any, optimizer: Any) -> None:
+    def _make_fake(self, model: Any, optimizers: Iterable[Any]) -> None:
         made: dict[int, torch.Tensor] = {}
         for one in (model, *self.beside):
             made |= make_fake(one)
             one.to = lambda *_, __one=one, **__: __one  # it is where it should be
-        if optimizer is not None:
+        for optimizer in optimizers:
             for group in getattr(optimizer, "optimizer", optimizer).param_groups:  # not those of layers left out
                 group["params"] = [made[id(one)] for one in group["params"] if id(one) in made]
 

@@ -55,7 +55,8 @@ class TrainerSource(ScriptSource):
     def run(self, model: Any, marks: Marks, *, fake: bool) -> None:
         """Train until the marks say enough."""
         trainer = self.trainer
-        known = self.stand_ready(model, marks, trainer.optimizer, fake=fake)
+        optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
+        known = self.stand_ready(model, marks, optimizers, fake=fake)
         steps = marks.effort.warm_up
         trainer.args.max_steps, trainer.args.logging_nan_inf_filter = steps, False
         wrap_optimizer(trainer, self.recipe)

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from autofit.contract.script import Script
 
 
-def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[str, Any]:
-    """What a script trains, but for how its loop or its Trainer does.
+def traits(patches: Patches, model: Any, rows: Sample, seconds: float, beside: Sequence[Any] = ()) -> dict[str, Any]:
+    """What a script trains, but for how its loop or its Trainer does; ``beside`` are its other models.
 
     Returns:
         ``script``: fields of :class:`autofit.contract.script.Script`; ``model``: the model itself; ``config``: its
@@ -51,7 +51,8 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
     settings: Any = inner.config if isinstance(inner, PreTrainedModel) else None
     text = "{}" if settings is None else settings.to_json_string(use_diff=False)
     dtype = str(first.dtype).removeprefix("torch.")
-    _check_dtypes(first.dtype, {one.dtype for one in plain if one.requires_grad})
+    others = [one for each in beside for one in each.parameters() if one.is_floating_point()]
+    _check_dtypes(first.dtype, {one.dtype for one in (*plain, *others) if one.requires_grad})
     asked = {name: value for name, value in patches.said.items() if name == "attn_implementation"}
     attends = getattr(settings, "_attn_implementation", None)
     if not patches.loaded and isinstance(attends, str):  # made by its class, so that nothing else can be asked for
@@ -61,7 +62,8 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float) -> dict[s
         "weights_dtype": dtype,
         **{one.name: words for one in techniques() if (words := one.in_script(model)) is not None},
         "compiled": hasattr(model, "_orig_mod"),
-        "depends_on_rows": depends_on_rows(inner),
+        "depends_on_rows": next(filter(None, map(depends_on_rows, (inner, *map(inner_of, beside)))), None),
+        "beside": [(type(inner_of(one)).__name__, sum(each.numel() for each in one.parameters())) for one in beside],
         "rows": rows.rows,
         "sampled": rows.looked_at,
         "longest": rows.longest_size,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import dis
+import functools
 import gc
 import inspect
 import itertools
+import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, GeneratorType
@@ -161,3 +164,21 @@ def _decisions(node: ast.AST, loops: list[_Loop]) -> Iterator[Any]:
     for child in _parts(node):
         if not isinstance(child, _Loop | ast.FunctionDef | ast.Lambda) or child in loops:
             yield from _decisions(child, loops)
+
+
+def note_iterators(noted: list[Any]) -> None:
+    """Keep weak references to the iterators of loaders that are not prepared."""
+    from torch.utils.data import DataLoader
+
+    owner: Any = DataLoader
+    iterate = owner.__iter__
+
+    @functools.wraps(iterate)
+    def begun(loader: Any) -> Any:
+        made = iterate(loader)
+        asking = sys._getframe(1).f_globals["__name__"]  # noqa: SLF001 - there is no other
+        if not asking.startswith("accelerate."):
+            noted.append(weakref.ref(made))
+        return made
+
+    owner.__iter__ = begun

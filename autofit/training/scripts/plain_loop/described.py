@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from autofit.training.scripts.leave import Enough, Refused
 from autofit.training.scripts.loading import loading_of, splitting
 from autofit.training.scripts.patches import Patches
 from autofit.training.scripts.plain_loop.autocast import note_autocast
-from autofit.training.scripts.plain_loop.batches import own_number
+from autofit.training.scripts.plain_loop.batches import note_iterators, own_number
 from autofit.training.scripts.plain_loop.patches import LoopPatches
 from autofit.training.scripts.plain_loop.trainers import may_train_later, taken
 from autofit.training.scripts.rows import sample_of
@@ -70,7 +69,7 @@ def describe_loops(path: str, patches: Patches, seconds: Callable[[], float]) ->
     loop.install()
     for owner, told in ((LRScheduler, seen.scheduling), (LocalSGD, seen.averaging)):
         _note_steps(owner, told)
-    _note_iterators(seen.iterators)
+    note_iterators(seen.iterators)
     _refuse_loops_of_its_own(path, lambda: bool(patches.made or loop.steps), lambda: bool(seen.precision))
     return seen.failed
 
@@ -83,10 +82,10 @@ class _Described:
     seconds: Callable[[], float]
     autocasts: list[Mapping[str, str]]
     """Which the script is in now."""
-    autocast: Mapping[str, str] = field(default_factory=dict)
-    """Which it calls its model in."""
+    autocast: dict[int, Mapping[str, str]] = field(default_factory=dict)
+    """Which it calls its models in, by their numbers."""
     loaders: dict[int, Any] = field(default_factory=dict)
-    trained: Any = None
+    models: list[Any] = field(default_factory=list)
     precision: str = ""
     carries: bool = False
     """Whether gradients accumulate over an epoch's end."""
@@ -149,16 +148,16 @@ class _Described:
         self.loaders[number] = own
         return own
 
-    def model(self, own: Any) -> Any:
-        """The model is prepared; where it runs without gradients after its first backward pass, it is evaluated."""
+    def model(self, own: Any, number: int) -> Any:
+        """A model is prepared; where it runs without gradients after its first backward pass, it is evaluated."""
         import torch
 
-        self.trained = own
+        self.models.append(own)
 
         def begins(*_: Any) -> None:
             if not torch.is_grad_enabled():
                 self.leave()
-            self.autocast = self.autocasts[-1] if self.autocasts else {}
+            self.autocast[number] = self.autocasts[-1] if self.autocasts else {}
 
         own.register_forward_pre_hook(begins)
         return own
@@ -204,8 +203,7 @@ class _Described:
         """Give a small parameter a gradient: what clears gradients clears that, too."""
         import torch
 
-        optimizers = [] if self.accelerator is None else self.accelerator._optimizers  # noqa: SLF001 - there is no other
-        trained = [one for each in optimizers for group in each.param_groups for one in group["params"]]
+        trained = [one for group in self._groups() for one in group["params"]]
         self.mark = min((one for one in trained if one.requires_grad), key=lambda one: one.numel(), default=None)
         if self.mark is not None:
             self.mark.grad = torch.full_like(self.mark, _MARK)
@@ -217,8 +215,12 @@ class _Described:
 
     def _rates(self) -> list[float]:
         """Learning rates."""
-        optimizers = self.accelerator._optimizers  # noqa: SLF001 - there is no other
-        return [float(group["lr"]) for one in optimizers for group in one.param_groups]
+        return [float(group["lr"]) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """What its optimizers train."""
+        optimizers = [] if self.accelerator is None else self.accelerator._optimizers  # noqa: SLF001 - there is no other
+        return [group for one in optimizers for group in one.param_groups]
 
     def clearing(self) -> None:
         """A prepared optimizer clears its gradients, or would where they do not accumulate."""
@@ -294,6 +296,12 @@ class _Described:
         self.before, self.between = self.before + self.between, 0
         self.untrained = min(self.untrained, 1)  # one that was taken ahead
 
+    def _tuned(self) -> int:
+        """The number of the model of which its optimizers hold most."""
+        held = {id(one) for group in self._groups() for one in group["params"]}
+        sizes = [sum(one.numel() for one in model.parameters() if id(one) in held) for model in self.models]
+        return sizes.index(max(sizes))
+
     def _told(self, accumulation: int, own_split: str | None) -> dict[str, Any]:
         """All of it.
 
@@ -302,14 +310,16 @@ class _Described:
         """
         import torch
 
-        if self.number is None or self.trained is None:
+        if self.number is None or not self.models:
             raise Refused(
                 "the script trains on a loader or a model that it has not given to accelerator.prepare",
                 "give both to it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )
         loader = self.loaders[self.number]
         rows = sample_of(loader.dataset, loader.collate_fn)
-        found = traits(self.patches, self.trained, rows, self.seconds())
+        tuned = self._tuned()
+        beside = [one for number, one in enumerate(self.models) if number != tuned]
+        found = traits(self.patches, self.models[tuned], rows, self.seconds(), beside=beside)
         sized = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
         batch = shapes(self.batch)
         first = next(iter(batch.values()), (1,))
@@ -323,7 +333,8 @@ class _Described:
                 "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
                 **splitting(self.accelerator),
             },
-            "autocast": self.autocast,
+            "autocast": self.autocast.get(tuned, {}),
+            "model": tuned,
             "own_optimizer": True,
             "own_split": _LOADER if loader.batch_size is None else own_split,
             "loader": self.number,
@@ -345,24 +356,6 @@ def _note_steps(owner: Any, told: Callable[[], None]) -> None:
         step(*args, **kwargs)
 
     owner.step = stepped
-
-
-def _note_iterators(noted: list[Any]) -> None:
-    """Keep weak references to the iterators of loaders that are not prepared."""
-    from torch.utils.data import DataLoader
-
-    owner: Any = DataLoader
-    iterate = owner.__iter__
-
-    @functools.wraps(iterate)
-    def begun(loader: Any) -> Any:
-        made = iterate(loader)
-        asking = sys._getframe(1).f_globals["__name__"]  # noqa: SLF001 - there is no other
-        if not asking.startswith("accelerate."):
-            noted.append(weakref.ref(made))
-        return made
-
-    owner.__iter__ = begun
 
 
 def _refuse_loops_of_its_own(path: str, known: Callable[[], bool], accelerated: Callable[[], bool]) -> None:

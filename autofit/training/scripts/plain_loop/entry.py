@@ -69,8 +69,10 @@ class _Measured:
         self.loaded_by = rebuilt(own, rows=recipe.micro_batch, sampler=ordered, changed=changed)
         return self.loaded_by
 
-    def model(self, own: Any) -> Any:
-        """The plan's model, watched."""
+    def model(self, own: Any, number: int) -> Any:
+        """The plan's model, watched; the others stay the script's own."""
+        if number != self.script.model:
+            return own
         own = _wrapped(own, self.clock.recipe)
         self.observer = Observer(own, self.clock.recipe)
         return own
@@ -328,7 +330,7 @@ def train_loop_with(
         loader=launched.loader,
         micro_step_begins=lambda number, _: launched.begun.add(number),
         before_backward=launched.as_tuned,
-        model=lambda own: _wrapped(own, recipe),
+        model=lambda own, number: _wrapped(own, recipe) if number == script.model else own,
         counts=_told_once(recipe, script, say),
         quiet=False,
         again=True,

@@ -57,7 +57,7 @@ class LoopPatches:
         loader: Given a loader that is prepared and its number; returns the one in its place.
         batches: Given the number of a loader and its batches, which the script begins to take; returns those that it
             gets.
-        model: Given the model before it is prepared; returns the one in its place.
+        model: Given a model before it is prepared and its number; returns the one in its place.
         preparing: Given the objects that are about to be prepared together, some of them changed by those above.
         micro_step_begins: Given the number of a loader that has just given a batch, and the batch.
         micro_step_ends: Given the number of a loader that is asked for the next one.
@@ -86,7 +86,7 @@ class LoopPatches:
     before_prepare: Callable[[Any, dict[str, Any]], None] = lambda *_: None
     loader: Callable[[Any, int], Any] = lambda loader, _: loader
     batches: Callable[[int, Iterator[Any]], Iterator[Any]] = lambda _, batches: batches
-    model: Callable[[Any], Any] = lambda model: model
+    model: Callable[[Any, int], Any] = lambda model, _: model
     preparing: Callable[[list[Any]], None] = lambda _: None
     micro_step_begins: Callable[[int, Any], None] = lambda *_: None
     micro_step_ends: Callable[[int], None] = lambda _: None
@@ -273,7 +273,9 @@ class LoopPatches:
         from torch import nn
         from torch.utils.data import DataLoader
 
-        if self.again and self._trained and any(isinstance(one, nn.Module) for one in args):
+        if self._trained and any(isinstance(one, nn.Module) for one in args):
+            if not self.again:
+                raise Refused("the script prepares a model after it has trained", "one training is tuned at a time")
             self._trained, self._loaders, self._models = False, 0, 0
         numbers: dict[int, tuple[int, Any]] = {}
         changed = []
@@ -283,10 +285,8 @@ class LoopPatches:
                 changed.append(self.loader(one, self._loaders))
                 self._loaders += 1
             elif isinstance(one, nn.Module):
+                changed.append(self.model(one, self._models))
                 self._models += 1
-                if self._models > 1:
-                    raise Refused("the script prepares several models", "one model is tuned at a time")
-                changed.append(self.model(one))
             else:
                 changed.append(one)
         self.preparing(changed)
