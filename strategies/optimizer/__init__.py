@@ -208,7 +208,8 @@ class Optimizer(Technique):
         return ROWS[str(value)].paged
 
     def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
-        return ROWS[str(value)].changes
+        held = self.held(facts)
+        return None if held is not None and held.value == value else ROWS[str(value)].changes
 
     def prior(self, value: Value, facts: Facts) -> Prior:
         """State is what an optimizer saves: out of 16 bytes a parameter in all, before activations."""

@@ -3,12 +3,14 @@
 import io
 import json
 import math
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import autofit
@@ -16,9 +18,10 @@ from autofit.commands.shell.python_calls import as_source, for_python, in_argume
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE
 from autofit.output.result import Result
 from autofit.output.setup import read_setup
-from autofit.system.errors import InputError
+from autofit.system.errors import InputError, MachineError
 from autofit.system.strict_json import dump_json
 from tests.output.test_report import HOSTILE, document
+from tests.support.tiny import REPOSITORY
 
 CONFIG = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64,
@@ -166,3 +169,28 @@ def test_an_answer_is_found_after_a_change_of_folder(tmp_path, monkeypatch):
     result = for_python(lambda: Result(folder=Path("out"), document=document()))()
     setup = read_setup("out")
     assert result.folder == setup.folder == tmp_path / "out"
+
+
+def test_streams_that_are_closed_are_opened_for_a_call_too():
+    """Else a socket of the fork server would get such a number, and its log be written into it."""
+    code = (
+        "import os\nfrom autofit.commands.shell.python_calls import for_python\nos.closerange(0, 3)\n"
+        "for_python(lambda: None)()\nos._exit(10 * len({os.fstat(number).st_rdev for number in range(3)}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=REPOSITORY, check=False)
+    assert done.returncode == 10
+
+
+def test_a_call_from_a_folder_that_is_gone(tmp_path, monkeypatch):
+    lost = tmp_path / "gone"
+    lost.mkdir()
+    monkeypatch.chdir(lost)
+    lost.rmdir()
+    with pytest.raises(MachineError, match=r"^the current folder is gone"):
+        for_python(lambda: None)()
+
+
+def test_a_module_that_is_none_of_transformers_is_referred_to_a_function():
+    with pytest.raises(InputError, match=r"^model is a Linear") as caught:
+        autofit.tune(torch.nn.Linear(2, 2))
+    assert "my.nets:make" in caught.value.hint

@@ -248,3 +248,17 @@ def test_a_scripts_optimizer_that_has_no_value_is_named_with_what_it_was_given(a
     facts = cpu_facts()
     facts = replace(facts, workload=replace(facts.workload, script=script))
     assert technique("optimizer").held(facts).reason == f"the script asks for galore_adamw{words}"
+
+
+@pytest.mark.parametrize(("asked", "changed"), [("schedule_free_adamw", False), ("adamw_torch", True)])
+def test_a_scripts_own_optimizer_changes_nothing(asked, changed):
+    script = Script(
+        path="train.py",
+        sha256="",
+        trainer="Trainer",
+        micro_batch=4,
+        accumulation=2,
+        own={"optim": asked, "optim_args": None},
+    )
+    facts = replace(cuda(), workload=replace(cpu_facts().workload, script=script))
+    assert (OPTIMIZER.changes("schedule_free_adamw", PLAIN, facts) is not None) == changed

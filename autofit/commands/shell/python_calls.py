@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
+from autofit.commands.shell.terminal import refuse_a_lost_folder, reopen_closed_streams
 from autofit.costmodel.tracing.trace_store import cache_folder
 from autofit.system.errors import AutofitError, InputError, Stopped
 from autofit.system.files import write_atomically, writing
@@ -53,7 +54,9 @@ def for_python(function: Call) -> Call:
             from autofit.commands.shell.console import ConsoleEvents, StderrConsole
 
             named["events"] = ConsoleEvents(StderrConsole(), named.get("trials", parameters["trials"].default))
+        reopen_closed_streams()
         try:
+            refuse_a_lost_folder()
             return _anywhere(function(*given, **named))
         except (AutofitError, Stopped) as error:
             known = {*parameters, *_arguments_of_calls()}
@@ -144,7 +147,8 @@ def as_source(model: object) -> str:
     config: Any = getattr(model, "config", model)
     if not callable(getattr(config, "to_dict", None)):
         raise InputError(
-            f"model is a {type(model).__name__}", hint="give a hub id, a folder, a transformers config or a model"
+            f"model is a {type(model).__name__}",
+            hint="give a hub id, a folder, a config or model of transformers, or a function's name: 'my.nets:make'",
         )
     content = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
     if config is not model:

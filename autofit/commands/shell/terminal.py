@@ -66,9 +66,9 @@ class Commands(click.Group):
 
     def invoke(self, context: click.Context) -> Any:
         """Run a command."""
-        _reopen_closed_streams()
+        reopen_closed_streams()
         try:
-            _refuse_a_lost_folder()
+            refuse_a_lost_folder()
             found = super().invoke(context)
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -89,7 +89,12 @@ class Commands(click.Group):
             return found
 
 
-def _refuse_a_lost_folder() -> None:
+def refuse_a_lost_folder() -> None:
+    """Say that the current folder is gone: nobody who is started there would find it.
+
+    Raises:
+        MachineError: It is.
+    """
     try:
         Path.cwd()
     except FileNotFoundError as error:
@@ -116,7 +121,7 @@ def _redirect_to_null(stream: TextIO | None) -> None:
     redirect_to_null(stream)
 
 
-def _reopen_closed_streams() -> None:
+def reopen_closed_streams() -> None:
     """Open what was closed of the standard streams: a file that gets such a number would be printed into."""
     for number in range(3):
         try:
