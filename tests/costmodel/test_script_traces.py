@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -176,6 +177,15 @@ def test_a_loop_that_searches_a_schedule_for_drawn_timesteps_is_traced(server, f
     text = script.read_text().replace("found = model(rows)", drawn)
     tables = "schedule, sigmas = torch.linspace(100, 1, 100), torch.linspace(1, 0, 100)\nseen = 0"
     script.write_text(text.replace("seen = 0", tables))
+    near(server, folder, facts_of_script(server, folder, script))
+
+
+def test_a_loop_that_profiles_its_steps_is_traced(server, folder):
+    script = own_loop(folder, "found.exp().mean()", "")
+    before, looped, loop = script.read_text().partition("for (rows,)")
+    made = "torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1))"
+    within = textwrap.indent(f"{looped}{loop}    profiler.step()\n", "    ")
+    script.write_text(f"{before}with {made} as profiler:\n{within}")
     near(server, folder, facts_of_script(server, folder, script))
 
 

@@ -355,6 +355,31 @@ def test_a_measured_training_goes_on_from_no_checkpoint(measured):
     assert process.exitcode == 0
 
 
+def test_a_profiler_of_the_script_is_idle_where_it_is_measured_alone(tmp_path):
+    def run():
+        own = torch.profiler.profile
+        Patches(train=lambda _trainer, _train: None, random_weights=False).install()
+        assert torch.profiler.profile is own
+        Patches(train=lambda _trainer, _train: None).install()
+        ready = []
+        said = {"activities": ["cpu"], "schedule_option": {"wait": 0, "warmup": 1, "active": 1}}
+        kept = accelerate.utils.ProfileKwargs(**said, on_trace_ready=ready.append, output_trace_dir=str(tmp_path))
+        with accelerate.Accelerator(cpu=True, kwargs_handlers=[kept]).profile() as profiler:
+            for _ in range(4):
+                profiler.step()
+        profiler.export_stacks(str(tmp_path / "stacks"))
+        profiler.key_averages().table(sort_by="self_cpu_time_total")
+        assert (profiler.step_num, ready, isinstance(profiler, own)) == (4, [], True)
+        torch.cuda.memory._record_memory_history(max_entries=9)
+        torch.cuda.memory._dump_snapshot(str(tmp_path / "memory.pickle"))
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_model_that_a_script_makes_to_train_it_gets_the_weights_that_it_gets_without_a_plan():
     """A trial repeats random numbers, to be there sooner: rows of a table of embeddings would begin alike."""
 

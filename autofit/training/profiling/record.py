@@ -54,7 +54,8 @@ class StepProfiler:
             self._profile.stop()
 
     def _start(self) -> None:
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerActivity
+        from torch.profiler.profiler import profile  # where a script runs, the other name is that of an idle one
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_cuda else [])]
         self._profile = profile(activities=activities, profile_memory=True)

@@ -58,6 +58,34 @@ def keep_files(told: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda
     torch.save = told(into_memory)
 
 
+def keep_unprofiled() -> None:
+    """Have a script's profilers record nothing, call nobody and write nothing: a profiled step is no measure of one."""
+    import torch
+    from torch.autograd.profiler_util import EventList
+
+    own: Any = torch.profiler.profile
+
+    class Idle(own):  # type: ignore[misc]
+        def __init__(self, **given: Any) -> None:
+            never = torch.profiler.ProfilerAction.NONE
+            super().__init__(**{**given, "schedule": lambda _: never, "on_trace_ready": None})
+            self.record_steps = False
+
+        def events(self, *_: Any, **__: Any) -> Any:
+            return EventList()  # type: ignore[no-untyped-call]
+
+        key_averages = events
+
+        def export_chrome_trace(self, *_: Any, **__: Any) -> None:
+            pass
+
+        export_stacks = export_memory_timeline = export_chrome_trace
+
+    torch.profiler.profile = Idle  # type: ignore[misc]
+    for name in ("_record_memory_history", "_dump_snapshot"):  # those of a GPU's memory
+        setattr(torch.cuda.memory, name, lambda *_, **__: None)
+
+
 def keep_what_was_there(trains: Callable[[], bool], told: Callable[[], None]) -> None:
     """Have a script delete nothing while it trains that was there before: what it saves instead is not written.
 
@@ -159,6 +187,7 @@ class Patches:
         _end_where_memory_does()
         if self.random_weights:
             keep_files()
+            keep_unprofiled()
             cache_tables_apart()
 
     def _loading(self, given: dict[str, Any]) -> dict[str, Any]:
