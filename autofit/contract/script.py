@@ -66,7 +66,7 @@ class Script:
         adapter: The adapter that it puts on its model, in words.
         quantization: How it quantizes weights where it loads them, in words.
         checkpointing: What its model recomputes by itself, whatever its Trainer is told, in words.
-        autocast: The dtype of the autocast that its loop enters itself, by the kind of device that it counts on.
+        autocast: The dtype of the autocast in which it calls its model's layers itself, by the kind of device.
         own_optimizer: Whether it hands its Trainer an optimizer, or makes it in a method of its own.
         compiled: Whether it compiles its model itself.
         own_split: Why the split of its batch is its own; ``None`` where another can be put in.

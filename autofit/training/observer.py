@@ -50,7 +50,7 @@ class Observer:
         self.stepped = False
         self.hooks = Hooks(model)
         self.hooks.before(model, self._before_model())
-        self.products = tuple(_layer_products(model, recipe.facts.model.layer_classes))
+        self.products = tuple(layer_products(model, recipe.facts.model.layer_classes))
         self.calls = [0] * len(self.products)
         self.calls_forward = [0] * len(self.products)
         self.awaited, self.came = [0] * len(self.products), [0] * len(self.products)  # gradients of their outputs
@@ -215,7 +215,7 @@ class Observer:
         return plain
 
 
-def _layer_products(model: nn.Module, layer_classes: tuple[str, ...]) -> list[nn.Module]:
+def layer_products(model: nn.Module, layer_classes: tuple[str, ...] = ()) -> list[nn.Module]:
     """Of each layer the first module that multiplies by a matrix; of the model, where it has no layers."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -26,6 +26,7 @@ from autofit.training.jobs import DescribeScriptJob
 from autofit.training.runner import ProcessRunner
 from autofit.training.scripts import rows
 from autofit.training.timing import Effort
+from tests.support.cases import slow_but
 from tests.support.scripted import SCRIPTS, autofit, preference_data, tiny_bert, tiny_llama
 from tests.support.synthetic import cpu_facts
 
@@ -200,6 +201,38 @@ def test_a_model_that_its_class_makes_attends_as_it_does(described):
         "Trainer(model, arguments, train_dataset=[{'input_ids': [1, 2, 3], 'labels': 0}] * 4).train()\n"
     )
     assert found["script"]["loads"] == {"attn_implementation": "sdpa"}
+
+
+@pytest.mark.parametrize(
+    ("method", "autocast", "found"),
+    slow_but(
+        {"loss"},
+        {
+            "loss": ("compute_loss", "torch.autocast('cuda', torch.bfloat16)", {"cuda": "bfloat16"}),
+            "step": ("training_step", "torch.autocast('cuda')", {"cuda": "float16"}),
+            "model": ("forward", "torch.autocast('cpu')", {"cpu": "bfloat16", "cuda": "float16"}),
+            "off": ("compute_loss", "torch.autocast('cuda', enabled=False)", {}),
+            "accelerate": ("compute_loss", "Accelerator(cpu=True).autocast()", {}),
+        },
+    ),
+)
+def test_the_autocast_that_a_trainer_calls_its_layers_in_is_told(described, method, autocast, found):
+    """Its loss asks a teacher first, and what it gets for a value, in one case for one that only a real run tells."""
+    of_model = method == "forward"
+    owner = "Model" if of_model else "Trainer"
+    asked = "len(inputs['labels'].nonzero())" if method == "training_step" else "not inputs['input_ids'].sum().item()"
+    text = (
+        HEAD + "import torch\nfrom accelerate import Accelerator\n"
+        f"class Own({owner}):\n    {method} = {autocast}({owner}.{method})\n"
+        f"class Taught({'Trainer' if of_model else 'Own'}):\n"
+        "    def compute_loss(self, model, inputs, *args, **kwargs):\n"
+        f"        if teacher(**inputs).loss > 9 or {asked}:\n            return None\n"
+        "        return super().compute_loss(model, inputs, *args, **kwargs)\n"
+        f"model = {'Own' if of_model else 'Model'}(BertConfig(num_hidden_layers=1, hidden_size=24))\n"
+        "teacher, arguments = Model(model.config), TrainingArguments('x', per_device_train_batch_size=4)\n"
+        "Taught(model, arguments, train_dataset=[{'input_ids': [2, 4, 6], 'labels': 0}] * 4).train()\n"
+    )
+    assert described(text)["script"]["autocast"] == found
 
 
 def test_a_loss_that_takes_rows_together_is_described(described):

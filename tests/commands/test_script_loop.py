@@ -360,6 +360,13 @@ def test_the_autocast_that_a_loop_calls_its_model_in_is_told(described, asked, f
     assert described(PREPARED + loop)["script"]["autocast"] == found
 
 
+def test_the_autocast_of_a_loops_model_is_told(described):
+    own = "model = nn.Sequential(model)\nmodel.forward = torch.autocast('cuda', torch.bfloat16)(model.forward)\n"
+    loop = STEPS.format(first="pass", then="pass", last="pass")
+    text = PREPARED.replace("from accelerate", f"{own}from accelerate", 1) + loop
+    assert described(text)["script"]["autocast"] == {"cuda": "bfloat16"}
+
+
 def test_the_autocast_of_an_accelerator_is_no_own_one(described):
     """It follows the plan."""
     loop = STEPS.format(first="accelerator.autocast().__enter__()", then="pass", last="pass")

@@ -11,6 +11,7 @@ import pytest
 from autofit import space
 from autofit.contract.plan import Plan
 from autofit.costmodel.tracing.trace_store import ground_of
+from autofit.registry import recipe_of
 from tests.support.script_traces import facts_of_script, real_peak, traces_of
 from tests.support.scripted import SCRIPTS, preference_data, tiny_bert, tiny_llama
 from tests.support.synthetic import cuda_facts
@@ -434,6 +435,20 @@ def test_a_script_on_gpus_needs_what_the_model_of_its_config_needs(
     for one in plans:
         said, meant = of_script.need(one), of_config.need(one)
         assert said.peak_bytes == pytest.approx(meant.peak_bytes, abs=1 << 14), one
+
+
+def test_a_trainers_own_autocast_of_a_gpu_is_traced_as_the_plans(server, tmp_path):
+    """Its precision is no plan's then, and PyTorch leaves it out where there is no GPU."""
+    plan, needs = PLAIN.replaced(precision="bf16", micro_batch=4), []
+    own = GROUPED.replace("arguments =", "forward = torch.autocast('cuda', torch.bfloat16)(model.forward)\narguments =")
+    for text in (GROUPED, own.replace("arguments =", "model.forward = forward\narguments =")):
+        facts = on_cards(grouped_facts(server, tmp_path, text), 1)
+        traces = traces_of(server, tmp_path, facts, [plan])
+        assert not traces.failed
+        needs.append(traces.need(plan).peak_bytes)
+    assert facts.workload.script.autocast == {"cuda": "bfloat16"}
+    assert recipe_of(plan, facts).mixed_precision == "no"
+    assert needs[1] == pytest.approx(needs[0], rel=0.01)
 
 
 QUANTIZED = """

@@ -33,7 +33,6 @@ from autofit.costmodel.tracing.trace_job import part_of
 from autofit.system.errors import AutofitError, ModelError
 from autofit.system.job import error_words
 from autofit.training.scripts.leave import Enough, Refused
-from autofit.training.scripts.plain_loop.autocast import autocast_of_gpus
 from autofit.training.scripts.plain_loop.patches import LoopPatches, constructed
 
 if TYPE_CHECKING:
@@ -71,8 +70,6 @@ class LoopSnapshot(Snapshot):
         """Put into transformers and Accelerate what the script is run with."""
         super().install()
         self._hear_of_devices()
-        if self.job.facts.hardware.device != "cpu":
-            autocast_of_gpus()
         self.loop = LoopPatches(
             construct=self._constructed,
             before_prepare=self._before_prepare,

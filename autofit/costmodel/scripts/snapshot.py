@@ -32,6 +32,7 @@ from autofit.system.job import error_words
 from autofit.training.scripts.entry import keep_quiet, on_the_cpu, quiet
 from autofit.training.scripts.leave import Enough, Left, Refused, run_until_left
 from autofit.training.scripts.patches import Patches, loads_of
+from autofit.training.scripts.plain_loop.autocast import autocast_of_gpus
 from autofit.training.scripts.snapshot import without_monitor
 
 if TYPE_CHECKING:
@@ -114,8 +115,10 @@ class Snapshot:
         return 1
 
     def install(self) -> None:
-        """Put into transformers what the script is run with."""
+        """Put into transformers and PyTorch what the script is run with."""
         self.patches.install()
+        if self.job.facts.hardware.device != "cpu":
+            autocast_of_gpus()
 
     def failed(self, error: AutofitError | Refused) -> int:
         """Tell why the script was not traced; the exit code of this process."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.training.scripts.loading import drops_last, length_of, loading_of, splitting
 from autofit.training.scripts.patches import Made, Patches
+from autofit.training.scripts.plain_loop.autocast import autocast_of
 from autofit.training.scripts.rows import sample_of, why_ungrouped
 from autofit.training.scripts.traits import (
     inner_of,
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from autofit.contract.facts import Facts
 
 
-def described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]:
-    """What a Trainer is about to train."""
+def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Mapping[str, str]]) -> dict[str, Any]:
+    """What a Trainer is about to train; ``autocasts`` are those that the script is in."""
     made, since = patches.made[id(trainer)], patches.asked.since(trainer)
     loader: Any = trainer.get_train_dataloader()
     rows = sample_of(loader.dataset, loader.collate_fn)
@@ -53,6 +54,7 @@ def described(patches: Patches, trainer: Any, seconds: float) -> dict[str, Any]:
         "averages": averages(trainer, batch),
         "depends_on_rows": found["script"]["depends_on_rows"] or loss_takes_rows_together(trainer),
         "own_split": own_split(trainer, loader, since, untold=undivided is None),
+        "autocast": autocast_of(trainer, batch, autocasts),
     }
     return found
 

@@ -19,6 +19,7 @@ from autofit.training.scripts.described import BATCH, asks_otherwise, described,
 from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, name_of, run_to_its_end, run_until_left
 from autofit.training.scripts.loading import waits_of, workers_bytes
 from autofit.training.scripts.patches import Made, Patches, loads_of
+from autofit.training.scripts.plain_loop.autocast import note_autocast
 from autofit.training.scripts.plain_loop.described import describe_loops
 from autofit.training.scripts.plain_loop.entry import measure_loop, train_loop_with
 from autofit.training.scripts.rows import take_in_order
@@ -91,7 +92,7 @@ def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path, 
     began = time.monotonic()
 
     def entry(trainer: Any, _train: Callable[[], Any]) -> Any:
-        raise Enough(described(patches, trainer, time.monotonic() - began))
+        raise Enough(described(patches, trainer, time.monotonic() - began, autocasts))
 
     patches = Patches(
         train=entry,
@@ -102,7 +103,8 @@ def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path, 
         draws=draws,
     )
     patches.install()
-    failed = describe_loops(path, patches, lambda: time.monotonic() - began)
+    autocasts = note_autocast()
+    failed = describe_loops(path, patches, lambda: time.monotonic() - began, autocasts)
     try:
         run_until_left(path, arguments)
     except Enough as enough:

@@ -174,6 +174,21 @@ def _counts_items(trainer: Any, batch: Any) -> bool:
     )
 
 
+def answering() -> contextlib.AbstractContextManager[Any]:
+    """Have a tensor without values say one where it is asked for it."""
+    from torch._subclasses import FakeTensor
+    from torch.overrides import TorchFunctionMode
+
+    class Answers(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = getattr(func, "__name__", "")
+            if name in _ASKED and (args[0].is_meta or isinstance(args[0], FakeTensor)):
+                return _ASKED[name]
+            return func(*args, **(kwargs or {}))
+
+    return Answers()
+
+
 def _divides(
     forward: Callable[[Any, Callable[[Any], dict[str, Any]]], Any],
     model: Any,
@@ -193,7 +208,7 @@ def _divides(
         ``None`` where something that it did not go into is added to what it did: a part of the loss is divided.
     """
     import torch
-    from torch._subclasses import FakeTensor, FakeTensorMode
+    from torch._subclasses import FakeTensorMode
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_leaves
 
@@ -216,10 +231,7 @@ def _divides(
             name = getattr(func, "__name__", "")
             given = tree_leaves((args, kwargs))
             counts = any(one is steps or id(one) in numbers for one in given if one is not None)
-            if name in _ASKED and (args[0].is_meta or isinstance(args[0], FakeTensor)):
-                found = _ASKED[name]
-            else:
-                found = func(*args, **(kwargs or {}))
+            found = func(*args, **(kwargs or {}))
             if name == "__get__" or not (counts or any(id(one) in divided for one in given)):
                 return found
             used |= counts and name != "to"
@@ -239,7 +251,7 @@ def _divides(
         return {name: without_values(one) if isinstance(one, torch.Tensor) else one for name, one in batch.items()}
 
     try:
-        with mode or contextlib.nullcontext(), Uses(), without_launches():
+        with mode or contextlib.nullcontext(), answering(), Uses(), without_launches():
             forward(items, of)
     except Exception:
         if not used:  # what it does with its loss later is nothing to this

@@ -1,10 +1,15 @@
-"""The autocast that a loop enters by itself, seen where its device is not."""
+"""The autocast that a loop, a Trainer or a model enters by itself, seen where its device is not."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from autofit.system.other_kernels import without_launches
+from autofit.training.observer import layer_products
+from autofit.training.tasks.loss_scale import answering
 
 
 def note_autocast() -> list[Mapping[str, str]]:
@@ -27,7 +32,7 @@ def note_autocast() -> list[Mapping[str, str]]:
 
     @functools.wraps(enter)
     def entered(one: Any) -> Any:
-        inside.append(one.__dict__["asked"])
+        inside.append(one.__dict__.get("asked", {}))
         return enter(one)
 
     @functools.wraps(leave)
@@ -37,6 +42,54 @@ def note_autocast() -> list[Mapping[str, str]]:
 
     owner.__init__, owner.__enter__, owner.__exit__ = made, entered, left
     return inside
+
+
+def before_products(model: Any, tell: Callable[[], None]) -> None:
+    """Have it told where a model is about to multiply by the first matrix of one of its layers."""
+    import torch
+
+    def hook(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            tell()
+
+    for product in layer_products(model):
+        product.register_forward_pre_hook(hook)
+
+
+def autocast_of(trainer: Any, batch: Any, inside: list[Mapping[str, str]]) -> Mapping[str, str]:
+    """The autocast in which a Trainer's step calls its model's layers: it runs up to the first of them.
+
+    It runs without values, since it may ask another model first, and on real tensors where it can't.
+
+    Args:
+        trainer: About to train; it is not used any more.
+        batch: A micro-batch, as its loader makes it.
+        inside: The autocasts that the script is in.
+
+    Returns:
+        Its dtypes by the kind of device; empty where there is none, and where the step fails before.
+    """
+    import torch
+    from torch._subclasses import FakeTensorMode
+
+    class Reached(BaseException):
+        """No ``except Exception`` of the script's stops it."""
+
+    found: list[Mapping[str, str]] = []
+
+    def reached() -> None:
+        found.append(inside[-1] if inside else {})
+        raise Reached
+
+    before_products(trainer.model, reached)
+    for values in (FakeTensorMode(allow_non_fake_inputs=True), contextlib.nullcontext()):
+        with contextlib.suppress(Reached, Exception):
+            items = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))[1]
+            with torch.compiler.set_stance("force_eager"), values, answering(), without_launches():
+                trainer.training_step(trainer.model, batch, items)
+        if found:
+            return found[0]
+    return {}
 
 
 def autocast_of_gpus() -> None:

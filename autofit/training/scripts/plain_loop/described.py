@@ -12,7 +12,7 @@ from typing import Any
 from autofit.training.scripts.leave import Enough, Refused
 from autofit.training.scripts.loading import loading_of, splitting
 from autofit.training.scripts.patches import Patches
-from autofit.training.scripts.plain_loop.autocast import note_autocast
+from autofit.training.scripts.plain_loop.autocast import before_products
 from autofit.training.scripts.plain_loop.batches import note_iterators, own_number
 from autofit.training.scripts.plain_loop.patches import LoopPatches
 from autofit.training.scripts.plain_loop.trainers import may_train_later, taken
@@ -36,7 +36,9 @@ _MARK = 1e4
 """A gradient that is clipped where any is."""
 
 
-def describe_loops(path: str, patches: Patches, seconds: Callable[[], float]) -> Callable[[], dict[str, Any] | None]:
+def describe_loops(
+    path: str, patches: Patches, seconds: Callable[[], float], autocasts: list[Mapping[str, str]]
+) -> Callable[[], dict[str, Any] | None]:
     """Have a script's loop tell of itself, and leave the script once it is known how it steps.
 
     Where it trains in ``with accelerator.accumulate(model):`` its first backward pass tells that, and is not computed;
@@ -49,7 +51,7 @@ def describe_loops(path: str, patches: Patches, seconds: Callable[[], float]) ->
     from accelerate.local_sgd import LocalSGD
     from torch.optim.lr_scheduler import LRScheduler
 
-    seen = _Described(patches, seconds, autocasts=note_autocast())
+    seen = _Described(patches, seconds, autocasts)
     loop = LoopPatches(
         construct=seen.construct,
         loader=seen.loader,
@@ -157,9 +159,13 @@ class _Described:
         def begins(*_: Any) -> None:
             if not torch.is_grad_enabled():
                 self.leave()
+            called()
+
+        def called() -> None:
             self.autocast[number] = self.autocasts[-1] if self.autocasts else {}
 
         own.register_forward_pre_hook(begins)
+        before_products(own, called)
         return own
 
     def leave(self, *_: Any) -> None:
