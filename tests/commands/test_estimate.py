@@ -214,6 +214,7 @@ def test_host_memory_is_shown_where_a_plan_takes_some(ask):
         ({"memory": "24"}, "--memory 24 is 24 bytes"),
         ({"gpu": "4090", "memory": "24GiB"}, "both say"),
         ({"gpu": "a card of mine"}, "no card that is known"),
+        ({"gpu": "H100,4090"}, "names several cards, and this is an estimate of one"),
         ({"memory": "a lot"}, "not a size"),
         ({"gpu": "4090", "seq_len": 1}, "out of range"),
         ({"gpu": "4090", "fix": ("precision=fp7",)}, "no value"),

@@ -61,6 +61,11 @@ def asked_card(gpu: str | None, memory: str | int | None) -> tuple[Card | None, 
     """The card that was asked for, and its memory; ``None`` for this machine's own."""
     check_one_size(gpu, memory)
     if gpu is not None:
+        if "," in gpu:  # which the command takes elsewhere
+            raise InputError(
+                f"--gpu {gpu!r} names several cards, and this is an estimate of one",
+                hint="ask for one after the other; a table of several is printed by the command, `autofit estimate`",
+            )
         with of_option("--gpu"):
             card = gpu_catalogue.find(gpu)
         return card, card.memory_bytes
