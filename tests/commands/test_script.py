@@ -29,6 +29,7 @@ from autofit.training.timing import Effort
 from tests.support.cases import slow_but
 from tests.support.scripted import SCRIPTS, autofit, preference_data, tiny_bert, tiny_llama
 from tests.support.synthetic import cpu_facts
+from tests.support.tiny import CPU_PRECISIONS
 
 CLASSIFY = SCRIPTS / "classify.py"
 ONE_CORE = {"OMP_NUM_THREADS": "1"}
@@ -482,7 +483,8 @@ def test_a_loader_whose_batches_processes_share_is_described(described, split):
 @pytest.mark.slow
 def test_a_script_is_tuned_run_and_verified_on_two_processes(folder):
     arguments = ("--", "--model", "tiny", "--output", "mine")
-    names = ("micro_batch=8", "checkpointing=off", "attention=default", "precision=bf16", "optimizer=adamw")
+    precision = f"precision={CPU_PRECISIONS[-1]}"
+    names = ("micro_batch=8", "checkpointing=off", "attention=default", precision, "optimizer=adamw")
     held = (f"--fix={one}" for one in names)
     command = ("tune", CLASSIFY, "--output", "both", "--device", "cpu", "--processes", 2, "--trials", 1, *held)
     done = autofit(folder, *command, *arguments)

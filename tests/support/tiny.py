@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.plan import Plan
+from autofit.machine.describe import _cpu_multiplies_bf16
 from autofit.machine.packages import installed
 from autofit.training.tasks.jobs import DescribeJob
 
@@ -20,6 +21,8 @@ REPOSITORY = TESTS.parent
 LANDSCAPES = TESTS / "data" / "landscapes"
 GIB = 2**30
 MIB = 2**20
+CPU_PRECISIONS = ("fp32", "bf16") if _cpu_multiplies_bf16() else ("fp32",)
+"""What this processor multiplies by itself: bfloat16 not everywhere."""
 
 _SMALL = {
     "hidden_size": 32,
