@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
-SIMPLE = ("precision=bf16", "kernels=none", "adapter=none", "optimizer=adamw", "compile=off")
+from tests.support.tiny import CPU_PRECISIONS
+
+SIMPLE = (f"precision={CPU_PRECISIONS[-1]}", "kernels=none", "adapter=none", "optimizer=adamw", "compile=off")
 CELLS = (
     f"""
 import autofit
