@@ -1,4 +1,5 @@
 import os
+import time
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait for one another crawl where other tests compute too
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,6 +46,16 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all-faults", action="store_true", help="every fault, tune and combination of a table, not a part"
     )
+    parser.addoption("--minutes", type=float, help="begin no test after so many, and say how many were not begun")
+
+
+BEGAN = time.monotonic()
+
+
+def pytest_runtest_setup(item):
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - BEGAN > minutes * 60:
+        pytest.skip(f"not begun within {minutes:g} minutes: the machine is slow")
 
 
 LONGEST = {"test_cli.py", "test_end_to_end.py", "test_runner.py"}
