@@ -34,7 +34,7 @@ def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
         "name": name,
         "architecture": type(model).__name__,
         "model_type": settings.model_type,
-        "parameters": sum(whole_shape(parameter).numel() for parameter in model.parameters()),
+        "parameters": parameters_of(model),
         "layers": _number(text, "num_hidden_layers"),
         "hidden_size": _number(text, "hidden_size"),
         "vocab_size": _vocabulary(model),
@@ -72,7 +72,7 @@ def describe_module(name: str, module: Any) -> dict[str, Any]:
         "name": name,
         "architecture": type(module).__name__,
         "model_type": "",
-        "parameters": sum(whole_shape(parameter).numel() for parameter in module.parameters()),
+        "parameters": parameters_of(module),
         "layers": 0,
         "hidden_size": 0,
         "vocab_size": max(tables, default=1),
@@ -83,6 +83,11 @@ def describe_module(name: str, module: Any) -> dict[str, Any]:
         "depends_on_rows": depends_on_rows(module),
         "products": _products(module),
     }
+
+
+def parameters_of(model: Any) -> int:
+    """How many a model has; of weights that are packed, those that they stand for."""
+    return sum(whole_shape(parameter).numel() for parameter in model.parameters())
 
 
 def whole_shape(weight: Any) -> Any:

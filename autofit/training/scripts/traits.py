@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.technique import replacing
-from autofit.machine.model import depends_on_rows
+from autofit.machine.model import depends_on_rows, parameters_of
 from autofit.registry import source_folders, techniques
 from autofit.training.scripts.leave import FACTORY, NOT_AS_TUNED, Refused, name_of
 from autofit.training.scripts.loading import rows_of_batches
@@ -51,7 +51,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float, beside: S
     settings: Any = inner.config if isinstance(inner, PreTrainedModel) else None
     text = "{}" if settings is None else settings.to_json_string(use_diff=False)
     dtype = str(first.dtype).removeprefix("torch.")
-    others = [one for each in beside for one in each.parameters() if one.is_floating_point()]
+    others = (one for each in beside for one in each.parameters())
     _check_dtypes(first.dtype, {one.dtype for one in (*plain, *others) if one.requires_grad})
     asked = {name: value for name, value in patches.said.items() if name == "attn_implementation"}
     attends = getattr(settings, "_attn_implementation", None)
@@ -63,7 +63,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float, beside: S
         **{one.name: words for one in techniques() if (words := one.in_script(model)) is not None},
         "compiled": hasattr(model, "_orig_mod"),
         "depends_on_rows": next(filter(None, map(depends_on_rows, (inner, *map(inner_of, beside)))), None),
-        "beside": [(type(inner_of(one)).__name__, sum(each.numel() for each in one.parameters())) for one in beside],
+        "beside": [(type(inner_of(one)).__name__, parameters_of(one)) for one in beside],
         "rows": rows.rows,
         "sampled": rows.looked_at,
         "longest": rows.longest_size,
