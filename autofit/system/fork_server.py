@@ -163,7 +163,7 @@ class ForkServer(_Forking):
 
     def __init__(self, log: Path, device: str, modules: tuple[str, ...] = (), *, trains: bool = True) -> None:
         super().__init__()
-        self.log = log
+        self.log = self._printed = log
         self.trains = trains
         self.device = device
         self.modules = modules
@@ -173,7 +173,7 @@ class ForkServer(_Forking):
     def start(self) -> None:
         """Start the server without waiting for it, or take over one alike that was begun ahead."""
         begun = _AHEAD.pop((self.device, self.trains), None) or _begin(self.log, self.device, trains=self.trains)
-        self._process, self._socket, self.log = begun
+        self._process, self._socket, self._printed = begun
         self._buffer = b""
         if self.modules:
             self._send({"load": list(self.modules)})
@@ -197,9 +197,8 @@ class ForkServer(_Forking):
         try:
             assert self._socket is not None
             with theirs:
-                socket.send_fds(
-                    self._socket, [json.dumps({"snapshot": str(folder)}).encode() + b"\n"], [theirs.fileno()]
-                )
+                words = json.dumps({"snapshot": str(folder)}).encode() + b"\n"
+                socket.send_fds(self._socket, [words], [theirs.fileno()])
             made.wait(kill_after_seconds)
         except OSError as error:
             raise self._lost() from error
@@ -265,8 +264,10 @@ class ForkServer(_Forking):
                 status = self._process.wait(5)  # the socket closes a little before its end
         lost = ServerLost if self._end_job() else MachineError
         self.close()
+        with contextlib.suppress(OSError):  # one that was begun ahead prints to a file that goes
+            shutil.copyfile(self._printed, self.log)
         return lost(
-            f"the process that starts trials ended (status {status}){_last_words(self.log)}",
+            f"the process that starts trials ended (status {status}){_last_words(self._printed)}",
             hint=f"its log is {self.log}; go on with --resume",
         )
 

@@ -381,7 +381,7 @@ def test_a_server_that_was_begun_ahead_is_taken_by_the_first_that_is_alike(tmp_p
             assert other._process is not ahead.process
             assert alike.run(asks, kill_after_seconds=PATIENT) == 0
             assert (asks / "found").read_text() == "True"
-            assert (alike._process, alike.log) == (ahead.process, ahead.log)
+            assert (alike._process, alike.log) == (ahead.process, tmp_path / "server.log")
             assert len(begun) == 2
         assert ahead.process.poll() is not None
     assert not fork_server._AHEAD
@@ -413,9 +413,11 @@ def test_a_server_that_ended_before_it_was_taken_says_why(tmp_path, monkeypatch)
         ahead.process.wait()
         with (
             contextlib.closing(ForkServer(tmp_path / "server.log", "cpu", ("faulty",))) as taken,
-            pytest.raises(MachineError, match=r"ended \(status 1\): SystemError: torn library"),
+            pytest.raises(MachineError, match=r"ended \(status 1\): SystemError: torn library") as caught,
         ):
             taken.run(job(tmp_path / "job", ""), kill_after_seconds=PATIENT)
+    assert f"its log is {tmp_path / 'server.log'}" in caught.value.hint
+    assert "torn library" in (tmp_path / "server.log").read_text()
 
 
 def test_close_ends_the_server_and_its_job(own_server, tmp_path):
