@@ -76,6 +76,11 @@ def test_a_script_is_described_by_what_it_would_train(described, folder, tmp_pat
 
 
 HEAD = "from transformers import Trainer, TrainingArguments, BertConfig, BertForSequenceClassification as Model\n"
+GENERATING = """from transformers import GenerationMixin
+class Generating(Trainer):
+    def training_step(self, model, inputs, *arguments):
+        return GenerationMixin.generate(model, **inputs)
+Trainer = Generating"""
 BAD = {
     "": "ended without training",
     "import sys; sys.exit(3)": "ended before it trained (exit 3)",
@@ -92,6 +97,8 @@ BAD = {
     "import torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters()).step()": "in a loop without Accelerate",
     "arguments.fsdp = 'full_shard'": "asks for DeepSpeed or FSDP",
     "arguments.generation_batch_size = 8": "Trainer generates the rows that it trains on",
+    "arguments.use_vllm = True": "Trainer generates the rows that it trains on",
+    GENERATING: "Generating generates the rows that it trains on",
 }
 
 

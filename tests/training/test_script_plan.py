@@ -21,8 +21,9 @@ from autofit.system.errors import InputError
 from autofit.system.units import MIB
 from autofit.training.scripts.described import asks_otherwise
 from autofit.training.scripts.entry import train_with
+from autofit.training.scripts.leave import Refused
 from autofit.training.scripts.patches import Made, Patches, _given
-from autofit.training.scripts.watched import keep_scale
+from autofit.training.scripts.watched import keep_scale, watch
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import PLAIN
 
@@ -489,3 +490,18 @@ def test_large_weights_of_a_trial_repeat_a_tile_in_which_no_two_rows_are_alike()
     assert torch.equal(flat[2 * tile :], flat[: flat.numel() - 2 * tile])
     assert rows.std().item() == pytest.approx(config.initializer_range, rel=0.01)
     assert rows.unique(dim=0).shape == rows.shape
+
+
+def test_a_step_in_which_a_model_generates_is_refused_while_it_is_measured():
+    """Its rows would be others than those whose speed is told; elsewhere a script may show what it has learned."""
+    own = transformers.GenerationMixin.generate
+
+    class Distils(SimpleNamespace):
+        def training_step(self):
+            return transformers.GenerationMixin.generate(None)
+
+    trainer = Distils(compute_loss=None, pop_callback=lambda _: None, add_callback=lambda _: None)
+    watch(trainer, SimpleNamespace())
+    with pytest.raises(Refused, match="the script's Distils generates the rows"):
+        trainer.training_step()
+    assert transformers.GenerationMixin.generate is own

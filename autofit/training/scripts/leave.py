@@ -8,10 +8,11 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from autofit.contract.technique import replacing
 from autofit.system.errors import InputError
 from autofit.system.job import error_words
 
@@ -48,6 +49,30 @@ class Refused(Left):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+
+def generated_rows(trainer: type) -> Refused:
+    """The refusal of a Trainer that makes the rows that it trains on."""
+    return Refused(
+        f"the script's {trainer.__name__} generates the rows that it trains on",
+        "autofit tunes trainings on rows that are there: SFT, DPO, KTO, a reward model",
+    )
+
+
+@contextlib.contextmanager
+def refusing_generated_rows(trainer: type) -> Iterator[None]:
+    """Refuse a training step of a Trainer in which a model generates.
+
+    Raises:
+        Refused: One does.
+    """
+
+    def generate(*_: Any, **__: Any) -> Any:
+        raise generated_rows(trainer)
+
+    generation = sys.modules.get("transformers.generation.utils")  # no model of a class of its can be there without it
+    with replacing([(generation.GenerationMixin, "generate", generate)] if generation else []):
+        yield
 
 
 class Enough(Left):

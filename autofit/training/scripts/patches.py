@@ -23,7 +23,7 @@ from typing import Any
 
 from autofit.contract.recipe import Recipe, keep_flags_alike, large_weights_left_zero, quick_random_weights
 from autofit.training.scripts.asked import Asked
-from autofit.training.scripts.leave import Refused
+from autofit.training.scripts.leave import Refused, generated_rows
 from autofit.training.scripts.random_weights import cache_tables_apart, made_quantized, random_model
 from autofit.training.scripts.written import Written
 
@@ -298,11 +298,8 @@ class Patches:
                 "the script asks for DeepSpeed or FSDP by its arguments",
                 "leave that out: autofit tune train.py --processes N tries the ways to spread a model",
             )
-        if hasattr(arguments, "generation_batch_size"):
-            raise Refused(
-                f"the script's {type(trainer).__name__} generates the rows that it trains on",
-                "autofit tunes trainings on rows that are there: SFT, DPO, KTO, a reward model",
-            )
+        if hasattr(arguments, "generation_batch_size") or getattr(arguments, "use_vllm", False):
+            raise generated_rows(type(trainer))
         _accumulate_by_arguments(arguments)
         own = self.asked.taken(arguments)
         made_with = Made(arguments=own, given=given)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.contract.technique import replacing
 from autofit.system.errors import InputError
 from autofit.training.loops import between_steps
-from autofit.training.scripts.leave import Enough
+from autofit.training.scripts.leave import Enough, refusing_generated_rows
 from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch
 
@@ -171,6 +171,9 @@ def watch(
         clock: Listens.
         count: Given each micro-batch.
         stepped: Called after each optimizer step.
+
+    Raises:
+        Refused: From a step in which a model generates.
     """
     from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -186,7 +189,8 @@ def watch(
         return loss
 
     def timed_step(*args: Any, **kwargs: Any) -> Any:
-        loss = training_step(*args, **kwargs)
+        with refusing_generated_rows(type(trainer)):
+            loss = training_step(*args, **kwargs)
         clock.backward_end(loss)
         return loss
 

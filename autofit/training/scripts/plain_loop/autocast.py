@@ -9,6 +9,7 @@ from typing import Any
 
 from autofit.system.other_kernels import without_launches
 from autofit.training.observer import layer_products
+from autofit.training.scripts.leave import refusing_generated_rows
 from autofit.training.tasks.loss_scale import answering
 
 
@@ -68,6 +69,9 @@ def autocast_of(trainer: Any, batch: Any, inside: list[Mapping[str, str]]) -> Ma
 
     Returns:
         Its dtypes by the kind of device; empty where there is none, and where the step fails before.
+
+    Raises:
+        Refused: A model generates before.
     """
     import torch
     from torch._subclasses import FakeTensorMode
@@ -85,7 +89,8 @@ def autocast_of(trainer: Any, batch: Any, inside: list[Mapping[str, str]]) -> Ma
     for values in (FakeTensorMode(allow_non_fake_inputs=True), contextlib.nullcontext()):
         with contextlib.suppress(Reached, Exception):
             items = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))[1]
-            with torch.compiler.set_stance("force_eager"), values, answering(), without_launches():
+            eager = torch.compiler.set_stance("force_eager")
+            with eager, values, answering(), without_launches(), refusing_generated_rows(type(trainer)):
                 trainer.training_step(trainer.model, batch, items)
         if found:
             return found[0]
