@@ -163,6 +163,26 @@ for (rows,) in loader:
     assert described(PREPARED + loop)["script"]["accumulation"] == 2
 
 
+TURNS = """
+other = nn.Linear(4, 1)
+other, second = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+for place, (rows,) in enumerate(loader):
+    with accelerator.accumulate(model, other):
+        turn = place % 2 if {turns} else 0
+        accelerator.backward((model, other)[turn](rows).sum())
+        for one in [(optimizer, second)[turn]] if {turns} else [optimizer, second]:
+            one.step()
+            one.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_a_loop_that_steps_its_optimizers_by_turns_keeps_its_split(described, turns):
+    """Under more micro-steps only the one whose turn the last of them is would ever step, as of a GAN's two."""
+    split = described(PREPARED + TURNS.format(turns=turns))["script"]["own_split"]
+    assert ("steps one of its optimizers with this batch" in (split or "")) == turns
+
+
 TAKES = """
 def one_by_one():
     batches = iter(loader)

@@ -33,6 +33,7 @@ from autofit.costmodel.tracing.trace_job import part_of
 from autofit.system.errors import AutofitError, ModelError
 from autofit.system.job import error_words
 from autofit.training.scripts.leave import Enough, Refused
+from autofit.training.scripts.plain_loop.batches import TURNS
 from autofit.training.scripts.plain_loop.patches import LoopPatches, constructed
 
 if TYPE_CHECKING:
@@ -187,6 +188,10 @@ class LoopSnapshot(Snapshot):
             if self.loader is None:
                 raise ModelError(
                     "a loop that prepares its loader after its model isn't traced if the weights are split"
+                )
+            if self.script.own_split == TURNS:
+                raise ModelError(
+                    "a loop that steps its optimizers by turns isn't traced: a trace would hold one of them"
                 )
             source = LoopSource(
                 self.recipe, self.script, optimizers=optimizers, models=self.models, loader=self.loader,

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType, GeneratorType
 from typing import Any
 
+TURNS = "it steps one of its optimizers with this batch and another one with others, so whose turn it is is its own"
 _BY_HAND = "it asks for each batch by itself, as by next(), so how many it takes is its own"
 _IN_PART = "it takes its batches by {}, so how many it takes, or how large others beside them are, is its own"
 _COUNTED = "it tells by the number of its batches when to leave its loop, or which to leave out (line {} of {})"

@@ -13,7 +13,7 @@ from autofit.training.scripts.leave import Enough, Refused
 from autofit.training.scripts.loading import loading_of, splitting
 from autofit.training.scripts.patches import Patches
 from autofit.training.scripts.plain_loop.autocast import before_products
-from autofit.training.scripts.plain_loop.batches import note_iterators, own_number
+from autofit.training.scripts.plain_loop.batches import TURNS, note_iterators, own_number
 from autofit.training.scripts.plain_loop.patches import LoopPatches
 from autofit.training.scripts.plain_loop.trainers import may_train_later, taken
 from autofit.training.scripts.rows import sample_of
@@ -120,6 +120,8 @@ class _Described:
     before: int = 0
     """Backward passes before it."""
     steps: int = 0
+    stepped: set[int] = field(default_factory=set)
+    """Optimizers that it has stepped since its first backward pass, which was not computed."""
     found: dict[str, Any] | None = None
     """What would be trained, where the first backward pass has told all of it."""
 
@@ -181,6 +183,8 @@ class _Described:
                 self._hold(_RATE)
             if self.averages:
                 self._hold(_AVERAGES)
+            if self.stepped and self.stepped != {id(one) for one in self.accelerator._optimizers}:  # noqa: SLF001 - no other
+                self._hold(TURNS)
         raise Enough(self.found)
 
     def failed(self) -> dict[str, Any] | None:
@@ -282,7 +286,7 @@ class _Described:
         elif first and self.mark is not None:
             self.mark.grad = None
 
-    def after_step(self, _optimizer: Any) -> None:
+    def after_step(self, optimizer: Any) -> None:
         """An optimizer has stepped: a second one without another backward pass belongs to the same step.
 
         Raises:
@@ -290,6 +294,7 @@ class _Described:
             Refused: It trains by other gradients.
         """
         if self.found is not None:
+            self.stepped.add(id(optimizer))
             return
         self.steps += 1
         if self.before and self.between:
