@@ -32,7 +32,7 @@ from autofit.costmodel.tracing.timeline import UnlikeError
 from autofit.costmodel.tracing.trace_job import part_of
 from autofit.system.errors import AutofitError, ModelError
 from autofit.system.job import error_words
-from autofit.training.scripts.leave import Enough, Refused
+from autofit.training.scripts.leave import Enough, Refused, refusing_to_generate
 from autofit.training.scripts.plain_loop.batches import TURNS
 from autofit.training.scripts.plain_loop.patches import LoopPatches, constructed
 
@@ -40,6 +40,11 @@ if TYPE_CHECKING:
     from autofit.costmodel.scripts.known_values import KnownValues
     from autofit.costmodel.tracing.fake_run import Stepping
     from autofit.costmodel.tracing.trace_request import TraceRequest, TraceRequests
+
+_GENERATES = Refused(
+    "its loop has a model generate, which takes as many steps as their values say, and a trace has none",
+    "autofit tune measures it",
+)
 
 
 class LoopSnapshot(Snapshot):
@@ -212,6 +217,7 @@ class LoopSnapshot(Snapshot):
         with self._told():
             self.steps = self.stack.enter_context(stepping)
             known = source.stand_ready(self.steps.model, self.steps.marks, optimizers, fake=True)
+            self.stack.enter_context(refusing_to_generate(_GENERATES))
         self.begun = source, known
         return self.begun
 

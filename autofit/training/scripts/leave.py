@@ -60,15 +60,15 @@ def generated_rows(trainer: type) -> Refused:
 
 
 @contextlib.contextmanager
-def refusing_generated_rows(trainer: type) -> Iterator[None]:
-    """Refuse a training step of a Trainer in which a model generates.
+def refusing_to_generate(refusal: Refused) -> Iterator[None]:
+    """Refuse that a model of transformers generates meanwhile.
 
     Raises:
         Refused: One does.
     """
 
     def generate(*_: Any, **__: Any) -> Any:
-        raise generated_rows(trainer)
+        raise refusal
 
     generation = sys.modules.get("transformers.generation.utils")  # no model of a class of its can be there without it
     with replacing([(generation.GenerationMixin, "generate", generate)] if generation else []):

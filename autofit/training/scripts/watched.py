@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.contract.technique import replacing
 from autofit.system.errors import InputError
 from autofit.training.loops import between_steps
-from autofit.training.scripts.leave import Enough, refusing_generated_rows
+from autofit.training.scripts.leave import Enough, generated_rows, refusing_to_generate
 from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch
 
@@ -189,7 +189,7 @@ def watch(
         return loss
 
     def timed_step(*args: Any, **kwargs: Any) -> Any:
-        with refusing_generated_rows(type(trainer)):
+        with refusing_to_generate(generated_rows(type(trainer))):
             loss = training_step(*args, **kwargs)
         clock.backward_end(loss)
         return loss

@@ -9,7 +9,7 @@ from typing import Any
 
 from autofit.system.other_kernels import without_launches
 from autofit.training.observer import layer_products
-from autofit.training.scripts.leave import refusing_generated_rows
+from autofit.training.scripts.leave import generated_rows, refusing_to_generate
 from autofit.training.tasks.loss_scale import answering
 
 
@@ -89,8 +89,8 @@ def autocast_of(trainer: Any, batch: Any, inside: list[Mapping[str, str]]) -> Ma
     for values in (FakeTensorMode(allow_non_fake_inputs=True), contextlib.nullcontext()):
         with contextlib.suppress(Reached, Exception):
             items = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))[1]
-            eager = torch.compiler.set_stance("force_eager")
-            with eager, values, answering(), without_launches(), refusing_generated_rows(type(trainer)):
+            eager, given = torch.compiler.set_stance("force_eager"), refusing_to_generate(generated_rows(type(trainer)))
+            with eager, values, answering(), without_launches(), given:
                 trainer.training_step(trainer.model, batch, items)
         if found:
             return found[0]
