@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from autofit.contract.emission import Emission
 from autofit.contract.placement import KeptOnHost
@@ -64,6 +64,8 @@ _ATTENTION = frozenset({
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
     "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flex_attention",
 })  # fmt: skip
+_ON = "switched on"
+_IN_CACHE = "the adapter's prompt is a cache, which no layer that is recomputed is given: it would not be trained"
 _SEEN_TO_WIN = {"cpu": {"full", "every_2"}, "cuda": {"full"}}
 """Values that were the fastest under a ceiling of a landscape recorded on such a device, and what every large model is
 trained with; the others are tried on request."""
@@ -95,11 +97,15 @@ class Checkpointing(Technique):
             if _by_script_alone(facts):
                 found["full"] = Choice("full", Kind.EXACT, "offered", "the script has switched it on")
             return (off, *found.values())
-        withheld = {
-            value: f"the model has {model.layers} layer(s), and it takes {least} to be worth it"
-            for value, least in _LEAST_LAYERS.items()
-            if model.layers < least
-        }
+        withheld = (
+            dict.fromkeys(reasons, _IN_CACHE)
+            if _loses_prompt(facts)
+            else {
+                value: f"the model has {model.layers} layer(s), and it takes {least} to be worth it"
+                for value, least in _LEAST_LAYERS.items()
+                if model.layers < least
+            }
+        )
         if facts.hardware.device == "cpu":
             withheld["full_offload"] = "the device's memory is the host's memory"
 
@@ -116,12 +122,25 @@ class Checkpointing(Technique):
 
     def own(self, facts: Facts) -> Value:
         script = facts.workload.script
-        asked = script is not None and (script.own.get("activation_checkpointing") or script.checkpointing)
+        asked = script is not None and (script.own.get("activation_checkpointing") or script.checkpointing == _ON)
         return "full" if asked else super().own(facts)
 
     def in_script(self, model: nn.Module) -> str | None:
-        """Whether the model recomputes already, as ``peft.prepare_model_for_kbit_training`` leaves it."""
-        return "switched on" if any(_recomputing(model)) else None
+        """Whether the model recomputes already, as ``peft.prepare_model_for_kbit_training`` leaves it; or why it can't.
+
+        Of an adapter that trains a cache (prefix tuning) transformers takes the cache away where it recomputes a layer.
+        """
+        from transformers import Cache
+
+        if any(_recomputing(model)):
+            return _ON
+        given = getattr(model, "active_peft_config", None)
+        if given is None or not given.is_prompt_learning:
+            return None
+        import torch
+
+        prompt = cast("Any", model).get_prompt(1, torch.zeros(1, dtype=torch.long))
+        return _IN_CACHE if isinstance(prompt, Cache) else None
 
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         new = facts.release("transformers") >= NEW_NAME_SINCE
@@ -142,7 +161,7 @@ class Checkpointing(Technique):
         elif value == "full_offload":
             inputs = recipe.state[self.name] = HostInputs()
             recipe.model_wraps.append(functools.partial(_switch_on, checkpoint=inputs.checkpoint))
-        elif value == "off" and script is not None and script.checkpointing:
+        elif value == "off" and script is not None and script.checkpointing == _ON:
             recipe.model_wraps.append(_switch_off)
         elif value != "off" and recipe.facts.workload.launch_path == "loop" and not _by_script_alone(recipe.facts):
             recipe.model_wraps.append(functools.partial(_switch_on, every=_EVERY.get(str(value), 1)))
@@ -198,7 +217,8 @@ class Checkpointing(Technique):
         return None
 
     def leanest(self, facts: Facts) -> Value:
-        return "full" if facts.model.supports_checkpointing or _by_script_alone(facts) else self.baseline
+        able = facts.model.supports_checkpointing and not _loses_prompt(facts)
+        return "full" if able or _by_script_alone(facts) else self.baseline
 
     def spends_host(self, value: Value) -> bool:
         return value == "full_offload"
@@ -221,7 +241,15 @@ class Checkpointing(Technique):
 def _by_script_alone(facts: Facts) -> bool:
     """Whether a script has switched it on in a model that knows nothing of transformers, as diffusers' are."""
     script = facts.workload.script
-    return script is not None and bool(script.checkpointing) and not facts.model.supports_checkpointing
+    return script is not None and script.checkpointing == _ON and not facts.model.supports_checkpointing
+
+
+def _loses_prompt(facts: Facts) -> bool:
+    """Whether a script's adapter would not be trained, unless the script itself trains it so."""
+    script = facts.workload.script
+    if script is None or script.own.get("activation_checkpointing"):
+        return False
+    return script.checkpointing == _IN_CACHE
 
 
 def _watch_parts(model: nn.Module, hooks: Hooks) -> Read:

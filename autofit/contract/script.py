@@ -65,7 +65,7 @@ class Script:
         weights_dtype: Of its model's largest weight.
         adapter: The adapter that it puts on its model, in words.
         quantization: How it quantizes weights where it loads them, in words.
-        checkpointing: What its model recomputes by itself, whatever its Trainer is told, in words.
+        checkpointing: What its model recomputes by itself, whatever its Trainer is told, or why it must not, in words.
         autocast: The dtype of the autocast in which it calls its model's layers itself, by the kind of device.
         own_optimizer: Whether it hands its Trainer an optimizer, or makes it in a method of its own.
         compiled: Whether it compiles its model itself.

@@ -47,16 +47,20 @@ class Observer:
         self.in_graph = False
         self.forwards_in_graph: int | None = None
         self.output: tuple[str | None, nn.Module | None] = (None, None)
+        self.multiplied: set[nn.Module] = set()  # products inside of an adapter that it calls
         self.stepped = False
         self.hooks = Hooks(model)
         self.hooks.before(model, self._before_model())
-        self.products = tuple(layer_products(model, recipe.facts.model.layer_classes))
+        called = layer_products(model, recipe.facts.model.layer_classes)
+        self.products = tuple(product for _, product in called)
         self.calls = [0] * len(self.products)
         self.calls_forward = [0] * len(self.products)
         self.awaited, self.came = [0] * len(self.products), [0] * len(self.products)  # gradients of their outputs
         self.hooks.after(model, self._after_model)
-        for place, product in enumerate(self.products):
-            self.hooks.after(product, self._after_product(place))
+        for place, (outer, product) in enumerate(called):
+            if outer is not product:
+                self.hooks.after(product, self._after_multiplied)
+            self.hooks.after(outer, self._after_product(place, product))
         self.readers = {one.name: one.watch(model, recipe, self.hooks) for one in techniques()}
 
     def _before_model(self) -> Any:
@@ -128,23 +132,39 @@ class Observer:
             one.register_hook(self._came)  # type: ignore[no-untyped-call]
         self.answered = self.answered or not waited
 
-    def _after_product(self, place: int) -> Any:
+    def _after_multiplied(self, product: nn.Module, _args: tuple[Any, ...], first: Any) -> None:
+        """Tell what a product gave before an adapter around it has added to that."""
         import torch
 
         def compiled(context: Any) -> None:
+            self.multiplied.add(product)
             self.output = dtype_name(context.get_local("first").as_fake()), None
+
+        if torch.compiler.is_compiling():
+            torch._dynamo.comptime.comptime(compiled)  # noqa: SLF001 - as above
+            return
+        self.multiplied.add(product)
+        self.output = dtype_name(first), product
+
+    def _after_product(self, place: int, product: nn.Module) -> Any:
+        import torch
+
+        def compiled(context: Any) -> None:
+            if product not in self.multiplied:
+                self.output = dtype_name(context.get_local("first").as_fake()), None
             self.forwards_in_graph = max(self.forwards_in_graph or 0, _forwards(context) or 0) or None
 
         def came(gradient: Any) -> None:
             self.came[place] += 1
             self._came(gradient)
 
-        def hook(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
             if torch.compiler.is_compiling():
                 torch._dynamo.comptime.comptime(compiled)  # noqa: SLF001 - as above
                 return
-            self.output = dtype_name(first), module
+            if product not in self.multiplied:
+                self.output = dtype_name(first), product
             self.calls[place] += 1
             self.calls_forward[place] += self.forward
             if first.requires_grad:
@@ -215,26 +235,34 @@ class Observer:
         return plain
 
 
-def layer_products(model: nn.Module, layer_classes: tuple[str, ...] = ()) -> list[nn.Module]:
-    """Of each layer the first module that multiplies by a matrix; of the model, where it has no layers."""
+def layer_products(model: nn.Module, layer_classes: tuple[str, ...] = ()) -> list[tuple[nn.Module, nn.Module]]:
+    """Of each layer the first module that multiplies by a matrix; of the model, where it has no layers.
+
+    Returns:
+        What the layer calls, and the module inside of it that holds the matrix, mostly the same: an adapter's stands
+        around one, and may multiply by its matrix without calling it.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     modules = list(model.modules())
     known = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     named = [module for module in modules if type(module).__name__ in layer_classes]
     products = (_first_product(layer) for layer in known or named or [model])
-    found = list({id(product): product for product in products if product is not None}.values())
+    found = list({id(product): (outer, product) for outer, product in filter(None, products)}.values())
     head = None if found else _first_product(model) or _first_product(model, (3, 4, 5))  # convolutions alone
     return found if head is None else [head]
 
 
-def _first_product(layer: nn.Module, dimensions: tuple[int, ...] = (2,)) -> nn.Module | None:
+def _first_product(layer: nn.Module, dimensions: tuple[int, ...] = (2,)) -> tuple[nn.Module, nn.Module] | None:
     """The first module inside a layer that multiplies by a matrix: it is recomputed with its layer."""
+    outer = None
     for module in layer.modules():
         weight = getattr(module, "weight", None)
         shape = getattr(weight, "ds_shape", getattr(weight, "shape", ()))  # ZeRO-3 leaves an empty tensor behind
-        if len(shape) in dimensions and not any(module.children()) and "Embed" not in type(module).__name__:
-            return module
+        if len(shape) in dimensions and "Embed" not in type(module).__name__:
+            outer = outer or module
+            if not any(module.children()):
+                return outer, module
     return None
 
 

@@ -311,3 +311,20 @@ def test_a_pytorch_without_that_class_is_left_alone(strategy, monkeypatch):
         strategy.KeptOutputs().policy(SimpleNamespace(is_recompute=False), torch.ops.aten.mm.default)
     assert not hasattr(torch.utils.checkpoint, "_checkpoint_hook")
     assert recorder.tape().work[-1, KINDS.index("other"), 2] == strategy._HOST_A_SEEN_OPERATOR
+
+
+@pytest.mark.parametrize(("adapter", "status"), [("PrefixTuningConfig", "withheld"), ("PromptTuningConfig", "offered")])
+def test_what_an_adapter_trains_in_a_cache_is_not_recomputed(adapter, status):
+    """transformers takes the cache away where it recomputes a layer, with nothing but a warning."""
+    import peft
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**GPT2))
+    adapted = peft.get_peft_model(model, getattr(peft, adapter)(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    strategy, facts = technique("checkpointing"), cuda_facts()
+    said = strategy.in_script(adapted)
+    script = Script(path="t.py", sha256="", trainer="", micro_batch=4, accumulation=2, checkpointing=said)
+    facts = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=script))
+    found = {one.value: one for one in strategy.choices(facts)}["full"]
+    assert found.status == status
+    assert strategy.leanest(facts) == ("off" if said else "full")
+    assert strategy.own(facts) == "off"

@@ -136,3 +136,19 @@ def test_a_micro_step_counts_once_however_often_its_loss_runs_the_model(loss):
 @dataclasses.dataclass
 class Inside:
     value: torch.Tensor
+
+
+@pytest.mark.parametrize(("checkpointing", "forwards"), [("off", 1), ("full", 2)])
+@pytest.mark.filterwarnings("ignore:One of the base layers")  # it has a hook, since most adapters call theirs
+@pytest.mark.parametrize("kind", ["LoraConfig", "ShiraConfig"])
+def test_an_adapter_that_multiplies_by_a_weight_without_calling_its_layer_is_seen(kind, checkpointing, forwards):
+    """As SHiRA, SuperTuning and FRoD do; the layer inside of LoRA's is called."""
+    import peft
+    from transformers import BertConfig, BertForTokenClassification
+
+    ids = torch.randint(1, 90, (2, 16))
+    model = BertForTokenClassification(BertConfig(**TEXT, max_position_embeddings=64))
+    adapted = peft.get_peft_model(model, getattr(peft, kind)(r=2, target_modules=["query", "value"]))
+    batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
+    found = observed(adapted, "BertLayer", checkpointing, batch)
+    assert found == (forwards,) * model.config.num_hidden_layers

@@ -53,8 +53,8 @@ def before_products(model: Any, tell: Callable[[], None]) -> None:
         if not torch.compiler.is_compiling():
             tell()
 
-    for product in layer_products(model):
-        product.register_forward_pre_hook(hook)
+    for called, _ in layer_products(model):
+        called.register_forward_pre_hook(hook)
 
 
 def autocast_of(trainer: Any, batch: Any, inside: list[Mapping[str, str]]) -> Mapping[str, str]:
