@@ -140,6 +140,7 @@ class Inside:
 
 @pytest.mark.parametrize(("checkpointing", "forwards"), [("off", 1), ("full", 2)])
 @pytest.mark.filterwarnings("ignore:One of the base layers")  # it has a hook, since most adapters call theirs
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("kind", ["LoraConfig", "ShiraConfig"])
 def test_an_adapter_that_multiplies_by_a_weight_without_calling_its_layer_is_seen(kind, checkpointing, forwards):
     """As SHiRA, SuperTuning and FRoD do; the layer inside of LoRA's is called."""
