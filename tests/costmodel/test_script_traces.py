@@ -513,6 +513,26 @@ def test_what_of_a_step_whose_weights_are_split_cant_be_traced_is_told(server, t
     assert why in " ".join(traces.failed.values())
 
 
+def test_a_loop_in_which_a_model_generates_is_not_traced(server, tmp_path):
+    """It would ask a tensor without values whether it has come to its end, for ever."""
+    line = "with accelerator.accumulate(model):"
+    text = GROUPED_LOOP.replace(line, f"model.generate(batch['input_ids'], max_new_tokens=2)\n        {line}")
+    traces = traces_of(server, tmp_path, grouped_facts(server, tmp_path, text), [PLAIN.replaced(micro_batch=4)])
+    assert all("its loop has a model generate" in one for one in traces.failed.values())
+    assert traces.failed
+
+
+def test_a_loop_that_steps_its_optimizers_by_turns_is_not_traced(server, folder):
+    text = TWO_MODELS.replace("OPTIMIZERS", TWO_OPTIMIZERS).replace(
+        "(rows,) in loader", "place, (rows,) in enumerate(loader)"
+    )
+    script = folder / "turns.py"
+    script.write_text(text.replace("for one in optimizers:\n            one.step()", "optimizers[place % 2].step()"))
+    facts = facts_of_script(server, folder, script)
+    plan = plans_of(facts)[0]
+    assert "steps its optimizers by turns" in traces_of(server, folder, facts, [plan]).untraced(plan)
+
+
 def test_a_loop_that_prepares_its_loader_after_its_model_is_not_traced_where_the_weights_are_split(server, tmp_path):
     prepared = "accelerator.prepare(model, optimizer, schedule)\nloader = accelerator.prepare(loader)\n"
     text = GROUPED_LOOP.replace("model, optimizer, loader, schedule =", "model, optimizer, schedule =")
