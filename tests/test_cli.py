@@ -179,6 +179,7 @@ def test_every_keyword_is_documented():
 # --- what is printed ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_json_is_all_of_stdout(tune, tmp_path):
     done = tune("--json")
     assert done.exit_code == 0, done.stderr

@@ -116,6 +116,7 @@ def test_only_a_size_gives_no_speed_and_the_margin_decides(ask):
     assert [kind.verdict for kind in short.plans] == ["too large"]
 
 
+@pytest.mark.slow
 def test_kinds_that_need_and_give_the_same_are_shown_once(ask):
     among = ("precision=bf16,fp16",)
     fix = ("optimizer=adamw", "offload=none", "checkpointing=off", "kernels=none")
@@ -231,6 +232,7 @@ def run(server, monkeypatch, *words):
     return CliRunner().invoke(cli.main, ["estimate", *words], prog_name="autofit")
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_or_json(server, monkeypatch):
     held = [f"--fix={text}" for text in HELD[1:]]
     small = ["demo", "--seq-len", "32", "--global-batch", "8", *held]
@@ -272,6 +274,7 @@ def test_the_bar_is_as_long_as_the_need(ask):
     assert sum(mark.isalpha() for mark in tiny) == 1, "what is there is seen"
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_it_once(ask, monkeypatch):
     """rich displays by itself what it prints in a notebook."""
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
@@ -279,6 +282,7 @@ def test_a_notebook_shows_it_once(ask, monkeypatch):
     assert ask(memory="8GiB", fix=HELD, **SMALL)._repr_html_().startswith("<pre>")
 
 
+@pytest.mark.slow
 def test_rows_that_the_model_does_not_know_are_said(ask):
     config = REPOSITORY / "autofit" / "commands" / "demo.json"
     longest = json.loads(config.read_text("utf-8"))["max_position_embeddings"]

@@ -298,6 +298,7 @@ def test_a_plain_loop_is_described(described, folder, by_hand):
 
 
 @pytest.mark.parametrize("script", [CLASSIFY, LOOP])
+@pytest.mark.slow_with("script0")
 def test_a_plan_that_breaks_the_ceiling_is_out_of_memory(server, folder, tmp_path, script):
     request = Request(
         model=str(script),
@@ -314,6 +315,7 @@ def test_a_plan_that_breaks_the_ceiling_is_out_of_memory(server, folder, tmp_pat
 
 
 @pytest.mark.parametrize(("steps", "kind"), [(6, "measured"), (1, "unsupported")])
+@pytest.mark.slow_with("1-unsupported")
 def test_a_loop_that_ends_early_is_measured_by_what_it_did_and_writes_nothing(server, folder, tmp_path, steps, kind):
     """Its weights are random there: nothing may be written over what was trained before."""
     trained = tmp_path / "trained"
@@ -332,6 +334,7 @@ def test_a_loop_that_ends_early_is_measured_by_what_it_did_and_writes_nothing(se
     assert not [*trained.iterdir()]
 
 
+@pytest.mark.slow
 def test_a_loop_that_resumes_is_measured_from_the_longest_rows_on(server, folder, tmp_path):
     """What it skips would else be the rows that a measurement puts first, or all of them."""
     arguments = ("--model", str(folder / "tiny"), "--skip", "12")

@@ -117,6 +117,7 @@ for (rows,), {rest} in {together}:
 """
 
 
+@pytest.mark.slow
 def test_a_loop_whose_gradients_accumulate_over_an_epochs_end_keeps_its_split(described):
     plugin = "from accelerate.utils import GradientAccumulationPlugin as P\n"
     for carries in (True, False):

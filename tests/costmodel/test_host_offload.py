@@ -113,6 +113,7 @@ def test_a_heap_is_forecast_where_every_plan_checkpoints(server, tmp_path):
     assert some == {plan: every[plan] for plan in some}
 
 
+@pytest.mark.slow
 def test_activations_are_those_of_the_plain_twin(known):
     """What a row adds is the same whoever keeps the weights."""
     plans, cast = known
@@ -167,6 +168,7 @@ def test_several_ranks_copy_a_share_each(facts, engine):
     assert four.held_bytes == pytest.approx(one.held_bytes, rel=1e-3), "what is gathered is as large"
 
 
+@pytest.mark.slow
 def test_one_measurement_of_an_engine_corrects_its_others(known):
     plans, cast = known
     model = surrogate(plans, cast)
@@ -188,6 +190,7 @@ def test_one_measurement_of_an_engine_corrects_its_others(known):
     assert np.isfinite(belief.time).all()
 
 
+@pytest.mark.slow
 def test_a_rough_forecast_is_no_prediction(known):
     plans, cast = known
     said = predicted_bytes(plans, cast)

@@ -288,6 +288,7 @@ BROAD_GPT2 = {**CONFIGS["gpt2"], "n_embd": 256, "vocab_size": 2000}
 
 @pytest.mark.parametrize("config", [BROAD, BROAD_GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.slow_with("fp32-gpt2", "bf16-llama")
 def test_an_allocator_holds_what_the_plan_needs(tmp_path, config, precision):
     lab = Lab(tmp_path / "config", config, device="cuda", seq_len=128)
     for optimizer, rows, accumulation in (("adamw", 1, 1), ("adamw", 8, 2), ("adamw_8bit", 4, 1)):

@@ -457,6 +457,7 @@ def test_the_result_is_copied_without_its_trials(tmp_path):
     assert autofit.load(target).plan == found.plan
 
 
+@pytest.mark.slow
 def test_the_launcher_takes_the_yaml_as_it_is(tmp_path):
     folder = output_folder(tmp_path / "out")
     written(folder, precision="bf16")

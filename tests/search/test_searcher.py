@@ -80,6 +80,7 @@ def impossible(trials):
     ],
     ids=["cpu", "cuda", "launch-bound"],
 )
+@pytest.mark.slow_with("cuda")
 def test_it_finds_the_best_soon_and_seldom_runs_out_of_memory(facts, shape):
     plans = space.build(facts)
     found, broke, ran = [], 0, 0
@@ -106,6 +107,7 @@ def test_it_finds_the_best_soon_and_seldom_runs_out_of_memory(facts, shape):
     failing=st.floats(0.0, 0.4),
 )
 @example(seed=12, share=2.3, failing=0.35)
+@pytest.mark.slow
 def test_whatever_the_landscape(seed, share, failing):
     """Memory grows with the rows, all else is arbitrary: what is run was possible, and the winner is the best."""
     rng = random.Random(seed)
@@ -256,6 +258,7 @@ def test_the_host_running_out_is_no_news_of_the_device():
 
 @pytest.mark.parametrize("name", ["tpe", "random", "grid"])
 @pytest.mark.parametrize("facts", [CPU, cuda_facts(limit_bytes=10 * GIB)], ids=["cpu", "cuda"])
+@pytest.mark.slow_with("cuda-random")
 def test_optunas_samplers_never_repeat_nor_run_the_impossible(tmp_path, name, facts):
     plans = space.build(facts)
     land = Landscape(facts=facts)

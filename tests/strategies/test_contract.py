@@ -613,6 +613,7 @@ def test_checkpointing_recomputes_each_layer_once(run):
             assert (evidence["kept_outputs"] > 0) == (value == "selective")
 
 
+@pytest.mark.slow
 def test_exact_choices_keep_the_loss_of_the_plain_run(run):
     """The seed is the same, so are the rows; three steps apart only by the order of rounding."""
     for path in ("trainer", "loop"):

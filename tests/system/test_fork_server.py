@@ -514,6 +514,7 @@ def test_a_server_that_is_still_loading_dies_with_a_killed_parent(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.slow_with("cuda")
 def test_the_server_loads_torch_and_leaves_the_device_alone(tmp_path, monkeypatch, device):
     code = """
         import json, os, sys

@@ -81,6 +81,7 @@ def try_fault(server, tmp_path, facts_of):
 @pytest.mark.parametrize(
     "phase", some_slow(["load", "forward", "backward", "optimizer"], lambda phase: phase == "backward")
 )
+@pytest.mark.slow
 def test_the_phase_in_which_a_device_runs_out_is_told(try_fault, phase):
     found = try_fault(f"""
         import torch
@@ -176,6 +177,7 @@ def test_every_knob_takes_effect_on_both_launch_paths(try_plan, name, launch_pat
 
 @pytest.mark.parametrize("launch_path", some_slow(PATHS, lambda path: path == "trainer"))
 @pytest.mark.parametrize("config", [name for name in CONFIGS if name != "llama"])
+@pytest.mark.slow_with("gpt_neox-trainer")
 def test_every_architecture_is_measured(try_plan, config, launch_path):
     plan = {"micro_batch": 2, "accumulation": 2}
     found = try_plan(plan=plan, config=config, launch_path=launch_path).outcome
@@ -453,6 +455,7 @@ def test_a_trial_that_was_cut_off_is_run_again_from_nothing(try_plan, tmp_path):
     assert list(finished(tmp_path / "trials")) == [trial]
 
 
+@pytest.mark.slow
 def test_quantized_weights_are_kept_for_the_trials_after_it(try_plan, tmp_path):
     knobs = {"adapter": "lora:r=4", "quantization": "nf4"}
 

@@ -181,6 +181,7 @@ def test_every_training_like_the_tuned_one_gets_the_plan_and_no_other(tmp_path):
     assert said == [f"another Trainer of the script {words}: the plan is not put into it"] * 2
 
 
+@pytest.mark.slow
 def test_the_second_training_is_meant_where_that_one_was_tuned(tmp_path):
     recipe, _ = plan(call=2)
     seen, said, _ = run(tmp_path, recipe, [2, 2, "sgd"], [4, 2, "adamw_torch_fused"])
@@ -188,6 +189,7 @@ def test_the_second_training_is_meant_where_that_one_was_tuned(tmp_path):
     assert len(said) == 1
 
 
+@pytest.mark.slow
 def test_other_arguments_of_the_only_training_are_told(tmp_path):
     recipe, _ = plan()
     seen, said, _ = run(tmp_path, recipe, [4, 2, "sgd"])
@@ -201,6 +203,7 @@ def test_another_batch_of_the_only_training_is_another_training(tmp_path):
         run(tmp_path, recipe, [8, 2, "adamw_torch_fused"])
 
 
+@pytest.mark.slow
 def test_a_checkpoints_micro_batch_does_not_stand_over_the_plans(tmp_path):
     """A Trainer that looks for the batch which fits takes that of the checkpoint it goes on from."""
     recipe, _ = plan()
@@ -214,6 +217,7 @@ def test_a_checkpoints_micro_batch_does_not_stand_over_the_plans(tmp_path):
     assert trained(recipe, script, (words, str(tmp_path / "out"), str(tmp_path / "found")), around) == []
 
 
+@pytest.mark.slow
 def test_arguments_that_are_set_anew_for_a_second_trainer_are_asked_for(tmp_path):
     recipe, _ = plan()
     found, (said,), entered = run(tmp_path, recipe, (4, 2, "adamw_torch_fused", "again"))
@@ -262,6 +266,7 @@ def test_another_loss_or_a_stream_is_another_training(tmp_path):
         run(tmp_path, recipe, [*like, "loss"])
 
 
+@pytest.mark.slow
 def test_workers_of_the_plan_do_not_each_read_a_stream_that_is_evaluated(tmp_path):
     recipe, _ = plan({"loader": "workers_2"}, loading=Loading(cores=2))
     seen, *_ = run(tmp_path, recipe, [4, 2, "adamw_torch_fused", "evaluates"])

@@ -17,7 +17,6 @@ from autofit.training.scripts import snapshots
 from autofit.training.scripts.snapshot import off_the_device
 from autofit.training.scripts.snapshots import Snapshots
 from autofit.training.timing import Effort
-from tests.support.cases import some_slow
 from tests.support.scripted import tiny_bert
 from tests.support.synthetic import cuda_facts
 from tests.support.tiny import gone
@@ -173,7 +172,8 @@ UNSAFE = {
 }
 
 
-@pytest.mark.parametrize("more", some_slow(UNSAFE, lambda more: "mmap" in more))
+@pytest.mark.slow
+@pytest.mark.parametrize("more", UNSAFE)
 def test_a_script_that_can_not_be_forked_runs_in_each_trial_and_that_is_told(tried, more):
     one = tried(more)
     before = one.runs

@@ -100,7 +100,7 @@ def test_what_is_for_next_token_prediction_alone_is_withheld_with_a_reason(name,
 
 
 @pytest.mark.parametrize(
-    "name", some_slow(["bert-classes", "t5", "wav2vec2", "vit", "clip"], lambda name: name in {"bert-classes", "t5"})
+    "name", some_slow(["bert-classes", "t5", "wav2vec2", "vit", "clip"], lambda name: name == "t5")
 )
 def test_accumulated_gradients_are_those_of_the_whole_batch(name, server, tmp_path):
     """Of BERT and T5 a Trainer takes the loss for divided, and the model does not divide it; wav2vec2's is a sum."""
