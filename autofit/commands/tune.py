@@ -75,7 +75,8 @@ def tune(
     """Find the fastest training configuration that fits.
 
     Args:
-        model: Hub id, folder or file with a ``config.json``, or ``demo``; or the path of a training script.
+        model: Hub id, folder or file with a ``config.json``, or ``demo``; or the path of a training script, or
+            ``package.module:function``, which makes a module, its batches and its loss.
         output: Folder for the answer and the trials; a temporary one by default.
         device: ``auto``, ``cuda`` or ``cpu``.
         processes: Of the whole training, one on each GPU; by default one.

@@ -76,8 +76,8 @@ def verify(
     Args:
         folder: Output folder of ``autofit tune``.
         steps: Timed optimizer steps, from 2 to 1000, after two of warm-up.
-        tolerance: The share of the promised samples/s that may be missing, from 0 to 1; by default 0.10 on a GPU and
-            0.30 on a CPU. The memory ceiling has no tolerance.
+        tolerance: The share of the promised samples/s that may be missing, from 0 to 1; by default 0.10 on a GPU,
+            0.30 on a CPU, of an estimate what its range allows. The memory ceiling has no tolerance.
         on: Address of a Ray cluster whose machines launch, as many as the answer is for; by default this one does.
         say: Called with a line of text where a launch is repeated, or tells what the tune did not.
 
