@@ -38,7 +38,7 @@ class Setup:
     Attributes:
         folder: Where the emitted files are.
         document: The whole ``autofit.json``.
-        recipe: The plan, turned into slots by the installed versions.
+        recipe: How the plan loads, wraps and trains a model with the installed versions.
         any_hardware: Whether another card than the answer's may be trained on.
     """
 
@@ -82,7 +82,8 @@ class Setup:
             source: A pretrained model's id or folder; without it, random weights of the tuned config.
 
         Raises:
-            ModelError: There are no weights to be loaded from there.
+            ModelError: There are no weights to be loaded from there, or the answer is of a script, which builds its own
+                model.
             InputError: The config was changed since, or this training runs on another number of processes than the
                 answer is for.
             MachineError: It runs on another kind of device, or on another card.
@@ -253,7 +254,7 @@ def load(folder: str | Path, *, any_hardware: bool = False) -> Setup:
     """Read an output folder of ``autofit tune``, or of ``autofit estimate``.
 
     Warns where the plan is estimated and not measured, where a package differs from the one that the answer was found
-    with, and where this process is one of another number than the answer is for.
+    with, and where this training runs on another number of processes than the answer is for.
 
     Args:
         folder: What ``--output`` was.
@@ -272,7 +273,7 @@ def load(folder: str | Path, *, any_hardware: bool = False) -> Setup:
 
 
 def read_setup(folder: str | Path, *, any_hardware: bool = False) -> Setup:
-    """The same, whatever the number of processes is: for who checks it, or does not train."""
+    """The same without a warning about the number of processes: for callers that check it, or do not train."""
     found = read_document(folder)
     if found.estimated is not None:
         warnings.warn(
