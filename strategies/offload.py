@@ -127,7 +127,7 @@ class Offload(Technique):
 
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if value == "parameters" and part != "evaluation":
-            return value  # FSDP's shares are counted on the host; DeepSpeed's engine is not traced at all
+            return value  # FSDP's shares are counted on the host; what DeepSpeed leaves there is not traced
         matters = {"micro_steps": "activations", "optimizer": "optimizer"}.get(part)
         return value if value == matters else "none"
 

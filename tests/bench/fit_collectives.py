@@ -155,7 +155,7 @@ def found(rows: Path, steps: Path) -> dict[str, Any]:
     traces, _ = bench.traces_of(whole)
     laws = with_overlap(laws, [step for step in whole if step.program in traces], traces)
     return {
-        "about": "Made by tests/bench/fit_collectives.py. See README.md in this folder.",
+        "about": "Made by tests/bench/fit_collectives.py. See autofit/costmodel/README.md.",
         "rows": len(errors),
         "steps": len(whole),
         "fit": laws,

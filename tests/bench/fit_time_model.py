@@ -133,7 +133,7 @@ def found(rows: Rows) -> dict[str, Any]:
     for _, fit_rows, held in folds(rows, len(set(rows.card))):
         unseen[held] = np.log(rows.seconds[held] / predicted(rows.where(held), fitted(rows.where(fit_rows))))
     return {
-        "about": "Made by tests/bench/fit_time_model.py; natural logarithms. See README.md in this folder.",
+        "about": "Made by tests/bench/fit_time_model.py; natural logarithms. See autofit/costmodel/README.md.",
         "cards": sorted(set(rows.card)),
         "rows": len(rows),
         "fit": fit,
