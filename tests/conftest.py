@@ -61,11 +61,8 @@ def pytest_runtest_setup(item):
 LONGEST = {"test_cli.py", "test_end_to_end.py", "test_runner.py"}
 
 
-@pytest.hookimpl(tryfirst=True)  # before those are left out that are marked slow
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if any(item.callspec.id in mark.args for mark in item.iter_markers("slow_with")):
-            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("by_hand") and not config.getoption("--all-faults"):
             item.add_marker(pytest.mark.skip(reason="one more of its kind: --all-faults"))
     items.sort(key=lambda item: item.path.name not in LONGEST)  # or one worker would wait for them at the end

@@ -297,8 +297,7 @@ def test_a_plain_loop_is_described(described, folder, by_hand):
     assert script["rows"] == 64
 
 
-@pytest.mark.parametrize("script", [CLASSIFY, LOOP])
-@pytest.mark.slow_with("script0")
+@pytest.mark.parametrize("script", [pytest.param(CLASSIFY, marks=pytest.mark.slow), LOOP])
 def test_a_plan_that_breaks_the_ceiling_is_out_of_memory(server, folder, tmp_path, script):
     request = Request(
         model=str(script),
@@ -314,8 +313,7 @@ def test_a_plan_that_breaks_the_ceiling_is_out_of_memory(server, folder, tmp_pat
     assert trial.outcome.kind == "out_of_memory", trial.outcome
 
 
-@pytest.mark.parametrize(("steps", "kind"), [(6, "measured"), (1, "unsupported")])
-@pytest.mark.slow_with("1-unsupported")
+@pytest.mark.parametrize(("steps", "kind"), [(6, "measured"), pytest.param(1, "unsupported", marks=pytest.mark.slow)])
 def test_a_loop_that_ends_early_is_measured_by_what_it_did_and_writes_nothing(server, folder, tmp_path, steps, kind):
     """Its weights are random there: nothing may be written over what was trained before."""
     trained = tmp_path / "trained"

@@ -286,9 +286,8 @@ BROAD = {**CONFIGS["llama"], "hidden_size": 256, "intermediate_size": 512, "voca
 BROAD_GPT2 = {**CONFIGS["gpt2"], "n_embd": 256, "vocab_size": 2000}
 
 
-@pytest.mark.parametrize("config", [BROAD, BROAD_GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("config", [BROAD, pytest.param(BROAD_GPT2, marks=pytest.mark.slow)], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.slow_with("fp32-gpt2", "bf16-llama")
 def test_an_allocator_holds_what_the_plan_needs(tmp_path, config, precision):
     lab = Lab(tmp_path / "config", config, device="cuda", seq_len=128)
     for optimizer, rows, accumulation in (("adamw", 1, 1), ("adamw", 8, 2), ("adamw_8bit", 4, 1)):

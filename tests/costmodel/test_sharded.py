@@ -263,8 +263,7 @@ def test_offloaded_shares_of_weights_state_and_gradients_wait_on_the_host(world,
     assert micro.held_bytes < here.held_bytes
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", "fsdp:noreshard"])
-@pytest.mark.slow_with("fsdp:noreshard")
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("fsdp:noreshard", marks=pytest.mark.slow)])
 def test_shares_that_wait_on_the_host_need_no_run_of_their_own(tmp_path, monkeypatch, parallel):
     write_config(tmp_path, CONFIGS["llama"])
     facts = sharded_facts(8)

@@ -87,8 +87,7 @@ def test_what_is_written_is_read(recorded, facts, plans):
     assert 0.005 < found.noise < 0.03
 
 
-@pytest.mark.parametrize("rounds", [2, 3, 6])
-@pytest.mark.slow_with("6")
+@pytest.mark.parametrize("rounds", [2, 3, pytest.param(6, marks=pytest.mark.slow)])
 def test_noise_does_not_depend_on_how_often_a_plan_was_measured(tmp_path, facts, plans, rounds):
     found = Landscape.read(record(tmp_path / "land.jsonl", facts, plans, rounds))
     quiet = Synthetic(facts=facts, noise=0.0, row_bytes=0.3 * GIB)

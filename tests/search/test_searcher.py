@@ -67,20 +67,16 @@ def impossible(trials):
     return bad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("facts", "shape"),
     [
-        pytest.param(CPU, CPU_SHAPE, marks=pytest.mark.slow),
+        (CPU, CPU_SHAPE),
         (CUDA, {}),
-        pytest.param(
-            cuda_facts(global_batch=36),
-            {"overhead_seconds": 0.3, "row_seconds": 0.02, "row_bytes": 0.3 * GIB},
-            marks=pytest.mark.slow,
-        ),
+        (cuda_facts(global_batch=36), {"overhead_seconds": 0.3, "row_seconds": 0.02, "row_bytes": 0.3 * GIB}),
     ],
     ids=["cpu", "cuda", "launch-bound"],
 )
-@pytest.mark.slow_with("cuda")
 def test_it_finds_the_best_soon_and_seldom_runs_out_of_memory(facts, shape):
     plans = space.build(facts)
     found, broke, ran = [], 0, 0
@@ -256,9 +252,8 @@ def test_the_host_running_out_is_no_news_of_the_device():
     assert again.replaced(**rest) != plan.replaced(**rest)
 
 
-@pytest.mark.parametrize("name", ["tpe", "random", "grid"])
+@pytest.mark.parametrize("name", ["tpe", pytest.param("random", marks=pytest.mark.slow), "grid"])
 @pytest.mark.parametrize("facts", [CPU, cuda_facts(limit_bytes=10 * GIB)], ids=["cpu", "cuda"])
-@pytest.mark.slow_with("cuda-random")
 def test_optunas_samplers_never_repeat_nor_run_the_impossible(tmp_path, name, facts):
     plans = space.build(facts)
     land = Landscape(facts=facts)

@@ -242,8 +242,7 @@ def test_a_compiled_model_is_one_graph():
     Version(version("accelerate")) < Version("1.15"), reason="its copy of a model calls the model's own layers"
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # what follows a break is asked for its gradient
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.slow_with("no")
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.slow), "bf16"])
 def test_the_layers_of_a_model_are_compiled_and_not_those_that_it_was_copied_from(precision):
     plain, chunked = pair()
     if precision == "bf16":  # as Accelerate prepares a model

@@ -513,8 +513,8 @@ def test_a_server_that_is_still_loading_dies_with_a_killed_parent(tmp_path):
         assert not (tmp_path / "job" / "pid").exists()
 
 
-@pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)])
-@pytest.mark.slow_with("cuda")
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_server_loads_torch_and_leaves_the_device_alone(tmp_path, monkeypatch, device):
     code = """
         import json, os, sys

@@ -63,9 +63,16 @@ with terminable():
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        signal.SIGKILL,
+    ],
+)
 @pytest.mark.parametrize("everybody", [True, False], ids=["group", "parent"])
-@pytest.mark.slow_with("group-1", "group-2", "parent-1", "parent-2")
 def test_a_signal_ends_every_process_at_once(number, everybody):
     ends = os.killpg if everybody else os.kill
     for wait in (0.11, 0.23, 0.37, 0.5):

@@ -78,10 +78,8 @@ def try_fault(server, tmp_path, facts_of):
     return run
 
 
-@pytest.mark.parametrize(
-    "phase", some_slow(["load", "forward", "backward", "optimizer"], lambda phase: phase == "backward")
-)
 @pytest.mark.slow
+@pytest.mark.parametrize("phase", ["load", "forward", "backward", "optimizer"])
 def test_the_phase_in_which_a_device_runs_out_is_told(try_fault, phase):
     found = try_fault(f"""
         import torch
@@ -176,8 +174,9 @@ def test_every_knob_takes_effect_on_both_launch_paths(try_plan, name, launch_pat
 
 
 @pytest.mark.parametrize("launch_path", some_slow(PATHS, lambda path: path == "trainer"))
-@pytest.mark.parametrize("config", [name for name in CONFIGS if name != "llama"])
-@pytest.mark.slow_with("gpt_neox-trainer")
+@pytest.mark.parametrize(
+    "config", some_slow([name for name in CONFIGS if name != "llama"], lambda config: config != "gpt_neox")
+)
 def test_every_architecture_is_measured(try_plan, config, launch_path):
     plan = {"micro_batch": 2, "accumulation": 2}
     found = try_plan(plan=plan, config=config, launch_path=launch_path).outcome
