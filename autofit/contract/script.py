@@ -69,6 +69,7 @@ class Script:
         autocast: The dtype of the autocast in which it calls its model's layers itself, by the kind of device.
         own_optimizer: Whether it hands its Trainer an optimizer, or makes it in a method of its own.
         compiled: Whether it compiles its model itself.
+        by_turns: Whether it steps one of its optimizers with some batches and another with others; in a plain loop.
         own_split: Why the split of its batch is its own; ``None`` where another can be put in.
         loader: Which of the loaders that it has prepared it trains on, from 0; in a plain loop.
         model: Which of the models that it has prepared is tuned, from 0: the one of which it trains most; in a plain
@@ -115,6 +116,7 @@ class Script:
     autocast: Mapping[str, str] = field(default_factory=dict)
     own_optimizer: bool = False
     compiled: bool = False
+    by_turns: bool = False
     own_split: str | None = None
     loader: int = 0
     model: int = 0

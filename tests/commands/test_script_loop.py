@@ -168,7 +168,8 @@ TURNS = """
 other = nn.Linear(4, 1)
 other, second = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
 for place, (rows,) in enumerate(loader):
-    with accelerator.accumulate(model, other):
+    {first}
+    with {around}:
         turn = place % 2 if {turns} else 0
         accelerator.backward((model, other)[turn](rows).sum())
         for one in [(optimizer, second)[turn]] if {turns} else [optimizer, second]:
@@ -180,8 +181,24 @@ for place, (rows,) in enumerate(loader):
 @pytest.mark.parametrize("turns", [True, False])
 def test_a_loop_that_steps_its_optimizers_by_turns_keeps_its_split(described, turns):
     """Under more micro-steps only the one whose turn the last of them is would ever step, as of a GAN's two."""
-    split = described(PREPARED + TURNS.format(turns=turns))["script"]["own_split"]
-    assert ("steps one of its optimizers with this batch" in (split or "")) == turns
+    text = TURNS.format(turns=turns, first="", around="accelerator.accumulate(model, other)")
+    found = described(PREPARED + text)["script"]
+    assert ("steps one of its optimizers with this batch" in (found["own_split"] or "")) == turns
+    assert found["by_turns"] == turns
+
+
+@pytest.mark.parametrize("turns", [True, False])
+@pytest.mark.parametrize(
+    ("first", "around"),
+    [("", "torch.enable_grad()"), ("model.zero_grad()", "accelerator.accumulate(model, other)")],
+)
+def test_optimizers_that_step_by_turns_are_told_where_the_split_is_held_for_another_reason(
+    described, first, around, turns
+):
+    found = described(PREPARED + TURNS.format(turns=turns, first=first, around=around))["script"]
+    assert found["own_split"]
+    assert "steps one of its optimizers" not in found["own_split"]
+    assert found["by_turns"] == turns
 
 
 TAKES = """

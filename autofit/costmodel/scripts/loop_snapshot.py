@@ -33,7 +33,6 @@ from autofit.costmodel.tracing.trace_job import part_of
 from autofit.system.errors import AutofitError, ModelError
 from autofit.system.job import error_words
 from autofit.training.scripts.leave import Enough, Refused, refusing_to_generate
-from autofit.training.scripts.plain_loop.batches import TURNS
 from autofit.training.scripts.plain_loop.patches import LoopPatches, constructed
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ class LoopSnapshot(Snapshot):
                 raise ModelError(
                     "a loop that prepares its loader after its model isn't traced if the weights are split"
                 )
-            if self.script.own_split == TURNS:
+            if self.script.by_turns:
                 raise ModelError(
                     "a loop that steps its optimizers by turns isn't traced: a trace would hold one of them"
                 )

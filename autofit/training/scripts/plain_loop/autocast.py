@@ -87,10 +87,9 @@ def autocast_of(trainer: Any, batch: Any, inside: list[Mapping[str, str]]) -> Ma
 
     before_products(trainer.model, reached)
     for values in (FakeTensorMode(allow_non_fake_inputs=True), contextlib.nullcontext()):
-        with contextlib.suppress(Reached, Exception):
+        with contextlib.suppress(Reached, Exception), refusing_to_generate(generated_rows(type(trainer))):
             items = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))[1]
-            eager, given = torch.compiler.set_stance("force_eager"), refusing_to_generate(generated_rows(type(trainer)))
-            with eager, values, answering(), without_launches(), given:
+            with torch.compiler.set_stance("force_eager"), values, answering(), without_launches():
                 trainer.training_step(trainer.model, batch, items)
         if found:
             return found[0]

@@ -121,7 +121,7 @@ class _Described:
     """Backward passes before it."""
     steps: int = 0
     stepped: set[int] = field(default_factory=set)
-    """Optimizers that it has stepped since its first backward pass, which was not computed."""
+    """Optimizers that it has stepped between its first backward pass and the next."""
     found: dict[str, Any] | None = None
     """What would be trained, where the first backward pass has told all of it."""
 
@@ -174,6 +174,7 @@ class _Described:
         """The script goes on: to its next batch, to evaluate or to save."""
         if self.found is None:
             return
+        self.found["script"]["by_turns"] = self._by_turns()
         if not self.accelerator.sync_gradients:
             if self._unmarked():
                 self._hold(_CLEARS)
@@ -183,9 +184,12 @@ class _Described:
                 self._hold(_RATE)
             if self.averages:
                 self._hold(_AVERAGES)
-            if self.stepped and self.stepped != {id(one) for one in self.accelerator._optimizers}:  # noqa: SLF001 - no other
+            if self._by_turns():
                 self._hold(TURNS)
         raise Enough(self.found)
+
+    def _by_turns(self) -> bool:
+        return bool(self.stepped) and len(self.stepped) < len(self.accelerator._optimizers)  # noqa: SLF001 - no other
 
     def failed(self) -> dict[str, Any] | None:
         """The script has failed, perhaps for its first backward pass was not computed."""
@@ -293,12 +297,12 @@ class _Described:
             Enough: It is known how often it steps.
             Refused: It trains by other gradients.
         """
+        if self.found is None and self.before and self.between:
+            raise Enough(self._told(self.between, _MANUAL))
+        self.stepped.add(id(optimizer))
         if self.found is not None:
-            self.stepped.add(id(optimizer))
             return
         self.steps += 1
-        if self.before and self.between:
-            raise Enough(self._told(self.between, _MANUAL))
         if self.steps > 1 and not (self.before or self.between):
             raise Refused(
                 "the script takes its gradients without its Accelerator",
@@ -347,6 +351,7 @@ class _Described:
             "autocast": self.autocast.get(tuned, {}),
             "model": tuned,
             "own_optimizer": True,
+            "by_turns": self._by_turns(),
             "own_split": _LOADER if loader.batch_size is None else own_split,
             "loader": self.number,
             "loading": loading_of(loader, int(sized or first[0]), own_batches=loader.batch_size is None),
