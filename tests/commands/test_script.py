@@ -492,7 +492,7 @@ def test_a_loader_whose_batches_processes_share_is_described(described, split):
 def test_a_script_is_tuned_run_and_verified_on_two_processes(folder):
     arguments = ("--", "--model", "tiny", "--output", "mine")
     precision = f"precision={CPU_PRECISIONS[-1]}"
-    names = ("micro_batch=8", "checkpointing=off", "attention=default", precision, "optimizer=adamw")
+    names = ("micro_batch=8", "checkpointing=full", "attention=default", precision, "optimizer=adamw")
     held = (f"--fix={one}" for one in names)
     command = ("tune", CLASSIFY, "--output", "both", "--device", "cpu", "--processes", 2, "--trials", 1, *held)
     done = autofit(folder, *command, *arguments)
