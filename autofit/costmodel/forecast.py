@@ -274,16 +274,20 @@ def foresee(
     facts: Facts,
     card: Card | None = None,
     say: Callable[[str], None] = lambda _: None,
+    *,
+    traced: Callable[[], None] = lambda: None,
 ) -> Known:
     """What :func:`forecast` is to know of the plans of several spaces, of which it is then asked one by one.
 
-    Their traces are made side by side, and where there are many families, forks of this process share them. What they
-    work out of the traces is lost with them, which is worse where other cards ask the same traces.
+    Their traces are made side by side, after which ``traced`` is called, and where there are many families, forks of
+    this process share them. What they work out of the traces is lost with them, which is worse where other cards ask
+    the same traces.
 
     Raises:
         MachineError: No process can be started, or nothing can be written.
     """
     traces.prepare([plan for one in spaces for plan in plans_to_trace(one, facts)], say)
+    traced()
     known: Known = {}
     every = replace(spaces[0], plans=tuple(dict.fromkeys(plan for one in spaces for plan in one.plans)))
     forecast_families(families_to_trace(every), _inputs(every, traces, facts, card), known, forks=True)

@@ -224,6 +224,12 @@ class ForkServer(_Forking):
             _end(self._process)
             self._process = None
 
+    def rest(self) -> None:
+        """End the server until it is asked again, or one alike that was begun ahead: to load takes a core."""
+        if self._process is None and (self.device, self.trains) in _AHEAD:
+            self.start()
+        self.close()
+
     @contextlib.contextmanager
     def ask(
         self, folder: Path, job: Job, *, kill_after_seconds: float = 60.0, early: bool = False
@@ -342,12 +348,7 @@ _AHEAD: dict[tuple[str, bool], _Begun] = {}
 
 @contextlib.contextmanager
 def begun_ahead(device: str, *, trains: bool) -> Iterator[None]:
-    """Have a server load while its caller imports what will ask for one: the first :class:`ForkServer` alike takes it.
-
-    Args:
-        device: As for :class:`ForkServer`.
-        trains: The same.
-    """
+    """Have a server load while its caller imports what will ask for one: the first alike takes it."""
     with scratch_folder("server") as folder:
         _AHEAD[device, trains] = _begin(folder / "forkserver.log", device, trains=trains)
         try:

@@ -24,6 +24,7 @@ from autofit.commands.request import Request, Search
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.costmodel import families
+from autofit.costmodel import forecast as forecasts
 from autofit.costmodel.forecast import MARGIN, context_bytes, workspace_bytes
 from autofit.costmodel.memory import peak
 from autofit.costmodel.tracing import trace_store
@@ -181,14 +182,24 @@ def test_what_is_kept_needs_no_process(ask):
             server_asked.append("ask")
             raise AssertionError
 
+        def rest(self):
+            server_asked.append("rest")
+
         def close(self):
             pass
 
+    def forecast(*_):
+        server_asked.append("forecast")
+        return inputs(*_)
+
+    inputs = forecasts._inputs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimate, "ForkServer", lambda *_, **__: Never())
+        patch.setattr(forecasts, "_inputs", forecast)
         second = estimate.estimate("demo", memory="8GiB", **SMALL)
     assert before
-    assert not server_asked
+    assert server_asked[:2] == ["rest", "forecast"], "what it loads meanwhile takes a core"
+    assert not {"start", "ask"} & {*server_asked}
     assert second.plans == first.plans
 
 
@@ -449,7 +460,7 @@ def test_what_is_foreseen_of_all_ways_together_is_what_each_says_alone(ask, monk
     asked = {"gpu": "4090", "fix": HELD, "ways": True, "seq_len": 128}
     monkeypatch.setattr(families, "_MANY", 1)
     together = ask(**asked)
-    monkeypatch.setattr(estimate, "foresee", lambda *_: {})
+    monkeypatch.setattr(estimate, "foresee", lambda *_, **__: {})
     assert replace(ask(**asked), seconds=0) == replace(together, seconds=0)
 
 

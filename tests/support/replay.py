@@ -116,3 +116,5 @@ class Lent:
 
     def close(self):
         """It is not theirs to close."""
+
+    rest = close

@@ -405,6 +405,21 @@ def test_a_server_that_was_begun_ahead_and_is_not_wanted_ends(tmp_path, monkeypa
     assert not list((tmp_path / "scratch").iterdir())
 
 
+def test_a_server_that_rests_has_no_process_until_it_is_asked_again(tmp_path, monkeypatch, quick_path):
+    monkeypatch.setenv("PYTHONPATH", quick_path)
+    with begun_ahead("cpu", trains=True):
+        (ahead,) = fork_server._AHEAD.values()
+        with contextlib.closing(ForkServer(tmp_path / "server.log", "cpu", ("faulty",))) as server:
+            server.rest()
+            assert ahead.process.poll() is not None
+            assert not fork_server._AHEAD
+            assert server.run(job(tmp_path / "one", ""), kill_after_seconds=PATIENT) == 0
+            begun = server._process
+            server.rest()
+            assert begun.poll() is not None
+            assert server.run(job(tmp_path / "two", ""), kill_after_seconds=PATIENT) == 0
+
+
 def test_a_server_that_ended_before_it_was_taken_says_why(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise SystemError('torn library')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -28,7 +28,7 @@ from autofit.commands.scripts.request import script_facts, script_notes
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.contract.plan import Plan
 from autofit.costmodel.families import speed_range, without_checkpointing
-from autofit.costmodel.forecast import Forecast, forecast
+from autofit.costmodel.forecast import Forecast, forecast, plans_to_trace
 from autofit.costmodel.seconds.utilisation import model_flops, peak_flops
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine.gpu_catalogue import Card
@@ -197,8 +197,11 @@ def estimate_cards(
             first = facts[asked[0]]
             wanted = _wanted(first, tokens)
             traces = Traces(first, config, lambda: server, folder, kept)
+            spaces = {card: _space(facts[card], settings) for card in asked}
+            traces.prepare([plan for card in asked for plan in plans_to_trace(spaces[card], facts[card])], say)
+            server.rest()
             rows = [
-                _on_card(card, facts[card], settings, traces, wanted=wanted, price=prices.get(card.name), say=say)
+                _on_card(card, facts[card], spaces[card], traces, wanted=wanted, price=prices.get(card.name), say=say)
                 for card in asked
             ]
     fitting = [row for row in rows if row.hours is not None]
@@ -265,18 +268,22 @@ def _wanted(facts: Facts, tokens: float | None) -> _Wanted:
     return _Wanted(amount=amount, unit=unit, samples=amount / (mean_tokens(facts) or facts.tokens_a_sample))
 
 
+def _space(facts: Facts, settings: Search) -> space.Space:
+    """The plans that are asked about."""
+    knobs = space.parse_knobs(settings.fix, settings.among, facts)
+    return space.build(facts, space.parse_allowed(settings.allowed), knobs)
+
+
 def _on_card(
     card: Card,
     facts: Facts,
-    settings: Search,
+    plans: space.Space,
     traces: Traces,
     *,
     wanted: _Wanted,
     price: float | None,
     say: Callable[[str], None],
 ) -> OnCard:
-    knobs = space.parse_knobs(settings.fix, settings.among, facts)
-    plans = space.build(facts, space.parse_allowed(settings.allowed), knobs)
     cast = forecast(plans, traces, facts, card, say)
     found, _, recommended = estimated_plans(plans, cast, traces, facts, MOST_KINDS, say)
     if not found:

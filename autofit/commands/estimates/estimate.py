@@ -159,7 +159,8 @@ def estimate(
             traces = Traces(facts, config, lambda: server, folder, kept)
             spaces = spaces_by_way(facts, knobs, allowed) if ways and not request.is_script else {}
             every = [plans, *(one for one in spaces.values() if not isinstance(one, str))]
-            known = foresee(every, traces, facts, card, say)
+            traced = server.rest if target is None else lambda: None  # else it loads the files back
+            known = foresee(every, traces, facts, card, say, traced=traced)
             cast = forecast(plans, traces, facts, card, say, known=known)
             by_way = every_way(facts, spaces, traces, card, known)
             rows, kinds, recommended = estimated_plans(plans, cast, traces, facts, most, say)

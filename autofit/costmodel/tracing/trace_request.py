@@ -53,8 +53,9 @@ def traced_plan(plan: Plan, part: Part) -> Plan | None:
     """The plan whose trace serves this one; ``None`` where a technique can't be traced."""
     values: dict[str, Value] = {}
     for name, value in plan.items():
-        traced = technique(name).traced_as(value, part)
-        if traced is None or not technique(name).traced_in(plan):
+        one = technique(name)
+        traced = one.traced_as(value, part)
+        if traced is None or not one.traced_in(plan):
             return None
         values[name] = traced
     return Plan(values)
