@@ -1,6 +1,7 @@
 """What is told of the model that a script trains."""
 
 import importlib
+import json
 import os
 from dataclasses import replace
 from hashlib import sha256
@@ -9,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from autofit.contract.script import Script
 from autofit.machine.model import describe_module
 from autofit.training.scripts.leave import Refused
-from autofit.training.scripts.random_weights import cache_tables_apart
+from autofit.training.scripts.random_weights import cache_tables_apart, random_model
 from autofit.training.scripts.traits import changes_since, loss_takes_rows_together, own_split, traits
 from autofit.training.scripts.written import Written
 
@@ -33,6 +34,26 @@ def test_tables_that_a_script_computes_with_random_weights_are_none_of_its_train
     monkeypatch.undo()
     for name in names:
         assert rows.map(lambda _: {"y": 1}, **name)["y"][:] == [1, 1]
+
+
+@pytest.mark.parametrize("said_in", ["its own file", "the model's config", "an argument"])
+def test_a_model_with_random_weights_generates_as_its_checkpoint_does(tmp_path, said_in):
+    """Its beams and tokens are what an evaluation that generates holds; and a script may look at them."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path)
+    told = {"num_beams": 4, "max_length": 142, "is_multilingual": True}
+    if said_in == "the model's config":  # as older checkpoints have it
+        (tmp_path / "generation_config.json").unlink()
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "num_beams": 4, "max_length": 142}))
+    else:
+        (tmp_path / "generation_config.json").write_text(json.dumps(told))
+    given = {"generation_config": GenerationConfig(num_beams=2)} if said_in == "an argument" else {}
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, **given).generation_config
+    build = LlamaForCausalLM._from_config
+    made = random_model(LlamaForCausalLM, str(tmp_path), dict(given), build, draws=True).generation_config
+    assert made.to_dict() == loaded.to_dict()
+    assert made.num_beams == (2 if given else 4)
 
 
 class Around(torch.nn.Module):

@@ -1,7 +1,8 @@
-"""The model that a script loads, with random weights: only its config is read."""
+"""The model that a script loads, with random weights: only its configs are read."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -17,7 +18,7 @@ from autofit.training.scripts.leave import Refused
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 _OF_WEIGHTS = (
     "state_dict", "tqdm_class", "device_map", "max_memory", "offload_folder", "offload_buffers", "variant",
-    "adapter_kwargs", "adapter_name", "generation_config", "gguf_file", "use_safetensors", "weights_only",
+    "adapter_kwargs", "adapter_name", "gguf_file", "use_safetensors", "weights_only",
     "ignore_mismatched_sizes", "low_cpu_mem_usage", "key_mapping", "trust_remote_code", "code_revision",
     "_commit_hash", "_from_auto", "_from_pipeline", "use_kernels", "kernel_config", "fusion_config",
     "allow_all_kernels", "mirror", "_fast_init", "from_tf", "from_flax", "offload_state_dict", "disable_mmap",
@@ -26,11 +27,12 @@ _OF_WEIGHTS = (
 
 
 def random_model(cls: Any, name: Any, given: dict[str, Any], build: Callable[..., Any], *, draws: bool) -> Any:
-    """A model of the class, as ``from_pretrained`` would load it, with random weights; only its config is read."""
+    """A model of the class, as ``from_pretrained`` would load it, with random weights; only its configs are read."""
     import torch
     from transformers import PreTrainedConfig
 
     config, with_info = given.pop("config", None), given.pop("output_loading_info", False)
+    generation = given.pop("generation_config", None)
     quantized = given.pop("quantization_config", None)
     dtype = given.pop("dtype", None) or given.pop("torch_dtype", None) or "auto"
     attention = given.pop("attn_implementation", None)
@@ -52,7 +54,22 @@ def random_model(cls: Any, name: Any, given: dict[str, Any], build: Callable[...
     make = functools.partial(build, config, **given)
     model = make() if quantized is None else made_quantized(quantized)(make, draws)
     model.eval()
+    _generate_alike(model, name, generation, download)
     return (model, {}) if with_info else model
+
+
+def _generate_alike(model: Any, name: Any, said: Any, download: dict[str, Any]) -> None:
+    """Have a model generate as ``from_pretrained`` would: as it was told, or as the checkpoint's files say."""
+    if not model.can_generate():
+        return
+    kind = type(model.generation_config)
+    of_config = {"config_file_name": "config.json", "_from_model_config": True}
+    for others in ({}, of_config) if name is not None and said is None else ():
+        with contextlib.suppress(OSError):
+            said = kind.from_pretrained(name, **download, **others)
+            break
+    if said is not None:
+        model.generation_config = kind.from_dict(said.to_dict())
 
 
 def cache_tables_apart() -> None:
