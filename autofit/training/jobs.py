@@ -276,11 +276,11 @@ def _described(job: DescribeScriptJob, folder: Path) -> dict[str, Any]:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         return {"error": error.message, "hint": error.hint}
-    model = found.pop("model")
+    model, parameters = found.pop("model"), found.pop("parameters")
     name = name_of(job.path, job.arguments)
     of_transformers = bool(found["config"])
     told = describe_built(name, model.config, model) if of_transformers else describe_module(name, model)
-    return {**found, "model": told}
+    return {**found, "model": {**told, "parameters": parameters}}
 
 
 def _trained(job: CurveJob, folder: Path, rank: int | None = None) -> Curve:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -112,6 +113,20 @@ def test_float16_is_for_frozen_weights_and_small_others_may_be_in_any():
     for parts in ([half], [half, torch.nn.Linear(2, 2).half()], [torch.nn.Linear(9, 9), torch.nn.Linear(2, 2).half()]):
         with pytest.raises(Refused, match="weights in float16, which lose almost every update"):
             told(*parts)
+
+
+def test_of_a_prompt_that_is_trained_beside_a_model_dtype_and_size_are_told():
+    """It lies in no layer of the model: over one in float16, "the script trains weights in float16" was said of it."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).half()
+    prompted = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    rows = SimpleNamespace(rows=1, looked_at=1, longest_size=9, sizes={}, tokens=9, counts=(), spread=(), longest=(1,))
+    found = traits(SimpleNamespace(said={}, loaded=True, written=Written()), prompted, rows, 1.0)
+    assert found["script"]["weights_dtype"] == "float16"
+    assert found["parameters"] == base.num_parameters() + 4 * 8
+    prompted.half()
+    with pytest.raises(Refused, match="weights in float16, which lose almost every update"):
+        traits(SimpleNamespace(said={}, loaded=True, written=Written()), prompted, rows, 1.0)
 
 
 def test_a_file_is_opened_also_where_its_path_can_not_be_noted(tmp_path, monkeypatch):

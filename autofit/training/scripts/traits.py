@@ -32,19 +32,17 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float, beside: S
     """What a script trains, but for how its loop or its Trainer does; ``beside`` are its other models.
 
     Returns:
-        ``script``: fields of :class:`autofit.contract.script.Script`; ``model``: the model itself; ``config``: its
-        config as JSON values, empty where it is none of transformers.
+        ``script``: fields of :class:`autofit.contract.script.Script`; ``model``: the model itself; ``parameters``: how
+        many are in it, in an adapter that lies beside it, too; ``config``: its config as JSON values, empty where it is
+        none of transformers.
 
     Raises:
         Refused: The model has no weights, or they can't be trained as they are.
     """
-    import torch
     from transformers import PreTrainedModel
 
     inner = inner_of(model)
-    # not packed: 4 bits may be kept as floats, 8 bits are integers
-    plain = [one for one in inner.parameters() if one.dtype != torch.int8 and getattr(one, "quant_state", None) is None]
-    first = max(plain, key=lambda one: one.numel(), default=None)
+    first = max(_unpacked(inner), key=lambda one: one.numel(), default=None)
     if first is None:
         raise Refused(f"the script trains a {type(inner).__name__}, which has no parameters", "hand on the whole model")
     # a module of sentence-transformers has the config of the model inside, and is none itself
@@ -52,7 +50,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float, beside: S
     text = "{}" if settings is None else settings.to_json_string(use_diff=False)
     dtype = str(first.dtype).removeprefix("torch.")
     others = (one for each in beside for one in each.parameters())
-    _check_dtypes(first.dtype, {one.dtype for one in (*plain, *others) if one.requires_grad})
+    _check_dtypes(first.dtype, {one.dtype for one in (*_unpacked(model), *others) if one.requires_grad})
     asked = {name: value for name, value in patches.said.items() if name == "attn_implementation"}
     attends = getattr(settings, "_attn_implementation", None)
     if not patches.loaded and isinstance(attends, str):  # made by its class, so that nothing else can be asked for
@@ -76,7 +74,15 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float, beside: S
         "modules": _modules(),
         "wrote": patches.written.arrays(),
     }
-    return {"script": script, "model": inner, "config": json.loads(text)}
+    return {"script": script, "model": inner, "parameters": parameters_of(model), "config": json.loads(text)}
+
+
+def _unpacked(model: Any) -> list[Any]:
+    """Its weights that are not packed: 4 bits may be kept as floats, 8 bits are integers."""
+    import torch
+
+    every = model.parameters()
+    return [one for one in every if one.dtype != torch.int8 and getattr(one, "quant_state", None) is None]
 
 
 def _check_dtypes(largest: torch.dtype, trained: set[torch.dtype]) -> None:
