@@ -139,12 +139,12 @@ class Adapter(Technique):
             recipe.model_wraps.append(wrap)
 
     def in_script(self, model: nn.Module) -> str | None:
-        """The kind of PEFT's adapter, and its rank."""
+        """The kind of PEFT's adapter, and its rank; of AdaLoRA's the one that it begins with."""
         configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
         if not configs:
             return None
         one = next(iter(configs.values()))
-        rank = getattr(one, "r", None)
+        rank = getattr(one, "init_r", getattr(one, "r", None))  # AdaLoRA's config has both, and makes nothing of r
         kind = str(getattr(one.peft_type, "value", one.peft_type))
         return f"{kind} r={rank}" if isinstance(rank, int) else kind
 

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 
+import peft
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -216,6 +217,8 @@ def test_a_script_s_own_adapter_is_told_by_the_technique_in_the_field_of_its_nam
     assert ADAPTER.in_script(built("llama", tmp_path)) is None
     model = built("llama", tmp_path, adapter="lora:r=4")
     assert ADAPTER.in_script(model) == "LORA r=4"
+    shrinking = peft.AdaLoraConfig(init_r=12, target_r=4, total_step=9, target_modules=["q_proj"])
+    assert ADAPTER.in_script(peft.get_peft_model(built("llama", tmp_path), shrinking)) == "ADALORA r=12"
     fields = {one.name for one in dataclasses.fields(Script)}
     assert {one.name for one in techniques() if one.in_script(model) is not None} == {"adapter"}
     assert fields >= {"adapter", "quantization", "checkpointing"}
