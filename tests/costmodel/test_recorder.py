@@ -524,6 +524,21 @@ def test_one_number_that_is_drawn_for_each_row_is_known_but_decides_nothing():
         assert torch.rand([]).item() == torch.rand(1).item() == 1
 
 
+def test_of_rows_that_differ_conditions_are_known_and_numbers_are_not():
+    recorder, mode = Recorder(fake=True, stand_ins=without_values()), FakeMode()
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    with mode, recorder, KnownValues(recorder) as known:
+        fake = torch.empty(2, 3, dtype=torch.int64)
+        known.tell(fake, mask, mixed=True)
+        assert (fake == 1).any()
+        assert not (fake == 1).all()
+        assert torch.tensor([3, 4]).max().item() == 4, "of no row"
+        for asked in (lambda: fake.sum().item(), lambda: int((fake == 1).sum(1).max()), fake[0, 0].item):
+            with pytest.raises(ModelError, match="only a run on real weights tells"):
+                asked()
+    assert not recorder.guessed
+
+
 def test_several_tensors_whose_sizes_depend_on_known_values_are_known():
     recorder, real, mode = Recorder(fake=True, stand_ins=without_values()), torch.tensor([0, 4, 4, 9]), FakeTensorMode()
     ends = mode.from_tensor(real)

@@ -326,6 +326,38 @@ def test_what_cant_be_traced_is_told(server, folder, loss, why):
     assert traces.need(plans[0]) is None
 
 
+TWO_TEXTS = """
+import torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+SIZES = {"hidden_size": 32, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+class Own(Trainer):
+    def compute_loss(self, model, inputs, **_):
+        loss = model(inputs["first"], labels=inputs["labels"]).loss
+        if (inputs["second"] > 0).any():
+            loss = loss + model(inputs["second"], labels=inputs["labels"]).loss
+        return loss
+
+def collated(rows):
+    first, second = (torch.nn.utils.rnn.pad_sequence([row[at] for row in rows], batch_first=True) for at in (0, 1))
+    return {"first": first, "second": second, "labels": torch.zeros(len(rows), dtype=torch.long)}
+
+rows = [(torch.ones(8 + row, dtype=torch.long), torch.ones(71 - row, dtype=torch.long)) for row in range(64)]
+model = BertForSequenceClassification(BertConfig(vocab_size=64, **SIZES))
+own = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "remove_unused_columns": False}
+arguments = TrainingArguments("x", **own)
+Own(model, arguments, train_dataset=rows, data_collator=collated).train()
+"""
+
+
+def test_what_a_loss_does_where_a_batch_holds_something_counts_of_rows_that_differ_too(server, folder):
+    """The longest rows of two texts are not the same, so that a micro-batch of them is one of several rows."""
+    script = folder / "two.py"
+    script.write_text(TWO_TEXTS)
+    near(server, folder, facts_of_script(server, folder, script))
+
+
 def test_a_script_with_threads_runs_anew_for_each_trace(server, folder):
     script = folder / "threads.py"
     begin = "import threading, time, pathlib\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"

@@ -1,11 +1,12 @@
 """Values of small tensors of numbers, kept beside fake tensors: what a script's loss asks of its batch is answered.
 
 A trainer's own loss looks at what a batch holds: how many tokens are no padding, where an answer begins. A fake tensor
-has no values, so those of the batch are kept here, and what is computed from them alone is computed once more for
-real. Of what is not known, a fraction that is asked for is 1, such as a loss that is logged; a condition does not hold,
-such as that a layer is dropped now and then, but one of all values does, such as that they are finite; where a whole
-number is asked for, which may be a size, the run fails. One number that is drawn for each row, such as a timestep, is
-drawn for real, so that a schedule can be searched for it: the place where it is found is answered, all else that is
+has no values, so those of the batch are kept here, and what is computed from them alone is computed once more for real.
+Of what is not known, a fraction that is asked for is 1, such as a loss that is logged; a condition does not hold, such
+as that a layer is dropped now and then, but one of all values does, such as that they are finite; where a whole number
+is asked for, which may be a size, the run fails. Of a batch whose rows differ conditions alone are known: how many
+there are of something is another number for as many others. One number that is drawn for each row, such as a timestep,
+is drawn for real, so that a schedule can be searched for it: the place where it is found is answered, all else that is
 asked of it as of what is not known.
 """
 
@@ -60,15 +61,19 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: Any = WeakIdKeyDictionary()
         self._drawn: Any = WeakIdKeyDictionary()
         """Those of them that come of drawn numbers, and whether they are places of these."""
+        self._mixed: Any = WeakIdKeyDictionary()
+        """Those of them that come of rows that differ."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def tell(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Say what a fake tensor holds; large ones and fractions are not kept."""
+    def tell(self, fake: torch.Tensor, real: torch.Tensor, *, mixed: bool = False) -> None:
+        """Say what a fake tensor holds, and whether of rows that differ; large ones and fractions are not kept."""
         if real.numel() <= _LARGEST and not real.is_floating_point():
             self._known[fake] = real
+            if mixed:
+                self._mixed[fake] = True
 
     def answers_transformers(self) -> None:
         """Have transformers ask a mask whether it hides anything, which of fake tensors it takes for granted."""
@@ -101,8 +106,11 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._asked(args[0], known[id(args[0])])
         if func in _IS_NUMBER and args[0].is_floating_point() and not args[0].requires_grad and not all_known:
             return self._said(func(*args), _IS_NUMBER[func])
+        sized = torch.Tag.dynamic_output_shape not in func.tags and torch.Tag.data_dependent_output not in func.tags
         if func in _BY_PLACES:
             args = (args[0], [*self._places(args[1])], *args[2:])
+        elif not sized and any(one in self._mixed for one in tensors):
+            return func(*args, **kwargs)
         if not all_known or not (_draws_rows(args) if _random(func) else _repeats(func, tensors)):
             if func._schema.is_mutable and not all_known:
                 self._forget(func, args)
@@ -110,7 +118,6 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         real_args, real_kwargs = tree_unflatten(
             [known[id(one)] if isinstance(one, torch.Tensor) else one for one in leaves], spec
         )
-        sized = torch.Tag.dynamic_output_shape not in func.tags and torch.Tag.data_dependent_output not in func.tags
         result = func(*args, **kwargs) if sized else None
         if any(isinstance(one, FakeTensor) and one.numel() > _LARGEST for one in tree_leaves(result)):
             return result
@@ -122,11 +129,14 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _keep(self, func: Any, given: list[torch.Tensor], made: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        """Know from now on what an operator has made of tensors, and whether it comes of drawn numbers."""
+        """Know from now on what an operator has made of tensors, and what that comes of."""
+        mixed = any(one in self._mixed for one in given)
         drawn = [self._drawn[one] for one in given if one in self._drawn] or [False] * _random(func)
         for fake, value in made:
             if isinstance(fake, FakeTensor) and value.numel() <= _LARGEST:
                 self._known[fake] = value
+                if mixed:
+                    self._mixed[fake] = True
                 if drawn:
                     self._drawn[fake] = any(drawn) or func in _FINDS
 
@@ -153,7 +163,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _asked(self, tensor: torch.Tensor, known: torch.Tensor | None) -> Any:
         place = self._drawn.get(tensor)  # None where nothing was drawn
-        if known is not None and (place is None or (place and _whole(tensor))):
+        answers = tensor.dtype == torch.bool or tensor not in self._mixed
+        if known is not None and answers and (place is None or (place and _whole(tensor))):
             with _disable_current_modes():
                 return known.item()
         self._recorder.guessed |= tensor.dtype == torch.bool
@@ -164,7 +175,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _places(self, indices: Any) -> Any:
         """Masks whose values are known, as the places where they are true."""
         for one in indices:
-            if one is not None and one.dtype == torch.bool and one not in self._drawn and self._value(one) is not None:
+            guess = one is None or one.dtype != torch.bool or one in self._drawn or one in self._mixed
+            if not guess and self._value(one) is not None:
                 yield from self._nonzero(one).unbind(1)
             else:
                 yield one

@@ -37,7 +37,7 @@ class ScriptSource:
         self.recipe, self.script = recipe, script
         self.beside: list[nn.Module] = []
         self._batch: Any = {}
-        self._values_known = True
+        self._alike = True
         self.padded: bool | None = None
         """Whether the masks of its micro-batches hide something; decided by its rows where it is not said before."""
 
@@ -56,7 +56,7 @@ class ScriptSource:
         Raises:
             ModelError: Rows can't be taken one by one, or their batch does not grow with them.
         """
-        self._batch, self._values_known = longest_rows(self.loader, self.script, rows, grows=grows)
+        self._batch, self._alike = longest_rows(self.loader, self.script, rows, grows=grows)
         if self.padded is None:
             self.padded = paddings(self.loader, self.script, rows)[0]
         for name, tensor in _parts(self._batch).items():
@@ -88,8 +88,8 @@ class ScriptSource:
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            if self._values_known and known is not None:
-                known.tell(made, tensor)
+            if known is not None:
+                known.tell(made, tensor, mixed=not self._alike)
             return made
 
         return _each(self._batch, torch.clone if known is None else fake)
@@ -116,7 +116,7 @@ _FEW = 8
 
 
 def longest_rows(loader: Any, script: Script, rows: int, *, grows: bool = False) -> tuple[Any, bool]:
-    """A micro-batch of a loader, each row as long as the longest, and whether its values are those of real rows.
+    """A micro-batch of a loader, each row as long as the longest, and whether they are the same row.
 
     Args:
         loader: The script's own.
