@@ -539,6 +539,19 @@ def test_of_rows_that_differ_conditions_are_known_and_numbers_are_not():
     assert not recorder.guessed
 
 
+def test_fractions_of_a_batch_are_known_until_something_is_drawn_into_them():
+    recorder, real = Recorder(fake=True, stand_ins=without_values()), torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    with FakeMode(), recorder, KnownValues(recorder) as known:
+        labels = torch.empty(2, 2)
+        known.tell(labels, real)
+        assert (labels > 0.5).any()
+        assert labels.sum().item() == 2
+        assert not recorder.guessed
+        labels.normal_()
+        assert not (labels > 0.5).any()
+    assert recorder.guessed
+
+
 def test_several_tensors_whose_sizes_depend_on_known_values_are_known():
     recorder, real, mode = Recorder(fake=True, stand_ins=without_values()), torch.tensor([0, 4, 4, 9]), FakeTensorMode()
     ends = mode.from_tensor(real)

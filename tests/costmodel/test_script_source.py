@@ -70,6 +70,16 @@ def test_two_rows_tell_what_many_are(kind):
         assert torch.equal(found[name], whole[name]), name
 
 
+def test_small_fractions_that_each_row_repeats_are_told_too():
+    labels, large = torch.tensor([[0.0, 1.0]]), torch.ones(1, 1 << 17)
+    found, *_ = rows_of(
+        lambda given: collate(given, labels=labels.repeat(len(given), 1), large=large.repeat(len(given), 1))
+    )
+    assert torch.equal(found["labels"], labels.repeat(ROWS, 1))
+    assert [type(found[name]) is torch.Tensor for name in ("labels", "large", "images")] == [True, False, False]
+    assert found["large"].shape == (ROWS, 1 << 17)
+
+
 def test_a_batch_keeps_its_kind_when_its_tensors_are_made_anew():
     for batch in (Named(ids=torch.ones(2)), Pair(torch.ones(2), torch.ones(3)), [torch.ones(2), (torch.ones(1),)]):
         made = _each(batch, torch.zeros_like)

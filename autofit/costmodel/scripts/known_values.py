@@ -1,4 +1,4 @@
-"""Values of small tensors of numbers, kept beside fake tensors: what a script's loss asks of its batch is answered.
+"""Values of small tensors, kept beside fake tensors: what a script's loss asks of its batch is answered.
 
 A trainer's own loss looks at what a batch holds: how many tokens are no padding, where an answer begins. A fake tensor
 has no values, so those of the batch are kept here, and what is computed from them alone is computed once more for real.
@@ -28,7 +28,8 @@ from autofit.system.errors import ModelError
 if TYPE_CHECKING:
     from autofit.costmodel.tracing.recorder import Recorder
 
-_LARGEST = 1 << 22
+LARGEST = 1 << 22
+"""Numbers of a tensor whose values are kept."""
 _ASKED = torch.ops.aten._local_scalar_dense.default
 _BY_PLACES = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 _NEW = {
@@ -69,8 +70,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def tell(self, fake: torch.Tensor, real: torch.Tensor, *, mixed: bool = False) -> None:
-        """Say what a fake tensor holds, and whether of rows that differ; large ones and fractions are not kept."""
-        if real.numel() <= _LARGEST and not real.is_floating_point():
+        """Say what a fake tensor holds, and whether of rows that differ; large ones are not kept."""
+        if real.numel() <= LARGEST:
             self._known[fake] = real
             if mixed:
                 self._mixed[fake] = True
@@ -112,14 +113,14 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif not sized and any(one in self._mixed for one in tensors):
             return func(*args, **kwargs)
         if not all_known or not (_draws_rows(args) if _random(func) else _repeats(func, tensors)):
-            if func._schema.is_mutable and not all_known:
+            if func._schema.is_mutable:
                 self._forget(func, args)
             return func(*args, **kwargs)
         real_args, real_kwargs = tree_unflatten(
             [known[id(one)] if isinstance(one, torch.Tensor) else one for one in leaves], spec
         )
         result = func(*args, **kwargs) if sized else None
-        if any(isinstance(one, FakeTensor) and one.numel() > _LARGEST for one in tree_leaves(result)):
+        if any(isinstance(one, FakeTensor) and one.numel() > LARGEST for one in tree_leaves(result)):
             return result
         with _disable_current_modes(), torch.no_grad():
             real = func(*real_args, **real_kwargs)
@@ -133,7 +134,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mixed = any(one in self._mixed for one in given)
         drawn = [self._drawn[one] for one in given if one in self._drawn] or [False] * _random(func)
         for fake, value in made:
-            if isinstance(fake, FakeTensor) and value.numel() <= _LARGEST:
+            if isinstance(fake, FakeTensor) and value.numel() <= LARGEST:
                 self._known[fake] = value
                 if mixed:
                     self._mixed[fake] = True
@@ -147,13 +148,13 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return fake
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.numel() <= _LARGEST:
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.numel() <= LARGEST:
             return tensor  # made from Python's numbers
         found: torch.Tensor | None = self._known.get(tensor)
         return found
 
     def _forget(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Something unknown is written into a tensor: what shares its storage is unknown from now on."""
+        """Something unknown, or drawn, is written into a tensor: what shares its storage is unknown from now on."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue

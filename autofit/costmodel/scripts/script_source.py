@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import honor_type
 from torch import nn
 
-from autofit.costmodel.scripts.known_values import KnownValues
+from autofit.costmodel.scripts.known_values import LARGEST, KnownValues
 from autofit.costmodel.tracing.layers import Marks
 from autofit.costmodel.tracing.source import call_batch, make_fake
 from autofit.system.errors import ModelError
@@ -88,7 +88,7 @@ class ScriptSource:
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            if known is not None:
+            if known is not None and not isinstance(tensor, _Invented):
                 known.tell(made, tensor, mixed=not self._alike)
             return made
 
@@ -123,7 +123,7 @@ def longest_rows(loader: Any, script: Script, rows: int, *, grows: bool = False)
         script: Whose longest rows are known.
         rows: How many.
         grows: Whether two rows tell what so many are, where each tensor grows by as much with each: of images, to
-            collate a hundred takes seconds and gigabytes. Fractions have no values then.
+            collate a hundred takes seconds and gigabytes. Large fractions, and those that differ, have no values then.
 
     Raises:
         ModelError: Rows can't be taken one by one, or their batch is neither a mapping nor a sequence.
@@ -198,9 +198,14 @@ def _grown(one: Any, two: Any, rows: int) -> Any:
     if sum(grows) > 1 or twice.shape != two.shape or not (one.is_floating_point() or torch.equal(twice, two)):
         raise ValueError("it does not grow by as much with each row")
     times = [rows if grown else 1 for grown in grows]
-    if one.is_floating_point():
-        return one.new_empty([size * count for size, count in zip(one.shape, times, strict=True)])
+    if one.is_floating_point() and (one.numel() * max(times, default=1) > LARGEST or not torch.equal(twice, two)):
+        made = one.new_empty([size * count for size, count in zip(one.shape, times, strict=True)])
+        return made.as_subclass(_Invented)
     return one.repeat(times)
+
+
+class _Invented(torch.Tensor):
+    """A tensor of a batch whose size is told by fewer rows, and whose values are not."""
 
 
 def _parts(batch: Any) -> Mapping[Any, Any]:

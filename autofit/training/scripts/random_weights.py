@@ -65,7 +65,7 @@ def _generate_alike(model: Any, name: Any, said: Any, download: dict[str, Any]) 
     kind = type(model.generation_config)
     of_config = {"config_file_name": "config.json", "_from_model_config": True}
     for others in ({}, of_config) if name is not None and said is None else ():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, TypeError):  # a folder without the file: in place of its path there is None
             said = kind.from_pretrained(name, **download, **others)
             break
     if said is not None:
