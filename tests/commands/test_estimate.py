@@ -160,6 +160,7 @@ def test_a_card_that_is_not_here_has_the_cache_of_its_datasheet():
     assert elsewhere(asked, model, None, 24 * GIB).hardware.l2_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_smaller_card_takes_a_smaller_micro_batch(ask):
     fix = ("precision=fp32", "optimizer=adamw", "offload=none", "checkpointing=off", "kernels=none")
     big = ask(memory="8GiB", fix=fix, seq_len=128, global_batch=32).plans[0]
@@ -203,6 +204,7 @@ def test_what_is_kept_needs_no_process(ask):
     assert second.plans == first.plans
 
 
+@pytest.mark.slow
 def test_host_memory_is_shown_where_a_plan_takes_some(ask):
     found = ask(
         memory="8GiB",
@@ -331,6 +333,7 @@ def test_a_model_s_facts_come_back_under_its_name(ask):
     assert again.model == "demo"
 
 
+@pytest.mark.slow
 def test_peaks_of_many_agree_with_each_need(server, tmp_path):
     """The fast way and the slow way to a plan's peak."""
     from autofit.commands import facts as facts_of

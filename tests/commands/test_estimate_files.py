@@ -42,6 +42,7 @@ def estimated(folder, server, monkeypatch, **options):
     return estimate.estimate("demo", gpu="RTX 4090", output=folder, **QUESTION, **options)
 
 
+@pytest.mark.slow
 def test_an_estimate_writes_what_a_tune_writes_and_says_everywhere_that_it_is_one(server, tmp_path, monkeypatch):
     folder = tmp_path / "out"
     found = estimated(folder, server, monkeypatch)

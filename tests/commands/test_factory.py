@@ -132,6 +132,7 @@ def test_what_is_known_of_a_plain_module(facts):
     assert len(offered["optimizer"]) > 1
 
 
+@pytest.mark.slow
 def test_rows_of_a_data_set_and_norms_over_a_micro_batch(facts):
     assert facts("of_rows").workload.script.rows == 40
     assert "BatchNorm" in facts("with_norms").workload.script.depends_on_rows

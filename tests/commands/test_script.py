@@ -137,6 +137,7 @@ Trainer(model, TrainingArguments("x"), train_dataset=[{{'input_ids': [1, 2], 'la
     assert any("wrote a.npy while its models had random weights: delete it before you train" in one for one in told)
 
 
+@pytest.mark.slow
 def test_an_accumulation_that_is_said_for_accelerate_is_the_scripts_own(described):
     text = HEAD + "model = Model(BertConfig(num_hidden_layers=1, hidden_size=24))\n"
     text += "steps = {'gradient_accumulation_kwargs': {'num_steps': 2}}\n"
@@ -183,6 +184,7 @@ def test_a_script_that_wants_a_launcher_is_told_that_there_is_none(described, li
     assert described(line)["hint"].startswith(wanted)
 
 
+@pytest.mark.slow
 def test_what_the_script_does_itself_is_seen(described, folder):
     lines = (
         HEAD + "import torch\n"
@@ -243,6 +245,7 @@ def test_the_autocast_that_a_trainer_calls_its_layers_in_is_told(described, meth
     assert described(text)["script"]["autocast"] == found
 
 
+@pytest.mark.slow
 def test_a_loss_that_takes_rows_together_is_described(described):
     found = described(
         HEAD + "class Ranking(Model):\n    __module__ = 'sentence_transformers.losses'\n"

@@ -142,6 +142,7 @@ def test_a_loop_that_says_itself_how_its_model_is_spread_is_refused(described):
     assert described(f"{shared}{parts}{step}")["script"]["own"]["split_batches"] is True
 
 
+@pytest.mark.slow
 def test_a_loop_over_several_loaders_keeps_its_split(described):
     """Of two loaders, a plan changes the micro-batch of one: rows would be mixed otherwise."""
     mixed = described(PREPARED + SEVERAL.format(rest="_", together="zip(loader, other)"))["script"]
@@ -150,6 +151,7 @@ def test_a_loop_over_several_loaders_keeps_its_split(described):
     assert alone["own_split"] is None
 
 
+@pytest.mark.slow
 def test_a_loop_that_evaluates_after_its_first_step_is_left_there(described):
     """Of a model as large as the user's, on a CPU, an evaluation would take hours."""
     loop = """

@@ -121,6 +121,7 @@ def test_knobs_are_held(tune, out):
     assert "every plan" in " ".join(result.document.notes) or len(purposes(replay, "search")) == 2
 
 
+@pytest.mark.slow
 def test_the_same_seed_asks_the_same(tune, tmp_path):
     asked = []
     for name in ("one", "two"):

@@ -313,6 +313,7 @@ def test_a_cache_that_can_be_read_alone_is_left(lab, tmp_path):
 # -- in processes -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_traces_are_made_in_processes_and_kept(lab, server, tmp_path):
     found = lab(lambda: server)
     plans = [PLAIN, PLAIN.replaced(optimizer="adamw_8bit", checkpointing="full", micro_batch=4)]

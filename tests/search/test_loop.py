@@ -244,6 +244,7 @@ def test_a_limit_follows_what_trials_take():
     assert runner.limits[1:] == [loop.LEAST_LIMIT_SECONDS] * 7
 
 
+@pytest.mark.slow
 def test_memory_that_others_took_excludes_no_other_plan(tmp_path):
     found = searcher.open_searcher(tmp_path, SPACE, FACTS, sampler="grid", trials=[])
     plan = found.ask()

@@ -155,6 +155,7 @@ def test_another_space_begins_another_journal(tmp_path):
     assert (tmp_path / f"{JOURNAL_FILE}.broken-1").exists()
 
 
+@pytest.mark.slow
 def test_a_database_holds_a_study_per_folder(tmp_path):
     url = f"sqlite:///{tmp_path}/study.db"
     trials = some_trials()

@@ -170,6 +170,7 @@ def test_a_plan_of_a_config_is_put_into_a_model_of_that_class_alone(tmp_path, ar
         assert json.loads((tmp_path / "seen").read_text())[0][:2] == [8, 1]
 
 
+@pytest.mark.slow
 def test_every_training_like_the_tuned_one_gets_the_plan_and_no_other(tmp_path):
     recipe, _ = plan()
     like, other = [4, 2, "adamw_torch_fused"], [4, 4, "sgd"]

@@ -74,6 +74,7 @@ def test_a_module_around_a_model_of_transformers_is_the_users_own():
     assert describe_module("train.py", found["model"])["architecture"] == "Around"
 
 
+@pytest.mark.slow
 def test_of_a_script_its_own_text_is_told_apart_from_that_of_its_modules(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("")
     script = Script(
