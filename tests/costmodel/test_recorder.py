@@ -547,6 +547,11 @@ def test_fractions_of_a_batch_are_known_until_something_is_drawn_into_them():
         assert (labels > 0.5).any()
         assert labels.sum().item() == 2
         assert not recorder.guessed
+        labels.sub_(1.0)
+        assert not (labels > 0.5).any()
+        assert real.sum() == 2, "the script's batch, which the next micro-step takes, too"
+        assert not recorder.guessed
+        torch.linalg.qr(labels.half())  # the CPU has none of float16
         labels.normal_()
         assert not (labels > 0.5).any()
     assert recorder.guessed

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 
@@ -72,7 +72,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def tell(self, fake: torch.Tensor, real: torch.Tensor, *, mixed: bool = False) -> None:
         """Say what a fake tensor holds, and whether of rows that differ; large ones are not kept."""
         if real.numel() <= LARGEST:
-            self._known[fake] = real
+            with _disable_current_modes():
+                self._known[fake] = real.clone()  # which operators in place may change
             if mixed:
                 self._mixed[fake] = True
 
@@ -99,8 +100,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _once_more(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator whose values are known, or that asks for some or changes them."""
-        leaves, spec = tree_flatten((args, kwargs))
-        tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+        given, tensors = (args, kwargs), [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         known = {id(one): self._value(one) for one in tensors}
         all_known = all(value is not None for value in known.values())
         if func is _ASKED:
@@ -110,24 +110,19 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sized = torch.Tag.dynamic_output_shape not in func.tags and torch.Tag.data_dependent_output not in func.tags
         if func in _BY_PLACES:
             args = (args[0], [*self._places(args[1])], *args[2:])
-        elif not sized and any(one in self._mixed for one in tensors):
-            return func(*args, **kwargs)
-        if not all_known or not (_draws_rows(args) if _random(func) else _repeats(func, tensors)):
-            if func._schema.is_mutable:
-                self._forget(func, args)
-            return func(*args, **kwargs)
-        real_args, real_kwargs = tree_unflatten(
-            [known[id(one)] if isinstance(one, torch.Tensor) else one for one in leaves], spec
-        )
-        result = func(*args, **kwargs) if sized else None
-        if any(isinstance(one, FakeTensor) and one.numel() > LARGEST for one in tree_leaves(result)):
-            return result
-        with _disable_current_modes(), torch.no_grad():
-            real = func(*real_args, **real_kwargs)
-        if not sized:  # the sizes depend on values
-            result = tree_map_only(torch.Tensor, _fake_like, real)
-        self._keep(func, tensors, zip(tree_leaves(result), tree_leaves(real), strict=True))
-        return result
+        elif not sized:
+            all_known &= not any(one in self._mixed for one in tensors)
+        repeats = all_known and (_draws_rows(args) if _random(func) else _repeats(func, tensors))
+        result = func(*args, **kwargs) if sized or not repeats else None
+        if repeats and not any(isinstance(one, FakeTensor) and one.numel() > LARGEST for one in tree_leaves(result)):
+            real = _really(func, *tree_map_only(torch.Tensor, lambda one: known[id(one)], given))
+            if real is not NotImplemented:
+                result = result if sized else tree_map_only(torch.Tensor, _fake_like, real)  # sizes depend on values
+                self._keep(func, tensors, zip(tree_leaves(result), tree_leaves(real), strict=True))
+                return result
+        if func._schema.is_mutable:
+            self._forget(func, args)
+        return func(*args, **kwargs) if repeats and not sized else result
 
     def _keep(self, func: Any, given: list[torch.Tensor], made: Iterable[tuple[Any, torch.Tensor]]) -> None:
         """Know from now on what an operator has made of tensors, and what that comes of."""
@@ -185,6 +180,15 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         with self:
             return torch.nonzero(mask)
+
+
+def _really(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator makes of values; ``NotImplemented`` where the CPU has none for them, such as of float16."""
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            return NotImplemented
 
 
 def _draws_rows(args: tuple[Any, ...]) -> bool:
