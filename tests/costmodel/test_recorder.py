@@ -503,10 +503,13 @@ def test_a_script_is_told_the_same_of_values_that_are_not_known():
         values = torch.empty(4)
         assert torch.isfinite(values).all()
         assert torch.isfinite(values.sum())
-        assert not (values > 0).any()
         assert not values[0] > 0.5
         assert values.sum().item() == 1
+        assert not recorder.notes
+        assert not (values > 0).any()
     assert recorder.guessed
+    (note,) = recorder.notes
+    assert re.match(r"test_recorder.py, line \d+, asks whether any of a batch's values is special", note)
 
 
 def test_one_number_that_is_drawn_for_each_row_is_known_but_decides_nothing():

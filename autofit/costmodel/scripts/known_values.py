@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 
-from autofit.costmodel.tracing.emulation.said_values import said_value
+from autofit.costmodel.tracing.emulation.said_values import question, said_value
 from autofit.system.errors import ModelError
 
 if TYPE_CHECKING:
@@ -164,6 +164,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with _disable_current_modes():
                 return known.item()
         self._recorder.guessed |= tensor.dtype == torch.bool
+        self._recorder.notes |= question(tensor)
         if not _whole(tensor):
             return said_value(tensor)
         raise ModelError("the script's loss asks for a number that only a run on real weights tells")
