@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.distributed._functional_collectives import all_gather_tensor
 
 from autofit.contract import placement
@@ -539,6 +539,9 @@ def test_of_rows_that_differ_conditions_are_known_and_numbers_are_not():
         for asked in (lambda: fake.sum().item(), lambda: int((fake == 1).sum(1).max()), fake[0, 0].item):
             with pytest.raises(ModelError, match="only a run on real weights tells"):
                 asked()
+        for places in (lambda: fake[fake == 1], fake.unique):
+            with pytest.raises(DynamicOutputShapeException):
+                places()
     assert not recorder.guessed
 
 

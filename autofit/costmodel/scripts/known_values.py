@@ -110,7 +110,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sized = torch.Tag.dynamic_output_shape not in func.tags and torch.Tag.data_dependent_output not in func.tags
         if func in _BY_PLACES:
             args = (args[0], [*self._places(args[1])], *args[2:])
-        elif not sized:
+        if not sized:
             all_known &= not any(one in self._mixed for one in tensors)
         repeats = all_known and (_draws_rows(args) if _random(func) else _repeats(func, tensors))
         result = func(*args, **kwargs) if sized or not repeats else None
