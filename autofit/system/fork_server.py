@@ -225,7 +225,7 @@ class ForkServer(_Forking):
             self._process = None
 
     def rest(self) -> None:
-        """End the server until it is asked again, or one alike that was begun ahead: to load takes a core."""
+        """End the server, or one alike that was begun ahead, until it is asked again: what it loads takes a core."""
         if self._process is None and (self.device, self.trains) in _AHEAD:
             self.start()
         self.close()
@@ -348,7 +348,7 @@ _AHEAD: dict[tuple[str, bool], _Begun] = {}
 
 @contextlib.contextmanager
 def begun_ahead(device: str, *, trains: bool) -> Iterator[None]:
-    """Have a server load while its caller imports what will ask for one: the first alike takes it."""
+    """Have a server, of arguments as of :class:`ForkServer`, load ahead of who asks it: the first alike takes it."""
     with scratch_folder("server") as folder:
         _AHEAD[device, trains] = _begin(folder / "forkserver.log", device, trains=trains)
         try:

@@ -60,16 +60,11 @@ def random_model(cls: Any, name: Any, given: dict[str, Any], build: Callable[...
 
 def _generate_alike(model: Any, name: Any, said: Any, download: dict[str, Any]) -> None:
     """Have a model generate as ``from_pretrained`` would: as it was told, or as the checkpoint's files say."""
-    if not model.can_generate():
+    if not hasattr(model, "adjust_generation_fn"):
         return
-    kind = type(model.generation_config)
-    of_config = {"config_file_name": "config.json", "_from_model_config": True}
-    for others in ({}, of_config) if name is not None and said is None else ():
-        with contextlib.suppress(OSError, TypeError):  # a folder without the file: in place of its path there is None
-            said = kind.from_pretrained(name, **download, **others)
-            break
-    if said is not None:
-        model.generation_config = kind.from_dict(said.to_dict())
+    given = {**dict.fromkeys(_DOWNLOAD), "subfolder": "", "trust_remote_code": None, **download}
+    with contextlib.suppress(OSError, TypeError):  # a folder without the files: in place of a path there is None
+        model.adjust_generation_fn(said, None, None, name, **given)
 
 
 def cache_tables_apart() -> None:
