@@ -302,7 +302,7 @@ def _inputs(space: Space, traces: Traces, facts: Facts, card: Card | None) -> Fo
         space=space,
         traces=traces,
         facts=facts,
-        clock=StepClock(card) if card is not None else None,
+        clock=StepClock(card, facts.rates.get("operators")) if card is not None else None,
         nominal=nominal_of(facts, card),
         links=links_of(card, processes=facts.workload.processes, nodes=facts.workload.nodes, on_cpu=not on_cuda),
         most=most_rows(facts),

@@ -1,14 +1,18 @@
 """The world of an estimate: --gpus and --nodes."""
 
+import dataclasses
+import math
 import types
 
 import pytest
 
 from autofit.commands.estimates.estimate import _notes
-from autofit.commands.estimates.world import asked_world
+from autofit.commands.estimates.plans import _slow_host
+from autofit.commands.estimates.world import asked_world, range_words
 from autofit.contract.plan import Plan
 from autofit.costmodel.seconds.collectives import nccl_bytes
 from autofit.machine import gpu_catalogue
+from autofit.registry import baselines
 from autofit.system.errors import InputError
 from tests.support.traced import facts_of
 
@@ -37,14 +41,32 @@ def test_what_is_no_world_is_refused(gpus, nodes, elsewhere, said):
 def test_the_range_of_one_card_is_not_that_of_several():
     card, nothing = gpu_catalogue.find("H100 SXM"), types.SimpleNamespace(plans=())
     one, two = (asked_world(gpus, None, elsewhere=True) for gpus in (1, 2))
-    alone = _notes(facts_of("llama", device="cuda"), card, nothing, nothing, one, host=False, pace=None)
-    several = _notes(two.of(facts_of("llama", device="cuda")), card, nothing, nothing, two, host=True, pace=None)
+    facts = facts_of("llama", device="cuda")
+    alone = _notes(facts, card, nothing, nothing, one, host=False, slow_host=1.0, pace=None)
+    several = _notes(two.of(facts), card, nothing, nothing, two, host=True, slow_host=1.0, pace=None)
     assert "four trainings of five lie within" in alone[-1]
     assert "four trainings of five on one card lie within" in several[-1]
     assert "how far the link between cards is off is not known" in several[-1]
     assert ["steps on the host" in one[-1] for one in (alone, several)] == [False, True]
     assert "at a link of" in several[-2], "the screen shows the last two"
     assert max(len(words) for words in several) < 200, "and cuts none of them"
+
+
+def test_what_a_slow_host_makes_of_the_speeds_is_told_where_it_matters():
+    assert range_words(1.1, processes=1, on_host=True, slow_host=2.34).endswith(
+        "up to 2.3 times slower beside a slow host (20 µs an operator)"
+    )
+    assert "slow host" not in range_words(1.1, processes=1, on_host=False, slow_host=1.05)
+
+
+def test_beside_a_slow_host_small_steps_take_longer_and_large_ones_do_not():
+    facts = facts_of("llama", device="cuda")
+    plan = Plan(baselines())
+    assert _slow_host(plan, facts, 0.010, 1000.0) == pytest.approx(2.0)
+    assert _slow_host(plan, facts, 0.100, 1000.0) == 1.0
+    assert _slow_host(plan, facts, math.nan, 1000.0) == 1.0
+    assert _slow_host(plan.replaced(compile="regions"), facts, 0.010, 1000.0) == 1.0, "what it issues is not known"
+    assert _slow_host(plan, dataclasses.replace(facts, rates={"operators": 1e5}), 0.010, 1000.0) == 1.0, "it was timed"
 
 
 def test_each_group_of_a_rank_has_a_communicator():

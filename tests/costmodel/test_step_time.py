@@ -36,6 +36,16 @@ def test_a_step_takes_as_long_as_the_slower_of_device_and_host(size, bound):
     assert found == pytest.approx(expected)
 
 
+def test_a_host_that_was_timed_issues_operators_at_its_own_pace():
+    card, micro, step = find("H100"), Part(0), Part(0)
+    rows, times = np.array([1, 2]), np.array([3, 1])
+    slow = StepClock(card, operators_per_second=1e3).step_seconds(micro, step, rows, times)
+    assert slow == pytest.approx([4e-3, 3e-3])  # a call for each row, and one of the optimizer
+    large = StepClock(card, operators_per_second=1e3).step_seconds(Part(16384), step, rows, times)
+    device_bound = StepClock(card).step_seconds(Part(16384), step, rows, times)
+    assert large == pytest.approx(device_bound)
+
+
 def test_what_plans_share_is_worked_out_once():
     micro, step = Part(64), Part(64)
     clock = StepClock(find("H100"))

@@ -55,6 +55,7 @@ class OnCard:
         samples_per_second, tokens_per_second: Predicted, where it fits.
         low, high: The factors on both that four trainings of five lie within; ``low`` is 0 where the plan steps on the
             host or several cards train together: that host's speed, or their link's, is not known.
+        slow_host: How many times as long it takes beside a slow host, for which ``low`` allows.
         mfu: Model FLOPs over the card's peak in the plan's precision.
         hours: For the tokens asked about.
         price: Of an hour of one card, where it was given.
@@ -70,6 +71,7 @@ class OnCard:
     tokens_per_second: float | None = None
     low: float | None = None
     high: float | None = None
+    slow_host: float = 1.0
     mfu: float | None = None
     hours: float | None = None
     price: float | None = None
@@ -311,6 +313,7 @@ def _timed(
     step_flops, peak = model_flops(traces, best.plan, facts), peak_flops(card, best.plan, facts)
     mfu = None if not step_flops or not peak else step_flops * pace / facts.workload.global_batch / peak
     low, high = speed_range(best.plan, facts, cast.spread) if cast.spread else (None, None)
+    low = low / best.slow_host if low else low
     return OnCard(
         card=card.name,
         memory_bytes=card.memory_bytes,
@@ -321,6 +324,7 @@ def _timed(
         tokens_per_second=pace * (mean_tokens(facts) or facts.tokens_a_sample),
         low=low,
         high=high,
+        slow_host=best.slow_host,
         mfu=mfu,
         hours=hours,
         price=price,
@@ -342,7 +346,8 @@ def _notes(
         said.append(smaller)
     if spread := max((row.high for row in rows if row.high), default=None):
         on_host = not together and any(row.low == 0 for row in rows)
-        said.append(f"speeds are {range_words(spread, processes=world.processes, on_host=on_host)}")
+        slow = max(row.slow_host for row in rows)
+        said.append(f"speeds are {range_words(spread, processes=world.processes, on_host=on_host, slow_host=slow)}")
     if prices and (without := [row.card for row in rows if row.price is None]):
         said.append(f"no price was given for {', '.join(without)}")
     return tuple(said)

@@ -168,8 +168,9 @@ def estimate(
             host = any(steps_on_host(one.plan, facts) for one in shown)
             best = next((one for one in rows if one.plan == recommended), None)
             notes = _notes(
-                facts, card, traces, plans, world, host=host, pace=best.samples_per_second if best and card else None
-            )
+                facts, card, traces, plans, world, host=host, pace=best.samples_per_second if best and card else None,
+                slow_host=max(one.slow_host if one else 1.0 for one in (best, *(way.fastest for way in by_way))),
+            )  # fmt: skip
             if target is not None and best is not None and card is not None:
                 reason = f"Nothing was measured. It is {why_recommended(recommended == rows[0].plan)}."
                 took = time.monotonic() - began
@@ -219,7 +220,15 @@ def _asked(request: Request, settings: Search, knobs: Mapping[str, tuple[Value, 
 
 
 def _notes(
-    facts: Facts, card: Card | None, traces: Traces, plans: space.Space, world: World, *, host: bool, pace: float | None
+    facts: Facts,
+    card: Card | None,
+    traces: Traces,
+    plans: space.Space,
+    world: World,
+    *,
+    host: bool,
+    slow_host: float,
+    pace: float | None,
 ) -> tuple[str, ...]:
     """What was assumed.
 
@@ -230,6 +239,7 @@ def _notes(
         plans: All of them.
         world: The cards that train together.
         host: Whether plans are shown that step there.
+        slow_host: How many times as long the fastest of each way take beside a slow host.
         pace: Samples/s of the recommended plan, where it is known.
     """
     said = own_training(facts, pace) + script_notes(facts, tried=False) or _remarks(facts)
@@ -249,7 +259,8 @@ def _notes(
     if facts.hardware.device == "cuda" and card is None:
         said.append("the order is that of a nominal card's speed: --gpu NAME tells samples/s")
     if card is not None:
-        said.append(f"samples/s are {range_words(StepClock(card).spread, processes=world.processes, on_host=host)}")
+        worth = range_words(StepClock(card).spread, processes=world.processes, on_host=host, slow_host=slow_host)
+        said.append(f"samples/s are {worth}")
         if card.usable_bytes is None:
             said.append(f"the memory of {card.name} is the nominal one; its driver keeps some of it")
     micro = {note for plan in families_of(plans) if (parts := traces.parts(plan)) for note in parts[0].notes}

@@ -17,6 +17,7 @@ from autofit.costmodel.forecast import (
     Forecast,
     context_bytes,
     untraced_bytes,
+    untraced_time,
     workspace_bytes,
     workspaces,
 )
@@ -25,6 +26,7 @@ from autofit.costmodel.memory.parts import MicroPart, OptimizerPart
 from autofit.costmodel.memory.peak import Need
 from autofit.costmodel.memory.requests import requests
 from autofit.costmodel.seconds.collectives import nccl_bytes
+from autofit.costmodel.seconds.roofline import SLOW_HOST_SECONDS_PER_OPERATOR, WORK
 from autofit.costmodel.tracing.timeline import Floats
 from autofit.costmodel.tracing.trace_store import Traces, evaluated_rows
 from autofit.output.exports.carried import needs_yaml
@@ -37,6 +39,7 @@ from autofit.system.units import MIB
 Verdict = Literal["fits", "tight", "too large"]
 MOST_KINDS = 12
 _MANY_KINDS = 50
+_OPERATORS = WORK.index("operators")
 AS_FAST = 0.03
 """Plans whose predicted speeds are no further apart count as equally fast: the simplest of them is recommended."""
 
@@ -52,6 +55,8 @@ class Estimated:
         verdict: ``fits`` with the margin, ``tight`` without it, or ``too large``.
         samples_per_second: By the laws of :mod:`autofit.costmodel.seconds.step_time`, or by roofline where they lack a
             figure of the card; ``None`` on a card that is not in the catalogue.
+        slow_host: How many times as long a step takes beside a host of :data:`SLOW_HOST_SECONDS_PER_OPERATOR`; 1 where
+            the device sets the pace there, too.
         changes: What the plan changes in the training.
         evaluated_rows: That a Trainer evaluates at once, where that is more than usual; else 0.
         training_args: Fields of ``TrainingArguments`` that carry it.
@@ -65,6 +70,7 @@ class Estimated:
     outside_bytes: int
     verdict: Verdict
     samples_per_second: float | None
+    slow_host: float
     changes: tuple[str, ...]
     evaluated_rows: int = 0
     training_args: Mapping[str, Any]
@@ -195,6 +201,7 @@ def estimated_plan(
         outside_bytes=outside,
         verdict=verdict,
         samples_per_second=None if np.isnan(seconds) else 1 / seconds,
+        slow_host=_slow_host(plan, facts, seconds, float(cast.work[place, _OPERATORS])),
         changes=tuple(changes(plan, facts)),
         evaluated_rows=roomy,
         training_args=dict(emission.training_args),
@@ -203,6 +210,13 @@ def estimated_plan(
         ),
         script=emission.script,
     )
+
+
+def _slow_host(plan: Plan, facts: Facts, seconds: float, operators: float) -> float:
+    """See :class:`Estimated`; of a sample. A plan of which a trace does not hold what is run has no such figure."""
+    if facts.hardware.device == "cpu" or facts.rates or untraced_time(plan, facts) or not seconds > 0:
+        return 1.0
+    return max(1.0, operators * SLOW_HOST_SECONDS_PER_OPERATOR / seconds)
 
 
 def _with_temporaries(need: Need, more: int) -> Need:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 from autofit.commands.request import Request
 from autofit.contract.facts import Facts
+from autofit.costmodel.seconds.roofline import SLOW_HOST_SECONDS_PER_OPERATOR
 from autofit.system.errors import InputError
 
 MOST_CARDS = 65536
+_HARDLY = 1.1
+"""Times as long: no more is not worth a word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +74,20 @@ def asked_world(gpus: int | None, nodes: int | None, *, elsewhere: bool) -> Worl
     return world
 
 
-def range_words(spread: float, *, processes: int, on_host: bool) -> str:
+def range_words(spread: float, *, processes: int, on_host: bool, slow_host: float) -> str:
     """What the predicted speeds are worth, to follow "samples/s are".
 
     Args:
         spread: Four trainings of five on one card are at most so many times faster or slower.
         processes: That train together.
         on_host: Whether any of the plans steps on the host.
+        slow_host: How many times as long the slowest of them takes beside a slow host.
     """
     several = processes > 1
+    slow = round(1e6 * SLOW_HOST_SECONDS_PER_OPERATOR)
+    waiting = f"; up to {slow_host:.1f} times slower beside a slow host ({slow} µs an operator)"
     return (
         f"predicted, not measured: four trainings of five{' on one card' * several} lie within {1 / spread:.2f} to "
         f"{spread:.2f} times them{'; how far the link between cards is off is not known' * several}"
-        f"{'; less is known of steps on the host' * on_host}"
+        f"{'; less is known of steps on the host' * on_host}{waiting if slow_host > _HARDLY else ''}"
     )

@@ -68,6 +68,8 @@ _BUS_BYTES_PER_SECOND = 2.5e10
 HOST_SECONDS_PER_OPERATOR = 8e-6
 """Python, autograd, dispatcher and launch of one eager operator. Layer by layer 5 to 25 µs (jiahuanglin.xyz, GPU kernel
 serving, lesson 18); the low end, since most operators of a step are issued by autograd's C++ engine."""
+SLOW_HOST_SECONDS_PER_OPERATOR = 2e-5
+"""The same of two rented machines, one with an H100 and one with an H200: 16 to 40 µs (2026-11)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -46,10 +46,12 @@ class StepClock:
 
     Args:
         card: In the catalogue.
+        operators_per_second: What the host beside it issues, where that was timed; hosts differ more than cards do.
     """
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: Card, operators_per_second: float | None = None) -> None:
         self.card = card
+        self._host_seconds_each = 1 / operators_per_second if operators_per_second else None
         self._device_and_host: dict[tuple[int, int, bool, bool], tuple[float, float]] = {}
         self._parts: list[object] = []
         try:
@@ -104,7 +106,7 @@ class StepClock:
                 (part.operators(one) if one else part.operators()).computed_in(tf32=tf32, fp16=fp16)  # type: ignore[call-arg]
                 for _, one, *_ in missing
             ]
-            on_host = [host_seconds(one) for one in found]
+            on_host = [host_seconds(one, self._host_seconds_each) for one in found]
             both = zip(_each_on_device(found, self.card), on_host, strict=True)
             self._device_and_host.update(zip(missing, both, strict=True))
         return np.array([self._device_and_host[key] for key in keys]).reshape(-1, 2)
@@ -131,10 +133,15 @@ def _each_on_device(several: list[Operators], card: Card) -> list[float]:
     ]
 
 
-def host_seconds(operators: Operators) -> float:
-    """Of all calls, until the last one is issued."""
+def host_seconds(operators: Operators, each: float | None = None) -> float:
+    """Of all calls, until the last one is issued.
+
+    Args:
+        operators: What is called.
+        each: Seconds of one, where the host is known; else it is one that keeps up with its card well.
+    """
     fit = operator_time.coefficients()["fit"].get("step", _PLAIN)
-    return float(operators.calls.sum() * np.exp(fit["host"]))
+    return float(operators.calls.sum() * (each or np.exp(fit["host"])))
 
 
 def log_std_of(card: Card, found: Mapping[str, Any]) -> float:
