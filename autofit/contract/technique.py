@@ -194,8 +194,8 @@ class Technique(ABC):
         """Device memory of each row of an evaluation that is taken only where a metric reads its predictions."""
         return 0
 
-    def untraced_time(self, value: Value, facts: Facts) -> float:
-        """The natural logarithm of a factor on the seconds of a step that a trace does not count."""
+    def fused_share(self, value: Value, facts: Facts) -> float:
+        """The share of the model's element-wise operators, by their seconds, that a compiler leaves out."""
         return 0.0
 
     def period(self, value: Value) -> int:

@@ -182,7 +182,8 @@ def _forecast_family(family: Plan, members: list[int], inputs: ForecastInputs) -
     copied = _copied_bytes(host_offload, accumulation)
     amounts[:, _TRANSFER] += copied
     samples = given * accumulation * data_parallel(family, facts.workload)
-    step = None if clock is None else _step_seconds(clock, nearest, arithmetic, rows, accumulation)
+    fused = fused_share(family, facts)
+    step = None if clock is None else _step_seconds(clock, nearest, arithmetic, rows, accumulation, fused=fused)
     amounts[:, _NETWORK] = sent = exposed_seconds(
         micro, family.get(PARALLEL, "none"), facts.workload, inputs.links,
         accumulation=accumulation, rows=rows, computed=amounts @ inputs.nominal if step is None else step,
@@ -213,15 +214,22 @@ def _step_seconds(
     arithmetic: Arithmetic,
     rows: Ints,
     accumulation: Ints,
+    *,
+    fused: float,
 ) -> Floats:
     """Seconds of an optimizer step of each plan, without collectives, by the laws or the plain roofline."""
     micro, optimizer = parts
     if clock.by_laws:
-        return clock.step_seconds(micro, optimizer, rows, accumulation, **arithmetic)
+        return clock.step_seconds(micro, optimizer, rows, accumulation, fused=fused, **arithmetic)
     micro_step = micro.work(rows.astype(np.float64)).computed_in(**arithmetic)
     return roofline.step_seconds(
         clock.card, micro_step=micro_step, optimizer_step=optimizer.work(), accumulation=accumulation
     )
+
+
+def fused_share(plan: Plan, facts: Facts) -> float:
+    """The share of the model's element-wise operators that a compiler leaves out of the plan's trace."""
+    return max(one.fused_share(plan[one.name], facts) for one in techniques())
 
 
 def _host_offload(family: Plan, micro: MicroPart, facts: Facts) -> HostOffload | None:

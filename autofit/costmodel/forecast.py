@@ -254,7 +254,7 @@ def forecast(
     untraced = np.array([float(untraced_bytes(plan, facts)) for plan in space.plans])
     return Forecast(
         tensor_bytes=found.tensors,
-        seconds=found.seconds * np.exp([untraced_time(plan, facts) for plan in space.plans]),
+        seconds=found.seconds,
         work=found.work,
         nominal=inputs.nominal,
         known_card=card is not None,
@@ -320,11 +320,6 @@ def kernel_overhead_bytes(facts: Facts, work: Floats) -> Floats:
     """Device memory that the kernels of each plan take, by the kinds of work that the plan has."""
     overhead = np.array([facts.kernel_overhead_bytes.get(kind, 0) for kind in WORK], dtype=np.float64)
     return np.asarray((np.nan_to_num(work) > 0) @ overhead)
-
-
-def untraced_time(plan: Plan, facts: Facts) -> float:
-    """The natural logarithm of what the plan's trace misses of its seconds, as its techniques say."""
-    return sum(one.untraced_time(plan[one.name], facts) for one in techniques())
 
 
 def untraced_bytes(plan: Plan, facts: Facts) -> int:

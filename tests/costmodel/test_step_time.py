@@ -1,5 +1,7 @@
 """Whole steps from the operators of their parts: the slower of device and host, and which card has laws."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -44,6 +46,18 @@ def test_a_host_that_was_timed_issues_operators_at_its_own_pace():
     large = StepClock(card, operators_per_second=1e3).step_seconds(Part(16384), step, rows, times)
     device_bound = StepClock(card).step_seconds(Part(16384), step, rows, times)
     assert large == pytest.approx(device_bound)
+
+
+def test_what_a_compiler_fuses_is_left_out_of_the_micro_steps_alone():
+    card, rows, once = find("H100"), np.array([1]), np.array([1])
+    large = Operator(kind="elementwise", arithmetic="bf16", moved_bytes=1e10, n=1e9)
+    chain = SimpleNamespace(operators=lambda *_: Operators.of([large] * 3))
+    product = Part(8192)
+    clock = StepClock(card)
+    for micro, step, share in ((chain, product, 0.5), (product, chain, 1.0), (product, product, 1.0)):
+        expected = share * device_seconds(micro.operators(1), card) + device_seconds(step.operators(1), card)
+        assert clock.step_seconds(micro, step, rows, once, fused=0.5) == pytest.approx(expected)
+        assert clock.step_seconds(micro, step, rows, once)[0] >= expected
 
 
 def test_what_plans_share_is_worked_out_once():

@@ -11,13 +11,12 @@ import numpy as np
 from autofit import space
 from autofit.contract.facts import Facts
 from autofit.contract.plan import Plan
-from autofit.costmodel.families import families_of
+from autofit.costmodel.families import families_of, fused_share
 from autofit.costmodel.forecast import (
     MARGIN,
     Forecast,
     context_bytes,
     untraced_bytes,
-    untraced_time,
     workspace_bytes,
     workspaces,
 )
@@ -214,7 +213,7 @@ def estimated_plan(
 
 def _slow_host(plan: Plan, facts: Facts, seconds: float, operators: float) -> float:
     """See :class:`Estimated`; of a sample. A plan of which a trace does not hold what is run has no such figure."""
-    if facts.hardware.device == "cpu" or facts.rates or untraced_time(plan, facts) or not seconds > 0:
+    if facts.hardware.device == "cpu" or facts.rates or fused_share(plan, facts) or not seconds > 0:
         return 1.0
     return max(1.0, operators * SLOW_HOST_SECONDS_PER_OPERATOR / seconds)
 

@@ -36,6 +36,7 @@ index; ``copy`` changes dtype or layout; ``optimizer`` updates lists of paramete
 goes over the bus; ``nothing`` launches no kernel; ``collective`` goes over the links to other ranks beside all else:
 :mod:`autofit.costmodel.seconds.collectives`; ``quantized`` updates a parameter whose state has 8 bits."""
 TIMED_KINDS: tuple[TimedKind, ...] = get_args(TimedKind)
+_FUSIBLE = [TIMED_KINDS.index(kind) for kind in ("elementwise", "norm", "reduction", "copy", "nothing")]
 Arithmetic = Literal["fp32", "tf32", "bf16", "fp16"]
 ARITHMETICS: tuple[Arithmetic, ...] = get_args(Arithmetic)
 Layout = Literal["nn", "nt", "tn", "tt"]
@@ -130,6 +131,12 @@ class Operators:
         if fp16:
             codes[codes == ARITHMETICS.index("bf16")] = ARITHMETICS.index("fp16")
         return replace(self, arithmetic=codes)
+
+    def fused(self, share: float) -> Operators:
+        """The same where a compiler leaves out a share of the calls that go element by element, or launch nothing."""
+        return (
+            replace(self, calls=self.calls * np.where(np.isin(self.kind, _FUSIBLE), 1 - share, 1.0)) if share else self
+        )
 
 
 _CODES = ("kind", "arithmetic", "layout", "backward")

@@ -52,7 +52,7 @@ class StepClock:
     def __init__(self, card: Card, operators_per_second: float | None = None) -> None:
         self.card = card
         self._host_seconds_each = 1 / operators_per_second if operators_per_second else None
-        self._device_and_host: dict[tuple[int, int, bool, bool], tuple[float, float]] = {}
+        self._device_and_host: dict[tuple[int, int, float, bool, bool], tuple[float, float]] = {}
         self._parts: list[object] = []
         try:
             operator_time.seconds(operator_time.Operators.of([]), card)
@@ -78,6 +78,7 @@ class StepClock:
         rows: Ints,
         accumulation: Ints,
         *,
+        fused: float = 0.0,
         tf32: bool = False,
         fp16: bool = False,
     ) -> Numbers:
@@ -88,22 +89,25 @@ class StepClock:
             optimizer: Likewise.
             rows: The micro-batch of each plan.
             accumulation: Micro-steps to an optimizer step, of each plan.
+            fused: The share of the micro-steps' element-wise operators that a compiler leaves out.
             tf32: Whether float32 products are made in TF32.
             fp16: Whether what was traced in bfloat16 is made in float16.
         """
         step = self._of(optimizer, [0], tf32=tf32, fp16=fp16)
-        micros = self._of(micro, rows.tolist(), tf32=tf32, fp16=fp16)
+        micros = self._of(micro, rows.tolist(), fused=fused, tf32=tf32, fp16=fp16)
         both = micros * np.asarray(accumulation, dtype=np.float64)[:, None] + step
         return np.asarray(both.max(axis=1))
 
-    def _of(self, part: MicroPart | OptimizerPart, rows: list[int], *, tf32: bool, fp16: bool) -> Numbers:
+    def _of(
+        self, part: MicroPart | OptimizerPart, rows: list[int], *, fused: float = 0.0, tf32: bool, fp16: bool
+    ) -> Numbers:
         """Device and host seconds of one micro-step of each of ``rows``, or with no rows of the optimizer's step."""
-        keys = [(id(part), one, tf32, fp16) for one in rows]
+        keys = [(id(part), one, fused, tf32, fp16) for one in rows]
         missing = sorted(set(keys) - self._device_and_host.keys())
         if missing:
             self._parts.append(part)  # so that its id stays its own
             found = [
-                (part.operators(one) if one else part.operators()).computed_in(tf32=tf32, fp16=fp16)  # type: ignore[call-arg]
+                (part.operators(one) if one else part.operators()).computed_in(tf32=tf32, fp16=fp16).fused(fused)  # type: ignore[call-arg]
                 for _, one, *_ in missing
             ]
             on_host = [host_seconds(one, self._host_seconds_each) for one in found]
