@@ -11,6 +11,7 @@ of a training run.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -34,7 +35,7 @@ from autofit.costmodel.families import (
 from autofit.costmodel.seconds import roofline
 from autofit.costmodel.seconds.collectives import links_of, nccl_bytes
 from autofit.costmodel.seconds.roofline import WORK
-from autofit.costmodel.seconds.step_time import StepClock
+from autofit.costmodel.seconds.step_time import EIGHTY, StepClock
 from autofit.costmodel.tracing.timeline import Bools, Floats
 from autofit.costmodel.tracing.trace_store import evaluated_rows
 from autofit.registry import techniques
@@ -47,7 +48,10 @@ if TYPE_CHECKING:
     from autofit.machine.gpu_catalogue import Card
     from autofit.space import Space
 
-_TRANSFER, _NETWORK = WORK.index("transfer"), WORK.index("network")
+_OPERATORS = WORK.index("operators")
+_NEARLY, _HOST_LOG_STD = 0.9, 0.19
+"""Of a step's seconds, from which on it waits for the host; the standard deviation of the natural logarithm of measured
+over predicted seconds of 25 such plans beside an H200, whose host was timed before them."""
 _HOPPER = (9, 0)
 _CONTEXT_BYTES, _CONTEXT_BYTES_HOPPER = 512 * MIB, 768 * MIB
 """Context and kernels. On an H100 with CUDA 13.0 610 MiB with one kernel, 719 to 764 MiB in training, compiled or not.
@@ -153,6 +157,13 @@ class Forecast:
     activation_bytes: Floats
     spread: float | None = None
     evaluable_rows: Ints | None = None
+
+    def spread_of(self, place: int) -> float | None:
+        """The spread of one plan: a step that waits for its host is told less well, however that was timed."""
+        if self.spread is None:
+            return None
+        on_host = self.work[place, _OPERATORS] * self.nominal[_OPERATORS]
+        return self.spread * (math.exp(EIGHTY * _HOST_LOG_STD) if on_host > _NEARLY * self.seconds[place] else 1.0)
 
     @functools.cached_property
     def residual_std_bytes(self) -> Floats:

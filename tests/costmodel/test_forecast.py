@@ -273,6 +273,14 @@ def test_each_trial_knows_what_was_predicted():
     assert one.low == pytest.approx(4 * math.exp(-0.128), rel=1e-3)
     assert one.high == pytest.approx(4 * math.exp(0.128), rel=1e-3)
     assert predicted_speeds(SPACE, FACTS, None) == {}
+    issued = np.zeros((len(SPACE.plans), len(WORK)))
+    issued[1, WORK.index("operators")], issued[2, WORK.index("operators")] = 0.24, 0.12  # seconds, at one each
+    slow, quick = (
+        predicted_speeds(SPACE, FACTS, dataclasses.replace(found, work=issued))[SPACE.plans[place]] for place in (1, 2)
+    )
+    assert (quick.low, quick.high) == (one.low, one.high)
+    assert slow.low < quick.low / 1.2, "a step that waits for its host is told less well"
+    assert slow.high > 1.2 * quick.high
     waits = SPACE.plans[1].replaced(parallel="fsdp", offload="parameters")
     alone = dataclasses.replace(found, seconds=found.seconds[1:2])
     on_host = predicted_speeds(dataclasses.replace(SPACE, plans=(waits,)), FACTS, alone)

@@ -193,12 +193,12 @@ def predicted_bytes(space: Space, forecast: Forecast | None) -> dict[Plan, int]:
 
 def predicted_speeds(space: Space, facts: Facts, forecast: Forecast | None) -> dict[Plan, PredictedSpeed]:
     """Speed of the plans by their traces, on a known card; with the range that holds four trainings of five."""
-    if forecast is None or forecast.spread is None:
+    if forecast is None:
         return {}
     found = {}
-    for plan, seconds in zip(space.plans, forecast.seconds.tolist(), strict=True):
-        if seconds > 0:
-            low, high = speed_range(plan, facts, forecast.spread)
+    for place, (plan, seconds) in enumerate(zip(space.plans, forecast.seconds.tolist(), strict=True)):
+        if seconds > 0 and (spread := forecast.spread_of(place)) is not None:
+            low, high = speed_range(plan, facts, spread)
             found[plan] = PredictedSpeed(samples_per_second=1 / seconds, low=low / seconds, high=high / seconds)
     return found
 
