@@ -25,3 +25,16 @@ LLAMA_1B = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": True,
 }
+
+QWEN_05B = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}

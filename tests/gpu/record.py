@@ -8,6 +8,9 @@ step        what runs                                                     second
 doctor      ``autofit doctor --json``                                     60               ``doctor.json``
 tune        a 1B-parameter Llama, sequence length 2048, under 40 GiB      720              ``tune.json``
 verify      ``autofit verify`` of what the tune wrote                     240              ``verify.json``
+script      a script of rows of unlike lengths, a Qwen2 of 0.5B           300              ``script.json``
+launch      ``autofit verify`` of what that wrote                         120              ``launch.json``
+landscape   ``record_landscape.py``: 60 plans of that Qwen2               600              ``landscape.jsonl``
 operators   ``record_operators.py``: each alone, and whole steps          180              ``operators/``
 allocator   ``allocator_bench.py``: traces and the real allocator         900              ``allocator.json``
 traces      ``tests/gpu/test_trace.py``: each comparison with its bytes     300              ``traces.txt checks.jsonl``
@@ -17,8 +20,9 @@ fits        ``tests/gpu/fits.py``: the smallest card of some forty plans  540   
 
 DIR/record.json says of each step what was run, how it ended and how long it took; a step that is run again replaces its
 own entry alone. A step that takes too long is ended, and the next one begins. ``--limit-seconds STEP=N`` changes a
-limit, ``--budget-seconds N`` ends them all. ``fits`` continues DIR/fits.jsonl, or the file of ``--continue``. The tune
-writes to ``--scratch``, where ``verify`` finds it again while the machine lives.
+limit, ``--budget-seconds N`` ends them all. ``fits`` continues DIR/fits.jsonl, or the file of ``--continue``, and
+``landscape`` DIR/landscape.jsonl. What is tuned lies in ``--scratch``, where ``verify`` and ``launch`` find it again
+while the machine lives.
 """
 
 import argparse
@@ -36,12 +40,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-from tests.gpu.models import LLAMA_1B  # noqa: E402 - the checkout is found first
+from tests.gpu.models import LLAMA_1B, QWEN_05B  # noqa: E402 - the checkout is found first
 
 BENCHES = HERE.parent / "bench"
 LIMITS = {
-    "doctor": 60.0, "tune": 720.0, "verify": 240.0, "operators": 180.0, "allocator": 900.0, "traces": 300.0,
-    "tests": 400.0, "fits": 540.0,
+    "doctor": 60.0, "tune": 720.0, "verify": 240.0, "script": 300.0, "launch": 120.0, "landscape": 600.0,
+    "operators": 180.0, "allocator": 900.0, "traces": 300.0, "tests": 400.0, "fits": 540.0,
 }  # fmt: skip
 AUTOFIT = [sys.executable, "-m", "autofit.cli"]
 GRACE = 20.0  # between the end that a program is asked for and the one that it is made to
@@ -50,14 +54,14 @@ GRACE = 20.0  # between the end that a program is asked for and the one that it 
 def commands(options, seconds):
     """What each step runs, with the seconds that it has."""
     out, scratch = options.output, options.scratch
-    tuned = scratch / "tune"
+    tuned, scripted, qwen = scratch / "tune", scratch / "script", scratch / "qwen"
     fits = [sys.executable, str(HERE / "fits.py"), "--output", str(out / "fits.jsonl")]
     if options.predictions:
         fits += ["--predictions", str(options.predictions)]
     plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # the latter warns, and warnings are errors
     pytest = [sys.executable, "-m", "pytest", "-v", "-n", "0", *plugins, "--durations=15"]
     traces = HERE / "test_trace.py"
-    minutes = max(0.5, (seconds["tune"] - GRACE) / 60)
+    minutes, scripts_minutes = (max(0.5, (seconds[step] - GRACE) / 60) for step in ("tune", "script"))
     recorder = [sys.executable, str(BENCHES / "record_operators.py"), "--output", str(out / "operators")]
     return {
         "doctor": [*AUTOFIT, "doctor", "--json"],
@@ -72,6 +76,17 @@ def commands(options, seconds):
             "--resume",
         ],
         "verify": [*AUTOFIT, "verify", str(tuned), "--json"],
+        "script": [
+            *AUTOFIT, "tune", str(HERE.parent / "data" / "scripts" / "finetune.py"), "--output", str(scripted),
+            "--json", "--timeout", f"{scripts_minutes:.2f}m", "--resume",
+            "--", "--model", str(qwen), "--rows", "2048", "--batch", "8", "--accumulate", "4",
+        ],
+        "launch": [*AUTOFIT, "verify", str(scripted), "--json"],
+        "landscape": [
+            sys.executable, str(BENCHES / "record_landscape.py"), str(qwen), "--output", str(out / "landscape.jsonl"),
+            "--rounds", "3", "--budget-seconds", f"{max(1.0, seconds['landscape'] - 2 * GRACE):.0f}",
+            "--seq-len", "1024", "--global-batch", "16", *LANDSCAPE,
+        ],
     }  # fmt: skip
 
 
@@ -80,12 +95,21 @@ def _dearest_last(path):
     return path.name == "test_device.py", path.name
 
 
+LANDSCAPE = [
+    "--allow", "exact,numeric",
+    "--fix", "compile=off", "--fix", "offload=none", "--fix", "attention=default", "--fix", "optimizer=adamw",
+    "--among", "precision=bf16,tf32", "--among", "kernels=none,chunked_ce",
+    "--among", "checkpointing=off,full,selective",
+]  # fmt: skip
+"""What the landscapes of ``tests/data/device_landscapes`` hold still, and what they vary beside the micro-batch."""
 FILES = {
     "doctor": "doctor.json",
     "traces": "traces.txt",
     "tests": "tests.txt",
     "tune": "tune.json",
     "verify": "verify.json",
+    "script": "script.json",
+    "launch": "launch.json",
 }
 """Where a step's stdout goes; that of the others is only talk."""
 
@@ -148,6 +172,8 @@ def main(arguments=None):
     options.output.mkdir(parents=True, exist_ok=True)
     options.scratch.mkdir(parents=True, exist_ok=True)
     (options.scratch / "llama-1b.json").write_text(json.dumps(LLAMA_1B))
+    (options.scratch / "qwen").mkdir(exist_ok=True)
+    (options.scratch / "qwen" / "config.json").write_text(json.dumps(QWEN_05B))
     if options.before and not (options.output / "fits.jsonl").exists():
         shutil.copyfile(options.before, options.output / "fits.jsonl")
     steps = [step for step in LIMITS if not options.only or step in options.only]
@@ -172,7 +198,7 @@ def record_steps(steps, options, deadline):
         stdout = options.output / FILES.get(step, f"{step}.txt")
         entry = run(commands(options, limits)[step], limits[step], stdout, environment)
         if step not in FILES:
-            stdout.unlink()
+            stdout.unlink(missing_ok=True)
         record["steps"][step] = entry
         aside = path.with_suffix(".part")
         aside.write_text(json.dumps(record, indent=1))
