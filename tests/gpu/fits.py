@@ -37,6 +37,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 from autofit.registry import techniques  # noqa: E402 - the checkout is found first
 from autofit.system.units import GIB, MIB  # noqa: E402
+from tests.gpu.models import LLAMA_1B, QWEN_05B  # noqa: E402
 
 STEPS = 3  # as many as autofit.costmodel.memory.requests puts together
 TOLERANCE = 0.005
@@ -69,31 +70,8 @@ MODELS = {
         "vocab_size": 50304,
         "tie_word_embeddings": False,
     },
-    "qwen2.5-0.5b": {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
+    "qwen2.5-0.5b": {**QWEN_05B, "max_position_embeddings": 32768},
+    "llama-3.2-1b": LLAMA_1B,
     "qwen3-1.7b": {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
