@@ -249,7 +249,7 @@ def steps_on_host(plan: Plan, facts: Facts) -> bool:
     return bool(_host_offloads(plan, facts, np.ones(1, dtype=np.int64)))
 
 
-def speed_range(plan: Plan, facts: Facts, spread: float) -> tuple[float, float]:
+def speed_range(plan: Plan, facts: Facts, spread: float, slow_host: float = 1.0) -> tuple[float, float]:
     """The factors on the predicted speed of a plan that four trainings of five lie within.
 
     The first is 0 where the speed hangs on what is not known: the link between cards, or the host that steps.
@@ -258,9 +258,10 @@ def speed_range(plan: Plan, facts: Facts, spread: float) -> tuple[float, float]:
         plan: The plan.
         facts: What it is for.
         spread: Of one card, above 1.
+        slow_host: How many times as long a step may take beside a slow host, where the host is not known.
     """
     unknown = facts.workload.processes > 1 or steps_on_host(plan, facts)
-    return 0.0 if unknown else 1 / spread, spread
+    return 0.0 if unknown else 1 / spread / slow_host, spread
 
 
 def _copied_bytes(host_offload: HostOffload | None, accumulation: Ints) -> Floats:

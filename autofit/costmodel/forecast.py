@@ -162,8 +162,12 @@ class Forecast:
         """The spread of one plan: a step that waits for its host is told less well, however that was timed."""
         if self.spread is None:
             return None
-        on_host = self.work[place, _OPERATORS] * self.nominal[_OPERATORS]
-        return self.spread * (math.exp(EIGHTY * _HOST_LOG_STD) if on_host > _NEARLY * self.seconds[place] else 1.0)
+        waits = self.host_share(place, float(self.nominal[_OPERATORS])) > _NEARLY
+        return self.spread * (math.exp(EIGHTY * _HOST_LOG_STD) if waits else 1.0)
+
+    def host_share(self, place: int, seconds_each: float) -> float:
+        """How long a host that takes so many seconds for an operator issues those of a plan, over its forecast."""
+        return float(self.work[place, _OPERATORS] * seconds_each / self.seconds[place])
 
     @functools.cached_property
     def residual_std_bytes(self) -> Floats:

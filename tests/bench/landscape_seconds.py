@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,16 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-from autofit.contract.outcome import Measured  # noqa: E402 - the checkout is found first
-from autofit.contract.plan import Plan  # noqa: E402
+from autofit.contract.plan import Plan  # noqa: E402 - the checkout is found first
 from autofit.search.recordings.landscape import Landscape  # noqa: E402
+from tests.bench.whole_steps.score import p90  # noqa: E402
 
 
 def held(land: Landscape) -> list[tuple[Plan, float, float]]:
     """Each plan with the seconds of its step, measured and predicted."""
     rows = land.facts.workload.global_batch
-    found = []
-    for plan, runs in land.runs.items():
-        steps = [run.outcome.step_seconds for run in runs if isinstance(run.outcome, Measured)]
-        if steps and runs[0].traced_seconds is not None:
-            found.append((plan, statistics.median(steps), runs[0].traced_seconds * rows))
+    timed = ((plan, land.seconds(plan), runs[0].traced_seconds) for plan, runs in land.runs.items())
+    found = [(plan, measured, traced * rows) for plan, measured, traced in timed if math.isfinite(measured) and traced]
     return sorted(found, key=lambda one: one[1])
 
 
@@ -45,7 +42,7 @@ def figures(found: list[tuple[Plan, float, float]]) -> dict[str, Any]:
     return {
         "plans": len(found),
         "median_absolute_error": round(float(np.median(error)), 4),
-        "p90_absolute_error": round(float(np.quantile(error, 0.9)), 4),
+        "p90_absolute_error": round(p90(error.tolist()), 4),
         "rank_correlation": round(float(agree.mean()), 4),
         "choice_regret": round(float(measured[predicted.argmin()] / measured.min() - 1), 4),
     }

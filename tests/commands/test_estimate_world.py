@@ -4,13 +4,16 @@ import dataclasses
 import math
 import types
 
+import numpy as np
 import pytest
 
 from autofit.commands.estimates.estimate import _notes
 from autofit.commands.estimates.plans import _slow_host
 from autofit.commands.estimates.world import asked_world, range_words
 from autofit.contract.plan import Plan
+from autofit.costmodel.forecast import Forecast, peak_prior
 from autofit.costmodel.seconds.collectives import nccl_bytes
+from autofit.costmodel.seconds.roofline import WORK
 from autofit.machine import gpu_catalogue
 from autofit.registry import baselines
 from autofit.system.errors import InputError
@@ -60,13 +63,25 @@ def test_what_a_slow_host_makes_of_the_speeds_is_told_where_it_matters():
 
 
 def test_beside_a_slow_host_small_steps_take_longer_and_large_ones_do_not():
-    facts = facts_of("llama", device="cuda")
-    plan = Plan(baselines())
-    assert _slow_host(plan, facts, 0.010, 1000.0) == pytest.approx(2.0)
-    assert _slow_host(plan, facts, 0.100, 1000.0) == 1.0
-    assert _slow_host(plan, facts, math.nan, 1000.0) == 1.0
-    assert _slow_host(plan.replaced(compile="regions"), facts, 0.010, 1000.0) == 1.0, "what it issues is not known"
-    assert _slow_host(plan, dataclasses.replace(facts, rates={"operators": 1e5}), 0.010, 1000.0) == 1.0, "it was timed"
+    facts, plan = facts_of("llama", device="cuda"), Plan(baselines())
+    work = np.full((3, len(WORK)), 1000.0)
+    cast = Forecast(
+        tensor_bytes=np.ones(3),
+        seconds=np.array([0.010, 0.100, math.nan]),
+        work=work,
+        nominal=np.ones(len(WORK)),
+        known_card=True,
+        timed=False,
+        approximate=np.zeros(3, dtype=bool),
+        peak_prior=peak_prior(facts.hardware),
+        kernel_overhead_bytes=np.zeros(3),
+        activation_bytes=np.zeros(3),
+    )
+    assert _slow_host(0, plan, cast, facts) == pytest.approx(2.0)
+    assert _slow_host(1, plan, cast, facts) == 1.0
+    assert _slow_host(2, plan, cast, facts) == 1.0
+    assert _slow_host(0, plan.replaced(compile="regions"), cast, facts) == 1.0, "what it issues is not known"
+    assert _slow_host(0, plan, cast, dataclasses.replace(facts, rates={"operators": 1e5})) == 1.0, "it was timed"
 
 
 def test_each_group_of_a_rank_has_a_communicator():

@@ -198,7 +198,7 @@ def record_steps(steps, options, deadline):
         stdout = options.output / FILES.get(step, f"{step}.txt")
         entry = run(commands(options, limits)[step], limits[step], stdout, environment)
         if step not in FILES:
-            stdout.unlink(missing_ok=True)
+            stdout.unlink()
         record["steps"][step] = entry
         aside = path.with_suffix(".part")
         aside.write_text(json.dumps(record, indent=1))

@@ -312,8 +312,7 @@ def _timed(
     traces.prepare([without_checkpointing(best.plan)])
     step_flops, peak = model_flops(traces, best.plan, facts), peak_flops(card, best.plan, facts)
     mfu = None if not step_flops or not peak else step_flops * pace / facts.workload.global_batch / peak
-    low, high = speed_range(best.plan, facts, cast.spread) if cast.spread else (None, None)
-    low = low / best.slow_host if low else low
+    low, high = speed_range(best.plan, facts, cast.spread, best.slow_host) if cast.spread else (None, None)
     return OnCard(
         card=card.name,
         memory_bytes=card.memory_bytes,

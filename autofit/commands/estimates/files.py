@@ -82,8 +82,7 @@ def write_estimate(  # noqa: PLR0917 - what an estimate has found out
     """
     assert one.samples_per_second is not None
     pace, work = one.samples_per_second, facts.workload
-    low, high = speed_range(one.plan, facts, StepClock(card).spread)
-    low /= one.slow_host
+    low, high = speed_range(one.plan, facts, StepClock(card).spread, one.slow_host)
     promise = Promise(
         launch_path=work.launch_path,
         samples_per_second=pace,

@@ -25,7 +25,7 @@ from autofit.costmodel.memory.parts import MicroPart, OptimizerPart
 from autofit.costmodel.memory.peak import Need
 from autofit.costmodel.memory.requests import requests
 from autofit.costmodel.seconds.collectives import nccl_bytes
-from autofit.costmodel.seconds.roofline import SLOW_HOST_SECONDS_PER_OPERATOR, WORK
+from autofit.costmodel.seconds.roofline import SLOW_HOST_SECONDS_PER_OPERATOR
 from autofit.costmodel.tracing.timeline import Floats
 from autofit.costmodel.tracing.trace_store import Traces, evaluated_rows
 from autofit.output.exports.carried import needs_yaml
@@ -38,7 +38,6 @@ from autofit.system.units import MIB
 Verdict = Literal["fits", "tight", "too large"]
 MOST_KINDS = 12
 _MANY_KINDS = 50
-_OPERATORS = WORK.index("operators")
 AS_FAST = 0.03
 """Plans whose predicted speeds are no further apart count as equally fast: the simplest of them is recommended."""
 
@@ -200,7 +199,7 @@ def estimated_plan(
         outside_bytes=outside,
         verdict=verdict,
         samples_per_second=None if np.isnan(seconds) else 1 / seconds,
-        slow_host=_slow_host(plan, facts, seconds, float(cast.work[place, _OPERATORS])),
+        slow_host=_slow_host(place, plan, cast, facts),
         changes=tuple(changes(plan, facts)),
         evaluated_rows=roomy,
         training_args=dict(emission.training_args),
@@ -211,11 +210,11 @@ def estimated_plan(
     )
 
 
-def _slow_host(plan: Plan, facts: Facts, seconds: float, operators: float) -> float:
-    """See :class:`Estimated`; of a sample. A plan of which a trace does not hold what is run has no such figure."""
-    if facts.hardware.device == "cpu" or facts.rates or fused_share(plan, facts) or not seconds > 0:
+def _slow_host(place: int, plan: Plan, cast: Forecast, facts: Facts) -> float:
+    """See :class:`Estimated`. A plan of which a trace does not hold what is run has no such figure."""
+    if facts.hardware.device == "cpu" or facts.rates or fused_share(plan, facts) or not cast.seconds[place] > 0:
         return 1.0
-    return max(1.0, operators * SLOW_HOST_SECONDS_PER_OPERATOR / seconds)
+    return max(1.0, cast.host_share(place, SLOW_HOST_SECONDS_PER_OPERATOR))
 
 
 def _with_temporaries(need: Need, more: int) -> Need:

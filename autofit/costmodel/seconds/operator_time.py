@@ -134,9 +134,9 @@ class Operators:
 
     def fused(self, share: float) -> Operators:
         """The same where a compiler leaves out a share of the calls that go element by element, or launch nothing."""
-        return (
-            replace(self, calls=self.calls * np.where(np.isin(self.kind, _FUSIBLE), 1 - share, 1.0)) if share else self
-        )
+        if not share:
+            return self
+        return replace(self, calls=np.where(np.isin(self.kind, _FUSIBLE), 1 - share, 1.0) * self.calls)
 
 
 _CODES = ("kind", "arithmetic", "layout", "backward")
