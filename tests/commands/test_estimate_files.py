@@ -56,6 +56,8 @@ def test_an_estimate_writes_what_a_tune_writes_and_says_everywhere_that_it_is_on
     assert document.promise.peak_bytes == best.device_bytes
     assert document.promise.allocated_bytes <= document.promise.reserved_bytes
     assert 0 < document.estimated.low < 1 < document.estimated.high
+    assert best.slow_host > 1, "so small a step waits for its host"
+    assert document.estimated.low * document.estimated.high == pytest.approx(1 / best.slow_host)
     arguments = json.loads((folder / "training_args.json").read_text("utf-8"))
     assert arguments["bf16"]
     assert arguments["per_device_train_batch_size"] == best.plan["micro_batch"]
