@@ -89,8 +89,9 @@ class Hooks:
 
     They are called for the passes of training alone: not in ``model.eval()``, unless nothing else was seen (a loop may
     train a model as ``from_pretrained`` leaves it, in that mode), and not without gradients. That is told
-    at the beginning of the model's forward pass, since reentrant checkpointing runs layers without gradients; what a
-    backward pass recomputes belongs to training, whatever ran without gradients before it (the reference of DPO).
+    at the beginning of the model's forward pass, since reentrant checkpointing runs layers without gradients; layers
+    that run by themselves are asked there (below an adapter, the model inside generates). What a backward pass
+    recomputes belongs to training, whatever ran without gradients before it (the reference of DPO).
 
     A compiler takes hooks into its graph: a hook asks ``torch.compiler.is_compiling()``, looks once while the graph is
     made, by ``torch._dynamo.comptime``, and leaves nothing in it.
@@ -99,7 +100,11 @@ class Hooks:
     def __init__(self, model: nn.Module) -> None:
         self._training = True
         self._in_its_mode = False
-        self._handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
+        self._inside = False
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end),
+        ]
 
     def _begin(self, module: nn.Module, _args: Any) -> None:
         import torch
@@ -107,6 +112,13 @@ class Hooks:
         if not torch.compiler.is_compiling():
             self._in_its_mode = self._in_its_mode or module.training
             self._training = module.training == self._in_its_mode and torch.is_grad_enabled()
+            self._inside = True
+
+    def _end(self, *_: Any) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling():
+            self._inside = False
 
     def _for_training(self, hook: Callable[..., None]) -> Callable[..., None]:
         import torch
@@ -115,7 +127,8 @@ class Hooks:
             if torch.compiler.is_compiling():
                 trains = module.training
             else:  # -1 outside of a backward pass
-                trains = self._training or torch._C._current_graph_task_id() >= 0  # noqa: SLF001 - there is no other
+                trains = self._training and (self._inside or torch.is_grad_enabled())
+                trains |= torch._C._current_graph_task_id() >= 0  # noqa: SLF001 - there is no other
             if trains:
                 hook(module, given, more)
 

@@ -61,6 +61,7 @@ class Script:
         own: Its other arguments that techniques decide on, as JSON values: fields of ``TrainingArguments``, and what
             else its Trainer is given, in words.
         evaluated_rows: That its Trainer evaluates at once; 0 where it is given none to evaluate.
+        generated: Tokens of the longest completion of a prompt, where its Trainer generates what it trains on; else 0.
         loads: What it says itself where it loads its model, as texts: ``attn_implementation``, ``dtype``.
         weights_dtype: Of its model's largest weight.
         adapter: The adapter that it puts on its model, in words.
@@ -108,6 +109,7 @@ class Script:
     epochs: float = 1.0
     own: Mapping[str, Any] = field(default_factory=dict)
     evaluated_rows: Annotated[int, Field(ge=0)] = 0
+    generated: Annotated[int, Field(ge=0)] = 0
     loads: Mapping[str, str] = field(default_factory=dict)
     weights_dtype: str = "float32"
     adapter: str | None = None

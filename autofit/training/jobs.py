@@ -332,7 +332,7 @@ def _clock(
     tell("load")
     counter = meter(job.facts, inherited)
     effort, script = job.effort, job.facts.workload.script
-    if script is not None and script.own_split is not None:  # fewer micro-steps can't stand for its own
+    if script is not None and (script.own_split is not None or script.generated):  # fewer can't stand for its own
         effort = dataclasses.replace(effort, fidelity="whole")
     clock = clock_of(recipe, effort, counter, tell, on_step)
     _tell_micro_steps(clock)

@@ -747,6 +747,36 @@ def test_a_public_script_of_trl_is_tuned_and_run(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("GRPO", {"lora": 4, "beta": 0.1}), pytest.param("RLOO", {"beta": 0.0}, marks=pytest.mark.by_hand)],
+)
+def test_a_trainer_that_generates_is_tuned_verified_and_run(folder, name, given):
+    """Its training on completions that are there is timed and compared; and a plan splits what it generates at once."""
+    pytest.importorskip("trl")
+    own = {"trainer": name, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
+    arguments = json.dumps({**own, **given, "use_cpu": True, "bf16": False})
+    held = ("--fix=micro_batch=8", "--fix=checkpointing=full", "--fix=precision=fp32")
+    out, script = f"generated-{name}", SCRIPTS / "grpo.py"
+    done = autofit(folder, "tune", script, "--output", out, "--device", "cpu", "--trials", 2, *held, "--", arguments)
+    assert done.returncode == 0, done.stderr
+    found = read_document(folder / out)
+    assert (found.workload.script.trainer, found.workload.script.generated) == (f"{name}Trainer", 16)
+    assert (found.plan["micro_batch"], found.plan["accumulation"]) == (8, 1)
+    assert found.workload.seq_len == 40 + 16, "of the longest prompt"
+    assert found.guard.verdict == "same", found.guard
+    assert found.guard.split is None
+    told = [one for one in found.notes if one.startswith("generating 8 completions of 16 tokens took ")]
+    assert told, "as many as before: a whole optimizer step's"
+    assert not any("not forecast" in one for one in found.notes)
+    verified = autofit(folder, "verify", out, "--tolerance", "0.95")
+    assert verified.returncode == 0, verified.stderr
+    ran = autofit(folder, "run", out, script, "--", arguments)
+    assert ran.returncode == 0, ran.stderr
+    assert "took no effect" not in ran.stderr
+
+
+@pytest.mark.slow
 def test_a_script_is_estimated_on_a_card_that_is_not_here(folder, tmp_path):
     behind = ("--", "--model", folder / "tiny", "--batch", 2, "--output", tmp_path / "mine")
     found = json.loads(autofit(tmp_path, "estimate", CLASSIFY, "--gpu", "RTX 4090", "--json", *behind).stdout)

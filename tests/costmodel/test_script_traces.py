@@ -246,6 +246,20 @@ def sft(server, folder, **given):
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        pytest.param({"lora": 4, "beta": 0.1, "num_iterations": 2}, marks=pytest.mark.by_hand),
+        {"trainer": "RLOO", "beta": 0.0},
+    ],
+)
+def test_a_trace_of_a_trainer_that_generates_needs_what_training_on_real_completions_needs(server, tmp_path, given):
+    pytest.importorskip("trl")
+    split = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    near(server, tmp_path, facts_of_script(server, tmp_path, SCRIPTS / "grpo.py", json.dumps({**split, **given})))
+
+
+@pytest.mark.parametrize(
     ("rows", "precision", "given"),
     [
         (4, "fp32", {"lora": 4, "answers": True}),

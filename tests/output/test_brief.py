@@ -101,6 +101,8 @@ def test_a_script_is_told_how_long_its_own_training_takes():
     said = words(screen(replace(doc, training=training)))
     assert "script's own training, 7,200 rows, besides evaluating and saving, takes 1 h 0 min at this speed" in said
     assert "and costs 3.600 at 3.600 an hour" in said
+    generates = replace(doc, workload=replace(doc.workload, script=replace(script, generated=16)), training=training)
+    assert "7,200 rows, besides generating, evaluating and saving, takes" in words(screen(generates))
     asked = Training.at(samples_per_second=2.0, tokens_per_second=9.0, **(how | {"tokens": 32400.0}))
     assert asked == Training(tokens=32400.0, hours=1.0, price=3.6, cost=3.6)
     unknown = replace(script, epochs_rows=None)

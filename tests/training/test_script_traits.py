@@ -215,6 +215,11 @@ def test_micro_batches_that_a_sampler_of_sentence_transformers_makes_are_told(ho
     [
         ({"calculate_KL": True}, "the KL divergence in its loss is that of the rows of a micro-batch"),
         ({"calculate_KL": False}, None),
+        (
+            {"top_entropy_quantile": 0.5},
+            "its loss takes the tokens of a micro-batch together (top_entropy_quantile)",
+        ),
+        ({"top_entropy_quantile": 1.0}, None),
         ({"loss_types": ["sft", "aot_unpaired"]}, "its loss (aot_unpaired) sorts the rows of a micro-batch"),
         ({"loss_types": ["sigmoid"]}, None),
     ],

@@ -26,6 +26,7 @@ from autofit.system.files import write_atomically, writing
 from autofit.system.fork_server import FAILED_JOB_LOG, ForkServer
 from autofit.system.units import duration
 from autofit.training.jobs import DescribeScriptJob
+from autofit.training.rollouts import generation_words
 from autofit.training.scripts.leave import name_of
 from autofit.training.scripts.loading import SPLIT_BATCHES
 
@@ -185,9 +186,10 @@ def _workload(request: Request, script: Script, hardware: Hardware, say: Callabl
             hint=f"give a multiple of {held}",
         )
     rows = request.global_batch or own
-    if script.rows is not None and script.rows < rows and (script.loading is None or script.loading.fixed is None):
+    few = script.rows is not None and script.rows < rows and (script.loading is None or script.loading.fixed is None)
+    if few and not script.generated:
         raise InputError(
-            f"the script's data set has {plural(script.rows, 'row')}, and an optimizer step is to take {rows}",
+            f"the script's data set has {plural(script.rows or 0, 'row')}, and an optimizer step is to take {rows}",
             hint="give the script more rows, or smaller batches",
         )
     return Workload(
@@ -250,14 +252,22 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
     if script.evaluated_rows and not tried:
         rows = plural(script.evaluated_rows, "row")
         said.append(f"it evaluates {rows} at once: that is not measured, nor held against the ceiling")
-    if tried and not script.trainer:
-        said.append("a plain loop is not run by the guard: no plan's gradients were compared with a float32 baseline's")
+    said += _apart(script, tried=tried)
     if 0 < script.sampled < min(script.rows or 0, _ENOUGH_ROWS):
         said.append(
             f"the data set is slow: {script.sampled:,} of its {script.rows:,} rows were looked at, and longer ones may "
             "be among the others"
         )
     return said + _wrote(script) + lacking_kernels(facts.model, facts.hardware.device)
+
+
+def _apart(script: Script, *, tried: bool) -> list[str]:
+    """What a reader should know of what a script's trials leave out of its training."""
+    if script.generated:
+        return [generation_words(script, tried=tried)]
+    if script.trainer or not tried:
+        return []
+    return ["a plain loop is not run by the guard: no plan's gradients were compared with a float32 baseline's"]
 
 
 def _wrote(script: Script) -> list[str]:
@@ -281,7 +291,8 @@ def own_training(facts: Facts, samples_per_second: float | None) -> list[str]:
     took = f"~{duration(most)}" if share == 1 else f"~{duration(most * share)} to {duration(most)}"
     differ = "" if share == 1 else ": the less, the less of it is padding"
     own = f"its own training, {plural(round(rows), 'row')}"
-    return [f"{own}, takes {took} with the recommended plan, besides evaluating and saving{differ}"]
+    besides = f"{'generating, ' * bool(script.generated)}evaluating and saving"
+    return [f"{own}, takes {took} with the recommended plan, besides {besides}{differ}"]
 
 
 def _trains_often(script: Script) -> bool:

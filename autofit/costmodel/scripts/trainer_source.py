@@ -12,6 +12,7 @@ import torch
 from autofit.costmodel.scripts.script_source import ScriptSource, apart
 from autofit.costmodel.tracing.layers import Marks, TraceDone
 from autofit.system.errors import ModelError
+from autofit.training.rollouts import Completed, makes_rows
 from autofit.training.scripts.watched import watch, wrap_model, wrap_optimizer
 
 if TYPE_CHECKING:
@@ -33,10 +34,13 @@ class TrainerSource(ScriptSource):
         super().__init__(recipe, script)
         self.trainer, self.train = trainer, train
         self._given = False
+        self._generates = makes_rows(type(trainer))
 
     def model(self, *, fake: bool) -> Any:
         """The script's model, wrapped as the plan says."""
         trainer = self.trainer
+        if self._generates:
+            trainer._prepare_inputs = lambda batch: batch  # noqa: SLF001 - where it generates
         trainer.model_init = None
         wrap_model(trainer, self.recipe)
         self.beside = apart(trainer.model, vars(trainer).values())
@@ -45,7 +49,8 @@ class TrainerSource(ScriptSource):
     @functools.cached_property
     def loader(self) -> Any:
         """The Trainer's; to make it may take a look at every row."""
-        return self.trainer.get_train_dataloader()
+        made = self.trainer.get_train_dataloader()
+        return Completed(self.trainer, made) if self._generates else made
 
     def take_rows(self, *, grows: bool, given: bool = False) -> None:
         """Take the longest row as often as the plan says; once where the gradients are given."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.training.guard.loss_curve import Curve, CurveListener, learning, written
 from autofit.training.guard.rounding import Rounding, rounded
+from autofit.training.rollouts import as_trained, generate_alike, take_prompts
 from autofit.training.row_order import wanted
 from autofit.training.scripts.entry import construct, quiet
 from autofit.training.scripts.leave import Enough, run_until_left
@@ -60,8 +61,13 @@ def script_curve(
         drop_nothing(trainer.model)
         set_seed(recipe.facts.workload.seed)
         listener.begin(trainer.model)
-        take_the_same(trainer, wanted(listener, most, longest=script.longest_places, places=script.places))
-        watch(trainer, listener, count=listener.count)
+        asked = wanted(listener, most, longest=script.longest_places, places=script.places)
+        if script.generated:
+            take_prompts(trainer, asked, alike=True)
+            generate_alike(trainer)
+        else:
+            take_the_same(trainer, asked)
+        watch(trainer, listener, count=lambda inputs: listener.count(as_trained(inputs)))
         with rounded(rounding) if rounding else contextlib.nullcontext():
             train()
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from autofit.training import rollouts
 from autofit.training.scripts.loading import drops_last, length_of, loading_of, splitting
 from autofit.training.scripts.patches import Made, Patches
 from autofit.training.scripts.plain_loop.autocast import autocast_of
@@ -28,12 +29,15 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
     """What a Trainer is about to train; ``autocasts`` are those that the script is in."""
     made, since = patches.made[id(trainer)], patches.asked.since(trainer)
     loader: Any = trainer.get_train_dataloader()
-    rows = sample_of(loader.dataset, loader.collate_fn)
-    batch = longest_batch(loader, rows, trainer.args.per_device_train_batch_size)
+    generates = rollouts.makes_rows(type(trainer))
+    trained = rollouts.Completed(trainer, loader, joined=True) if generates else loader
+    rows = sample_of(trained.dataset, trained.collate_fn)
+    batch = longest_batch(trained, rows, trainer.args.per_device_train_batch_size)
     found = traits(patches, trainer.model, rows, seconds)
     loading = loading_of(loader, int(made.arguments["per_device_train_batch_size"]))
+    evaluated = int(made.arguments["per_device_eval_batch_size"])
     rate = dict(loading["rows_per_second"]).get(0)
-    undivided = script_leaves_undivided(trainer, batch)
+    undivided = False if generates else script_leaves_undivided(trainer, batch)  # its loss is divided
     found["script"] |= {
         "trainer": type(trainer).__name__,
         "micro_batch": int(made.arguments["per_device_train_batch_size"]),
@@ -46,15 +50,17 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
             "dataloader_drop_last": drops_last(loader),
         },
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
-        "evaluated_rows": 0 if trainer.eval_dataset is None else int(made.arguments["per_device_eval_batch_size"]),
+        "evaluated_rows": 0 if generates or trainer.eval_dataset is None else evaluated,
+        "generated": trainer.max_completion_length if generates else 0,
         "loading": loading,
         "ungrouped": why_ungrouped(trainer, loader.dataset, 1 / rate if rate else None),
         "batch": shapes(batch),
         "undivided": bool(undivided),
-        "averages": averages(trainer, batch),
+        "averages": rollouts.averages(trainer) if generates else averages(trainer, batch),
         "depends_on_rows": found["script"]["depends_on_rows"] or loss_takes_rows_together(trainer),
-        "own_split": own_split(trainer, loader, since, untold=undivided is None),
-        "autocast": autocast_of(trainer, batch, autocasts),
+        "own_split": own_split(trainer, loader, since, untold=undivided is None)
+        or (rollouts.own_split(trainer) if generates else None),
+        "autocast": {} if generates else autocast_of(trainer, batch, autocasts),
     }
     return found
 

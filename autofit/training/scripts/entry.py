@@ -14,6 +14,7 @@ from autofit.system.errors import InputError
 from autofit.training.expected_rows import Tokens
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
+from autofit.training.rollouts import as_trained, generate_once, take_prompts
 from autofit.training.row_order import wanted
 from autofit.training.scripts.described import BATCH, asks_otherwise, described, handed_on
 from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, name_of, run_to_its_end, run_until_left
@@ -284,7 +285,12 @@ def measured_at(clock: Clock, script: Script, trainer: Any, train: Callable[[], 
     arguments.max_steps = clock.most_steps
     if recipe.joined_rows is None:
         asked = wanted(clock, clock.loaded_steps, longest=script.longest_places, places=script.places)
-        take_in_order(trainer, asked, tokens)
+        if script.generated:
+            take_prompts(trainer, asked)
+        else:
+            take_in_order(trainer, asked, tokens)
+    if script.generated:
+        generate_once(trainer, clock.notes.append)
     get_batch_samples = trainer.get_batch_samples
 
     def timed_batches(*args: Any, **kwargs: Any) -> Any:
@@ -303,7 +309,7 @@ def measured_at(clock: Clock, script: Script, trainer: Any, train: Callable[[], 
             if recipe.facts.workload.evaluated_rows:
                 evaluate_longest(trainer, recipe.facts.workload.evaluated_rows)
 
-    watch(trainer, clock, count=tokens.count, stepped=stepped)
+    watch(trainer, clock, count=lambda inputs: tokens.count(as_trained(inputs)), stepped=stepped)
     trainer.get_batch_samples = timed_batches
     train()
     if not seen:
@@ -320,13 +326,14 @@ def rows_of(trainer: Any) -> int | None:
     loader = trainer.callback_handler.train_dataloader
     inside = getattr(loader, "batch_sampler", None)
     rows = getattr(inside, "batch_size", None) or getattr(loader, "batch_size", None)
-    return int(rows) if rows else None
+    return int(rows) // getattr(trainer.args, "steps_per_generation", 1) if rows else None
 
 
 def rows_words(script: Script) -> str:
     """What a script's measurement trained on, in words."""
+    rows = "prompts, each with a random completion of the greatest length" if script.generated else "rows"
     return (
-        "the script's own rows: the longest while warming up, those to be expected while timed"
+        f"the script's own {rows}: the longest while warming up, those to be expected while timed"
         if script.longest_places
-        else "the script's own rows, in their order"
+        else f"the script's own {rows}, in their order"
     )

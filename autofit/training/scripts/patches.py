@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autofit.contract.recipe import Recipe, keep_flags_alike, large_weights_left_zero, quick_random_weights
+from autofit.training.rollouts import check_generation, split_of_generation
 from autofit.training.scripts.asked import Asked
-from autofit.training.scripts.leave import Refused, generated_rows
+from autofit.training.scripts.leave import Refused
 from autofit.training.scripts.random_weights import cache_tables_apart, made_quantized, random_model
 from autofit.training.scripts.written import Written
 
@@ -298,8 +299,7 @@ class Patches:
                 "the script asks for DeepSpeed or FSDP by its arguments",
                 "leave that out: autofit tune train.py --processes N tries the ways to spread a model",
             )
-        if hasattr(arguments, "generation_batch_size") or getattr(arguments, "use_vllm", False):
-            raise generated_rows(type(trainer))
+        check_generation(type(trainer), arguments, given, measured=self.random_weights)
         _accumulate_by_arguments(arguments)
         own = self.asked.taken(arguments)
         made_with = Made(arguments=own, given=given)
@@ -320,7 +320,7 @@ class Patches:
 
 def _set_all(arguments: Any, values: Mapping[str, Any]) -> None:
     """Have arguments be as if they were made with these values."""
-    made = dataclasses.replace(arguments, **values)
+    made = dataclasses.replace(arguments, **values, **split_of_generation(arguments, values))
     vars(arguments).clear()
     vars(arguments).update(vars(made))
 

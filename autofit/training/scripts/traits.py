@@ -168,9 +168,11 @@ def loss_takes_rows_together(trainer: Any) -> str | None:
 
 
 def _of_trl(trainer: Any) -> str | None:
-    """The same of TRL's trainers (1.16): KTO's, and DPO's where it aligns distributions (AOT)."""
+    """The same of TRL's trainers (1.16): KTO's, DPO's where it aligns distributions (AOT), GRPO's of some tokens."""
     if getattr(trainer, "calculate_KL", False):
         return "the KL divergence in its loss is that of the rows of a micro-batch"
+    if getattr(trainer, "top_entropy_quantile", 1.0) < 1:
+        return "its loss takes the tokens of a micro-batch together (top_entropy_quantile)"
     sorts = {"aot", "aot_unpaired"}.intersection(getattr(trainer, "loss_types", ()))
     return f"its loss ({min(sorts)}) sorts the rows of a micro-batch" if sorts else None
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.contract.technique import replacing
 from autofit.system.errors import InputError
 from autofit.training.loops import between_steps
+from autofit.training.rollouts import makes_rows
 from autofit.training.scripts.leave import Enough, generated_rows, refusing_to_generate
 from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch
@@ -177,7 +178,7 @@ def watch(
     """
     from transformers import EarlyStoppingCallback, TrainerCallback
 
-    compute_loss, training_step = trainer.compute_loss, trainer.training_step
+    compute_loss, training_step, generates = trainer.compute_loss, trainer.training_step, makes_rows(type(trainer))
 
     def timed_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not model.training:
@@ -189,7 +190,7 @@ def watch(
         return loss
 
     def timed_step(*args: Any, **kwargs: Any) -> Any:
-        with refusing_to_generate(generated_rows(type(trainer))):
+        with contextlib.nullcontext() if generates else refusing_to_generate(generated_rows(type(trainer))):
             loss = training_step(*args, **kwargs)
         clock.backward_end(loss)
         return loss

@@ -1,0 +1,326 @@
+"""A Trainer that makes the rows it trains on: TRL's GRPO and RLOO, by whatever name their losses have.
+
+In its first step a trial generates as the script does, completions as long as they may become: what that takes of
+memory the training takes, too. In each further step completions of that length are there at once, random ones. So what
+is timed is all else: rewards, the reference model's pass, the loss, its gradients, the optimizer.
+Read in TRL 1.16: ``_generate_single_turn``, ``_calculate_rewards`` and ``RepeatSampler`` of both trainers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autofit.contract.technique import replacing
+from autofit.system.units import duration
+from autofit.training.row_order import Wanted, expected, in_order
+from autofit.training.scripts.leave import Refused, generated_rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from autofit.contract.script import Script
+
+_TRAINERS = {"GRPOTrainer", "RLOOTrainer"}
+_GENERATES = "_generate_single_turn"
+
+
+def makes_rows(kind: type) -> bool:
+    """Whether a class of Trainer generates a completion of each prompt, and trains on both."""
+    own = any(one.__name__ in _TRAINERS and one.__module__.startswith("trl.trainer.") for one in kind.__mro__)
+    return own and hasattr(kind, _GENERATES)
+
+
+def check_generation(kind: type, arguments: Any, given: Mapping[str, Any], *, measured: bool) -> None:
+    """Refuse a Trainer whose generation can't be set apart from its training.
+
+    Args:
+        kind: Its class.
+        arguments: Its ``TrainingArguments``.
+        given: What else it is given, by name.
+        measured: Whether its training is measured; else it trains as it is, with a plan.
+
+    Raises:
+        Refused: It is such a one.
+    """
+    if not makes_rows(kind):
+        if hasattr(arguments, "generation_batch_size") or getattr(arguments, "use_vllm", False):
+            raise generated_rows(kind)
+        return
+    if measured:
+        _check_measurable(kind, arguments, given)
+
+
+def _check_measurable(kind: type, arguments: Any, given: Mapping[str, Any]) -> None:
+    """The same of a Trainer of TRL's."""
+    by_itself = [name for name in ("rollout_func", "environment_factory") if given.get(name) is not None]
+    if by_itself:
+        raise Refused(
+            f"the script's {kind.__name__} makes its completions by a {by_itself[0]} of its own",
+            "leave it out to tune the training: it may be put in again",
+        )
+    if arguments.use_vllm:
+        raise Refused(
+            f"the script's {kind.__name__} generates by vLLM, which takes memory of its own",
+            "tune it with use_vllm=False, under a ceiling that leaves vLLM its share (--memory-limit)",
+        )
+    if getattr(arguments, "use_transformers_continuous_batching", False):
+        raise Refused(
+            f"the script's {kind.__name__} generates by continuous batching, whose cache takes what memory is free",
+            "tune it with use_transformers_continuous_batching=False, under a ceiling that leaves the cache its share",
+        )
+    if not arguments.max_completion_length:
+        raise Refused(
+            f"the script's {kind.__name__} asks for completions of any length", "give it a max_completion_length"
+        )
+
+
+def split_of_generation(arguments: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by which as many optimizer steps as before train on what is generated at once.
+
+    Args:
+        arguments: Of a Trainer; those of one that generates nothing need none.
+        values: What is to be set in them.
+    """
+    if not hasattr(arguments, "steps_per_generation"):
+        return {}
+    rows, then = "per_device_train_batch_size", arguments.gradient_accumulation_steps
+    steps = max(1, arguments.steps_per_generation * values.get("gradient_accumulation_steps", then) // then)
+    at_once = steps * values.get(rows, getattr(arguments, rows)) * int(os.environ.get("WORLD_SIZE", "1"))
+    whole = arguments.num_generations // math.gcd(arguments.num_generations, at_once)  # 1, but for few rows of a trace
+    return {"steps_per_generation": steps * whole, "generation_batch_size": None}  # made of the other one
+
+
+def own_split(trainer: Any) -> str | None:
+    """Why the split of its batch is such a Trainer's own; ``None`` where another can be put in."""
+    args = trainer.args
+    if args.steps_per_generation % args.gradient_accumulation_steps == 0:
+        return None
+    at_once = args.steps_per_generation * args.per_device_train_batch_size
+    return f"it generates {at_once} completions at once, which are no whole optimizer steps"
+
+
+def averages(trainer: Any) -> bool:
+    """Whether the loss of such a Trainer is a mean over the tokens of a micro-batch."""
+    return getattr(trainer, "loss_type", None) == "bnpo"
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """Micro-batches of such a Trainer as it trains on them: prompts, and completions of the greatest length.
+
+    Attributes:
+        trainer: The Trainer.
+        loader: Its loader, of prompts.
+        joined: Whether each prompt and its completion are one row, as the model sees them.
+    """
+
+    trainer: Any
+    loader: Any
+    joined: bool = False
+
+    @property
+    def dataset(self) -> Any:
+        """Its prompts."""
+        return self.loader.dataset
+
+    @property
+    def batch_sampler(self) -> Any:
+        """How its loader makes micro-batches; ``None`` where its data set does."""
+        return self.loader.batch_sampler
+
+    def collate_fn(self, rows: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """A micro-batch of some of its prompts."""
+        import torch
+
+        trainer, count = self.trainer, len(rows)
+        prompts = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]  # noqa: SLF001 - there is no other
+        longest = max(len(one) for one in prompts)
+        mask = torch.zeros((count, longest), dtype=torch.long)
+        for place, one in enumerate(prompts):
+            mask[place, longest - len(one) :] = 1
+        whole = torch.ones((count, trainer.max_completion_length), dtype=torch.long)
+        made = {
+            "prompt_ids": torch.ones_like(mask),
+            "prompt_mask": mask,
+            "completion_ids": whole,
+            "completion_mask": whole.clone(),
+        }
+        return as_trained(made) if self.joined else made | self._scores(torch.zeros(whole.shape))
+
+    def _scores(self, of_tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What belongs to completions of so many tokens: how likely each was, and how much better than others."""
+        import torch
+
+        of_rows = of_tokens[:, 0]
+        if not _is_grpo(self.trainer):
+            return {"advantages": of_rows.clone(), "old_logps": of_rows.clone()}
+        found = {"advantages": of_rows.clone(), "num_items_in_batch": torch.tensor(of_tokens.numel())}
+        if self.trainer.beta:
+            found["ref_per_token_logps"] = of_tokens.clone()
+        if self.trainer.num_iterations > 1:
+            found["old_per_token_logps"] = of_tokens.clone()
+        return found
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Micro-batches in the loader's order."""
+        rows = self.trainer.args.per_device_train_batch_size
+        for batch in self.loader:
+            yield self.collate_fn(batch[:rows])
+
+
+def as_trained(inputs: Any) -> Any:
+    """A micro-batch of such a Trainer as prompts and completions in one."""
+    import torch
+
+    if not isinstance(inputs, Mapping) or "completion_ids" not in inputs:
+        return inputs
+    return {
+        "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+        "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+    }
+
+
+def take_prompts(trainer: Any, asked: Wanted, *, alike: bool = False) -> None:
+    """Have such a Trainer train on the longest prompts first, then on those that are to be expected.
+
+    What has no length keeps its order.
+
+    Args:
+        trainer: Before it trains.
+        asked: Which rows.
+        alike: Whether all it generates is of the same prompts, those to be expected.
+    """
+    own = trainer._get_train_sampler  # noqa: SLF001 - a Trainer has no other place for it
+
+    def sampler(dataset: Any = None) -> Any:
+        usual = own(dataset)
+        prompts, micro_steps = usual.batch_size, usual.repeat_count  # generated for at once, and trained on since
+        early, later = (asked.accumulation * steps / micro_steps for steps in (asked.warm_up, asked.steps))
+        if alike:
+            groups = [expected(asked.places, prompts, 1)] * math.ceil(early + later)
+        else:
+            then = expected(asked.places, prompts, math.ceil(later) + 1)
+            longest = [*itertools.islice(itertools.cycle(asked.longest), prompts)]
+            groups = [longest] * max(1, int(early))
+            groups += [then[first : first + prompts] for first in range(0, len(then), prompts)]
+        each, again = range(usual.mini_repeat_count), range(micro_steps)
+        return in_order([place for group in groups for _ in again for place in group for _ in each], of=usual)
+
+    if asked.longest:
+        trainer._get_train_sampler = sampler  # noqa: SLF001 - as above
+
+
+def generate_once(trainer: Any, told: Callable[[str], None]) -> None:
+    """Have such a Trainer generate in its first step alone, as much as it may; then completions are there at once.
+
+    Args:
+        trainer: Before it trains.
+        told: Given in words what generating took.
+    """
+    generate, length = getattr(trainer, _GENERATES), trainer.max_completion_length
+    made = _random_completions(trainer)
+    generated = False
+
+    def completions(prompts: Sequence[Any], *given: Any, **more: Any) -> Any:
+        nonlocal generated
+        if generated:
+            return _told_by(trainer, made(len(prompts)))
+        generated = True
+        began = time.perf_counter()
+        with replacing([(trainer.generation_config, "min_new_tokens", length)]):
+            found = generate(prompts, *given, **more)
+        told(_took(trainer, len(prompts), time.perf_counter() - began))
+        return found
+
+    setattr(trainer, _GENERATES, completions)
+
+
+def generate_alike(trainer: Any) -> None:
+    """Have such a Trainer train on the same completions each time, in which some are better than others.
+
+    By its own rewards random ones may be all alike, and nothing would be learned of them.
+
+    Args:
+        trainer: Before it trains.
+    """
+    import torch
+
+    made, score = _random_completions(trainer, differ=True), trainer._generate_and_score_completions  # noqa: SLF001 - no other place
+
+    def completions(prompts: Sequence[Any], *_: Any, **__: Any) -> Any:
+        return _told_by(trainer, made(len(prompts)))
+
+    def scored(prompts: Sequence[Any]) -> dict[str, Any]:
+        found: dict[str, Any] = score(prompts)
+        own = found["advantages"]
+        better = torch.randn(own.shape, generator=torch.Generator().manual_seed(0)) + 1  # else their sum is nothing
+        return {**found, "advantages": better.to(own)}
+
+    setattr(trainer, _GENERATES, completions)
+    trainer._generate_and_score_completions = scored  # noqa: SLF001 - as above
+
+
+def _told_by(trainer: Any, completions: list[list[int]]) -> Any:
+    """What a Trainer's generation returns: GRPO's tells probabilities, too, but where transformers generates."""
+    return (completions, None) if _is_grpo(trainer) else completions
+
+
+def _took(trainer: Any, rows: int, seconds: float) -> str:
+    """What is told of a generation that took so long."""
+    args = trainer.args
+    steps = args.steps_per_generation * getattr(trainer, "num_iterations", 1) / args.gradient_accumulation_steps
+    words = (
+        f"generating {rows} completions of {trainer.max_completion_length} tokens took {duration(seconds)} in the "
+        "first step, whose memory counts; samples/s are those of training on completions that are there"
+    )
+    if steps <= 1:
+        return words
+    return f"{words}, of the steps between two generations, which come every {steps:.3g} steps: most compute no reward"
+
+
+def _is_grpo(trainer: Any) -> bool:
+    """Whether a Trainer is GRPO's, which weighs tokens; RLOO's weighs rows."""
+    return any(one.__name__ == "GRPOTrainer" for one in type(trainer).__mro__)
+
+
+def _random_completions(trainer: Any, *, differ: bool = False) -> Callable[[int], list[list[int]]]:
+    """Makes so many completions, the same each time: tokens that mean a text, and the one that ends it.
+
+    Args:
+        trainer: Whose they are.
+        differ: Whether they are of any length up to the greatest; else of that.
+    """
+    tokenizer, length = trainer._tokenizer, trainer.max_completion_length  # noqa: SLF001 - no other place for it
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    known = min(len(tokenizer), trainer.model.config.get_text_config().vocab_size)
+    usable = [one for one in range(known) if one not in special] or [*range(known)]
+
+    def made(count: int) -> list[list[int]]:
+        numbers = random.Random(0)
+        sizes = [numbers.randint(1, length) if differ else length for _ in range(count)]
+        return [[*numbers.choices(usable, k=size - 1), tokenizer.eos_token_id] for size in sizes]
+
+    return made
+
+
+def generation_words(script: Script, *, tried: bool) -> str:
+    """What a reader should know of the figures of a script that generates.
+
+    Args:
+        script: The script.
+        tried: Whether plans are tried; else they are estimated.
+    """
+    begin = f"its {script.trainer} generates, at most {script.generated} tokens for a prompt: samples/s are those of "
+    if not tried:
+        return f"{begin}training on as many, and neither the seconds nor the memory of generating are estimated"
+    return (
+        f"{begin}training on as many, random ones, with the script's own rewards. Each trial generates once, before it "
+        "is timed: the memory of that counts, and its seconds are told. What the script evaluates is not measured"
+    )

@@ -1,0 +1,269 @@
+"""A Trainer that makes the rows it trains on: a trial generates once, and then trains on random completions."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autofit.contract.script import Script
+from autofit.training import rollouts
+from autofit.training.row_order import Wanted
+from autofit.training.scripts.leave import Refused
+
+
+class GRPOTrainer(SimpleNamespace):
+    """Stands for TRL's."""
+
+    __module__ = "trl.trainer.grpo_trainer"
+
+    def _generate_single_turn(self, prompts):
+        self.asked.append((len(prompts), self.generation_config.min_new_tokens))
+        return [[7] * 5 for _ in prompts], None
+
+    def _tokenize_prompts(self, prompts):
+        return [[9] * len(one.split()) for one in prompts], None, {}
+
+    def _generate_and_score_completions(self, prompts):
+        found, _ = self._generate_single_turn(prompts)
+        return {"advantages": torch.zeros(len(found)), "completions": found}
+
+
+class Named(GRPOTrainer):
+    """A script's own."""
+
+    __module__ = "__main__"
+
+
+class Tokenizer:
+    """Of eight tokens, more than the model has."""
+
+    all_special_ids, added_tokens_decoder, eos_token_id = (0, 1), {3: "<image>"}, 1
+
+    def __len__(self):
+        return 8
+
+
+def trainer_of(kind=GRPOTrainer, *, micro=2, accumulation=2, **changed):
+    args = SimpleNamespace(
+        per_device_train_batch_size=micro, gradient_accumulation_steps=accumulation, steps_per_generation=accumulation
+    )
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=7)))
+    given = {
+        "args": args,
+        "asked": [],
+        "model": model,
+        "max_completion_length": 5,
+        "_tokenizer": Tokenizer(),
+        "generation_config": SimpleNamespace(min_new_tokens=None),
+        "num_iterations": 1,
+        "beta": 0.0,
+    }
+    return kind(**{**given, **changed})
+
+
+ARGUMENTS = {
+    "use_vllm": False,
+    "max_completion_length": 16,
+    "steps_per_generation": 4,
+    "gradient_accumulation_steps": 4,
+    "per_device_train_batch_size": 2,
+    "num_generations": 4,
+    "generation_batch_size": 8,
+}
+
+
+def arguments_of(**changed):
+    return SimpleNamespace(**{**ARGUMENTS, **changed})
+
+
+def test_trainers_of_trl_and_those_that_inherit_from_them_make_their_rows():
+    assert rollouts.makes_rows(GRPOTrainer)
+    assert rollouts.makes_rows(Named)
+
+    class Other(SimpleNamespace):
+        _generate_single_turn = None
+
+    assert not rollouts.makes_rows(Other)
+    assert not rollouts.makes_rows(type("GRPOTrainer", (), {"_generate_single_turn": None, "__module__": "mine"}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "given", "words"),
+    [
+        ({"use_vllm": True}, {}, "generates by vLLM"),
+        ({"use_transformers_continuous_batching": True}, {}, "continuous batching"),
+        ({"max_completion_length": None}, {}, "completions of any length"),
+        ({}, {"rollout_func": print}, "by a rollout_func of its own"),
+        ({}, {"environment_factory": print}, "by a environment_factory of its own"),
+    ],
+)
+def test_what_generates_in_another_way_is_refused_where_it_is_measured_and_trains_with_a_plan(changed, given, words):
+    with pytest.raises(Refused, match=words):
+        rollouts.check_generation(Named, arguments_of(**changed), given, measured=True)
+    rollouts.check_generation(Named, arguments_of(**changed), given, measured=False)
+    rollouts.check_generation(Named, arguments_of(), {"rollout_func": None}, measured=True)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_another_trainer_that_generates_is_refused_always(measured):
+    class OnlineDPOTrainer:
+        pass
+
+    with pytest.raises(Refused, match="OnlineDPOTrainer generates the rows"):
+        rollouts.check_generation(OnlineDPOTrainer, arguments_of(), {}, measured=measured)
+    rollouts.check_generation(OnlineDPOTrainer, SimpleNamespace(), {}, measured=measured)
+
+
+@pytest.mark.parametrize(
+    ("own", "accumulation", "rows", "steps"),
+    [
+        (4, 1, 8, 1),  # as many optimizer steps as before are trained on what is generated at once
+        (4, 8, 1, 8),
+        (8, 1, 8, 2),
+        (8, 4, 2, 8),
+        (4, 1, 1, 4),  # a trace's few rows are no whole group of one prompt
+    ],
+)
+def test_what_is_generated_at_once_is_as_much_as_before(own, accumulation, rows, steps):
+    values = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": rows}
+    found = rollouts.split_of_generation(arguments_of(steps_per_generation=own), values)
+    assert found == {"steps_per_generation": steps, "generation_batch_size": None}
+    assert rollouts.split_of_generation(SimpleNamespace(gradient_accumulation_steps=4), values) == {}
+
+
+def test_a_generation_of_less_than_an_optimizer_step_keeps_its_split():
+    assert rollouts.own_split(trainer_of()) is None
+    trainer = trainer_of()
+    trainer.args.steps_per_generation = 1
+    assert rollouts.own_split(trainer) == "it generates 2 completions at once, which are no whole optimizer steps"
+
+
+def test_a_trial_generates_once_and_as_much_as_it_may():
+    trainer, told = trainer_of(), []
+    rollouts.generate_once(trainer, told.append)
+    first = trainer._generate_single_turn([[9]] * 4)
+    assert first == ([[7] * 5] * 4, None)
+    later, probabilities = trainer._generate_single_turn([[9]] * 6)
+    assert trainer.asked == [(4, 5)], "with the greatest length for the least"
+    assert trainer.generation_config.min_new_tokens is None
+    assert probabilities is None
+    assert [len(one) for one in later] == [5] * 6
+    assert {token for one in later for token in one[:-1]} <= {2, 4, 5, 6}, "special tokens mean no text"
+    assert {one[-1] for one in later} == {1}, "else a completion counts as cut off"
+    assert len(set(map(tuple, later))) > 1
+    assert len(told) == 1
+    assert told[0].startswith("generating 4 completions of 5 tokens took ")
+    assert "between two generations" not in told[0]
+
+
+def test_generations_that_are_trained_on_for_several_steps_are_told():
+    trainer, told = trainer_of(num_iterations=2), []
+    trainer.args.steps_per_generation = 4
+    rollouts.generate_once(trainer, told.append)
+    trainer._generate_single_turn([[9]])
+    assert "which come every 4 steps: most compute no reward" in told[0]
+
+
+class Sampler:
+    """TRL's ``RepeatSampler``, as far as it is asked."""
+
+    def __init__(self, prompts, generations, micro_steps):
+        self.batch_size, self.mini_repeat_count, self.repeat_count = prompts, generations, micro_steps
+
+
+def wanted(**changed):
+    given = {"micro_batch": 4, "accumulation": 2, "micro_steps": 2, "warm_up": 2, "steps": 3}
+    return Wanted(**{**given, "longest": (9, 8), "places": tuple(range(8)), **changed})
+
+
+def groups_of(trainer, size):
+    places = [*trainer._get_train_sampler()]
+    return [places[first : first + size] for first in range(0, len(places), size)]
+
+
+def test_the_longest_prompts_come_first_and_then_those_that_are_to_be_expected():
+    """Each prompt as often as it has completions; and the loader asks once for each micro-step."""
+    trainer = trainer_of(_get_train_sampler=lambda _: Sampler(prompts=2, generations=4, micro_steps=2))
+    rollouts.take_prompts(trainer, wanted())
+    found = groups_of(trainer, 8)
+    assert found[:4] == [[9] * 4 + [8] * 4] * 4
+    later = found[4:]
+    assert len(later) >= 2 * 3
+    assert later[::2] == later[1::2]
+    for one in later:
+        assert one[:4] == [one[0]] * 4
+        low, high = sorted({one[0], one[4]})
+        assert low < 4 <= high, "of the short ones, and of the long ones"
+
+
+def test_prompts_of_several_steps_come_as_often_as_they_are_generated_for():
+    trainer = trainer_of(_get_train_sampler=lambda _: Sampler(prompts=4, generations=4, micro_steps=8))
+    rollouts.take_prompts(trainer, wanted(warm_up=4, steps=8))
+    found = groups_of(trainer, 16)
+    assert [one[0] == 9 for one in found] == [True] * 8 + [False] * (8 * 3)
+
+
+def test_the_same_prompts_come_in_each_step_where_trainings_are_compared():
+    trainer = trainer_of(_get_train_sampler=lambda _: Sampler(prompts=2, generations=4, micro_steps=2))
+    rollouts.take_prompts(trainer, wanted(), alike=True)
+    found = groups_of(trainer, 8)
+    assert len(found) == (2 + 3) * 2
+    assert found == [found[0]] * len(found)
+
+
+def test_prompts_of_a_stream_keep_their_order():
+    own = object()
+    trainer = trainer_of(_get_train_sampler=own)
+    rollouts.take_prompts(trainer, wanted(longest=()))
+    assert trainer._get_train_sampler is own
+
+
+def test_a_prompt_and_its_longest_completion_are_one_row():
+    loader = SimpleNamespace(dataset=["a"], batch_sampler=1)
+    rows = [{"prompt": "w w w"}, {"prompt": "w"}]
+    joined = rollouts.Completed(trainer_of(), loader, joined=True).collate_fn(rows)
+    assert {name: tuple(one.shape) for name, one in joined.items()} == {"input_ids": (2, 8), "attention_mask": (2, 8)}
+    assert joined["attention_mask"].sum(1).tolist() == [8, 6]
+    assert not joined["attention_mask"][1, 0], "prompts are padded at their beginning"
+    shapes = {
+        name: tuple(one.shape)
+        for name, one in rollouts.Completed(trainer_of(beta=0.1, num_iterations=2), loader).collate_fn(rows).items()
+    }
+    ids = {f"{part}_{what}": (2, size) for part, size in (("prompt", 3), ("completion", 5)) for what in ("ids", "mask")}
+    of_tokens = dict.fromkeys(("ref_per_token_logps", "old_per_token_logps"), (2, 5))
+    assert shapes == {**ids, **of_tokens, "advantages": (2,), "num_items_in_batch": ()}
+    assert "ref_per_token_logps" not in rollouts.Completed(trainer_of(), loader).collate_fn(rows)
+
+
+def test_micro_batches_of_a_stream_are_made_of_its_loaders():
+    class Loader(list):
+        dataset = batch_sampler = None
+
+    loader = Loader([[{"prompt": "w"}] * 4])
+    (found,) = rollouts.Completed(trainer_of(), loader, joined=True)
+    assert tuple(found["input_ids"].shape) == (2, 6)
+
+
+def test_two_trainings_are_compared_on_the_same_completions_some_of_which_are_better():
+    """Of one length a loss that is a mean over the tokens of a micro-batch would be the same in any split."""
+    found = []
+    for _ in range(2):
+        trainer = trainer_of(max_completion_length=50)
+        rollouts.generate_alike(trainer)
+        found += [trainer._generate_and_score_completions([[9]] * 8) for _ in range(2)]
+        assert not trainer.asked, "no model is asked"
+    assert all(one["completions"] == found[0]["completions"] for one in found)
+    assert all(torch.equal(one["advantages"], found[0]["advantages"]) for one in found)
+    assert len({len(one) for one in found[0]["completions"]}) > 1
+    assert found[0]["advantages"].std() > 0.5
+    assert abs(found[0]["advantages"].sum()) > 0.5
+
+
+def test_the_figures_of_a_script_that_generates_are_said_to_be_without_that():
+    script = Script(path="t.py", sha256="", trainer="GRPOTrainer", micro_batch=2, accumulation=1, generated=16)
+    tried, estimated = (rollouts.generation_words(script, tried=one) for one in (True, False))
+    assert tried.startswith(
+        "its GRPOTrainer generates, at most 16 tokens for a prompt: samples/s are those of training"
+    )
+    assert "generates once, before it is timed" in tried
+    assert "neither the seconds nor the memory of generating are estimated" in estimated
