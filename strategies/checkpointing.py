@@ -66,6 +66,7 @@ _ATTENTION = frozenset({
 })  # fmt: skip
 _ON = "switched on"
 _IN_CACHE = "the adapter's prompt is a cache, which no layer that is recomputed is given: it would not be trained"
+_ON_AGAIN = "its Trainer recomputes nothing while it generates, and then every layer again"
 _SEEN_TO_WIN = {"cpu": {"full", "every_2"}, "cuda": {"full"}}
 """Values that were the fastest under a ceiling of a landscape recorded on such a device, and what every large model is
 trained with; the others are tried on request."""
@@ -97,15 +98,15 @@ class Checkpointing(Technique):
             if _by_script_alone(facts):
                 found["full"] = Choice("full", Kind.EXACT, "offered", "the script has switched it on")
             return (off, *found.values())
-        withheld = (
-            dict.fromkeys(reasons, _IN_CACHE)
-            if _loses_prompt(facts)
-            else {
-                value: f"the model has {model.layers} layer(s), and it takes {least} to be worth it"
-                for value, least in _LEAST_LAYERS.items()
-                if model.layers < least
-            }
-        )
+        withheld = {
+            value: f"the model has {model.layers} layer(s), and it takes {least} to be worth it"
+            for value, least in _LEAST_LAYERS.items()
+            if model.layers < least
+        }
+        if facts.workload.script is not None and facts.workload.script.generated:
+            withheld |= dict.fromkeys({*reasons} - {"full"}, _ON_AGAIN)
+        if _loses_prompt(facts):
+            withheld = dict.fromkeys(reasons, _IN_CACHE)
         if facts.hardware.device == "cpu":
             withheld["full_offload"] = "the device's memory is the host's memory"
 

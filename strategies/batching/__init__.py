@@ -338,6 +338,8 @@ def _unlabelled(script: Script) -> str | None:
 
 def _unknown(script: Script) -> str | None:
     """What of a script's batches can't be padded on, in words."""
+    if script.generated:
+        return "its Trainer pads prompts and completions itself"
     ids = script.batch.get("input_ids")
     if ids is None or script.batch.get("attention_mask") != ids:
         return "its batches have no mask that tells padding from tokens"

@@ -90,6 +90,7 @@ def test_a_cpu_pads_to_a_multiple_on_request():
         (script_facts(trainer=""), "group_by_length", "sampler is its own"),
         (script_facts(ungrouped="KTOTrainer chooses its rows itself"), "group_by_length", "KTOTrainer"),
         (script_facts(batch={"input_ids": (4, 30)}), "pad_to_multiple", "no mask"),
+        (script_facts(generated=16), "pad_to_multiple", "its Trainer pads prompts and completions itself"),
         (script_facts(batch={"input_ids": (4, 30), "attention_mask": (4, 30), "bbox": (4, 30, 4)}), "pad_to_multiple",
          "bbox"),
         (told(replace(cuda_facts(), model=replace(cuda_facts().model, position_rows=130)), (8, 130)), "pad_to_multiple",

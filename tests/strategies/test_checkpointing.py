@@ -313,6 +313,17 @@ def test_a_pytorch_without_that_class_is_left_alone(strategy, monkeypatch):
     assert recorder.tape().work[-1, KINDS.index("other"), 2] == strategy._HOST_A_SEEN_OPERATOR
 
 
+def test_where_a_trainer_generates_every_layer_is_recomputed_or_none():
+    """It switches recomputation off meanwhile, and on again without the arguments that tell of some layers."""
+    strategy, facts = technique("checkpointing"), cuda_facts()
+    script = Script(path="t.py", sha256="", trainer="GRPOTrainer", micro_batch=4, accumulation=2, generated=16)
+    found = []
+    for one in (script, dataclasses.replace(script, generated=0)):
+        asked = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=one))
+        found.append({choice.value for choice in strategy.choices(asked) if choice.status != "withheld"})
+    assert found[0] == {"off", "full"} < found[1]
+
+
 @pytest.mark.parametrize(("adapter", "status"), [("PrefixTuningConfig", "withheld"), ("PromptTuningConfig", "offered")])
 def test_what_an_adapter_trains_in_a_cache_is_not_recomputed(adapter, status):
     """transformers takes the cache away where it recomputes a layer, with nothing but a warning."""

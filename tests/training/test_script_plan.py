@@ -449,6 +449,16 @@ def test_what_the_plan_leaves_alone_is_no_other_training():
     assert differs({"bf16": False}, bf16=True) == {"bf16": "bf16 True, not False"}
 
 
+def test_a_greatest_length_of_completions_that_was_not_measured_is_told():
+    recipe, script = plan()
+    script = dataclasses.replace(script, generated=16)
+    facts = dataclasses.replace(recipe.facts, workload=dataclasses.replace(recipe.facts.workload, script=script))
+    asked = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, **OWN}
+    for length, told in ((16, {}), (32, {"max_completion_length": "max_completion_length 32, not 16"})):
+        made = Made(arguments={**asked, "max_completion_length": length}, given={"model": None})
+        assert asks_otherwise(made, transformers.Trainer, None, facts, {}) == told
+
+
 @pytest.mark.parametrize("words", [("4", "2"), ("2", "4"), ("16", "1")])
 def test_a_loop_that_asks_for_another_batch_is_refused(tmp_path, words):
     """It makes its own schedule, of its own number of steps."""

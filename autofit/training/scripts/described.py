@@ -65,6 +65,7 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
     return found
 
 
+_COMPLETION = "max_completion_length"
 BATCH = "rows a step on each device of"
 _DECIDED_ON = (
     "optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile", "use_liger_kernel",
@@ -110,6 +111,8 @@ def asks_otherwise(made: Made, kind: type, model: Any, facts: Facts, tuned: Mapp
         **{name: (own[name], script.own[name]) for name in _DECIDED_ON if name in tuned and name in script.own},
         **{name: (now, script.own[name]) for name, now in given.items() if name in script.own},
     }
+    if script.generated:
+        asked[_COMPLETION] = made.arguments.get(_COMPLETION), script.generated
     if hasattr(model, "parameters"):  # not made yet, or told by its name
         asked["model"] = (type(inner_of(model)).__name__, facts.model.architecture)
     return {name: f"{name} {now}, not {then}" for name, (now, then) in asked.items() if now != then}
