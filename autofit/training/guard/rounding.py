@@ -129,14 +129,27 @@ def _product_mode(rounding: Rounding) -> Any:
             attention, backward = "attention" in name, "backward" in name
             # behind them stand masks, sums of exponentials and the like
             operands = 4 if attention and backward else 3
-            args = (*(shorten(one) for one in args[:operands]), *args[operands:])
-            result = func(*args, **(kwargs or {}))
+            kwargs, written = kwargs or {}, _written(func, args, kwargs or {})
+            ids = {id(one) for one in written}
+            args = (*(one if id(one) in ids else shorten(one) for one in args[:operands]), *args[operands:])
+            result = func(*args, **kwargs)
+            for one in written:  # where its caller looks for it
+                one.copy_(shorten(one))
+            if written:
+                return result
             if not isinstance(result, tuple | list):
                 return shorten(result)
             results = 1 if attention and not backward else 3
             return (*(shorten(one) for one in result[:results]), *result[results:])
 
     return Products()  # type: ignore[no-untyped-call]
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes its result into: ``addmm_``'s first, ``mm``'s ``out``."""
+    given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs  # noqa: SLF001 - public in C++
+    writes = (one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write)  # noqa: SLF001
+    return [given[one.name] for one in writes if one.name in given]
 
 
 def _with_sums_in(dtype: Any, backward: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -109,3 +109,20 @@ def test_layer_norm_adds_its_gradients_up_as_its_kernel_for_a_cpu_does(noise):
     assert apart(found[1], real[1]) < 0.5 * apart(real[1], exact[1])
     assert torch.equal(found[0], exact[0]), "what goes further back is not its fault"
     assert torch.equal(gradients(rounding=BF16)[2], exact[2])
+
+
+def test_a_product_that_is_written_in_place_is_rounded_where_it_is_written(noise):
+    """TRL adds up gradients of its loss so, a chunk of the tokens at a time: in a copy they would be lost."""
+    one, other = noise(8, 8), noise(8, 8)
+    whole, into, view = torch.zeros(8, 8), torch.empty(8, 8), torch.zeros(16, 8)
+    exact = one @ other
+    with rounded(BF16):
+        result = whole.addmm_(one, other)
+        view[8:].addmm_(one, other)
+        torch.mm(one, other, out=into)
+        expected = one @ other
+    assert result is whole
+    assert not torch.equal(expected, exact)
+    for found in (whole, view[8:], into):
+        assert torch.equal(found, expected)
+    assert not view[:8].any()
