@@ -62,7 +62,7 @@ def _check_measurable(kind: type, arguments: Any, given: Mapping[str, Any]) -> N
     by_itself = [name for name in ("rollout_func", "environment_factory") if given.get(name) is not None]
     if by_itself:
         raise Refused(
-            f"the script's {kind.__name__} makes its completions by a {by_itself[0]} of its own",
+            f"the script's {kind.__name__} makes its completions by its own {by_itself[0]}",
             "leave it out to tune the training: it may be put in again",
         )
     if arguments.use_vllm:
@@ -140,7 +140,10 @@ class Completed:
         import torch
 
         trainer, count = self.trainer, len(rows)
-        prompts = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]  # noqa: SLF001 - there is no other
+        prompts, images, _ = trainer._tokenize_prompts([row["prompt"] for row in rows])  # noqa: SLF001 - no other place
+        if images or any({"image", "images"} & row.keys() for row in rows):
+            kind = type(trainer).__name__
+            raise Refused(f"the script's {kind} generates for images", "it is tuned where prompts are texts")
         longest = max(len(one) for one in prompts)
         mask = torch.zeros((count, longest), dtype=torch.long)
         for place, one in enumerate(prompts):
@@ -282,7 +285,7 @@ def _took(trainer: Any, rows: int, seconds: float) -> str:
     )
     if steps <= 1:
         return words
-    return f"{words}, of the steps between two generations, which come every {steps:.3g} steps: most compute no reward"
+    return f"{words}; the script generates every {steps:.3g} steps, and computes no reward in the others"
 
 
 def _is_grpo(trainer: Any) -> bool:

@@ -93,8 +93,8 @@ def test_trainers_of_trl_and_those_that_inherit_from_them_make_their_rows():
         ({"use_vllm": True}, {}, "generates by vLLM"),
         ({"use_transformers_continuous_batching": True}, {}, "continuous batching"),
         ({"max_completion_length": None}, {}, "completions of any length"),
-        ({}, {"rollout_func": print}, "by a rollout_func of its own"),
-        ({}, {"environment_factory": print}, "by a environment_factory of its own"),
+        ({}, {"rollout_func": print}, "by its own rollout_func"),
+        ({}, {"environment_factory": print}, "by its own environment_factory"),
     ],
 )
 def test_what_generates_in_another_way_is_refused_where_it_is_measured_and_trains_with_a_plan(changed, given, words):
@@ -153,7 +153,7 @@ def test_a_trial_generates_once_and_as_much_as_it_may():
     assert len(set(map(tuple, later))) > 1
     assert len(told) == 1
     assert told[0].startswith("generating 4 completions of 5 tokens took ")
-    assert "between two generations" not in told[0]
+    assert "the script generates every" not in told[0]
 
 
 def test_generations_that_are_trained_on_for_several_steps_are_told():
@@ -161,7 +161,7 @@ def test_generations_that_are_trained_on_for_several_steps_are_told():
     trainer.args.steps_per_generation = 4
     rollouts.generate_once(trainer, told.append)
     trainer._generate_single_turn([[9]])
-    assert "which come every 4 steps: most compute no reward" in told[0]
+    assert "the script generates every 4 steps, and computes no reward in the others" in told[0]
 
 
 class Sampler:
@@ -233,6 +233,16 @@ def test_a_prompt_and_its_longest_completion_are_one_row():
     of_tokens = dict.fromkeys(("ref_per_token_logps", "old_per_token_logps"), (2, 5))
     assert shapes == {**ids, **of_tokens, "advantages": (2,), "num_items_in_batch": ()}
     assert "ref_per_token_logps" not in rollouts.Completed(trainer_of(), loader).collate_fn(rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "images"),
+    [({"prompt": "w", "image": 1}, None), ({"prompt": "w", "images": [1]}, None), ({"prompt": "w"}, [1])],
+)
+def test_prompts_with_images_are_refused(row, images):
+    trainer = trainer_of(_tokenize_prompts=lambda prompts: ([[9]] * len(prompts), images, {}))
+    with pytest.raises(Refused, match="generates for images"):
+        rollouts.Completed(trainer, SimpleNamespace()).collate_fn([row])
 
 
 def test_micro_batches_of_a_stream_are_made_of_its_loaders():
