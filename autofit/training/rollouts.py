@@ -3,7 +3,7 @@
 In its first step a trial generates as the script does, completions as long as they may become: what that takes of
 memory the training takes, too. In each further step completions of that length are there at once, random ones. So what
 is timed is all else: rewards, the reference model's pass, the loss, its gradients, the optimizer.
-Read in TRL 1.16: ``_generate_single_turn``, ``_calculate_rewards`` and ``RepeatSampler`` of both trainers.
+Read in TRL 1.4 to 1.16: ``_generate_single_turn``, ``_calculate_rewards`` and ``RepeatSampler`` of both trainers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 from autofit.contract.technique import replacing
 from autofit.system.units import duration
@@ -29,12 +32,13 @@ if TYPE_CHECKING:
 
 _TRAINERS = {"GRPOTrainer", "RLOOTrainer"}
 _GENERATES = "_generate_single_turn"
+_OLDEST = "1.4"
+"""Release of TRL whose trainers generate in a function of their own, and tell of it what is known here."""
 
 
 def makes_rows(kind: type) -> bool:
     """Whether a class of Trainer generates a completion of each prompt, and trains on both."""
-    own = any(one.__name__ in _TRAINERS and one.__module__.startswith("trl.trainer.") for one in kind.__mro__)
-    return own and hasattr(kind, _GENERATES)
+    return any(one.__name__ in _TRAINERS and one.__module__.startswith("trl.trainer.") for one in kind.__mro__)
 
 
 def check_generation(kind: type, arguments: Any, given: Mapping[str, Any], *, measured: bool) -> None:
@@ -59,6 +63,8 @@ def check_generation(kind: type, arguments: Any, given: Mapping[str, Any], *, me
 
 def _check_measurable(kind: type, arguments: Any, given: Mapping[str, Any]) -> None:
     """The same of a Trainer of TRL's."""
+    if Version(there := version("trl")) < Version(_OLDEST):
+        raise Refused(f"the {kind.__name__} of TRL {there} can't be measured", f"pip install -U 'trl>={_OLDEST}'")
     by_itself = [name for name in ("rollout_func", "environment_factory") if given.get(name) is not None]
     if by_itself:
         raise Refused(

@@ -80,11 +80,16 @@ def test_trainers_of_trl_and_those_that_inherit_from_them_make_their_rows():
     assert rollouts.makes_rows(GRPOTrainer)
     assert rollouts.makes_rows(Named)
 
-    class Other(SimpleNamespace):
-        _generate_single_turn = None
+    assert not rollouts.makes_rows(type("GRPOTrainer", (), {"__module__": "mine"}))
+    assert not rollouts.makes_rows(type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"}))
 
-    assert not rollouts.makes_rows(Other)
-    assert not rollouts.makes_rows(type("GRPOTrainer", (), {"_generate_single_turn": None, "__module__": "mine"}))
+
+def test_a_trl_that_generates_in_another_way_is_refused(monkeypatch):
+    monkeypatch.setattr(rollouts, "version", lambda _: "1.3.9")
+    with pytest.raises(Refused, match="the Named of TRL") as refused:
+        rollouts.check_generation(Named, arguments_of(), {}, measured=True)
+    assert refused.value.hint == "pip install -U 'trl>=1.4'"
+    rollouts.check_generation(Named, arguments_of(), {}, measured=False)
 
 
 @pytest.mark.parametrize(
