@@ -32,7 +32,7 @@ from autofit.system.errors import MachineError
 from autofit.training.guard.loss_curve import CURVE, NOT_FINITE, OUT_OF_MEMORY, Curve
 from autofit.training.guard.rounding import Rounding
 from autofit.training.guard.sketch import distance
-from autofit.training.guard.tolerance import Comparison, compare, missing, ranks_apart
+from autofit.training.guard.tolerance import LOST, Comparison, compare, missing, moved, ranks_apart
 from autofit.training.jobs import CurveJob
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def judge(
 
 
 def _unlike(mine: Curve, theirs: Curve, again: Curve) -> str | None:
-    """Why trainings of a script can't be compared; rows and weights that are made for the guard are the same."""
+    """Why trainings can't be compared: a script's may differ by themselves, and rounding may leave nothing of them."""
     if _other_rows(theirs, again):
         return "the script trains on other rows each time it is run"
     if _other_rows(mine, theirs):
@@ -311,6 +311,8 @@ def _unlike(mine: Curve, theirs: Curve, again: Curve) -> str | None:
         norm = math.hypot(*(math.hypot(*one.began[name]) for name in both))
         if math.hypot(*(distance(mine.began[name], one.began[name]) for name in both)) > _SAME_WEIGHTS * norm:
             return "the script begins with other weights each time it is run"
+    if (share := moved(theirs, again)) > LOST:
+        return f"rounding to its format alone moves the gradient by {_percent(share)} of its norm: nothing can be told"
     return None
 
 

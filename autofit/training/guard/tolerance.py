@@ -52,6 +52,8 @@ C = 3.0
 LEAST = 1e-5
 APART = 2.0**-8
 """Of a norm: what the shortest of the formats rounds."""
+LOST = 0.9
+"""Share of its norm that rounding may move a gradient by: of one that is moved farther nothing is left to compare."""
 _VECTOR, _MATRIX = 1 / 2, 1 / 20
 
 
@@ -153,6 +155,12 @@ def compare(plan: Curve, baseline: Curve, rounded: Curve, *, single: bool) -> It
                 tolerance=C * (_spread(drawn, theirs) + error),
                 scale="the baseline's",
             )
+
+
+def moved(baseline: Curve, rounded: Curve) -> float:
+    """How far rounding moves the whole gradient, as a share of its norm; 0 where there is none."""
+    found = _vectors(rounded.gradients, baseline.gradients, rounded.gradients)
+    return 0.0 if found is None else found.difference
 
 
 def ranks_apart(plan: Curve) -> Iterator[Comparison]:

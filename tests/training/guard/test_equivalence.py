@@ -298,6 +298,15 @@ def test_what_is_refused_says_why(changes, words):
     assert words in found.words
 
 
+@pytest.mark.parametrize(("left", "verdict"), [(0.0, "unknown"), (0.05, "unknown"), (0.5, "same"), (1.0, "same")])
+def test_where_rounding_leaves_nothing_of_the_gradient_nothing_is_told(left, verdict):
+    """Its own distance is the tolerance: whatever a plan trained would be within it."""
+    rounded = replace(GOOD, gradients={"a": (left * 3.0, 0.0), "b": (0.0, left * 4.0)})
+    found = judge(FULL, cpu_facts(global_batch=4), GOOD, PLAIN, GOOD, rounded=rounded)
+    assert found.verdict == verdict
+    assert ("rounding to its format alone moves the gradient by" in found.words) == (verdict == "unknown")
+
+
 @pytest.mark.parametrize("plan", [FULL, FULL.replaced(optimizer="sgd")], ids=["exact", "method"])
 def test_ranks_that_train_apart_are_refused(plan):
     """The first rank's curve alone is the baseline's."""
