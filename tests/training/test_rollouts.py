@@ -1,14 +1,20 @@
 """A Trainer that makes the rows it trains on: a trial generates once, and then trains on random completions."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from autofit.contract.plan import Plan
 from autofit.contract.script import Script
-from autofit.training import rollouts
+from autofit.registry import baselines, recipe_of
+from autofit.training import jobs, rollouts
+from autofit.training.measure import PARTS
 from autofit.training.row_order import Wanted
 from autofit.training.scripts.leave import Refused
+from autofit.training.timing import Effort
+from tests.support.synthetic import cpu_facts
 
 
 class GRPOTrainer(SimpleNamespace):
@@ -282,3 +288,14 @@ def test_the_figures_of_a_script_that_generates_are_said_to_be_without_that():
     )
     assert "generates once, before it is timed" in tried
     assert "neither the seconds nor the memory of generating are estimated" in estimated
+
+
+@pytest.mark.parametrize(("generated", "micro_steps"), [(0, PARTS), (16, 8)])
+def test_a_trial_takes_all_micro_steps_of_a_script_that_generates(tmp_path, generated, micro_steps):
+    """Fewer would train on a part of what is generated at once, which takes less memory."""
+    script = Script(path="t.py", sha256="", trainer="GRPOTrainer", micro_batch=2, accumulation=8, generated=generated)
+    facts = cpu_facts(global_batch=16)
+    facts = replace(facts, workload=replace(facts.workload, script=script))
+    recipe = recipe_of(Plan(baselines()).replaced(micro_batch=2, accumulation=8), facts)
+    job = SimpleNamespace(facts=facts, effort=Effort())
+    assert jobs._clock(job, recipe, tmp_path, tmp_path).accumulation == micro_steps
