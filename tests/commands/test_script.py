@@ -756,7 +756,8 @@ def test_a_trainer_that_generates_is_tuned_verified_and_run(folder, name, given)
     """Its training on completions that are there is timed and compared; and a plan splits what it generates at once."""
     pytest.importorskip("trl")
     own = {"trainer": name, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
-    arguments = json.dumps({**own, **given, "use_cpu": True, "bf16": False})
+    rewarded = folder / f"rewarded-{name}"
+    arguments = json.dumps({**own, **given, "use_cpu": True, "bf16": False, "told": str(rewarded)})
     held = ("--fix=micro_batch=8", "--fix=checkpointing=full", "--fix=precision=fp32")
     out, script = f"generated-{name}", SCRIPTS / "grpo.py"
     done = autofit(folder, "tune", script, "--output", out, "--device", "cpu", "--trials", 2, *held, "--", arguments)
@@ -769,6 +770,9 @@ def test_a_trainer_that_generates_is_tuned_verified_and_run(folder, name, given)
     assert found.guard.split is None
     tolerance = float(re.search(r"tolerance ([0-9.e-]+) %", found.guard.words)[1])
     assert tolerance < 1, "in float32; with more nothing is compared"
+    first, second, *later = map(json.loads, rewarded.read_text("utf-8").splitlines())
+    assert first == second == [40] * 8, "the longest prompts while it warms up, each as often as it has completions"
+    assert all(min(one) < max(one) < 40 for one in later[:3]), "and those to be expected while it is timed"
     told = [one for one in found.notes if one.startswith("generating 8 completions of 16 tokens took ")]
     assert told, "as many as before: a whole optimizer step's"
     assert not any("not forecast" in one for one in found.notes)
