@@ -231,6 +231,11 @@ class Workload:
         """Rows that a script's own training takes; ``None`` where the script does not tell, or there is none."""
         return None if self.script is None else self.script.training_rows(self.global_batch)
 
+    @property
+    def besides(self) -> str:
+        """What a script's own training does that is not counted in the seconds of its steps, in words."""
+        return f"{'generating, ' * bool(self.script and self.script.generated)}evaluating and saving"
+
 
 def _version(text: str) -> Version:
     try:

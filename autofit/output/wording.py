@@ -236,8 +236,7 @@ def training_words(document: Document) -> list[str]:
     if asked is None:
         return []
     if asked.rows is not None:
-        script = document.workload.script
-        besides = f"{'generating, ' * bool(script and script.generated)}evaluating and saving"
+        besides = document.workload.besides
         own = f"the script's own training, {plural(round(asked.rows), 'row')}, besides {besides}"
         said, costs = f"{own}, takes {duration(asked.hours * 3600)} at this speed", "costs"
     else:

@@ -8,6 +8,7 @@ Read in TRL 1.4 to 1.16: ``_generate_single_turn``, ``_calculate_rewards`` and `
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -22,7 +23,7 @@ from packaging.version import Version
 
 from autofit.contract.technique import replacing
 from autofit.system.units import duration
-from autofit.training.row_order import Wanted, expected, in_order
+from autofit.training.row_order import Wanted, expected, in_order, sample
 from autofit.training.scripts.leave import Refused, generated_rows
 
 if TYPE_CHECKING:
@@ -186,10 +187,10 @@ class Completed:
 
 def as_trained(inputs: Any) -> Any:
     """A micro-batch of such a Trainer as prompts and completions in one."""
-    import torch
-
     if not isinstance(inputs, Mapping) or "completion_ids" not in inputs:
         return inputs
+    import torch
+
     return {
         "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
         "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
@@ -206,10 +207,8 @@ def take_prompts(trainer: Any, asked: Wanted, *, alike: bool = False) -> None:
         asked: Which rows.
         alike: Whether all it generates is of the same prompts, those to be expected.
     """
-    own = trainer._get_train_sampler  # noqa: SLF001 - a Trainer has no other place for it
 
-    def sampler(dataset: Any = None) -> Any:
-        usual = own(dataset)
+    def sampler(usual: Any) -> Any:
         prompts, micro_steps = usual.batch_size, usual.repeat_count  # generated for at once, and trained on since
         early, later = (asked.accumulation * steps / micro_steps for steps in (asked.warm_up, asked.steps))
         if alike:
@@ -223,7 +222,7 @@ def take_prompts(trainer: Any, asked: Wanted, *, alike: bool = False) -> None:
         return in_order([place for group in groups for _ in again for place in group for _ in each], of=usual)
 
     if asked.longest:
-        trainer._get_train_sampler = sampler  # noqa: SLF001 - as above
+        sample(trainer, sampler)
 
 
 def generate_once(trainer: Any, told: Callable[[str], None]) -> None:
@@ -311,12 +310,13 @@ def _random_completions(trainer: Any, *, differ: bool = False) -> Callable[[int]
     known = min(len(tokenizer), trainer.model.config.get_text_config().vocab_size)
     usable = [one for one in range(known) if one not in special] or [*range(known)]
 
+    @functools.cache  # steps that are timed make none
     def made(count: int) -> list[list[int]]:
         numbers = random.Random(0)
         sizes = [numbers.randint(1, length) if differ else length for _ in range(count)]
         return [[*numbers.choices(usable, k=size - 1), tokenizer.eos_token_id] for size in sizes]
 
-    return made
+    return lambda count: [[*one] for one in made(count)]
 
 
 def generation_words(script: Script, *, tried: bool) -> str:

@@ -186,10 +186,10 @@ def _workload(request: Request, script: Script, hardware: Hardware, say: Callabl
             hint=f"give a multiple of {held}",
         )
     rows = request.global_batch or own
-    few = script.rows is not None and script.rows < rows and (script.loading is None or script.loading.fixed is None)
-    if few and not script.generated:
+    counts = not script.generated and (script.loading is None or script.loading.fixed is None)
+    if counts and script.rows is not None and script.rows < rows:
         raise InputError(
-            f"the script's data set has {plural(script.rows or 0, 'row')}, and an optimizer step is to take {rows}",
+            f"the script's data set has {plural(script.rows, 'row')}, and an optimizer step is to take {rows}",
             hint="give the script more rows, or smaller batches",
         )
     return Workload(
@@ -291,8 +291,7 @@ def own_training(facts: Facts, samples_per_second: float | None) -> list[str]:
     took = f"~{duration(most)}" if share == 1 else f"~{duration(most * share)} to {duration(most)}"
     differ = "" if share == 1 else ": the less, the less of it is padding"
     own = f"its own training, {plural(round(rows), 'row')}"
-    besides = f"{'generating, ' * bool(script.generated)}evaluating and saving"
-    return [f"{own}, takes {took} with the recommended plan, besides {besides}{differ}"]
+    return [f"{own}, takes {took} with the recommended plan, besides {facts.workload.besides}{differ}"]
 
 
 def _trains_often(script: Script) -> bool:

@@ -147,7 +147,9 @@ def _product_mode(rounding: Rounding) -> Any:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operator writes its result into: ``addmm_``'s first, ``mm``'s ``out``."""
-    given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs  # noqa: SLF001 - public in C++
+    if not func._schema.is_mutable:  # noqa: SLF001 - public in C++
+        return []
+    given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs  # noqa: SLF001
     writes = (one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write)  # noqa: SLF001
     return [given[one.name] for one in writes if one.name in given]
 

@@ -9,34 +9,15 @@ import random
 import sys
 from pathlib import Path
 
-import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from word_llama import word_llama
 
 given = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
 kind, lora, count, words = given.pop("trainer", "GRPO"), given.pop("lora", None), given.pop("count", 64), 200
 told = given.pop("told", None)
-vocabulary = {
-    word: place for place, word in enumerate(("<unk>", "<eos>", "<pad>", *(f"w{n}" for n in range(words - 3))))
-}
-table = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-table.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=table, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
-torch.manual_seed(0)
-model = LlamaForCausalLM(
-    LlamaConfig(
-        vocab_size=words,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-    )
-)
+model, tokenizer = word_llama(words)
 numbers = random.Random(0)
 prompts = [" ".join(f"w{numbers.randrange(words - 3)}" for _ in range(numbers.randint(4, 40))) for _ in range(count)]
 
