@@ -62,6 +62,8 @@ class Script:
             else its Trainer is given, in words.
         evaluated_rows: That its Trainer evaluates at once; 0 where it is given none to evaluate.
         generated: Tokens of the longest completion of a prompt, where its Trainer generates what it trains on; else 0.
+        engine: What generates, in words, where it is another program than the training; else empty.
+        engine_share: The share of the device's memory that it takes beside the training.
         loads: What it says itself where it loads its model, as texts: ``attn_implementation``, ``dtype``.
         weights_dtype: Of its model's largest weight.
         adapter: The adapter that it puts on its model, in words.
@@ -110,6 +112,8 @@ class Script:
     own: Mapping[str, Any] = field(default_factory=dict)
     evaluated_rows: Annotated[int, Field(ge=0)] = 0
     generated: Annotated[int, Field(ge=0)] = 0
+    engine: str = ""
+    engine_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     loads: Mapping[str, str] = field(default_factory=dict)
     weights_dtype: str = "float32"
     adapter: str | None = None
@@ -154,6 +158,10 @@ class Script:
         of_an_epoch = max(1, math.ceil(round(each) / global_batch))
         whole, rest = divmod(math.ceil(self.epochs * of_an_epoch), of_an_epoch)
         return whole * each + rest * global_batch
+
+    def left_beside(self, limit_bytes: int, total_bytes: int) -> int:
+        """Bytes below a ceiling that are left where what generates has its share of the device, too."""
+        return max(0, limit_bytes - int(self.engine_share * total_bytes))
 
     @property
     def mean_share(self) -> float:

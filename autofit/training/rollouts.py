@@ -3,7 +3,10 @@
 In its first step a trial generates as the script does, completions as long as they may become: what that takes of
 memory the training takes, too. In each further step completions of that length are there at once, random ones. So what
 is timed is all else: rewards, the reference model's pass, the loss, its gradients, the optimizer.
-Read in TRL 1.4 to 1.16: ``_generate_single_turn``, ``_calculate_rewards`` and ``RepeatSampler`` of both trainers.
+Where vLLM generates, no measurement starts it: completions are there at once from the first step on, and what vLLM
+takes of the card is left free. The pass that weighs what it has drawn is the Trainer's own.
+Read in TRL 1.4 to 1.16: ``_generate_single_turn``, ``_calculate_rewards``, ``RepeatSampler`` and ``VLLMGeneration`` of
+both trainers.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import itertools
 import math
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +33,10 @@ from autofit.training.scripts.leave import Refused, generated_rows
 if TYPE_CHECKING:
     import torch
 
-    from autofit.contract.script import Script
-
 _TRAINERS = {"GRPOTrainer", "RLOOTrainer"}
 _GENERATES = "_generate_single_turn"
+_ENGINE = "VLLMGeneration"
+_RATIO = "importance_sampling_ratio"
 _OLDEST = "1.4"
 """Release of TRL whose trainers generate in a function of their own, and tell of it what is known here."""
 
@@ -60,6 +64,8 @@ def check_generation(kind: type, arguments: Any, given: Mapping[str, Any], *, me
         return
     if measured:
         _check_measurable(kind, arguments, given)
+        if arguments.use_vllm:
+            _leave_engine_out(kind)
 
 
 def _check_measurable(kind: type, arguments: Any, given: Mapping[str, Any]) -> None:
@@ -72,11 +78,6 @@ def _check_measurable(kind: type, arguments: Any, given: Mapping[str, Any]) -> N
             f"the script's {kind.__name__} makes its completions by its own {by_itself[0]}",
             "leave it out to tune the training: it may be put in again",
         )
-    if arguments.use_vllm:
-        raise Refused(
-            f"the script's {kind.__name__} generates by vLLM, which takes memory of its own",
-            "tune it with use_vllm=False, under a ceiling that leaves vLLM its share (--memory-limit)",
-        )
     if getattr(arguments, "use_transformers_continuous_batching", False):
         raise Refused(
             f"the script's {kind.__name__} generates by continuous batching, whose cache takes what memory is free",
@@ -86,6 +87,50 @@ def _check_measurable(kind: type, arguments: Any, given: Mapping[str, Any]) -> N
         raise Refused(
             f"the script's {kind.__name__} asks for completions of any length", "give it a max_completion_length"
         )
+
+
+class _NoEngine:
+    """Stands for vLLM until the training begins, from where on completions are there at once."""
+
+    def __init__(self, **_: Any) -> None:
+        self.vllm_client = self
+
+    def get_server_info(self) -> dict[str, Any]:
+        """What a server is asked for, to warn of another setting of its own."""
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def sync_weights(self) -> None:
+        """Nobody waits for them."""
+
+    def generate(self, **_: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            Refused: Always.
+        """
+        raise Refused("the script has vLLM generate before it trains", "leave that out to tune the training")
+
+
+def _leave_engine_out(kind: type) -> None:
+    """Have a class of Trainer start no vLLM, which need not even be there; for the rest of this process."""
+    for one in kind.__mro__:
+        module = sys.modules.get(one.__module__)
+        if module is not None and hasattr(module, _ENGINE):
+            setattr(module, _ENGINE, _NoEngine)
+
+
+def engine_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What generates for such a Trainer, as fields of :class:`~autofit.contract.script.Script`.
+
+    Args:
+        arguments: Fields of its ``TrainingArguments``.
+    """
+    if not arguments.get("use_vllm"):
+        return {"engine": "", "engine_share": 0.0}
+    if arguments["vllm_mode"] == "server":
+        return {"engine": "a vLLM server", "engine_share": 0.0}
+    share = float(arguments["vllm_gpu_memory_utilization"])
+    return {"engine": f"vLLM on {share:.0%} of the card", "engine_share": share}
 
 
 def split_of_generation(arguments: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,8 +219,14 @@ class Completed:
         found = {"advantages": of_rows.clone(), "num_items_in_batch": torch.tensor(of_tokens.numel())}
         if self.trainer.beta:
             found["ref_per_token_logps"] = of_tokens.clone()
-        if self.trainer.num_iterations > 1:
+        corrects = self.trainer.use_vllm and self.trainer.vllm_importance_sampling_correction
+        if self.trainer.num_iterations > 1 or corrects:
             found["old_per_token_logps"] = of_tokens.clone()
+        if self.trainer.use_vllm:
+            found["sampling_per_token_logps"] = of_tokens.clone()
+        if corrects:
+            of_whole_rows = self.trainer.vllm_importance_sampling_mode.startswith("sequence")
+            found[_RATIO] = (of_tokens[:, :1] if of_whole_rows else of_tokens).clone()
         return found
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -228,6 +279,8 @@ def take_prompts(trainer: Any, asked: Wanted, *, alike: bool = False) -> None:
 def generate_once(trainer: Any, told: Callable[[str], None]) -> None:
     """Have such a Trainer generate in its first step alone, as much as it may; then completions are there at once.
 
+    Where vLLM generates, they are so in the first step, too.
+
     Args:
         trainer: Before it trains.
         told: Given in words what generating took.
@@ -238,9 +291,11 @@ def generate_once(trainer: Any, told: Callable[[str], None]) -> None:
 
     def completions(prompts: Sequence[Any], *given: Any, **more: Any) -> Any:
         nonlocal generated
-        if generated:
+        first, generated = not generated, True
+        if not first or trainer.use_vllm:
+            if first:
+                told(_took(trainer, len(prompts), None))
             return _told_by(trainer, made(len(prompts)))
-        generated = True
         began = time.perf_counter()
         with replacing([(trainer.generation_config, "min_new_tokens", length)]):
             found = generate(prompts, *given, **more)
@@ -269,24 +324,30 @@ def generate_alike(trainer: Any) -> None:
         found: dict[str, Any] = score(prompts)
         own = found["advantages"]
         better = torch.randn(own.shape, generator=torch.Generator().manual_seed(0)) + 1  # else their sum is nothing
-        return {**found, "advantages": better.to(own)}
+        drawn = {_RATIO: torch.ones_like(found[_RATIO])} if _RATIO in found else {}  # as if by the model itself
+        return {**found, **drawn, "advantages": better.to(own)}
 
     setattr(trainer, _GENERATES, completions)
     trainer._generate_and_score_completions = scored  # noqa: SLF001 - as above
 
 
 def _told_by(trainer: Any, completions: list[list[int]]) -> Any:
-    """What a Trainer's generation returns: GRPO's tells probabilities, too, but where transformers generates."""
-    return (completions, None) if _is_grpo(trainer) else completions
+    """What a Trainer's generation returns: GRPO's tells how likely each token was, too, where vLLM generates."""
+    if not _is_grpo(trainer):
+        return completions
+    return completions, [[-1.0] * len(one) for one in completions] if trainer.use_vllm else None
 
 
-def _took(trainer: Any, rows: int, seconds: float) -> str:
-    """What is told of a generation that took so long."""
+def _took(trainer: Any, rows: int, seconds: float | None) -> str:
+    """What is told of a generation that took so long; ``None`` where another program would have made it."""
     args = trainer.args
     steps = args.steps_per_generation * getattr(trainer, "num_iterations", 1) / args.gradient_accumulation_steps
+    many = f"{rows} completions of {trainer.max_completion_length} tokens"
     words = (
-        f"generating {rows} completions of {trainer.max_completion_length} tokens took {duration(seconds)} in the "
-        "first step, whose memory counts; samples/s are those of training on completions that are there"
+        f"generating {many} took {duration(seconds)} in the first step, whose memory counts; samples/s are those of "
+        "training on completions that are there"
+        if seconds is not None
+        else f"{many} were there at once, as if vLLM had made them: samples/s are those of training on them"
     )
     if steps <= 1:
         return words
@@ -317,19 +378,3 @@ def _random_completions(trainer: Any, *, differ: bool = False) -> Callable[[int]
         return [[*numbers.choices(usable, k=size - 1), tokenizer.eos_token_id] for size in sizes]
 
     return lambda count: [[*one] for one in made(count)]
-
-
-def generation_words(script: Script, *, tried: bool) -> str:
-    """What a reader should know of the figures of a script that generates.
-
-    Args:
-        script: The script.
-        tried: Whether plans are tried; else they are estimated.
-    """
-    begin = f"its {script.trainer} generates, at most {script.generated} tokens for a prompt: samples/s are those of "
-    if not tried:
-        return f"{begin}training on as many, and neither the seconds nor the memory of generating are estimated"
-    return (
-        f"{begin}training on as many, random ones, with the script's own rewards. Each trial generates once, before it "
-        "is timed: the memory of that counts, and its seconds are told. What the script evaluates is not measured"
-    )

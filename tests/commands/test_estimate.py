@@ -16,12 +16,13 @@ from autofit import cli, space
 from autofit.commands.estimates import estimate, plans
 from autofit.commands.estimates.answer import ESTIMATE, Estimate, bar, table
 from autofit.commands.estimates.estimate import check_fits
-from autofit.commands.estimates.other_card import counted_cards, elsewhere
+from autofit.commands.estimates.other_card import counted_cards, elsewhere, on_other_card
 from autofit.commands.estimates.plans import cause
 from autofit.commands.estimates.screen import screen
 from autofit.commands.estimates.ways import Way, _smallest_of, _untried, held_by_way
 from autofit.commands.request import Request, Search
 from autofit.contract.plan import Plan
+from autofit.contract.script import Script
 from autofit.contract.technique import Kind
 from autofit.costmodel import families
 from autofit.costmodel import forecast as forecasts
@@ -62,6 +63,15 @@ def ask(server, monkeypatch):
 
     invoke.started = started
     return invoke
+
+
+@pytest.mark.parametrize(("share", "left"), [(0.0, 24 * GIB), (0.25, 18 * GIB)])
+def test_what_vllm_takes_of_a_card_is_not_a_trainings(share, left):
+    script = Script(
+        path="t.py", sha256="", trainer="GRPOTrainer", micro_batch=1, accumulation=1, generated=1, engine_share=share
+    )
+    found = on_other_card(cpu_facts(script=script), None, 24 * GIB)
+    assert (found.workload.limit_bytes, found.hardware.total_bytes) == (left, 24 * GIB)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from autofit import space
 from autofit.cli import main
+from autofit.commands.facts import DEFAULT_CEILING
 from autofit.commands.request import Request
 from autofit.commands.scripts import request as scripts
 from autofit.commands.scripts.request import _workload, script_facts, script_notes
@@ -23,6 +24,7 @@ from autofit.contract.script import Loading, Script
 from autofit.output.document import read_document
 from autofit.registry import recipe_of
 from autofit.system.errors import InputError
+from autofit.system.units import GIB
 from autofit.training.jobs import DescribeScriptJob
 from autofit.training.runner import ProcessRunner
 from autofit.training.scripts import rows
@@ -445,6 +447,33 @@ def test_a_data_set_smaller_than_a_step_is_refused():
     assert rows(loading=loading) == 8, "what it numbers may be batches"
 
 
+def test_what_vllm_takes_beside_a_training_is_not_the_trainings():
+    """A ceiling that is asked for is that of the training."""
+    hardware = dataclasses.replace(cpu_facts().hardware, total_bytes=10 * GIB, free_bytes=8 * GIB)
+    script = Script(
+        path="t.py", sha256="", trainer="GRPOTrainer", micro_batch=4, accumulation=2,
+        generated=16, engine="vLLM on 50% of the card", engine_share=0.5,
+    )  # fmt: skip
+    request, said = Request(model="t.py", global_batch=None), []
+
+    def limit(share=0.5, **asked):
+        said.clear()
+        one = dataclasses.replace(script, engine_share=share)
+        return _workload(dataclasses.replace(request, **asked), one, hardware, said.append).limit_bytes
+
+    free = int(8 * GIB * DEFAULT_CEILING)
+    assert limit() == free - 5 * GIB
+    assert said == ["the ceiling of the training is 2.36 GiB: vLLM on 50% of the card takes 5.00 GiB"]
+    assert limit(share=0.0) == free
+    assert not said
+    assert limit(memory_limit="4GiB") == 4 * GIB
+    assert not said
+    assert limit(memory_limit="6GiB") == 6 * GIB
+    assert "are more than there is" in said[0]
+    with pytest.raises(InputError, match=r"9\.00 GiB, which leaves nothing of 7\.36 GiB"):
+        limit(share=0.9)
+
+
 def test_options_that_are_the_scripts_own_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
@@ -781,6 +810,29 @@ def test_a_trainer_that_generates_is_tuned_verified_and_run(folder, name, given)
     ran = autofit(folder, "run", out, script, "--", arguments)
     assert ran.returncode == 0, ran.stderr
     assert "took no effect" not in ran.stderr
+
+
+@pytest.mark.slow
+def test_a_trainer_for_which_vllm_generates_is_tuned_and_verified_without_it(folder):
+    """It need not be there: its completions are, and the Trainer weighs them by a pass of its own."""
+    pytest.importorskip("trl")
+    own = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2, "use_vllm": True}
+    rewarded = folder / "rewarded-vllm"
+    arguments = json.dumps({**own, "lora": 4, "use_cpu": True, "bf16": False, "told": str(rewarded)})
+    held = ("--fix=micro_batch=8", "--fix=checkpointing=full", "--fix=precision=fp32", "--memory-limit=4GiB")
+    script = SCRIPTS / "grpo.py"
+    done = autofit(folder, "tune", script, "--output", "vllm", "--device", "cpu", "--trials", 2, *held, "--", arguments)
+    assert done.returncode == 0, done.stderr
+    found = read_document(folder / "vllm")
+    assert found.workload.script.engine_share > 0
+    assert found.workload.limit_bytes == 4 * GIB
+    assert (found.plan["micro_batch"], found.plan["accumulation"]) == (8, 1)
+    assert found.guard.verdict == "same", found.guard
+    assert float(re.search(r"tolerance ([0-9.e-]+) %", found.guard.words)[1]) < 1
+    assert [one for one in found.notes if one.startswith("8 completions of 16 tokens were there at once")]
+    assert rewarded.read_text("utf-8").splitlines()[0] == json.dumps([40] * 8)
+    verified = autofit(folder, "verify", "vllm", "--tolerance", "0.95")
+    assert verified.returncode == 0, verified.stderr
 
 
 @pytest.mark.slow

@@ -251,6 +251,7 @@ def sft(server, folder, **given):
         {},
         pytest.param({"lora": 4, "beta": 0.1, "num_iterations": 2}, marks=pytest.mark.by_hand),
         {"trainer": "RLOO", "beta": 0.0},
+        pytest.param({"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"}, marks=pytest.mark.by_hand),
     ],
 )
 def test_a_trace_of_a_trainer_that_generates_needs_what_training_on_real_completions_needs(server, tmp_path, given):

@@ -1,11 +1,13 @@
 """A Trainer that makes the rows it trains on: a trial generates once, and then trains on random completions."""
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from autofit.commands.scripts.request import script_notes
 from autofit.contract.plan import Plan
 from autofit.contract.script import Script
 from autofit.registry import baselines, recipe_of
@@ -63,6 +65,7 @@ def trainer_of(kind=GRPOTrainer, *, micro=2, accumulation=2, **changed):
         "generation_config": SimpleNamespace(min_new_tokens=None),
         "num_iterations": 1,
         "beta": 0.0,
+        "use_vllm": False,
     }
     return kind(**{**given, **changed})
 
@@ -101,7 +104,6 @@ def test_a_trl_that_generates_in_another_way_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "given", "words"),
     [
-        ({"use_vllm": True}, {}, "generates by vLLM"),
         ({"use_transformers_continuous_batching": True}, {}, "continuous batching"),
         ({"max_completion_length": None}, {}, "completions of any length"),
         ({}, {"rollout_func": print}, "by its own rollout_func"),
@@ -246,6 +248,73 @@ def test_a_prompt_and_its_longest_completion_are_one_row():
     assert "ref_per_token_logps" not in rollouts.Completed(trainer_of(), loader).collate_fn(rows)
 
 
+@pytest.mark.parametrize(("mode", "shape"), [("sequence_mask", (2, 1)), ("token_truncate", (2, 5)), (None, None)])
+def test_a_micro_batch_that_vllm_has_drawn_has_what_weighs_it(mode, shape):
+    loader = SimpleNamespace(dataset=None, batch_sampler=None)
+    correction = {"vllm_importance_sampling_correction": mode is not None, "vllm_importance_sampling_mode": mode}
+    trainer = trainer_of(use_vllm=True, **correction)
+    made = rollouts.Completed(trainer, loader).collate_fn([{"prompt": "w"}] * 2)
+    ratio = made.get("importance_sampling_ratio")
+    assert (None if ratio is None else tuple(ratio.shape)) == shape
+    assert ("old_per_token_logps" in made) == (mode is not None)
+    assert made["sampling_per_token_logps"].shape == (2, 5)
+
+
+def test_no_vllm_is_started_to_measure_what_it_generates_for(monkeypatch):
+    trl = SimpleNamespace(VLLMGeneration=print)
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", trl)
+    monkeypatch.setattr(rollouts, "version", lambda _: "1.16.0")
+    rollouts.check_generation(Named, arguments_of(use_vllm=True), {}, measured=False)
+    rollouts.check_generation(Named, arguments_of(), {}, measured=True)
+    assert trl.VLLMGeneration is print, "it trains as it is"
+    rollouts.check_generation(Named, arguments_of(use_vllm=True), {}, measured=True)
+    engine = trl.VLLMGeneration(mode="server", model=None)
+    engine.sync_weights()
+    assert engine.vllm_client.get_server_info()["model_config"]["logprobs_mode"] == "processed_logprobs"
+    with pytest.raises(Refused, match="vLLM generate before it trains"):
+        engine.generate(prompts=[])
+
+
+def test_what_vllm_generates_is_there_at_once():
+    trainer, told = trainer_of(use_vllm=True), []
+    del trainer.generation_config  # which TRL makes where the model generates
+    rollouts.generate_once(trainer, told.append)
+    for _ in range(2):
+        completions, probabilities = trainer._generate_single_turn([[9]] * 4)
+        assert [len(one) for one in completions] == [len(one) for one in probabilities] == [5] * 4
+    assert not trainer.asked
+    assert [one[:56] for one in told] == ["4 completions of 5 tokens were there at once, as if vLLM"]
+
+
+def test_completions_that_are_compared_weigh_as_if_the_model_had_drawn_them():
+    """By the probabilities of another all may be left out, and nothing would be compared."""
+
+    def score(prompts):
+        return {"advantages": torch.zeros(len(prompts)), "importance_sampling_ratio": torch.zeros(len(prompts), 1)}
+
+    trainer = trainer_of(use_vllm=True, _generate_and_score_completions=score)
+    rollouts.generate_alike(trainer)
+    found = trainer._generate_and_score_completions([[9]] * 4)
+    assert found["importance_sampling_ratio"].tolist() == [[1.0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "engine", "share"),
+    [
+        ({}, "", 0.0),
+        ({"use_vllm": False, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}, "", 0.0),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_gpu_memory_utilization": 0.3}, "a vLLM server", 0.0),
+        (
+            {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.25},
+            "vLLM on 25% of the card",
+            0.25,
+        ),
+    ],
+)
+def test_what_generates_is_told(given, engine, share):
+    assert rollouts.engine_of(given) == {"engine": engine, "engine_share": share}
+
+
 @pytest.mark.parametrize(
     ("row", "images"),
     [({"prompt": "w", "image": 1}, None), ({"prompt": "w", "images": [1]}, None), ({"prompt": "w"}, [1])],
@@ -280,14 +349,26 @@ def test_two_trainings_are_compared_on_the_same_completions_some_of_which_are_be
     assert abs(found[0]["advantages"].sum()) > 0.5
 
 
-def test_the_figures_of_a_script_that_generates_are_said_to_be_without_that():
-    script = Script(path="t.py", sha256="", trainer="GRPOTrainer", micro_batch=2, accumulation=1, generated=16)
-    tried, estimated = (rollouts.generation_words(script, tried=one) for one in (True, False))
-    assert tried.startswith(
-        "its GRPOTrainer generates, at most 16 tokens for a prompt: samples/s are those of training"
-    )
-    assert "generates once, before it is timed" in tried
-    assert "neither the seconds nor the memory of generating are estimated" in estimated
+@pytest.mark.parametrize(
+    ("engine", "share", "tried", "words"),
+    [
+        ("", 0.0, True, "Each trial generates once, before it is timed"),
+        ("", 0.0, False, "neither the seconds nor the memory of generating are estimated"),
+        ("a vLLM server", 0.0, True, "No trial starts vLLM"),
+        ("vLLM on 30% of the card", 0.3, False, "the card's memory is told without vLLM's share"),
+    ],
+)
+def test_the_figures_of_a_script_that_generates_are_said_to_be_without_that(engine, share, tried, words):
+    script = Script(
+        path="t.py", sha256="", trainer="GRPOTrainer", micro_batch=2, accumulation=1,
+        generated=16, engine=engine, engine_share=share,
+    )  # fmt: skip
+    facts = cpu_facts()
+    notes = script_notes(replace(facts, workload=replace(facts.workload, script=script)), tried=tried)
+    (said,) = [one for one in notes if one.startswith("its GRPOTrainer generates")]
+    assert "at most 16 tokens for a prompt: samples/s are those of training" in said
+    assert words in said
+    assert (f" by {engine}" in said) == bool(engine)
 
 
 @pytest.mark.parametrize(("generated", "micro_steps"), [(0, PARTS), (16, 8)])

@@ -289,12 +289,12 @@ def _on_card(
     cast = forecast(plans, traces, facts, card, say)
     found, _, recommended = estimated_plans(plans, cast, traces, facts, MOST_KINDS, say)
     if not found:
-        return OnCard(card=card.name, memory_bytes=card.memory_bytes, price=price)
+        return OnCard(card=card.name, memory_bytes=facts.workload.limit_bytes, price=price)
     best = next((one for one in found if one.plan == recommended), found[0])
     if best.verdict == "too large" or best.samples_per_second is None:
         return OnCard(
             card=card.name,
-            memory_bytes=card.memory_bytes,
+            memory_bytes=facts.workload.limit_bytes,
             verdict=best.verdict,
             plan=best.plan,
             device_bytes=best.device_bytes,
@@ -315,7 +315,7 @@ def _timed(
     low, high = speed_range(best.plan, facts, cast.spread, best.slow_host) if cast.spread else (None, None)
     return OnCard(
         card=card.name,
-        memory_bytes=card.memory_bytes,
+        memory_bytes=facts.workload.limit_bytes,
         verdict=best.verdict,
         plan=best.plan,
         device_bytes=best.device_bytes,

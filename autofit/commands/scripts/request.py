@@ -24,9 +24,8 @@ from autofit.output.text import parameters, plural
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import write_atomically, writing
 from autofit.system.fork_server import FAILED_JOB_LOG, ForkServer
-from autofit.system.units import duration
+from autofit.system.units import duration, size
 from autofit.training.jobs import DescribeScriptJob
-from autofit.training.rollouts import generation_words
 from autofit.training.scripts.leave import name_of
 from autofit.training.scripts.loading import SPLIT_BATCHES
 
@@ -197,12 +196,37 @@ def _workload(request: Request, script: Script, hardware: Hardware, say: Callabl
         global_batch=rows,
         processes=processes,
         nodes=request.nodes or 1,
-        limit_bytes=ceiling(request, hardware, say),
+        limit_bytes=_beside_engine(ceiling(request, hardware, say), request, script, hardware, say),
         host_limit_bytes=int(hardware.host_free_bytes * DEFAULT_CEILING) // (processes // (request.nodes or 1)),
         launch_path="loop" if not script.trainer else "trainer",
         seed=request.seed,
         script=script,
     )
+
+
+def _beside_engine(limit: int, request: Request, script: Script, hardware: Hardware, say: Callable[[str], None]) -> int:
+    """The ceiling of the training where another program generates on the same device; one that is asked for stays.
+
+    Raises:
+        InputError: It takes all there is.
+    """
+    if not script.engine_share:
+        return limit
+    left, taken = script.left_beside(limit, hardware.total_bytes), int(script.engine_share * hardware.total_bytes)
+    if request.memory_limit is not None:
+        if limit + taken > hardware.total_bytes:
+            say(
+                f"the ceiling of {size(limit)} and the {size(taken)} of {script.engine} are more than there is: they "
+                "fit where it gives its memory back while the script trains (vllm_enable_sleep_mode)"
+            )
+        return limit
+    if not left:
+        raise InputError(
+            f"the script generates by {script.engine}, {size(taken)}, which leaves nothing of {size(limit)}",
+            hint="lower its vllm_gpu_memory_utilization, or give the ceiling of the training (--memory-limit)",
+        )
+    say(f"the ceiling of the training is {size(left)}: {script.engine} takes {size(taken)}")
+    return left
 
 
 def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
@@ -264,10 +288,30 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
 def _apart(script: Script, *, tried: bool) -> list[str]:
     """What a reader should know of what a script's trials leave out of its training."""
     if script.generated:
-        return [generation_words(script, tried=tried)]
+        return [_generating(script, tried=tried)]
     if script.trainer or not tried:
         return []
     return ["a plain loop is not run by the guard: no plan's gradients were compared with a float32 baseline's"]
+
+
+def _generating(script: Script, *, tried: bool) -> str:
+    """What a reader should know of the figures of a script that generates."""
+    by = f" by {script.engine}" * bool(script.engine)
+    begin = f"its {script.trainer} generates{by}, at most {script.generated} tokens for a prompt: samples/s are those"
+    if not tried:
+        less = "; the card's memory is told without vLLM's share" * bool(script.engine_share)
+        return (
+            f"{begin} of training on as many, and neither the seconds nor the memory of generating are estimated{less}"
+        )
+    generates = (
+        "No trial starts vLLM: neither its seconds nor sending it the weights is measured"
+        if script.engine
+        else "Each trial generates once, before it is timed: the memory of that counts, and its seconds are told"
+    )
+    return (
+        f"{begin} of training on as many, random ones, with the script's own rewards. {generates}. What the script "
+        "evaluates is not measured"
+    )
 
 
 def _wrote(script: Script) -> list[str]:

@@ -52,6 +52,7 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
         "evaluated_rows": 0 if generates or trainer.eval_dataset is None else evaluated,
         "generated": trainer.max_completion_length if generates else 0,
+        **rollouts.engine_of(made.arguments),
         "loading": loading,
         "ungrouped": why_ungrouped(trainer, loader.dataset, 1 / rate if rate else None),
         "batch": shapes(batch),
@@ -66,6 +67,7 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
 
 
 _COMPLETION = "max_completion_length"
+_ITSELF = "the model itself"
 BATCH = "rows a step on each device of"
 _DECIDED_ON = (
     "optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile", "use_liger_kernel",
@@ -113,6 +115,8 @@ def asks_otherwise(made: Made, kind: type, model: Any, facts: Facts, tuned: Mapp
     }
     if script.generated:
         asked[_COMPLETION] = made.arguments.get(_COMPLETION), script.generated
+        now = rollouts.engine_of(made.arguments)["engine"]
+        asked["generating by"] = now or _ITSELF, script.engine or _ITSELF
     if hasattr(model, "parameters"):  # not made yet, or told by its name
         asked["model"] = (type(inner_of(model)).__name__, facts.model.architecture)
     return {name: f"{name} {now}, not {then}" for name, (now, then) in asked.items() if now != then}
