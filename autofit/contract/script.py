@@ -62,6 +62,7 @@ class Script:
             else its Trainer is given, in words.
         evaluated_rows: That its Trainer evaluates at once; 0 where it is given none to evaluate.
         generated: Tokens of the longest completion of a prompt, where its Trainer generates what it trains on; else 0.
+        generated_rows: That it generates at once on each device.
         engine: What generates, in words, where it is another program than the training; else empty.
         engine_share: The share of the device's memory that it takes beside the training.
         loads: What it says itself where it loads its model, as texts: ``attn_implementation``, ``dtype``.
@@ -112,6 +113,7 @@ class Script:
     own: Mapping[str, Any] = field(default_factory=dict)
     evaluated_rows: Annotated[int, Field(ge=0)] = 0
     generated: Annotated[int, Field(ge=0)] = 0
+    generated_rows: Annotated[int, Field(ge=0)] = 0
     engine: str = ""
     engine_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     loads: Mapping[str, str] = field(default_factory=dict)
@@ -158,6 +160,12 @@ class Script:
         of_an_epoch = max(1, math.ceil(round(each) / global_batch))
         whole, rest = divmod(math.ceil(self.epochs * of_an_epoch), of_an_epoch)
         return whole * each + rest * global_batch
+
+    def generated_at_once(self, rows: int) -> int:
+        """Rows that its model generates at once on a device, where an optimizer step takes so many ``rows`` there."""
+        if self.engine or not self.generated_rows:
+            return 0
+        return math.ceil(self.generated_rows * rows / (self.micro_batch * self.accumulation))
 
     def left_beside(self, limit_bytes: int, total_bytes: int) -> int:
         """Bytes below a ceiling that are left where what generates has its share of the device, too."""

@@ -133,6 +133,11 @@ def engine_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"engine": f"vLLM on {share:.0%} of the card", "engine_share": share}
 
 
+def at_once(arguments: Mapping[str, Any]) -> int:
+    """Rows that such a Trainer generates at once on each device, by fields of its ``TrainingArguments``."""
+    return int(arguments["steps_per_generation"] * arguments["per_device_train_batch_size"])
+
+
 def split_of_generation(arguments: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by which as many optimizer steps as before train on what is generated at once.
 

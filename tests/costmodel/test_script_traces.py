@@ -245,6 +245,27 @@ def sft(server, folder, **given):
     return facts_of_script(server, folder, SCRIPTS / "sft.py", json.dumps(given))
 
 
+def test_what_is_generated_at_once_counts_beside_a_small_micro_batch(server, tmp_path):
+    """It is as much in any split; where vLLM generates it is none of the training's."""
+    pytest.importorskip("trl")
+    given = {"gradient_accumulation_steps": 128, "per_device_train_batch_size": 8, "max_completion_length": 80}
+    facts = facts_of_script(server, tmp_path, SCRIPTS / "grpo.py", json.dumps(given))
+    one = PLAIN.replaced(micro_batch=1, accumulation=1024, checkpointing="full")
+    two = one.replaced(micro_batch=2, accumulation=512)
+    traces = traces_of(server, tmp_path, facts, [one, two])
+    assert not traces.failed
+    layers, heads, width, tokens, rows = 4, 1, 16, 40 + 80, 1024
+    keys_and_values = 2 * layers * heads * width * tokens * rows * 4
+    parameters = 4 * facts.model.parameters
+    for plan in (one, two):
+        need = traces.need(plan)
+        assert need.segment == "evaluation"
+        assert 1.1 < (need.peak_bytes - 3 * parameters) / keys_and_values < 1.3, "weights and AdamW's state are there"
+    script = dataclasses.replace(facts.workload.script, engine="vLLM")
+    facts = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=script))
+    assert traces_of(server, tmp_path, facts, [one]).need(one).segment != "evaluation"
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -353,7 +353,12 @@ def test_two_trainings_are_compared_on_the_same_completions_some_of_which_are_be
     ("engine", "share", "tried", "words"),
     [
         ("", 0.0, True, "Each trial generates once, before it is timed"),
-        ("", 0.0, False, "neither the seconds nor the memory of generating are estimated"),
+        (
+            "",
+            0.0,
+            False,
+            "not estimated, its memory is where a card holds the whole model",
+        ),
         ("a vLLM server", 0.0, True, "No trial starts vLLM"),
         ("vLLM on 30% of the card", 0.3, False, "the card's memory is told without vLLM's share"),
     ],

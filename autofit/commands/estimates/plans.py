@@ -246,12 +246,13 @@ def _smallest_capacity(
 
 
 def cause(one: Estimated, *, advises: bool = True) -> str:
-    """What makes the peak, in words, and what would help where that is known and ``advises`` says so."""
+    """What makes the peak, in words; and what would help where that is known and ``advises`` says so: of no script."""
     need = one.need
     logits = need.by_category.get("logits", 0)
     where = {"load": "while loading", "forward": "in the forward pass", "backward": "in the backward pass"}
-    evaluates = need.segment == "evaluation"
-    words = f"{'in an evaluation' if evaluates else where.get(need.phase, 'in the optimizer step')}, at {need.operator}"
+    if need.segment == "evaluation":  # a script's own is not traced
+        where[need.phase] = "in an evaluation" if advises else "while it generates"
+    words = f"{where.get(need.phase, 'in the optimizer step')}, at {need.operator}"
     if need.segment in {"head", "loss", "headB"} and logits > 0.05 * need.peak_bytes:
         said = f"{words}: logits and loss take {units.size(logits)}"
         saves = [(one.name, *one.saves["logits"]) for one in techniques() if "logits" in one.saves]

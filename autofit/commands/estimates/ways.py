@@ -232,7 +232,8 @@ def what_stops(smallest: Estimated, plans: space.Space, facts: Facts) -> str:
         return f"{needs}: weights and gradients alone are {units.size(alone)}{_untried(plans, facts)}"
     parts = smallest.need.by_category
     largest = max(parts, key=lambda one: parts[one])
-    evaluates = " in an evaluation (--launch-path loop counts none)" * (smallest.need.segment == "evaluation")
+    counted = " in an evaluation (--launch-path loop counts none)" if facts.workload.script is None else ", to generate"
+    evaluates = counted * (smallest.need.segment == "evaluation")
     return f"{needs}{evaluates}, of which {largest} take {units.size(parts[largest])}"
 
 

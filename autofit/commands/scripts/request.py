@@ -299,10 +299,9 @@ def _generating(script: Script, *, tried: bool) -> str:
     by = f" by {script.engine}" * bool(script.engine)
     begin = f"its {script.trainer} generates{by}, at most {script.generated} tokens for a prompt: samples/s are those"
     if not tried:
-        less = "; the card's memory is told without vLLM's share" * bool(script.engine_share)
-        return (
-            f"{begin} of training on as many, and neither the seconds nor the memory of generating are estimated{less}"
-        )
+        left = "; the card's memory is told without vLLM's share" * bool(script.engine_share)
+        more = left if script.engine else ", its memory is where a card holds the whole model"
+        return f"{begin} of training on as many. The seconds of generating are not estimated{more}"
     generates = (
         "No trial starts vLLM: neither its seconds nor sending it the weights is measured"
         if script.engine

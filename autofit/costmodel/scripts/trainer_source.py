@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autofit.costmodel.scripts.generation import trace_generation
+from autofit.costmodel.scripts.known_values import KnownValues
 from autofit.costmodel.scripts.script_source import ScriptSource, apart
 from autofit.costmodel.tracing.layers import Marks, TraceDone
+from autofit.costmodel.tracing.shard_layout import layout_of
 from autofit.system.errors import ModelError
+from autofit.system.job import error_words
 from autofit.training.rollouts import Completed, makes_rows
 from autofit.training.scripts.watched import watch, wrap_model, wrap_optimizer
 
@@ -35,6 +40,7 @@ class TrainerSource(ScriptSource):
         self.trainer, self.train = trainer, train
         self._given = False
         self._generates = makes_rows(type(trainer))
+        self.evaluates = bool(script.generated_at_once(1)) and not layout_of(recipe).engine
 
     def model(self, *, fake: bool) -> Any:
         """The script's model, wrapped as the plan says."""
@@ -70,10 +76,22 @@ class TrainerSource(ScriptSource):
         if self._given:
             trainer.compute_loss = _loss_of_the_model
         watch(trainer, marks, stepped=lambda: _stop_after(marks, steps))
-        with contextlib.suppress(TraceDone), known or contextlib.nullcontext():
-            self.train()
+        with known or contextlib.nullcontext():
+            with contextlib.suppress(TraceDone):
+                self.train()
+            if marks.past is not None and self.evaluates:
+                self._generate(marks, known)
         if trainer.is_deepspeed_enabled != (self.recipe.emission.accelerate.get("distributed_type") == "DEEPSPEED"):
             raise ModelError("the Trainer was not trained by the engine that the plan says")
+
+    def _generate(self, marks: Marks, known: KnownValues | None) -> None:
+        """Trace what the Trainer generates; where that fails it is told, and left out."""
+        try:
+            trace_generation(self.trainer, marks, self.fresh(known))
+        except Exception as error:  # noqa: BLE001 - a model's own code can raise anything; it is told
+            traceback.print_exc()
+            self.evaluates = False
+            marks.recorder.notes.add(f"the memory of generating is not known: {error_words(error)}")
 
 
 def _loss_of_the_model(model: Any, _inputs: Any, *_: Any, **__: Any) -> torch.Tensor:

@@ -18,6 +18,7 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,9 @@ class Traces:
         self._parts: dict[str, MicroPart | OptimizerPart] = {}
         self._ground = ground_of(facts, config)
         self._waiting = facts.workload.launch_path == "trainer"
+        script = facts.workload.script
+        self._generates = script is not None and script.generated_at_once(1) > 0
+        self._generating: dict[int, MicroPart] = {}  # by the ``id`` of what was traced of one row
 
     # -- which traces ---------------------------------------------------------------------------------------------
 
@@ -117,13 +121,7 @@ class Traces:
         Raises:
             MachineError: No process can be started.
         """
-        wanted: dict[str, TraceRequest] = {}
-        for part in PARTS:
-            traced = {traced_plan(plan, part) for plan in plans}
-            for one in traced:
-                if one is not None and not self._known(self._key(part, one)):
-                    key = self._key(part, one)
-                    wanted[key] = TraceRequest(part=part, plan=one, file=f"{key}.npz")
+        wanted = self._wanted(list(plans))
         if not wanted:
             return
         if self.cache != self.spare and (why := _why_unwritable(self.cache)) is not None:
@@ -155,6 +153,18 @@ class Traces:
                 self.made += 1
             else:
                 self.failed[key] = "its trace took too long or was killed"
+
+    def _wanted(self, plans: Sequence[Plan]) -> dict[str, TraceRequest]:
+        """The traces that these plans need and that are not there yet, by their keys."""
+        wanted: dict[str, TraceRequest] = {}
+        for part in PARTS:
+            traced = {one for one in (traced_plan(plan, part) for plan in plans) if one is not None}
+            if part == "micro_steps" and self._generates:  # many rows at once, beside a micro-batch of one
+                traced |= {one.replaced(micro_batch=MANY) for one in traced}
+            for one in traced:
+                if not self._known(key := self._key(part, one)):
+                    wanted[key] = TraceRequest(part=part, plan=one, file=f"{key}.npz")
+        return wanted
 
     @contextlib.contextmanager
     def _told_meanwhile(self, names: Sequence[str], say: Callable[[str], None]) -> Iterator[None]:
@@ -208,7 +218,14 @@ class Traces:
             return None
         assert isinstance(micro, MicroPart)
         assert isinstance(optimizer, OptimizerPart)
-        return micro, optimizer
+        return self._of_many(micro, plan) if self._generates else micro, optimizer
+
+    def _of_many(self, micro: MicroPart, plan: Plan) -> MicroPart:
+        """The same with what many rows take where they are generated at once, which one alone does not tell."""
+        many = self._part(plan.replaced(micro_batch=MANY), "micro_steps")
+        if not isinstance(many, MicroPart) or many is micro:
+            return micro
+        return self._generating.setdefault(id(micro), replace(micro, evaluation=many.evaluation))
 
     @staticmethod
     def alike(plan: Plan, facts: Facts) -> Hashable:
@@ -232,7 +249,10 @@ class Traces:
 
 
 def evaluated_rows(plan: Plan, facts: Facts) -> int:
-    """Rows of an evaluation step of the plan, as it is written; 0 where a script says how it evaluates."""
+    """Rows of an evaluation step of the plan, as it is written; of a script those that its model generates at once."""
+    script = facts.workload.script
+    if script is not None:  # how it evaluates is its own
+        return script.generated_at_once(int(plan["micro_batch"]) * int(plan["accumulation"]))
     return int(recipe_of(plan, facts).emission.training_args.get("per_device_eval_batch_size", 0))
 
 
@@ -270,7 +290,7 @@ def script_of(script: Script) -> list[object]:
     path = Path(script.path)
     beside = sorted((one.name, hashlib.sha256(one.read_bytes()).hexdigest()) for one in path.parent.glob("*.py"))
     texts = [script.sha256, sorted(script.modules.items()), beside]
-    loaded = [script.weights_dtype, script.adapter, script.quantization]
+    loaded = [script.weights_dtype, script.adapter, script.quantization, script.generated, script.engine]
     said = [script.path, script.arguments, script.call, *texts, *loaded]
     return [*said, sorted(script.batch.items()), script.longest_places[:1], script.own]
 

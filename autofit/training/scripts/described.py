@@ -52,6 +52,7 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
         "evaluated_rows": 0 if generates or trainer.eval_dataset is None else evaluated,
         "generated": trainer.max_completion_length if generates else 0,
+        "generated_rows": rollouts.at_once(made.arguments) if generates else 0,
         **rollouts.engine_of(made.arguments),
         "loading": loading,
         "ungrouped": why_ungrouped(trainer, loader.dataset, 1 / rate if rate else None),
