@@ -83,6 +83,36 @@ class Enough(Left):
         self.found = found
 
 
+_ended_by: list[BaseException] | None = None
+"""What the training of a script that is to be left has ended by, the first one first."""
+
+
+@contextlib.contextmanager
+def ending(counts: Callable[[BaseException], Any] = lambda _: True) -> Iterator[None]:
+    """A part of the training of a script that is to be left: what it is ended by stands, though the script catch it.
+
+    Args:
+        counts: Whether an error ends the training; by itself each does.
+
+    Raises:
+        BaseException: Another part has been ended before, and the script has gone on.
+    """
+    if _ended_by:
+        raise _ended_by[0]
+    try:
+        yield
+    except BaseException as error:
+        if counts(error):
+            ended(error)
+        raise
+
+
+def ended(error: BaseException) -> None:
+    """Have it stand that the training of a script that is to be left is ended by an error."""
+    if _ended_by is not None:
+        _ended_by.append(error)
+
+
 _running = False
 """Whether this process runs a script with a plan put in, or to learn what it trains."""
 
@@ -160,7 +190,7 @@ def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = Fals
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     sys.stdin = io.TextIOWrapper(io.BufferedReader(_Nothing()))
     try:
-        run(path, arguments)
+        _run_until_ended(path, arguments)
     except Left:
         if os.environ.get("CUDA_VISIBLE_DEVICES") != visible:
             raise Refused(
@@ -190,6 +220,18 @@ def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = Fals
         hint="does it need an argument for that, such as --do_train? Training in processes that the script starts "
         "itself, and loops without Accelerate, can't be tuned",
     )
+
+
+def _run_until_ended(path: str, arguments: Sequence[str]) -> None:
+    """Run a script; what has ended its training is raised, whatever the script has made of it."""
+    global _ended_by  # noqa: PLW0603 - it is told from inside the script
+    _ended_by = []
+    try:
+        run(path, arguments)
+    finally:
+        ended, _ended_by = _ended_by, None
+        if ended:
+            raise ended[0]
 
 
 def _launcher_variable(error: Exception) -> str | None:

@@ -24,7 +24,7 @@ from typing import Any
 from autofit.contract.recipe import Recipe, keep_flags_alike, large_weights_left_zero, quick_random_weights
 from autofit.training.rollouts import check_generation, split_of_generation
 from autofit.training.scripts.asked import Asked
-from autofit.training.scripts.leave import Refused
+from autofit.training.scripts.leave import Refused, ending
 from autofit.training.scripts.random_weights import cache_tables_apart, made_quantized, random_model
 from autofit.training.scripts.written import Written
 
@@ -278,7 +278,8 @@ class Patches:
             made = self.made.get(id(trainer))
             if made is not None and (since := self.asked.since(trainer)):
                 self.made[id(trainer)] = dataclasses.replace(made, arguments={**made.arguments, **since})
-            return self.train(trainer, functools.partial(original, trainer, *args, **kwargs))
+            with ending():
+                return self.train(trainer, functools.partial(original, trainer, *args, **kwargs))
 
         owner.__new__ = staticmethod(new)
         owner.train = train

@@ -17,13 +17,15 @@ import dataclasses
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from autofit.machine.meters import out_of_memory
 from autofit.system.errors import InputError
-from autofit.training.scripts.leave import Refused
+from autofit.training.scripts.leave import Refused, ended, ending
 from autofit.training.scripts.patches import keep_files, keep_what_was_there
 from autofit.training.scripts.plain_loop.loader import begins_at, own_length
 
@@ -174,7 +176,7 @@ class LoopPatches:
             self.before_backward(accelerator, loss)
             self._trained = True
             if self.computes():
-                with self._of_the_plan():
+                with self._of_the_plan(), ending(out_of_memory):
                     backward(accelerator, loss, **kwargs)
             self.after_backward(accelerator, loss)
 
@@ -261,7 +263,8 @@ class LoopPatches:
         def told(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             self.steps = True
             try:
-                step(optimizer, *args, **kwargs)
+                with ending(out_of_memory):
+                    step(optimizer, *args, **kwargs)
             finally:
                 self.steps = False
             self.after_step(optimizer)
@@ -291,6 +294,9 @@ class LoopPatches:
                 changed.append(one)
         self.preparing(changed)
         result = prepare(*changed)
+        for place, one in enumerate(args):
+            if isinstance(one, nn.Module):
+                (result[place] if len(args) > 1 else result).register_forward_hook(_tell_of_memory, always_call=True)
         for place, (number, own) in numbers.items():
             loader, rows = result[place] if len(args) > 1 else result, changed[place].batch_size
             length = own_length(own, accelerator)
@@ -311,9 +317,11 @@ class LoopPatches:
             self.iterated += 1
             try:
                 for batch in self.batches(number, kind.__iter__(loader)):
-                    self.micro_step_begins(number, batch)
+                    with ending():
+                        self.micro_step_begins(number, batch)
                     yield batch
-                    self.micro_step_ends(number)
+                    with ending():
+                        self.micro_step_ends(number)
                 whole = True
             finally:
                 running = False
@@ -332,6 +340,13 @@ class LoopPatches:
             members["__len__"] = told_length
         made = type(kind.__name__, (kind,), members)
         vars(object)["__class__"].__set__(loader, made)  # Accelerate's own says that it is PyTorch's loader
+
+
+def _tell_of_memory(_model: Any, _given: Any, output: Any) -> None:
+    """Have it stand that memory ran out in a model's forward pass, though a loop may leave such a batch out."""
+    error = sys.exc_info()[1] if output is None else None
+    if error is not None and out_of_memory(error):
+        ended(error)
 
 
 def _take_from_environment(given: dict[str, Any]) -> None:
