@@ -205,27 +205,31 @@ def split_words(baseline: Plan, facts: Facts, train: Callable[[Plan, Rounding | 
         train: Gives the curve of a plan, in some rounding.
 
     Returns:
-        By how much the two splits differ, in words; ``None`` where they do not, or it is not known.
+        By how much the two splits differ, or why that was not looked at, in words; ``None`` where they do not.
     """
     script, work = facts.workload.script, facts.workload
-    if script is None or work.global_batch % (script.micro_batch * work.processes):
+    if script is None:
         return None
-    if script.factory is not None and script.rows is None:
-        return None  # its rows are drawn anew for each micro-batch, so that no two splits train on the same
-    accumulation = work.global_batch // (script.micro_batch * work.processes)
-    own = baseline.replaced(micro_batch=script.micro_batch, accumulation=accumulation)
+    rows = math.gcd(script.micro_batch, work.global_batch // work.processes)
+    own = baseline.replaced(micro_batch=rows, accumulation=work.global_batch // (rows * work.processes))
     rounding = rounding_of(own, facts)
     if own == baseline or rounding is None:
         return None
+    unseen = (
+        f"Whether the script's loss is the same in micro-batches of {baseline['micro_batch']} rows was not looked at"
+    )
+    if script.factory is not None and script.rows is None:
+        return f"{unseen}: rows are drawn anew for each micro-batch, so that no two splits train on the same"
     curves = [train(baseline, None), train(own, None), train(own, rounding)]
-    if any(one.failed is not None for one in curves):
-        return None
+    failed = next((one.failed for one in curves if one.failed is not None), None)
+    if failed is not None:
+        return f"{unseen}: {failed}"
     worst = max(compare(*curves, single=False), key=lambda one: one.ratio)
     if worst.ratio <= 1:
         return None
     return (
         f"its micro-batch of {baseline['micro_batch']} rows is another training than the script's of "
-        f"{script.micro_batch}: {worst.what} differs by {_percent(worst.difference)} of {worst.scale}; a loss that is "
+        f"{rows}: {worst.what} differs by {_percent(worst.difference)} of {worst.scale}; a loss that is "
         "a mean over each micro-batch does that, one that nobody divides by the accumulation, and random numbers that "
         "are drawn for each"
     )

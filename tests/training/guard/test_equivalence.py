@@ -430,18 +430,29 @@ def test_rows_that_can_be_learned(facts):
     assert rows[0]["input_ids"].tolist() == rows[4]["input_ids"].tolist(), "a pool of one global batch"
 
 
-@pytest.mark.parametrize(("drawn", "trainings"), [(True, 0), (False, 3)])
-def test_no_two_splits_of_rows_that_are_drawn_anew_are_compared(drawn, trainings):
-    trained = []
+@pytest.mark.parametrize(
+    ("rows", "own", "trained", "words"),
+    [
+        (None, 8, [], "was not looked at: rows are drawn anew"),
+        (64, 8, [2, 8, 8], "in micro-batches of 2 rows was not looked at: it took too long"),
+        (64, 32, [2, 8, 8], "was not looked at: it took too long"),
+        (64, 12, [2, 4, 4], "was not looked at: it took too long"),
+        (64, 2, [], None),
+    ],
+)
+def test_a_split_that_is_not_compared_with_the_scripts_own_is_told(rows, own, trained, words):
+    """A loss that compares the rows of a micro-batch is another one there, and nothing says that it is not."""
+    seen = []
     script = Script(
-        path="factory.py", sha256="", factory="nets:make", trainer="FactoryTrainer", micro_batch=8, accumulation=1,
-        rows=None if drawn else 64,
+        path="factory.py", sha256="", factory="nets:make", trainer="FactoryTrainer", micro_batch=own, accumulation=1,
+        rows=rows,
     )  # fmt: skip
 
     def train(plan, _rounding):
-        trained.append(plan)
-        return Curve(failed="it was not to be trained")
+        seen.append(plan["micro_batch"])
+        return Curve(failed="it took too long")
 
     split = PLAIN.replaced(micro_batch=2, accumulation=4)
-    assert equivalence.split_words(split, cpu_facts(global_batch=8, script=script), train) is None
-    assert len(trained) == trainings
+    found = equivalence.split_words(split, cpu_facts(global_batch=8, script=script), train)
+    assert seen == trained
+    assert found is None if words is None else words in found
