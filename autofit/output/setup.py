@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _WEIGHTS = "it is to be a hub id, or a folder with trained weights; without it the weights are random"
+_SIZES = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -78,6 +79,8 @@ class Setup:
     def model(self, source: str | Path | None = None) -> PreTrainedModel:
         """The model with everything that no argument can carry: weights' dtype, offload, wrappers.
 
+        Warns where it has other sizes than the one that was tuned.
+
         Args:
             source: A pretrained model's id or folder; without it, random weights of the tuned config.
 
@@ -100,7 +103,7 @@ class Setup:
         if source is None:
             check_config(self.document, self.folder)
         try:
-            return self.recipe.model(source, config=self.folder / MODEL_FOLDER)
+            built = self.recipe.model(source, config=self.folder / MODEL_FOLDER)
         except OSError as error:
             if source is None:
                 raise
@@ -108,6 +111,24 @@ class Setup:
                 f"{str(source)!r} can't be loaded: {str(error).splitlines()[0]}",
                 hint=_WEIGHTS,
             ) from error
+        if source is not None:
+            self._tell_other_sizes(built, source)
+        return built
+
+    def _tell_other_sizes(self, built: PreTrainedModel, source: str | Path) -> None:
+        """Warn where a model has other sizes than the one that was tuned; its vocabulary may have grown."""
+        from transformers import AutoConfig
+
+        model = self.document.model
+        tuned = AutoConfig.from_pretrained(self.folder / MODEL_FOLDER, trust_remote_code=model.trust_remote_code)
+        both = {name: (getattr(built.config, name, None), getattr(tuned, name, None)) for name in _SIZES}
+        differing = [f"{name} {mine}, not {theirs}" for name, (mine, theirs) in both.items() if mine != theirs]
+        if differing:
+            warnings.warn(
+                f"{str(source)!r} is another model than {model.name}, which was tuned ({', '.join(differing)}): its "
+                "speed and memory are others, tune it",
+                stacklevel=3,
+            )
 
     def dataset(self, own: Any, collator: Callable[..., Any] | None = None) -> Any:
         """The rows to train on, as the plan says: packed ones under ``batching=packing``, else as they are.

@@ -1,5 +1,6 @@
 """The emitted files: whole or absent, taken by the libraries that read them, and the same when read back."""
 
+import copy
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from autofit.system.strict_json import dump_json
 from autofit.training.guard.equivalence import Guard
 from autofit.training.scripts.plain_loop.patches import COUNTS
 from tests.support.synthetic import GIB, Landscape, cpu_facts, cuda_facts
+from tests.support.tiny import write_config
 from tests.support.traced import like_a_process_of_its_own
 
 SCHEMA = Path(autofit.__file__).parent / "output" / "autofit.schema.json"
@@ -444,6 +446,26 @@ def test_a_folder_without_weights_is_no_pretrained_model(tmp_path):
         assert "trained weights" in caught.value.hint
     with pytest.raises(ModelError, match=r"config.json' is a file, not a folder with trained weights"):
         setup.model(folder / MODEL_FOLDER / "config.json")
+
+
+def test_weights_of_another_size_than_what_was_tuned_are_told(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    write_config(folder / MODEL_FOLDER)
+    written(folder)
+    setup = autofit.load(folder, any_hardware=True)
+    tuned = setup.model()
+    for name, grown in (("same", 0), ("larger", 64)):
+        config = copy.deepcopy(tuned.config)
+        config.intermediate_size += grown
+        type(tuned)(config).save_pretrained(tmp_path / name)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        setup.model(tmp_path / "same")
+        assert not told
+        setup.model(tmp_path / "larger")
+    (words,) = (str(one.message) for one in told)
+    assert "larger' is another model than " in words
+    assert f"(intermediate_size {tuned.config.intermediate_size + 64}, not {tuned.config.intermediate_size})" in words
 
 
 def test_the_result_is_copied_without_its_trials(tmp_path):
