@@ -7,6 +7,7 @@ evenly from the short to the long ones; since they are unlike, a step is told by
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -19,6 +20,8 @@ from autofit.training.ranks import own_rank
 if TYPE_CHECKING:
     from autofit.training.timing import Listener
 
+_LOOKED_AT = 1000
+"""Micro-batches of a sampler that makes them itself, among which the largest are found."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _MEAN_OF_A_TAIL = 1 - 1 / math.e
 """The quantile of an exponential tail that its mean is at: where the first step looks in each group of rows."""
@@ -172,19 +175,113 @@ def in_order(places: Sequence[int], *, of: Iterable[int] | None = None) -> Any:
     return Order()
 
 
-def sample(trainer: Any, change: Callable[[Any], Any]) -> None:
-    """Have a Trainer take its rows by another sampler than its own, unless that makes the micro-batches itself.
+def sample(
+    trainer: Any, change: Callable[[Any], Any], among: Callable[[list[list[int]]], list[list[int]]] | None = None
+) -> None:
+    """Have a Trainer take its rows by another sampler than its own.
+
+    A Trainer of a class that makes its loader without asking for a sampler has that loader's changed.
 
     Args:
         trainer: Before it trains.
         change: Given its own sampler; returns the other one.
+        among: Where a sampler makes the micro-batches of a loader itself: given those of an epoch, returns which are
+            taken. ``None``: it keeps its order.
     """
     from torch.utils.data import BatchSampler
+    from transformers import Trainer
 
     own = trainer._get_train_sampler  # noqa: SLF001 - a Trainer has no other place for it
+    was_asked = False
 
     def changed(dataset: Any = None) -> Any:
+        nonlocal was_asked
+        was_asked = True
         usual = own(dataset)
         return usual if usual is None or isinstance(usual, BatchSampler) else change(usual)
 
+    def made(loader: Callable[[], Any]) -> Any:
+        found = loader()
+        if not was_asked:
+            _sample_in(found, change, among)
+        return found
+
     trainer._get_train_sampler = changed  # noqa: SLF001 - as above
+    usually = Trainer.get_train_dataloader
+    if getattr(type(trainer), "get_train_dataloader", usually) is not usually:
+        trainer.get_train_dataloader = functools.partial(made, trainer.get_train_dataloader)
+
+
+def _sample_in(
+    loader: Any, change: Callable[[Any], Any], among: Callable[[list[list[int]]], list[list[int]]] | None
+) -> None:
+    """The same of a loader that is made, PyTorch's or Accelerate's around it; of a stream nothing."""
+    from torch.utils.data import BatchSampler
+
+    holder, dealt, makes = _samplers_of(loader)
+    if type(makes).__iter__ is BatchSampler.__iter__:
+        makes.sampler = change(makes.sampler)
+    elif among is not None and (batches := own_batches(loader)):
+        chosen = _chosen(makes, among(batches))
+        if dealt is makes:
+            vars(holder)["batch_sampler"] = chosen  # a loader refuses another one by its name
+        else:
+            dealt.batch_sampler = chosen
+
+
+def _samplers_of(loader: Any) -> tuple[Any, Any, Any]:
+    """PyTorch's loader, what gives a process its micro-batches, and what makes them: none of a stream."""
+    from torch.utils.data import BatchSampler, IterableDataset
+
+    holder = getattr(loader, "base_dataloader", loader)
+    dealt = getattr(holder, "batch_sampler", None)
+    makes: Any = getattr(dealt, "batch_sampler", dealt)  # what Accelerate deals out to several processes
+    streams = isinstance(getattr(holder, "dataset", None), IterableDataset) or not isinstance(makes, BatchSampler)
+    return holder, dealt, None if streams else makes
+
+
+def own_batches(loader: Any) -> list[list[int]]:
+    """The first micro-batches of an epoch, where a loader's sampler makes them in a way of its own; else none."""
+    from torch.utils.data import BatchSampler
+
+    makes = _samplers_of(loader)[2]
+    if makes is None or type(makes).__iter__ is BatchSampler.__iter__:
+        return []
+    return [[int(place) for place in one] for one in itertools.islice(makes, _LOOKED_AT)]
+
+
+def _chosen(own: Any, batches: list[list[int]]) -> Any:
+    """A sampler of these micro-batches in the place of the one that has made them."""
+    from torch.utils.data import BatchSampler
+
+    class Chosen(BatchSampler):
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter(batches)
+
+        def __len__(self) -> int:
+            return len(batches)
+
+    return Chosen(own.sampler, own.batch_size, own.drop_last)
+
+
+def largest_first(asked: Wanted, batches: list[list[int]]) -> list[list[int]]:
+    """Of a sampler's own micro-batches those with the longest rows in each step of the warm-up, then all in order."""
+    a_step = asked.micro_steps * asked.ranks
+    largest = by_longest(batches, (*asked.places, *reversed(asked.longest)))
+    first = [*itertools.islice(itertools.cycle(largest[:a_step]), a_step)]
+    return [*first * asked.warm_up, *itertools.islice(itertools.cycle(batches), asked.steps * a_step)]
+
+
+def by_longest(batches: Sequence[Sequence[int]], places: Iterable[int]) -> list[list[int]]:
+    """Micro-batches, those with the longest rows first, and the longest first in each.
+
+    Args:
+        batches: Places of rows.
+        places: Of rows whose length is known, the shortest first.
+    """
+    sizes = {place: size for size, place in enumerate(places)}
+
+    def known(place: int) -> int:
+        return -sizes.get(place, -1)
+
+    return sorted((sorted(one, key=known) for one in batches if one), key=lambda one: known(one[0]))

@@ -224,7 +224,8 @@ class Clock:
             self.warm_up_seconds = self.training_seconds
             self.cpu = CpuShare(siblings=self.world.size > 1)
         waited, batches, inside = self.waits.end_step()
-        if self.done > self.effort.warm_up and not self._skipped:
+        whole = self.accumulated >= self.accumulation  # else an epoch ended within it
+        if self.done > self.effort.warm_up and whole and not self._skipped:
             step = self._whole(now, inside)
             if self.waits.drained(batches, step):
                 self.steps.append(step)

@@ -93,7 +93,7 @@ BAD = {
     "input('how many? ')": "reads from stdin",
     "import json, sys; json.load(sys.stdin.buffer)": "reads from stdin",
     "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '1'": "sets CUDA_VISIBLE_DEVICES itself",
-    "arguments = None": "makes its Trainer without arguments",
+    "arguments = None": "makes its Trainer without arguments (a Trainer)",
     "model.half()": "trains weights in float16",
     "model.double()": "model is in float64",
     "model.half(); model.classifier.float(); model.bert.embeddings.requires_grad_(False)": "in float16",

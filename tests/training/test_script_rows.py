@@ -1,10 +1,12 @@
 """The rows of a script: as long as its collator makes them, the longest wherever they lie, the usual ones timed."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -14,7 +16,8 @@ from autofit.system.statistics import median
 from autofit.training.expected_rows import Tokens, usual_steps
 from autofit.training.row_order import Wanted, expected, order
 from autofit.training.scripts import rows
-from autofit.training.scripts.loading import rows_an_epoch
+from autofit.training.scripts.loading import loading_of, rows_an_epoch
+from autofit.training.scripts.traits import longest_batch
 from tests.support.synthetic import cpu_facts
 
 
@@ -101,6 +104,72 @@ def test_each_warm_up_step_takes_the_longest_and_then_come_the_expected():
     assert all(low < 50 <= high for low, high in (sorted(drawn[at : at + 2]) for at in (4, 6, 8)))
     own = list(order(SequentialSampler(range(7)), asked(script, a_step=2, warm_up=1, steps=4)))
     assert own == [500, 400, 0, 1, 2, 3, 4, 5, 6, 0]
+
+
+class Loads:
+    """A Trainer that makes its loader itself, as those of sentence-transformers: of that sampler of micro-batches."""
+
+    def __init__(self, batches, data, collate=torch.tensor):
+        self.loader = DataLoader(data, batch_sampler=batches, collate_fn=collate)
+
+    def _get_train_sampler(self, dataset=None):
+        raise AssertionError("nobody asks")
+
+    def get_train_dataloader(self):
+        return Accelerator(cpu=True).prepare(self.loader)
+
+
+class OfOne(BatchSampler):
+    """Micro-batches of the one half of the rows, then of the other, as of two data sets in one."""
+
+    def __iter__(self):
+        yield from ([one, one + 1] for one in (0, 2, 5, 7))
+
+
+def test_a_loader_of_the_trainers_own_has_the_longest_rows_first():
+    data = list(range(100))
+    script = script_of(places=tuple(range(100)), longest_places=(99, 98, 97))
+    wants = asked(script, a_step=4, warm_up=1, steps=2)
+    drawn = Loads(BatchSampler(RandomSampler(data), 2, drop_last=False), data)
+    rows.take_in_order(drawn, wants, Tokens(None))
+    batches = [one.tolist() for one in drawn.get_train_dataloader()]
+    assert batches[:2] == [[99, 98], [97, 99]]
+    assert [low < 50 <= high for low, *_, high in (sorted(one + two) for one, two in (batches[2:4], batches[4:]))]
+    assert len(batches) == 3 * 2
+    alike = Loads(BatchSampler(RandomSampler(data), 2, drop_last=False), data)
+    rows.take_the_same(alike, asked(script, a_step=4, warm_up=1, steps=2))
+    batches = [one.tolist() for one in alike.get_train_dataloader()]
+    assert batches[:2] == batches[2:]
+
+
+def test_a_sampler_that_makes_the_micro_batches_keeps_them_the_largest_first():
+    data = list(range(10))
+    script = script_of(places=tuple(range(10)), longest_places=(8, 7))
+    wants = asked(script, a_step=4, warm_up=1, steps=3)
+    makes = OfOne(data, 2, drop_last=False)
+    own = Loads(makes, data)
+    rows.take_in_order(own, wants, Tokens(None))
+    batches = [one.tolist() for one in own.get_train_dataloader()]
+    assert batches[:2] == [[8, 7], [6, 5]]
+    assert batches[2:] == [[0, 1], [2, 3], [5, 6], [7, 8], [0, 1], [2, 3]], "no epoch ends within a step"
+    of_ranks = BatchSamplerShard(makes, num_processes=2, process_index=1)
+    shared = Loads(of_ranks, data)
+    shared.get_train_dataloader = lambda: shared.loader
+    rows.take_in_order(shared, dataclasses.replace(wants, ranks=2, rank=1, micro_steps=1), Tokens(None))
+    assert next(iter(shared.get_train_dataloader())).tolist() == [6, 5]
+
+
+def test_rows_that_a_collator_takes_with_their_like_alone_are_looked_at_so():
+    def collate(given):
+        assert len({len(row) > 4 for row in given}) == 1, "rows of two data sets"
+        return {"input_ids": torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in given])}
+
+    data = [[1] * (place + 1 if place < 5 else 20 - place) for place in range(9)]
+    loader = DataLoader(data, batch_sampler=OfOne(data, 2, drop_last=False), collate_fn=collate)
+    found = rows.of_one_batch(rows.sample_of(data, collate), loader)
+    assert found.longest == (5, 6)
+    assert longest_batch(loader, found, 4)["input_ids"].shape == (15, 4)
+    assert loading_of(loader, 2)["rows_per_second"]
 
 
 def test_several_ranks_take_the_rows_of_one_process_in_turn():

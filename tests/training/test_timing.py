@@ -49,3 +49,22 @@ def test_a_step_of_ten_micro_steps_is_added_up_from_three(monkeypatch, ranks, wh
     now[0] += 7
     assert clock.step_end()
     assert clock.steps == [whole]
+
+
+def test_a_step_that_an_epochs_end_cuts_short_is_not_timed():
+    """Of one micro-step nothing tells what later ones take; of fewer than the plan's a step is no whole one."""
+    clock = Clock(
+        recipe=SimpleNamespace(accumulation=4, slow_start=""),
+        effort=Effort(warm_up=0, min_steps=1, max_steps=2),
+        meter=NoMeter(),
+        accumulation=3,
+        on_cuda=False,
+    )
+    for micro_steps in (3, 1, 2, 3):
+        clock.step_begin()
+        for _ in range(micro_steps):
+            clock.forward_begin()
+            clock.forward_end()
+            clock.backward_end(torch.ones(()))
+        clock.step_end()
+    assert clock.timed == [0, 3]

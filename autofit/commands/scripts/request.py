@@ -266,9 +266,8 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
         said.append("the data set tells no number of rows: fit is judged on the rows that come first")
     elif script.mean_share < 1:
         seen = f"{script.sampled:,} of its {script.rows:,} rows"
-        counts = (
-            "what counts is tokens/s without padding on the rows to be expected" if tried else "samples/s are theirs"
-        )
+        unit = "samples/s" if script.tokens_a_row is None else "tokens/s without padding"
+        counts = f"what counts is {unit} on the rows to be expected" if tried else "samples/s are theirs"
         said.append(
             f"rows differ: the mean is {script.mean_share:.0%} of the longest of {seen}; fit is "
             f"judged on the longest, and {counts}"

@@ -176,7 +176,10 @@ def paddings(loader: Any, script: Script, rows: int) -> tuple[bool, ...]:
         return (True,)
     if rows == 1:
         return (hides(longest[:1]),)
-    return tuple(sorted({hides(longest), hides([longest[0], *script.places[:1]])}))
+    shorter = True
+    with contextlib.suppress(Exception):  # rows that a collator takes with their like alone
+        shorter = hides([longest[0], *script.places[:1]])
+    return tuple(sorted({hides(longest), shorter}))
 
 
 def _grown(one: Any, two: Any, rows: int) -> Any:

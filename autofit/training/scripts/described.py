@@ -10,7 +10,7 @@ from autofit.training import rollouts
 from autofit.training.scripts.loading import drops_last, length_of, loading_of, splitting
 from autofit.training.scripts.patches import Made, Patches
 from autofit.training.scripts.plain_loop.autocast import autocast_of
-from autofit.training.scripts.rows import sample_of, why_ungrouped
+from autofit.training.scripts.rows import of_one_batch, sample_of, why_ungrouped
 from autofit.training.scripts.traits import (
     inner_of,
     longest_batch,
@@ -31,7 +31,7 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
     loader: Any = trainer.get_train_dataloader()
     generates = rollouts.makes_rows(type(trainer))
     trained = rollouts.Completed(trainer, loader, joined=True) if generates else loader
-    rows = sample_of(trained.dataset, trained.collate_fn)
+    rows = of_one_batch(sample_of(trained.dataset, trained.collate_fn), loader)
     batch = longest_batch(trained, rows, trainer.args.per_device_train_batch_size)
     found = traits(patches, trainer.model, rows, seconds)
     loading = loading_of(loader, int(made.arguments["per_device_train_batch_size"]))

@@ -312,9 +312,10 @@ def measured_at(clock: Clock, script: Script, trainer: Any, train: Callable[[], 
     watch(trainer, clock, count=lambda inputs: tokens.count(as_trained(inputs)), stepped=stepped)
     trainer.get_batch_samples = timed_batches
     train()
-    if not seen:
+    if not (seen and clock.steps):
         raise Refused(
-            f"its training ends after {clock.done} optimizer steps, and the first {effort.warm_up} are not timed",
+            f"its training ends after {clock.done} optimizer steps, and of the first {effort.warm_up}, and those with "
+            "which an epoch ends early, none is timed",
             "give the script more rows, or leave out what stops it",
         )
     tokens.tell()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from autofit.training.loader_waits import LoaderWaits
+from autofit.training.row_order import own_batches
 
 if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
@@ -122,11 +123,13 @@ def _alone(loader: Any, rows: int, workers: int) -> tuple[float, int]:
     """Rows a second that a loader like another one makes, and the bytes that its largest worker holds for itself."""
     from torch.utils.data import DataLoader
 
-    places = [int(place) for place in itertools.islice(iter(loader.sampler), 64 * rows * max(1, workers))]
+    made_itself = own_batches(loader)
+    places = itertools.islice(iter(loader.sampler), 0 if made_itself else 64 * rows * max(1, workers))
+    alone = _Again([int(place) for place in places])
+    order = {"batch_sampler": _Again(made_itself)} if made_itself else {"batch_size": rows, "sampler": alone}
     made: Any = DataLoader(
         loader.dataset,
-        batch_size=rows,
-        sampler=_Again(places),
+        **order,
         num_workers=workers,
         collate_fn=loader.collate_fn,
         worker_init_fn=loader.worker_init_fn,
@@ -149,12 +152,12 @@ def _alone(loader: Any, rows: int, workers: int) -> tuple[float, int]:
 
 
 class _Again:
-    """A sampler that hands out the same places again and again."""
+    """A sampler that hands out the same places, or micro-batches, again and again."""
 
-    def __init__(self, places: list[int]) -> None:
+    def __init__(self, places: list[Any]) -> None:
         self.places = places
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         return itertools.cycle(self.places)
 
 

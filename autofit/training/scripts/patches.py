@@ -293,7 +293,8 @@ class Patches:
         arguments = given.get("args")
         if arguments is None:
             raise Refused(
-                "the script makes its Trainer without arguments", "give it args=TrainingArguments(output_dir=...)"
+                f"the script makes its Trainer without arguments (a {type(trainer).__name__})",
+                "give it args=TrainingArguments(output_dir=...); a library that sets them later (SetFit) can't be tuned",
             )
         if getattr(arguments, "deepspeed", None) or getattr(arguments, "fsdp", None):
             raise Refused(

@@ -21,7 +21,7 @@ from typing import Any
 
 from autofit.system.units import duration
 from autofit.training.expected_rows import Tokens, tokens_of
-from autofit.training.row_order import Wanted, in_order, order, sample
+from autofit.training.row_order import Wanted, by_longest, in_order, largest_first, order, own_batches, sample
 
 SAMPLED_ROWS = 500
 """Rows that are put through the collator to know what is to be expected."""
@@ -109,6 +109,12 @@ def sample_of(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> Sampl
     )
 
 
+def of_one_batch(rows: Sample, loader: Any) -> Sample:
+    """The same with the longest rows of one micro-batch, where a loader makes these itself: others may not go along."""
+    batches = by_longest(own_batches(loader), (*rows.spread, *reversed(rows.longest)))
+    return dataclasses.replace(rows, longest=tuple(batches[0])) if batches and rows.longest else rows
+
+
 def _alternately(some: Sequence[int], others: Sequence[int]) -> Iterator[int]:
     """Of the one, of the other: where time is up early, there are of both."""
     for pair in itertools.zip_longest(some, others):
@@ -180,7 +186,8 @@ def _numbers(value: Any) -> int:
 def take_in_order(trainer: Any, asked: Wanted, tokens: Tokens) -> None:
     """Have a Trainer train on the longest rows first, then on those that are to be expected.
 
-    A data set without a length keeps its order, and so does one whose sampler makes the micro-batches itself.
+    A data set without a length keeps its order. A loader whose sampler makes the micro-batches itself keeps these, the
+    largest first.
 
     Args:
         trainer: Before it trains.
@@ -188,7 +195,7 @@ def take_in_order(trainer: Any, asked: Wanted, tokens: Tokens) -> None:
         tokens: Told where micro-batches are unlike.
     """
     if asked.longest:
-        sample(trainer, lambda usual: order(usual, asked, tokens.take))
+        sample(trainer, lambda usual: order(usual, asked, tokens.take), lambda made: largest_first(asked, made))
 
 
 def take_the_same(trainer: Any, asked: Wanted) -> None:
@@ -208,8 +215,12 @@ def take_the_same(trainer: Any, asked: Wanted) -> None:
         at_random = isinstance(usual, LengthGroupedSampler) and once.places
         return in_order([*order(None if at_random else usual, once)] * asked.steps, of=usual)
 
+    def made_again(batches: list[list[int]]) -> list[list[int]]:
+        a_step = asked.micro_steps * asked.ranks
+        return [*itertools.islice(itertools.cycle(batches), a_step)] * asked.steps
+
     if asked.longest:
-        sample(trainer, again)
+        sample(trainer, again, made_again)
 
 
 LENGTHS_SECONDS = 60.0

@@ -12,7 +12,7 @@ from autofit.system.errors import InputError
 from autofit.training.loops import between_steps
 from autofit.training.rollouts import makes_rows
 from autofit.training.scripts.leave import Enough, generated_rows, refusing_to_generate
-from autofit.training.scripts.rows import sample_of
+from autofit.training.scripts.rows import of_one_batch, sample_of
 from autofit.training.scripts.traits import longest_batch
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def evaluate_longest(trainer: Any, rows: int) -> None:
     """
 
     def loop(loader: Any, *_: Any, prediction_loss_only: bool | None = None, ignore_keys: Any = None, **__: Any) -> Any:
-        seen = sample_of(loader.dataset, loader.collate_fn)
+        seen = of_one_batch(sample_of(loader.dataset, loader.collate_fn), loader)
         together = min(rows, seen.rows or rows)
         batch = longest_batch(loader, seen, together)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
