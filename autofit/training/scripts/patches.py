@@ -294,7 +294,7 @@ class Patches:
         if arguments is None:
             raise Refused(
                 f"the script makes its Trainer without arguments (a {type(trainer).__name__})",
-                "give it args=TrainingArguments(output_dir=...); a library that sets them later (SetFit) can't be tuned",
+                "give it args=TrainingArguments(...); where a library sets them later (SetFit), it can't be tuned",
             )
         if getattr(arguments, "deepspeed", None) or getattr(arguments, "fsdp", None):
             raise Refused(
