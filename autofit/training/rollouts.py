@@ -119,23 +119,20 @@ def _leave_engine_out(kind: type) -> None:
             setattr(module, _ENGINE, _NoEngine)
 
 
-def engine_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What generates for such a Trainer, as fields of :class:`~autofit.contract.script.Script`.
+def at_once(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """How many rows such a Trainer generates at once, and by what: fields of :class:`~autofit.contract.script.Script`.
 
     Args:
         arguments: Fields of its ``TrainingArguments``.
     """
-    if not arguments.get("use_vllm"):
-        return {"engine": "", "engine_share": 0.0}
-    if arguments["vllm_mode"] == "server":
-        return {"engine": "a vLLM server", "engine_share": 0.0}
-    share = float(arguments["vllm_gpu_memory_utilization"])
-    return {"engine": f"vLLM on {share:.0%} of the card", "engine_share": share}
-
-
-def at_once(arguments: Mapping[str, Any]) -> int:
-    """Rows that such a Trainer generates at once on each device, by fields of its ``TrainingArguments``."""
-    return int(arguments["steps_per_generation"] * arguments["per_device_train_batch_size"])
+    rows = arguments["steps_per_generation"] * arguments["per_device_train_batch_size"]
+    engine, share = "", 0.0
+    if arguments["use_vllm"] and arguments["vllm_mode"] == "server":
+        engine = "a vLLM server"
+    elif arguments["use_vllm"]:
+        share = float(arguments["vllm_gpu_memory_utilization"])
+        engine = f"vLLM on {share:.0%} of the card"
+    return {"generated_rows": int(rows), "engine": engine, "engine_share": share}
 
 
 def split_of_generation(arguments: Any, values: Mapping[str, Any]) -> dict[str, Any]:

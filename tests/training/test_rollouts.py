@@ -301,52 +301,18 @@ def test_completions_that_are_compared_weigh_as_if_the_model_had_drawn_them():
 @pytest.mark.parametrize(
     ("given", "engine", "share"),
     [
-        ({}, "", 0.0),
         ({"use_vllm": False, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}, "", 0.0),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_gpu_memory_utilization": 0.3}, "a vLLM server", 0.0),
         (
-            {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.25},
-            "vLLM on 25% of the card",
-            0.25,
+            {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.2},
+            "vLLM on 20% of the card",
+            0.2,
         ),
     ],
 )
-def test_what_generates_is_told(given, engine, share):
-    assert rollouts.engine_of(given) == {"engine": engine, "engine_share": share}
-
-
-@pytest.mark.parametrize(
-    ("row", "images"),
-    [({"prompt": "w", "image": 1}, None), ({"prompt": "w", "images": [1]}, None), ({"prompt": "w"}, [1])],
-)
-def test_prompts_with_images_are_refused(row, images):
-    trainer = trainer_of(_tokenize_prompts=lambda prompts: ([[9]] * len(prompts), images, {}))
-    with pytest.raises(Refused, match="generates for images"):
-        rollouts.Completed(trainer, SimpleNamespace()).collate_fn([row])
-
-
-def test_micro_batches_of_a_stream_are_made_of_its_loaders():
-    class Loader(list):
-        dataset = batch_sampler = None
-
-    loader = Loader([[{"prompt": "w"}] * 4])
-    (found,) = rollouts.Completed(trainer_of(), loader, joined=True)
-    assert tuple(found["input_ids"].shape) == (2, 6)
-
-
-def test_two_trainings_are_compared_on_the_same_completions_some_of_which_are_better():
-    """Of one length a loss that is a mean over the tokens of a micro-batch would be the same in any split."""
-    found = []
-    for _ in range(2):
-        trainer = trainer_of(max_completion_length=50)
-        rollouts.generate_alike(trainer)
-        found += [trainer._generate_and_score_completions([[9]] * 8) for _ in range(2)]
-        assert not trainer.asked, "no model is asked"
-    assert all(one["completions"] == found[0]["completions"] for one in found)
-    assert all(torch.equal(one["advantages"], found[0]["advantages"]) for one in found)
-    assert len({len(one) for one in found[0]["completions"]}) > 1
-    assert found[0]["advantages"].std() > 0.5
-    assert abs(found[0]["advantages"].sum()) > 0.5
+def test_what_generates_is_told_and_how_much_at_once(given, engine, share):
+    found = rollouts.at_once({**ARGUMENTS, "vllm_gpu_memory_utilization": 0.2, **given})
+    assert found == {"generated_rows": 4 * 2, "engine": engine, "engine_share": share}
 
 
 @pytest.mark.parametrize(
@@ -357,7 +323,7 @@ def test_two_trainings_are_compared_on_the_same_completions_some_of_which_are_be
             "",
             0.0,
             False,
-            "not estimated, its memory is where a card holds the whole model",
+            "not estimated, its memory is but where the model is split over several",
         ),
         ("a vLLM server", 0.0, True, "No trial starts vLLM"),
         ("vLLM on 30% of the card", 0.3, False, "the card's memory is told without vLLM's share"),

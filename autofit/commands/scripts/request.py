@@ -299,7 +299,7 @@ def _generating(script: Script, *, tried: bool) -> str:
     begin = f"its {script.trainer} generates{by}, at most {script.generated} tokens for a prompt: samples/s are those"
     if not tried:
         left = "; the card's memory is told without vLLM's share" * bool(script.engine_share)
-        more = left if script.engine else ", its memory is where a card holds the whole model"
+        more = left if script.engine else ", its memory is but where the model is split over several cards"
         return f"{begin} of training on as many. The seconds of generating are not estimated{more}"
     generates = (
         "No trial starts vLLM: neither its seconds nor sending it the weights is measured"

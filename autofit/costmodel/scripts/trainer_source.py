@@ -40,7 +40,8 @@ class TrainerSource(ScriptSource):
         self.trainer, self.train = trainer, train
         self._given = False
         self._generates = makes_rows(type(trainer))
-        self.evaluates = bool(script.generated_at_once(1)) and not layout_of(recipe).engine
+        layout = layout_of(recipe)
+        self.evaluates = script.generated_at_once(1) > 0 and (layout.bucketed or not layout.engine)
 
     def model(self, *, fake: bool) -> Any:
         """The script's model, wrapped as the plan says."""

@@ -52,8 +52,7 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
         "own_optimizer": _makes_its_optimizer(trainer, made.given),
         "evaluated_rows": 0 if generates or trainer.eval_dataset is None else evaluated,
         "generated": trainer.max_completion_length if generates else 0,
-        "generated_rows": rollouts.at_once(made.arguments) if generates else 0,
-        **rollouts.engine_of(made.arguments),
+        **(rollouts.at_once(made.arguments) if generates else {}),
         "loading": loading,
         "ungrouped": why_ungrouped(trainer, loader.dataset, 1 / rate if rate else None),
         "batch": shapes(batch),
@@ -116,7 +115,7 @@ def asks_otherwise(made: Made, kind: type, model: Any, facts: Facts, tuned: Mapp
     }
     if script.generated:
         asked[_COMPLETION] = made.arguments.get(_COMPLETION), script.generated
-        now = rollouts.engine_of(made.arguments)["engine"]
+        now = rollouts.at_once(made.arguments)["engine"]
         asked["generating by"] = now or _ITSELF, script.engine or _ITSELF
     if hasattr(model, "parameters"):  # not made yet, or told by its name
         asked["model"] = (type(inner_of(model)).__name__, facts.model.architecture)
