@@ -120,16 +120,17 @@ def _leave_engine_out(kind: type) -> None:
 
 
 def at_once(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """How many rows such a Trainer generates at once, and by what: fields of :class:`~autofit.contract.script.Script`.
+    """How many rows a Trainer generates at once, and by what: fields of :class:`~autofit.contract.script.Script`.
 
     Args:
-        arguments: Fields of its ``TrainingArguments``.
+        arguments: Fields of its ``TrainingArguments``; those of one that generates nothing have no such.
     """
-    rows = arguments["steps_per_generation"] * arguments["per_device_train_batch_size"]
+    rows = arguments.get("steps_per_generation", 0) * arguments["per_device_train_batch_size"]
     engine, share = "", 0.0
-    if arguments["use_vllm"] and arguments["vllm_mode"] == "server":
+    by_vllm = arguments.get("use_vllm", False)
+    if by_vllm and arguments["vllm_mode"] == "server":
         engine = "a vLLM server"
-    elif arguments["use_vllm"]:
+    elif by_vllm:
         share = float(arguments["vllm_gpu_memory_utilization"])
         engine = f"vLLM on {share:.0%} of the card"
     return {"generated_rows": int(rows), "engine": engine, "engine_share": share}

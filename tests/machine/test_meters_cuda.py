@@ -583,6 +583,8 @@ def test_a_step_that_the_scaled_loss_skipped_is_not_timed():
     )
     for skipped in (True, True, False, False):
         clock.step_begin()
+        for _ in range(4):
+            clock.backward_end(torch.zeros(()))
         if skipped:
             clock.step_skipped()
         enough = clock.step_end()
