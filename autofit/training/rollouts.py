@@ -1,10 +1,10 @@
 """A Trainer that makes the rows it trains on: TRL's GRPO and RLOO, by whatever name their losses have.
 
-In its first step a trial generates as the script does, completions as long as they may become: what that takes of
-memory the training takes, too. In each further step completions of that length are there at once, random ones. So what
-is timed is all else: rewards, the reference model's pass, the loss, its gradients, the optimizer.
-Where vLLM generates, no measurement starts it: completions are there at once from the first step on, and what vLLM
-takes of the card is left free. The pass that weighs what it has drawn is the Trainer's own.
+A trial generates once as the script does, between two steps, completions as long as they may become: what that takes of
+memory the training takes, too. In each step completions of that length are there at once, random ones. So what is timed
+is all else: rewards, the reference model's pass, the loss, its gradients, the optimizer.
+Where vLLM generates, no measurement starts it, and what it takes of the card is left free. The pass that weighs what it
+has drawn is the Trainer's own.
 Read in TRL 1.4 to 1.16: ``_generate_single_turn``, ``_calculate_rewards``, ``RepeatSampler`` and ``VLLMGeneration`` of
 both trainers.
 """
@@ -279,33 +279,37 @@ def take_prompts(trainer: Any, asked: Wanted, *, alike: bool = False) -> None:
         sample(trainer, sampler)
 
 
-def generate_once(trainer: Any, told: Callable[[str], None]) -> None:
-    """Have such a Trainer generate in its first step alone, as much as it may; then completions are there at once.
-
-    Where vLLM generates, they are so in the first step, too.
+def generate_between(trainer: Any, told: Callable[[str], None]) -> Callable[[], None]:
+    """Have such a Trainer train on completions that are there at once.
 
     Args:
         trainer: Before it trains.
         told: Given in words what generating took.
+
+    Returns:
+        Has it generate once for the prompts that came first, as much as it may; to be called between two steps, where
+        the optimizer's state is there, as in all but the first one of a training. Where vLLM generates it does nothing.
     """
     generate, length = getattr(trainer, _GENERATES), trainer.max_completion_length
     made = _random_completions(trainer)
-    generated = False
+    asked: list[functools.partial[Any]] = []
 
     def completions(prompts: Sequence[Any], *given: Any, **more: Any) -> Any:
-        nonlocal generated
-        first, generated = not generated, True
-        if not first or trainer.use_vllm:
-            if first:
-                told(_took(trainer, len(prompts), None))
-            return _told_by(trainer, made(len(prompts)))
-        began = time.perf_counter()
-        with replacing([(trainer.generation_config, "min_new_tokens", length)]):
-            found = generate(prompts, *given, **more)
-        told(_took(trainer, len(prompts), time.perf_counter() - began))
-        return found
+        if not asked:
+            asked.append(functools.partial(generate, prompts, *given, **more))
+        return _told_by(trainer, made(len(prompts)))
+
+    def once() -> None:
+        rows, seconds = len(asked[0].args[0]), None
+        if not trainer.use_vllm:
+            began = time.perf_counter()
+            with replacing([(trainer.generation_config, "min_new_tokens", length)]):
+                asked[0]()
+            seconds = time.perf_counter() - began
+        told(_took(trainer, rows, seconds))
 
     setattr(trainer, _GENERATES, completions)
+    return once
 
 
 def generate_alike(trainer: Any) -> None:
@@ -347,8 +351,8 @@ def _took(trainer: Any, rows: int, seconds: float | None) -> str:
     steps = args.steps_per_generation * getattr(trainer, "num_iterations", 1) / args.gradient_accumulation_steps
     many = f"{rows} completions of {trainer.max_completion_length} tokens"
     words = (
-        f"generating {many} took {duration(seconds)} in the first step, whose memory counts; samples/s are those of "
-        "training on completions that are there"
+        f"generating {many} took {duration(seconds)}, whose memory counts; samples/s are those of training on "
+        "completions that are there"
         if seconds is not None
         else f"{many} were there at once, as if vLLM had made them: samples/s are those of training on them"
     )

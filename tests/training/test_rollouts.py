@@ -151,16 +151,18 @@ def test_a_generation_of_less_than_an_optimizer_step_keeps_its_split():
     assert rollouts.own_split(trainer) == "it generates 2 completions at once, which are no whole optimizer steps"
 
 
-def test_a_trial_generates_once_and_as_much_as_it_may():
+def test_a_trial_generates_once_between_two_steps_and_as_much_as_it_may():
+    """In its first step there is no state of the optimizer beside what that takes."""
     trainer, told = trainer_of(), []
-    rollouts.generate_once(trainer, told.append)
-    first = trainer._generate_single_turn([[9]] * 4)
-    assert first == ([[7] * 5] * 4, None)
+    generates = rollouts.generate_between(trainer, told.append)
+    first, _ = trainer._generate_single_turn([[9]] * 4)
     later, probabilities = trainer._generate_single_turn([[9]] * 6)
-    assert trainer.asked == [(4, 5)], "with the greatest length for the least"
+    assert not trainer.asked
+    generates()
+    assert trainer.asked == [(4, 5)], "for the first prompts, with the greatest length for the least"
     assert trainer.generation_config.min_new_tokens is None
     assert probabilities is None
-    assert [len(one) for one in later] == [5] * 6
+    assert [len(one) for one in first + later] == [5] * 10
     assert {token for one in later for token in one[:-1]} <= {2, 4, 5, 6}, "special tokens mean no text"
     assert {one[-1] for one in later} == {1}, "else a completion counts as cut off"
     assert len(set(map(tuple, later))) > 1
@@ -172,8 +174,9 @@ def test_a_trial_generates_once_and_as_much_as_it_may():
 def test_generations_that_are_trained_on_for_several_steps_are_told():
     trainer, told = trainer_of(num_iterations=2), []
     trainer.args.steps_per_generation = 4
-    rollouts.generate_once(trainer, told.append)
+    generates = rollouts.generate_between(trainer, told.append)
     trainer._generate_single_turn([[9]])
+    generates()
     assert "the script generates every 4 steps, and computes no reward in the others" in told[0]
 
 
@@ -278,10 +281,11 @@ def test_no_vllm_is_started_to_measure_what_it_generates_for(monkeypatch):
 def test_what_vllm_generates_is_there_at_once():
     trainer, told = trainer_of(use_vllm=True), []
     del trainer.generation_config  # which TRL makes where the model generates
-    rollouts.generate_once(trainer, told.append)
+    generates = rollouts.generate_between(trainer, told.append)
     for _ in range(2):
         completions, probabilities = trainer._generate_single_turn([[9]] * 4)
         assert [len(one) for one in completions] == [len(one) for one in probabilities] == [5] * 4
+    generates()
     assert not trainer.asked
     assert [one[:56] for one in told] == ["4 completions of 5 tokens were there at once, as if vLLM"]
 

@@ -40,13 +40,15 @@ class _Filled(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer looks at, with the last token."""
-        made = [self._with_those_before(one, layer_idx) for one in (key_states, value_states)]
+        kind = key_states.dtype  # a layer's first values take that of its keys, which rotary positions may have widened
+        made = [self._with_those_before(one, layer_idx, kind) for one in (key_states, value_states)]
         self.held += made
         return made[0], made[1]
 
-    def _with_those_before(self, last: torch.Tensor, layer: int) -> torch.Tensor:
+    def _with_those_before(self, last: torch.Tensor, layer: int, kind: torch.dtype) -> torch.Tensor:
         *rows, count, width = last.shape
-        return torch.cat([last.new_empty(*rows, self._seen(layer) - count, width), last], dim=-2)
+        before = last.new_empty(*rows, self._seen(layer) - count, width, dtype=kind)
+        return torch.cat([before, last], dim=-2)
 
     def _seen(self, layer: int) -> int:
         return min(self.length, getattr(self.layers[layer], "sliding_window", None) or self.length)

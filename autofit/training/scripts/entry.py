@@ -14,7 +14,7 @@ from autofit.system.errors import InputError
 from autofit.training.expected_rows import Tokens
 from autofit.training.loops import counted
 from autofit.training.observer import Observer
-from autofit.training.rollouts import as_trained, generate_once, take_prompts
+from autofit.training.rollouts import as_trained, generate_between, take_prompts
 from autofit.training.row_order import wanted
 from autofit.training.scripts.described import BATCH, asks_otherwise, described, handed_on
 from autofit.training.scripts.leave import AS_TUNED, Enough, Refused, name_of, run_to_its_end, run_until_left
@@ -289,8 +289,7 @@ def measured_at(clock: Clock, script: Script, trainer: Any, train: Callable[[], 
             take_prompts(trainer, asked)
         else:
             take_in_order(trainer, asked, tokens)
-    if script.generated:
-        generate_once(trainer, clock.notes.append)
+    generates = generate_between(trainer, clock.notes.append) if script.generated else None
     get_batch_samples = trainer.get_batch_samples
 
     def timed_batches(*args: Any, **kwargs: Any) -> Any:
@@ -306,6 +305,8 @@ def measured_at(clock: Clock, script: Script, trainer: Any, train: Callable[[], 
             clock.waits.worker_bytes = workers_bytes()
             seen.append(observer.evidence(trainer.optimizer, trainer.accelerator, counted(clock)))
             observer.close()
+            if generates is not None:
+                generates()
             if recipe.facts.workload.evaluated_rows:
                 evaluate_longest(trainer, recipe.facts.workload.evaluated_rows)
 
