@@ -133,3 +133,11 @@ def added_environment(told: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log, to be put behind what is said of its process."""
+    with contextlib.suppress(OSError):
+        lines = log.read_text("utf-8", "replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+    return ""

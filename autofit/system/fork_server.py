@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import shutil
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autofit.system.errors import MachineError, ServerLost
-from autofit.system.files import helper_environment, refuse_a_full_disk, write_atomically, writing
+from autofit.system.files import helper_environment, last_words, refuse_a_full_disk, write_atomically, writing
 from autofit.system.job import JOB, Job, job_text
 from autofit.system.locks import scratch_folder
 from autofit.system.redact import harmless
@@ -159,6 +160,10 @@ class ForkServer(_Forking):
         device: ``cuda`` or ``cpu``.
         modules: Modules to load beyond the usual ones, such as the model's; what can't be loaded is left out.
         trains: Whether jobs train, or only trace: what that has no use for takes two seconds to load.
+
+    Attributes:
+        ends: When what is asked has to be answered, by ``time.monotonic()``.
+        late: Whether an answer was not there then.
     """
 
     def __init__(self, log: Path, device: str, modules: tuple[str, ...] = (), *, trains: bool = True) -> None:
@@ -167,6 +172,7 @@ class ForkServer(_Forking):
         self.trains = trains
         self.device = device
         self.modules = modules
+        self.ends, self.late = math.inf, False
         self._process: subprocess.Popen[bytes] | None = None
         self._snapshots: list[Snapshot] = []
 
@@ -239,12 +245,14 @@ class ForkServer(_Forking):
         Raises:
             MachineError: The job's process ended without an answer.
         """
+        left = max(0.0, self.ends - time.monotonic())
         with writing(folder):
             scratch = Path(tempfile.mkdtemp(prefix=".ask-", dir=folder))
         try:
             write_atomically(scratch / JOB, job_text(job))
-            status = self.run(scratch.resolve(), kill_after_seconds=kill_after_seconds, early=early)
+            status = self.run(scratch.resolve(), kill_after_seconds=min(kill_after_seconds, left), early=early)
             if status is None:
+                self.late |= left < kill_after_seconds
                 yield None
                 return
             try:
@@ -256,7 +264,7 @@ class ForkServer(_Forking):
                     shutil.copyfile(log, folder / FAILED_JOB_LOG)
                 code = os.waitstatus_to_exitcode(status)
                 raise MachineError(
-                    f"a helper process ended with status {code} and no answer{_last_words(log)}",
+                    f"a helper process ended with status {code} and no answer{last_words(log)}",
                     hint=f"its log is {folder / FAILED_JOB_LOG}",
                 ) from None
             yield json.loads(text)
@@ -273,7 +281,7 @@ class ForkServer(_Forking):
         with contextlib.suppress(OSError):  # one that was begun ahead prints to a file that goes
             shutil.copyfile(self._printed, self.log)
         return lost(
-            f"the process that starts trials ended (status {status}){_last_words(self._printed)}",
+            f"the process that starts trials ended (status {status}){last_words(self._printed)}",
             hint=f"its log is {self.log}; go on with --resume",
         )
 
@@ -308,7 +316,7 @@ class Snapshot(_Forking):
             try:
                 message, left = self._hear(left)
             except ServerLost as error:
-                words = _last_words(self.folder / "stderr.log")
+                words = last_words(self.folder / "stderr.log")
                 raise Unforkable(f"its process ended before it trained{words}") from error
             if message and "snapshot" in message:
                 self._pid = int(message["snapshot"])
@@ -390,11 +398,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _last_words(log: Path) -> str:
-    """The last line of a log, to be put behind what is said of its process."""
-    with contextlib.suppress(OSError):
-        lines = log.read_text("utf-8", "replace").strip().splitlines()
-        return f": {lines[-1]}" if lines else ""
-    return ""

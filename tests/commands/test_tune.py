@@ -3,7 +3,9 @@
 import fcntl
 import itertools
 import json
+import math
 import tempfile
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +34,7 @@ from autofit.output.reports.report import notebook, summary
 from autofit.search import study
 from autofit.search.journal import JOURNAL_FILE
 from autofit.search.recordings.landscape import Landscape
-from autofit.system.errors import InputError, Interrupted, MachineError, NothingFits, Terminated
+from autofit.system.errors import InputError, Interrupted, MachineError, ModelError, NothingFits, Terminated
 from tests.support.cases import slow_but, some_slow
 from tests.support.replay import Played, Replay
 from tests.support.synthetic import GIB, cpu_facts, measured, out_of_memory
@@ -644,6 +646,43 @@ def test_a_time_that_is_too_short_is_named(tune, out, trials):
     assert caught.value.message.endswith(" was ended in load after 10.0 s")
     assert "longer timeout" in caught.value.hint
     assert "00000" in caught.value.hint
+
+
+class Slow(Played):
+    """Its time is over when it is asked for the facts, or for traces."""
+
+    def __init__(self, server, given, *, knows):
+        super().__init__(server, given)
+        self.knows, self.left, self.used = knows, 0.0, None
+
+    def _late(self, server):
+        self.used, self.left, server.late = server, server.ends - time.monotonic(), True
+
+    def facts(self, folder, request, device, server, note):
+        if self.knows:
+            return super().facts(folder, request, device, server, note)
+        self._late(server)
+        raise ModelError("it could not be built in a minute")
+
+    def forecast(self, *given, server, **known):
+        self._late(server)
+        return super().forecast(*given, server=server, **known)
+
+
+def test_where_the_question_is_not_known_in_time_the_time_is_named(tune, out, server):
+    slow = Slow(server, Replay(out), knows=False)
+    with pytest.raises(MachineError) as caught:
+        tune(None, backend=slow, timeout=100)
+    assert caught.value.message == "timeout: 1 min 40 s are spent, and what 'demo' trains is not known yet"
+    assert 50 < slow.left <= 100
+    assert not out.exists()
+
+
+def test_traces_have_half_of_the_time_and_trials_tell_the_rest(tune, out, server):
+    slow = Slow(server, Replay(out), knows=True)
+    assert tune(None, backend=slow, trials=2, timeout=100).plan
+    assert 0 < slow.left <= 50
+    assert (slow.used.ends, slow.used.late) == (math.inf, False)
 
 
 def test_where_nothing_fits_in_a_short_time_the_time_is_named(tune, out):

@@ -50,3 +50,10 @@ def test_another_number_of_processes_is_another_question():
     doc = document()
     other = replace(doc, workload=replace(doc.workload, processes=2))
     assert "the questions differ" in shown({"a": doc, "b": other})
+
+
+def test_tokens_are_told_of_texts_alone():
+    doc = document()
+    images = replace(doc, model=replace(doc.model, sample="image", sample_tokens=0))
+    assert row(shown({"a": doc, "b": images}), "tokens/s")[1:] == ["none"]
+    assert "tokens/s" not in shown({"a": images})

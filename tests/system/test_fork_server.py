@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -713,6 +714,19 @@ def test_ask_without_an_answer_is_an_error_that_names_the_log(server, tmp_path):
         pass
     assert caught.value.hint == f"its log is {tmp_path / 'failed-job.log'}"
     assert "its last words" in (tmp_path / "failed-job.log").read_text()
+
+
+def test_what_is_asked_has_the_server_s_time_and_no_more(own_server, tmp_path):
+    job(tmp_path / "asked", SLEEP)
+    own_server.ends = time.monotonic() + 1.0
+    with own_server.ask(tmp_path, Question(config=str(tmp_path / "asked")), kill_after_seconds=PATIENT) as answer:
+        assert answer is None
+    assert own_server.late
+    assert time.monotonic() < own_server.ends + 30.0
+    own_server.ends, own_server.late = math.inf, False
+    with own_server.ask(tmp_path, Question(config=str(tmp_path / "asked")), kill_after_seconds=0.1) as answer:
+        assert answer is None
+    assert not own_server.late  # it is the asker's time that is over
 
 
 IMPORTED = """

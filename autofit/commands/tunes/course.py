@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from autofit.system.errors import AutofitError, InputError, Interrupted, Machine
 from autofit.system.fork_server import ForkServer
 from autofit.system.locks import waited_for
 from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
+from autofit.system.units import duration
 from autofit.training.guard.equivalence import Look
 from autofit.training.runner import Rated, finished
 
@@ -123,7 +125,8 @@ class Course:
                 self._note(words)
             modules = modeling_module(config)
         server = self.backend.server(self.folder / FORKSERVER_LOG, device, modules)
-        with contextlib.closing(server), TensorCache(self.trials_folder / CACHE_FOLDER):
+        cache = TensorCache(self.trials_folder / CACHE_FOLDER)
+        with contextlib.closing(server), cache, self._in_time(server):
             if before is not None:
                 facts = self.backend.same_hardware(self.folder, before.facts, server)
                 check_same_training(self.folder, self.request, facts, server, self.events.note)
@@ -140,6 +143,26 @@ class Course:
                 if before is None:
                     facts = self.backend.rates(self.folder, facts, server, self._note)
                 return self._tune(facts, plans, config, server)
+
+    @contextlib.contextmanager
+    def _in_time(self, server: ForkServer) -> Iterator[None]:
+        """Have the server answer before the time budget is spent, until its times are others.
+
+        Raises:
+            MachineError: It was spent before the question was known.
+        """
+        given = self.settings.timeout_seconds
+        server.ends = math.inf if given is None else self.began + given
+        try:
+            yield
+        except AutofitError as error:
+            if not server.late:
+                raise
+            spent = f"{duration(given or 0.0)} are spent"
+            raise MachineError(
+                f"--timeout: {spent}, and what {self.request.model!r} trains is not known yet",
+                hint="give a longer --timeout, or none",
+            ) from error
 
     def _space(self, facts: Facts) -> Space:
         """The plans that may be tried."""
@@ -179,9 +202,12 @@ class Course:
             self._note(words)
         if facts.model.has_experts:
             self._note("experts are routed by random weights here: trained ones may be less balanced, and slower")
+        left = self._left()
+        server.ends = math.inf if left is None else time.monotonic() + left / 2  # trials tell what traces do not
         found, rated = self.backend.forecast(
             plans, facts, config, server=server, folder=self.folder, note=self._note, say=self.events.note
         )
+        server.ends, server.late = math.inf, False  # trials have limits, and an answer is written, however late
         campaign = self._campaign(facts, plans, config, server, found, rated)
         spent = self._spent(campaign.trials)
         with _best_in_hint(campaign):

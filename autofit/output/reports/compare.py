@@ -75,7 +75,7 @@ def _promise(answers: Sequence[Document]) -> list[tuple[str, list[str]]]:
         *marked,
         ("samples/s", [wording.speed(one) for one in answers]),
         ("of the first", [f"{one.promise.samples_per_second / first:.2f} times" for one in answers]),
-        ("tokens/s", [number(one.promise.tokens_per_second) for one in answers]),
+        *_tokens(answers),
         ("step", [wording.promised_step(one) for one in answers]),
         (
             "peak memory",
@@ -86,6 +86,12 @@ def _promise(answers: Sequence[Document]) -> list[tuple[str, list[str]]]:
         ),
         ("batch", [wording.product(one) for one in answers]),
     ]
+
+
+def _tokens(answers: Sequence[Document]) -> list[tuple[str, list[str]]]:
+    """The promised tokens/s, where samples are texts in one of the answers."""
+    cells = [number(one.promise.tokens_per_second) if one.model.sample_tokens else "none" for one in answers]
+    return [("tokens/s", cells)] if any(one.model.sample_tokens for one in answers) else []
 
 
 def _plan(answers: Sequence[Document]) -> list[tuple[str, list[str]]]:
