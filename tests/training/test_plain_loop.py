@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import GradientAccumulationPlugin
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from autofit.contract.script import Script
@@ -22,6 +23,7 @@ from autofit.training.scripts.plain_loop import patches
 from autofit.training.scripts.plain_loop.autocast import autocast_of_gpus
 from autofit.training.scripts.plain_loop.batches import _TAKES as TAKES
 from autofit.training.scripts.plain_loop.loader import own_length
+from autofit.training.scripts.plain_loop.losses import sums_rows
 from autofit.training.timing import Clock, Effort
 from autofit.training.world import World
 from tests.support.synthetic import cpu_facts
@@ -391,3 +393,29 @@ def test_an_autocast_of_a_gpu_that_is_not_here_is_the_processors(monkeypatch):
         assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (True, torch.float16)
     with torch.autocast("cpu"):
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+ROWS, CLASSES = 4, 6
+
+
+@pytest.mark.parametrize(
+    ("loss", "sums"),
+    [
+        (lambda of: functional.cross_entropy(of.x, of.y, reduction="sum"), True),
+        (lambda of: -2 * functional.nll_loss(of.x, of.y, reduction="sum"), True),
+        (lambda of: functional.binary_cross_entropy(of.x.sigmoid(), of.x.detach().sigmoid(), reduction="sum"), True),
+        (lambda of: functional.mse_loss(of.x, of.x.detach() + 1, reduction="sum") - 0.5 * of.x.exp().sum(), True),
+        (lambda of: functional.cross_entropy(of.x, of.y, reduction="none").sum().float(), True),
+        (lambda of: functional.cross_entropy(of.x, of.y), False),
+        (lambda of: functional.cross_entropy(of.x, of.y, reduction="sum") / len(of.x), False),
+        (lambda of: functional.kl_div(of.x, of.x.detach(), reduction="batchmean"), False),
+        (lambda of: functional.cross_entropy(of.x, of.y) + 0.1 * of.x.exp().sum(), False),
+        (lambda of: functional.cross_entropy(of.x, of.y) + (of.weights**2).sum(), False),
+        (lambda of: of.x.mean(0).sum(), False),
+        (lambda _: torch.tensor(1.0), False),
+    ],
+)
+def test_a_loss_that_grows_with_its_rows_is_told_from_a_mean(loss, sums):
+    weights = torch.ones(3, CLASSES, requires_grad=True)
+    of = SimpleNamespace(x=torch.randn(ROWS, 3) @ weights, y=torch.arange(ROWS), weights=weights)
+    assert bool(sums_rows(loss(of), SimpleNamespace(batch_size=ROWS))) == sums

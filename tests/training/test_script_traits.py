@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Traine
 from autofit.contract.script import Script
 from autofit.machine.model import describe_module
 from autofit.training.scripts.leave import Refused
+from autofit.training.scripts.loading import ignores_workers
 from autofit.training.scripts.random_weights import cache_tables_apart, random_model
 from autofit.training.scripts.traits import changes_since, loss_takes_rows_together, own_split, traits
 from autofit.training.scripts.written import Written
@@ -289,3 +290,19 @@ def made(kind, callback, folder):
     args = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", per_device_train_batch_size=8)
     rows = [{"x": torch.ones(1)}] * 32
     return kind(model=torch.nn.Linear(1, 1), args=args, train_dataset=rows, callbacks=[callback])
+
+
+class Asks(Own):
+    def get_train_dataloader(self):
+        workers = self.args.dataloader_num_workers
+        return DataLoader(self.train_dataset, batch_size=self.args.train_batch_size, num_workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(Trainer, None), (Asks, None), (Own, "its Own makes its loader itself, without dataloader_num_workers")],
+)
+def test_a_loader_that_takes_no_number_of_workers_keeps_its_own(kind, why, tmp_path):
+    trainer = made(kind, Reads(), tmp_path)
+    assert ignores_workers(trainer, trainer.get_train_dataloader()) == why
+    assert trainer.args.dataloader_num_workers == 0

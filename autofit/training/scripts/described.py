@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autofit.training import rollouts
-from autofit.training.scripts.loading import drops_last, length_of, loading_of, splitting
+from autofit.training.scripts.loading import drops_last, ignores_workers, length_of, loading_of, splitting
 from autofit.training.scripts.patches import Made, Patches
 from autofit.training.scripts.plain_loop.autocast import autocast_of
 from autofit.training.scripts.rows import of_one_batch, sample_of, why_ungrouped
@@ -34,13 +34,14 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
     rows = of_one_batch(sample_of(trained.dataset, trained.collate_fn), loader)
     batch = longest_batch(trained, rows, trainer.args.per_device_train_batch_size)
     found = traits(patches, trainer.model, rows, seconds)
-    loading = loading_of(loader, int(made.arguments["per_device_train_batch_size"]))
+    own_rows = int(made.arguments["per_device_train_batch_size"])
+    loading = loading_of(loader, own_rows, fixed=ignores_workers(trainer, loader))
     evaluated = int(made.arguments["per_device_eval_batch_size"])
     rate = dict(loading["rows_per_second"]).get(0)
     undivided = False if generates else script_leaves_undivided(trainer, batch)  # its loss is divided
     found["script"] |= {
         "trainer": type(trainer).__name__,
-        "micro_batch": int(made.arguments["per_device_train_batch_size"]),
+        "micro_batch": own_rows,
         "accumulation": int(made.arguments["gradient_accumulation_steps"]),
         **length_of(loader, made.arguments),
         "own": {

@@ -65,13 +65,34 @@ def length_of(loader: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "epochs_rows": None if each is None else each * epochs, "epochs": epochs}
 
 
-def loading_of(loader: Any, rows: int, *, own_batches: bool = False) -> dict[str, Any]:
+def ignores_workers(trainer: Any, loader: Any) -> str | None:
+    """Why the number of workers is the script's own, in words: its Trainer makes its loader without its arguments'.
+
+    Args:
+        trainer: Whose loader may be the script's own.
+        loader: That it has made.
+    """
+    from transformers import Trainer
+
+    if getattr(trainer.get_train_dataloader, "__func__", None) is Trainer.get_train_dataloader:
+        return None
+    own, asked = trainer.args.dataloader_num_workers, int(loader.num_workers) + 1
+    trainer.args.dataloader_num_workers = asked
+    try:
+        made = trainer.get_train_dataloader()
+    finally:
+        trainer.args.dataloader_num_workers = own
+    takes = made.num_workers == asked
+    return None if takes else f"its {type(trainer).__name__} makes its loader itself, without dataloader_num_workers"
+
+
+def loading_of(loader: Any, rows: int, *, fixed: str | None = None) -> dict[str, Any]:
     """How a loader loads, timed alone with more and more workers until they make no more rows.
 
     Args:
         loader: PyTorch's, or Accelerate's around it, as the script trains on it.
         rows: Of a micro-batch.
-        own_batches: Whether the script says itself which rows make a micro-batch.
+        fixed: Why another number of workers can't be had, where the script itself stands against it.
 
     Returns:
         The fields of :class:`autofit.contract.script.Loading`.
@@ -81,7 +102,7 @@ def loading_of(loader: Any, rows: int, *, own_batches: bool = False) -> dict[str
         "prefetch": loader.prefetch_factor,
         "persistent": bool(loader.persistent_workers),
         "pinned": bool(loader.pin_memory),
-        "fixed": "its loader makes its micro-batches itself" if own_batches else _fixed(loader),
+        "fixed": fixed or _fixed(loader),
         "cores": len(os.sched_getaffinity(0)),
     }
     rates: list[tuple[int, float]] = []

@@ -6,7 +6,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from autofit.training.scripts.leave import Enough, Refused
@@ -14,8 +13,9 @@ from autofit.training.scripts.loading import loading_of, splitting
 from autofit.training.scripts.patches import Patches
 from autofit.training.scripts.plain_loop.autocast import before_products
 from autofit.training.scripts.plain_loop.batches import TURNS, note_iterators, own_number
+from autofit.training.scripts.plain_loop.losses import sums_rows
 from autofit.training.scripts.plain_loop.patches import LoopPatches
-from autofit.training.scripts.plain_loop.trainers import may_train_later, taken
+from autofit.training.scripts.plain_loop.trainers import refuse_loops_of_its_own
 from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch, shapes, traits
 
@@ -60,7 +60,7 @@ def describe_loops(
         micro_step_begins=seen.begins,
         micro_step_ends=seen.leave,
         goes_on=lambda ends: None if loop.accumulating and not ends else seen.leave(),
-        before_backward=lambda accelerator, _: seen.before_backward(accelerator, loop),
+        before_backward=lambda accelerator, loss: seen.before_backward(accelerator, loss, loop),
         computes=lambda: not loop.accumulates,
         after_step=seen.after_step,
         clears=seen.clearing,
@@ -72,7 +72,7 @@ def describe_loops(
     for owner, told in ((LRScheduler, seen.scheduling), (LocalSGD, seen.averaging)):
         _note_steps(owner, told)
     note_iterators(seen.iterators)
-    _refuse_loops_of_its_own(path, lambda: bool(patches.made or loop.steps), lambda: bool(seen.precision))
+    refuse_loops_of_its_own(path, lambda: bool(patches.made or loop.steps), lambda: bool(seen.precision))
     return seen.failed
 
 
@@ -255,7 +255,7 @@ class _Described:
         yield from batches
         self.exhausted = True
 
-    def before_backward(self, accelerator: Any, loop: LoopPatches) -> None:
+    def before_backward(self, accelerator: Any, loss: Any, loop: LoopPatches) -> None:
         """The loss is there.
 
         Raises:
@@ -285,7 +285,8 @@ class _Described:
             clears = _CLEARS_FIRST if self.clears or self._unmarked() else None
             ahead = _AHEAD if self.taken > 1 else None
             carries = _CARRIES if self.carries else None
-            own_split = (_SEVERAL if several else None) or ahead or self.counts or clears or carries
+            sums = sums_rows(loss, None if self.number is None else self.loaders[self.number])
+            own_split = (_SEVERAL if several else None) or ahead or self.counts or clears or carries or sums
             self.found = self._told(accelerator.gradient_accumulation_steps, own_split)
         elif first and self.mark is not None:
             self.mark.grad = None
@@ -354,7 +355,7 @@ class _Described:
             "by_turns": self._by_turns(),
             "own_split": _LOADER if loader.batch_size is None else own_split,
             "loader": self.number,
-            "loading": loading_of(loader, int(sized or first[0]), own_batches=loader.batch_size is None),
+            "loading": loading_of(loader, int(sized or first[0]), fixed=_LOADER if loader.batch_size is None else None),
             "batch": shapes(longest_batch(loader, rows, loader.batch_size))
             if loader.batch_size and rows.longest
             else batch,
@@ -372,29 +373,3 @@ def _note_steps(owner: Any, told: Callable[[], None]) -> None:
         step(*args, **kwargs)
 
     owner.step = stepped
-
-
-def _refuse_loops_of_its_own(path: str, known: Callable[[], bool], accelerated: Callable[[], bool]) -> None:
-    """Leave a script where its first optimizer step is neither a Trainer's nor an Accelerator's.
-
-    Such a loop would train to its end. Where the script's text takes a Trainer or an Accelerator from elsewhere, and
-    prepares something with that, it may come before these.
-
-    Args:
-        path: Of the script.
-        known: Whether it has made a Trainer, or an optimizer of an Accelerator's steps now.
-        accelerated: Whether it has made an Accelerator.
-    """
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    named = functools.cache(lambda: taken(path))  # each of its steps asks
-
-    def stepped(*_: Any) -> None:
-        if not (known() or may_train_later(*named(), accelerated=accelerated())):
-            raise Refused(
-                f"{Path(path).name} trains in a loop without Accelerate, into which no plan can be put",
-                "have an Accelerator prepare model, optimizer and loader, and call its backward(loss); or write a "
-                "function that returns the model, its batches and its loss: autofit tune my.nets:make",
-            )
-
-    register_optimizer_step_post_hook(stepped)

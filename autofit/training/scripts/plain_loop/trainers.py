@@ -1,11 +1,15 @@
-"""What a script's text takes from elsewhere that may train: a Trainer of transformers, an Accelerator."""
+"""What a script's text takes from elsewhere that may train (a Trainer, an Accelerator), and loops without either."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+from autofit.training.scripts.leave import Refused
 
 
 def taken(path: str) -> tuple[list[tuple[str, str]], bool]:
@@ -40,3 +44,29 @@ def _trainers(module: str, name: str) -> Iterator[str]:
         for known in (Trainer, Accelerator):
             if issubclass(kind, known) if isinstance(kind, type) else one.endswith(known.__name__):
                 yield known.__name__
+
+
+def refuse_loops_of_its_own(path: str, known: Callable[[], bool], accelerated: Callable[[], bool]) -> None:
+    """Leave a script where its first optimizer step is neither a Trainer's nor an Accelerator's.
+
+    Such a loop would train to its end. Where the script's text takes a Trainer or an Accelerator from elsewhere, and
+    prepares something with that, it may come before these.
+
+    Args:
+        path: Of the script.
+        known: Whether it has made a Trainer, or an optimizer of an Accelerator's steps now.
+        accelerated: Whether it has made an Accelerator.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    named = functools.cache(lambda: taken(path))  # each of its steps asks
+
+    def stepped(*_: Any) -> None:
+        if not (known() or may_train_later(*named(), accelerated=accelerated())):
+            raise Refused(
+                f"{Path(path).name} trains in a loop without Accelerate, into which no plan can be put",
+                "have an Accelerator prepare model, optimizer and loader, and call its backward(loss); or write a "
+                "function that returns the model, its batches and its loss: autofit tune my.nets:make",
+            )
+
+    register_optimizer_step_post_hook(stepped)
