@@ -178,7 +178,8 @@ def _beside_own_split(rows: int, facts: Facts) -> str | None:
     if ends is not None or (script.trainer and not (script.undivided or script.averages)):
         return ends
     said = []
-    if len(script.batch.get("labels", ())) > 1 and script.mean_length < script.longest:
+    of_tokens = any(name.endswith("labels") and len(shape) > 1 for name, shape in script.batch.items())
+    if of_tokens and script.mean_length < script.longest:
         said.append(
             f"Rows of different lengths weigh otherwise than in the script's own micro-batches of {script.micro_batch} "
             "where its loss is a mean over the tokens of each."

@@ -34,6 +34,18 @@ def said(rows, value, processes=1, **given):
         (64, 8, {"trainer": "Trainer", "own": {"dataloader_drop_last": True}}, None),
         (64, 4, {"batch": {"labels": (2, 9)}, "longest": 9, "mean_length": 5.0}, "Rows of different lengths weigh"),
         (70, 4, {"batch": {"labels": (2, 9)}, "longest": 9, "mean_length": 5.0}, "of each. An epoch's last"),
+        (
+            64,
+            4,
+            {
+                "trainer": "ORPOTrainer",
+                "averages": True,
+                "batch": {"chosen_labels": (2, 9)},
+                "longest": 9,
+                "mean_length": 5.0,
+            },
+            "Rows of different lengths weigh",
+        ),
         (64, 4, {"batch": {"labels": (2,)}, "longest": 9, "mean_length": 5.0}, None),
     ],
 )
