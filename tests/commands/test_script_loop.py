@@ -15,7 +15,7 @@ loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4)
 """
 STEP = """
 for (rows,) in loader:
-    loss = model(rows).sum()
+    loss = model(rows).mean()
     {backward}
     optimizer.step()
     optimizer.zero_grad()
@@ -98,7 +98,7 @@ def test_micro_batches_are_counted_between_steps_of_several_optimizers(described
     loop = """
 second = accelerator.prepare(torch.optim.SGD(model.parameters()))
 for number, (rows,) in enumerate(loader, start=1):
-    accelerator.backward(model(rows).sum() / 4)
+    accelerator.backward(model(rows).mean() / 4)
     if number % 4 == 0:
         for one in (optimizer, second):
             one.step()
@@ -112,7 +112,7 @@ other = accelerator.prepare(DataLoader(TensorDataset(torch.randn(64, 4)), batch_
 next(iter(other))
 for (rows,), {rest} in {together}:
     with accelerator.accumulate(model):
-        accelerator.backward(model(rows).sum())
+        accelerator.backward(model(rows).mean())
         optimizer.step()
 """
 
@@ -123,7 +123,7 @@ def test_a_loop_whose_gradients_accumulate_over_an_epochs_end_keeps_its_split(de
     for carries in (True, False):
         given = f"gradient_accumulation_plugin=P(num_steps=2, sync_with_dataloader={not carries})"
         parts = PREPARED.replace("gradient_accumulation_steps=2", given)
-        step = "accelerator.backward(model(rows).sum())\n        optimizer.step()\n        optimizer.zero_grad()\n"
+        step = "accelerator.backward(model(rows).mean())\n        optimizer.step()\n        optimizer.zero_grad()\n"
         loop = f"for (rows,) in loader:\n    with accelerator.accumulate(model):\n        {step}"
         found = described(f"{plugin}{parts}{loop}")["script"]
         assert found["accumulation"] == 2
@@ -157,7 +157,7 @@ def test_a_loop_that_evaluates_after_its_first_step_is_left_there(described):
     loop = """
 for (rows,) in loader:
     with accelerator.accumulate(model):
-        accelerator.backward(model(rows).sum())
+        accelerator.backward(model(rows).mean())
         optimizer.step()
     with torch.no_grad():
         model(rows)
@@ -173,7 +173,7 @@ for place, (rows,) in enumerate(loader):
     {first}
     with {around}:
         turn = place % 2 if {turns} else 0
-        accelerator.backward((model, other)[turn](rows).sum())
+        accelerator.backward((model, other)[turn](rows).mean())
         for one in [(optimizer, second)[turn]] if {turns} else [optimizer, second]:
             one.step()
             one.zero_grad()
@@ -218,7 +218,7 @@ def again():
 {loop}:
     rows = rows[0]
     with accelerator.accumulate(model):
-        accelerator.backward(model(rows).sum())
+        accelerator.backward(model(rows).mean())
         optimizer.step()
 """
 
@@ -252,7 +252,7 @@ def test_batches_that_are_taken_ahead_have_a_backward_pass_each(described):
 batches = iter(loader)
 while True:
     for (rows,) in [next(batches) for _ in range(2)]:
-        accelerator.backward(model(rows).sum())
+        accelerator.backward(model(rows).mean())
     optimizer.step()
 """
     found = described(PREPARED + loop)["script"]
@@ -263,7 +263,7 @@ STEPS = """
 for (rows,) in loader:
     with accelerator.accumulate(model):
         {first}
-        accelerator.backward(model(rows).sum())
+        accelerator.backward(model(rows).mean())
         {then}
         optimizer.step()
         {last}
@@ -307,7 +307,7 @@ done = steps = 0
 for epoch in range(8):
     {loop}:
         with accelerator.accumulate(model):
-            accelerator.backward(model(rows[0]).sum())
+            accelerator.backward(model(rows[0]).mean())
             optimizer.step()
             if accelerator.sync_gradients:
                 steps += 1
@@ -360,7 +360,7 @@ def test_a_loop_that_takes_what_it_kept_of_each_batch_by_its_number_keeps_its_sp
 kept = [rows * 2 for (rows,) in loader]
 for place, rows in enumerate(loader):
     with accelerator.accumulate(model):
-        accelerator.backward(model({taken}).sum())
+        accelerator.backward(model({taken}).mean())
         optimizer.step()
 """
     split = described(PREPARED + loop)["script"]["own_split"]
