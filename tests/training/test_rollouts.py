@@ -171,6 +171,13 @@ def test_a_trial_generates_once_between_two_steps_and_as_much_as_it_may():
     assert "the script generates every" not in told[0]
 
 
+def test_a_trainer_that_generates_in_a_way_of_its_own_is_left_to_it():
+    trainer, told = trainer_of(), []
+    rollouts.generate_between(trainer, told.append)()
+    assert not trainer.asked
+    assert told == ["it generates in a way of its own in its steps: their seconds and memory have that in them"]
+
+
 def test_generations_that_are_trained_on_for_several_steps_are_told():
     trainer, told = trainer_of(num_iterations=2), []
     trainer.args.steps_per_generation = 4
