@@ -47,9 +47,11 @@ def peak_of(model, run):
     return int(np.cumsum(np.where(made, sizes, -sizes)).max())
 
 
-@pytest.mark.parametrize(("make", "prompt"), [(llama, 8), (llama, 150), (sliding, 8)])
-def test_two_passes_hold_what_a_generation_holds(make, prompt):
-    """Of a short prompt the last token takes most, of a long one its own pass."""
+@pytest.mark.parametrize(
+    ("make", "prompt", "half"), [(llama, 8, False), (llama, 150, False), (sliding, 8, False), (llama, 8, True)]
+)
+def test_two_passes_hold_what_a_generation_holds(make, prompt, half):
+    """Of a short prompt the last token takes most, of a long one its own pass; values are as wide as their keys."""
     torch.manual_seed(0)
     model = make()
     tokens, mask = torch.randint(3, 200, (ROWS, prompt)), torch.ones(ROWS, prompt, dtype=torch.long)
@@ -59,7 +61,7 @@ def test_two_passes_hold_what_a_generation_holds(make, prompt):
     )  # fmt: skip
 
     def really():
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
             model.generate(input_ids=tokens.clone(), attention_mask=mask.clone(), generation_config=settings)
 
     segments = []
@@ -67,7 +69,8 @@ def test_two_passes_hold_what_a_generation_holds(make, prompt):
 
     def traced():
         trainer = SimpleNamespace(model=model, max_completion_length=COMPLETION, top_k=0, top_p=1.0)
-        trace_generation(trainer, marks, {"prompt_ids": tokens.clone(), "prompt_mask": mask.clone()})
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            trace_generation(trainer, marks, {"prompt_ids": tokens.clone(), "prompt_mask": mask.clone()})
 
     assert peak_of(model, traced) == pytest.approx(peak_of(model, really), rel=0.04)
     assert segments == [(3, "pre"), (4, "pre")], "no segment of one pass is taken for one of the other"
