@@ -261,6 +261,10 @@ def test_what_is_generated_at_once_counts_beside_a_small_micro_batch(server, tmp
         need = traces.need(plan)
         assert need.segment == "evaluation"
         assert 1.1 < (need.peak_bytes - 3 * parameters) / keys_and_values < 1.3, "weights and AdamW's state are there"
+    shared = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, processes=2, global_batch=2048))
+    both = one.replaced(parallel="ddp")
+    found = traces_of(server, tmp_path, shared, [both]).need(both)
+    assert (found.segment, found.peak_bytes) == ("evaluation", pytest.approx(need.peak_bytes, rel=0.05)), "a rank's own"
     script = dataclasses.replace(facts.workload.script, engine="vLLM")
     facts = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=script))
     assert traces_of(server, tmp_path, facts, [one]).need(one).segment != "evaluation"
