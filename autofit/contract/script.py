@@ -167,9 +167,9 @@ class Script:
             return 0
         return math.ceil(self.generated_rows * rows / (self.micro_batch * self.accumulation))
 
-    def left_beside(self, limit_bytes: int, total_bytes: int) -> int:
-        """Bytes below a ceiling that are left where what generates has its share of the device, too."""
-        return max(0, limit_bytes - int(self.engine_share * total_bytes))
+    def engine_bytes(self, total_bytes: int) -> int:
+        """What another program that generates takes of a device's memory, beside the training."""
+        return int(self.engine_share * total_bytes)
 
     @property
     def mean_share(self) -> float:

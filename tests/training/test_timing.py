@@ -20,6 +20,18 @@ class NoMeter:
         """Nothing to do."""
 
 
+def clock_of(*, accumulation, steps, world=None):
+    """Of a trial that takes three micro-steps in the place of so many."""
+    return Clock(
+        recipe=SimpleNamespace(accumulation=accumulation, slow_start=""),
+        effort=Effort(warm_up=0, min_steps=1, max_steps=steps),
+        meter=NoMeter(),
+        accumulation=3,
+        on_cuda=False,
+        world=world or World(),
+    )
+
+
 @pytest.mark.parametrize(
     ("ranks", "whole"),
     [
@@ -31,14 +43,7 @@ def test_a_step_of_ten_micro_steps_is_added_up_from_three(monkeypatch, ranks, wh
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(World, "_reduced", lambda _world, number, _how: number)
-    clock = Clock(
-        recipe=SimpleNamespace(accumulation=10, slow_start=""),
-        effort=Effort(warm_up=0, min_steps=1, max_steps=1),
-        meter=NoMeter(),
-        accumulation=3,
-        on_cuda=False,
-        world=World(size=ranks),
-    )
+    clock = clock_of(accumulation=10, steps=1, world=World(size=ranks))
     clock.step_begin()
     for seconds in (5, 2, 3):
         now[0] += 100  # what lies between micro-steps is the data's, not the step's
@@ -53,13 +58,7 @@ def test_a_step_of_ten_micro_steps_is_added_up_from_three(monkeypatch, ranks, wh
 
 def test_a_step_that_an_epochs_end_cuts_short_is_not_timed():
     """Of one micro-step nothing tells what later ones take; of fewer than the plan's a step is no whole one."""
-    clock = Clock(
-        recipe=SimpleNamespace(accumulation=4, slow_start=""),
-        effort=Effort(warm_up=0, min_steps=1, max_steps=2),
-        meter=NoMeter(),
-        accumulation=3,
-        on_cuda=False,
-    )
+    clock = clock_of(accumulation=4, steps=2)
     for micro_steps in (3, 1, 2, 3):
         clock.step_begin()
         for _ in range(micro_steps):

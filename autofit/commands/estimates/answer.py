@@ -136,7 +136,7 @@ def table(found: Estimate) -> RenderableType:
         parts += [
             Text(),
             *_recommended(found),
-            Text(f"peak of the first: {cause(shown[0], advises=found.task != SCRIPT_TASK)}"),
+            Text(f"peak of the first: {cause(shown[0], of_script=found.task == SCRIPT_TASK)}"),
         ]
     if not any(one.verdict == "fits" for one in found.plans) and found.plans:
         smallest = min(found.plans, key=lambda one: one.device_bytes)

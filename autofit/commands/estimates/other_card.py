@@ -114,8 +114,8 @@ def elsewhere(request: Request, model: Model, card: Card | None, memory_bytes: i
 def on_other_card(facts: Facts, card: Card | None, memory_bytes: int) -> Facts:
     """The same question on a card that is not here."""
     hardware, script = _hardware(card, memory_bytes), facts.workload.script
-    limit = memory_bytes if script is None else script.left_beside(memory_bytes, memory_bytes)
-    work = replace(facts.workload, limit_bytes=limit, host_limit_bytes=hardware.host_total_bytes)
+    taken = 0 if script is None else script.engine_bytes(memory_bytes)
+    work = replace(facts.workload, limit_bytes=memory_bytes - taken, host_limit_bytes=hardware.host_total_bytes)
     return replace(facts, hardware=hardware, workload=work)
 
 

@@ -245,13 +245,13 @@ def _smallest_capacity(
     return allocator.smallest_capacity(*asked, resolution_bytes=resolution, at_most_bytes=at_most)
 
 
-def cause(one: Estimated, *, advises: bool = True) -> str:
-    """What makes the peak, in words; and what would help where that is known and ``advises`` says so: of no script."""
+def cause(one: Estimated, *, of_script: bool = False) -> str:
+    """What makes the peak, in words, and what would help where that is known; a script's loss is its own."""
     need = one.need
     logits = need.by_category.get("logits", 0)
     where = {"load": "while loading", "forward": "in the forward pass", "backward": "in the backward pass"}
     if need.segment == "evaluation":  # a script's own is not traced
-        where[need.phase] = "in an evaluation" if advises else "while it generates"
+        where[need.phase] = "while it generates" if of_script else "in an evaluation"
     words = f"{where.get(need.phase, 'in the optimizer step')}, at {need.operator}"
     if need.segment in {"head", "loss", "headB"} and logits > 0.05 * need.peak_bytes:
         said = f"{words}: logits and loss take {units.size(logits)}"
@@ -259,7 +259,7 @@ def cause(one: Estimated, *, advises: bool = True) -> str:
         return (
             f"{said}, most of which "
             + " or ".join(f"{what} ({name}={value}) would save" for name, value, what in saves)
-            if saves and advises
+            if saves and not of_script
             else said
         )
     largest = max(need.by_category, key=lambda name: need.by_category[name])

@@ -210,9 +210,9 @@ def _beside_engine(limit: int, request: Request, script: Script, hardware: Hardw
     Raises:
         InputError: It takes all there is.
     """
-    if not script.engine_share:
+    taken = script.engine_bytes(hardware.total_bytes)
+    if not taken:
         return limit
-    left, taken = script.left_beside(limit, hardware.total_bytes), int(script.engine_share * hardware.total_bytes)
     if request.memory_limit is not None:
         if limit + taken > hardware.total_bytes:
             say(
@@ -220,13 +220,13 @@ def _beside_engine(limit: int, request: Request, script: Script, hardware: Hardw
                 "fit where it gives its memory back while the script trains (vllm_enable_sleep_mode)"
             )
         return limit
-    if not left:
+    if taken >= limit:
         raise InputError(
             f"the script generates by {script.engine}, {size(taken)}, which leaves nothing of {size(limit)}",
             hint="lower its vllm_gpu_memory_utilization, or give the ceiling of the training (--memory-limit)",
         )
-    say(f"the ceiling of the training is {size(left)}: {script.engine} takes {size(taken)}")
-    return left
+    say(f"the ceiling of the training is {size(limit - taken)}: {script.engine} takes {size(taken)}")
+    return limit - taken
 
 
 def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:

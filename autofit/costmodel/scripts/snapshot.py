@@ -288,6 +288,7 @@ class Snapshot:
 
         def traced() -> int:
             source.recipe.micro_batch = self.own_micro_batch
+            source.evaluates = False  # that is told by the trace of any rows
             try:
                 self.tell_own_rows(trace())
             except UnlikeError:

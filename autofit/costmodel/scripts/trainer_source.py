@@ -41,7 +41,8 @@ class TrainerSource(ScriptSource):
         self._given = False
         self._generates = makes_rows(type(trainer))
         layout = layout_of(recipe)
-        self.evaluates = script.generated_at_once(1) > 0 and (layout.bucketed or not layout.engine)
+        many = script.generated_at_once(1) > 0 and recipe.micro_batch > 1  # one row does not tell what they take
+        self.evaluates = many and (layout.bucketed or not layout.engine)
 
     def model(self, *, fake: bool) -> Any:
         """The script's model, wrapped as the plan says."""

@@ -127,24 +127,27 @@ def _fixed(loader: Any) -> str | None:
 
 def _timed(loader: Any, rows: int, cores: int) -> Iterator[tuple[int, float, int]]:
     """Numbers of workers, rows a second with them, and what a worker held for itself."""
+    made_itself = own_batches(loader)  # which may read each row
     until = time.monotonic() + LONGEST_SECONDS
-    _, before, _ = first = 0, *_alone(loader, rows, 0)
+    _, before, _ = first = 0, *_alone(loader, rows, 0, made_itself)
     yield first
     if 1 / before < _QUICK:
         return
     for count in [*dict.fromkeys(one for one in (*_COUNTS, loader.num_workers) if 0 < one <= cores)]:
-        rate, worker_bytes = _alone(loader, rows, count)
+        rate, worker_bytes = _alone(loader, rows, count, made_itself)
         yield count, rate, worker_bytes
         if (count > 1 and rate < _MORE * before) or time.monotonic() > until:
             return
         before = rate
 
 
-def _alone(loader: Any, rows: int, workers: int) -> tuple[float, int]:
-    """Rows a second that a loader like another one makes, and the bytes that its largest worker holds for itself."""
+def _alone(loader: Any, rows: int, workers: int, made_itself: list[list[int]]) -> tuple[float, int]:
+    """Rows a second that a loader like another one makes, and the bytes that its largest worker holds for itself.
+
+    What its sampler has ``made_itself`` are its micro-batches, where there are such.
+    """
     from torch.utils.data import DataLoader
 
-    made_itself = own_batches(loader)
     places = itertools.islice(iter(loader.sampler), 0 if made_itself else 64 * rows * max(1, workers))
     alone = _Again([int(place) for place in places])
     order = {"batch_sampler": _Again(made_itself)} if made_itself else {"batch_size": rows, "sampler": alone}
