@@ -45,6 +45,14 @@ class Space:
         plan = Plan({name: technique(name).own(facts) for name in self.domains})
         return plan if plan in self.plans else None
 
+    def of(self, plans: Iterable[Plan]) -> Space:
+        """The same space with these plans of it alone."""
+        plans = tuple(plans)
+        used = {name: {plan[name] for plan in plans} for name in self.domains}
+        domains = {name: tuple(one for one in values if one in used[name]) for name, values in self.domains.items()}
+        priors = {name: {one: self.priors[name][one] for one in values} for name, values in domains.items()}
+        return Space(domains=domains, plans=plans, priors=priors)
+
     def smallest(self) -> Plan:
         """The plan that is expected to need the least memory."""
         return min(self.plans, key=lambda plan: (self.expected(plan)[1], self.expected(plan)[0]))
@@ -150,6 +158,7 @@ def build(
             hint=f"{' or '.join(str(b) for b in (below, above) if b)} can",
         )
     domains: dict[str, tuple[Value, ...]] = {}
+    unsure: dict[str, frozenset[Value]] = {}
     for one in techniques():
         held = one.held(facts)
         if held is not None and (one.name not in given or held.firm or held.by_script):
@@ -158,7 +167,7 @@ def build(
         if one.name in given:
             domains[one.name] = given[one.name]
             continue
-        domains[one.name] = _allowed_values(one, facts, allowed)
+        domains[one.name], unsure[one.name] = _allowed_values(one, facts, allowed)
     plans: list[dict[str, Value]] = [{}]
     objection = None
     for one in techniques():
@@ -176,16 +185,30 @@ def build(
                 hint="give --fix or --among other values, or none",
             )
         plans = grown
-    used = {name: {plan[name] for plan in plans} for name in domains}
-    return Space(
-        domains={name: tuple(v for v in values if v in used[name]) for name, values in domains.items()},
-        plans=tuple(Plan(plan) for plan in plans),
-        priors={one.name: {value: one.prior(value, facts) for value in domains[one.name]} for one in techniques()},
+    priors = {one.name: {value: one.prior(value, facts) for value in domains[one.name]} for one in techniques()}
+    sure = (plan for plan in plans if _are_allowed(plan, unsure, facts, allowed))
+    return Space(domains=domains, plans=(), priors=priors).of(Plan(plan) for plan in sure)
+
+
+def _are_allowed(
+    plan: Mapping[str, Value], unsure: Mapping[str, frozenset[Value]], facts: Facts, allowed: frozenset[Kind]
+) -> bool:
+    """Whether the values whose class hangs on the others of their plan are of an allowed one here."""
+    return all(
+        technique(name).kind(plan[name], plan, facts) in allowed
+        for name, values in unsure.items()
+        if plan[name] in values
     )
 
 
-def _allowed_values(one: Technique, facts: Facts, allowed: frozenset[Kind]) -> tuple[Value, ...]:
-    """What a technique offers of the allowed classes, and what a script does itself; see :func:`build`."""
+def _allowed_values(
+    one: Technique, facts: Facts, allowed: frozenset[Kind]
+) -> tuple[tuple[Value, ...], frozenset[Value]]:
+    """What a technique offers of the allowed classes, and what a script does itself; see :func:`build`.
+
+    Returns:
+        The values; and those of them that are of an allowed class beside some values only.
+    """
     choices = one.choices(facts)
     kinds = {choice.value: choice.kind for choice in choices}
     own = one.baseline if facts.workload.script is None else one.own(facts)
@@ -193,9 +216,12 @@ def _allowed_values(one: Technique, facts: Facts, allowed: frozenset[Kind]) -> t
     leaves = own == one.baseline or kinds[own] in allowed
 
     def may(choice: Choice) -> bool:
-        return choice.value == own or (leaves and (choice.kind in allowed or choice.value == one.baseline))
+        always = choice.kind in allowed or choice.value == one.baseline
+        return choice.value == own or (leaves and (always or choice.at_best in allowed))
 
-    return tuple(choice.value for choice in choices if choice.status == "offered" and may(choice))
+    found = [choice for choice in choices if choice.status == "offered" and may(choice)]
+    varies = (one for one in found if one.at_best is not None and not {one.kind, one.at_best} <= allowed)
+    return tuple(choice.value for choice in found), frozenset(choice.value for choice in varies) - {own}
 
 
 def _held_values(name: str, held: Held, given: Mapping[str, tuple[Value, ...]]) -> tuple[Value, ...]:

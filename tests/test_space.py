@@ -158,6 +158,33 @@ def test_by_default_the_method_stays():
     assert "sgd" in used(space.build(CPU, EVERY))["optimizer"]
 
 
+@pytest.mark.parametrize(
+    ("allowed", "adapter", "heads", "there"),
+    [
+        ("exact,numeric", "lora:r=16", (), True),
+        ("exact,numeric", "dora:r=16", (), True),
+        ("exact,numeric", "none", (), False),
+        ("exact,numeric", "lora:r=16", ("score",), False),
+        ("exact", "lora:r=16", (), False),
+        ("exact,method", "lora:r=16", (), False),
+        ("exact,method", "lora:r=16", ("score",), True),
+        ("exact,numeric,method", "none", (), True),
+    ],
+)
+def test_16_bit_weights_are_another_method_only_where_they_are_trained(allowed, adapter, heads, there):
+    """An adapter stays in float32; a head that is trained whole does not."""
+    facts = replace(CUDA, model=replace(CUDA.model, new_modules=heads))
+    plans = space.build(facts, space.parse_allowed(allowed), knobs(f"adapter={adapter}", facts=facts))
+    assert ("bf16_weights" in plans.domains["precision"]) == there
+    assert used(plans)["precision"] == set(plans.domains["precision"]) == set(plans.priors["precision"])
+
+
+def test_beside_an_adapter_in_some_plans_weights_are_in_16_bits_in_those_alone():
+    plans = space.build(CUDA, NOT_METHOD, knobs(among=["adapter=none,lora:r=16"], facts=CUDA)).plans
+    assert {plan["adapter"] for plan in plans if plan["precision"] == "bf16_weights"} == {"lora:r=16"}
+    assert {plan["adapter"] for plan in plans if plan["precision"] == "bf16"} == {"none", "lora:r=16"}
+
+
 def test_what_is_fixed_is_allowed_whatever_its_class():
     plans = space.build(CPU, frozenset({Kind.EXACT}), knobs("optimizer=sgd", "precision=bf16_weights"))
     assert {(plan["optimizer"], plan["precision"]) for plan in plans.plans} == {("sgd", "bf16_weights")}

@@ -67,13 +67,15 @@ class Choice:
     """One value of a technique, and whether it is to be had here.
 
     ``offered`` joins the search, ``on_request`` needs ``--fix`` or ``--among``, ``withheld`` can't be had;
-    ``reason`` says why, for each of them.
+    ``reason`` says why, for each of them. ``at_best`` is its class beside values that make it milder than ``kind``;
+    :meth:`Technique.kind` tells which.
     """
 
     value: Value
     kind: Kind
     status: Status
     reason: str
+    at_best: Kind | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +136,14 @@ class Technique(ABC):
         """What is said of a value that it knows, also of one that :meth:`choices` does not list."""
         listed = (one for one in self.choices(facts) if one.value == value)
         return next(listed, Choice(value, Kind.EXACT, "on_request", "asked for"))
+
+    def kind(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Kind:
+        """The class of a value in the plan that it belongs to."""
+        return self.choice(value, facts).kind
+
+    def outdone_by(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Value | None:
+        """The value that, in this one's place, makes any such plan faster and smaller; ``None`` where none is known."""
+        return None
 
     @abstractmethod
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from autofit.contract.facts import Facts
     from autofit.contract.plan import Value
+    from autofit.contract.technique import Technique
     from autofit.costmodel.forecast import Forecast
     from autofit.space import Space
 
@@ -66,8 +67,14 @@ def make_sampler(
 
 
 def _other_methods(space: Space, facts: Facts) -> dict[str, list[Value]]:
-    """The values, by technique, that change the training method."""
+    """The values, by technique, that change the training method in some plan."""
+
+    def changes(one: Technique, value: Value) -> bool:
+        choice = one.choice(value, facts)
+        if choice.at_best is None or choice.kind != Kind.METHOD:
+            return choice.kind == Kind.METHOD
+        return any(one.kind(value, plan, facts) == Kind.METHOD for plan in space.plans if plan[one.name] == value)
+
     return {
-        name: [value for value in values if technique(name).choice(value, facts).kind == Kind.METHOD]
-        for name, values in space.domains.items()
+        name: [value for value in values if changes(technique(name), value)] for name, values in space.domains.items()
     }

@@ -8,6 +8,8 @@
   tried on request only: tensor cores multiply both at one rate, and the scaling comes on top.
   Under DeepSpeed both 16-bit precisions are its own: 16-bit weights beside a float32 copy that the optimizer steps.
 - ``bf16_weights``: weights, gradients and optimizer state in bfloat16, no autocast, no float32 master copy.
+  Beside an adapter they are frozen, and nothing is lost: class ``numeric``, under bfloat16 autocast, which multiplies
+  the adapter's float32 weights in 16 bits too.
   Where a script loads its weights so and asks for autocast besides, as those that train an adapter do, it stays.
   Halves the bytes per parameter, and changes the method: with AdamW at a learning rate of 2e-5 about 70 % of the
   weights never moved in 20 steps, since the update is below half a unit in the last place.
@@ -87,6 +89,8 @@ _PURE: dict[str, dict[str, Any]] = {
     "llamafactory": {"pure_bf16": True},
 }
 """How other projects are told of bfloat16 weights."""
+_UNDER_AUTOCAST: dict[str, dict[str, Any]] = {"sft": _PURE["sft"], "axolotl": {}, "llamafactory": {}}
+"""The same under autocast, of which an argument tells; Axolotl then loads them so, and LLaMA-Factory as they are."""
 _NOT_PURE = {
     "axolotl": "Axolotl computes under bfloat16 autocast besides; without an adapter or FlashAttention it keeps "
     "embeddings, norms and the output layer in float32, unless FSDP splits them",
@@ -119,7 +123,8 @@ class Precision(Technique):
             if value == "bf16_weights" and (own := _beside_quantized(facts)) not in {None, "bfloat16"}:
                 return Choice(value, kind, "withheld", f"beside quantized weights the script has others in {own}")
             searched: Status = "on_request" if value == "fp16" and has_bf16 else "offered"
-            return Choice(value, kind, searched if here else "withheld", good if here else bad)
+            at_best = Kind.NUMERIC if value == "bf16_weights" else None
+            return Choice(value, kind, searched if here else "withheld", good if here else bad, at_best)
 
         return (
             Choice("fp32", Kind.NUMERIC, "offered", "runs everywhere"),
@@ -144,12 +149,20 @@ class Precision(Technique):
             ),
             choice(
                 "bf16_weights", "bf16", Kind.METHOD,
-                "half the bytes per parameter, and no float32 copy to collect small updates",
+                "half the bytes per parameter, and no float32 copy to collect small updates (class numeric beside an "
+                "adapter, which stays in float32)",
                 f"{hardware.name} would emulate bfloat16",
             ),
             float8_choice(facts, self.lacks(facts, "torchao")),
             *_as_loaded(facts),
         )  # fmt: skip
+
+    def kind(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Kind:
+        frozen = value == "bf16_weights" and _trains_an_adapter(plan, facts)
+        return Kind.NUMERIC if frozen else super().kind(value, plan, facts)
+
+    def outdone_by(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Value | None:
+        return "bf16_weights" if value != "bf16_weights" and _trains_an_adapter(plan, facts) else None
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         parallel = others.get("parallel", "none")
@@ -192,7 +205,7 @@ class Precision(Technique):
             accelerate={"mixed_precision": mixed},
             training_args={"bf16": mixed == "bf16", "fp16": mixed == "fp16", "tf32": _tf32(value, facts)},
             script=lines.get(str(value), ()),
-            elsewhere=_PURE if value == "bf16_weights" else {},
+            elsewhere=(_UNDER_AUTOCAST if mixed == "bf16" else _PURE) if value == "bf16_weights" else {},
             otherwise=_otherwise(value, plan, facts),
         )
 
@@ -259,6 +272,12 @@ class Precision(Technique):
         asked = value == "bf16_weights" and script is not None and script.own.get("bf16")
         lost = " The script's own autocast is off." if asked and _autocast(value, plan, facts) == "no" else ""
         cast = " but where the script casts them itself" if _in_a_loop(facts) else ""
+        lossy = (
+            "Frozen weights are bfloat16, under bfloat16 autocast; the adapter's stay float32."
+            if _trains_an_adapter(plan, facts)
+            else "Weights, gradients and optimizer state are bfloat16 without a float32 copy: updates smaller than the "
+            "last place of a weight are lost. An adapter's weights stay float32, and lose none."
+        )
         said = {
             "fp32": None,
             "tf32": "Matrix products run in TF32: float32 range, 10 bits of mantissa.",
@@ -266,8 +285,7 @@ class Precision(Technique):
             f"float32{cast}.",
             "fp16": "Forward and backward run under float16 autocast with dynamic loss scaling; "
             "steps whose gradients overflow are skipped.",
-            "bf16_weights": "Weights, gradients and optimizer state are bfloat16 without a float32 copy: updates "
-            "smaller than the last place of a weight are lost. An adapter's weights stay float32, and lose none.",
+            "bf16_weights": lossy,
             "fp16_weights": "Frozen weights are float16, as the script loads them; what it trains stays float32.",
             "fp8": "Linear layers multiply in float8 with one scale a tensor, the rest runs under bfloat16 autocast; "
             "weights and optimizer state stay float32.",
@@ -285,6 +303,11 @@ class Precision(Technique):
             "fp16_weights": Prior(time=(-0.9, 0.6), memory=(-0.6, 0.2)),
             "fp8": Prior(time=(-0.8, 0.8), memory=(-0.1, 0.2)),
         }[str(value)]
+
+
+def _trains_an_adapter(plan: Mapping[str, Value], facts: Facts) -> bool:
+    """Whether all that is trained is the plan's adapter, which PEFT keeps in float32, and no head whole."""
+    return plan.get("adapter", "none") != "none" and not facts.model.new_modules
 
 
 def _as_loaded(facts: Facts) -> tuple[Choice, ...]:
@@ -320,6 +343,8 @@ def _in_a_loop(facts: Facts) -> bool:
 
 def _otherwise(value: Value, plan: Mapping[str, Value], facts: Facts) -> Mapping[str, str]:
     """What other projects do otherwise, in words: Axolotl has no autocast over float32 weights."""
+    if value == "bf16_weights" and _autocast(value, plan, facts) == "bf16":
+        return {"llamafactory": _NOT_PURE["llamafactory"]}
     if value == "bf16_weights":
         return {**_NOT_PURE, **(_REFUSED_ON_A_CPU if facts.hardware.device == "cpu" else {})}
     quantized, engine = plan.get("quantization", "none") != "none", engine_of(plan.get("parallel", "none"))
@@ -334,9 +359,11 @@ def _otherwise(value: Value, plan: Mapping[str, Value], facts: Facts) -> Mapping
 def _autocast(value: Value, plan: Mapping[str, Value], facts: Facts) -> str:
     """Accelerate's word for it. Over 16-bit weights that a script loads, its own, but where they are split.
 
-    Accelerate turns weights that FSDP2 splits to float32 under autocast, none of a model with packed ones; DeepSpeed
-    keeps a copy of them.
+    Accelerate turns weights that FSDP2 splits and that are trained to float32 under autocast, none of a model with
+    packed ones; DeepSpeed keeps a copy of them.
     """
+    if value == "bf16_weights" and _trains_an_adapter(plan, facts):
+        return "bf16"
     engine = engine_of(plan.get("parallel", "none"))
     kept = engine in {"none", "ddp"} or (engine == "fsdp" and _beside_quantized(facts) is not None)
     if value in _WEIGHTS and kept:

@@ -19,7 +19,7 @@ from autofit.commands.estimates.estimate import check_fits
 from autofit.commands.estimates.other_card import counted_cards, elsewhere, on_other_card
 from autofit.commands.estimates.plans import cause
 from autofit.commands.estimates.screen import screen
-from autofit.commands.estimates.ways import Way, _smallest_of, _untried, held_by_way
+from autofit.commands.estimates.ways import Way, _smallest_of, _untried, held_by_way, spaces_by_way
 from autofit.commands.request import Request, Search
 from autofit.contract.plan import Plan
 from autofit.contract.script import Script
@@ -428,6 +428,27 @@ def test_weights_that_are_too_large_are_told_what_was_not_tried():
     assert _untried(space.build(facts, frozenset(Kind)), facts) == ""
     old = replace(facts, hardware=replace(facts.hardware, precisions=("fp32",)))
     assert _untried(space.build(old, frozenset({Kind.EXACT, Kind.NUMERIC})), old) == ""
+
+
+def test_of_plans_with_an_adapter_an_estimate_looks_at_those_whose_frozen_weights_are_in_16_bits():
+    """No other is faster or smaller; where a plan can't have them, and where they are asked for, the others stay."""
+    facts = cuda_facts(global_batch=4)
+    usual = frozenset({Kind.EXACT, Kind.NUMERIC})
+
+    def seen(facts=facts, given=None, allowed=usual):
+        ways = spaces_by_way(facts, given or {}, allowed)
+        return {name: {plan["precision"] for plan in plans.plans} for name, plans in ways.items()}
+
+    full = {"fp32", "tf32", "bf16"}
+    assert seen() == {"full": full, "LoRA": {"bf16_weights"}, "QLoRA": {"bf16_weights"}}
+    assert seen(given={"precision": ("fp32", "bf16_weights")})["LoRA"] == {"fp32", "bf16_weights"}
+    assert seen(allowed=frozenset({Kind.EXACT}))["LoRA"] == {"fp32"}
+    old = replace(facts, hardware=replace(facts.hardware, precisions=("fp32",)))
+    assert seen(old)["LoRA"] == {"fp32"}
+    many = replace(facts, workload=replace(facts.workload, processes=2))
+    zero = spaces_by_way(many, {"parallel": ("zero2", "ddp")}, usual)["LoRA"].plans
+    assert {plan["precision"] for plan in zero if plan["parallel"] == "ddp"} == {"bf16_weights"}
+    assert "bf16" in {plan["precision"] for plan in zero if plan["parallel"] == "zero2"}, "ZeRO has a copy of its own"
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from autofit.contract.script import Script
 from autofit.contract.technique import Kind
 from autofit.machine.model import describe_built
 from autofit.registry import recipe_of, technique, techniques
+from autofit.search import samplers
 from autofit.search.samplers import make_sampler
 from autofit.system.errors import InputError
 from autofit.system.tensor_cache import TensorCache
@@ -72,6 +73,10 @@ def test_what_is_said_of_a_value_that_is_not_listed():
     sampler = make_sampler("autofit", space.build(FACTS, given={"adapter": ("none", "lora:r=8")}), FACTS, 0, None)
     first = sampler.space.plans[sampler._first]
     assert first["adapter"] == "none", "another training method is not tried first"
+    for given, later in ({"adapter": ("lora:r=8",)}, []), ({"adapter": ("none", "lora:r=8")}, ["bf16_weights"]):
+        plans = space.build(FACTS, frozenset(Kind), given)
+        assert "bf16_weights" in plans.domains["precision"]
+        assert samplers._other_methods(plans, FACTS)["precision"] == later, "numeric beside an adapter"
 
 
 def test_peft_puts_no_lora_on_mambas_output_projections():
@@ -231,8 +236,9 @@ def test_a_script_that_loads_quantized_weights_is_told_the_knobs_that_do():
     assert error.value.hint == "tune by the model's name with --fix adapter=lora:r=16 --fix quantization=nf4"
 
 
-def test_adapters_of_16_bit_weights_are_float32(tmp_path):
-    model = built("llama", tmp_path, adapter="lora:r=4", precision="bf16_weights")
+@pytest.mark.parametrize("adapter", ["lora:r=4", "rslora:r=4", "dora:r=4", "ia3"])
+def test_adapters_of_16_bit_weights_are_float32(adapter, tmp_path):
+    model = built("llama", tmp_path, adapter=adapter, precision="bf16_weights")
     assert {one.dtype for one in model.parameters() if one.requires_grad} == {torch.float32}
     assert {one.dtype for one in model.parameters() if not one.requires_grad} == {torch.bfloat16}
     assert evidence(model).of("precision")["weights_dtype"] == "bfloat16"

@@ -88,6 +88,28 @@ def test_over_16_bit_weights_a_script_keeps_the_autocast_and_the_tf32_that_it_as
     assert written(dataclasses.replace(asking, weights_dtype="float32"), "fp32") == (False, False, False)
 
 
+def test_frozen_16_bit_weights_beside_an_adapter_are_under_autocast():
+    """So the adapter, which stays in float32, is multiplied in 16 bits as the weights are."""
+
+    def of(parallel="none", heads=(), **values):
+        facts = cuda_facts()
+        facts = dataclasses.replace(facts, model=dataclasses.replace(facts.model, new_modules=heads))
+        plan = PLAIN.replaced(precision="bf16_weights", parallel=parallel, **values)
+        filled = recipe_of(plan, facts)
+        assert filled.emission.training_args["bf16"] == (filled.mixed_precision == "bf16")
+        said = PRECISION.changes("bf16_weights", plan, facts)
+        return filled.weights_dtype, filled.mixed_precision, PRECISION.kind("bf16_weights", plan, facts), said
+
+    for parallel in ("none", "ddp", "fsdp"):
+        *found, said = of(parallel, adapter="lora:r=16")
+        assert found == ["bfloat16", "bf16", Kind.NUMERIC]
+        assert said == "Frozen weights are bfloat16, under bfloat16 autocast; the adapter's stay float32."
+    for values in ({}, {"adapter": "lora:r=16", "heads": ("score",)}):
+        *found, said = of(**values)
+        assert found == ["bfloat16", "no", Kind.METHOD]
+        assert "updates smaller than the last place of a weight are lost" in said
+
+
 def test_frozen_float16_weights_stay_as_the_script_loads_them_with_its_own_autocast():
     """As on cards without bfloat16: an adapter in float32 over a model in float16, its loss scaled."""
 

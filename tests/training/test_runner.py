@@ -148,6 +148,7 @@ PLANS = {
     "sgd": {"optimizer": "sgd"},
     "adafactor": {"optimizer": "adafactor"},
     "bf16_weights": {"precision": "bf16_weights"},
+    "lora_in_16_bits": {"precision": "bf16_weights", "adapter": "lora:r=4"},
     "everything": {"precision": "bf16", "checkpointing": "full", "optimizer": "adamw_8bit"},
 }
 
@@ -164,6 +165,8 @@ def test_every_knob_takes_effect_on_both_launch_paths(try_plan, name, launch_pat
     assert (found.evidence.seq_len, found.evidence.padding_mask) == (32, False)
     assert seen("precision")["compute_dtype"] == ("float32" if precision == "fp32" else "bfloat16")
     assert seen("precision")["weights_dtype"] == ("bfloat16" if precision == "bf16_weights" else "float32")
+    if "adapter" in plan:
+        assert seen("precision")["trained_dtype"] == "float32"
     assert seen("checkpointing")["layer_forwards"] == (2 if plan.get("checkpointing") == "full" else 1)
     assert seen("optimizer")["class"].rsplit(".")[0] == {
         "adamw": "torch", "sgd": "torch", "adamw_8bit": "bitsandbytes", "adafactor": "transformers"

@@ -11,7 +11,7 @@ from autofit import space
 from autofit.commands.estimates.plans import AS_FAST, Estimated, estimated_plan, fitting_bytes, replayed_bytes
 from autofit.commands.request import Search
 from autofit.contract.facts import Facts
-from autofit.contract.plan import Value
+from autofit.contract.plan import Plan, Value
 from autofit.contract.technique import Kind
 from autofit.costmodel.families import Known
 from autofit.costmodel.forecast import MARGIN, Forecast, forecast
@@ -103,10 +103,25 @@ def spaces_by_way(facts: Facts, given: Knobs, allowed: frozenset[Kind]) -> dict[
     found: dict[str, space.Space | str] = {}
     for name, held in held_by_way(facts, given).items():
         try:
-            found[name] = held if isinstance(held, str) else space.build(facts, allowed, held)
+            found[name] = (
+                held if isinstance(held, str) else _not_outdone(space.build(facts, allowed, held), facts, held)
+            )
         except InputError as error:  # of what the user holds and this way needs, one excludes the other
             found[name] = error.message
     return found
+
+
+def _not_outdone(plans: space.Space, facts: Facts, given: Knobs) -> space.Space:
+    """The plans of which no other is faster and smaller whatever the card, by a value that the user does not hold."""
+    every = set(plans.plans)
+
+    def outdone(plan: Plan) -> bool:
+        better = {
+            one.name: one.outdone_by(plan[one.name], plan, facts) for one in techniques() if one.name not in given
+        }
+        return any(plan.replaced(**{name: value}) in every for name, value in better.items() if value is not None)
+
+    return plans.of(plan for plan in plans.plans if not outdone(plan))
 
 
 def smaller_way(facts: Facts, settings: Search) -> str | None:

@@ -238,7 +238,7 @@ def split_words(baseline: Plan, facts: Facts, train: Callable[[Plan, Rounding | 
 def kind_of(plan: Plan, facts: Facts) -> Kind:
     """The loosest class among the plan's values; baseline values count as exact."""
     chosen = [one for one in techniques() if plan[one.name] != one.baseline_for(facts)]
-    found = {one.choice(plan[one.name], facts).kind for one in chosen}
+    found = {one.kind(plan[one.name], plan, facts) for one in chosen}
     return next((kind for kind in (Kind.METHOD, Kind.NUMERIC) if kind in found), Kind.EXACT)
 
 
