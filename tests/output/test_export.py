@@ -96,6 +96,15 @@ def test_an_adapter_is_given_in_each_projects_own_words():
     assert factory["disable_gradient_checkpointing"] is False
 
 
+@pytest.mark.parametrize("target", ["sft", "axolotl", "llamafactory"])
+def test_what_plain_peft_takes_more_under_autocast_is_told(target):
+    told = "turns the inputs of its layers to float32 and back"
+    for values, there in (({"precision": "bf16_weights"}, True), ({"precision": "bf16"}, True), ({}, False)):
+        assert (told in given(target, adapter="lora:r=8", **values)[1]) == there
+    assert told not in given(target, adapter="dora:r=8", precision="bf16")[1]
+    assert told not in given(target, adapter="lora:r=8", precision="bf16", quantization="nf4")[1]
+
+
 def test_an_unknown_target_is_refused():
     with pytest.raises(InputError, match="'axolotls' is not known") as error:
         export(answer("full"), "axolotls", folder="out")

@@ -1,6 +1,8 @@
 """Adapters and quantized weights: how they are written, and that random weights are made as loaded ones are."""
 
+import copy
 import dataclasses
+import pickle
 import sys
 
 import peft
@@ -242,6 +244,61 @@ def test_adapters_of_16_bit_weights_are_float32(adapter, tmp_path):
     assert {one.dtype for one in model.parameters() if one.requires_grad} == {torch.float32}
     assert {one.dtype for one in model.parameters() if not one.requires_grad} == {torch.bfloat16}
     assert evidence(model).of("precision")["weights_dtype"] == "bfloat16"
+
+
+def plainly(model):
+    """The same model with PEFT's own layers."""
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        vars(module).pop("_cast_input_dtype", None)
+    return plain
+
+
+def trained(model, ids):
+    """Loss and gradients under autocast, and the bytes that are kept for the backward pass."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one), torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return loss.detach(), gradients, sum(kept.values())
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("precision", ["bf16_weights", "bf16"])
+@pytest.mark.parametrize("adapter", ["lora:r=4", "rslora:r=4"])
+@pytest.mark.parametrize("config", ["llama", "gpt2"])
+def test_under_autocast_layers_share_their_input_and_train_as_peft_s_own_do(tmp_path, config, adapter, precision):
+    model = built(config, tmp_path, adapter=adapter, precision=precision)
+    model.eval()  # without dropout
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if "lora_B" in name:
+                one.normal_(std=0.02)
+    ids = torch.arange(64).reshape(2, 32)
+    loss, gradients, kept = trained(model, ids)
+    same, theirs, copied = trained(plainly(model), ids)
+    assert torch.equal(loss, same)
+    assert gradients.keys() == theirs.keys()
+    assert gradients
+    assert all(torch.equal(one, theirs[name]) for name, one in gradients.items())
+    assert kept < copied
+
+
+def test_outside_autocast_the_input_is_cast_as_peft_does(tmp_path):
+    model = built("llama", tmp_path, adapter="lora:r=4", precision="bf16_weights").eval()
+    ids = torch.arange(8).reshape(1, 8)
+    with torch.no_grad():
+        wanted = plainly(model)(input_ids=ids).logits
+        assert torch.equal(model(input_ids=ids).logits, wanted)
+        assert torch.equal(pickle.loads(pickle.dumps(model))(input_ids=ids).logits, wanted), "it can be sent away"
+    assert model.generate(input_ids=ids, max_new_tokens=2).shape == (1, 10)
+    assert not [name for name, _ in model.merge_and_unload().named_modules() if "lora" in name]
 
 
 @pytest.mark.parametrize("value", ["nf4", "int8"])

@@ -16,7 +16,8 @@ activations of their own; another method, that wants a learning rate of its own 
 does not tune.
 
 PEFT keeps adapters of 16-bit weights in float32 (``autocast_adapter_dtype``), and so does this; the frozen weights
-have the dtype that the precision says. Checkpointing is non-reentrant, so the inputs need no gradients.
+have the dtype that the precision says. Under autocast layers of LoRA that are given one input keep it once, in 16 bits,
+where PEFT makes a copy for each. Checkpointing is non-reentrant, so the inputs need no gradients.
 
 On Mixtral and its kin PEFT counts experts and their router as linear layers: the stacked weights of the experts get
 adapters too, those of an expert's two first weights as one of twice the rank; neither DoRA nor dropout.
@@ -29,39 +30,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import re
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from autofit.contract.emission import Emission
-from autofit.contract.technique import Choice, Held, InputError, Kind, Part, Prior, Technique
+from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Technique
+
+from .peft_layers import SHARED, adapt, adapter_on
+from .wanted import LORA, RANK, Wanted, read, wanted_by
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import nn
-    from transformers import PreTrainedModel
 
     from autofit.contract.facts import Facts, Model
     from autofit.contract.observation import Ran, Seen
     from autofit.contract.plan import Value
     from autofit.contract.recipe import Recipe
 
-_RANK = 16
-_LORA = {"lora": "LoRA", "rslora": "rank-stabilized LoRA", "dora": "DoRA"}
-_PEFT_TASKS = {
-    "causal-lm": "CAUSAL_LM",
-    "script": "CAUSAL_LM",
-    "seq2seq-lm": "SEQ_2_SEQ_LM",
-    "sequence-classification": "SEQ_CLS",
-    "token-classification": "TOKEN_CLS",
-    "question-answering": "QUESTION_ANS",
-}
-"""What PEFT calls tasks; of the others it has no class of its own."""
 _SAID = {
-    f"lora:r={_RANK}": f"two matrices of rank {_RANK} beside each linear layer are trained",
-    f"rslora:r={_RANK}": "LoRA with another scale: as fast, and as large",
-    f"dora:r={_RANK}": "LoRA and a trained magnitude: slower, for the norm of each weight is computed anew",
+    f"lora:r={RANK}": f"two matrices of rank {RANK} beside each linear layer are trained",
+    f"rslora:r={RANK}": "LoRA with another scale: as fast, and as large",
+    f"dora:r={RANK}": "LoRA and a trained magnitude: slower, for the norm of each weight is computed anew",
     "ia3": "a factor for each output is trained: smaller than LoRA, and seldom better",
 }
 """What is said of each value that is listed."""
@@ -80,8 +70,9 @@ _AS_FILED = (
     "memory, and other rounding"
 )
 """LLaMA-Factory 0.9.5: ``load_model``; ``init_adapter`` turns what is trained to float32."""
+_IN_FLOAT32 = {"fp32", "tf32"}
+_TWICE_CAST = "PEFT turns the inputs of its layers to float32 and back there: more memory and more time"
 _EXPERTS_LEFT = "experts may get no adapter: their stacked weights are no linear layers there"
-_WORD = re.compile(r"(?P<name>r|alpha|dropout|targets)=(?P<value>[\w.+]+)", re.ASCII)
 
 
 class Adapter(Technique):
@@ -90,7 +81,7 @@ class Adapter(Technique):
     name = "adapter"
     baseline = "none"
     packages = {"peft": "0.18"}
-    ways = {"full": "none", "LoRA": f"lora:r={_RANK}"}
+    ways = {"full": "none", "LoRA": f"lora:r={RANK}"}
 
     def choices(self, facts: Facts) -> tuple[Choice, ...]:
         return tuple(self.choice(value, facts) for value in ("none", *_SAID))
@@ -98,10 +89,10 @@ class Adapter(Technique):
     def choice(self, value: Value, facts: Facts) -> Choice:
         if value == "none":
             return Choice("none", Kind.EXACT, "offered", "every weight is trained")
-        wanted = _wanted(value)
+        wanted = wanted_by(value)
         if reason := self._missing(wanted, facts):
             return Choice(value, Kind.METHOD, "withheld", reason)
-        listed = f"{wanted.method}:r={_RANK}" if wanted.rank else wanted.method
+        listed = f"{wanted.method}:r={RANK}" if wanted.rank else wanted.method
         said = _SAID[listed] if value == listed else f"{_SAID[listed]} (here with settings of its own)"
         return Choice(value, Kind.METHOD, "offered" if wanted.method == "lora" else "on_request", said)
 
@@ -118,16 +109,16 @@ class Adapter(Technique):
         Raises:
             InputError: There is no such adapter, or not here.
         """
-        wanted = _read(text)
+        wanted = read(text)
         if wanted is None:
             return super().parse(text, facts)
         return self.allow(self.choice(wanted.words(), facts), facts)
 
     def knows(self, value: object, facts: Facts) -> bool:
-        return super().knows(value, facts) or (isinstance(value, str) and _read(value) is not None)
+        return super().knows(value, facts) or (isinstance(value, str) and read(value) is not None)
 
     def suggest(self, value: Value, facts: Facts) -> str:
-        return f"write it like adapter=lora:r={_RANK} or adapter=lora:r=8:alpha=16:targets=q_proj+v_proj"
+        return f"write it like adapter=lora:r={RANK} or adapter=lora:r=8:alpha=16:targets=q_proj+v_proj"
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         return self.not_tried_split(value, others, {"none"})
@@ -135,7 +126,7 @@ class Adapter(Technique):
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value != "none":
             model = recipe.facts.model
-            wrap = functools.partial(adapt, _wanted(value), task=model.task, whole=model.new_modules)
+            wrap = functools.partial(adapt, wanted_by(value), task=model.task, whole=model.new_modules)
             recipe.model_wraps.append(wrap)
 
     def in_script(self, model: nn.Module) -> str | None:
@@ -161,7 +152,7 @@ class Adapter(Technique):
     def emit(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Emission:
         if value == "none":
             return Emission()
-        wanted = _wanted(value)
+        wanted = wanted_by(value)
         return Emission(
             script=("train an adapter: model = setup.model(...)",),
             elsewhere=_elsewhere(wanted),
@@ -171,14 +162,14 @@ class Adapter(Technique):
     def traced_as(self, value: Value, part: Part) -> Value | None:
         if value == "none":
             return value
-        wanted = _wanted(value)
+        wanted = wanted_by(value)
         method = "lora" if wanted.method == "rslora" else wanted.method
         dropout = wanted.dropout if part != "optimizer" else 0.0
         return dataclasses.replace(wanted, method=method, alpha=2 * wanted.rank, dropout=dropout).words()
 
     def observe(self, ran: Ran) -> Seen:
         """The adapter in words, the names of the modules that it is on, and how many numbers are frozen."""
-        adapter, modules = _active(ran.model)
+        adapter, modules = adapter_on(ran.model)
         frozen = sum(one.numel() for one in ran.model.parameters() if not one.requires_grad)
         return {"adapter": adapter, "modules": modules, "frozen_parameters": frozen}
 
@@ -186,7 +177,7 @@ class Adapter(Technique):
         adapter, modules = seen.get("adapter"), seen.get("modules", [])
         if value == "none":
             return f"the model has an adapter: {adapter}" if adapter else None
-        wanted = _wanted(value)
+        wanted = wanted_by(value)
         if adapter != wanted.seen_as():
             return f"the model's adapter is {adapter or 'none'}, not {wanted.seen_as()}"
         if wanted.targets and set(wanted.targets) != set(modules):
@@ -198,10 +189,10 @@ class Adapter(Technique):
     def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
         if value == "none":
             return None
-        wanted = _wanted(value)
+        wanted = wanted_by(value)
         where = f"on {', '.join(wanted.targets)}" if wanted.targets else "on every linear layer"
         what = f"of rank {wanted.rank} {where}" if wanted.rank else where
-        method, heads = _LORA.get(wanted.method, "(IA)3 factors"), facts.model.new_modules
+        method, heads = LORA.get(wanted.method, "(IA)3 factors"), facts.model.new_modules
         beside = f" and {', '.join(heads)}, whole," if heads else ""
         trained = f"Only an adapter{beside} {'are' if heads else 'is'} trained, {method} {what}"
         return f"{trained}; all other weights are frozen: tune the learning rate anew."
@@ -212,45 +203,6 @@ class Adapter(Technique):
             return Prior(time=(0.0, 0.01), memory=(0.0, 0.01))
         slow = 0.3 if str(value).startswith("dora") else 0.0
         return Prior(time=(-0.1 + slow, 0.15), memory=(-0.9, 0.4))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """An adapter, as its value says it.
-
-    Attributes:
-        method: ``lora``, ``rslora``, ``dora`` or ``ia3``.
-        rank: Of the matrices; 0 for a method without.
-        alpha: Twice the rank unless given.
-        dropout: Before the first matrix.
-        targets: Names of modules; none for all linear layers.
-    """
-
-    method: str
-    rank: int = 0
-    alpha: int = 0
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ()
-
-    def words(self) -> str:
-        """The value, written in the one way."""
-        said = [self.method]
-        if self.rank:
-            said.append(f"r={self.rank}")
-        if self.alpha != 2 * self.rank:
-            said.append(f"alpha={self.alpha}")
-        if self.dropout:
-            said.append(f"dropout={self.dropout:g}")
-        if self.targets:
-            said.append(f"targets={'+'.join(self.targets)}")
-        return ":".join(said)
-
-    def seen_as(self) -> str:
-        """How :func:`_active` names it on the live model."""
-        if not self.rank:
-            return self.method
-        scaling = self.alpha / (math.sqrt(self.rank) if self.method == "rslora" else self.rank)
-        return f"{'dora' if self.method == 'dora' else 'lora'} r={self.rank} scaling={scaling:.4g}"
 
 
 def _elsewhere(wanted: Wanted) -> dict[str, dict[str, Any]]:
@@ -286,43 +238,14 @@ def _otherwise(wanted: Wanted, plan: Mapping[str, Value], facts: Facts) -> dict[
     """What other projects do otherwise, in words."""
     experts = [_EXPERTS_LEFT] if facts.model.lora_on_experts and not wanted.targets else []
     in_float32 = plan.get("quantization", "none") == "none" and plan.get("precision") != "bf16_weights"
-    said = {"axolotl": experts, "llamafactory": [*([_AS_FILED] if in_float32 else []), *experts]}
+    plain = plan.get("quantization", "none") == "none" and plan.get("precision") not in _IN_FLOAT32
+    cast = [_TWICE_CAST] if plain and wanted.method in SHARED else []
+    said = {
+        "sft": [f"unless setup.model puts it on, {one}" for one in cast],
+        "axolotl": [*cast, *experts],
+        "llamafactory": [*([_AS_FILED] if in_float32 else []), *cast, *experts],
+    }
     return {name: "; ".join(words) for name, words in said.items() if words}
-
-
-def _active(model: nn.Module) -> tuple[str | None, list[str]]:
-    """The adapter whose layers are switched on, in words, and the names of the modules that it is on.
-
-    Read off PEFT's layers, not off its config: a config says what was asked for.
-    """
-    kinds, names = set(), set()
-    modules = cast("list[tuple[str, Any]]", list(model.named_modules()))
-    configs: dict[str, Any] = next((one.peft_config for _, one in modules if hasattr(one, "peft_config")), {})
-    for path, module in modules:
-        if not getattr(module, "adapter_layer_names", ()) or getattr(module, "disable_adapters", True):
-            continue
-        if "modules_to_save" in module.adapter_layer_names:
-            continue  # it is trained whole
-        for active in module.active_adapters:
-            if active in getattr(module, "lora_A", ()):
-                kind = "dora" if active in getattr(module, "lora_magnitude_vector", ()) else "lora"
-                fused = _fused(module.r[active], configs.get(active))
-                rooted = math.sqrt(fused) if getattr(module, "use_rslora", {}).get(active) else 1
-                kinds.add(f"{kind} r={module.r[active] // fused} scaling={module.scaling[active] / rooted:.4g}")
-            else:
-                kinds.add(type(module).__module__.split(".")[-2])
-            names.add(path.rpartition(".")[2])
-    return " and ".join(sorted(kinds)) or None, sorted(names)
-
-
-def _fused(rank: int, config: Any) -> int:
-    """How many weights stand in the one that an adapter of this rank is on.
-
-    An expert's two first weights are one parameter, on which PEFT puts an adapter of the rank of both together
-    (``peft.utils.transformers_weight_conversion``).
-    """
-    patterns = getattr(config, "rank_pattern", None) or {}
-    return rank // config.r if rank in patterns.values() and rank % config.r == 0 else 1
 
 
 def _refused(wanted: Wanted, model: Model) -> str | None:
@@ -341,64 +264,3 @@ def _refused(wanted: Wanted, model: Model) -> str | None:
         others = f"adapter={dataclasses.replace(wanted, targets=('q_proj', 'v_proj')).words()}"
         return f"PEFT puts no {what} on the experts of {kind}: ask for other layers, as {others}"
     return None
-
-
-def _read(text: str) -> Wanted | None:
-    """What a text asks for; ``None`` where it can't be read."""
-    method, *words = text.split(":")
-    matches = [_WORD.fullmatch(word) for word in words]
-    found = {match["name"]: match["value"] for match in matches if match is not None}
-    names = found.pop("targets", None)
-    targets = () if names is None else tuple(sorted(set(names.split("+"))))
-    whole = None not in matches and len(matches) == len(found) + (names is not None) and "" not in targets
-    if not whole or method not in {"ia3", *_LORA} or (method == "ia3" and found):
-        return None
-    if method == "ia3":
-        return Wanted(method=method, targets=targets)
-    try:
-        rank, dropout = int(found.get("r", _RANK)), float(found.get("dropout", 0))
-        alpha = int(found.get("alpha", 2 * rank))
-    except ValueError:
-        return None
-    fair = 0 < rank < 1 << 16 and 0 < alpha < 1 << 20 and 0 <= dropout < 1
-    return Wanted(method=method, rank=rank, alpha=alpha, dropout=dropout, targets=targets) if fair else None
-
-
-def _wanted(value: Value) -> Wanted:
-    wanted = _read(str(value))
-    if wanted is None:
-        raise InputError(f"adapter has no value {value!r}", hint=f"write it like adapter=lora:r={_RANK}")
-    return wanted
-
-
-def adapt(
-    wanted: Wanted, model: PreTrainedModel, *, task: str = "causal-lm", whole: tuple[str, ...] = ()
-) -> PreTrainedModel:
-    """Freeze the model and put the adapter on it, through PEFT.
-
-    Args:
-        wanted: The adapter.
-        model: The model.
-        task: What it is trained for.
-        whole: Modules that are trained whole.
-    """
-    from peft import IA3Config, LoraConfig, get_peft_model
-
-    targets: Any = list(wanted.targets) or "all-linear"
-    config: Any
-    common: dict[str, Any] = {"target_modules": targets, "task_type": _PEFT_TASKS.get(task)}
-    if whole:  # "all-linear" would take their layers too
-        common |= {"modules_to_save": list(whole), "exclude_modules": rf"({'|'.join(map(re.escape, whole))})(\..*)?"}
-    if wanted.method == "ia3":
-        config = IA3Config(feedforward_modules=[], **common)
-    else:
-        config = LoraConfig(
-            r=wanted.rank,
-            lora_alpha=wanted.alpha,
-            lora_dropout=wanted.dropout,
-            use_rslora=wanted.method == "rslora",
-            use_dora=wanted.method == "dora",
-            **common,
-        )
-    shapes_only = any(parameter.is_meta for parameter in model.parameters())
-    return cast("PreTrainedModel", get_peft_model(model, config, low_cpu_mem_usage=shapes_only))
