@@ -85,12 +85,14 @@ class Setup:
             source: A pretrained model's id or folder; without it, random weights of the tuned config.
 
         Raises:
-            ModelError: There are no weights to be loaded from there, or the answer is of a script, which builds its own
+            ModelError: No weights can be loaded from there, or the answer is of a script, which builds its own
                 model.
             InputError: The config was changed since, or this training runs on another number of processes than the
                 answer is for.
             MachineError: It runs on another kind of device, or on another card.
         """
+        from safetensors import SafetensorError
+
         self.check()
         script = self.document.workload.script
         if script is not None:
@@ -104,11 +106,12 @@ class Setup:
             check_config(self.document, self.folder)
         try:
             built = self.recipe.model(source, config=self.folder / MODEL_FOLDER)
-        except OSError as error:
+        except (OSError, ValueError, SafetensorError) as error:
             if source is None:
                 raise
+            why = next(iter(str(error).splitlines()), type(error).__name__)
             raise ModelError(
-                f"{str(source)!r} can't be loaded: {str(error).splitlines()[0]}",
+                f"{str(source)!r} can't be loaded: {why}",
                 hint=_WEIGHTS,
             ) from error
         if source is not None:

@@ -448,6 +448,21 @@ def test_a_folder_without_weights_is_no_pretrained_model(tmp_path):
         setup.model(folder / MODEL_FOLDER / "config.json")
 
 
+def test_weights_that_are_broken_are_told(tmp_path):
+    folder = output_folder(tmp_path / "out")
+    written(folder)
+    setup = autofit.load(folder, any_hardware=True)
+    broken, bare = tmp_path / "broken", tmp_path / "bare"
+    shutil.copytree(folder / MODEL_FOLDER, broken)
+    bare.mkdir()
+    for one in (broken, bare):
+        (one / "model.safetensors").write_bytes(b"\xff" * 100)
+    for source, words in ((broken, "header too large"), (bare, "Unrecognized model")):
+        with pytest.raises(ModelError, match=f"can't be loaded: .*{words}") as caught:
+            setup.model(source)
+        assert "trained weights" in caught.value.hint
+
+
 def test_weights_of_another_size_than_what_was_tuned_are_told(tmp_path):
     folder = output_folder(tmp_path / "out")
     write_config(folder / MODEL_FOLDER)
