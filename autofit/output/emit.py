@@ -19,7 +19,7 @@ from autofit.machine import gpu_catalogue
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, Document, read_document
 from autofit.registry import recipe_of
 from autofit.system.errors import EmissionError, InputError
-from autofit.system.files import write_atomically, writing
+from autofit.system.files import copy_folder, write_atomically, writing
 from autofit.system.strict_json import dump_json
 from autofit.training.launch_environment import launcher_parser, write_yaml
 
@@ -50,9 +50,9 @@ def emit(document: Document, folder: Path, report: str, check: Callable[[Path], 
     """
     recipe = recipe_of(document.plan, document.facts)
     aside = folder / ASIDE
+    shutil.rmtree(aside, ignore_errors=True)
+    copy_folder(folder / MODEL_FOLDER, aside / MODEL_FOLDER)
     with writing(aside):
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.copytree(folder / MODEL_FOLDER, aside / MODEL_FOLDER)
         write_yaml(aside / YAML, dict(recipe.emission.accelerate))
     arguments = json.dumps(dict(recipe.emission.training_args), indent=1, sort_keys=True, allow_nan=False) + "\n"
     write_atomically(aside / ARGUMENTS, arguments)

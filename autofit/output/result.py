@@ -20,7 +20,7 @@ from autofit.output.reports import report
 from autofit.output.wording import uncertain
 from autofit.search.tradeoffs import Contribution, Point
 from autofit.system.errors import EmissionError
-from autofit.system.files import usable_folder, writing
+from autofit.system.files import copy_folder, usable_folder, writing
 from autofit.system.fork_server import ForkServer
 from autofit.system.statistics import median
 from autofit.system.units import size
@@ -81,7 +81,7 @@ class Result:
         with writing(target):
             for name in (YAML, ARGUMENTS, REPORT, DOCUMENT_FILE):
                 shutil.copyfile(self.folder / name, target / name)
-            shutil.copytree(self.folder / MODEL_FOLDER, target / MODEL_FOLDER, dirs_exist_ok=True)
+        copy_folder(self.folder / MODEL_FOLDER, target / MODEL_FOLDER)
         return target
 
 

@@ -77,6 +77,23 @@ def writing(path: Path) -> Iterator[None]:
         raise machine_error(error, path) from error
 
 
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder's files into another one, over what is there.
+
+    ``shutil.copytree`` keeps the text alone of what went wrong with a file, so that a full disk looks like any error.
+
+    Raises:
+        MachineError: The disk is full, or something can't be read or written.
+    """
+
+    def copy(file: str, there: str) -> None:
+        with writing(Path(there)):
+            shutil.copy2(file, there)
+
+    with writing(target):
+        shutil.copytree(source, target, copy_function=copy, dirs_exist_ok=True)
+
+
 def usable_folder(path: Path) -> Path:
     """The folder, made where it does not exist, and tried by writing into it.
 

@@ -67,6 +67,22 @@ def test_a_full_disk_is_a_machine_error(tmp_path):
     assert done.stdout == "5 old 1\n"
 
 
+def test_a_folder_that_a_full_disk_does_not_take_is_told_so(tmp_path, monkeypatch):
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "config.json").write_text("{}")
+    (tmp_path / "to").mkdir()
+    files.copy_folder(tmp_path / "from", tmp_path / "to")
+    assert left_in(tmp_path / "to") == ["config.json"]
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, "No space left on device", source, None, target)
+
+    monkeypatch.setattr("shutil.copy2", full)
+    with pytest.raises(MachineError) as caught:
+        files.copy_folder(tmp_path / "from", tmp_path / "to")
+    assert caught.value.message == f"the disk is full: {tmp_path / 'to' / 'config.json'} can't be written"
+
+
 def test_a_folder_in_the_way_is_a_machine_error(tmp_path):
     (tmp_path / "file").mkdir()
     with pytest.raises(MachineError, match="directory"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, read_document
 from autofit.output.result import compose_estimate, write_result
 from autofit.system import units
 from autofit.system.errors import InputError
-from autofit.system.files import usable_folder, writing
+from autofit.system.files import copy_folder, usable_folder
 from autofit.system.fork_server import ForkServer
 from autofit.system.locks import held
 
@@ -103,6 +102,5 @@ def write_estimate(  # noqa: PLR0917 - what an estimate has found out
         one.plan, promise, facts.evaluating(one.evaluated_rows),
         estimated=document.Estimated(low=low, high=high), reason=why, notes=notes, seconds=seconds,
     )  # fmt: skip
-    with writing(output):
-        shutil.copytree(config, output / MODEL_FOLDER, dirs_exist_ok=True)
+    copy_folder(config, output / MODEL_FOLDER)
     write_result(found, output, server)
