@@ -132,7 +132,7 @@ def check_request(request: Request, settings: Search) -> None:
     check_script(request)
     for name, number in (("--global-batch", request.global_batch), ("--trials", settings.trials)):
         if number is not None and not 1 <= number <= 10**7:
-            raise InputError(f"{name} {number} is out of range", hint="give a whole number from 1 on")
+            raise InputError(f"{name} {number} is out of range", hint="give a whole number from 1 to 10000000")
     if not 0 <= request.seed < 2**32:
         raise InputError(f"--seed {request.seed} is out of range", hint="give a whole number from 0 to 4294967295")
     if settings.timeout_seconds is not None and not 0 < settings.timeout_seconds < math.inf:
@@ -144,7 +144,7 @@ def check_request(request: Request, settings: Search) -> None:
         )
     _check_nodes(request, settings)
     if request.seq_len is not None and not 2 <= request.seq_len <= 10**8:
-        raise InputError(f"--seq-len {request.seq_len} is out of range", hint="a row has a length of 2 at least")
+        raise InputError(f"--seq-len {request.seq_len} is out of range", hint="give a whole number from 2 to 100000000")
     check_lengths(request.lengths, request.processes)
     if request.memory_limit is not None:
         with of_option("--memory-limit"):

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autofit
 from autofit.commands.facts import ceiling, lacking_kernels, read_facts, remarks, row_length
-from autofit.commands.request import Request, keep_request, started_before
+from autofit.commands.request import Request, Search, check_request, keep_request, started_before
 from autofit.contract.facts import Model
 from autofit.machine.packages import installed
 from autofit.output.document import MODEL_FOLDER
@@ -237,3 +237,17 @@ def test_a_ceiling_above_the_device_is_refused_by_the_words_it_was_given_in():
         InputError, match=r"^--memory-limit 22TB is 20\.01 TiB, more than the 64\.00 GiB of Synthetic CPU"
     ):
         ceiling(Request(model="demo", memory_limit="22TB"), cpu_facts().hardware, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("question", "trials", "hint"),
+    [
+        (Request(model="demo", seq_len=10**9), 1, "from 2 to 100000000"),
+        (Request(model="demo", global_batch=10**8), 1, "from 1 to 10000000"),
+        (Request(model="demo"), 10**8, "from 1 to 10000000"),
+    ],
+)
+def test_a_number_that_is_too_large_is_told_with_the_largest(question, trials, hint):
+    with pytest.raises(InputError, match="is out of range") as caught:
+        check_request(question, Search(trials=trials))
+    assert hint in caught.value.hint
