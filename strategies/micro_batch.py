@@ -172,21 +172,30 @@ def _beside_own_split(rows: int, facts: Facts) -> str | None:
     lengths weigh otherwise, and so do those of an epoch's last step where these are fewer.
     """
     script = facts.workload.script
-    if script is None or not script.rows or rows == script.micro_batch:
+    if script is None or script.rows == 0 or rows == script.micro_batch:
         return None
     ends = _epochs_end(rows, script, facts.workload.processes)
     if ends is not None or (script.trainer and not (script.undivided or script.averages)):
         return ends
     said = []
+    untold = script.rows is None and script.factory is None  # a factory's batches have no end
     of_tokens = any(name.endswith("labels") and len(shape) > 1 for name, shape in script.batch.items())
-    if of_tokens and script.mean_length < script.longest:
+    if script.weighs:
+        said.append(
+            f"Rows weigh otherwise than in the script's own micro-batches of {script.micro_batch}: its loss is a mean "
+            "that counts one row for more than another, as where it divides by the tokens of each."
+        )
+    elif of_tokens and (untold or script.mean_length < script.longest):
         said.append(
             f"Rows of different lengths weigh otherwise than in the script's own micro-batches of {script.micro_batch} "
             "where its loss is a mean over the tokens of each."
         )
-    dropped = script.rows % (rows * facts.workload.processes) if script.own.get(_DROPS) else 0
-    over = (script.rows - dropped) % facts.workload.global_batch
-    if over:
+    if untold:
+        said.append(
+            "The data set tells no number of rows: where an epoch's last optimizer step takes fewer than others, it "
+            f"weighs them otherwise than the script's own micro-batches of {script.micro_batch} do."
+        )
+    elif over := _over(rows, script, facts):
         said.append(
             f"An epoch's last optimizer step, of {over} rows, weighs them otherwise than the script's own "
             f"micro-batches of {script.micro_batch} do."
@@ -197,9 +206,18 @@ def _beside_own_split(rows: int, facts: Facts) -> str | None:
 _DROPS = "dataloader_drop_last"
 
 
+def _over(rows: int, script: Script, facts: Facts) -> int:
+    """Rows of an epoch's last optimizer step, where these are no whole one."""
+    count = script.rows or 0
+    dropped = count % (rows * facts.workload.processes) if script.own.get(_DROPS) else 0
+    return (count - dropped) % facts.workload.global_batch
+
+
 def _epochs_end(rows: int, script: Script, processes: int) -> str | None:
     """Which rows an epoch leaves out, or takes again, that it does not under a script's own micro-batch."""
-    count, together, own = script.rows or 0, rows * processes, script.micro_batch * processes
+    if script.rows is None:
+        return None
+    count, together, own = script.rows, rows * processes, script.micro_batch * processes
     if script.own.get(_DROPS):
         if count % together == count % own:
             return None

@@ -83,6 +83,7 @@ class Script:
         depends_on_rows: Why its loss depends on the rows of a micro-batch, so that accumulation is not exact.
         undivided: Whether its Trainer takes its loss for divided by the accumulation, and nobody divides it: the plan's
             gradients are kept as large as those of its own accumulation.
+        weighs: Whether the loss of its plain loop is a mean that counts one row for more than another.
         averages: Whether its Trainer takes the mean of its micro-batches' losses, whatever rows they have.
         ungrouped: Why its Trainer can't take rows of about the same length together; ``None`` where it can.
         batch: Shapes of a micro-batch of its longest rows, by the names of the model's arguments.
@@ -132,6 +133,7 @@ class Script:
     loading: Loading | None = None
     depends_on_rows: str | None = None
     undivided: bool = False
+    weighs: bool = False
     averages: bool = False
     ungrouped: str | None = None
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -412,3 +412,60 @@ def test_the_autocast_of_an_accelerator_is_no_own_one(described):
     loop = STEPS.format(first="accelerator.autocast().__enter__()", then="pass", last="pass")
     seen = described(PREPARED.replace("Accelerator(", "Accelerator(mixed_precision='bf16', ") + loop)["script"]
     assert (seen["autocast"], seen["own"]["bf16"]) == ({}, True)
+
+
+LOSS = """
+labels = (loader.dataset.tensors[0].sum(1) > 0).long()
+from torch.nn import functional as F
+steps = 0
+{make}
+for (rows,) in loader:
+    steps += 1
+    with accelerator.accumulate(model):
+        loss = {loss}
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    {then}
+"""
+SUM, TOGETHER = "a sum over the rows", "takes the rows of a micro-batch together"
+INSIDE = """
+def inside(rows, model=model, forward=model.forward):
+    return F.dropout(forward(rows), 0.5).square().sum() / 64
+model.forward = inside
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "split", "depends"),
+    slow_but(
+        {"constant", "together", "mean", "counted"},
+        {
+            "constant": ({"loss": "model(rows).square().sum() / 64"}, SUM, None),
+            "rows": ({"loss": "model(rows).square().mean() * len(rows) / 4"}, SUM, None),
+            "printed": ({"loss": "model(rows).square().sum() / 64", "then": "accelerator.print(loss)"}, SUM, None),
+            "inside": ({"make": INSIDE, "loss": "model(rows)"}, SUM, None),
+            "noise": ({"loss": "(model(rows) - torch.randn(len(rows), 1)).square().sum() / 64"}, SUM, None),
+            "together": ({"loss": "(model(rows) @ rows[:, :1].T).logsumexp(1).mean()"}, None, TOGETHER),
+            "deviation": ({"loss": "model(rows).square().mean() - model(rows).std()"}, None, TOGETHER),
+            "mean": ({"loss": "3 * F.dropout(model(rows)).square().mean()"}, None, None),
+            "noise in a mean": ({"loss": "(model(rows) - torch.randn(len(rows), 1)).square().mean()"}, None, None),
+            "size": ({"loss": "model(rows).square().sum() / len(rows)"}, None, None),
+            "counted": ({"loss": "model(rows).square().mean() * steps"}, None, None),
+            "fails": ({"loss": "model(rows).square().view(4, 1).sum() / 64"}, None, None),
+            "leaves": ({"loss": "model(rows).square().sum() / 64", "then": "break"}, "number of its", None),
+        },
+    ),
+)  # fmt: skip
+def test_how_a_loops_loss_is_made_of_its_rows_is_told(described, parts, split, depends):
+    """Under another split the gradients of a sum are of another size, though the script divide it by a constant."""
+    script = described(PREPARED + LOSS.format(**{"make": "", "then": "", **parts}))["script"]
+    for found, wanted in ((script["own_split"], split), (script["depends_on_rows"], depends)):
+        assert found is wanted or wanted in found
+
+
+@pytest.mark.slow
+def test_a_loss_that_weighs_its_rows_is_told(described):
+    weighs = "(model(rows).square()[:, 0] * rows[:, 0].abs()).sum() / rows[:, 0].abs().sum()"
+    text = (PREPARED + LOSS.format(make="", then="", loss=weighs)).replace("batch_size=4", "batch_size=6")
+    assert described(text)["script"]["weighs"] is True

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from autofit.training.scripts.plain_loop import patches
 from autofit.training.scripts.plain_loop.autocast import autocast_of_gpus
 from autofit.training.scripts.plain_loop.batches import _TAKES as TAKES
 from autofit.training.scripts.plain_loop.loader import own_length
-from autofit.training.scripts.plain_loop.losses import sums_rows
+from autofit.training.scripts.plain_loop.losses import COMBINED, Judged, judged, sums_rows
 from autofit.training.timing import Clock, Effort
 from autofit.training.world import World
 from tests.support.synthetic import cpu_facts
@@ -419,3 +420,40 @@ def test_a_loss_that_grows_with_its_rows_is_told_from_a_mean(loss, sums):
     weights = torch.ones(3, CLASSES, requires_grad=True)
     of = SimpleNamespace(x=torch.randn(ROWS, 3) @ weights, y=torch.arange(ROWS), weights=weights)
     assert bool(sums_rows(loss(of), SimpleNamespace(batch_size=ROWS))) == sums
+
+
+PART = (3.0, 1.0, 2.5)
+"""The loss of each of three parts of a micro-batch alone."""
+TOKENS = (5, 2, 3)
+
+
+def of_parts(loss):
+    return [loss(list(places)) for places in COMBINED]
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda of: sum(PART[one] for one in of) / len(of), Judged.MEAN),
+        (lambda of: 1 / 3 * sum(PART[one] for one in of) / len(of) + 2.0, Judged.MEAN),
+        (lambda _: 0.7, Judged.MEAN),
+        (lambda of: sum(PART[one] * TOKENS[one] for one in of) / sum(TOKENS[one] for one in of), Judged.WEIGHTED),
+        (lambda of: sum(PART[one] for one in of) / 64, Judged.SUM),
+        (lambda of: sum(PART[one] for one in of) + 2.0, Judged.SUM),
+        (lambda of: sum(PART[one] for one in of) / len(of) ** 0.5, Judged.TOGETHER),
+        (lambda of: sum(PART[one] for one in of) / len(of) + sum(PART[one] for one in of), Judged.TOGETHER),
+        (lambda of: math.log(2 * len(of)), Judged.TOGETHER),
+        (lambda of: sorted(PART[one] for one in of)[len(of) // 2] * sum(PART[one] for one in of), Judged.TOGETHER),
+        (lambda of: sum(PART[one] / len(of) ** one for one in of), Judged.TOGETHER),
+        (lambda of: PART[1] if 1 in of else 0.0, None),
+        (lambda of: math.nan if len(of) == 1 else 1.0, None),
+        (lambda _: 0.0, None),
+    ],
+)
+def test_how_a_loss_is_made_of_its_rows_is_told_by_parts_of_them(loss, found):
+    assert judged(of_parts(loss), 1e-5) is found
+
+
+def test_a_loss_that_is_another_one_each_time_tells_nothing():
+    counted = iter(range(1, 9))
+    assert judged(of_parts(lambda _: 1 / next(counted)), 1e-5) is None

@@ -36,9 +36,11 @@ SCRIPT_TASK: Literal["script"] = "script"
 CONFIG = "config.json"
 _OF_A_RUN = {
     "path", "arguments", "seconds", "loading", "batch", "sampled", "longest", "longest_places", "mean_length",
-    "tokens_a_row", "lengths", "places", "steps", "epochs_rows", "epochs", "wrote",
+    "tokens_a_row", "lengths", "places", "steps", "epochs_rows", "epochs", "wrote", "weighs",
+    "depends_on_rows",
 }  # fmt: skip
-"""What is told of a script that may be otherwise each time it is run: how long it took, and rows that it draws."""
+"""What is told of a script that may be otherwise each time it is run: how long it took, and rows that it draws, with
+what they tell of its loss."""
 LONGEST_SECONDS = 3600.0
 """How long a script may prepare its data before it trains."""
 

@@ -13,8 +13,10 @@ from autofit.training.scripts.loading import loading_of, splitting
 from autofit.training.scripts.patches import Patches
 from autofit.training.scripts.plain_loop.autocast import before_products
 from autofit.training.scripts.plain_loop.batches import TURNS, note_iterators, own_number
-from autofit.training.scripts.plain_loop.losses import sums_rows
+from autofit.training.scripts.plain_loop.gradients import Marked, groups_of
+from autofit.training.scripts.plain_loop.losses import SUMS, Judged, sums_rows
 from autofit.training.scripts.plain_loop.patches import LoopPatches
+from autofit.training.scripts.plain_loop.some_rows import SomeRows
 from autofit.training.scripts.plain_loop.trainers import refuse_loops_of_its_own
 from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch, shapes, traits
@@ -31,9 +33,9 @@ _CARRIES = "its gradients accumulate over an epoch's end (sync_with_dataloader=F
 _RATE = "it changes its learning rate with each batch, and not with each optimizer step"
 _AVERAGES = "it counts each batch for LocalSGD, which averages the weights of its processes after so many"
 _GRADIENTS = "it works with the gradients of each batch, or fails where there are none"
-
-_MARK = 1e4
-"""A gradient that is clipped where any is."""
+_TOGETHER = (
+    "its loss of several rows is neither the sum nor a mean of theirs: it takes the rows of a micro-batch together"
+)
 
 
 def describe_loops(
@@ -43,7 +45,8 @@ def describe_loops(
 
     Where it trains in ``with accelerator.accumulate(model):`` its first backward pass tells that, and is not computed;
     it goes on until its next batch, or until it saves or evaluates: what it does at the end of a micro-step at which
-    gradients accumulate, such as to clear them, it would do at each of the plan's.
+    gradients accumulate, such as to clear them, it would do at each of the plan's. Some rows of that batch follow, and
+    tell how its loss is made of them.
 
     Returns:
         What is asked where the script has failed: what it trains, where its first backward pass was not computed.
@@ -58,8 +61,8 @@ def describe_loops(
         batches=seen.batches,
         model=seen.model,
         micro_step_begins=seen.begins,
-        micro_step_ends=seen.leave,
-        goes_on=lambda ends: None if loop.accumulating and not ends else seen.leave(),
+        micro_step_ends=seen.ends,
+        goes_on=lambda ends: seen.leave() if ends or not (loop.accumulating or loop.iterated) else None,
         before_backward=lambda accelerator, loss: seen.before_backward(accelerator, loss, loop),
         computes=lambda: not loop.accumulates,
         after_step=seen.after_step,
@@ -101,14 +104,10 @@ class _Described:
     accelerator: Any = None
     iterators: list[Any] = field(default_factory=list)
     """Weak references to those of loaders that are not prepared."""
-    mark: Any = None
-    """A parameter that has gradients since the first batch came."""
-    rates: list[float] = field(default_factory=list)
-    """Learning rates when it came."""
+    mark: Marked = field(default_factory=Marked)
+    """Since the first batch came."""
     clears: bool = False
     """Whether gradients were cleared between that and the first backward pass."""
-    scheduled: bool = False
-    """Whether a schedule has stepped since then."""
     averages: bool = False
     """Whether LocalSGD has counted a step."""
     exhausted: bool = False
@@ -124,6 +123,7 @@ class _Described:
     """Optimizers that it has stepped between its first backward pass and the next."""
     found: dict[str, Any] | None = None
     """What would be trained, where the first backward pass has told all of it."""
+    some: SomeRows = field(default_factory=SomeRows)
 
     def construct(self, given: dict[str, Any]) -> dict[str, Any]:
         """The Accelerator of a CPU, which keeps nothing of what is asked of a device; gradients accumulate.
@@ -159,7 +159,7 @@ class _Described:
         self.models.append(own)
 
         def begins(*_: Any) -> None:
-            if not torch.is_grad_enabled():
+            if not (torch.is_grad_enabled() or (self.some.asking and self.some.without_gradients)):
                 self.leave()
             called()
 
@@ -168,32 +168,70 @@ class _Described:
 
         own.register_forward_pre_hook(begins)
         before_products(own, called)
+        self.some.watch(own)
         return own
 
-    def leave(self, *_: Any) -> None:
+    def leave(self) -> None:
         """The script goes on: to its next batch, to evaluate or to save."""
         if self.found is None:
             return
-        self.found["script"]["by_turns"] = self._by_turns()
+        if not self.some.asking:
+            self._settle(self.found["script"])
+        raise Enough(self.found)
+
+    def ends(self, number: int) -> None:
+        """The next batch is asked for: some rows of the first one follow, where they are to tell of its loss."""
+        if self.found is None or self.some.asking:
+            return
+        script = self.found["script"]
+        self._settle(script)
+        if script["own_split"] or script["depends_on_rows"] or self.accelerator.sync_gradients or number != self.number:
+            raise Enough(self.found)
+        self.some.asking = True
+
+    def _ask(self, batch: Any) -> Iterator[Any]:
+        """Some rows of the first batch.
+
+        Raises:
+            Enough: They have told of its loss, or can't.
+        """
+        assert self.found is not None
+        for some in self.some.batches(batch, self.found["script"]["micro_batch"]):
+            self.accelerator.step = 0  # so that it makes none
+            yield some
+        self._judge(self.found["script"])
+        raise Enough(self.found)
+
+    def _judge(self, script: dict[str, Any]) -> None:
+        """How its loss is made of its rows."""
+        judged = self.some.found()
+        if judged == Judged.SUM:
+            script["own_split"] = SUMS
+        elif judged == Judged.TOGETHER:
+            script["depends_on_rows"] = _TOGETHER
+        script["weighs"] = judged == Judged.WEIGHTED
+
+    def _settle(self, script: dict[str, Any]) -> None:
+        """What it has done by the end of its first micro-step is known."""
+        script["by_turns"] = self._by_turns()
         if not self.accelerator.sync_gradients:
-            if self._unmarked():
+            if self.mark.cleared():
                 self._hold(_CLEARS)
-            elif self.mark is not None and not (self.mark.grad == _MARK).all():
+            elif self.mark.changed():
                 self._hold(_CHANGES)
-            if self.scheduled or self.rates != self._rates():
+            if self.mark.rated(groups_of(self.accelerator)):
                 self._hold(_RATE)
             if self.averages:
                 self._hold(_AVERAGES)
             if self._by_turns():
                 self._hold(TURNS)
-        raise Enough(self.found)
 
     def _by_turns(self) -> bool:
         return bool(self.stepped) and len(self.stepped) < len(self.accelerator._optimizers)  # noqa: SLF001 - no other
 
     def failed(self) -> dict[str, Any] | None:
         """The script has failed, perhaps for its first backward pass was not computed."""
-        if self.found is not None:
+        if self.found is not None and not self.some.asking:
             self._hold(_GRADIENTS)
         return self.found
 
@@ -204,37 +242,17 @@ class _Described:
 
     def begins(self, number: int, batch: Any) -> None:
         """A loader has given a batch."""
+        if self.some.asking and number == self.number:
+            return
         self.leave()
+        self.some.begins()
         self.number, self.batch = number, batch
         if not self.before + self.between:
             if not self.taken:  # where it takes more, that is told; and who takes them is looked for in all objects
                 self.counts = own_number(sys._getframe(1))  # noqa: SLF001 - there is no other; of the loader's generator
             self.taken += 1
-            self._put_mark()
+            self.mark.put(groups_of(self.accelerator))
         self.untrained += 1
-
-    def _put_mark(self) -> None:
-        """Give a small parameter a gradient: what clears gradients clears that, too."""
-        import torch
-
-        trained = [one for group in self._groups() for one in group["params"]]
-        self.mark = min((one for one in trained if one.requires_grad), key=lambda one: one.numel(), default=None)
-        if self.mark is not None:
-            self.mark.grad = torch.full_like(self.mark, _MARK)
-        self.rates, self.scheduled = self._rates(), False
-
-    def _unmarked(self) -> bool:
-        """Whether gradients were cleared."""
-        return self.mark is not None and (self.mark.grad is None or not self.mark.grad.any())
-
-    def _rates(self) -> list[float]:
-        """Learning rates."""
-        return [float(group["lr"]) for group in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """What its optimizers train."""
-        optimizers = [] if self.accelerator is None else self.accelerator._optimizers  # noqa: SLF001 - there is no other
-        return [group for one in optimizers for group in one.param_groups]
 
     def clearing(self) -> None:
         """A prepared optimizer clears its gradients, or would where they do not accumulate."""
@@ -246,13 +264,16 @@ class _Described:
 
     def scheduling(self) -> None:
         """A schedule steps."""
-        self.scheduled = True
+        self.mark.scheduled = True
 
     def batches(self, _number: int, batches: Iterator[Any]) -> Iterator[Any]:
         """A loop over a loader begins: what was taken before is no matter."""
         self.taken = self.untrained = 0
         self.clears = self.exhausted = False
-        yield from batches
+        for batch in batches:
+            yield batch
+            if self.some.asking:
+                yield from self._ask(batch)
         self.exhausted = True
 
     def before_backward(self, accelerator: Any, loss: Any, loop: LoopPatches) -> None:
@@ -261,6 +282,10 @@ class _Described:
         Raises:
             Refused: No plan can be put into such a loop.
         """
+        if self.some.asking:
+            self.some.note(loss, autocast=any(self.autocast.values()))
+            return
+        self.some.ends()
         if not accelerator._optimizers:  # noqa: SLF001 - there is no other
             raise Refused(
                 "the script trains by an optimizer that it has not given to accelerator.prepare",
@@ -282,14 +307,14 @@ class _Described:
         self.leave()  # it trains on a batch that it took ahead
         if loop.accumulates:
             several = loop.iterated > 1 or any(one() is not None for one in self.iterators)
-            clears = _CLEARS_FIRST if self.clears or self._unmarked() else None
+            clears = _CLEARS_FIRST if self.clears or self.mark.cleared() else None
             ahead = _AHEAD if self.taken > 1 else None
             carries = _CARRIES if self.carries else None
             sums = sums_rows(loss, None if self.number is None else self.loaders[self.number])
             own_split = (_SEVERAL if several else None) or ahead or self.counts or clears or carries or sums
             self.found = self._told(accelerator.gradient_accumulation_steps, own_split)
-        elif first and self.mark is not None:
-            self.mark.grad = None
+        elif first:
+            self.mark.take()
 
     def after_step(self, optimizer: Any) -> None:
         """An optimizer has stepped: a second one without another backward pass belongs to the same step.
@@ -314,7 +339,7 @@ class _Described:
 
     def _tuned(self) -> int:
         """The number of the model of which its optimizers hold most."""
-        held = {id(one) for group in self._groups() for one in group["params"]}
+        held = {id(one) for group in groups_of(self.accelerator) for one in group["params"]}
         sizes = [sum(one.numel() for one in model.parameters() if id(one) in held) for model in self.models]
         return sizes.index(max(sizes))
 

@@ -1,10 +1,13 @@
-"""Whether a script's loss is a sum over the rows of its micro-batch: then its gradients grow with the micro-batch."""
+"""How a script's loss is made of the rows of its micro-batch: a sum grows with it, and so do its gradients."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
-_SUMS = (
+SUMS = (
     "its loss is a sum over the rows of a micro-batch, and Accelerate divides it by the number of micro-batches alone: "
     "its gradients would grow with the micro-batch"
 )
@@ -25,7 +28,7 @@ def sums_rows(loss: Any, loader: Any) -> str | None:
         loader: That gave the rows.
     """
     rows = getattr(loader, "batch_size", None)
-    return _SUMS if _sums(getattr(loss, "grad_fn", None), rows) else None
+    return SUMS if _sums(getattr(loss, "grad_fn", None), rows) else None
 
 
 def _sums(node: Any, rows: int | None) -> bool:
@@ -37,3 +40,55 @@ def _sums(node: Any, rows: int | None) -> bool:
         return rows != 1 and bool(node._saved_self_sym_sizes[:1] == (rows,))  # noqa: SLF001 - nor this
     terms = [one for one, _ in node.next_functions if one is not None]
     return node.name() in _THROUGH and bool(terms) and all(_sums(one, rows) for one in terms)
+
+
+COMBINED = ((0, 1, 2), (0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2))
+"""Which of three parts of a micro-batch a loss is asked of, one after the other; of all of them twice."""
+
+
+class Judged(Enum):
+    """What the loss of several rows is."""
+
+    MEAN = "a mean of the rows' own"
+    WEIGHTED = "a mean that counts one row for more than another"
+    SUM = "a sum of the rows' own"
+    TOGETHER = "neither: it takes rows together"
+
+
+def judged(losses: Sequence[float], rounded: float) -> Judged | None:
+    """What a loss is, by its values of parts of a micro-batch.
+
+    Args:
+        losses: Of the parts in ``COMBINED``.
+        rounded: By how much of itself a loss may differ where it is the same.
+
+    Returns:
+        ``None`` where they don't tell: the loss of the same rows is another one each time, or no number.
+    """
+    both, *parts, ab, bc, ac, again = losses
+    a, b, c = parts
+    near = 3 * rounded * max(map(abs, losses))
+    if not all(map(math.isfinite, losses)) or not near or abs(both - again) > near:
+        return None
+    beside = [a + b - ab, b + c - bc, a + c - ac, (a + b + c - both) / 2]  # of a sum, what is added to it
+    middle = sum(beside) / len(beside)
+    alone = [one for one in parts if abs(one - middle) > 7 * near]  # a single one is all of a mean as of a sum
+    if max(abs(one - middle) for one in beside) <= near and alone:
+        return Judged.SUM if len(alone) > 1 else None
+    pairs = ((ab, (a, b)), (bc, (b, c)), (ac, (a, c)), (both, parts))
+    if any(not min(of) - near <= one <= max(of) + near for one, of in pairs):
+        return Judged.TOGETHER
+    return _weighted(a, b, c, ab=ab, ac=ac, both=both, near=near)
+
+
+def _weighted(a: float, b: float, c: float, *, ab: float, ac: float, both: float, near: float) -> Judged:
+    """Whether parts weigh the same in a mean, and as much among three as among two."""
+    apart = min(abs(a - b), abs(a - c), abs(ab - b), abs(ac - c))
+    if apart <= 10 * near:
+        return Judged.MEAN
+    second, third = (ab - a) / (b - ab), (ac - a) / (c - ac)
+    expected = (a + second * b + third * c) / (1 + second + third)
+    doubt = near * (1 + (max(a, b, c) - min(a, b, c)) / apart)
+    if abs(both - expected) > 3 * doubt:
+        return Judged.TOGETHER
+    return Judged.MEAN if max(abs(second - 1), abs(third - 1)) <= 3 * near / apart else Judged.WEIGHTED
