@@ -107,7 +107,7 @@ def depends_on_rows(model: Any) -> str | None:
     import torch
 
     norms = (torch.nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the base of all of them
-    if any(isinstance(module, norms) and module.track_running_stats for module in model.modules()):
+    if any(isinstance(module, norms) for module in model.modules()):
         return "its BatchNorm layers take the mean and variance of each micro-batch"
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         return None  # a module of the user's own
