@@ -469,3 +469,50 @@ def test_a_loss_that_weighs_its_rows_is_told(described):
     weighs = "(model(rows).square()[:, 0] * rows[:, 0].abs()).sum() / rows[:, 0].abs().sum()"
     text = (PREPARED + LOSS.format(make="", then="", loss=weighs)).replace("batch_size=4", "batch_size=6")
     assert described(text)["script"]["weighs"] is True
+
+
+KEEPS = """
+from torch.optim.swa_utils import AveragedModel
+average, kept = AveragedModel(model), [one.detach().clone() for one in model.parameters()]
+
+def average_by_hand():
+    for one, now in zip(kept, model.parameters()):
+        one.data.mul_(0.9).add_(now.data, alpha=0.1)
+"""
+RATES = """
+def rated():
+    optimizer.param_groups[0]["lr"] = 1e-3 / steps
+"""
+SQUARED = "model(rows).square().mean()"
+AVERAGED, BUFFER = "where it averages these", "changes its running with each micro-batch"
+RUNNING = """
+model.register_buffer("running", torch.zeros(4))
+
+def running(rows, model=model, forward=model.forward):
+    model.running.mul_(0.9).add_(rows.mean(0))
+    return forward(rows)
+model.forward = running
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "split", "depends"),
+    slow_but(
+        {"average", "synchronized"},
+        {
+            "average": ({"make": KEEPS, "then": "average.update_parameters(model)"}, AVERAGED, None),
+            "by hand": ({"make": KEEPS, "then": "average_by_hand()"}, AVERAGED, None),
+            "synchronized": (
+                {"make": KEEPS, "then": "accelerator.sync_gradients and average_by_hand()"}, None, None,
+            ),
+            "rate": ({"loss": f"rated() or {SQUARED}", "make": RATES}, "learning rate", None),
+            "buffer": ({"make": RUNNING}, None, BUFFER),
+        },
+    ),
+)  # fmt: skip
+def test_what_a_loop_keeps_of_each_batch_is_told(described, parts, split, depends):
+    """Averages of the weights would be taken as often as there are micro-batches of the plan's."""
+    text = LOSS.format(**{"make": "", "then": "", "loss": SQUARED, **parts})
+    script = described(PREPARED + text)["script"]
+    for found, wanted in ((script["own_split"], split), (script["depends_on_rows"], depends)):
+        assert found is wanted or wanted in found

@@ -11,6 +11,7 @@ from typing import Any
 from autofit.training.scripts.leave import Enough, Refused
 from autofit.training.scripts.loading import loading_of, splitting
 from autofit.training.scripts.patches import Patches
+from autofit.training.scripts.plain_loop import reasons
 from autofit.training.scripts.plain_loop.autocast import before_products
 from autofit.training.scripts.plain_loop.batches import TURNS, note_iterators, own_number
 from autofit.training.scripts.plain_loop.gradients import Marked, groups_of
@@ -21,18 +22,7 @@ from autofit.training.scripts.plain_loop.trainers import refuse_loops_of_its_own
 from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch, shapes, traits
 
-_MANUAL = "it does not train in `with accelerator.accumulate(model):`, so how often it steps is its own"
-_LOADER = "its loader makes its micro-batches itself"
-_SEVERAL = "it takes the batches of several loaders together"
-_AHEAD = "it takes several batches before it trains on the first, so how many is its own"
 _ENGINES = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
-_CLEARS_FIRST = "it clears its gradients before each backward pass, and so those of a step's earlier micro-batches"
-_CLEARS = "it clears its gradients otherwise than by its prepared optimizer, which waits until they have accumulated"
-_CHANGES = "it changes its gradients with each batch, as by clipping them, and not with each optimizer step"
-_CARRIES = "its gradients accumulate over an epoch's end (sync_with_dataloader=False)"
-_RATE = "it changes its learning rate with each batch, and not with each optimizer step"
-_AVERAGES = "it counts each batch for LocalSGD, which averages the weights of its processes after so many"
-_GRADIENTS = "it works with the gradients of each batch, or fails where there are none"
 _TOGETHER = (
     "its loss of several rows is neither the sum nor a mean of theirs: it takes the rows of a micro-batch together"
 )
@@ -185,6 +175,8 @@ class _Described:
             return
         script = self.found["script"]
         self._settle(script)
+        if self.some.buffer:
+            script["depends_on_rows"] = script["depends_on_rows"] or reasons.BUFFERS.format(self.some.buffer)
         if script["own_split"] or script["depends_on_rows"] or self.accelerator.sync_gradients or number != self.number:
             raise Enough(self.found)
         self.some.asking = True
@@ -205,7 +197,11 @@ class _Described:
     def _judge(self, script: dict[str, Any]) -> None:
         """How its loss is made of its rows."""
         judged = self.some.found()
-        if judged == Judged.SUM:
+        if self.mark.rated(groups_of(self.accelerator)):
+            script["own_split"] = reasons.RATE
+        elif self.some.averages():
+            script["own_split"] = reasons.KEEPS_AVERAGES
+        elif judged == Judged.SUM:
             script["own_split"] = SUMS
         elif judged == Judged.TOGETHER:
             script["depends_on_rows"] = _TOGETHER
@@ -216,13 +212,13 @@ class _Described:
         script["by_turns"] = self._by_turns()
         if not self.accelerator.sync_gradients:
             if self.mark.cleared():
-                self._hold(_CLEARS)
+                self._hold(reasons.CLEARS)
             elif self.mark.changed():
-                self._hold(_CHANGES)
+                self._hold(reasons.CHANGES)
             if self.mark.rated(groups_of(self.accelerator)):
-                self._hold(_RATE)
+                self._hold(reasons.RATE)
             if self.averages:
-                self._hold(_AVERAGES)
+                self._hold(reasons.AVERAGES)
             if self._by_turns():
                 self._hold(TURNS)
 
@@ -232,7 +228,7 @@ class _Described:
     def failed(self) -> dict[str, Any] | None:
         """The script has failed, perhaps for its first backward pass was not computed."""
         if self.found is not None and not self.some.asking:
-            self._hold(_GRADIENTS)
+            self._hold(reasons.GRADIENTS)
         return self.found
 
     def _hold(self, why: str) -> None:
@@ -307,11 +303,11 @@ class _Described:
         self.leave()  # it trains on a batch that it took ahead
         if loop.accumulates:
             several = loop.iterated > 1 or any(one() is not None for one in self.iterators)
-            clears = _CLEARS_FIRST if self.clears or self.mark.cleared() else None
-            ahead = _AHEAD if self.taken > 1 else None
-            carries = _CARRIES if self.carries else None
+            clears = reasons.CLEARS_FIRST if self.clears or self.mark.cleared() else None
+            ahead = reasons.AHEAD if self.taken > 1 else None
+            carries = reasons.CARRIES if self.carries else None
             sums = sums_rows(loss, None if self.number is None else self.loaders[self.number])
-            own_split = (_SEVERAL if several else None) or ahead or self.counts or clears or carries or sums
+            own_split = (reasons.SEVERAL if several else None) or ahead or self.counts or clears or carries or sums
             self.found = self._told(accelerator.gradient_accumulation_steps, own_split)
         elif first:
             self.mark.take()
@@ -324,7 +320,7 @@ class _Described:
             Refused: It trains by other gradients.
         """
         if self.found is None and self.before and self.between:
-            raise Enough(self._told(self.between, _MANUAL))
+            raise Enough(self._told(self.between, reasons.MANUAL))
         self.stepped.add(id(optimizer))
         if self.found is not None:
             return
@@ -357,6 +353,7 @@ class _Described:
                 "give both to it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )
         loader = self.loaders[self.number]
+        fixed = reasons.LOADER if loader.batch_size is None else None
         rows = sample_of(loader.dataset, loader.collate_fn)
         tuned = self._tuned()
         beside = [one for number, one in enumerate(self.models) if number != tuned]
@@ -378,9 +375,11 @@ class _Described:
             "model": tuned,
             "own_optimizer": True,
             "by_turns": self._by_turns(),
-            "own_split": _LOADER if loader.batch_size is None else own_split,
+            "own_split": fixed or own_split,
             "loader": self.number,
-            "loading": loading_of(loader, int(sized or first[0]), fixed=_LOADER if loader.batch_size is None else None),
+            "loading": loading_of(
+                loader, int(sized or first[0]), fixed=reasons.LOADER if loader.batch_size is None else None
+            ),
             "batch": shapes(longest_batch(loader, rows, loader.batch_size))
             if loader.batch_size and rows.longest
             else batch,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ class SomeRows:
     asking: bool = False
     without_gradients: bool = False
     """Whether its first batch runs a model without gradients."""
+    buffer: str = ""
+    """What a model changes beside its weights where it runs the first batch; empty where it changes nothing."""
     _models: list[Any] = field(default_factory=list)
     _outputs: list[list[Any]] = field(default_factory=list)
     """What each model has given for the first batch."""
@@ -54,6 +57,10 @@ class SomeRows:
     _rounded: float = _ROUNDED
     _drawn: list[Any] = field(default_factory=list)
     """Random numbers for all the rows."""
+    _written: list[dict[int, Any]] = field(default_factory=list)
+    """Shapes of what was changed in place with each of its batches, by where it lies."""
+    _buffers: list[dict[str, float]] = field(default_factory=list)
+    """Sums of what its models keep beside their weights, when the first batch came."""
 
     def watch(self, model: Any) -> None:
         """Note what a model gives."""
@@ -75,11 +82,16 @@ class SomeRows:
         """A batch comes, which may be the first that is trained on."""
         for given in self._outputs:
             given.clear()
+        self._buffers = [*map(_buffers_of, self._models)]
         self._notes, self._began, self.without_gradients = True, time.monotonic(), False
 
     def ends(self) -> None:
         """The loss of the first batch is there."""
         self._notes, self._seconds = False, time.monotonic() - self._began
+        for then, model in zip(self._buffers, self._models, strict=False):
+            now = _buffers_of(model)
+            changed = (name for name, one in then.items() if name in now and not math.isclose(now[name], one))
+            self.buffer = self.buffer or next(changed, "")
 
     def note(self, loss: Any, *, autocast: bool) -> None:
         """The loss of some rows is there."""
@@ -101,7 +113,9 @@ class SomeRows:
                 random.setstate(states[0])
                 _set_numpy_state(states[1])
                 torch.set_rng_state(states[2])
-                with self._replaying(rows, None if runs else places), _drawing(self._drawn, combined):
+                self._written.append({})
+                drawing = _drawing(self._drawn, combined, self._written[-1])
+                with self._replaying(rows, None if runs else places), drawing:
                     yield some
                 if len(self._losses) != number + 1 or time.monotonic() - began > _LONGEST_SECONDS:
                     return
@@ -109,6 +123,16 @@ class SomeRows:
     def found(self) -> Judged | None:
         """What the losses tell; ``None`` where they don't."""
         return judged(self._losses, self._rounded) if len(self._losses) == len(COMBINED) else None
+
+    def averages(self) -> bool:
+        """Whether it has changed as many numbers with each batch as its models' weights are, not these."""
+        weights = [one for model in self._models for one in model.parameters() if one.requires_grad]
+        own, shapes = {one.data_ptr() for one in weights}, {one.shape for one in weights}
+        if len(self._written) < len(COMBINED) or not weights:
+            return False
+        every = set.intersection(*map(set, self._written)) - own
+        alike = [shape for place, shape in self._written[-1].items() if place in every and shape in shapes]
+        return bool(2 * sum(map(math.prod, alike)) >= sum(one.numel() for one in weights))
 
     def _runs(self, rows: int, asked: int) -> bool:
         """Whether models are run again: what they give is more than rows, and it takes some seconds.
@@ -216,12 +240,23 @@ def _set_numpy_state(state: Any) -> None:
     np.random.set_state(state)  # noqa: NPY002
 
 
-def _drawing(drawn: list[Any], combined: Sequence[int]) -> contextlib.AbstractContextManager[Any]:
+def _buffers_of(model: Any) -> dict[str, float]:
+    """Sums of what a model keeps beside its weights, by their names."""
+    import torch
+
+    every = ((name, one) for name, one in model.named_buffers() if one.dtype.is_floating_point and not one.is_meta)
+    return {name: float(one.sum(dtype=torch.float64)) for name, one in every}
+
+
+def _drawing(
+    drawn: list[Any], combined: Sequence[int], written: dict[int, Any]
+) -> contextlib.AbstractContextManager[Any]:
     """Random numbers of some rows are those that were drawn for all of them; nothing is dropped.
 
     Args:
         drawn: What was drawn for all rows; filled where it is empty.
         combined: Which thirds of these are in the batch.
+        written: Filled with the shapes of what is changed in place, by where it lies.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -236,6 +271,9 @@ def _drawing(drawn: list[Any], combined: Sequence[int]) -> contextlib.AbstractCo
             if name == "scaled_dot_product_attention":
                 args, kwargs = (), {**dict(zip(_ATTENDS, args, strict=False)), **kwargs, "dropout_p": 0.0}
             found = func(*args, **kwargs)
+            if name.endswith("_") and not name.endswith("__") and args:
+                into = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+                written.update({one.data_ptr(): one.shape for one in into if isinstance(one, torch.Tensor)})
             if name not in _DRAWN or not isinstance(found, torch.Tensor):
                 return found
             if first:

@@ -1,0 +1,18 @@
+"""Why the split of a plain loop's batch is its own, or its micro-batch is, in words."""
+
+MANUAL = "it does not train in `with accelerator.accumulate(model):`, so how often it steps is its own"
+LOADER = "its loader makes its micro-batches itself"
+SEVERAL = "it takes the batches of several loaders together"
+AHEAD = "it takes several batches before it trains on the first, so how many is its own"
+CLEARS_FIRST = "it clears its gradients before each backward pass, and so those of a step's earlier micro-batches"
+CLEARS = "it clears its gradients otherwise than by its prepared optimizer, which waits until they have accumulated"
+CHANGES = "it changes its gradients with each batch, as by clipping them, and not with each optimizer step"
+CARRIES = "its gradients accumulate over an epoch's end (sync_with_dataloader=False)"
+RATE = "it changes its learning rate with each batch, and not with each optimizer step"
+AVERAGES = "it counts each batch for LocalSGD, which averages the weights of its processes after so many"
+GRADIENTS = "it works with the gradients of each batch, or fails where there are none"
+KEEPS_AVERAGES = (
+    "it changes as many numbers as its model has weights with each batch, as where it averages these, and not with "
+    "each optimizer step"
+)
+BUFFERS = "its model changes its {} with each micro-batch"
