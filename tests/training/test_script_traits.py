@@ -292,6 +292,26 @@ def made(kind, callback, folder):
     return kind(model=torch.nn.Linear(1, 1), args=args, train_dataset=rows, callbacks=[callback])
 
 
+def test_a_gradient_that_is_taken_in_each_backward_pass_is_not_accumulated(tmp_path):
+    trainer = made(Trainer, Reads(), tmp_path)
+    trainer.model.weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert "in each backward pass" in own_split(trainer, trainer.get_train_dataloader(), (), untold=False)
+
+
+class LayerByLayer(Trainer):
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args, model=None):  # as transformers 5.23 has it where galore-torch is installed
+        if args.gradient_accumulation_steps != 1:
+            raise ValueError("Layerwise galore_adamw_layerwise does not support gradient accumulation!")
+        return Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+
+def test_a_layer_wise_optimizer_keeps_its_split(tmp_path):
+    trainer = made(LayerByLayer, Reads(), tmp_path)
+    assert "in each backward pass" in own_split(trainer, trainer.get_train_dataloader(), (), untold=False)
+    assert trainer.args.gradient_accumulation_steps == 1
+
+
 class Asks(Own):
     def get_train_dataloader(self):
         workers = self.args.dataloader_num_workers

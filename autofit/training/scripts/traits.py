@@ -217,6 +217,8 @@ def own_split(trainer: Any, loader: Any, since: Iterable[str], *, untold: bool) 
 
     if names := " and ".join(since):
         return f"the script sets {names} after its Trainer is made"
+    if _acts_in_backward(trainer):
+        return "its gradients are taken in each backward pass (an optimizer's step, or a hook), so they can't be summed"
     for one in trainer.callback_handler.callbacks:
         with contextlib.suppress(OSError, TypeError):  # a class without a text
             if found := _SETS_ROWS.search(inspect.getsource(type(one))):
@@ -236,6 +238,18 @@ def own_split(trainer: Any, loader: Any, since: Iterable[str], *, untold: bool) 
             "have get_train_dataloader take self.args.train_batch_size, or give both the same number",
         )
     return f"the loader of its {kind.__name__} makes micro-batches of {rows} rows, whatever its arguments say"
+
+
+def _acts_in_backward(trainer: Any) -> bool:
+    """Whether something takes a parameter's gradient as soon as a backward pass has it, as layer-wise optimizers do."""
+    if any(getattr(one, "_post_accumulate_grad_hooks", None) for one in trainer.model.parameters()):
+        return True
+    try:  # transformers makes such hooks with the optimizer, and tells by an error where it would not
+        with replacing([(trainer.args, "gradient_accumulation_steps", 2)]):
+            trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    except Exception as error:  # noqa: BLE001 - of another one the training itself tells
+        return "accumulation" in str(error)
+    return False
 
 
 def longest_batch(loader: Any, rows: Sample, micro_batch: int) -> Any:
