@@ -226,7 +226,10 @@ class Observer:
         """The evidence with a state that came after it was read: while a loss scale is too high, steps are skipped."""
         if self.stepped:
             return seen
-        return dataclasses.replace(seen, techniques=self._read(self.ran(optimizer, accelerator, accumulation)))
+        self.loader = None  # the training has ended, and its worker processes with it
+        later = self._read(self.ran(optimizer, accelerator, accumulation))
+        told = {name: {**seen.techniques.get(name, {}), **one} for name, one in later.items()}
+        return dataclasses.replace(seen, techniques=told)
 
     def _read(self, ran: Ran) -> dict[str, dict[str, Any]]:
         """What each technique sees of itself, as it comes back from a file."""

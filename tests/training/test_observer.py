@@ -153,3 +153,16 @@ def test_an_adapter_that_multiplies_by_a_weight_without_calling_its_layer_is_see
     batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
     found = observed(adapted, "BertLayer", checkpointing, batch)
     assert found == (forwards,) * model.config.num_hidden_layers
+
+
+def test_worker_processes_that_ended_with_the_training_are_not_missed():
+    """An optimizer without state (SGD, one that steps in the backward pass) has its evidence read once more, later."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    observer = Observer(model, recipe_of(PLAIN, cpu_facts()))
+    observer.loader = torch.utils.data.DataLoader([1.0] * 8, num_workers=1)
+    running = iter(observer.loader)
+    seen = observer.evidence(optimizer, None, 4)
+    assert seen.of("loader")["processes"] >= 1
+    del running
+    assert observer.with_later_state(seen, optimizer, None, 4).of("loader") == seen.of("loader")
