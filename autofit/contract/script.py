@@ -68,6 +68,7 @@ class Script:
         loads: What it says itself where it loads its model, as texts: ``attn_implementation``, ``dtype``.
         weights_dtype: Of its model's largest weight.
         adapter: The adapter that it puts on its model, in words.
+        trains_adapter: Whether that is all that it trains, of a model that it loads.
         quantization: How it quantizes weights where it loads them, in words.
         checkpointing: What its model recomputes by itself, whatever its Trainer is told, or why it must not, in words.
         autocast: The dtype of the autocast in which it calls its model's layers itself, by the kind of device.
@@ -120,6 +121,7 @@ class Script:
     loads: Mapping[str, str] = field(default_factory=dict)
     weights_dtype: str = "float32"
     adapter: str | None = None
+    trains_adapter: bool = False
     quantization: str | None = None
     checkpointing: str | None = None
     autocast: Mapping[str, str] = field(default_factory=dict)

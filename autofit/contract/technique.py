@@ -120,7 +120,6 @@ class Technique(ABC):
     """Whether its values free activations that the backward pass needs, and compute them again."""
     says_itself: ClassVar[bool] = False
     """Whether a value tells people by itself what it is of; tables then show the baseline too."""
-
     ways: ClassVar[Mapping[str, Value]] = {}
     """The values that people call a way of training, by its name: LoRA. An estimate shows each way apart."""
 
@@ -221,6 +220,10 @@ class Technique(ABC):
         The words are kept in :class:`~autofit.contract.script.Script`, in the field of the technique's name.
         """
         return None
+
+    def trains_alone(self, model: nn.Module) -> bool:
+        """Whether a script trains nothing else of its own model than what the technique has put on it."""
+        return False
 
     def made_in_script(self, said: Any) -> Callable[[Callable[[], PreTrainedModel], bool], PreTrainedModel] | None:
         """What makes the model that a script loads with a ``quantization_config``, with random weights.

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from autofit.contract.emission import Emission
 from autofit.contract.technique import Choice, Held, Kind, Part, Prior, Technique
 
-from .peft_layers import SHARED, adapt, adapter_on
+from .peft_layers import SHARED, adapt, adapter_on, weights_added
 from .wanted import LORA, RANK, Wanted, read, wanted_by
 
 if TYPE_CHECKING:
@@ -138,6 +138,13 @@ class Adapter(Technique):
         rank = getattr(one, "init_r", getattr(one, "r", None))  # AdaLoRA's config has both, and makes nothing of r
         kind = str(getattr(one.peft_type, "value", one.peft_type))
         return f"{kind} r={rank}" if isinstance(rank, int) else kind
+
+    def trains_alone(self, model: nn.Module) -> bool:
+        if self.in_script(model) is None:
+            return False
+        added = {id(one) for one in weights_added(model)}
+        trained = [one for one in model.parameters() if one.requires_grad]
+        return bool(trained) and all(id(one) in added for one in trained)
 
     def held(self, facts: Facts) -> Held | None:
         script = facts.workload.script

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
     from torch import nn
@@ -102,6 +102,21 @@ def adapter_on(model: nn.Module) -> tuple[str | None, list[str]]:
                 kinds.add(type(module).__module__.split(".")[-2])
             names.add(path.rpartition(".")[2])
     return " and ".join(sorted(kinds)) or None, sorted(names)
+
+
+def weights_added(model: nn.Module) -> Iterator[nn.Parameter]:
+    """What PEFT has put beside a model's layers, and keeps in float32: those of ``cast_adapter_dtype``.
+
+    A module that is trained whole (``modules_to_save``) has the dtype that it is loaded in. So have the copies that LN
+    tuning trains, which are among these: a trial's evidence tells.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch import nn
+
+    layers = [one for one in model.modules() if isinstance(one, BaseTunerLayer)]
+    tables = {one for layer in layers for one in layer.modules() if isinstance(one, nn.ModuleDict | nn.ParameterDict)}
+    for table in tables:
+        yield from table.parameters()
 
 
 def _fused(rank: int, config: Any) -> int:

@@ -257,11 +257,12 @@ class Precision(Technique):
         found, kept = seen.get("weights_dtype"), _WEIGHTS.get(str(value), "float32")
         if seen.get("engine") == "DEEPSPEED":  # keeps the float32 copy itself, and computes with 16-bit weights
             kept = wanted
+        trained = seen.get("trained_dtype")
         if found == kept:
-            return None
+            lossy = value == "bf16_weights" and _own_adapter(facts) and trained not in {None, "float32"}
+            return f"the script's adapter is {trained} under it, too, which loses small updates" if lossy else None
         if found != wanted or not _in_a_loop(facts):  # which may cast them itself, as diffusers' scripts do
             return f"the weights are {found}, not {kept}"
-        trained = seen.get("trained_dtype")
         if trained == "float32" or value == self.own(facts):
             return None
         lost = f"under it the script casts what it trains to {trained}, which loses small updates"
@@ -272,8 +273,9 @@ class Precision(Technique):
         asked = value == "bf16_weights" and script is not None and script.own.get("bf16")
         lost = " The script's own autocast is off." if asked and _autocast(value, plan, facts) == "no" else ""
         cast = " but where the script casts them itself" if _in_a_loop(facts) else ""
+        under = ", under bfloat16 autocast" * (_autocast(value, plan, facts) == "bf16")
         lossy = (
-            "Frozen weights are bfloat16, under bfloat16 autocast; the adapter's stay float32."
+            f"Frozen weights are bfloat16{under}; the adapter's stay float32."
             if _trains_an_adapter(plan, facts)
             else "Weights, gradients and optimizer state are bfloat16 without a float32 copy: updates smaller than the "
             "last place of a weight are lost. An adapter's weights stay float32, and lose none."
@@ -306,8 +308,17 @@ class Precision(Technique):
 
 
 def _trains_an_adapter(plan: Mapping[str, Value], facts: Facts) -> bool:
-    """Whether all that is trained is the plan's adapter, which PEFT keeps in float32, and no head whole."""
+    """Whether all that is trained is an adapter, which PEFT keeps in float32, and no head whole."""
+    script = facts.workload.script
+    if script is not None:
+        return script.trains_adapter
     return plan.get("adapter", "none") != "none" and not facts.model.new_modules
+
+
+def _own_adapter(facts: Facts) -> bool:
+    """Whether a script trains an adapter alone, over weights that it loads in float32."""
+    script = facts.workload.script
+    return script is not None and script.trains_adapter and _loaded_as(facts) == "float32"
 
 
 def _as_loaded(facts: Facts) -> tuple[Choice, ...]:
@@ -362,7 +373,7 @@ def _autocast(value: Value, plan: Mapping[str, Value], facts: Facts) -> str:
     Accelerate turns weights that FSDP2 splits and that are trained to float32 under autocast, none of a model with
     packed ones; DeepSpeed keeps a copy of them.
     """
-    if value == "bf16_weights" and _trains_an_adapter(plan, facts):
+    if value == "bf16_weights" and _trains_an_adapter(plan, facts) and _loaded_as(facts) == "float32":
         return "bf16"
     engine = engine_of(plan.get("parallel", "none"))
     kept = engine in {"none", "ddp"} or (engine == "fsdp" and _beside_quantized(facts) is not None)

@@ -72,6 +72,15 @@ def test_a_trace_of_a_family_needs_what_real_tensors_need(server, folder, family
     near(server, folder, facts_of_script(server, folder, SCRIPTS / "families.py", "--family", family))
 
 
+def test_a_trace_of_a_script_s_adapter_over_16_bit_weights_needs_what_real_tensors_need(server, folder):
+    """Under autocast, whatever the script asks for: its adapter stays in float32."""
+    facts = facts_of_script(server, folder, SCRIPTS / "families.py", "--family", "causal", "--lora")
+    assert facts.workload.script.trains_adapter
+    if "bf16" not in facts.hardware.precisions:
+        pytest.skip("no bf16 here")
+    near(server, folder, facts, "bf16_weights")
+
+
 @pytest.mark.parametrize("how", [("--nested",), ("--kind", "fp4"), ("--kind", "int8")])
 def test_a_trace_of_a_script_with_quantized_weights_needs_what_real_tensors_need(server, folder, how):
     """With its layers recomputed, as its model has it by itself, and without."""

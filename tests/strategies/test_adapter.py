@@ -231,6 +231,30 @@ def test_a_script_s_own_adapter_is_told_by_the_technique_in_the_field_of_its_nam
     assert fields >= {"adapter", "quantization", "checkpointing"}
 
 
+@pytest.mark.parametrize(
+    ("config", "alone"),
+    [
+        (peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), True),
+        (peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, trainable_token_indices=[1, 2]), True),
+        (peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]), True),
+        (peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]), True),
+        (peft.VeraConfig(target_modules=["q_proj"]), True),
+        (peft.AdaLoraConfig(init_r=6, target_r=4, total_step=9, target_modules=["q_proj"]), True),
+        (peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]), False),
+    ],
+)
+def test_what_a_script_trains_beside_its_adapter_is_told(tmp_path, config, alone):
+    """The dtypes of another model, loaded in 16 bits, are what it stands for: an adapter's stay float32."""
+    assert not ADAPTER.trains_alone(built("llama", tmp_path))
+    model = peft.get_peft_model(built("llama", tmp_path), config)
+    assert ADAPTER.trains_alone(model) == alone
+    halved = peft.get_peft_model(built("llama", tmp_path, precision="bf16_weights"), copy.deepcopy(config))
+    dtypes = {one.dtype for one in halved.parameters() if one.requires_grad}
+    assert (dtypes == {torch.float32}) == alone
+    next(one for one in model.parameters() if not one.requires_grad).requires_grad_()
+    assert not ADAPTER.trains_alone(model)
+
+
 def test_a_script_that_loads_quantized_weights_is_told_the_knobs_that_do():
     patches = Patches(train=lambda *_: None)
     with pytest.raises(Refused) as error:

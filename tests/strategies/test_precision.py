@@ -110,6 +110,41 @@ def test_frozen_16_bit_weights_beside_an_adapter_are_under_autocast():
         assert "updates smaller than the last place of a weight are lost" in said
 
 
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_script_s_own_adapter_over_float32_weights_may_have_them_in_16_bits(loop):
+    """TRL loads a model so that is told by its name; what else is trained keeps its float32."""
+    script = Script(
+        path="train.py",
+        sha256="",
+        trainer="" if loop else "SFTTrainer",
+        micro_batch=4,
+        accumulation=2,
+        adapter="LORA r=4",
+    )
+
+    def asked(**traits):
+        facts = cuda_facts(global_batch=8)
+        own = dataclasses.replace(script, **traits)
+        return dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=own))
+
+    alone, beside = asked(trains_adapter=True, own={"bf16": True}), asked(own={"bf16": True})
+    usual = frozenset({Kind.EXACT, Kind.NUMERIC})
+    assert "bf16_weights" in space.build(alone, usual).domains["precision"]
+    assert "bf16_weights" not in space.build(beside, usual).domains["precision"]
+    assert "bf16_weights" not in space.build(alone, frozenset({Kind.EXACT})).domains["precision"]
+    plan = PLAIN.replaced(precision="bf16_weights")
+    assert (recipe_of(plan, alone).mixed_precision, recipe_of(plan, beside).mixed_precision) == ("bf16", "no")
+    seen = {**SEEN["bf16_weights"], "trained_dtype": "float32"}
+    assert PRECISION.in_effect("bf16_weights", seen, alone) is None
+    seen["trained_dtype"] = "bfloat16"  # autocast_adapter_dtype=False
+    assert "the script's adapter is bfloat16 under it, too" in PRECISION.in_effect("bf16_weights", seen, alone)
+    assert PRECISION.in_effect("bf16_weights", seen, beside) is None, "then it was asked for"
+    loaded = asked(trains_adapter=True, weights_dtype="bfloat16")
+    assert recipe_of(plan, loaded).mixed_precision == "no", "as the script has it"
+    assert PRECISION.changes("bf16_weights", plan, loaded) == "Frozen weights are bfloat16; the adapter's stay float32."
+    assert PRECISION.in_effect("bf16_weights", seen, loaded) is None
+
+
 def test_frozen_float16_weights_stay_as_the_script_loads_them_with_its_own_autocast():
     """As on cards without bfloat16: an adapter in float32 over a model in float16, its loss scaled."""
 

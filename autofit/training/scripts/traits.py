@@ -59,6 +59,7 @@ def traits(patches: Patches, model: Any, rows: Sample, seconds: float, beside: S
         "loads": asked,
         "weights_dtype": dtype,
         **{one.name: words for one in techniques() if (words := one.in_script(model)) is not None},
+        "trains_adapter": patches.loaded and any(one.trains_alone(model) for one in techniques()),
         "compiled": hasattr(model, "_orig_mod"),
         "depends_on_rows": next(filter(None, map(depends_on_rows, (inner, *map(inner_of, beside)))), None),
         "beside": [(type(inner_of(one)).__name__, parameters_of(one)) for one in beside],
