@@ -73,6 +73,10 @@ _MANTISSA = {"fp32": 23, "tf32": 10, "bf16": 7, "fp16": 10, "bf16_weights": 7, "
 """Bits, without the leading one; of float8 the gradients' (e5m2)."""
 _WEIGHTS = {"bf16_weights": "bfloat16", "fp16_weights": "float16"}
 """In how the weights are kept; else in float32."""
+_LARGE_STEP = 1e13
+"""Weights times tokens of an optimizer step, of which a device takes longer in float32 than a host in any precision: no
+fewer than 40 TFLOP, a tenth of a second of an H100 in TF32. In smaller ones the fewer operators without autocast count.
+"""
 _SPLIT = {"fp32", "tf32", "bf16", "bf16_weights"}
 """What was tried under tensor parallelism; under context parallelism those of 16 bits."""
 _REFUSED = {
@@ -162,7 +166,11 @@ class Precision(Technique):
         return Kind.NUMERIC if frozen else super().kind(value, plan, facts)
 
     def outdone_by(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Value | None:
-        return "bf16_weights" if value != "bf16_weights" and _trains_an_adapter(plan, facts) else None
+        if value == "bf16_weights" or not _trains_an_adapter(plan, facts):
+            return None
+        casts, work = value in _AUTOCAST, facts.workload
+        weights_by_tokens = facts.model.parameters * work.seq_len * work.global_batch / work.processes
+        return "bf16_weights" if casts or weights_by_tokens >= _LARGE_STEP else None
 
     def conflict(self, value: Value, others: Mapping[str, Value], facts: Facts) -> str | None:
         parallel = others.get("parallel", "none")

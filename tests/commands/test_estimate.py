@@ -430,19 +430,23 @@ def test_weights_that_are_too_large_are_told_what_was_not_tried():
     assert _untried(space.build(old, frozenset({Kind.EXACT, Kind.NUMERIC})), old) == ""
 
 
-def test_of_plans_with_an_adapter_an_estimate_looks_at_those_whose_frozen_weights_are_in_16_bits():
+def test_of_large_steps_of_an_adapter_an_estimate_looks_at_16_bit_weights_alone():
     """No other is faster or smaller; where a plan can't have them, and where they are asked for, the others stay."""
-    facts = cuda_facts(global_batch=4)
+    small = cuda_facts(global_batch=4)
     usual = frozenset({Kind.EXACT, Kind.NUMERIC})
 
-    def seen(facts=facts, given=None, allowed=usual):
+    def large(facts):
+        return replace(facts, model=replace(facts.model, parameters=8 * 10**9))
+
+    def seen(facts, given=None, allowed=usual):
         ways = spaces_by_way(facts, given or {}, allowed)
         return {name: {plan["precision"] for plan in plans.plans} for name, plans in ways.items()}
 
-    full = {"fp32", "tf32", "bf16"}
-    assert seen() == {"full": full, "LoRA": {"bf16_weights"}, "QLoRA": {"bf16_weights"}}
-    assert seen(given={"precision": ("fp32", "bf16_weights")})["LoRA"] == {"fp32", "bf16_weights"}
-    assert seen(allowed=frozenset({Kind.EXACT}))["LoRA"] == {"fp32"}
+    full, facts = {"fp32", "tf32", "bf16"}, large(small)
+    assert seen(facts) == {"full": full, "LoRA": {"bf16_weights"}, "QLoRA": {"bf16_weights"}}
+    assert seen(small)["LoRA"] == {"fp32", "tf32", "bf16_weights"}, "there the host may set the pace"
+    assert seen(facts, {"precision": ("fp32", "bf16_weights")})["LoRA"] == {"fp32", "bf16_weights"}
+    assert seen(facts, allowed=frozenset({Kind.EXACT}))["LoRA"] == {"fp32"}
     old = replace(facts, hardware=replace(facts.hardware, precisions=("fp32",)))
     assert seen(old)["LoRA"] == {"fp32"}
     many = replace(facts, workload=replace(facts.workload, processes=2))

@@ -112,7 +112,7 @@ def spaces_by_way(facts: Facts, given: Knobs, allowed: frozenset[Kind]) -> dict[
 
 
 def _not_outdone(plans: space.Space, facts: Facts, given: Knobs) -> space.Space:
-    """The plans of which no other is faster and smaller whatever the card, by a value that the user does not hold."""
+    """The plans but those that another one is faster and smaller than on any card, by a value that the user leaves."""
     every = set(plans.plans)
 
     def outdone(plan: Plan) -> bool:
