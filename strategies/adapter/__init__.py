@@ -23,7 +23,7 @@ On Mixtral and its kin PEFT counts experts and their router as linear layers: th
 adapters too, those of an expert's two first weights as one of twice the rank; neither DoRA nor dropout.
 
 Sources: the papers above; ``peft.get_peft_model``. Not covered: stacked weights of experts that PEFT does not know;
-adapters under FSDP or DeepSpeed; other learning rates for B than for A; merging the adapter into the weights.
+adapters under tensor parallelism; other learning rates for B than for A; merging the adapter into the weights.
 """
 
 from __future__ import annotations

@@ -154,6 +154,20 @@ def test_a_sharded_plan_trains_and_is_seen_to_be_sharded(
 
 
 @pytest.mark.parametrize("launch_path", ["trainer", "loop"])
+def test_an_adapter_over_sharded_16_bit_weights_is_float32(shimmed, facts, tmp_path, launch_path):
+    config, known = facts
+    work = dataclasses.replace(known.workload, launch_path=launch_path)
+    runner = ProcessRunner(tmp_path / "trials", dataclasses.replace(known, workload=work), config, shimmed)
+    plan = PLAIN.replaced(parallel="fsdp", accumulation=2, precision="bf16_weights", adapter="lora:r=4")
+    found = runner.run(0, plan, QUICK, purpose="search", limit_seconds=300).outcome
+    assert isinstance(found, Measured), found
+    assert found.evidence.of("parallel")["shards"] == 2
+    seen = found.evidence.of("precision")
+    assert (seen["weights_dtype"], seen["compute_dtype"]) == ("bfloat16", "bfloat16")
+    assert seen["trained_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("launch_path", ["trainer", "loop"])
 def test_gradients_are_sent_in_each_micro_step_and_seen_to_be(shimmed, facts, tmp_path, launch_path):
     config, known = facts
     work = dataclasses.replace(known.workload, launch_path=launch_path)
