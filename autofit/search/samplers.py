@@ -71,7 +71,7 @@ def _other_methods(space: Space, facts: Facts) -> dict[str, list[Value]]:
 
     def changes(one: Technique, value: Value) -> bool:
         choice = one.choice(value, facts)
-        if choice.at_best is None or choice.kind != Kind.METHOD:
+        if choice.at_best is None:
             return choice.kind == Kind.METHOD
         return any(one.kind(value, plan, facts) == Kind.METHOD for plan in space.plans if plan[one.name] == value)
 

@@ -112,7 +112,10 @@ def spaces_by_way(facts: Facts, given: Knobs, allowed: frozenset[Kind]) -> dict[
 
 
 def _not_outdone(plans: space.Space, facts: Facts, given: Knobs) -> space.Space:
-    """The plans but those that another one is faster and smaller than on any card, by a value that the user leaves."""
+    """The plans, without those that are slower and larger than another one whatever the card.
+
+    The two differ by the value of one technique, which the user does not hold.
+    """
     every = set(plans.plans)
 
     def outdone(plan: Plan) -> bool:

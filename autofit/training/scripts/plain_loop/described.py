@@ -23,9 +23,6 @@ from autofit.training.scripts.rows import sample_of
 from autofit.training.scripts.traits import longest_batch, shapes, traits
 
 _ENGINES = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
-_TOGETHER = (
-    "its loss of several rows is neither the sum nor a mean of theirs: it takes the rows of a micro-batch together"
-)
 
 
 def describe_loops(
@@ -204,7 +201,7 @@ class _Described:
         elif judged == Judged.SUM:
             script["own_split"] = SUMS
         elif judged == Judged.TOGETHER:
-            script["depends_on_rows"] = _TOGETHER
+            script["depends_on_rows"] = reasons.TOGETHER
         script["weighs"] = judged == Judged.WEIGHTED
 
     def _settle(self, script: dict[str, Any]) -> None:
@@ -377,9 +374,7 @@ class _Described:
             "by_turns": self._by_turns(),
             "own_split": fixed or own_split,
             "loader": self.number,
-            "loading": loading_of(
-                loader, int(sized or first[0]), fixed=reasons.LOADER if loader.batch_size is None else None
-            ),
+            "loading": loading_of(loader, int(sized or first[0]), fixed=fixed),
             "batch": shapes(longest_batch(loader, rows, loader.batch_size))
             if loader.batch_size and rows.longest
             else batch,

@@ -16,3 +16,6 @@ KEEPS_AVERAGES = (
     "each optimizer step"
 )
 BUFFERS = "its model changes its {} with each micro-batch"
+TOGETHER = (
+    "its loss of several rows is neither the sum nor a mean of theirs: it takes the rows of a micro-batch together"
+)
