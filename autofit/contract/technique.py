@@ -141,7 +141,7 @@ class Technique(ABC):
         return self.choice(value, facts).kind
 
     def outdone_by(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> Value | None:
-        """The value that, in this one's place, makes any such plan faster and smaller; ``None`` where none is known."""
+        """The value with which such a plan is no slower and no larger than with this; ``None`` where none is known."""
         return None
 
     @abstractmethod

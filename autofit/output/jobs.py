@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from autofit.output.emit import check_files
 from autofit.system.errors import EmissionError
 from autofit.system.files import write_atomically
 
@@ -27,6 +26,8 @@ class CheckJob:
 
 def _refusal(job: CheckJob) -> str | None:
     """Why an emitted file was refused, or ``None``."""
+    from autofit.output.emit import check_files  # not with the job, which every process that does one imports
+
     try:
         check_files(Path(job.folder))
     except EmissionError as error:

@@ -19,7 +19,7 @@ from autofit.commands.estimates.estimate import check_fits
 from autofit.commands.estimates.other_card import counted_cards, elsewhere, on_other_card
 from autofit.commands.estimates.plans import cause
 from autofit.commands.estimates.screen import screen
-from autofit.commands.estimates.ways import Way, _smallest_of, _untried, held_by_way, spaces_by_way
+from autofit.commands.estimates.ways import Way, _smallest_of, _untried, held_by_way, not_outdone, spaces_by_way
 from autofit.commands.request import Request, Search
 from autofit.contract.plan import Plan
 from autofit.contract.script import Script
@@ -442,8 +442,9 @@ def test_of_large_steps_of_an_adapter_an_estimate_looks_at_16_bit_weights_alone(
         ways = spaces_by_way(facts, given or {}, allowed)
         return {name: {plan["precision"] for plan in plans.plans} for name, plans in ways.items()}
 
-    full, facts = {"fp32", "tf32", "bf16"}, large(small)
-    assert seen(facts) == {"full": full, "LoRA": {"bf16_weights"}, "QLoRA": {"bf16_weights"}}
+    facts = large(small)
+    assert seen(facts) == {"full": {"tf32", "bf16"}, "LoRA": {"bf16_weights"}, "QLoRA": {"bf16_weights"}}
+    assert seen(small)["full"] == {"fp32", "tf32", "bf16"}
     assert seen(small)["LoRA"] == {"fp32", "tf32", "bf16_weights"}, "there the host may set the pace"
     assert seen(facts, {"precision": ("fp32", "bf16_weights")})["LoRA"] == {"fp32", "bf16_weights"}
     assert seen(facts, allowed=frozenset({Kind.EXACT}))["LoRA"] == {"fp32"}
@@ -453,6 +454,38 @@ def test_of_large_steps_of_an_adapter_an_estimate_looks_at_16_bit_weights_alone(
     zero = spaces_by_way(many, {"parallel": ("zero2", "ddp")}, usual)["LoRA"].plans
     assert {plan["precision"] for plan in zero if plan["parallel"] == "ddp"} == {"bf16_weights"}
     assert "bf16" in {plan["precision"] for plan in zero if plan["parallel"] == "zero2"}, "ZeRO has a copy of its own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 4])
+def test_what_fsdp_gathers_of_a_large_model_is_smaller_and_faster_in_16_bits(processes, ask, tmp_path, monkeypatch):
+    """So an estimate looks at no plans of other precisions there, but where they are asked for."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 50304, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    seen = []
+
+    def keep(plans, traces, facts, *args, **known):
+        seen.append((plans.plans, forecasts.forecast(plans, traces, facts, *args, **known), facts))
+        return seen[-1][1]
+
+    monkeypatch.setattr(estimate, "forecast", keep)
+    among = ("parallel=fsdp", "optimizer=adamw", "kernels=none,chunked_ce")
+    ask(str(tmp_path), gpu="H100 SXM", gpus=processes, seq_len=512, global_batch=32 * processes, among=among, most=1)
+    [(every, cast, facts)] = seen
+    at = {plan: place for place, plan in enumerate(every)}
+    outdone = [plan for plan in every if plan["precision"] == "tf32"]
+    assert len(outdone) >= 20
+    for plan in outdone:
+        there, here = at[plan.replaced(precision="bf16")], at[plan]
+        assert cast.predicted_bytes[there] < cast.predicted_bytes[here], plan.words()
+        assert cast.seconds[there] < cast.seconds[here], plan.words()
+        assert cast.seconds[here] <= cast.seconds[at[plan.replaced(precision="fp32")]]
+    usual = frozenset({Kind.EXACT, Kind.NUMERIC})
+    left = not_outdone(facts, usual, {"parallel": ("ddp", "fsdp", "hsdp:2x2") if processes > 1 else ("none", "fsdp")})
+    told = {(plan["parallel"], plan["precision"]) for plan in left.plans}
+    assert {precision for parallel, precision in told if parallel == "fsdp"} == {"bf16"}
+    assert {precision for parallel, precision in told if parallel != "fsdp"} == {"tf32", "bf16"}
 
 
 @pytest.mark.slow

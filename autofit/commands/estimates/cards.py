@@ -19,7 +19,7 @@ from autofit.commands.estimates.asked_cards import asked_cards, asked_prices, co
 from autofit.commands.estimates.other_card import check_one_size, described_model, elsewhere, on_other_card
 from autofit.commands.estimates.plans import MOST_KINDS, Estimated, Verdict, estimated_plans
 from autofit.commands.estimates.question import asked_question, fetched_config
-from autofit.commands.estimates.ways import smaller_way
+from autofit.commands.estimates.ways import not_outdone, smaller_way
 from autofit.commands.estimates.world import World, asked_world, range_words
 from autofit.commands.facts import remarks
 from autofit.commands.model_source import modeling_module
@@ -271,9 +271,10 @@ def _wanted(facts: Facts, tokens: float | None) -> _Wanted:
 
 
 def _space(facts: Facts, settings: Search) -> space.Space:
-    """The plans that are asked about."""
+    """The plans that are asked about, of a model without those that can't be the best."""
     knobs = space.parse_knobs(settings.fix, settings.among, facts)
-    return space.build(facts, space.parse_allowed(settings.allowed), knobs)
+    build = space.build if facts.workload.script is not None else not_outdone
+    return build(facts, space.parse_allowed(settings.allowed), knobs)
 
 
 def _on_card(

@@ -23,7 +23,7 @@ from autofit.commands.estimates.other_card import (
 )
 from autofit.commands.estimates.plans import MOST_KINDS, estimated_plans, why_recommended
 from autofit.commands.estimates.question import asked_question, check_script_question, fetched_config
-from autofit.commands.estimates.ways import fixed_bytes, outside_bytes, spaces_by_way
+from autofit.commands.estimates.ways import fixed_bytes, not_outdone, outside_bytes, spaces_by_way
 from autofit.commands.estimates.ways import ways as every_way
 from autofit.commands.estimates.world import World, asked_world, range_words
 from autofit.commands.facts import read_facts, remarks
@@ -97,7 +97,7 @@ def estimate(
         most: How many kinds of plan to return, the fastest first, and of those with the same memory and speed the
             simplest; ``None`` for all.
         ways: Whether to estimate each way of training too (full, LoRA, QLoRA), whatever ``allow`` says of its class; a
-            script has its own.
+            script has its own. Plans that another one is known to outdo are left out then.
         output: Folder for the files of the recommended plan, as ``tune`` writes them, marked as estimated; none by
             default. The card needs a name, since its speed is predicted. Not for a script.
         arguments: What stands behind the script on its command line.
@@ -155,9 +155,9 @@ def estimate(
                 check_card(card, output)
             knobs = space.parse_knobs(settings.fix, settings.among, facts)
             allowed = space.parse_allowed(settings.allowed)
-            plans = space.build(facts, allowed, knobs)
             traces = Traces(facts, config, lambda: server, folder, kept)
             spaces = spaces_by_way(facts, knobs, allowed) if ways and not request.is_script else {}
+            plans = (not_outdone if spaces else space.build)(facts, allowed, knobs)
             every = [plans, *(one for one in spaces.values() if not isinstance(one, str))]
             traced = server.rest if target is None else lambda: None  # else it loads the files back
             known = foresee(every, traces, facts, card, say, traced=traced)

@@ -103,19 +103,21 @@ def spaces_by_way(facts: Facts, given: Knobs, allowed: frozenset[Kind]) -> dict[
     found: dict[str, space.Space | str] = {}
     for name, held in held_by_way(facts, given).items():
         try:
-            found[name] = (
-                held if isinstance(held, str) else _not_outdone(space.build(facts, allowed, held), facts, held)
-            )
+            found[name] = held if isinstance(held, str) else not_outdone(facts, allowed, held)
         except InputError as error:  # of what the user holds and this way needs, one excludes the other
             found[name] = error.message
     return found
 
 
-def _not_outdone(plans: space.Space, facts: Facts, given: Knobs) -> space.Space:
-    """The plans, without those that are slower and larger than another one whatever the card.
+def not_outdone(facts: Facts, allowed: frozenset[Kind], given: Knobs) -> space.Space:
+    """The plans, without those than which another one is no slower and no larger, whatever the card.
 
-    The two differ by the value of one technique, which the user does not hold.
+    The arguments are those of :func:`autofit.space.build`. Such two plans differ by a knob that the user does not hold.
+
+    Raises:
+        InputError: As :func:`autofit.space.build`.
     """
+    plans = space.build(facts, allowed, given)
     every = set(plans.plans)
 
     def outdone(plan: Plan) -> bool:
