@@ -13,6 +13,8 @@ from autofit.system.other_kernels import DISTRIBUTIONS, packages_of, without_lau
 
 _FLASH_WIDTH = 256
 """Of the widest head that FlashAttention knows."""
+_CONTRASTIVE = ("logit_scale", "temperature")
+"""How the trained numbers that scale contrastive logits begin; CLAP has two."""
 
 
 def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
@@ -111,7 +113,8 @@ def depends_on_rows(model: Any) -> str | None:
         return "its BatchNorm layers take the mean and variance of each micro-batch"
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         return None  # a module of the user's own
-    if hasattr(model, "logit_scale"):
+    # a number that is trained (CLIP's, ALIGN's); Cohere's models, too, scale their logits, by one of the config
+    if any(name.startswith(_CONTRASTIVE) and one.numel() == 1 for name, one in model.named_parameters(recurse=False)):
         return "its contrastive loss compares the rows of a micro-batch with each other"
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0):
