@@ -99,9 +99,18 @@ def whole_shape(weight: Any) -> Any:
 
 
 def _number(config: Any, name: str) -> int:
-    """A number that a config gives; 0 where it gives none, or one for each of its stages."""
-    found = getattr(config, name, None)
+    """A number that a config gives; 0 where it gives none, or one for each of its stages or layers."""
+    found = None if _differs(config, name) else getattr(config, name, None)
     return found if isinstance(found, int) else 0
+
+
+def _differs(config: Any, name: str) -> bool:
+    """Whether a config gives a value for each layer, as Gemma 4's for its heads, and refuses to tell one of all."""
+    try:
+        getattr(config, name, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError of transformers 5.2x
+        return True
+    return False
 
 
 def depends_on_rows(model: Any) -> str | None:
@@ -215,7 +224,7 @@ def _context_split(model: Any) -> bool:
     text = model.config.get_text_config()
     layers, heads = _number(text, "num_hidden_layers"), _number(text, "num_attention_heads")
     named = [name for name, _ in model.named_modules() if name.endswith("self_attn")]
-    if not heads or len(named) != layers or _number(text, "v_head_dim"):
+    if not heads or len(named) != layers or _number(text, "v_head_dim") or _differs(text, "head_dim"):
         return False
     width = _number(text, "head_dim") or _number(text, "hidden_size") // heads
     return width <= _FLASH_WIDTH and bool(getattr(model, "supports_context_parallel", False))

@@ -1,11 +1,13 @@
-"""What matters of a model: whether the loss of a row depends on the others."""
+"""What matters of a model: its sizes, and whether the loss of a row depends on the others."""
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from autofit.machine.model import depends_on_rows
+from autofit.training.tasks.choose import describe_model
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,21 @@ def test_logits_are_contrastive_where_their_scale_is_trained(name, depends):
     with torch.device("meta"):
         model = kind(kind.config_class())
     assert bool(depends_on_rows(model)) is depends
+
+
+@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="this transformers has no Gemma 4")
+def test_a_config_that_gives_sizes_for_each_layer_is_read(tmp_path):
+    """Gemma 4's refuses to tell one width of all heads; those of some layers are wider than FlashAttention knows."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 128, "hidden_size_per_layer_input": 8}
+    wide = {
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": 128,
+    }
+    config = transformers.AutoConfig.for_model("gemma4_text", **sizes, **wide)
+    config.architectures = ["Gemma4ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    found = describe_model("gemma", tmp_path, trust_remote_code=False)
+    assert (found["layers"], found["hidden_size"], found["task"]) == (4, 64, "causal-lm")
+    assert not found["context_split"]
+    assert found["tensor_sizes"]["attention heads"] == config.num_attention_heads
