@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from autofit._version import __version__
 from autofit.commands.shell.options import DOCTOR_OPTIONS, ESTIMATE_OPTIONS, TUNE_OPTIONS, with_options
-from autofit.commands.shell.terminal import Commands, data_console, terminable
-from autofit.system.errors import PromiseBroken
+from autofit.commands.shell.terminal import Commands, data_console, reader_may_be_gone, terminable
+from autofit.system.errors import PromiseBroken, Stopped
+
+if TYPE_CHECKING:
+    from autofit.output.result import Result
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -38,15 +41,28 @@ def tune(model: str, as_json: bool, verbose: bool, arguments: tuple[str, ...], *
     from autofit.commands.scripts.named import is_script
     from autofit.commands.shell.console import ConsoleEvents, StderrConsole
     from autofit.commands.tune import tune as run
+
+    if arguments and not is_script(model):
+        raise click.UsageError(f"Got unexpected extra arguments ({' '.join(arguments)}): {model} is no script")
+    events = ConsoleEvents(StderrConsole(), options["trials"])
+    with terminable():
+        try:
+            result = run(model, arguments=arguments, events=events, **options)
+        except Stopped as stopped:
+            if stopped.answer is not None:
+                with reader_may_be_gone():
+                    _show_answer(stopped.answer, as_json=as_json, verbose=verbose)
+            raise
+    _show_answer(result, as_json=as_json, verbose=verbose)
+
+
+def _show_answer(result: Result, *, as_json: bool, verbose: bool) -> None:
+    """What a tune has found."""
     from autofit.output.document import DOCUMENT
     from autofit.output.reports.brief import brief
     from autofit.output.reports.report import summary
     from autofit.system.strict_json import dump_json
 
-    if arguments and not is_script(model):
-        raise click.UsageError(f"Got unexpected extra arguments ({' '.join(arguments)}): {model} is no script")
-    with terminable():
-        result = run(model, arguments=arguments, events=ConsoleEvents(StderrConsole(), options["trials"]), **options)
     if as_json:
         click.echo(dump_json(DOCUMENT, result.document), nl=False)
     else:

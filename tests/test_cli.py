@@ -1,5 +1,6 @@
 """Words in, words out, exit code: data on stdout, talk on stderr."""
 
+import errno
 import importlib
 import inspect
 import io
@@ -32,6 +33,7 @@ from autofit.machine import other_processes
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, read_document
 from autofit.registry import techniques
 from autofit.system import errors
+from autofit.system.errors import Terminated
 from autofit.system.strict_json import dump_json
 from autofit.system.units import parse_duration
 from tests.support.replay import Lent, Played, Replay
@@ -461,8 +463,8 @@ def test_ctrl_c_keeps_the_best_so_far(tune, tmp_path, as_json):
     done = tune(*as_json, replay=Replay(tmp_path / "out", {2: KeyboardInterrupt()}))
     assert done.exit_code == 130
     assert "--resume" in one_line(done.stderr)[1]
-    assert done.stdout == ""
-    assert read_document(tmp_path / "out").plan
+    found = read_document(tmp_path / "out")
+    assert done.stdout == dump_json(DOCUMENT, found) if as_json else "samples/s" in done.stdout
 
 
 @pytest.mark.parametrize("outcomes", [{}, {2: KeyboardInterrupt()}], ids=["at its end", "a second time"])
@@ -517,6 +519,7 @@ def test_termination_ends_a_tune_as_ctrl_c_does(tune, tmp_path, number):
     message, hint = one_line(done.stderr)
     assert number.name in message
     assert "--resume" in hint
+    assert "samples/s" in done.stdout
     assert len(read_document(tmp_path / "out").trials) == 2
 
 
@@ -723,6 +726,17 @@ def test_an_error_that_nobody_reads_keeps_its_exit_code(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY) as process:
         process.stderr.close()
         assert process.wait(60) == 2
+
+
+def test_a_tune_whose_terminal_was_closed_keeps_its_exit_code(tune, tmp_path, monkeypatch):
+    def closed(*_words, **_how):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("autofit.cli._show_answer", closed)
+    monkeypatch.setattr(terminal, "_redirect_to_null", lambda _: None)
+    done = tune(replay=Replay(tmp_path / "out", {2: Terminated("stopped by SIGHUP")}))
+    assert done.exit_code == 143
+    assert one_line(done.stderr)[0] == "error: stopped by SIGHUP"
 
 
 def test_nohup_is_obeyed():

@@ -16,7 +16,7 @@ from autofit.commands.request import Request, validated
 from autofit.contract.facts import Device, Facts, Hardware, Model, Task, Workload
 from autofit.machine import other_processes
 from autofit.machine.other_processes import Neighbour
-from autofit.machine.packages import installed, packages
+from autofit.machine.packages import installed, packages, unsupported
 from autofit.machine.select import choose_device, missing_cuda
 from autofit.output.document import Offer
 from autofit.system.errors import MachineError
@@ -118,5 +118,5 @@ def examine(device: str = "auto", model: str = DEMO, task: str | None = None) ->
             for name, choice in offers
         ),
         others=other_processes.neighbours(hardware),
-        warnings=other_processes.warnings(hardware, Path.cwd()),
+        warnings=(*unsupported(versions), *other_processes.warnings(hardware, Path.cwd())),
     )

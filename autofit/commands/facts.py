@@ -16,7 +16,7 @@ from autofit.contract.facts import Device, Facts, Hardware, Model, Workload
 from autofit.costmodel.jobs import RatesJob
 from autofit.machine.describe import given_threads
 from autofit.machine.jobs import HardwareJob
-from autofit.machine.packages import installed
+from autofit.machine.packages import installed, unsupported
 from autofit.machine.select import unusable
 from autofit.output.document import MODEL_FOLDER
 from autofit.output.text import plural
@@ -168,8 +168,8 @@ def lacking_kernels(model: Model, device: Device) -> list[str]:
 
 
 def remarks(seq_len: int, model: Model, device: Device) -> list[str]:
-    """What is not as one would expect of the model on the device, a sentence each."""
-    said = []
+    """What is not as one would expect of the model on the device, and of what is installed, a sentence each."""
+    said = unsupported(installed())
     if model.length.unit == "tokens" and model.max_positions and seq_len > model.max_positions:
         said.append(f"{model.rows_of(seq_len)} are longer than the {model.max_positions} the model was made for")
     if model.architecture not in model.named:

@@ -72,12 +72,14 @@ class Result:
         return registry.recipe_of(self.plan, self.document.facts).training_arguments(**others)
 
     def save(self, folder: str | Path) -> Path:
-        """Copy the emitted files (not the trials) to another folder.
+        """Copy the emitted files (not the trials) to another folder; into their own nothing is copied.
 
         Raises:
             InputError: The folder can't be written.
         """
         target = usable_folder(Path(folder))
+        if target.samefile(self.folder):
+            return target
         with writing(target):
             for name in (YAML, ARGUMENTS, REPORT, DOCUMENT_FILE):
                 shutil.copyfile(self.folder / name, target / name)

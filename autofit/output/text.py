@@ -52,6 +52,15 @@ def number(value: float) -> str:
     return f"{value:,.{_decimals(value)}f}"
 
 
+def times(ratio: float) -> str:
+    """A multiple above zero in two decimals, or as many more as show what it is.
+
+    >>> times(3.1), times(0.00412)
+    ('3.10 times', '0.0041 times')
+    """
+    return f"{ratio:.{max(2, 1 - math.floor(math.log10(ratio)))}f} times"
+
+
 def with_spread(value: float, spread: float) -> str:
     """A value and the half-width of its interval, to the same place.
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autofit.system.redact import redacted
 
@@ -93,9 +93,14 @@ class ServerLost(MachineError):  # noqa: N818 - what happened
 
 
 class Stopped(_Told, KeyboardInterrupt):
-    """Stopped from outside: a loop over many tunes that catches every ``Exception`` stops too."""
+    """Stopped from outside: a loop over many tunes that catches every ``Exception`` stops too.
+
+    Attributes:
+        answer: The best so far of a tune, as a :class:`autofit.output.result.Result`, where it was written.
+    """
 
     exit_code = 130
+    answer: Any = None
 
 
 class Interrupted(Stopped):

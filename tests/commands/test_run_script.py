@@ -233,6 +233,14 @@ def test_a_script_that_trained_ends_as_it_would(tmp_path, monkeypatch):
     assert (tmp_path / "done").exists()
 
 
+def test_a_file_that_is_no_program_is_not_run(launched):
+    folder, commands = launched
+    (folder / "rows.json").write_text("{}")
+    with pytest.raises(InputError, match=r"rows.json' is no training script\nhint: give a Python program"):
+        scripts.run(folder, folder / "rows.json", ())
+    assert commands == []
+
+
 def test_a_folder_without_the_launchers_file_is_refused(launched):
     folder, commands = launched
     (folder / "accelerate.yaml").unlink()

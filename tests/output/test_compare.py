@@ -23,6 +23,8 @@ def test_the_speed_the_memory_and_the_values_that_differ_stand_side_by_side():
     lean = plan(4, precision="bf16", optimizer="adamw_8bit")
     text = shown({"a": document(), "b": document(winner=lean, trials=[(lean, measured(26.0, 8.0))]), "c": document()})
     assert row(text, "of the first") == ["1.00", "times", "0.50", "times", "1.00", "times"]
+    slow = document(winner=lean, trials=[(lean, measured(26.0 / 300, 8.0))])
+    assert row(shown({"a": document(), "b": slow}), "of the first")[2:] == ["0.0017", "times"]
     assert row(text, "optimizer") == ["adamw", "adamw_8bit", "adamw"]
     assert row(text, "micro_batch") == ["8", "4", "8"]
     assert "precision " not in text

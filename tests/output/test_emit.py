@@ -490,6 +490,8 @@ def test_the_result_is_copied_without_its_trials(tmp_path):
     target = result.Result(folder=folder, document=found).save(tmp_path / "else" / "where")
     assert sorted(path.name for path in target.iterdir()) == sorted([*NAMES, MODEL_FOLDER])
     assert held(target) == held(folder)
+    assert result.Result(folder=folder, document=found).save(f"{folder}/../{folder.name}").samefile(folder)
+    assert held(target) == held(folder), "it was there already"
     shutil.rmtree(folder)
     assert autofit.load(target).plan == found.plan
 

@@ -62,10 +62,12 @@ def asked_prices(given: Sequence[str], cards: Sequence[Card]) -> dict[str, float
                 raise InputError("--price is given twice for every card", hint="write CARD=PRICE/h for one of them")
             general = price
             continue
-        with of_option(f"--price {text!r}:"):
+        known = ", ".join(one.name for one in cards)
+        try:
             card = gpu_catalogue.find(name.strip())
+        except InputError as error:
+            raise InputError(f"--price {text!r}: {error.message}", hint=f"--gpu names {known}") from None
         if card not in cards:
-            known = ", ".join(one.name for one in cards)
             raise InputError(
                 f"--price {text!r} is for {card.name}, which --gpu does not name", hint=f"it names {known}"
             )

@@ -69,12 +69,14 @@ def named(model: str, arguments: Sequence[str] = ()) -> Named:
     """The file to run for a script or a factory.
 
     Raises:
-        InputError: There is no such file or module.
+        InputError: There is no such file or module, or the file is no Python program by its name.
     """
     if not is_factory(model):
         path = Path(model).absolute()
         if not path.is_file():
             raise InputError(f"no script {model!r}", hint="is its path right?")
+        if not is_script(model):
+            raise InputError(f"{model!r} is no training script", hint="give a Python program: a file NAME.py")
         return Named(path=path, arguments=tuple(arguments), text=path, name=path.name)
     text, folder = _source(model.partition(":")[0])
     return Named(path=FACTORY, arguments=(model, str(folder), *arguments), text=text, name=model, factory=True)

@@ -18,7 +18,7 @@ from autofit.commands.request import Request
 from autofit.commands.scripts.named import named
 from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.script import Script
-from autofit.machine.packages import installed
+from autofit.machine.packages import installed, unsupported
 from autofit.output.document import MODEL_FOLDER
 from autofit.output.text import parameters, plural
 from autofit.system.errors import InputError, MachineError
@@ -245,7 +245,10 @@ def script_notes(facts: Facts, *, tried: bool = True) -> list[str]:
     own = script.micro_batch * script.accumulation * processes
     several = f" x {processes} processes" * (processes > 1)
     batch = f"the script's own batch is {script.micro_batch} x {script.accumulation}{several} = {own} rows"
-    said = [f"{batch}; the plans take {asked}, as asked for" if asked != own else f"{batch}, and so is every plan's"]
+    said = unsupported(facts.packages)
+    said.append(
+        f"{batch}; the plans take {asked}, as asked for" if asked != own else f"{batch}, and so is every plan's"
+    )
     if tried:
         each = "" if script.trainer and facts.workload.processes == 1 else ", in each trial"  # else trials tell it
         said.append(f"the script takes {duration(script.seconds)} until it trains{each}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -119,6 +121,15 @@ def _redirect_to_null(stream: TextIO | None) -> None:
     from autofit.commands.shell.console import redirect_to_null
 
     redirect_to_null(stream)
+
+
+@contextlib.contextmanager
+def reader_may_be_gone() -> Iterator[None]:
+    """Print where nobody may read any more, as behind a terminal that was closed; the exit code stays what it is."""
+    try:
+        yield
+    except OSError:
+        _redirect_to_null(sys.stdout)
 
 
 def reopen_closed_streams() -> None:

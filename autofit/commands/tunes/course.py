@@ -265,6 +265,7 @@ class Course:
             )
             result = write_result(document, self.folder, server)
         if stopped is not None:
+            stopped.answer = result
             stopped.hint = f"the best so far is in {self.folder}; go on with --resume"
             raise stopped
         return result
@@ -374,7 +375,10 @@ class Course:
                 return None
             left = self._left()
             if left is not None and left <= 0:
-                self._note("the time is spent: the winner's training was not compared with the float32 baseline's")
+                self._note(
+                    "the time is spent: the winner's training was not compared with the float32 baseline's; --resume "
+                    "with a longer --timeout compares them"
+                )
                 return decision
             plan, spent = decision.plan, time.monotonic() - self.began
             self.events.note(f"comparing the training of {plan_words(plan)} with the float32 baseline's")

@@ -11,7 +11,7 @@ from rich.text import Text
 from autofit.output import wording
 from autofit.output.document import Document
 from autofit.output.plan_words import chosen_words
-from autofit.output.text import clean, count, number, percent
+from autofit.output.text import clean, count, number, percent, times
 from autofit.system.units import size
 
 
@@ -74,7 +74,7 @@ def _promise(answers: Sequence[Document]) -> list[tuple[str, list[str]]]:
     return [
         *marked,
         ("samples/s", [wording.speed(one) for one in answers]),
-        ("of the first", [f"{one.promise.samples_per_second / first:.2f} times" for one in answers]),
+        ("of the first", [times(one.promise.samples_per_second / first) for one in answers]),
         *_tokens(answers),
         ("step", [wording.promised_step(one) for one in answers]),
         (

@@ -45,6 +45,8 @@ SHARE = 0.1
 _SLOWER, _ROUNDED_SLOWER = 3.0, 6.0
 """Step time of the baseline, and of the baseline in Monte Carlo arithmetic, in the winner's; bounds the steps only."""
 _PATIENCE = 40.0
+_LATE = "it took too long; --resume compares them once more"
+_NO_TIME = "the time is spent; --resume with a longer --timeout compares them"
 _EXPLODED = 2.0
 _SAME_WEIGHTS = 0.1
 """Of the norm: weights of another draw lie 1.4 apart, those of a format of 8 bits less than 0.1."""
@@ -124,8 +126,10 @@ class Guards:
                 begin = 60 + 3 * extra_seconds(one, self.facts) + (0 if script is None else 3 * script.seconds)
                 limit = begin + _PATIENCE * steps * measured.step_seconds
                 if left <= 0:
-                    return Curve(failed="the time is spent")
-                self._known[one, steps, rounding] = self._train(one, steps, min(limit, left), rounding)
+                    return Curve(failed=_NO_TIME)
+                found = self._train(one, steps, min(limit, left), rounding)
+                cut = found.failed == _LATE and left < limit
+                self._known[one, steps, rounding] = Curve(failed=_NO_TIME) if cut else found
             return self._known[one, steps, rounding]
 
         mine = train(plan)
@@ -154,7 +158,7 @@ class Guards:
         job = CurveJob(plan=plan, facts=facts, config=config, steps=steps, rounding=rounding)
         try:
             with self.server.ask(self.folder, job, kill_after_seconds=limit_seconds) as answer:
-                return Curve(failed="it took too long") if answer is None else CURVE.validate_python(answer)
+                return Curve(failed=_LATE) if answer is None else CURVE.validate_python(answer)
         except MachineError as error:
             return Curve(failed=error.message)
 

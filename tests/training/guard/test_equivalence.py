@@ -252,7 +252,11 @@ def test_it_takes_no_more_time_than_is_left():
     guards = Played(lambda _: GOOD)
     found = guards.see(BF16, left_seconds=0.0)
     assert (guards.asked, found.verdict) == ([], "unknown")
-    assert "the time is spent" in found.words
+    assert "the time is spent; --resume with a longer --timeout" in found.words
+    found = Played(lambda _: Curve(failed=equivalence._LATE)).see(BF16, left_seconds=30.0)
+    assert "the time is spent; --resume with a longer --timeout" in found.words
+    found = Played(lambda _: Curve(failed=equivalence._LATE)).see(BF16)
+    assert found.words.endswith("it took too long; --resume compares them once more")
 
 
 def test_it_takes_about_a_tenth_of_the_time_that_was_spent():
