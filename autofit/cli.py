@@ -189,7 +189,8 @@ def verify(folder: str, steps: int, tolerance: float | None, on: str | None, as_
         hint = "is something else running here? Otherwise tune again"
         if isinstance(found.outcome, Crashed):
             hint = (
-                "call it where you tuned, if files are named from there; `autofit verify --json` has the launch's log"
+                "was one of its files changed? Call it where you tuned, if files are named from there; `autofit verify "
+                "--json` has the launch's log"
             )
         elif found.estimated:
             hint = "`autofit tune` measures here"

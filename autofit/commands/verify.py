@@ -12,7 +12,7 @@ from autofit.cluster.nodes import check_address
 from autofit.commands.launching import Launch, check_one_machine, launching
 from autofit.contract.outcome import Measured, Outcome, Promise
 from autofit.output.document import MODEL_FOLDER, Document, check_config, read_document
-from autofit.output.emit import ARGUMENTS, YAML
+from autofit.output.emit import ARGUMENTS, YAML, changes_since
 from autofit.output.plan_words import outcome_words
 from autofit.system import units
 from autofit.system.errors import InputError, MachineError
@@ -79,14 +79,14 @@ def verify(
         tolerance: The share of the promised samples/s that may be missing, from 0 to 1; by default 0.10 on a GPU,
             0.30 on a CPU, of an estimate what its range allows. The memory ceiling has no tolerance.
         on: Address of a Ray cluster whose machines launch, as many as the answer is for; by default this one does.
-        say: Called with a line of text where a launch is repeated, or tells what the tune did not.
+        say: Called with a line of text where a launch is repeated, tells what the tune did not, or a file was changed.
 
     Returns:
         The comparison; its ``broken`` is empty where the promise was kept. A slow launch on a CPU is repeated, and
         the fastest one is returned.
 
     Raises:
-        InputError: An argument is out of range, or the folder lacks a file.
+        InputError: An argument is out of range, or the folder lacks a file that can be read.
         MachineError: The launch can't be started, a tune is measuring on the device, no cluster or too few machines
             are there, or other processes used so much of the CPU that no launch could be judged.
     """
@@ -100,6 +100,8 @@ def verify(
     device = document.hardware.device
     if tolerance is None:  # an estimate's speed is no nearer than what four trainings of five lie within
         tolerance = TOLERANCE[device] if document.estimated is None else 1 - document.estimated.low
+    for words in changes_since(document, folder):
+        say(words)
     with launching(folder, steps, document, on, say) as launch:
         return _judged(launch, document, tolerance, say)
 

@@ -13,10 +13,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yaml import YAMLError
+from yaml import YAMLError, safe_load
 
+from autofit._version import __version__
 from autofit.machine import gpu_catalogue
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, Document, read_document
+from autofit.output.text import one_line
 from autofit.registry import recipe_of
 from autofit.system.errors import EmissionError, InputError
 from autofit.system.files import copy_folder, write_atomically, writing
@@ -63,6 +65,42 @@ def emit(document: Document, folder: Path, report: str, check: Callable[[Path], 
         for name in (YAML, ARGUMENTS, REPORT, DOCUMENT_FILE):
             (aside / name).replace(folder / name)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def changes_since(document: Document, folder: Path) -> list[str]:
+    """What the two files that carry the plan say otherwise than when they were written, a sentence each.
+
+    Fields that somebody has added are none of the plan's; a file that is not there says nothing.
+
+    Raises:
+        InputError: One can't be read.
+    """
+    emission, said = recipe_of(document.plan, document.facts).emission, []
+    for name, plans in ((YAML, emission.accelerate), (ARGUMENTS, emission.training_args)):
+        written, ours = _settings(folder / name), json.loads(json.dumps(dict(plans)))
+        both = sorted(written.keys() & ours.keys())
+        changed = [f"{one} is {written[one]!r}, not {ours[one]!r}" for one in both if written[one] != ours[one]]
+        if document.autofit == __version__ and changed:  # another one may have written others
+            said.append(f"{folder / name} is not as the plan in {DOCUMENT_FILE}: {'; '.join(changed)}")
+    return said
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """The settings in a file.
+
+    Raises:
+        InputError: It can't be read, or holds none.
+    """
+    hint = "put it back as it was, or tune again with --resume in that folder"
+    try:
+        found = (safe_load if path.name == YAML else json.loads)(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, YAMLError) as error:
+        raise InputError(f"{path} can't be read: {one_line(str(error))}", hint=hint) from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds no settings: it was changed since it was written", hint=hint)
+    return found
 
 
 def check_files(folder: Path) -> None:

@@ -55,6 +55,17 @@ def test_checkpointing_is_seen_as_more_products(answer):
     assert max(held for _, held in line) > 0
 
 
+@pytest.mark.slow
+def test_files_that_say_otherwise_than_the_plan_are_told(answer):
+    folder = answer("edited")
+    (folder / "training_args.json").write_text('{"per_device_train_batch_size": 77}')
+    said = []
+    found = autofit.profile(folder, steps=1, say=said.append)
+    (words,) = (one for one in found.notes if "training_args.json" in one)
+    assert words.endswith("per_device_train_batch_size is 77, not 4; the plan is profiled")
+    assert words in said
+
+
 def test_what_is_no_answer_is_refused_in_a_line(answer, tmp_path):
     with pytest.raises(InputError, match=r"holds no autofit\.json"):
         autofit.profile(tmp_path)

@@ -38,7 +38,7 @@ def launched(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", Launch)
     monkeypatch.setattr(scripts, "end_group", lambda _: None)
     (tmp_path / DOCUMENT_FILE).write_text(dump_json(DOCUMENT, a_document(hardware=CPU)))
-    (tmp_path / "accelerate.yaml").write_text("")
+    (tmp_path / "accelerate.yaml").write_text("{}")
     (tmp_path / "train.py").write_text("")
     return tmp_path, commands
 
@@ -231,6 +231,14 @@ def test_a_script_that_trained_ends_as_it_would(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     run_to_its_end(str(script), (str(tmp_path / "done"),), lambda: True, by="a Trainer")
     assert (tmp_path / "done").exists()
+
+
+def test_files_that_say_otherwise_than_the_plan_are_told(launched):
+    folder, _ = launched
+    (folder / "training_args.json").write_text('{"per_device_train_batch_size": 77}')
+    said = []
+    scripts.run(folder, folder / "train.py", (), say=said.append)
+    assert "per_device_train_batch_size is 77, not 8; the script gets the plan" in said[-1]
 
 
 def test_a_file_that_is_no_program_is_not_run(launched):

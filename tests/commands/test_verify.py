@@ -108,6 +108,29 @@ def test_a_config_that_was_changed_since_is_not_launched(folder, promised, launc
     assert not made
 
 
+@pytest.mark.parametrize("name", [YAML, ARGUMENTS])
+@pytest.mark.parametrize(("text", "words"), [("", ""), ("[]", "holds no settings"), ("{", "can't be read")])
+def test_a_file_that_nobody_can_read_is_not_launched(folder, launches, name, text, words):
+    made = launches()
+    (folder / name).write_text(text)
+    with pytest.raises(InputError, match=rf"{name} {words}") as caught:
+        autofit.verify(folder)
+    assert "put it back as it was" in caught.value.hint
+    assert not made
+
+
+def test_settings_that_are_not_the_plan_s_are_told(folder, launches):
+    said = []
+    launches((0.95, 0.0))
+    (folder / ARGUMENTS).write_text('{"bf16": true, "learning_rate": 0.1, "gradient_accumulation_steps": 7}')
+    (folder / YAML).write_text("num_processes: 2")
+    assert autofit.verify(folder, say=said.append).broken == ()
+    assert said == [
+        f"{folder / YAML} is not as the plan in autofit.json: num_processes is 2, not 1",
+        f"{folder / ARGUMENTS} is not as the plan in autofit.json: gradient_accumulation_steps is 7, not 4",
+    ]
+
+
 def test_a_folder_is_no_option_whatever_it_is_called(monkeypatch, promised):
     started = []
 
