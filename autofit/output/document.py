@@ -16,10 +16,10 @@ from autofit.contract.facts import Facts, Hardware, Model, Workload
 from autofit.contract.layout import data_parallel
 from autofit.contract.outcome import Measured, Promise, Trial
 from autofit.contract.plan import Plan
-from autofit.registry import converted
+from autofit.registry import check_values, converted
 from autofit.search.tradeoffs import Contribution, Point
 from autofit.system import strict_json
-from autofit.system.errors import InputError
+from autofit.system.errors import InputError, of_option
 from autofit.training.guard.equivalence import Guard
 
 FORMAT = 2
@@ -234,6 +234,8 @@ def _check_sound(document: Document, path: Path) -> None:
                 f"{path} has a plan that does not make the global batch of {batch}: {plan.words()[:300]}",
                 hint="it was edited by hand?",
             )
+    with of_option(f"{path} is not valid:"):
+        check_values(document.plan, document.facts)
     promise = document.promise
     least = min(promise.samples_per_second, promise.tokens_per_second, promise.step_seconds, promise.limit_bytes)
     measured = [trial.outcome for trial in document.trials if isinstance(trial.outcome, Measured)]

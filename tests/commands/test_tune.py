@@ -494,6 +494,21 @@ def test_a_refused_tune_leaves_no_folder_of_its_own(tune, tmp_path, monkeypatch)
     assert not list((tmp_path / "own").iterdir())
 
 
+def test_a_tune_that_fails_leaves_what_stood_in_a_folder_that_is_named_by_a_new_one(tune, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    for output in (folder / "new" / "..", tmp_path / "new" / ".." / "mine"):
+        with pytest.raises(InputError, match="precision"):
+            tune(Replay(tmp_path), output=output, fix="precision=zzz")
+        assert (folder / "thesis.tex").read_text() == "years of work"
+    (folder / "report.html").write_text("mine")
+    with pytest.raises(InputError, match=r"report\.html, which no tune wrote"):
+        tune(Replay(tmp_path), output=tmp_path / "newer" / ".." / "mine")
+    with pytest.raises(InputError, match=r"report\.html, which no estimate wrote"):
+        autofit.estimate("demo", gpu="H100", output=tmp_path / "newer" / ".." / "mine")
+
+
 def test_traces_that_no_cache_took_go_with_the_answer(tune, out):
     kept = out / TRACES / "one.npz"
     kept.parent.mkdir(parents=True)

@@ -351,6 +351,15 @@ def test_a_plan_of_another_version_is_refused(tmp_path):
         assert "tune again" in caught.value.hint
 
 
+def test_a_value_that_no_technique_knows_names_the_file(tmp_path):
+    found = a_document(a_plan(CPU), CPU)
+    other = replace(found, plan=found.plan.replaced(precision="int3"))
+    (tmp_path / DOCUMENT_FILE).write_text(dump_json(DOCUMENT, other))
+    with pytest.raises(InputError, match=r"autofit\.json is not valid: precision has no value 'int3'") as caught:
+        read_document(tmp_path)
+    assert "fp32, bf16" in caught.value.hint
+
+
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=100) | st.from_regex(r'\{"format": 2(, "plan": \{("[a-z]": [0-9]+)?\})?\}').map(str.encode))
 def test_any_file_is_a_document_or_an_input_error(tmp_path, content):

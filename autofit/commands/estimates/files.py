@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autofit.commands.estimates.plans import Estimated
-from autofit.commands.tunes.output_folder import BEGUN, CONFIG_FILES
+from autofit.commands.tunes.output_folder import BEGUN, CONFIG_FILES, names_in
 from autofit.contract.facts import Facts
 from autofit.contract.outcome import Promise
 from autofit.costmodel.families import speed_range
@@ -48,7 +48,7 @@ def estimate_folder(output: str | Path) -> Iterator[Path]:
     """
     folder = Path(output)
     with contextlib.suppress(OSError, ValueError):
-        there = {entry.name for entry in folder.iterdir()}
+        there = names_in(folder)
         if there & BEGUN:
             raise InputError(f"{folder} holds a tune", hint="name a new or an empty folder by --output")
         clash = sorted(there & CONFIG_FILES)

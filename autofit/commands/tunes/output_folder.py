@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -36,6 +37,16 @@ def remove_leftovers(folder: Path) -> None:
             left.unlink()
 
 
+def names_in(folder: Path) -> frozenset[str]:
+    """The names in a folder; ``new/..`` is the one that it will be as soon as ``new`` is made.
+
+    Raises:
+        OSError: It is not there, or can't be looked into.
+        ValueError: No path is like that.
+    """
+    return frozenset(entry.name for entry in Path(os.path.realpath(folder)).iterdir())
+
+
 def names_before(folder: Path) -> frozenset[str] | None:
     """The names in a folder before a tune begins there; ``None`` where it can't be looked into.
 
@@ -43,7 +54,7 @@ def names_before(folder: Path) -> frozenset[str] | None:
         InputError: Something has a name that the tune would write to, and no tune has written it.
     """
     try:
-        there = frozenset(entry.name for entry in folder.iterdir())
+        there = names_in(folder)
     except (OSError, ValueError):
         return None  # not there yet, or no folder: the next who looks says so
     clash = sorted(there & _WRITTEN)
