@@ -169,10 +169,11 @@ for (rows,) in loader:
 TURNS = """
 other = nn.Linear(4, 1)
 other, second = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
-for place, (rows,) in enumerate(loader):
+order = iter([0, 1] * 8)
+for (rows,) in loader:
     {first}
     with {around}:
-        turn = place % 2 if {turns} else 0
+        turn = next(order) if {turns} else 0
         accelerator.backward((model, other)[turn](rows).mean())
         for one in [(optimizer, second)[turn]] if {turns} else [optimizer, second]:
             one.step()
@@ -280,7 +281,8 @@ for (rows,) in loader:
             "before": ({"first": "optimizer.zero_grad()"}, "before each backward pass"),
             "by hand": ({"first": "for one in model.parameters(): one.grad = None"}, "before each backward pass"),
             "clips": ({"then": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"}, "as by clipping"),
-            "reads": ({"then": "model.weight.grad.mul_(2)"}, "works with the gradients"),
+            "weights alone": ({"then": "model.weight.grad.mul_(2)"}, "as by clipping"),
+            "reads": ({"then": "assert model.weight.grad.abs().max() < 1e3"}, "works with the gradients"),
             "schedule": ({"last": "schedule.step()"}, "learning rate"),
             "rate": ({"last": "optimizer.param_groups[0]['lr'] /= 2"}, "learning rate"),
             "gathers": ({"then": "accelerator.gather(rows)", "last": "schedule.step()"}, "learning rate"),
@@ -428,7 +430,27 @@ for (rows,) in loader:
         optimizer.zero_grad()
     {then}
 """
-SUM, TOGETHER = "a sum over the rows", "takes the rows of a micro-batch together"
+SLOPES = """
+balance = 1.0
+
+def slope(rows):
+    return torch.autograd.grad(model(rows).sum(), model.weight, create_graph=True)[0].square().mean() / len(rows) ** 2
+
+def weight(rows):
+    global balance
+    balance *= 1.5 - slope(rows).item()
+    return balance
+"""
+SEEN = """
+kept = [1.0]
+
+def seen(given):
+    kept.append(given.mean().item())
+    return given.square().mean() * len(kept)
+"""
+SUM, TOGETHER, CHANGED = (
+    "a sum over the rows", "takes the rows of a micro-batch together", "loss of the same rows is another one"
+)  # fmt: skip
 INSIDE = """
 def inside(rows, model=model, forward=model.forward):
     return F.dropout(forward(rows), 0.5).square().sum() / 64
@@ -451,17 +473,41 @@ model.forward = inside
             "mean": ({"loss": "3 * F.dropout(model(rows)).square().mean()"}, None, None),
             "noise in a mean": ({"loss": "(model(rows) - torch.randn(len(rows), 1)).square().mean()"}, None, None),
             "size": ({"loss": "model(rows).square().sum() / len(rows)"}, None, None),
-            "counted": ({"loss": "model(rows).square().mean() * steps"}, None, None),
-            "fails": ({"loss": "model(rows).square().view(4, 1).sum() / 64"}, None, None),
+            "fails": ({"loss": "model(rows).square().view(4, 1).sum() / 64"}, "fails where a batch has", None),
+            "differentiated": ({"loss": "model(rows).square().mean() + slope(rows)"}, None, TOGETHER),
+            "weighted by slopes": ({"loss": "model(rows).square().mean() * weight(rows)"}, CHANGED, None),
+            "seen": ({"make": SEEN, "loss": "seen(model(rows))"}, CHANGED, None),
             "leaves": ({"loss": "model(rows).square().sum() / 64", "then": "break"}, "number of its", None),
         },
     ),
 )  # fmt: skip
 def test_how_a_loops_loss_is_made_of_its_rows_is_told(described, parts, split, depends):
     """Under another split the gradients of a sum are of another size, though the script divide it by a constant."""
-    script = described(PREPARED + LOSS.format(**{"make": "", "then": "", **parts}))["script"]
+    script = described(PREPARED + SLOPES + LOSS.format(**{"make": "", "then": "", **parts}))["script"]
     for found, wanted in ((script["own_split"], split), (script["depends_on_rows"], depends)):
         assert found is wanted or wanted in found
+
+
+NUMBERED = """
+import dataclasses
+
+@dataclasses.dataclass
+class Rows:
+    x: torch.Tensor
+    count: int
+
+loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4, collate_fn=lambda rows: {gives})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gives", ["Rows(torch.stack([one for one, in rows]), len(rows))", "[*rows, len(rows)]"])
+def test_a_batch_that_tells_its_number_of_rows_is_asked_too(described, gives):
+    taken = "rows.x" if gives.startswith("Rows") else "torch.stack([one for one, in rows[:-1]])"
+    loss = f"model({taken}).square().sum() / 64"
+    text = PREPARED.replace("from accelerate", NUMBERED.format(gives=gives) + "from accelerate", 1)
+    loop = LOSS.format(make="", then="", loss=loss).replace("for (rows,)", "for rows").replace("labels =", "# ")
+    assert SUM in described(text + loop)["script"]["own_split"]
 
 
 @pytest.mark.slow
@@ -479,6 +525,13 @@ def average_by_hand():
     for one, now in zip(kept, model.parameters()):
         one.data.mul_(0.9).add_(now.data, alpha=0.1)
 """
+REPLACED = """
+kept = {name: one.clone() for name, one in model.state_dict().items()}
+
+def replace():
+    kept.update({name: kept[name] * 0.9 + one * 0.1 for name, one in model.state_dict().items()})
+"""
+WRITES = "changes its model's weights with each batch"
 RATES = """
 def rated():
     optimizer.param_groups[0]["lr"] = 1e-3 / steps
@@ -498,10 +551,14 @@ model.forward = running
 @pytest.mark.parametrize(
     ("parts", "split", "depends"),
     slow_but(
-        {"average", "synchronized"},
+        {"average", "clips weights", "synchronized"},
         {
             "average": ({"make": KEEPS, "then": "average.update_parameters(model)"}, AVERAGED, None),
             "by hand": ({"make": KEEPS, "then": "average_by_hand()"}, AVERAGED, None),
+            "in its place": ({"make": REPLACED, "then": "replace()"}, AVERAGED, None),
+            "clips weights": ({"then": "[one.data.clamp_(-1, 1) for one in model.parameters()]"}, WRITES, None),
+            "says again what trains": ({"then": "model.requires_grad_(True)"}, None, None),
+            "hook": ({"make": "model.weight.register_hook(lambda given: given.clamp(-1, 1))"}, "a hook", None),
             "synchronized": (
                 {"make": KEEPS, "then": "accelerator.sync_gradients and average_by_hand()"}, None, None,
             ),
@@ -516,3 +573,45 @@ def test_what_a_loop_keeps_of_each_batch_is_told(described, parts, split, depend
     script = described(PREPARED + text)["script"]
     for found, wanted in ((script["own_split"], split), (script["depends_on_rows"], depends)):
         assert found is wanted or wanted in found
+
+
+NUMBER = """
+schedule = accelerator.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer))
+count = 0
+for place, (rows,) in enumerate(loader):
+    {before}
+    with accelerator.accumulate(model):
+        loss = model(rows).square().mean()
+        {then}
+        accelerator.backward(loss)
+        optimizer.step()
+        {last}
+        optimizer.zero_grad()
+    {after}
+"""
+OTHERWISE = "trains otherwise by the number of its batches"
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    slow_but(
+        {"now and then", "logs"},
+        {
+            "now and then": ({"then": "loss += (place % 16 == 0) * model(rows).abs().mean()"}, OTHERWISE),
+            "if": ({"then": "if place % 16 == 0: loss = loss + model(rows).abs().mean()"}, OTHERWISE),
+            "count": ({"then": "loss = loss * (1 + count)", "after": "count += 1"}, OTHERWISE),
+            "schedule": ({"last": "schedule.step(count / 16)", "after": "count = count + 1"}, OTHERWISE),
+            "schedule now and then": ({"last": "if (place + 1) % 2 == 0: schedule.step()"}, OTHERWISE),
+            "freezes": ({"before": "model.bias.requires_grad_(place > 8)"}, OTHERWISE),
+            "target": ({"after": "if place % 5 == 4: model.load_state_dict(model.state_dict())"}, OTHERWISE),
+            "logs": ({"after": "count += loss.item()\n    if place % 5 == 0: mean = count; print(mean, place)"}, None),
+            "sums its losses": ({"then": "loss += model(rows).abs().mean()", "last": "schedule.step()"}, None),
+            "steps": ({"then": "loss *= 1 + count", "after": "if accelerator.sync_gradients: count += 1"}, None),
+        },
+    ),
+)  # fmt: skip
+def test_a_loop_that_trains_by_the_number_of_its_batches_keeps_its_split(described, parts, why):
+    """As where it weighs a part of its loss by how many came, or trains otherwise with each sixteenth."""
+    text = NUMBER.format(**{"before": "pass", "then": "pass", "last": "pass", "after": "pass", **parts})
+    split = described(PREPARED + text)["script"]["own_split"]
+    assert split is why or why in split

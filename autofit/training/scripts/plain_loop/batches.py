@@ -20,11 +20,14 @@ _BY_HAND = "it asks for each batch by itself, as by next(), so how many it takes
 _IN_PART = "it takes its batches by {}, so how many it takes, or how large others beside them are, is its own"
 _COUNTED = "it tells by the number of its batches when to leave its loop, or which to leave out (line {} of {})"
 _TAKES = "it takes by the number of its batches what belongs to each, as by {} (line {} of {})"
+_TRAINS = "it trains otherwise by the number of its batches, or by what it sums up of each (line {} of {})"
 _ENDS = {zip, itertools.islice, itertools.takewhile, itertools.zip_longest, itertools.chain}
 """What may end before a loader does, or give other batches, too."""
 _PASSES = (*_ENDS, enumerate, map, filter, itertools.cycle, itertools.starmap, tuple, GeneratorType)
 """What asks another iterator for what it gives; a ``zip`` has a tuple of these."""
 _DEPTH = 8
+_STEPS = {"backward", "step", "requires_grad_"}
+_SETS = {*_STEPS, "zero_grad", "load_state_dict"}
 _LEAVE = (ast.Break, ast.Continue, ast.Return)
 _Loop = ast.For | ast.While
 
@@ -105,7 +108,74 @@ def _by_its_number(frame: FrameType, path: Path, *, counts: bool) -> str | None:
         counted = isinstance(part.ctx, ast.Load) and ast.unparse(part.slice) in names
         if counted and _is_there(part.value, frame, inner):
             return _TAKES.format(ast.unparse(part), part.lineno, path.name)
+    if line := _trains_by(inner, names, frame):
+        return _TRAINS.format(line, path.name)
     return next((_COUNTED.format(one.lineno, path.name) for one in inner.body if isinstance(one, ast.Break)), None)
+
+
+def _trains_by(loop: Any, names: set[str], frame: FrameType) -> int | None:
+    """The line in which a loop trains by the number of its batches: what it steps or computes gradients of, and when.
+
+    Args:
+        loop: Over its batches.
+        names: What it counts, or sums up of each.
+        frame: In the middle of it.
+    """
+    every: list[Any] = [*_at_each_batch(loop)]
+    given = {ast.unparse(one) for one in getattr(loop.target, "elts", [loop.target])}
+    anew = {name for one in _unconditional(loop.body) if not _goes_on(one) for name in _targets(one)}
+    known = ({name for one in every if _goes_on(one) for name in _targets(one)} - given | names) - anew
+    taken = [one for one in every if isinstance(one, ast.Subscript) and not _is_there(one.value, frame, loop)]
+    absent, before = {id(part) for one in taken for part in ast.walk(one)}, -1
+
+    def reads(node: ast.AST) -> bool:
+        read = (one for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute) and id(one) not in absent)
+        return any(ast.unparse(one) in known for one in read)
+
+    while len(known) != before:
+        before = len(known)
+        for one in every:
+            if isinstance(one, ast.If) and reads(one.test):
+                known.update(name for part in _at_each_batch(one) for name in _targets(part))
+            elif isinstance(one, ast.Assign | ast.AugAssign | ast.AnnAssign) and one.value and reads(one.value):
+                known.update(_targets(one))
+    for one in every:
+        if isinstance(one, ast.If) and reads(one.test) and any(map(_changes, _at_each_batch(one))):
+            return int(one.lineno)
+        trains = isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in _STEPS
+        if trains and any(map(reads, one.args)):
+            return int(one.lineno)
+    return None
+
+
+def _goes_on(node: ast.AST) -> bool:
+    """Whether a statement adds to what was there before."""
+    if isinstance(node, ast.Assign):
+        return isinstance(node.value, ast.BinOp) and ast.unparse(node.value.left) in _targets(node)
+    return isinstance(node, ast.AugAssign)
+
+
+def _unconditional(body: list[Any]) -> Iterator[ast.AST]:
+    """Statements of a loop that each batch runs."""
+    for one in body:
+        yield one
+        if isinstance(one, ast.With):
+            yield from _unconditional(one.body)
+
+
+def _targets(node: ast.AST) -> list[str]:
+    """Names that a statement sets."""
+    if isinstance(node, ast.Assign):
+        parts = [part for target in node.targets for part in getattr(target, "elts", [target])]
+        return [ast.unparse(part) for part in parts]
+    return [ast.unparse(node.target)] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
+
+
+def _changes(node: ast.AST) -> bool:
+    """Whether a statement changes what is trained, or how."""
+    if isinstance(node, ast.Assign):
+        return any(isinstance(one, ast.Attribute) and one.attr == "requires_grad" for one in node.targets)
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SETS
 
 
 def _is_there(node: ast.AST, frame: FrameType, loop: ast.AST) -> bool:

@@ -14,7 +14,7 @@ from autofit.training.scripts.patches import Patches
 from autofit.training.scripts.plain_loop import reasons
 from autofit.training.scripts.plain_loop.autocast import before_products
 from autofit.training.scripts.plain_loop.batches import TURNS, note_iterators, own_number
-from autofit.training.scripts.plain_loop.gradients import Marked, groups_of
+from autofit.training.scripts.plain_loop.gradients import Marked, groups_of, hooked
 from autofit.training.scripts.plain_loop.losses import SUMS, Judged, sums_rows
 from autofit.training.scripts.plain_loop.patches import LoopPatches
 from autofit.training.scripts.plain_loop.some_rows import SomeRows
@@ -196,8 +196,8 @@ class _Described:
         judged = self.some.found()
         if self.mark.rated(groups_of(self.accelerator)):
             script["own_split"] = reasons.RATE
-        elif self.some.averages():
-            script["own_split"] = reasons.KEEPS_AVERAGES
+        elif own_split := self.some.own_split():
+            script["own_split"] = own_split
         elif judged == Judged.SUM:
             script["own_split"] = SUMS
         elif judged == Judged.TOGETHER:
@@ -216,6 +216,8 @@ class _Described:
                 self._hold(reasons.RATE)
             if self.averages:
                 self._hold(reasons.AVERAGES)
+            if hooked(groups_of(self.accelerator)):
+                self._hold(reasons.HOOKS)
             if self._by_turns():
                 self._hold(TURNS)
 
@@ -223,9 +225,9 @@ class _Described:
         return bool(self.stepped) and len(self.stepped) < len(self.accelerator._optimizers)  # noqa: SLF001 - no other
 
     def failed(self) -> dict[str, Any] | None:
-        """The script has failed, perhaps for its first backward pass was not computed."""
-        if self.found is not None and not self.some.asking:
-            self._hold(reasons.GRADIENTS)
+        """The script has failed, perhaps for its first backward pass was not computed, or on some rows of its batch."""
+        if self.found is not None:
+            self._hold(reasons.FAILS if self.some.asking else reasons.GRADIENTS)
         return self.found
 
     def _hold(self, why: str) -> None:

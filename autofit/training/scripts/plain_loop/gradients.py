@@ -15,41 +15,51 @@ def groups_of(accelerator: Any) -> list[dict[str, Any]]:
     return [group for one in optimizers for group in one.param_groups]
 
 
+def hooked(groups: list[dict[str, Any]]) -> bool:
+    """Whether a hook of the script's is given the gradients of each backward pass."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(one, kind, None) for group in groups for one in group["params"] for kind in kinds)
+
+
 @dataclass(slots=True)
 class Marked:
-    """A small parameter that has a gradient since a batch came: what clears gradients clears that, too.
+    """Small parameters that have a gradient since a batch came: what clears gradients clears that, too.
+
+    They are the smallest bias, the smallest matrix and so on: a script may change the gradients of some kinds alone.
 
     Attributes:
         scheduled: Whether a schedule has stepped since then.
     """
 
     scheduled: bool = False
-    _parameter: Any = None
+    _parameters: list[Any] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
 
     def put(self, groups: list[dict[str, Any]]) -> None:
         """A batch has come."""
         import torch
 
-        trained = [one for group in groups for one in group["params"]]
-        self._parameter = min((one for one in trained if one.requires_grad), key=lambda one: one.numel(), default=None)
-        if self._parameter is not None:
-            self._parameter.grad = torch.full_like(self._parameter, _MARK)
+        trained = (one for group in groups for one in group["params"] if one.requires_grad)
+        smallest: dict[int, Any] = {}
+        for one in sorted(trained, key=lambda one: one.numel()):
+            smallest.setdefault(one.ndim, one)
+        self._parameters = [*smallest.values()]
+        for one in self._parameters:
+            one.grad = torch.full_like(one, _MARK)
         self._rates, self.scheduled = _rates_of(groups), False
 
     def take(self) -> None:
         """Gradients are to be computed."""
-        if self._parameter is not None:
-            self._parameter.grad = None
+        for one in self._parameters:
+            one.grad = None
 
     def cleared(self) -> bool:
         """Whether gradients were cleared since then."""
-        one = self._parameter
-        return one is not None and (one.grad is None or not one.grad.any())
+        return any(one.grad is None or not one.grad.any() for one in self._parameters)
 
     def changed(self) -> bool:
         """Whether they were changed."""
-        return self._parameter is not None and not (self._parameter.grad == _MARK).all()
+        return not all((one.grad == _MARK).all() for one in self._parameters)
 
     def rated(self, groups: list[dict[str, Any]]) -> bool:
         """Whether learning rates were."""

@@ -55,6 +55,12 @@ class Judged(Enum):
     TOGETHER = "neither: it takes rows together"
 
 
+def unsteady(losses: Sequence[float], rounded: float) -> bool:
+    """Whether the loss of the same rows has changed, of values as in :func:`judged`."""
+    both, again = losses[0], losses[-1]
+    return math.isfinite(both - again) and abs(both - again) > 3 * rounded * max(map(abs, losses))
+
+
 def judged(losses: Sequence[float], rounded: float) -> Judged | None:
     """What a loss is, by its values of parts of a micro-batch.
 

@@ -11,9 +11,16 @@ CARRIES = "its gradients accumulate over an epoch's end (sync_with_dataloader=Fa
 RATE = "it changes its learning rate with each batch, and not with each optimizer step"
 AVERAGES = "it counts each batch for LocalSGD, which averages the weights of its processes after so many"
 GRADIENTS = "it works with the gradients of each batch, or fails where there are none"
+FAILS = "it fails where a batch has other rows than its micro-batch"
 KEEPS_AVERAGES = (
     "it changes as many numbers as its model has weights with each batch, as where it averages these, and not with "
     "each optimizer step"
+)
+WRITES = "it changes its model's weights with each batch, and not with each optimizer step alone"
+HOOKS = "it has a hook on its model's weights change the gradients of each backward pass, and not those of a step"
+UNSTEADY = (
+    "its loss of the same rows is another one with each batch, as where it counts its batches, or keeps something of "
+    "each, such as a queue or a mean"
 )
 BUFFERS = "its model changes its {} with each micro-batch"
 TOGETHER = (

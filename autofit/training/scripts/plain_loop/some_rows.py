@@ -7,6 +7,8 @@ itself is run, where that takes some seconds. Random numbers that belong to a ro
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -15,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autofit.training.scripts.plain_loop.losses import COMBINED, Judged, judged
+from autofit.training.scripts.plain_loop import reasons
+from autofit.training.scripts.plain_loop.losses import COMBINED, Judged, judged, unsteady
 
 _LONGEST_SECONDS = 10.0
 """What running its models again may take, and what all else that it does may."""
@@ -23,6 +26,8 @@ _DRAWN = {
     "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial",
     "poisson", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_",
 }  # fmt: skip
+_MAKES = {"add", "sub", "mul", "lerp"}
+"""What makes an average of the weights that is put in the place of the last."""
 _DROPS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 _ATTENDS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _ROUNDED, _HALF_ROUNDED = 1e-5, 1e-2
@@ -50,6 +55,8 @@ class SomeRows:
     _outputs: list[list[Any]] = field(default_factory=list)
     """What each model has given for the first batch."""
     _notes: bool = False
+    _differentiates: bool = False
+    """Whether the first batch takes gradients beside its backward pass: of what is given again there are none."""
     _began: float = 0.0
     _seconds: float = 0.0
     """What the first batch took, up to its loss."""
@@ -58,7 +65,10 @@ class SomeRows:
     _drawn: list[Any] = field(default_factory=list)
     """Random numbers for all the rows."""
     _written: list[dict[int, Any]] = field(default_factory=list)
-    """Shapes of what was changed in place with each of its batches, by where it lies."""
+    """Shapes of what was changed in place with each of its batches, by where it lies.
+
+    Of what was made of a weight it is that of the weight, below zero.
+    """
     _buffers: list[dict[str, float]] = field(default_factory=list)
     """Sums of what its models keep beside their weights, when the first batch came."""
 
@@ -77,6 +87,14 @@ class SomeRows:
                 self.without_gradients |= not torch.is_grad_enabled()
 
         model.register_forward_hook(called)
+        gradients = torch.autograd.grad
+
+        @functools.wraps(gradients)
+        def differentiated(*args: Any, **kwargs: Any) -> Any:
+            self._differentiates |= self._notes
+            return gradients(*args, **kwargs)
+
+        torch.autograd.grad = differentiated
 
     def begins(self) -> None:
         """A batch comes, which may be the first that is trained on."""
@@ -114,7 +132,8 @@ class SomeRows:
                 _set_numpy_state(states[1])
                 torch.set_rng_state(states[2])
                 self._written.append({})
-                drawing = _drawing(self._drawn, combined, self._written[-1])
+                weights = {one.data_ptr() for one in self._weights()}
+                drawing = _drawing(self._drawn, combined, self._written[-1], weights)
                 with self._replaying(rows, None if runs else places), drawing:
                     yield some
                 if len(self._losses) != number + 1 or time.monotonic() - began > _LONGEST_SECONDS:
@@ -124,18 +143,37 @@ class SomeRows:
         """What the losses tell; ``None`` where they don't."""
         return judged(self._losses, self._rounded) if len(self._losses) == len(COMBINED) else None
 
-    def averages(self) -> bool:
-        """Whether it has changed as many numbers with each batch as its models' weights are, not these."""
-        weights = [one for model in self._models for one in model.parameters() if one.requires_grad]
+    def own_split(self) -> str | None:
+        """What it does with each batch that belongs to an optimizer step, in words."""
+        if self._every().intersection(one.data_ptr() for one in self._weights()):
+            return reasons.WRITES
+        if self._averages():
+            return reasons.KEEPS_AVERAGES
+        changed = len(self._losses) == len(COMBINED) and unsteady(self._losses, self._rounded)
+        return reasons.UNSTEADY if changed else None
+
+    def _averages(self) -> bool:
+        """Whether it has changed as many numbers with each batch as its models' weights are, not these.
+
+        Numbers that are made of weights without gradients, and no weights, count as changed: they may be kept.
+        """
+        weights = self._weights()
         own, shapes = {one.data_ptr() for one in weights}, {one.shape for one in weights}
-        if len(self._written) < len(COMBINED) or not weights:
+        if not (every := self._every() - own):
             return False
-        every = set.intersection(*map(set, self._written)) - own
         alike = [shape for place, shape in self._written[-1].items() if place in every and shape in shapes]
         return bool(2 * sum(map(math.prod, alike)) >= sum(one.numel() for one in weights))
 
+    def _weights(self) -> list[Any]:
+        """What its models train."""
+        return [one for model in self._models for one in model.parameters() if one.requires_grad]
+
+    def _every(self) -> set[int]:
+        """Where what it has changed in place with each batch lies."""
+        return set.intersection(*map(set, self._written)) if len(self._written) == len(COMBINED) else set()
+
     def _runs(self, rows: int, asked: int) -> bool:
-        """Whether models are run again: what they give is more than rows, and it takes some seconds.
+        """Whether models are run again: what they give is more than rows, or differentiated, and it takes some seconds.
 
         Raises:
             _NotRows: It takes longer, and nothing else is told.
@@ -146,9 +184,9 @@ class SomeRows:
         given = [one for one in tree_leaves(self._outputs) if isinstance(one, torch.Tensor)]
         single = any(not one.ndim and one.requires_grad for one in given)
         unlike = any(one.ndim and len(one) != rows for one in given)
-        if (single or unlike) and self._seconds / rows * asked < _LONGEST_SECONDS:
+        if (single or unlike or self._differentiates) and self._seconds / rows * asked < _LONGEST_SECONDS:
             return True
-        if unlike:
+        if unlike or self._differentiates:
             raise _NotRows
         return False
 
@@ -191,6 +229,11 @@ def _rows_of(value: Any, rows: int, places: Sequence[int]) -> Any:
 
     if value is None or isinstance(value, str | bytes | bool):
         return value
+    if isinstance(value, int) and value == rows:  # it tells how many there are
+        return len(places)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{name: _rows_of(one, rows, places) for name, one in parts.items()})
     if isinstance(value, torch.Tensor | np.ndarray):
         if value.ndim and len(value) == rows:
             return value[list(places)]
@@ -249,7 +292,7 @@ def _buffers_of(model: Any) -> dict[str, float]:
 
 
 def _drawing(
-    drawn: list[Any], combined: Sequence[int], written: dict[int, Any]
+    drawn: list[Any], combined: Sequence[int], written: dict[int, Any], weights: set[int]
 ) -> contextlib.AbstractContextManager[Any]:
     """Random numbers of some rows are those that were drawn for all of them; nothing is dropped.
 
@@ -257,6 +300,7 @@ def _drawing(
         drawn: What was drawn for all rows; filled where it is empty.
         combined: Which thirds of these are in the batch.
         written: Filled with the shapes of what is changed in place, by where it lies.
+        weights: Where what is trained lies.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -271,9 +315,12 @@ def _drawing(
             if name == "scaled_dot_product_attention":
                 args, kwargs = (), {**dict(zip(_ATTENDS, args, strict=False)), **kwargs, "dropout_p": 0.0}
             found = func(*args, **kwargs)
-            if name.endswith("_") and not name.endswith("__") and args:
+            if name.endswith("_") and not name.endswith(("__", "requires_grad_")) and args:
                 into = args[0] if isinstance(args[0], list | tuple) else [args[0]]
                 written.update({one.data_ptr(): one.shape for one in into if isinstance(one, torch.Tensor)})
+            if name in _MAKES and not getattr(found, "requires_grad", True):
+                of = [one for one in args if isinstance(one, torch.Tensor) and one.shape == found.shape]
+                written.update({-one.data_ptr(): one.shape for one in of if one.data_ptr() in weights})
             if name not in _DRAWN or not isinstance(found, torch.Tensor):
                 return found
             if first:
