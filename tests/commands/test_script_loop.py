@@ -589,6 +589,12 @@ for place, (rows,) in enumerate(loader):
         optimizer.zero_grad()
     {after}
 """
+BRANCH = """if len(rows) > 2:
+            whole = loss * 2
+            whole = whole + loss
+        else:
+            whole = loss
+        loss = whole"""
 OTHERWISE = "trains otherwise by the number of its batches"
 
 
@@ -605,6 +611,7 @@ OTHERWISE = "trains otherwise by the number of its batches"
             "freezes": ({"before": "model.bias.requires_grad_(place > 8)"}, OTHERWISE),
             "target": ({"after": "if place % 5 == 4: model.load_state_dict(model.state_dict())"}, OTHERWISE),
             "logs": ({"after": "count += loss.item()\n    if place % 5 == 0: mean = count; print(mean, place)"}, None),
+            "adds to a branch": ({"then": BRANCH}, None),
             "sums its losses": ({"then": "loss += model(rows).abs().mean()", "last": "schedule.step()"}, None),
             "steps": ({"then": "loss *= 1 + count", "after": "if accelerator.sync_gradients: count += 1"}, None),
         },

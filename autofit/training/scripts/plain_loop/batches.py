@@ -123,7 +123,9 @@ def _trains_by(loop: Any, names: set[str], frame: FrameType) -> int | None:
     """
     every: list[Any] = [*_at_each_batch(loop)]
     given = {ast.unparse(one) for one in getattr(loop.target, "elts", [loop.target])}
-    anew = {name for one in _unconditional(loop.body) if not _goes_on(one) for name in _targets(one)}
+    always = [*_unconditional(loop.body)]  # a number may be set back now and then
+    fresh = [one for one in every if one in always or not isinstance(getattr(one, "value", None), ast.Constant)]
+    anew = {name for one in fresh if not _goes_on(one) for name in _targets(one)}
     known = ({name for one in every if _goes_on(one) for name in _targets(one)} - given | names) - anew
     taken = [one for one in every if isinstance(one, ast.Subscript) and not _is_there(one.value, frame, loop)]
     absent, before = {id(part) for one in taken for part in ast.walk(one)}, -1
@@ -151,7 +153,9 @@ def _trains_by(loop: Any, names: set[str], frame: FrameType) -> int | None:
 def _goes_on(node: ast.AST) -> bool:
     """Whether a statement adds to what was there before."""
     if isinstance(node, ast.Assign):
-        return isinstance(node.value, ast.BinOp) and ast.unparse(node.value.left) in _targets(node)
+        value: Any = node.value
+        added = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
+        return added and ast.unparse(value.left) in _targets(node)
     return isinstance(node, ast.AugAssign)
 
 
