@@ -118,6 +118,15 @@ def test_a_script_computes_with_its_own_numbers(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_script_reads_the_rows_of_its_own_loader(tmp_path):
+    """As where its learning rate grows with them."""
+    own, planned = (
+        run(tmp_path, "train(loader)\ngave = loader.total_batch_size", patched) for patched in (False, True)
+    )
+    assert own[4] == planned[4] == 2
+
+
+@pytest.mark.slow
 def test_a_script_that_sets_the_accumulation_reads_what_it_has_set(tmp_path):
     found = run(tmp_path, "accelerator.gradient_accumulation_steps = 8\ngave = accelerator.gradient_accumulation_steps")
     assert found[4] == 8

@@ -338,6 +338,13 @@ class LoopPatches:
                 return length
 
             members["__len__"] = told_length
+
+        def told_rows(_: Any) -> int:
+            _, own, rows, _ = self._rows.get(id(loader), (0, None, 1, None))
+            planned = int(kind.total_batch_size.fget(loader))  # which Accelerate reads itself where a loop begins
+            return planned if running or own is None else planned * int(own.batch_size) // rows
+
+        members["total_batch_size"] = property(told_rows)
         made = type(kind.__name__, (kind,), members)
         vars(object)["__class__"].__set__(loader, made)  # Accelerate's own says that it is PyTorch's loader
 
