@@ -22,7 +22,7 @@ from autofit.system.units import MIB
 from autofit.training.scripts.described import asks_otherwise
 from autofit.training.scripts.entry import train_with
 from autofit.training.scripts.leave import Refused
-from autofit.training.scripts.patches import Made, Patches, _given
+from autofit.training.scripts.patches import Made, Patches, _given, _set_all
 from autofit.training.scripts.watched import keep_scale, watch
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import PLAIN
@@ -236,6 +236,33 @@ def test_an_accumulation_that_is_set_after_the_trainer_is_made_does_not_stand_ov
     as_asked, _ = plan({"micro_batch": 4, "accumulation": 2})
     found, said, _ = run(tmp_path, as_asked, (4, 2, "adamw_torch_fused", "sets"))
     assert (found[0][:2], said) == ([4, 2], [])
+
+
+@dataclasses.dataclass
+class OwnArguments(transformers.TrainingArguments):
+    """As scripts have them: what is made of what is given, by the class itself."""
+
+    smoothing: dataclasses.InitVar[float] = 0.1
+    base_rate: float = 0.5
+
+    def __post_init__(self, smoothing):
+        super().__post_init__()
+        self.smoothed = smoothing
+        self.learning_rate = self.base_rate = self.base_rate * self.per_device_train_batch_size
+
+
+def test_what_a_script_has_made_of_its_arguments_is_not_made_anew_with_a_plan(tmp_path):
+    given = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    arguments = OwnArguments(**given, per_device_train_batch_size=4, smoothing=0.3)
+    arguments.temperature = 2.0
+    _set_all(arguments, {"per_device_train_batch_size": 8, "bf16": True, "optim": "adamw_torch"})
+    kept = (arguments.learning_rate, arguments.base_rate, arguments.smoothed, arguments.temperature)
+    assert kept == (2.0, 2.0, 0.3, 2.0)
+    assert arguments.train_batch_size == 8
+    assert (arguments.mixed_precision, arguments.optim) == (
+        "bf16",
+        transformers.training_args.OptimizerNames.ADAMW_TORCH,
+    )
 
 
 @pytest.mark.slow

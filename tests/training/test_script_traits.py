@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Traine
 
 from autofit.contract.script import Script
 from autofit.machine.model import describe_module
+from autofit.training.scripts.described import _makes_its_optimizer
 from autofit.training.scripts.leave import Refused
 from autofit.training.scripts.loading import ignores_workers
 from autofit.training.scripts.random_weights import cache_tables_apart, random_model
@@ -310,6 +311,29 @@ def test_a_layer_wise_optimizer_keeps_its_split(tmp_path):
     trainer = made(LayerByLayer, Reads(), tmp_path)
     assert "in each backward pass" in own_split(trainer, trainer.get_train_dataloader(), (), untold=False)
     assert trainer.args.gradient_accumulation_steps == 1
+
+
+class Chooses(Trainer):
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args, _model=None):
+        return torch.optim.RAdam, {"lr": args.learning_rate}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "makes"),
+    [
+        (Trainer, None, False),
+        (Trainer, "optimizer", True),
+        (Trainer, "create_optimizer", True),
+        (Chooses, None, True),
+    ],
+)
+def test_an_optimizer_that_no_argument_says_is_the_scripts_own(kind, name, makes, tmp_path):
+    trainer = made(kind, Reads(), tmp_path)
+    own = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    if name is not None:  # it is set after the Trainer is made
+        setattr(trainer, name, own if name == "optimizer" else lambda: own)
+    assert _makes_its_optimizer(trainer, {}) is makes
 
 
 class Asks(Own):

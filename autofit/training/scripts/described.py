@@ -127,6 +127,7 @@ def _makes_its_optimizer(trainer: Any, given: Mapping[str, Any]) -> bool:
     """Whether the optimizer is no matter of the arguments."""
     from transformers import Trainer
 
-    handed = handed_on(given)["optimizers"] == "given"
-    inherited = type(trainer).create_optimizer is Trainer.create_optimizer
-    return handed or given.get("optimizer_cls_and_kwargs") is not None or not inherited
+    handed = trainer.optimizer is not None or given.get("optimizer_cls_and_kwargs") is not None
+    makes = [getattr(trainer, name) for name in ("create_optimizer", "get_optimizer_cls_and_kwargs")]
+    own = [getattr(one, "__func__", one) for one in makes]  # a method of its class, or set in the Trainer itself
+    return handed or own != [Trainer.create_optimizer, Trainer.get_optimizer_cls_and_kwargs]

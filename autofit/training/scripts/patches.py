@@ -9,6 +9,7 @@ Read in transformers 5.23: ``PreTrainedModel.from_pretrained`` and ``_from_confi
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -27,6 +28,7 @@ from autofit.training.scripts.asked import Asked
 from autofit.training.scripts.leave import Refused, ending
 from autofit.training.scripts.random_weights import cache_tables_apart, made_quantized, random_model
 from autofit.training.scripts.written import Written
+from autofit.training.tasks.loss_scale import of_a_library
 
 
 def keep_files(told: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda nothing: nothing) -> None:
@@ -321,9 +323,12 @@ class Patches:
 
 
 def _set_all(arguments: Any, values: Mapping[str, Any]) -> None:
-    """Have arguments be as if they were made with these values."""
-    made = dataclasses.replace(arguments, **values, **split_of_generation(arguments, values))
-    vars(arguments).clear()
+    """Have arguments be as if made with these values, but for what the script, or a class of its own, sets in them."""
+    made = copy.copy(arguments)
+    vars(made).pop("_setup_devices", None)  # found anew, by the variables of the launch
+    vars(made).update(values, **split_of_generation(arguments, values))
+    finishes = (one for one in type(made).__mro__ if "__post_init__" in vars(one) and of_a_library(one))
+    vars(next(finishes))["__post_init__"](made)
     vars(arguments).update(vars(made))
 
 

@@ -88,7 +88,7 @@ def script_leaves_undivided(trainer: Any, batch: Any) -> bool | None:
         return (
             None  # what it takes its gradients of, or its function for the loss, divides by what it knows, or does not
         )
-    if itself and (trainer.loss_is_scaled_for_ga or _of_a_library(kind.compute_loss) or not isinstance(batch, Mapping)):
+    if itself and (trainer.loss_is_scaled_for_ga or of_a_library(kind.compute_loss) or not isinstance(batch, Mapping)):
         return False
     inner = trainer.accelerator.unwrap_model(trainer.model)
     if type(inner).__name__.endswith("ForCTC") and inner.config.ctc_loss_reduction == "sum":
@@ -128,7 +128,7 @@ def _steps_as_a_trainer(kind: Any) -> bool:
     """Whether a class of Trainer takes its gradients as transformers' own does, by the texts of its classes."""
     for one in kind.__mro__:
         step = vars(one).get("training_step")
-        if step is None or _of_a_library(step):
+        if step is None or of_a_library(step):
             continue
         text = ""
         with contextlib.suppress(OSError, TypeError):  # a function without a text
@@ -138,8 +138,9 @@ def _steps_as_a_trainer(kind: Any) -> bool:
     return True
 
 
-def _of_a_library(function: Any) -> bool:
-    return (getattr(function, "__module__", None) or "").partition(".")[0] in {
+def of_a_library(one: Any) -> bool:
+    """Whether a class or a function is of a library of Trainers."""
+    return (getattr(one, "__module__", None) or "").partition(".")[0] in {
         "transformers",
         "trl",
         "sentence_transformers",
