@@ -187,6 +187,18 @@ def test_a_script_that_wants_a_launcher_is_told_that_there_is_none(described, li
     assert described(line)["hint"].startswith(wanted)
 
 
+def test_a_module_of_a_package_is_told_how_it_can_be_tuned(described, tmp_path):
+    script = tmp_path / "mine" / "training" / "train.py"
+    script.parent.mkdir(parents=True)
+    for place in script.parents[:2]:
+        (place / "__init__.py").touch()
+    script.write_text("from . import rows")
+    line = "import runpy; runpy.run_module('mine.training.train', run_name='__main__')"
+    assert described(script)["hint"].endswith(line)
+    script.write_text("from . import __name__\n1 / 0")
+    assert "ZeroDivisionError" in described(line)["error"], "that line runs it"
+
+
 @pytest.mark.slow
 def test_what_the_script_does_itself_is_seen(described, folder):
     lines = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import runpy
 import sys
@@ -29,6 +30,10 @@ _BY_ITSELF = "does it run with these arguments by itself? They stand behind --: 
 _OF_A_LAUNCHER = (
     "{0} is what torchrun sets, and one process is tuned, without a launcher: read it by os.environ.get, as the only "
     "process where it is missing, and leave making the process group to the Trainer or the Accelerator"
+)
+_OF_A_PACKAGE = (
+    "it is a module of a package, which python -m runs: tune a script that lies beside that package's folder and holds "
+    "this line: import runpy; runpy.run_module('{0}', run_name='__main__')"
 )
 _LAUNCHER = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "LOCAL_RANK", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -212,7 +217,7 @@ def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = Fals
             raise
         raise InputError(
             f"{name} failed before it trained{_line(error, path)}: {error_words(error)}",
-            hint=_OF_A_LAUNCHER.format(wanted) if (wanted := _launcher_variable(error)) else _BY_ITSELF,
+            hint=_hint(error, Path(path)),
         ) from error
     raise InputError(
         f"{name} ended without training: it called neither train() of a transformers Trainer nor backward() of an "
@@ -232,6 +237,17 @@ def _run_until_ended(path: str, arguments: Sequence[str]) -> None:
         ended, _ended_by = _ended_by, None
         if ended:
             raise ended[0]
+
+
+def _hint(error: Exception, path: Path) -> str:
+    """What to do where a script has failed."""
+    if wanted := _launcher_variable(error):
+        return _OF_A_LAUNCHER.format(wanted)
+    if isinstance(error, ImportError) and "relative import with no known parent package" in str(error):
+        packages = list(itertools.takewhile(lambda one: (one / "__init__.py").is_file(), path.parents))
+        names = [one.name for one in reversed(packages or [path.parent])]  # a package may do without that file
+        return _OF_A_PACKAGE.format(".".join([*names, path.stem]))
+    return _BY_ITSELF
 
 
 def _launcher_variable(error: Exception) -> str | None:
