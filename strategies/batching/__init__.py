@@ -224,7 +224,7 @@ class Batching(Technique):
     def changes(self, value: Value, plan: Mapping[str, Value], facts: Facts) -> str | None:
         if value == _PACKED:
             return packed_words(plan, facts)
-        if value != _GROUPS:
+        if value != _GROUPS or _own_strategy(facts.workload.script) == _GROUPS:
             return None
         own = facts.workload.script is None
         evaluated = "; a Trainer's predict() gives its rows in another order, too" if own else ""

@@ -132,6 +132,7 @@ def test_a_trainer_reads_the_order_as_an_argument_and_a_collator_is_put_into_the
 
 def test_a_script_that_groups_its_rows_itself_is_left_alone():
     facts = script_facts(own={"train_sampling_strategy": "group_by_length"})
+    assert BATCHING.changes("group_by_length", {}, facts) is None
     assert by_script(BATCHING, facts)
     assert BATCHING.own(facts) == "group_by_length"
     assert {plan["batching"] for plan in space.build(facts, ALL).plans} == {"group_by_length"}
