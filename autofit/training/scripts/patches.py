@@ -329,6 +329,7 @@ def _set_all(arguments: Any, values: Mapping[str, Any]) -> None:
     vars(made).update(values, **split_of_generation(arguments, values))
     finishes = (one for one in type(made).__mro__ if "__post_init__" in vars(one) and of_a_library(one))
     vars(next(finishes))["__post_init__"](made)
+    vars(arguments).clear()
     vars(arguments).update(vars(made))
 
 
