@@ -15,6 +15,8 @@ _FLASH_WIDTH = 256
 """Of the widest head that FlashAttention knows."""
 _CONTRASTIVE = ("logit_scale", "temperature")
 """How the trained numbers that scale contrastive logits begin; CLAP has two."""
+_BALANCE = ("router_aux_loss_coef", "aux_loss_coef")
+"""What the weight of the loss that balances experts is called, in a config or (DBRX) by the model."""
 
 
 def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
@@ -126,7 +128,8 @@ def depends_on_rows(model: Any) -> str | None:
     if any(name.startswith(_CONTRASTIVE) and one.numel() == 1 for name, one in model.named_parameters(recurse=False)):
         return "its contrastive loss compares the rows of a micro-batch with each other"
     text = model.config.get_text_config()
-    if getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0):
+    weighs = any(getattr(one, name, 0) for one in (model, text) for name in _BALANCE)
+    if getattr(text, "output_router_logits", False) and weighs:
         return "the loss that balances its experts is taken of each micro-batch"
     return None
 
@@ -304,9 +307,10 @@ def beside_the_base(model: Any) -> tuple[str, ...]:
 
 
 def has_plain_head(model: Any) -> bool:
-    """Whether the output layer's product goes as it is into transformers' loss for causal language models.
+    """Whether the output layer's product goes as it is into transformers' loss for causal language models, and no more.
 
-    Seen by running what the class does behind its layers, on a hidden state without storage.
+    Bamba may add a loss of their size (z-loss). Seen by running what the class does behind its layers, on a hidden
+    state without storage.
     """
     import torch
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -316,14 +320,15 @@ def has_plain_head(model: Any) -> bool:
         def __getattr__(self, name: str) -> None:
             return None  # fields of other models' outputs
 
-    head, seen = model.get_output_embeddings(), []
+    head, seen, losses = model.get_output_embeddings(), [], []
     own = getattr(model, "loss_function", None)
     if type(head) is not torch.nn.Linear or own is not ForCausalLMLoss or model.base_model is model:
         return False
 
     def loss(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         seen.append(logits)
-        return logits.new_zeros(())
+        losses.append(logits.new_zeros(()))
+        return losses[-1]
 
     made: list[torch.Tensor] = []
     head.to(torch.bfloat16)  # so that a class which makes float32 of it is seen to do so
@@ -334,9 +339,9 @@ def has_plain_head(model: Any) -> bool:
         model.loss_function = loss
         ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
         with without_launches():
-            model(input_ids=ids, labels=ids)
+            trained = model(input_ids=ids, labels=ids).loss
     except Exception:  # noqa: BLE001 - a class that can't be run like this is not one that is known
         return False
     finally:
         handle.remove()
-    return len(made) == 1 and len(seen) == 1 and seen[0] is made[0]
+    return len(made) == len(seen) == 1 and seen[0] is made[0] and trained is losses[0]

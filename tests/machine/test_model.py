@@ -57,3 +57,20 @@ def test_a_config_that_gives_sizes_for_each_layer_is_read(tmp_path):
     assert (found["layers"], found["hidden_size"], found["task"]) == (4, 64, "causal-lm")
     assert not found["context_split"]
     assert found["tensor_sizes"]["attention heads"] == config.num_attention_heads
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Mixtral", {"num_hidden_layers": 1}),
+        ("Dbrx", {"n_layers": 1, "attn_config": {"kv_n_heads": 1, "rope_theta": 10_000.0}}),
+        ("JetMoe", {"num_hidden_layers": 1}),
+    ],
+)
+@pytest.mark.parametrize("told", [False, True])
+def test_the_loss_that_balances_experts_is_told_whatever_its_weight_is_called(name, sizes, told):
+    """DBRX has it in the config of its experts, and JetMoE by another name: they were split as if rows were alone."""
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    with torch.device("meta"):
+        model = kind(kind.config_class(output_router_logits=told, **sizes))
+    assert bool(depends_on_rows(model)) is told

@@ -322,6 +322,8 @@ def test_a_metric_finds_room_for_the_logits_of_the_evaluation_batch(values, unma
         ({"model_type": "gemma2", "final_logit_softcapping": None}, True),
         ({"model_type": "granite"}, False),  # a factor
         ({"model_type": "cohere"}, False),
+        ({"model_type": "bamba", "num_hidden_layers": 2}, True),
+        ({"model_type": "bamba", "num_hidden_layers": 2, "z_loss_coefficient": 0.01}, False),  # more of its logits
         ({"model_type": "bart"}, False),  # a loss of its own
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",

@@ -252,12 +252,19 @@ def _divides(
         return {name: without_values(one) if isinstance(one, torch.Tensor) else one for name, one in batch.items()}
 
     try:
-        with mode or contextlib.nullcontext(), answering(), Uses(), without_launches():
+        with mode or contextlib.nullcontext(), answering(), Uses(), without_launches(), _experts_in_any_dtype(model):
             forward(items, of)
     except Exception:
         if not used:  # what it does with its loss later is nothing to this
             raise
     return None if in_part else used
+
+
+def _experts_in_any_dtype(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Have experts multiplied by operators that take float32 without values, too: grouped ones take bfloat16 alone."""
+    own = {id(one.config): one.config for one in model.modules() if hasattr(one, "config")}
+    name = "_experts_implementation_internal"
+    return replacing([(config, name, "batched_mm") for config in own.values() if hasattr(config, name)])
 
 
 def _hands_items_on(model: Any) -> bool | None:

@@ -6,6 +6,8 @@ import peft
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
@@ -17,6 +19,7 @@ from transformers import (
 from autofit.training.tasks.loss_scale import _hands_items_on, averages, leaves_undivided, script_leaves_undivided
 from autofit.training.tasks.rows import Spec
 from autofit.training.tasks.table import TASKS
+from tests.support.tiny import CONFIGS
 
 TINY = LlamaConfig(
     vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
@@ -95,6 +98,16 @@ def test_few_layers_tell_whether_a_loss_looks_at_the_items(made, undivided, ran)
     assert leaves_undivided(model, TASKS["causal-lm"], spec) is undivided
     assert len(calls) == ran
     assert len(model.model.layers) == 8
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_the_loss_that_balances_experts_is_not_divided_by_the_items(balanced):
+    """Under 4 micro-batches its gradients were 4 times as large: a Trainer takes the whole loss for divided."""
+    config = AutoConfig.for_model(**CONFIGS["mixtral"], output_router_logits=balanced)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    spec = Spec(config=config, main="input_ids", length=8, vocabulary=128)
+    assert leaves_undivided(model, TASKS["causal-lm"], spec) is balanced
 
 
 def adapted(model):
