@@ -202,7 +202,9 @@ class Adapter(Technique):
         method, heads = LORA.get(wanted.method, "(IA)3 factors"), facts.model.new_modules
         beside = f" and {', '.join(heads)}, whole," if heads else ""
         trained = f"Only an adapter{beside} {'are' if heads else 'is'} trained, {method} {what}"
-        return f"{trained}; all other weights are frozen: tune the learning rate anew."
+        stacked = facts.model.has_experts and not facts.model.lora_on_experts and not wanted.targets
+        experts = " Stacked weights of experts are no linear layers, and get none." if stacked else ""
+        return f"{trained}; all other weights are frozen: tune the learning rate anew.{experts}"
 
     def prior(self, value: Value, facts: Facts) -> Prior:
         """A third of the products makes the weights' gradients; adapters add small ones that use a device badly."""

@@ -45,8 +45,10 @@ def adapt(
     targets: Any = list(wanted.targets) or "all-linear"
     config: Any
     common: dict[str, Any] = {"target_modules": targets, "task_type": _PEFT_TASKS.get(task)}
-    if whole:  # "all-linear" would take their layers too
-        common |= {"modules_to_save": list(whole), "exclude_modules": rf"({'|'.join(map(re.escape, whole))})(\..*)?"}
+    if whole:
+        common["modules_to_save"] = list(whole)
+    if left := [*whole, *([] if wanted.targets else _routers(model))]:  # "all-linear" would take their layers too
+        common["exclude_modules"] = rf"({'|'.join(map(re.escape, left))})(\..*)?"
     if wanted.method == "ia3":
         config = IA3Config(feedforward_modules=[], **common)
     else:
@@ -65,6 +67,14 @@ def adapt(
         for layer in layers:
             layer._cast_input_dtype = functools.partial(_outside_autocast, layer._cast_input_dtype)  # noqa: SLF001
     return adapted
+
+
+def _routers(model: nn.Module) -> list[str]:
+    """Routers that are linear layers and give more than their product (Llama 4, Phi-MoE): PEFT can't wrap one."""
+    from torch import nn
+
+    found = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear))
+    return [name for name, one in found if "Router" in type(one).__name__]
 
 
 def _outside_autocast(cast_input: Callable[..., torch.Tensor], x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib
 import pickle
 import sys
 
@@ -28,6 +29,8 @@ from tests.support.tiny import write_config
 from tests.support.traced import CONFIGS, PLAIN, facts_of
 
 ADAPTER = technique("adapter")
+peft_layers = importlib.import_module("autofit.strategies.adapter.peft_layers")
+wanted = importlib.import_module("autofit.strategies.adapter.wanted")
 FACTS = dataclasses.replace(cpu_facts(), packages={"peft": "0.18.0", "bitsandbytes": "0.50.0"})
 
 
@@ -181,6 +184,39 @@ def test_an_adapter_of_twice_the_rank_on_an_experts_two_first_weights_is_the_one
     assert "experts" in told["modules"]
     assert ADAPTER.in_effect(value, told, FACTS) is None
     assert ADAPTER.in_effect(value.replace("4", "8"), told, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("llama4_text", {"intermediate_size_mlp": 16, "head_dim": 8}), ("phimoe", {})]
+)
+def test_a_router_that_gives_more_than_its_product_gets_no_adapter(name, sizes):
+    """PEFT takes it for a linear layer, and its forward pass crashed."""
+    config = AutoConfig.for_model(
+        name, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=2, vocab_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes,
+    )  # fmt: skip
+    model = peft_layers.adapt(
+        wanted.wanted_by("lora:r=4"), AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    )
+    ids = torch.ones(1, 4, dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert {"q_proj", "v_proj"} <= {*peft_layers.adapter_on(model)[1]}
+    assert "router" not in peft_layers.adapter_on(model)[1]
+
+
+@pytest.mark.parametrize(
+    ("experts", "known", "value", "told"),
+    [
+        (True, False, "lora:r=4", True),
+        (True, True, "lora:r=4", False),
+        (True, False, "lora:r=4:targets=q_proj", False),
+        (False, False, "lora:r=4", False),
+    ],
+)
+def test_experts_that_get_no_adapter_are_told(experts, known, value, told):
+    model = dataclasses.replace(FACTS.model, has_experts=experts, lora_on_experts=known)
+    said = ADAPTER.changes(value, {}, dataclasses.replace(FACTS, model=model))
+    assert ("experts" in said) == told
 
 
 @pytest.mark.parametrize(
