@@ -470,6 +470,7 @@ model.forward = inside
             "noise": ({"loss": "(model(rows) - torch.randn(len(rows), 1)).square().sum() / 64"}, SUM, None),
             "together": ({"loss": "(model(rows) @ rows[:, :1].T).logsumexp(1).mean()"}, None, TOGETHER),
             "deviation": ({"loss": "model(rows).square().mean() - model(rows).std()"}, None, TOGETHER),
+            "root": ({"loss": "(model(rows).square() * 1e-4 + 1).mean().sqrt()"}, None, TOGETHER),
             "mean": ({"loss": "3 * F.dropout(model(rows)).square().mean()"}, None, None),
             "noise in a mean": ({"loss": "(model(rows) - torch.randn(len(rows), 1)).square().mean()"}, None, None),
             "size": ({"loss": "model(rows).square().sum() / len(rows)"}, None, None),

@@ -1,5 +1,6 @@
 """A plain loop with Accelerate under a plan: what it reads of its own numbers stays, and what can't is told."""
 
+import collections
 import dataclasses
 import json
 import math
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,16 +17,17 @@ from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import GradientAccumulationPlugin
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from transformers import BatchEncoding
 
 from autofit.contract.script import Script
 from autofit.registry import recipe_of
 from autofit.training.scripts.leave import Enough
 from autofit.training.scripts.plain_loop import entry as loop_entry
-from autofit.training.scripts.plain_loop import patches
+from autofit.training.scripts.plain_loop import patches, some_rows
 from autofit.training.scripts.plain_loop.autocast import autocast_of_gpus
 from autofit.training.scripts.plain_loop.batches import _TAKES as TAKES
 from autofit.training.scripts.plain_loop.loader import own_length
-from autofit.training.scripts.plain_loop.losses import COMBINED, Judged, judged, sums_rows
+from autofit.training.scripts.plain_loop.losses import COMBINED, Judged, judged, sums_rows, takes_rows_together
 from autofit.training.timing import Clock, Effort
 from autofit.training.world import World
 from tests.support.synthetic import cpu_facts
@@ -192,11 +195,41 @@ def test_a_second_training_with_other_rows_keeps_its_own(tmp_path, again):
 
 
 @pytest.mark.slow
-def test_a_training_on_a_loader_without_the_plan_is_refused(tmp_path):
-    rest = "train(loader)\ntrain(accelerator.prepare(with_loader))"
-    with pytest.raises(AssertionError, match="the script trains on another loader than before"):
-        lines_of(tmp_path, SCRIPT + FOLD + rest, "4", "2")
-    assert lines_of(tmp_path, SCRIPT + FOLD + rest) == [], "under its own split it is the script's own training"
+def test_a_training_on_another_loader_takes_the_scripts_own_batches(tmp_path):
+    """What it has trained before would be lost if it were stopped there; the plan's number would be other rows."""
+    rest = """
+    other = accelerator.prepare(with_loader)
+    gave = [train(one) for one in (loader, other, loader)]
+    print(json.dumps([made, [len(one) for one in seen], gave]))
+    """
+    *said, last = lines_of(tmp_path, SCRIPT + FOLD + textwrap.dedent(rest), "8", "1")
+    assert json.loads(last) == [24, [8] * 8 + [2] * 32 + [8] * 8, [1.0, 1.0, 1.0]]
+    assert len([one for one in said if "trains on another loader, too" in one]) == 1
+
+
+@pytest.mark.slow
+def test_a_loader_that_is_prepared_anew_for_each_epoch_is_the_plans(tmp_path):
+    """Also beside others: those that were prepared at one place before the script trained come in the same order."""
+    rest = """
+    for epoch in range(3):
+        *_, again, kept = [accelerator.prepare(DataLoader(loader.dataset, batch_size=2)) for _ in range(2)]
+        for batch in kept:
+            seen.append(batch[0].flatten().tolist())
+        train(again)
+    print(json.dumps([made, [len(one) for one in seen]]))
+    """
+    text = SCRIPT.replace("optimizer, loader = accel", "optimizer = accel").replace("lr=0.0), loader)", "lr=0.0))")
+    *said, last = lines_of(tmp_path, text + textwrap.dedent(rest), "8", "1")
+    assert json.loads(last) == [24, ([2] * 32 + [8] * 8) * 3]
+    assert not any("loader" in one for one in said)
+
+
+def test_a_measured_loop_ends_where_it_trains_on_another_loader(monkeypatch):
+    monkeypatch.setattr(loop_entry, "counted", lambda _: None)
+    _, loop = measured(World(size=1))
+    loop.begun.update({1})
+    with pytest.raises(Enough):
+        loop.before_backward(None, None)
 
 
 @pytest.mark.slow
@@ -347,7 +380,7 @@ def measured(world):
     clock.waits = SimpleNamespace(asked=lambda: None)
     clock.step_end = lambda: False
     observer = SimpleNamespace(with_later_state=lambda first, *_: first)
-    tokens, script = SimpleNamespace(tell=lambda: None), SimpleNamespace(loader=0)
+    tokens, script = SimpleNamespace(tell=lambda: None), SimpleNamespace(loader=0, own_split=None)
     return clock, loop_entry._Measured(clock, script, tokens, observer=observer, seen=["evidence"])
 
 
@@ -429,6 +462,71 @@ def test_a_loss_that_grows_with_its_rows_is_told_from_a_mean(loss, sums):
     weights = torch.ones(3, CLASSES, requires_grad=True)
     of = SimpleNamespace(x=torch.randn(ROWS, 3) @ weights, y=torch.arange(ROWS), weights=weights)
     assert bool(sums_rows(loss(of), SimpleNamespace(batch_size=ROWS))) == sums
+
+
+@pytest.mark.parametrize(
+    ("loss", "together"),
+    [
+        (lambda of: functional.mse_loss(of.x, of.x.detach() + 1).sqrt(), True),
+        (lambda of: 0.1 * functional.cross_entropy(of.x, of.y).exp() + of.x.mean(), True),
+        (lambda of: functional.cross_entropy(of.x, of.y) ** 2, True),
+        (lambda of: (of.x.exp() * of.x).sum() / of.x.exp().sum(), True),
+        (lambda of: of.x.norm() / len(of.x) ** 0.5, True),
+        (lambda of: functional.cross_entropy(of.x, of.y) / 2 + of.x.square().sqrt().mean(), False),
+        (lambda of: functional.cross_entropy(of.x, of.y, reduction="sum") / torch.tensor(4.0), False),
+        (lambda of: of.x.mean() * of.scale.exp() - of.scale, False),
+        (lambda of: of.x.mean() + of.weights.square().sum().sqrt() + of.weights.norm(), False),
+        (lambda _: torch.tensor(1.0), False),
+    ],
+)
+def test_a_loss_that_is_no_mean_of_its_rows_own_is_told_by_what_it_is_made_of(loss, together):
+    """Where the rows' own are much alike, so are the root of their mean and the mean of their roots."""
+    weights, scale = torch.ones(3, CLASSES, requires_grad=True), torch.ones((), requires_grad=True)
+    of = SimpleNamespace(x=torch.randn(ROWS, 3) @ weights, y=torch.arange(ROWS), weights=weights, scale=scale)
+    assert takes_rows_together(loss(of), ROWS) == together
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    x: torch.Tensor
+
+
+class Named(dict):
+    def __init__(self, x):
+        super().__init__(x=x)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: list[torch.Tensor]
+
+
+X = torch.arange(8).view(4, 2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Slots(X),
+        SimpleNamespace(x=X, rows=4, name="own"),
+        collections.defaultdict(list, x=X),
+        Named(X),
+        BatchEncoding({"x": X}),
+        Pair(X, [X]),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_rows_of_a_batch_of_any_class_are_of_that_class(batch):
+    taken = some_rows._rows_of(batch, 4, [1, 3])
+    assert type(taken) is type(batch)
+    for one, whole in ((taken, X[[1, 3]]), (batch, X)):
+        assert torch.equal(one["x"] if isinstance(one, collections.abc.Mapping) else one.x, whole)
+
+
+@pytest.mark.parametrize("batch", [0.5, torch.nn.Linear(2, 1), torch.float32, SimpleNamespace(x=X, share=0.5)])
+def test_what_is_no_row_of_a_batch_tells_nothing(batch):
+    with pytest.raises(some_rows._NotRows):
+        some_rows._rows_of(batch, 4, [1, 3])
 
 
 PART = (3.0, 1.0, 2.5)

@@ -15,7 +15,7 @@ from autofit.training.scripts.plain_loop import reasons
 from autofit.training.scripts.plain_loop.autocast import before_products
 from autofit.training.scripts.plain_loop.batches import TURNS, note_iterators, own_number
 from autofit.training.scripts.plain_loop.gradients import Marked, groups_of, hooked
-from autofit.training.scripts.plain_loop.losses import SUMS, Judged, sums_rows
+from autofit.training.scripts.plain_loop.losses import SUMS, Judged, sums_rows, takes_rows_together
 from autofit.training.scripts.plain_loop.patches import LoopPatches
 from autofit.training.scripts.plain_loop.some_rows import SomeRows
 from autofit.training.scripts.plain_loop.trainers import refuse_loops_of_its_own
@@ -308,6 +308,9 @@ class _Described:
             sums = sums_rows(loss, None if self.number is None else self.loaders[self.number])
             own_split = (reasons.SEVERAL if several else None) or ahead or self.counts or clears or carries or sums
             self.found = self._told(accelerator.gradient_accumulation_steps, own_split)
+            script = self.found["script"]
+            if takes_rows_together(loss, script["micro_batch"]):
+                script["depends_on_rows"] = script["depends_on_rows"] or reasons.TOGETHER
         elif first:
             self.mark.take()
 

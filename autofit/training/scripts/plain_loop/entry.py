@@ -42,6 +42,10 @@ class _Measured:
     accelerator: Any = None
     optimizer: Any = None
     loaded_by: Any = None
+    loads: Any = None
+    """The data set of its first loader, of which the places of rows are known."""
+    begun: set[int] = field(default_factory=set)
+    """Loaders that have given a batch since its last backward pass."""
     seen: list[Evidence] = field(default_factory=list)
     fresh: bool = True
     synced: bool = False
@@ -56,13 +60,15 @@ class _Measured:
         recipe = self.clock.recipe
         changed = loader_changes(own, recipe)
         prefetch = changed.get("prefetch_factor", own.prefetch_factor)
-        self.clock.waits = waits_of(recipe, changed.get("num_workers", own.num_workers), prefetch)
+        if self.loads is None:
+            self.loads = own.dataset
+            self.clock.waits = waits_of(recipe, changed.get("num_workers", own.num_workers), prefetch)
         ordered = None
         script = self.script
         if takes_by_number(script.own_split):  # what it has cached ends where its own epoch does
             if script.mean_share < 1:
                 self.clock.notes.append(_IN_ITS_ORDER)
-        elif script.longest_places:
+        elif script.longest_places and own.dataset is self.loads:
             steps = self.clock.loaded_steps
             asked = wanted(self.clock, steps, longest=script.longest_places, places=script.places)
             ordered = order(own.sampler, asked, self.tokens.take)
@@ -79,6 +85,7 @@ class _Measured:
 
     def begins(self, number: int, batch: Any) -> None:
         """A micro-step begins."""
+        self.begun.add(number)
         if number != self.script.loader:
             return
         self.over = False
@@ -90,7 +97,10 @@ class _Measured:
         self.clock.forward_begin()
 
     def before_backward(self, accelerator: Any, _loss: Any) -> None:
-        """The loss is there."""
+        """The loss is there; where it is that of another loader, without the plan, the steps that were made are all."""
+        if self.script.own_split is None and self.begun and self.script.loader not in self.begun:
+            raise self.enough()
+        self.begun.clear()
         if self.accelerator is None:
             self.clock.notes += changes_since(self.script)
         self.accelerator = accelerator
@@ -239,10 +249,14 @@ class _Launched:
     steps: int = 0
     own_rows: int = 0
     entered: bool = False
+    loads: Any = None
+    """The data set of its loader."""
     trained: bool = False
     left: bool = False
     """Whether the training that goes on is another one, of other rows to a step."""
-    told: bool = False
+    other: bool = False
+    """Whether it trains on another loader than the one that was tuned."""
+    said: set[str] = field(default_factory=set)
     begun: set[int] = field(default_factory=set)
 
     @property
@@ -261,22 +275,47 @@ class _Launched:
             return own
         self.own_rows = own.batch_size or self.script.micro_batch
         steps = self.steps
-        was_left, self.left = self.left, self.trained and self.own_rows * steps != self.tuned_rows
-        if self.accumulation is not None and self.left != was_left:
-            self.loop.accumulation = None if self.left else self.accumulation
-            self.accelerator.gradient_accumulation_steps = steps
+        self.left, self.other = self.trained and self.own_rows * steps != self.tuned_rows, False
+        self._let()
         if self.left:
             self.say(
                 f"another training of the script asks for {self.own_rows * steps} rows a step, not {self.tuned_rows}: "
                 "its batches stay its own, and its memory and speed were not measured"
             )
             return own
-        self.entered = True
+        if self.trained and own.dataset is not self.loads:
+            self._say_once("the script prepares its loader anew, of other rows: whether these are longer was not seen")
+        self.entered, self.loads = True, own.dataset
         return rebuilt(own, rows=self.recipe.micro_batch, changed=loader_changes(own, self.recipe))
+
+    def _let(self) -> None:
+        """Have a step take as many micro-batches as the script says, where the plan's loader does not give them."""
+        own = self.left or self.other
+        if self.accumulation is not None and own != (self.loop.accumulation is None):
+            self.loop.accumulation = None if own else self.accumulation
+            self.accelerator.gradient_accumulation_steps = self.steps
+
+    def before_accumulate(self, accelerator: Any) -> None:
+        """A micro-batch is to be trained on, which another loader may have given."""
+        if self.begun and self.accumulation is not None:
+            self.other = self.script.loader not in self.begun
+            self.read(accelerator)
+            self._let()
+            if self.other:
+                self._say_once(
+                    "the script trains on another loader, too, than on the one that was tuned: its batches stay its "
+                    "own, and its memory and speed were not measured"
+                )
+        self.begun.clear()
+
+    def _say_once(self, words: str) -> None:
+        if words not in self.said:
+            self.said.add(words)
+            self.say(words)
 
     def as_tuned(self, accelerator: Any, _loss: Any) -> None:
         """Hold the script to the rows that it was tuned with: it may set its accumulation before it trains, or then."""
-        if self.left:
+        if self.left or self.other:
             return
         self.read(accelerator)
         steps = self.steps
@@ -287,20 +326,12 @@ class _Launched:
                 "schedule would count other steps than it makes",
                 hint=AS_TUNED,
             )
-        if self.accumulation not in (None, steps) and self.begun and self.script.loader not in self.begun:
-            raise InputError(
-                "the script trains on another loader than before: no plan is put into that, and its steps would be of "
-                "other rows",
-                hint="prepare it with its model: model, optimizer, loader = prepare(model, optimizer, loader)",
-            )
-        self.begun.clear()
         for words in [] if self.trained else modules_since(self.script, self.name):
             self.say(words)
         self.trained = True
         recipe = self.recipe
-        if own_rows != recipe.micro_batch and not self.told:
-            self.told = True
-            self.say(
+        if own_rows != recipe.micro_batch:
+            self._say_once(
                 f"a step takes {recipe.micro_batch} x {recipe.accumulation} rows, the script's own {own_rows} x "
                 f"{steps}: what it counts or sums by micro-step, such as a loss that it logs, is another number"
             )
@@ -329,6 +360,7 @@ def train_loop_with(
         before_prepare=lambda accelerator, _: launched.read(accelerator),
         loader=launched.loader,
         micro_step_begins=lambda number, _: launched.begun.add(number),
+        before_accumulate=launched.before_accumulate,
         before_backward=launched.as_tuned,
         model=lambda own, number: _wrapped(own, recipe) if number == script.model else own,
         counts=_told_once(recipe, script, say),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +16,33 @@ _KEPT = (
     "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context",
     "generator", "prefetch_factor", "persistent_workers",
 )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Numbers:
+    """Numbers of the loaders that a script prepares, in that order.
+
+    One that it prepares anew once it trains, as for each epoch, has the number of the one that it prepared there first.
+    """
+
+    _count: int = 0
+    _at: dict[tuple[Any, ...], deque[int]] = field(default_factory=dict)
+    """By the calls that the script was in; those of several loaders, that of the last one at the end."""
+
+    def take(self, *, anew: bool) -> int:
+        """The number of a loader that is prepared now; ``anew`` where the script has trained."""
+        frame: Any = sys._getframe(1)  # noqa: SLF001 - there is no other
+        calls: list[Any] = []
+        while frame is not None:
+            calls += (frame.f_code, frame.f_lasti)
+            frame = frame.f_back
+        there = self._at.setdefault((*calls,), deque())
+        if anew and there:
+            there.rotate(-1)
+        else:
+            there.append(self._count)
+            self._count += 1
+        return there[-1]
 
 
 def own_length(own: Any, accelerator: Any) -> int | None:

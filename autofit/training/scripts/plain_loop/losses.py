@@ -42,6 +42,55 @@ def _sums(node: Any, rows: int | None) -> bool:
     return node.name() in _THROUGH and bool(terms) and all(_sums(one, rows) for one in terms)
 
 
+_CURVED = {
+    "Sqrt", "Rsqrt", "Log", "Log1P", "Log2", "Log10", "Exp", "Exp2", "Expm1", "Pow", "Reciprocal", "Abs", "Tanh",
+    "Sigmoid", "LogSigmoid", "Softplus", "Norm", "LinalgVectorNorm", "Std", "Var", "Logsumexp", "Prod",
+}  # fmt: skip
+"""What makes of numbers that rows were put together in another one, which no mean of the rows' own is."""
+_OF_TWO = {"Mul", "Div", "Maximum", "Minimum"}
+
+
+def takes_rows_together(loss: Any, rows: int | None) -> bool:
+    """Whether a loss is a curved function of what its rows were put together in, such as the root of their mean.
+
+    Args:
+        loss: With what it was computed by.
+        rows: Of a micro-batch; ``None`` tells nothing.
+    """
+    nodes, seen = [getattr(loss, "grad_fn", None)], set()
+    while nodes and rows is not None:
+        node = nodes.pop()
+        if node is None or node in seen or _shape_of(node) != ():
+            continue
+        seen.add(node)
+        terms = [one for one, _ in node.next_functions if one is not None]
+        name = node.name().partition("Backward")[0]
+        if (name in _CURVED and _has_rows(node, rows)) or (
+            name in _OF_TWO and len(terms) > 1 and all(_has_rows(one, rows) for one in terms)
+        ):
+            return True
+        nodes += terms
+    return False
+
+
+def _has_rows(node: Any, rows: int) -> bool:
+    """Whether what a node was computed by is of a micro-batch's rows, and not of parameters alone."""
+    nodes, seen = [node], {node}
+    while nodes:
+        one = nodes.pop()
+        if (_shape_of(one) or ())[:1] == (rows,) and one.next_functions:
+            return True
+        nodes += (new := {then for then, _ in one.next_functions if then is not None} - seen)
+        seen |= new
+    return False
+
+
+def _shape_of(node: Any) -> tuple[int, ...] | None:
+    """The shape of what a node has given; ``None`` where it doesn't tell."""
+    given = getattr(node, "_input_metadata", ())
+    return tuple(given[0].shape) if given else None
+
+
 COMBINED = ((0, 1, 2), (0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2))
 """Which of three parts of a micro-batch a loss is asked of, one after the other; of all of them twice."""
 

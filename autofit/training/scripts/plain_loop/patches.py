@@ -27,7 +27,7 @@ from autofit.machine.meters import out_of_memory
 from autofit.system.errors import InputError
 from autofit.training.scripts.leave import Refused, ended, ending
 from autofit.training.scripts.patches import keep_files, keep_what_was_there
-from autofit.training.scripts.plain_loop.loader import begins_at, own_length
+from autofit.training.scripts.plain_loop.loader import Numbers, begins_at, own_length
 
 if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
@@ -63,6 +63,7 @@ class LoopPatches:
         preparing: Given the objects that are about to be prepared together, some of them changed by those above.
         micro_step_begins: Given the number of a loader that has just given a batch, and the batch.
         micro_step_ends: Given the number of a loader that is asked for the next one.
+        before_accumulate: Given the Accelerator, where a micro-batch is to be trained on in its ``accumulate``.
         before_backward, after_backward: Given the Accelerator and the loss.
         computes: Whether ``backward`` computes gradients.
         clears: Called where a prepared optimizer is to clear its gradients.
@@ -92,6 +93,7 @@ class LoopPatches:
     preparing: Callable[[list[Any]], None] = lambda _: None
     micro_step_begins: Callable[[int, Any], None] = lambda *_: None
     micro_step_ends: Callable[[int], None] = lambda _: None
+    before_accumulate: Callable[[Any], None] = lambda _: None
     before_backward: Callable[[Any, Any], None] = lambda *_: None
     after_backward: Callable[[Any, Any], None] = lambda *_: None
     computes: Callable[[], bool] = lambda: True
@@ -108,7 +110,7 @@ class LoopPatches:
     accumulating: bool = False
     iterated: int = 0
     steps: bool = False
-    _loaders: int = 0
+    _loaders: Numbers = field(default_factory=Numbers)
     _models: int = 0
     _given: dict[str, Any] = field(default_factory=dict)
     _own_steps: int | None = None
@@ -156,6 +158,7 @@ class LoopPatches:
         @contextlib.contextmanager
         def told_accumulate(accelerator: Any, *models: Any) -> Iterator[None]:
             self.accumulates = self.accumulating = True
+            self.before_accumulate(accelerator)
             try:
                 with accumulate(accelerator, *models):
                     yield
@@ -279,14 +282,13 @@ class LoopPatches:
         if self._trained and any(isinstance(one, nn.Module) for one in args):
             if not self.again:
                 raise Refused("the script prepares a model after it has trained", "one training is tuned at a time")
-            self._trained, self._loaders, self._models = False, 0, 0
+            self._trained, self._loaders, self._models = False, Numbers(), 0
         numbers: dict[int, tuple[int, Any]] = {}
         changed = []
         for place, one in enumerate(args):
             if isinstance(one, DataLoader):
-                numbers[place] = self._loaders, one
-                changed.append(self.loader(one, self._loaders))
-                self._loaders += 1
+                numbers[place] = self._loaders.take(anew=self._trained), one
+                changed.append(self.loader(one, numbers[place][0]))
             elif isinstance(one, nn.Module):
                 changed.append(self.model(one, self._models))
                 self._models += 1

@@ -7,13 +7,13 @@ itself is run, where that takes some seconds. Random numbers that belong to a ro
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import copy
 import functools
 import itertools
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,23 +231,33 @@ def _rows_of(value: Any, rows: int, places: Sequence[int]) -> Any:
         return value
     if isinstance(value, int) and value == rows:  # it tells how many there are
         return len(places)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-        return dataclasses.replace(value, **{name: _rows_of(one, rows, places) for name, one in parts.items()})
     if isinstance(value, torch.Tensor | np.ndarray):
         if value.ndim and len(value) == rows:
             return value[list(places)]
         raise _NotRows
-    if isinstance(value, Mapping):
-        made: Any = type(value)
-        return made({name: _rows_of(one, rows, places) for name, one in value.items()})
+    if isinstance(value, MutableMapping):
+        made: Any = copy.copy(value)
+        made.update({name: _rows_of(one, rows, places) for name, one in value.items()})
+        return made
     if not isinstance(value, list | tuple):
-        raise _NotRows
+        return _object_of(value, rows, places)
     if len(value) == rows and not any(isinstance(one, torch.Tensor | np.ndarray) and len(one) == rows for one in value):
         found = [value[place] for place in places]
     else:
         found = [_rows_of(one, rows, places) for one in value]
     return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+
+
+def _object_of(value: Any, rows: int, places: Sequence[int]) -> Any:
+    """Rows of a batch of a class of the script's, which holds them as its attributes."""
+    named = (*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ()))
+    parts = {name: getattr(value, name) for name in named if not name.startswith("__") and hasattr(value, name)}
+    if not parts or callable(value):
+        raise _NotRows
+    made = copy.copy(value)
+    for name, one in parts.items():
+        object.__setattr__(made, name, _rows_of(one, rows, places))  # it may be frozen
+    return made
 
 
 def _alone(one: Any) -> Any:
