@@ -376,6 +376,21 @@ def test_batches_that_are_kept_in_a_list_are_refused(described):
     assert described(f"{PREPARED}for _ in loader:\n    pass\n{loop.replace('list(loader)', 'loader')}")["script"]
 
 
+def test_batches_that_are_taken_in_a_thread_are_refused(described):
+    """A batch that is taken ahead would begin and end steps that are timed, and tell that the epoch is over."""
+    ahead = """
+import queue, threading
+taken = queue.Queue(1)
+def take():
+    for batch in loader:
+        taken.put(batch)
+    taken.put(None)
+threading.Thread(target=take).start()
+"""
+    loop = STEPS.format(first="pass", then="pass", last="pass").replace(" in loader", " in iter(taken.get, None)")
+    assert "in a thread of its own" in described(PREPARED + ahead + loop)["error"]
+
+
 def test_batches_beside_those_of_a_loader_that_is_not_prepared_keep_the_split(described):
     several = SEVERAL.replace("accelerator.prepare(", "(").format(
         rest="_", together="((one, next(more)) for one in loader)"

@@ -9,6 +9,7 @@ import gc
 import inspect
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import FrameType, GeneratorType
 from typing import Any
 
 TURNS = "it steps one of its optimizers with this batch and another one with others, so whose turn it is is its own"
+THREAD = "the script takes its batches in a thread of its own, so how many it has taken when a step ends is chance"
 _BY_HAND = "it asks for each batch by itself, as by next(), so how many it takes is its own"
 _IN_PART = "it takes its batches by {}, so how many it takes, or how large others beside them are, is its own"
 _COUNTED = "it tells by the number of its batches when to leave its loop, or which to leave out (line {} of {})"
@@ -43,6 +45,8 @@ def own_number(giving: FrameType) -> str | None:
     Args:
         giving: The frame of the generator that gives a batch now.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return THREAD
     *generators, asking = _asking(giving)
     if asking is None:
         return _BY_HAND

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +12,8 @@ from autofit.training.scripts.loading import loading_of, splitting
 from autofit.training.scripts.patches import Patches
 from autofit.training.scripts.plain_loop import reasons
 from autofit.training.scripts.plain_loop.autocast import before_products
-from autofit.training.scripts.plain_loop.batches import TURNS, note_iterators, own_number
-from autofit.training.scripts.plain_loop.gradients import Marked, groups_of, hooked
+from autofit.training.scripts.plain_loop.batches import THREAD, TURNS, note_iterators, own_number
+from autofit.training.scripts.plain_loop.gradients import Marked, groups_of, hooked, note_steps
 from autofit.training.scripts.plain_loop.losses import SUMS, Judged, sums_rows, takes_rows_together
 from autofit.training.scripts.plain_loop.patches import LoopPatches
 from autofit.training.scripts.plain_loop.some_rows import SomeRows
@@ -60,7 +59,7 @@ def describe_loops(
     )
     loop.install()
     for owner, told in ((LRScheduler, seen.scheduling), (LocalSGD, seen.averaging)):
-        _note_steps(owner, told)
+        note_steps(owner, told)
     note_iterators(seen.iterators)
     refuse_loops_of_its_own(path, lambda: bool(patches.made or loop.steps), lambda: bool(seen.precision))
     return seen.failed
@@ -286,6 +285,8 @@ class _Described:
                 "the script trains by an optimizer that it has not given to accelerator.prepare",
                 "give it: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
             )
+        if self.counts == THREAD:
+            raise Refused(THREAD, "loop over the loader itself, whose workers read ahead (num_workers)")
         first = not self.before + self.between
         if first and self.exhausted:
             raise Refused(
@@ -385,15 +386,3 @@ class _Described:
             else batch,
         }
         return found
-
-
-def _note_steps(owner: Any, told: Callable[[], None]) -> None:
-    """Have it told where something of a class steps."""
-    step = owner.step
-
-    @functools.wraps(step)
-    def stepped(*args: Any, **kwargs: Any) -> None:
-        told()
-        step(*args, **kwargs)
-
-    owner.step = stepped

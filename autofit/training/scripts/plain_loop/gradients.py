@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,3 +70,15 @@ class Marked:
 
 def _rates_of(groups: list[dict[str, Any]]) -> list[float]:
     return [float(group["lr"]) for group in groups]
+
+
+def note_steps(owner: Any, told: Callable[[], None]) -> None:
+    """Have it told where something of a class steps."""
+    step = owner.step
+
+    @functools.wraps(step)
+    def stepped(*args: Any, **kwargs: Any) -> None:
+        told()
+        step(*args, **kwargs)
+
+    owner.step = stepped
