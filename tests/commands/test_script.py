@@ -161,6 +161,17 @@ def test_an_accumulation_that_is_set_after_the_trainer_is_made_is_the_scripts_ow
     assert script["own_split"] == "the script sets gradient_accumulation_steps after its Trainer is made"
 
 
+@pytest.mark.parametrize("name", ["optim", "optim_args"])
+def test_an_optimizer_that_is_said_after_the_trainer_is_made_is_the_scripts_own(described, name):
+    text = HEAD + "model = Model(BertConfig(num_hidden_layers=1, hidden_size=24))\n"
+    text += (
+        "trainer = Trainer(model, TrainingArguments('x'), train_dataset=[{'input_ids': [1, 2], 'labels': 0}] * 32)\n"
+    )
+    text += f"trainer.args.{name} = 'adafactor'\ntrainer.train()"
+    script = described(text)["script"]
+    assert (script["own_optimizer"], script["own_split"]) == (True, None)
+
+
 def test_a_loader_of_its_own_says_whether_an_epoch_leaves_out_rows(described):
     text = (
         HEAD

@@ -9,6 +9,7 @@ from typing import Any
 
 _ROWS = "per_device_train_batch_size"
 _SPLIT = ("gradient_accumulation_steps", _ROWS)
+_HEARD = (*_SPLIT, "optim", "optim_args")
 
 
 @dataclass(slots=True)
@@ -20,11 +21,11 @@ class Asked:
     _set: dict[int, set[str]] = field(default_factory=dict)
 
     def listen(self) -> None:
-        """Note which fields of a split are set after a Trainer has taken them, even to what is there."""
+        """Note which fields of a split or an optimizer are set after a Trainer took them, even to what is there."""
         from transformers import TrainingArguments
 
         def set_value(arguments: Any, name: str, value: Any) -> None:
-            if name in _SPLIT and id(arguments) in self._known:
+            if name in _HEARD and id(arguments) in self._known:
                 self._set[id(arguments)].add(name)
             object.__setattr__(arguments, name, value)
 
@@ -51,7 +52,7 @@ class Asked:
         return dict(own) != now
 
     def since(self, trainer: Any) -> dict[str, Any]:
-        """The fields of a split that were set since a Trainer was made, with their values; without what has no effect.
+        """The fields of a split or an optimizer that were set since a Trainer was made; without what has no effect.
 
         A Trainer keeps the rows of a micro-batch that it was made with, unless a loader of its own asks again.
         """
@@ -60,7 +61,7 @@ class Asked:
         again = self._set.get(id(trainer.args), set())
         if type(trainer).get_train_dataloader is Trainer.get_train_dataloader:
             again = again - {_ROWS}
-        return {name: getattr(trainer.args, name) for name in _SPLIT if name in again}
+        return {name: getattr(trainer.args, name) for name in _HEARD if name in again}
 
 
 def _values(arguments: Any) -> dict[str, Any]:

@@ -250,7 +250,7 @@ def _check_split(since: Mapping[str, Any], recipe: Recipe) -> None:
         InputError: There is such a thing.
     """
     for name, value in since.items():
-        if value != (planned := recipe.emission.training_args[name]):
+        if value != (planned := recipe.emission.training_args.get(name, value)):
             raise InputError(
                 f"the script sets {name} to {value} after its Trainer is made, and the plan's is {planned}",
                 hint="set it where the arguments are made, or tune the script as it is",

@@ -20,7 +20,9 @@ from autofit.registry import source_folders, techniques
 from autofit.training.scripts.leave import FACTORY, NOT_AS_TUNED, Refused, name_of
 from autofit.training.scripts.loading import rows_of_batches
 from autofit.training.scripts.patches import Patches
+from autofit.training.scripts.plain_loop.batches import line_of_calls
 from autofit.training.scripts.rows import Sample
+from autofit.training.tasks.loss_scale import of_a_library
 
 if TYPE_CHECKING:
     import torch
@@ -218,12 +220,8 @@ def own_split(trainer: Any, loader: Any, since: Iterable[str], *, untold: bool) 
 
     if names := " and ".join(since):
         return f"the script sets {names} after its Trainer is made"
-    if _acts_in_backward(trainer):
-        return "its gradients are taken in each backward pass (an optimizer's step, or a hook), so they can't be summed"
-    for one in trainer.callback_handler.callbacks:
-        with contextlib.suppress(OSError, TypeError):  # a class without a text
-            if found := _SETS_ROWS.search(inspect.getsource(type(one))):
-                return f"its {type(one).__name__} sets {found[1] or found[2]} while it trains"
+    if why := _by_its_own_code(trainer):
+        return why
     kind, rows = type(trainer), rows_of_batches(loader)
     if kind.get_train_dataloader is Trainer.get_train_dataloader or rows is None:
         return _UNTOLD if untold else None
@@ -239,6 +237,27 @@ def own_split(trainer: Any, loader: Any, since: Iterable[str], *, untold: bool) 
             "have get_train_dataloader take self.args.train_batch_size, or give both the same number",
         )
     return f"the loader of its {kind.__name__} makes micro-batches of {rows} rows, whatever its arguments say"
+
+
+def _by_its_own_code(trainer: Any) -> str | None:
+    """What a script's own classes do with each micro-batch, or with their number, in words."""
+    from transformers import TrainerCallback
+
+    if _acts_in_backward(trainer):
+        return "its gradients are taken in each backward pass (an optimizer's step, or a hook), so they can't be summed"
+    for one in trainer.callback_handler.callbacks:
+        name, hears = type(one).__name__, type(one).on_substep_end
+        if hears is not TrainerCallback.on_substep_end and not of_a_library(hears):
+            return f"its {name} acts after each micro-batch (on_substep_end)"
+        with contextlib.suppress(OSError, TypeError):  # a class without a text
+            if found := _SETS_ROWS.search(inspect.getsource(type(one))):
+                return f"its {name} sets {found[1] or found[2]} while it trains"
+    losses = [trainer.compute_loss_func]
+    steps = [vars(kind).get(name) for kind in type(trainer).__mro__ for name in ("compute_loss", "training_step")]
+    for step in (one for one in (*losses, *steps) if one is not None and not of_a_library(one)):
+        if line := line_of_calls(step):
+            return f"its {step.__qualname__}() goes by what it keeps of the micro-batches before (line {line})"
+    return None
 
 
 def _acts_in_backward(trainer: Any) -> bool:

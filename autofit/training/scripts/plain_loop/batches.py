@@ -9,9 +9,10 @@ import gc
 import inspect
 import itertools
 import sys
+import textwrap
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from types import FrameType, GeneratorType
 from typing import Any
@@ -132,19 +133,7 @@ def _trains_by(loop: Any, names: set[str], frame: FrameType) -> int | None:
     anew = {name for one in fresh if not _goes_on(one) for name in _targets(one)}
     known = ({name for one in every if _goes_on(one) for name in _targets(one)} - given | names) - anew
     taken = [one for one in every if isinstance(one, ast.Subscript) and not _is_there(one.value, frame, loop)]
-    absent, before = {id(part) for one in taken for part in ast.walk(one)}, -1
-
-    def reads(node: ast.AST) -> bool:
-        read = (one for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute) and id(one) not in absent)
-        return any(ast.unparse(one) in known for one in read)
-
-    while len(known) != before:
-        before = len(known)
-        for one in every:
-            if isinstance(one, ast.If) and reads(one.test):
-                known.update(name for part in _at_each_batch(one) for name in _targets(part))
-            elif isinstance(one, ast.Assign | ast.AugAssign | ast.AnnAssign) and one.value and reads(one.value):
-                known.update(_targets(one))
+    reads = _readers_of(known, every, absent={id(part) for one in taken for part in ast.walk(one)})
     for one in every:
         if isinstance(one, ast.If) and reads(one.test) and any(map(_changes, _at_each_batch(one))):
             return int(one.lineno)
@@ -152,6 +141,64 @@ def _trains_by(loop: Any, names: set[str], frame: FrameType) -> int | None:
         if trains and any(map(reads, one.args)):
             return int(one.lineno)
     return None
+
+
+def _readers_of(known: set[str], every: list[Any], absent: Container[int] = ()) -> Callable[[ast.AST], bool]:
+    """Whether a part of a text reads what depends on these names.
+
+    Args:
+        known: The names; those that are computed of them are put in.
+        every: All parts of the text.
+        absent: By its ``id`` what does not count.
+    """
+
+    def reads(node: ast.AST) -> bool:
+        read = (one for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute) and id(one) not in absent)
+        return any(ast.unparse(one) in known for one in read)
+
+    before = -1
+    while len(known) != before:
+        before = len(known)
+        for one in every:
+            if isinstance(one, ast.If) and reads(one.test):
+                known.update(name for part in _at_each_batch(one) for name in _targets(part))
+            elif isinstance(one, ast.Assign | ast.AugAssign | ast.AnnAssign) and one.value and reads(one.value):
+                known.update(_targets(one))
+    return reads
+
+
+def line_of_calls(function: Any) -> int | None:
+    """The line in which a function of each micro-batch goes by what it keeps from one call to the next.
+
+    Its text is read: what it returns, or changes of the training, may depend on what it counts or sums up in an
+    attribute or a name outside of it. What other functions keep for it is not seen.
+
+    Args:
+        function: That computes a loss, or makes a step.
+    """
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    every: list[Any] = [*ast.walk(tree)]
+    outside = {name for one in every if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+    own = {one.id for one in every if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)} - outside
+    own |= {one.arg for one in every if isinstance(one, ast.arg)} - {"self"}
+    kept = {name for one in every if _adds(one) for name in _targets(one) if name.partition(".")[0] not in own}
+    reads = _readers_of(kept, every)
+    for one in every:
+        returns = isinstance(one, ast.Return) and one.value is not None and reads(one.value)
+        if returns or (isinstance(one, ast.If) and reads(one.test) and any(map(_changes, ast.walk(one)))):
+            return first + int(one.lineno) - 1
+    return None
+
+
+def _adds(node: Any) -> bool:
+    """Whether a statement sets what it has read."""
+    if not isinstance(node, ast.Assign):
+        return isinstance(node, ast.AugAssign)
+    return not {ast.unparse(part) for part in ast.walk(node.value)}.isdisjoint(_targets(node))
 
 
 def _goes_on(node: ast.AST) -> bool:
