@@ -75,6 +75,7 @@ _OF_TRAINER = {"adamw_torch", "adamw_torch_fused"}
 """What a Trainer steps with where nobody asks for another: a script has not chosen it."""
 
 
+_EVERY_LAYER = "all-linear"
 _SHARDED = {"adamw", "sgd"}
 """Optimizers whose kernels take a sharded tensor."""
 
@@ -123,7 +124,8 @@ class Optimizer(Technique):
         if asked in _OF_TRAINER:
             return None
         for value, row in ROWS.items():
-            if (row.optim, row.args) == (asked, arguments) and _why_not(row, facts) is None:
+            same_layers = not row.low_rank or script.own.get("optim_target_modules") == _EVERY_LAYER
+            if (row.optim, row.args) == (asked, arguments) and same_layers and _why_not(row, facts) is None:
                 return Held(value, f"the script asks for {asked}")
         given = f" ({arguments})" if arguments else ""
         return Held(self.baseline, f"the script asks for {asked}{given}", by_script=True)
@@ -137,7 +139,7 @@ class Optimizer(Technique):
             training_args={
                 "optim": row.optim,
                 "optim_args": row.args,
-                "optim_target_modules": "all-linear" if row.low_rank else None,
+                "optim_target_modules": _EVERY_LAYER if row.low_rank else None,
             },
             script=lines,
         )

@@ -262,3 +262,13 @@ def test_a_scripts_own_optimizer_changes_nothing(asked, changed):
     )
     facts = replace(cuda(), workload=replace(cpu_facts().workload, script=script))
     assert (OPTIMIZER.changes("schedule_free_adamw", PLAIN, facts) is not None) == changed
+
+
+@pytest.mark.parametrize(("layers", "value"), [("all-linear", "galore_adamw"), (["q_proj"], "adamw"), (None, "adamw")])
+def test_a_scripts_projected_layers_stay_its_own(layers, value):
+    rows = importlib.import_module("autofit.strategies.optimizer.rows").ROWS
+    own = {"optim": "galore_adamw", "optim_args": rows["galore_adamw"].args, "optim_target_modules": layers}
+    script = Script(path="train.py", sha256="", trainer="Trainer", micro_batch=4, accumulation=2, own=own)
+    facts = cuda()
+    held = technique("optimizer").held(replace(facts, workload=replace(facts.workload, script=script)))
+    assert (held.value, held.by_script) == (value, value == "adamw")

@@ -72,8 +72,9 @@ _COMPLETION = "max_completion_length"
 _ITSELF = "the model itself"
 BATCH = "rows a step on each device of"
 _DECIDED_ON = (
-    "optim", "optim_args", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile", "use_liger_kernel",
-    "per_device_eval_batch_size", "eval_strategy", "train_sampling_strategy", "dataloader_drop_last", "max_grad_norm",
+    "optim", "optim_args", "optim_target_modules", "bf16", "fp16", "tf32", "activation_checkpointing", "torch_compile",
+    "use_liger_kernel", "per_device_eval_batch_size", "eval_strategy", "train_sampling_strategy",
+    "dataloader_drop_last", "max_grad_norm",
 )  # fmt: skip
 
 
