@@ -589,7 +589,7 @@ def test_a_script_is_tuned_run_and_verified(folder):
     lost = autofit(folder / "elsewhere", "verify", "../out")
     assert lost.returncode == 4
     assert "the launch broke the promise: crashed: OSError" in lost.stderr, "the script's own error"
-    assert "call it where you tuned" in lost.stderr
+    assert "Call it where you tuned" in lost.stderr
     assert "not the text that was tuned" not in verified.stderr
     ran = autofit(folder, "run", "out", CLASSIFY, *arguments)
     assert ran.returncode == 0, ran.stderr
