@@ -17,7 +17,7 @@ from autofit.contract.outcome import Measured
 from autofit.contract.plan import Plan
 from autofit.machine.select import choose_device, hardware_lock
 from autofit.output.document import MODEL_FOLDER, Document, check_config, read_document
-from autofit.output.emit import changes_since
+from autofit.output.emit import edited_settings
 from autofit.output.plan_words import outcome_words
 from autofit.system import strict_json
 from autofit.system.errors import InputError, MachineError
@@ -98,7 +98,7 @@ def profile(
     target = folder / FOLDER if output is None else Path(output)
     usable_folder(target)
     facts, notes = _facts(document)
-    notes += [f"{words}; the plan is profiled" for words in changes_since(document, folder)]
+    notes += [f"{words}; the plan is profiled" for words in edited_settings(document, folder)]
     for words in notes:
         say(words)
     say(f"profiling {steps} step{'s' if steps > 1 else ''} of {document.plan.words()}")

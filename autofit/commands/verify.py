@@ -12,7 +12,7 @@ from autofit.cluster.nodes import check_address
 from autofit.commands.launching import Launch, check_one_machine, launching
 from autofit.contract.outcome import Measured, Outcome, Promise
 from autofit.output.document import MODEL_FOLDER, Document, check_config, read_document
-from autofit.output.emit import ARGUMENTS, YAML, changes_since
+from autofit.output.emit import ARGUMENTS, YAML, edited_settings
 from autofit.output.plan_words import outcome_words
 from autofit.system import units
 from autofit.system.errors import InputError, MachineError
@@ -100,7 +100,7 @@ def verify(
     device = document.hardware.device
     if tolerance is None:  # an estimate's speed is no nearer than what four trainings of five lie within
         tolerance = TOLERANCE[device] if document.estimated is None else 1 - document.estimated.low
-    for words in changes_since(document, folder):
+    for words in edited_settings(document, folder):
         say(words)
     with launching(folder, steps, document, on, say) as launch:
         return _judged(launch, document, tolerance, say)

@@ -67,7 +67,7 @@ def emit(document: Document, folder: Path, report: str, check: Callable[[Path], 
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def changes_since(document: Document, folder: Path) -> list[str]:
+def edited_settings(document: Document, folder: Path) -> list[str]:
     """What the two files that carry the plan say otherwise than when they were written, a sentence each.
 
     Fields that somebody has added are none of the plan's; a file that is not there says nothing.

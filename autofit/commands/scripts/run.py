@@ -15,7 +15,7 @@ import psutil
 from autofit.commands.launching import check_one_machine, on_its_device
 from autofit.commands.scripts.named import Named, named
 from autofit.output.document import Document, read_document
-from autofit.output.emit import YAML, changes_since
+from autofit.output.emit import YAML, edited_settings
 from autofit.system.errors import InputError, MachineError, Terminated
 from autofit.system.files import helper_environment
 from autofit.system.processes import bound_to_this, end_group
@@ -61,7 +61,7 @@ def run(
     document = read_document(folder)
     if not (folder / YAML).is_file():
         raise InputError(f"{folder} holds no {YAML}", hint="give the whole folder that `autofit tune` wrote")
-    changed = [f"{words}; the script gets the plan" for words in changes_since(document, folder)]
+    changed = [f"{words}; the script gets the plan" for words in edited_settings(document, folder)]
     place = _place(document, folder, machine_rank, main_process_ip, main_process_port)
     train = named(str(script), arguments)
     if document.promise.launch_path != "trainer" and document.workload.script is None:

@@ -9,7 +9,9 @@ from typing import Any
 
 _ROWS = "per_device_train_batch_size"
 _SPLIT = ("gradient_accumulation_steps", _ROWS)
-_HEARD = (*_SPLIT, "optim", "optim_args")
+OPTIMIZER = ("optim", "optim_args")
+"""Fields that say which optimizer a Trainer makes."""
+_HEARD = (*_SPLIT, *OPTIMIZER)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autofit.training import rollouts
+from autofit.training.scripts.asked import OPTIMIZER
 from autofit.training.scripts.loading import drops_last, ignores_workers, length_of, loading_of, splitting
 from autofit.training.scripts.patches import Made, Patches
 from autofit.training.scripts.plain_loop.autocast import autocast_of
@@ -29,7 +30,6 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
     """What a Trainer is about to train; ``autocasts`` are those that the script is in."""
     made, since = patches.made[id(trainer)], patches.asked.since(trainer)
     loader: Any = trainer.get_train_dataloader()
-    optimizer = {"optim", "optim_args"}
     generates = rollouts.makes_rows(type(trainer))
     trained = rollouts.Completed(trainer, loader, joined=True) if generates else loader
     rows = of_one_batch(sample_of(trained.dataset, trained.collate_fn), loader)
@@ -51,7 +51,7 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
             **splitting(trainer.args.accelerator_config),
             "dataloader_drop_last": drops_last(loader),
         },
-        "own_optimizer": _makes_its_optimizer(trainer, made.given) or not optimizer.isdisjoint(since),
+        "own_optimizer": _makes_its_optimizer(trainer, made.given) or any(name in since for name in OPTIMIZER),
         "evaluated_rows": 0 if generates or trainer.eval_dataset is None else evaluated,
         "generated": trainer.max_completion_length if generates else 0,
         **(rollouts.at_once(made.arguments) if generates else {}),
@@ -61,7 +61,7 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
         "undivided": bool(undivided),
         "averages": rollouts.averages(trainer) if generates else averages(trainer, batch),
         "depends_on_rows": found["script"]["depends_on_rows"] or loss_takes_rows_together(trainer),
-        "own_split": own_split(trainer, loader, since.keys() - optimizer, untold=undivided is None)
+        "own_split": own_split(trainer, loader, since.keys() - OPTIMIZER, untold=undivided is None)
         or (rollouts.own_split(trainer) if generates else None),
         "autocast": {} if generates else autocast_of(trainer, batch, autocasts),
     }

@@ -15,7 +15,9 @@ _COUNTED = "it tells by the number of its batches when to leave its loop, or whi
 _TAKES = "it takes by the number of its batches what belongs to each, as by {} (line {} of {})"
 _TRAINS = "it trains otherwise by the number of its batches, or by what it sums up of each (line {} of {})"
 _STEPS = {"backward", "step", "requires_grad_"}
+"""Methods that train by what they are given."""
 _SETS = {*_STEPS, "zero_grad", "load_state_dict"}
+"""Methods that change what is trained."""
 _LEAVE = (ast.Break, ast.Continue, ast.Return)
 _Loop = ast.For | ast.While
 

@@ -48,6 +48,7 @@ _CURVED = {
 }  # fmt: skip
 """What makes of numbers that rows were put together in another one, which no mean of the rows' own is."""
 _OF_TWO = {"Mul", "Div", "Maximum", "Minimum"}
+"""What does so where both of its terms are made of rows."""
 
 
 def takes_rows_together(loss: Any, rows: int | None) -> bool:
@@ -107,7 +108,12 @@ class Judged(Enum):
 def unsteady(losses: Sequence[float], rounded: float) -> bool:
     """Whether the loss of the same rows has changed, of values as in :func:`judged`."""
     both, again = losses[0], losses[-1]
-    return math.isfinite(both - again) and abs(both - again) > 3 * rounded * max(map(abs, losses))
+    return math.isfinite(both - again) and abs(both - again) > _near(losses, rounded)
+
+
+def _near(losses: Sequence[float], rounded: float) -> float:
+    """How far apart two losses may be that are the same."""
+    return 3 * rounded * max(map(abs, losses))
 
 
 def judged(losses: Sequence[float], rounded: float) -> Judged | None:
@@ -122,7 +128,7 @@ def judged(losses: Sequence[float], rounded: float) -> Judged | None:
     """
     both, *parts, ab, bc, ac, again = losses
     a, b, c = parts
-    near = 3 * rounded * max(map(abs, losses))
+    near = _near(losses, rounded)
     if not all(map(math.isfinite, losses)) or not near or abs(both - again) > near:
         return None
     beside = [a + b - ab, b + c - bc, a + c - ac, (a + b + c - both) / 2]  # of a sum, what is added to it

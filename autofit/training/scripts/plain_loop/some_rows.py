@@ -77,6 +77,8 @@ class SomeRows:
         import torch
         from torch.utils._pytree import tree_map
 
+        if not self._models:
+            self._watch_gradients()
         given: list[Any] = []
         self._models.append(model)
         self._outputs.append(given)
@@ -87,6 +89,11 @@ class SomeRows:
                 self.without_gradients |= not torch.is_grad_enabled()
 
         model.register_forward_hook(called)
+
+    def _watch_gradients(self) -> None:
+        """Note whether the first batch takes some beside its backward pass."""
+        import torch
+
         gradients = torch.autograd.grad
 
         @functools.wraps(gradients)
