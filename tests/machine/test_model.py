@@ -74,3 +74,12 @@ def test_the_loss_that_balances_experts_is_told_whatever_its_weight_is_called(na
     with torch.device("meta"):
         model = kind(kind.config_class(output_router_logits=told, **sizes))
     assert bool(depends_on_rows(model)) is told
+
+
+def test_a_scale_for_each_head_makes_no_loss_contrastive():
+    model = nn.Linear(4, 4)
+    model.config = transformers.LlamaConfig()
+    model.temperature = nn.Parameter(torch.ones(4))
+    assert depends_on_rows(model) is None
+    model.temperature = nn.Parameter(torch.ones(()))
+    assert depends_on_rows(model)
