@@ -87,6 +87,9 @@ class Model:
         context_split: Whether ranks can each have a part of a row's tokens: all of its attention is causal over the
             whole row, in modules whose mask Accelerate can drop, with heads that FlashAttention knows.
         lacking_kernels: Distributions whose kernels its layers would run, and that can't be imported.
+        read_directly: Paths of its linear layers whose weights it reads itself, past what is put in their place;
+            ``.*.`` stands for any number, so that each is a regular expression, too.
+        unquantized: Where there are such layers: what loading it in fewer bits is to leave as it is.
         unread: What its class reads beside what its rows hold, in words: ``images``, ``sounds``.
     """
 
@@ -126,6 +129,8 @@ class Model:
     tensor_sizes: Mapping[str, int] = field(default_factory=dict)
     context_split: bool = False
     lacking_kernels: tuple[str, ...] = ()
+    read_directly: tuple[str, ...] = ()
+    unquantized: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
 
     @property

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from autofit.machine.direct_reads import read_directly
 from autofit.system.other_kernels import DISTRIBUTIONS, packages_of, without_launches
 
 _FLASH_WIDTH = 256
@@ -30,6 +31,8 @@ def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
     Returns:
         Fields of :class:`autofit.contract.facts.Model`.
     """
+    from transformers.quantizers.base import get_keys_to_not_convert
+
     text = settings.get_text_config()
     classes = {type(module).__name__ for module in model.modules()}
     experts = any("expert" in part.lower() for part in classes)
@@ -60,6 +63,8 @@ def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
         "tensor_sizes": _tensor_sizes(model, text),
         "context_split": _context_split(model),
         "lacking_kernels": _lacking_kernels(model),
+        "read_directly": (direct := read_directly(model)),
+        "unquantized": (*get_keys_to_not_convert(model), *direct) if direct else (),
     }
 
 

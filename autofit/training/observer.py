@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.observation import Hooks, Ran, dtype_name
@@ -51,7 +52,7 @@ class Observer:
         self.stepped = False
         self.hooks = Hooks(model)
         self.hooks.before(model, self._before_model())
-        called = layer_products(model, recipe.facts.model.layer_classes)
+        called = layer_products(model, recipe.facts.model.layer_classes, recipe.facts.model.read_directly)
         self.products = tuple(product for _, product in called)
         self.calls = [0] * len(self.products)
         self.calls_forward = [0] * len(self.products)
@@ -238,8 +239,15 @@ class Observer:
         return plain
 
 
-def layer_products(model: nn.Module, layer_classes: tuple[str, ...] = ()) -> list[tuple[nn.Module, nn.Module]]:
+def layer_products(
+    model: nn.Module, layer_classes: tuple[str, ...] = (), read_directly: tuple[str, ...] = ()
+) -> list[tuple[nn.Module, nn.Module]]:
     """Of each layer the first module that multiplies by a matrix; of the model, where it has no layers.
+
+    Args:
+        model: The model.
+        layer_classes: What its layers are called, where they do not tell it.
+        read_directly: What paths look like of modules that are never called, see ``Model.read_directly``.
 
     Returns:
         What the layer calls, and the module inside of it that holds the matrix, mostly the same: an adapter's stands
@@ -250,16 +258,20 @@ def layer_products(model: nn.Module, layer_classes: tuple[str, ...] = ()) -> lis
     modules = list(model.modules())
     known = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     named = [module for module in modules if type(module).__name__ in layer_classes]
-    products = (_first_product(layer) for layer in known or named or [model])
+    never = re.compile(rf"(.+\.)?({'|'.join(read_directly)})") if read_directly else None
+    left = {one for name, one in model.named_modules() if never is not None and never.fullmatch(name)}
+    products = (_first_product(layer, left=left) for layer in known or named or [model])
     found = list({id(product): (outer, product) for outer, product in filter(None, products)}.values())
-    head = None if found else _first_product(model) or _first_product(model, (3, 4, 5))  # convolutions alone
+    head = None if found else _first_product(model) or _first_product(model, dimensions=(3, 4, 5))  # convolutions alone
     return found if head is None else [head]
 
 
-def _first_product(layer: nn.Module, dimensions: tuple[int, ...] = (2,)) -> tuple[nn.Module, nn.Module] | None:
-    """The first module inside a layer that multiplies by a matrix: it is recomputed with its layer."""
+def _first_product(
+    layer: nn.Module, *, dimensions: tuple[int, ...] = (2,), left: Collection[nn.Module] = ()
+) -> tuple[nn.Module, nn.Module] | None:
+    """The first module inside a layer that multiplies by a matrix, but for some: it is recomputed with its layer."""
     outer = None
-    for module in layer.modules():
+    for module in (one for one in layer.modules() if one not in left):
         weight = getattr(module, "weight", None)
         shape = getattr(weight, "ds_shape", getattr(weight, "shape", ()))  # ZeRO-3 leaves an empty tensor behind
         if len(shape) in dimensions and "Embed" not in type(module).__name__:

@@ -55,10 +55,6 @@ _SAID = {
     "ia3": "a factor for each output is trained: smaller than LoRA, and seldom better",
 }
 """What is said of each value that is listed."""
-_STATE_SPACE = {"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"}
-_UNTOUCHED = {"out_proj", "conv1d"}
-"""Modules that PEFT takes no LoRA on in these models, since their fused kernels would pass it by: PEFT's
-``_check_lora_target_modules_mamba``."""
 _EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """What PEFT calls their stacked weights and their router: ``_MOE_TARGET_MODULE_MAPPING``."""
 _TOGETHER = ("gate_proj", "up_proj"), ("w1", "w3")
@@ -126,7 +122,8 @@ class Adapter(Technique):
     def apply(self, value: Value, recipe: Recipe) -> None:
         if value != "none":
             model = recipe.facts.model
-            wrap = functools.partial(adapt, wanted_by(value), task=model.task, whole=model.new_modules)
+            told: dict[str, Any] = {"task": model.task, "whole": model.new_modules, "around": model.read_directly}
+            wrap = functools.partial(adapt, wanted_by(value), **told)
             recipe.model_wraps.append(wrap)
 
     def in_script(self, model: nn.Module) -> str | None:
@@ -162,7 +159,7 @@ class Adapter(Technique):
         wanted = wanted_by(value)
         return Emission(
             script=("train an adapter: model = setup.model(...)",),
-            elsewhere=_elsewhere(wanted),
+            elsewhere=_elsewhere(wanted, facts.model),
             otherwise=_otherwise(wanted, plan, facts) if wanted.rank else {},
         )
 
@@ -198,6 +195,8 @@ class Adapter(Technique):
             return None
         wanted = wanted_by(value)
         where = f"on {', '.join(wanted.targets)}" if wanted.targets else "on every linear layer"
+        if (around := _passed_by(facts.model)) and not wanted.targets:
+            where += f" but {', '.join(around)} (the model reads their weights itself)"
         what = f"of rank {wanted.rank} {where}" if wanted.rank else where
         method, heads = LORA.get(wanted.method, "(IA)3 factors"), facts.model.new_modules
         beside = f" and {', '.join(heads)}, whole," if heads else ""
@@ -214,7 +213,7 @@ class Adapter(Technique):
         return Prior(time=(-0.1 + slow, 0.15), memory=(-0.9, 0.4))
 
 
-def _elsewhere(wanted: Wanted) -> dict[str, dict[str, Any]]:
+def _elsewhere(wanted: Wanted, model: Model) -> dict[str, dict[str, Any]]:
     """The adapter in the words of other projects; (IA)3 has none there."""
     if not wanted.rank:
         return {}
@@ -225,6 +224,7 @@ def _elsewhere(wanted: Wanted) -> dict[str, dict[str, Any]]:
         "lora_dropout": wanted.dropout,
         "target_modules": list(wanted.targets) or "all-linear",
         **({flags[wanted.method]: True} if wanted.method in flags else {}),
+        **({"exclude_modules": "|".join(model.read_directly)} if model.read_directly else {}),
     }
     where = {"lora_target_modules": list(wanted.targets)} if wanted.targets else {"lora_target_linear": True}
     common = {"lora_alpha": wanted.alpha, "lora_dropout": wanted.dropout}
@@ -246,25 +246,31 @@ def _elsewhere(wanted: Wanted) -> dict[str, dict[str, Any]]:
 def _otherwise(wanted: Wanted, plan: Mapping[str, Value], facts: Facts) -> dict[str, str]:
     """What other projects do otherwise, in words."""
     experts = [_EXPERTS_LEFT] if facts.model.lora_on_experts and not wanted.targets else []
+    around = [] if wanted.targets else _passed_by(facts.model)
+    passed = [f"{' and '.join(around)} get an adapter, too, and do not train it"] if around else []
     in_float32 = plan.get("quantization", "none") == "none" and plan.get("precision") != "bf16_weights"
     plain = plan.get("quantization", "none") == "none" and plan.get("precision") not in _IN_FLOAT32
     cast = [_TWICE_CAST] if plain and wanted.method in SHARED else []
     said = {
         "sft": [f"unless setup.model puts it on, {one}" for one in cast],
-        "axolotl": [*cast, *experts],
-        "llamafactory": [*([_AS_FILED] if in_float32 else []), *cast, *experts],
+        "axolotl": [*cast, *experts, *passed],
+        "llamafactory": [*([_AS_FILED] if in_float32 else []), *cast, *experts, *passed],
     }
     return {name: "; ".join(words) for name, words in said.items() if words}
+
+
+def _passed_by(model: Model) -> list[str]:
+    """The names of the linear layers that a model passes by, and reads the weights of."""
+    return sorted({path.rpartition(".")[2] for path in model.read_directly})
 
 
 def _refused(wanted: Wanted, model: Model) -> str | None:
     """Why PEFT does not put the adapter on its targets in a model of this kind."""
     kind, targets = model.model_type, set(wanted.targets)
+    if around := sorted(targets.intersection(_passed_by(model))):
+        return f"{kind} reads the weights of its {' and '.join(around)} itself: an adapter there is not trained"
     if wanted.method == "ia3":
         return None
-    if kind in _STATE_SPACE and (not targets or targets & _UNTOUCHED):
-        others = "adapter=lora:r=16:targets=in_proj"
-        return f"PEFT puts no LoRA on the output projections of {kind}: ask for others, as {others}"
     halves = next((pair for pair in _TOGETHER if len(targets & {*pair}) == 1), None)
     if model.lora_on_experts and halves:
         return f"{' and '.join(halves)} of {kind}'s experts are one weight: PEFT puts an adapter on both or none"

@@ -30,7 +30,12 @@ SHARED = {"lora", "rslora"}
 
 
 def adapt(
-    wanted: Wanted, model: PreTrainedModel, *, task: str = "causal-lm", whole: tuple[str, ...] = ()
+    wanted: Wanted,
+    model: PreTrainedModel,
+    *,
+    task: str = "causal-lm",
+    whole: tuple[str, ...] = (),
+    around: tuple[str, ...] = (),
 ) -> PreTrainedModel:
     """Freeze the model and put the adapter on it, through PEFT.
 
@@ -39,6 +44,7 @@ def adapt(
         model: The model.
         task: What it is trained for.
         whole: Modules that are trained whole.
+        around: What paths look like of layers whose weights the model reads itself: no adapter would be trained there.
     """
     from peft import IA3Config, LoraConfig, get_peft_model
 
@@ -47,8 +53,9 @@ def adapt(
     common: dict[str, Any] = {"target_modules": targets, "task_type": _PEFT_TASKS.get(task)}
     if whole:
         common["modules_to_save"] = list(whole)
-    if left := [*whole, *([] if wanted.targets else _routers(model))]:  # "all-linear" would take their layers too
-        common["exclude_modules"] = rf"({'|'.join(map(re.escape, left))})(\..*)?"
+    left = [*map(re.escape, [*whole, *([] if wanted.targets else _routers(model))]), *around]
+    if left:  # "all-linear" would take their layers too
+        common["exclude_modules"] = rf"({'|'.join(left)})(\..*)?"
     if wanted.method == "ia3":
         config = IA3Config(feedforward_modules=[], **common)
     else:

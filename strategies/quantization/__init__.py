@@ -146,13 +146,14 @@ class Quantization(Technique):
         on_cpu = recipe.facts.hardware.device == "cpu"
         # Accelerate shards 4-bit weights where their storage is a float (fsdp_utils.py: Params4bit)
         storage = compute if engine_of(recipe.plan["parallel"]) == "fsdp" else "uint8"
-        given = functools.partial(load_arguments, str(value), compute, on_cpu=on_cpu, storage=storage)
+        kept = recipe.facts.model.unquantized
+        given = functools.partial(load_arguments, str(value), compute, on_cpu=on_cpu, storage=storage, kept=kept)
         recipe.load_arguments.append(given)
 
         def random(plain: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+            config = quantization_config(str(value), compute, storage, kept)
             if value in _TORCHAO:
-                return random_torchao_model(plain, on_cpu=on_cpu, cache=recipe.tensor_cache)
-            config = quantization_config(str(value), compute, storage)
+                return random_torchao_model(config, plain, on_cpu=on_cpu, cache=recipe.tensor_cache)
             return random_model(config, plain, on_cpu=on_cpu, cache=recipe.tensor_cache)
 
         recipe.random_model = random

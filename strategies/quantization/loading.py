@@ -23,24 +23,26 @@ if TYPE_CHECKING:
 _BLOCK, _OUTER_BLOCK = 64, 256  # bitsandbytes.nn.Params4bit; bitsandbytes.functional.quantize_4bit
 
 
-def quantization_config(value: str, compute: str, storage: str = "uint8") -> Any:
+def quantization_config(value: str, compute: str, storage: str = "uint8", kept: tuple[str, ...] = ()) -> Any:
     """Transformers' config of a value.
 
     Args:
         value: How weights are quantized.
         compute: Names the dtype that products compute in.
         storage: Names the dtype that packed 4-bit weights are kept in; FSDP2 shards floats only.
+        kept: The modules that are left as they are; those that transformers leaves by itself where none are given.
     """
     import transformers
 
     if value == "int8_torchao":
         torchao: Any = import_module("torchao.quantization")
         with_torchao: Any = transformers.TorchAoConfig
-        return with_torchao(torchao.Int8WeightOnlyConfig())
+        return with_torchao(torchao.Int8WeightOnlyConfig(), modules_to_not_convert=list(kept) or None)
     config: Any = transformers.BitsAndBytesConfig
     if value == "int8":
-        return config(load_in_8bit=True)
+        return config(load_in_8bit=True, llm_int8_skip_modules=list(kept) or None)
     return config(
+        llm_int8_skip_modules=list(kept) or None,  # whatever the bits
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
@@ -49,10 +51,12 @@ def quantization_config(value: str, compute: str, storage: str = "uint8") -> Any
     )
 
 
-def load_arguments(value: str, compute: str, *, on_cpu: bool, storage: str = "uint8") -> dict[str, Any]:
+def load_arguments(
+    value: str, compute: str, *, on_cpu: bool, storage: str = "uint8", kept: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """What ``from_pretrained`` is given: it quantizes weights as it loads them, on the device that will train."""
     place = {"": "cpu" if on_cpu else int(os.environ.get("LOCAL_RANK", "0"))}
-    return {"quantization_config": quantization_config(value, compute, storage), "device_map": place}
+    return {"quantization_config": quantization_config(value, compute, storage, kept), "device_map": place}
 
 
 def made_as_said(said: Any) -> Callable[[Callable[[], PreTrainedModel], bool], PreTrainedModel] | None:
@@ -150,13 +154,14 @@ def keep_as_loaded(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def random_torchao_model(make: Callable[[], PreTrainedModel], *, on_cpu: bool, cache: TensorCache) -> PreTrainedModel:
-    """The same with torchao's weights."""
+def random_torchao_model(
+    config: Any, make: Callable[[], PreTrainedModel], *, on_cpu: bool, cache: TensorCache
+) -> PreTrainedModel:
+    """The same with torchao's weights; the config is a ``TorchAoConfig``."""
     import torch
     from torch import nn
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    config = quantization_config("int8_torchao", "float32")
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     quantize: Any = import_module("torchao.quantization").quantize_
     device = _device(on_cpu=on_cpu)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import importlib
 import pickle
 import sys
@@ -9,7 +10,7 @@ import sys
 import peft
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForAudioClassification, AutoModelForCausalLM
 
 from autofit import space
 from autofit.contract.script import Script
@@ -84,23 +85,57 @@ def test_what_is_said_of_a_value_that_is_not_listed():
         assert samplers._other_methods(plans, FACTS)["precision"] == later, "numeric beside an adapter"
 
 
-def test_peft_puts_no_lora_on_mambas_output_projections():
-    from peft import LoraConfig, get_peft_model
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2}
+_MAMBA = ("mamba", {"vocab_size": 32, "state_size": 4, **_SMALL}, AutoModelForCausalLM)
+_WAVLM = (
+    "wavlm",
+    {"num_attention_heads": 2, "intermediate_size": 32, "conv_dim": [8] * 7, "num_conv_pos_embeddings": 4,
+     "num_conv_pos_embedding_groups": 2, **_SMALL},
+    AutoModelForAudioClassification,
+)  # fmt: skip
 
-    mamba = dataclasses.replace(FACTS, model=dataclasses.replace(FACTS.model, model_type="mamba"))
-    for value in ("lora:r=16", "dora:r=4", "lora:r=16:targets=in_proj+out_proj"):
-        found = ADAPTER.choice(value, mamba)
-        assert found.status == "withheld"
-        assert "targets=in_proj" in found.reason
-        with pytest.raises(InputError, match="output projections of mamba"):
-            ADAPTER.parse(value, mamba)
-    for value in ("none", "ia3", "lora:r=16:targets=in_proj"):
-        assert ADAPTER.choice(value, mamba).status != "withheld"
-        assert ADAPTER.parse(value, mamba) == value
-    config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1, vocab_size=32)
-    with pytest.raises(ValueError, match="out_proj"):
-        get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules="all-linear"))
-    get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules=["in_proj"]))
+
+@pytest.mark.parametrize("kind", [_MAMBA, _WAVLM], ids=lambda one: one[0])
+def test_no_adapter_is_put_where_a_model_reads_the_weights_itself(kind):
+    name, sizes, auto = kind
+    config = AutoConfig.for_model(name, **sizes)
+    model = auto.from_config(config)
+    direct = describe_built("m", config, model)["read_directly"]
+    assert any(path.endswith(".layers.*.mixer.out_proj" if name == "mamba" else ".attention.k_proj") for path in direct)
+    facts = dataclasses.replace(FACTS, model=dataclasses.replace(FACTS.model, model_type=name, read_directly=direct))
+    for value in ("lora:r=16:targets=out_proj+in_proj", "ia3:targets=out_proj"):
+        with pytest.raises(InputError, match="reads the weights of its out_proj itself"):
+            ADAPTER.parse(value, facts)
+    adapted = peft_layers.adapt(wanted.read("lora:r=2"), model, task="other", around=direct)
+    given = {"input_values": torch.randn(2, 8000)} if name == "wavlm" else {"input_ids": torch.zeros(2, 8).long()}
+    labels = torch.zeros(2).long() if name == "wavlm" else torch.zeros(2, 8).long()
+    adapted(**given, labels=labels).loss.backward()
+    trained = {path: one.grad for path, one in adapted.named_parameters() if "lora_A" in path}
+    inside = {path for path in trained if ".layers." in path}
+    assert inside
+    assert not [path for path in inside if trained[path] is None], "an adapter is never trained"
+    assert not any(path.rsplit(".lora_A")[0].endswith("out_proj") for path in trained)
+    assert "but" in ADAPTER.changes("lora:r=16", PLAIN, facts)
+    exported = ADAPTER.emit("lora:r=16", PLAIN, facts)
+    assert exported.elsewhere["sft"]["peft_config"]["exclude_modules"] == "|".join(direct)
+    assert "out_proj" in exported.otherwise["llamafactory"]
+
+
+def test_a_weight_that_a_model_reads_itself_is_not_packed():
+    config = AutoConfig.for_model("bamba", hidden_size=32, num_hidden_layers=2, vocab_size=64, intermediate_size=32,
+        num_attention_heads=2, num_key_value_heads=2, mamba_n_heads=2, mamba_d_head=32, mamba_d_state=8,
+        mamba_n_groups=1, attn_layer_indices=[1])  # fmt: skip
+    told = describe_built("m", config, AutoModelForCausalLM.from_config(config))
+    loading = importlib.import_module("autofit.strategies.quantization.loading")
+    made = loading.random_model(
+        loading.quantization_config("nf4", "bfloat16", kept=told["unquantized"]),
+        functools.partial(AutoModelForCausalLM.from_config, config),
+        on_cpu=True,
+        cache=TensorCache(),
+    )
+    packed = {name for name, one in made.named_modules() if type(one).__name__ == "Linear4bit"}
+    linear = {name for name, one in made.named_modules() if isinstance(one, torch.nn.Linear)}
+    assert linear - packed == {"lm_head", "model.layers.0.mamba.out_proj"}
 
 
 def test_peft_puts_neither_dora_nor_dropout_on_stacked_experts():

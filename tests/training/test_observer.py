@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from autofit.machine.model import describe_built
 from autofit.registry import recipe_of
-from autofit.training.observer import Observer
+from autofit.training.observer import Observer, layer_products
 from tests.support.families import CONFIGS, TEXT
 from tests.support.synthetic import cpu_facts
 from tests.support.tiny import PLAIN
@@ -166,3 +167,21 @@ def test_worker_processes_that_ended_with_the_training_are_not_missed():
     assert seen.of("loader")["processes"] >= 1
     del running
     assert observer.with_later_state(seen, optimizer, None, 4).of("loader") == seen.of("loader")
+
+
+def test_a_layer_that_is_never_called_is_not_watched():
+    from transformers import AutoConfig, AutoModelForAudioClassification
+
+    config = AutoConfig.for_model(
+        "wavlm", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, conv_dim=[8] * 7,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    model = AutoModelForAudioClassification.from_config(config)
+    direct = describe_built("m", config, model)["read_directly"]
+    products = [product for _, product in layer_products(model, (), direct)]
+    called = []
+    for product in products:
+        product.register_forward_hook(lambda module, *_: called.append(module))
+    model(torch.randn(1, 8000))
+    assert len(products) == 2
+    assert called == products
