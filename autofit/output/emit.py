@@ -78,15 +78,18 @@ def edited_settings(document: Document, folder: Path) -> list[str]:
     emission, said = recipe_of(document.plan, document.facts).emission, []
     for name, plans in ((YAML, emission.accelerate), (ARGUMENTS, emission.training_args)):
         written, ours = _settings(folder / name), json.loads(json.dumps(dict(plans)))
+        if written is None:
+            continue
         both = sorted(written.keys() & ours.keys())
         changed = [f"{one} is {written[one]!r}, not {ours[one]!r}" for one in both if written[one] != ours[one]]
+        changed += [f"{one} is gone, and was {ours[one]!r}" for one in sorted(ours.keys() - written.keys())]
         if document.autofit == __version__ and changed:  # another one may have written others
             said.append(f"{folder / name} is not as the plan in {DOCUMENT_FILE}: {'; '.join(changed)}")
     return said
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    """The settings in a file.
+def _settings(path: Path) -> dict[str, Any] | None:
+    """The settings in a file; ``None`` where it is not there.
 
     Raises:
         InputError: It can't be read, or holds none.
@@ -95,7 +98,7 @@ def _settings(path: Path) -> dict[str, Any]:
     try:
         found = (safe_load if path.name == YAML else json.loads)(path.read_text("utf-8"))
     except FileNotFoundError:
-        return {}
+        return None
     except (OSError, ValueError, YAMLError) as error:
         raise InputError(f"{path} can't be read: {one_line(str(error))}", hint=hint) from None
     if not isinstance(found, dict):

@@ -1,5 +1,6 @@
 """``autofit.verify``: launches are held to the promise; no process is started here."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from autofit.commands import launching, verify
 from autofit.contract.outcome import Crashed
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE, MODEL_FOLDER, config_sha256
 from autofit.output.emit import ARGUMENTS, YAML
+from autofit.registry import recipe_of
 from autofit.system.errors import InputError, MachineError
 from autofit.system.strict_json import dump_json
 from tests.output.test_report import CPU
@@ -24,10 +26,16 @@ def promised():
 
 @pytest.fixture
 def folder(promised, tmp_path):
-    """An output folder; what its files say is of no matter where nothing is launched."""
+    """An output folder, with the files of its plan."""
+    emission = recipe_of(promised.plan, promised.facts).emission
     (tmp_path / MODEL_FOLDER).mkdir()
-    for name in (YAML, ARGUMENTS, f"{MODEL_FOLDER}/config.json"):
-        (tmp_path / name).write_text("{}")
+    texts = {
+        YAML: dict(emission.accelerate),
+        ARGUMENTS: dict(emission.training_args),
+        f"{MODEL_FOLDER}/config.json": {},
+    }
+    for name, said in texts.items():
+        (tmp_path / name).write_text(json.dumps(said))
     (tmp_path / DOCUMENT_FILE).write_text(dump_json(DOCUMENT, promised))
     return tmp_path
 
@@ -122,12 +130,15 @@ def test_a_file_that_nobody_can_read_is_not_launched(folder, launches, name, tex
 def test_settings_that_are_not_the_plan_s_are_told(folder, launches):
     said = []
     launches((0.95, 0.0))
-    (folder / ARGUMENTS).write_text('{"bf16": true, "learning_rate": 0.1, "gradient_accumulation_steps": 7}')
-    (folder / YAML).write_text("num_processes: 2")
+    arguments, config = (json.loads((folder / name).read_text()) for name in (ARGUMENTS, YAML))
+    optimizer = arguments.pop("optim")
+    (folder / ARGUMENTS).write_text(json.dumps(arguments | {"learning_rate": 0.1, "gradient_accumulation_steps": 7}))
+    (folder / YAML).write_text(json.dumps(config | {"num_processes": 2}))
     assert autofit.verify(folder, say=said.append).broken == ()
+    changed = f"gradient_accumulation_steps is 7, not 4; optim is gone, and was {optimizer!r}"
     assert said == [
         f"{folder / YAML} is not as the plan in autofit.json: num_processes is 2, not 1",
-        f"{folder / ARGUMENTS} is not as the plan in autofit.json: gradient_accumulation_steps is 7, not 4",
+        f"{folder / ARGUMENTS} is not as the plan in autofit.json: {changed}",
     ]
 
 
