@@ -186,6 +186,7 @@ class Checkpointing(Technique):
         counted = ran.recipe.state.get(self.name)
         return {
             "layers": len(forwards) or None,
+            "layers_inside": _inside_others(ran.model),
             "layers_recomputed": sum(count > 1 for count in forwards) if forwards else None,
             "layer_forwards": max(forwards, default=ran.forwards_in_graph),
             "kept_outputs": counted.count if isinstance(counted, KeptOutputs) else 0,
@@ -197,8 +198,8 @@ class Checkpointing(Technique):
         if layers is None or again is None:
             return self._inside_a_graph(value, seen)
         kept, moved = seen.get("kept_outputs", 0), seen.get("moved_bytes", 0)
-        every = _EVERY.get(str(value), 1)
-        wanted = again == 0 if value == "off" else abs(again * every - layers) < min(every, layers)
+        every = self.period(value)
+        wanted = again == 0 if value == "off" else _as_many(again, layers, every, seen.get("layers_inside", 0))
         if _by_script_alone(facts):
             wanted = (again == 0) == (value == "off")  # which of its parts it recomputes is the model's to say
         if not wanted:
@@ -237,6 +238,21 @@ class Checkpointing(Technique):
             "selective": Prior(time=(0.08, 0.08), memory=(-0.25, 0.2)),
             "full_offload": Prior(time=(0.35, 0.15), memory=(-0.55, 0.4)),
         }[str(value)]
+
+
+def _as_many(again: int, layers: int, every: int, inside: int) -> bool:
+    """Whether every so many layers were recomputed, and those that stand inside of them (Zamba2's) with them."""
+    if every == 1:
+        return again == layers
+    return 0 < again < layers and abs(again * every - layers) < min(every, layers) + every * inside
+
+
+def _inside_others(model: nn.Module) -> int:
+    """Layers that stand inside of others: transformers counts both."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = {one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)}
+    return len(layers & {part for one in layers for part in one.modules() if part is not one})
 
 
 def _by_script_alone(facts: Facts) -> bool:

@@ -16,6 +16,8 @@ _FLASH_WIDTH = 256
 """Of the widest head that FlashAttention knows."""
 _CONTRASTIVE = ("logit_scale", "temperature")
 """How the trained numbers that scale contrastive logits begin; CLAP has two."""
+_POSITIONS = ("max_position_embeddings", "max_target_positions")
+"""What a config calls the positions of its texts; Whisper's decoder has the latter."""
 _BALANCE = ("router_aux_loss_coef", "aux_loss_coef")
 """What the weight of the loss that balances experts is called, in a config or (DBRX) by the model."""
 
@@ -33,10 +35,11 @@ def describe_built(name: str, settings: Any, model: Any) -> dict[str, Any]:
     """
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    text = settings.get_text_config()
+    text = model.config.get_text_config()  # Pegasus' decoder attends by a copy of its config
     classes = {type(module).__name__ for module in model.modules()}
     experts = any("expert" in part.lower() for part in classes)
-    longest = max(0, int(getattr(text, "max_position_embeddings", None) or 0))  # XLNet says -1 for no end
+    positions = next((one for name in _POSITIONS if (one := getattr(text, name, None))), 0)
+    longest = max(0, int(positions))  # XLNet says -1 for no end
     return {
         "name": name,
         "architecture": type(model).__name__,
@@ -306,9 +309,16 @@ def _attentions(model: Any) -> tuple[str, ...]:
 
 
 def beside_the_base(model: Any) -> tuple[str, ...]:
-    """Names of a model's modules that stand beside its base model, and have weights."""
-    base = model.base_model_prefix
-    return tuple(name for name, one in model.named_children() if name != base and any(True for _ in one.parameters()))
+    """Names of a model's modules that stand beside its base model, and have weights.
+
+    Some have no base model, but a part of it: the tower of CLIP's or SigLIP's classifier, an encoder, a backbone.
+    """
+    from transformers import PreTrainedModel
+
+    parts = [(name, one) for name, one in model.named_children() if any(True for _ in one.parameters())]
+    base = [one for name, one in parts if name == model.base_model_prefix]
+    base = base or [one for _, one in parts if isinstance(one, PreTrainedModel) or one is _input_embeddings(model)]
+    return tuple(name for name, one in parts if one not in base)
 
 
 def has_plain_head(model: Any) -> bool:

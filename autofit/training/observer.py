@@ -269,16 +269,23 @@ def layer_products(
 def _first_product(
     layer: nn.Module, *, dimensions: tuple[int, ...] = (2,), left: Collection[nn.Module] = ()
 ) -> tuple[nn.Module, nn.Module] | None:
-    """The first module inside a layer that multiplies by a matrix, but for some: it is recomputed with its layer."""
-    outer = None
+    """The first module inside a layer that multiplies by a matrix, but for some: it is recomputed with its layer.
+
+    A class of the model's own, such as a router, may do more, and give another dtype: it is taken where there is none
+    else.
+    """
+    outer: nn.Module | None = None
+    own: tuple[nn.Module, nn.Module] | None = None
     for module in (one for one in layer.modules() if one not in left):
         weight = getattr(module, "weight", None)
         shape = getattr(weight, "ds_shape", getattr(weight, "shape", ()))  # ZeRO-3 leaves an empty tensor behind
         if len(shape) in dimensions and "Embed" not in type(module).__name__:
-            outer = outer or module
+            around = outer = outer or module
             if not any(module.children()):
-                return outer, module
-    return None
+                if not type(module).__module__.startswith("transformers.models."):
+                    return around, module
+                outer, own = None, own or (around, module)
+    return own
 
 
 def compiled_graphs() -> int:

@@ -236,7 +236,7 @@ class Precision(Technique):
 
         return {
             "compute_dtype": _compute_dtype(*ran.output),
-            "weights_dtype": dtype_name(_main_weight(list(ran.model.parameters()))),
+            "weights_dtype": dtype_name(_main_weight(ran.model)),
             "trained_dtype": _trained_dtype(ran.model),
             "float8_linears": sum(type(module).__name__ == "Float8Linear" for module in ran.model.modules()),
             "loss_scaled": getattr(ran.accelerator, "scaler", None) is not None,
@@ -432,11 +432,23 @@ def _compute_dtype(given: str | None, product: Any) -> str | None:
     return given if inside is None else str(inside).removeprefix("torch.")
 
 
-def _main_weight(parameters: list[nn.Parameter]) -> nn.Parameter:
-    """The largest weight of the model itself: no adapter's, which is trained beside frozen ones, and no packed one."""
-    floats = [parameter for parameter in parameters if parameter.dtype.is_floating_point]
-    frozen = [parameter for parameter in floats if not parameter.requires_grad]
-    return max(frozen or floats, key=lambda parameter: parameter.numel())
+def _main_weight(model: nn.Module) -> nn.Parameter:
+    """The largest weight of the model itself: no adapter's, which is trained beside frozen ones, and no packed one.
+
+    Nor one that its class keeps in float32 whatever is asked, as Ernie 4.5's are that balance its experts, and frozen.
+    """
+    floats = [(name, one) for name, one in model.named_parameters() if one.dtype.is_floating_point]
+    kept = {
+        part
+        for module in model.modules()
+        for part in (
+            *(getattr(module, "_keep_in_fp32_modules", None) or ()),
+            *(getattr(module, "_keep_in_fp32_modules_strict", None) or ()),
+        )
+    }
+    free = [one for name, one in floats if not any(part in name for part in kept)] or [one for _, one in floats]
+    frozen = [one for one in free if not one.requires_grad]
+    return max(frozen or free, key=lambda one: one.numel())
 
 
 def _trained_dtype(model: nn.Module) -> str | None:

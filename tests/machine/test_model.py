@@ -83,3 +83,22 @@ def test_a_scale_for_each_head_makes_no_loss_contrastive():
     assert depends_on_rows(model) is None
     model.temperature = nn.Parameter(torch.ones(()))
     assert depends_on_rows(model)
+
+
+_DECODER = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16, "vocab_size": 64}
+
+
+def described(tmp_path, kind, **sizes):
+    transformers.AutoConfig.for_model(kind, **_DECODER, **sizes).save_pretrained(tmp_path)
+    return describe_model(kind, tmp_path, trust_remote_code=False, task="causal-lm")
+
+
+def test_attention_is_that_of_the_config_that_the_model_keeps(tmp_path):
+    """Pegasus' decoder keeps a copy; what attends was told as none, and no trial "took effect"."""
+    assert described(tmp_path, "pegasus")["attention"] == "sdpa"
+
+
+def test_the_positions_of_a_decoder_of_sounds_are_told(tmp_path):
+    """Whisper's config calls them otherwise; rows of 1024 tokens were tried on its 448 positions."""
+    found = described(tmp_path, "whisper", pad_token_id=0, begin_suppress_tokens=None, encoder_layers=1)
+    assert (found["position_rows"], found["max_positions"]) == (448, 448)

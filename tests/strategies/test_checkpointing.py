@@ -127,6 +127,19 @@ def test_every_so_many_layers(strategy, every, switched):
     assert "".join(str(int(layer.gradient_checkpointing)) for layer in model.model.layers) == switched
 
 
+@pytest.mark.parametrize(("value", "fits"), [("off", {0}), ("full", {6}), ("every_2", {1, 2, 3, 4, 5})])
+def test_layers_inside_of_others_are_recomputed_with_them(strategy, value, fits):
+    """Each hybrid layer of Zamba2 holds another layer: of its 6 layers ``every_2`` recomputes 4."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64, "n_mamba_heads": 2}
+    kinds = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("zamba2", **sizes, **kinds))
+    assert strategy._inside_others(model) == 2
+    seen = ({"layers": 6, "layers_recomputed": again, "layers_inside": 2} for again in range(7))
+    in_effect, facts = technique("checkpointing").in_effect, cpu_facts()
+    assert {one["layers_recomputed"] for one in seen if in_effect(value, one, facts) is None} == fits
+
+
 def statuses(facts):
     return {choice.value: choice.status for choice in technique("checkpointing").choices(facts)}
 

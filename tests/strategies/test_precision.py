@@ -1,11 +1,14 @@
 """What shows that a precision took effect, and what shows that it did not."""
 
 import dataclasses
+import importlib
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import torch
+import transformers
 
 from autofit import space
 from autofit.contract.script import Script
@@ -225,3 +228,15 @@ def test_an_autocast_of_the_script_is_the_precision_of_every_plan(facts, value):
     asks = dataclasses.replace(script, own={"bf16": True})
     both = dataclasses.replace(facts, workload=dataclasses.replace(facts.workload, script=asks))
     assert recipe_of(built.plans[0], both).mixed_precision == value
+
+
+def test_weights_that_stay_in_float32_whatever_is_asked_do_not_speak_for_the_others():
+    """Ernie 4.5's that balance its experts are frozen besides: bfloat16 weights never "took effect"."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}
+    settings = transformers.Ernie4_5_MoeConfig(**sizes, **experts, num_hidden_layers=1, intermediate_size=32)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    assert any(one.dtype == torch.float32 and not one.requires_grad for one in model.parameters())
+    main = importlib.import_module("autofit.strategies.precision")._main_weight
+    assert main(model).dtype == torch.bfloat16

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
 
 from autofit.machine.model import describe_built
 from autofit.registry import recipe_of
@@ -185,3 +186,13 @@ def test_a_layer_that_is_never_called_is_not_watched():
     model(torch.randn(1, 8000))
     assert len(products) == 2
     assert called == products
+
+
+def test_a_router_is_not_what_shows_in_which_precision_a_layer_multiplies():
+    """Granite 4's comes first in its layers, and gives float32: no plan in 16 bits "took effect"."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    others = {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16}
+    settings = transformers.GraniteMoeHybridConfig(**sizes, **others, num_local_experts=2, num_experts_per_tok=1)
+    with torch.device("meta"):
+        model = transformers.GraniteMoeHybridForCausalLM(settings)
+    assert [type(product).__name__ for _, product in layer_products(model)] == ["Linear"] * 2

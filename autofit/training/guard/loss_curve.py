@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 _TOKENS = 16
 _RATE, _WIDTH = 1e-3, 512
 """Adam moves every weight by the rate, and a wider layer adds up more of them."""
+_DRAWN = ("drop", "jitter", "mask_time_prob", "mask_feature_prob")
+"""Parts of the names of a config's numbers that say how much is changed at random: dropout, noise before a router
+(Switch, Phi-MoE), parts of a sound that are masked (wav2vec 2.0)."""
 _SKIPPED = 8
 """Optimizer steps that loss scaling may skip; each halves the scale, which begins at 65,536."""
 
@@ -374,11 +377,14 @@ def without_dropout(config: Path, folder: Path) -> Path:
 
 
 def _undropped(value: Any) -> Any:
-    """The config with 0 for each number whose name says dropout (GPT-2's: ``attn_pdrop``, ``layerdrop``)."""
+    """The config with 0 for each number whose name says dropout (GPT-2's: ``attn_pdrop``), or another random change."""
     if isinstance(value, list):
         return [_undropped(one) for one in value]
     if not isinstance(value, dict):
         return value
     return {
-        name: 0.0 if "drop" in name and isinstance(one, int | float) else _undropped(one) for name, one in value.items()
+        name: type(one)(0)
+        if type(one) in {int, float} and any(part in name for part in _DRAWN)  # a switch is no number
+        else _undropped(one)
+        for name, one in value.items()
     }

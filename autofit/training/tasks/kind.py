@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 Column = Any
-"""One argument of many rows: a tensor whose first dimension is the rows, or a list with an entry for each."""
+"""One argument of many rows: a tensor whose first dimension is the rows, or a list with an entry for each; ``None``
+where a model is not given it."""
 
 MAIN = "main input"
 """Stands for whatever the model's class calls its main input (``main_input_name``)."""

@@ -93,7 +93,8 @@ def make_batch(kind: Kind, spec: Spec, rows: int, generator: torch.Generator) ->
         name = spec.main if argument == MAIN else argument
         maker = kind.makers.get(name) or INPUTS.get(name)
         if maker is not None:
-            made[name] = maker(spec, rows, generator)
+            column = maker(spec, rows, generator)
+            made |= {} if column is None else {name: column}
         elif name == "labels":
             made[name] = made["input_ids"]
     return made

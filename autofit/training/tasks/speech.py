@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from autofit.contract.facts import Length
-from autofit.training.tasks.inputs import sound_length, tokens
-from autofit.training.tasks.kind import Kind, Spec
+from autofit.training.tasks.inputs import sound_length, sound_shape, tokens
+from autofit.training.tasks.kind import MAIN, Kind, Spec
 from autofit.training.tasks.seq2seq import name_start
 from autofit.training.tasks.text import classes
 
@@ -19,6 +19,13 @@ _USUAL_TARGET = 128
 def _transcript(spec: Spec, rows: int, generator: torch.Generator) -> torch.Tensor:
     """No longer than a quarter of the frames, since a letter takes one, and two like letters one more between them."""
     return tokens(_with_own_vocabulary(spec), rows, max(1, _frames(spec) // 4), generator=generator)
+
+
+def _mask(spec: Spec, rows: int, _generator: torch.Generator) -> torch.Tensor | None:
+    """Which frames are a clip's own: all of them. Processors of samples leave it out where none is padded."""
+    import torch
+
+    return None if spec.main == "input_values" else torch.ones((rows, sound_shape(spec)[0]), dtype=torch.long)
 
 
 def _with_own_vocabulary(spec: Spec) -> Spec:
@@ -69,7 +76,8 @@ KINDS = (
         new_head=True,
         auto="AutoModelForCTC",
         trained_on="texts of sounds, aligned by CTC",
-        makers={"labels": _transcript},
+        arguments=(MAIN, "attention_mask", "labels"),
+        makers={"attention_mask": _mask, "labels": _transcript},
         sample="clip",
         length=sound_length,
         tokens=0,

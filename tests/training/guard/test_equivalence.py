@@ -426,6 +426,16 @@ def test_a_config_without_dropout(tmp_path):
     assert values["text_config"] == {"resid_pdrop": 0.0, "name": "dropout"}
 
 
+def test_a_config_without_other_random_changes(tmp_path):
+    """Switch's router is given noise, and wav2vec 2.0 sounds with parts masked: they hang on the split of the batch."""
+    drawn = {"router_jitter_noise": 0.01, "mask_time_prob": 0.05, "mask_feature_prob": 0.1}
+    kept = {"mask_time_length": 10, "normalize_router_prob_before_dropping": True}  # NLLB-MoE's refuses a number
+    copy = without_dropout(write_config(tmp_path / "in", **drawn, **kept), tmp_path / "out")
+    values = json.loads((copy / "config.json").read_text("utf-8"))
+    assert [values[name] for name in drawn] == [0, 0, 0]
+    assert [values[name] for name in kept] == [10, True]
+
+
 def test_rows_that_can_be_learned(facts):
     filled = recipe_of(PLAIN, facts)
     rows = loss_curve.learnable_rows(filled, 32, SimpleNamespace(config=None))

@@ -1,22 +1,26 @@
 """Each task's batch fits the forward pass of its models: the loss is finite, and has a gradient."""
 
+import dataclasses
 import json
 from typing import get_args
 
 import pytest
 import torch
 import transformers
+from pydantic import TypeAdapter
 
-from autofit.contract.facts import Task
+from autofit.contract.facts import Model, Task
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.registry import recipe_of, technique, techniques
 from autofit.training.guard.loss_curve import CURVE
 from autofit.training.jobs import CurveJob
+from autofit.training.tasks.choose import describe_model
 from autofit.training.tasks.rows import task_rows
 from autofit.training.tasks.table import TASKS
 from tests.support.cases import some_slow
 from tests.support.families import CONFIGS, LENGTHS, facts_for
+from tests.support.synthetic import cpu_facts
 from tests.support.tiny import PLAIN
 
 _QUICK = list({task: name for name, (task, _) in reversed(CONFIGS.items())}.values())
@@ -41,6 +45,36 @@ def test_a_batch_fits_forward_and_its_loss_has_a_gradient(name, tmp_path):
         assert torch.isfinite(loss)
         loss.backward()
     assert any(float(one.grad.abs().sum()) for one in model.parameters() if one.grad is not None)
+
+
+_VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+_FRAMES = {**_VISION, "num_mel_bins": 16, "subsampling_conv_channels": 8}
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "heads"),
+    [
+        ("image-classification", {"model_type": "siglip", "vision_config": _VISION}, ("classifier",)),
+        ("ctc", {"model_type": "parakeet_ctc", "encoder_config": _FRAMES, "pad_token_id": 0}, ("ctc_head",)),
+        ("question-answering", {"model_type": "t5", "d_model": 32, "d_ff": 32, "num_layers": 1}, ("qa_outputs",)),
+    ],
+)
+def test_what_is_learned_anew_is_no_part_of_what_is_pretrained(task, config, heads, tmp_path):
+    """These have no base model, but parts of one: an adapter was kept off them, and found no layer."""
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    assert describe_model("its", tmp_path, trust_remote_code=False, task=task)["new_modules"] == heads
+
+
+def test_frames_of_a_sound_are_told_where_the_loss_counts_them(tmp_path):
+    """Parakeet's asks its mask how long a clip is, and can't do without."""
+    config = {"model_type": "parakeet_ctc", "encoder_config": _FRAMES, "vocab_size": 32, "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    found = describe_model("parakeet", tmp_path, trust_remote_code=False)
+    facts = cpu_facts(seq_len=64, global_batch=2)
+    facts = dataclasses.replace(facts, model=TypeAdapter(Model).validate_python(found))
+    model = recipe_of(PLAIN, facts).model(None, config=tmp_path)
+    rows = task_rows(facts, model.config, 2)
+    assert torch.isfinite(model(**rows.collate([rows[0], rows[1]])).loss)
 
 
 _NOT_TOKENS = (
