@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.training.tasks.inputs import INPUTS, tokens
 from autofit.training.tasks.kind import Kind, Spec
+from autofit.training.tasks.seq2seq import name_start
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,7 @@ def _name_padding(model: Any) -> None:
     if getattr(config, "pad_token_id", None) is None:
         end = getattr(config, "eos_token_id", None)
         model.config.pad_token_id = config.pad_token_id = end[0] if isinstance(end, list) else end or 0
+    name_start(model)
 
 
 def _any_tokens(spec: Spec, rows: int, generator: torch.Generator) -> torch.Tensor:
@@ -116,6 +118,7 @@ KINDS = (
         trained_on="where an answer begins and ends",
         arguments=("input_ids", "start_positions", "end_positions"),
         makers={"start_positions": _position, "end_positions": _position},
+        prepare=name_start,
     ),
     Kind(
         name="multiple-choice",

@@ -98,6 +98,19 @@ def test_images_and_sounds_fit_weights_in_sixteen_bits(name, tmp_path):
     assert torch.isfinite(loss)
 
 
+@pytest.mark.parametrize("task", ["question-answering", "sequence-classification"])
+def test_a_decoder_that_reads_a_whole_text_is_told_its_first_token(task, tmp_path):
+    """T5 has models for these, too, of the same configs."""
+    config = {"model_type": "t5", "d_model": 32, "d_ff": 32, "num_layers": 1, "vocab_size": 96, "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    found = describe_model("t5", tmp_path, trust_remote_code=False, task=task)
+    facts = dataclasses.replace(cpu_facts(seq_len=16), model=TypeAdapter(Model).validate_python(found))
+    model = recipe_of(PLAIN, facts).model(None, config=tmp_path)
+    TASKS[task].prepare(model)
+    rows = task_rows(facts, model.config, 2)
+    assert torch.isfinite(model(**rows.collate([rows[0], rows[1]])).loss)
+
+
 @pytest.mark.parametrize("given", [{}, {"pad_token_id": None}])
 def test_a_decoder_whose_first_token_the_config_leaves_to_the_script_is_trained(given, tmp_path):
     facts = facts_for("t5", tmp_path)
