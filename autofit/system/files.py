@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
+import site
+import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -129,13 +132,35 @@ def source_root() -> Path:
     return Path(_version.__file__).resolve().parent.parent
 
 
+_BEFORE = "AUTOFIT_PATHS_BEFORE"
+_SEARCHED = ("PYTHONPATH", "PYTHONSAFEPATH")
+
+
 def helper_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a helper process: it finds this package, and takes no folder of the user's for another one.
 
     ``python -m`` searches the current folder first: a data folder called ``scipy`` would be imported as that package.
+    Where Python finds this package by itself, nothing comes before the user's own ``PYTHONPATH``.
     """
-    searched = os.pathsep.join(path for path in (str(source_root()), environment.get("PYTHONPATH")) if path)
-    return {**environment, "PYTHONPATH": searched, "PYTHONSAFEPATH": "1"}
+    before = {name: environment[name] for name in _SEARCHED if name in environment}
+    by_itself = str(source_root()) in {sysconfig.get_path("purelib"), site.getusersitepackages()}
+    searched = os.pathsep.join(
+        path for path in ("" if by_itself else str(source_root()), before.get("PYTHONPATH")) if path
+    )
+    return {**environment, "PYTHONPATH": searched, "PYTHONSAFEPATH": "1", _BEFORE: json.dumps(before)}
+
+
+def search_as_before() -> None:
+    """Have programs that this helper process starts search where they would have before :func:`helper_environment`.
+
+    A user's script starts such: under ``PYTHONSAFEPATH`` a Python program finds no module that lies beside it.
+    """
+    told = os.environ.pop(_BEFORE, None)
+    if told is None:
+        return
+    for name in _SEARCHED:
+        os.environ.pop(name, None)
+    os.environ.update(json.loads(told))
 
 
 @contextlib.contextmanager

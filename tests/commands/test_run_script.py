@@ -1,5 +1,6 @@
 """``autofit run``: what it launches, and what it says where that is not the training that was tuned."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 import autofit
 from autofit.commands.scripts import run as scripts
-from autofit.commands.scripts import run_script
+from autofit.commands.scripts import run_launch, run_script
 from autofit.contract.script import Script
 from autofit.output.document import DOCUMENT, DOCUMENT_FILE
 from autofit.system.errors import InputError
@@ -70,6 +71,17 @@ def test_accelerate_is_told_the_threads_that_it_would_warn_of(launched, monkeypa
     (command,) = commands
     option = "--num_cpu_threads_per_process"
     assert command[command.index(option) + 1 :][:1] == words if words else option not in command
+
+
+@pytest.mark.parametrize(("line", "status"), [("raise SystemExit(85)", 85), ("os.kill(os.getpid(), 9)", 137), ("", 0)])
+def test_a_launch_of_one_process_ends_as_its_script_does(monkeypatch, line, status):
+    command = [sys.executable, "-c", f"import os\n{line}"]
+    monkeypatch.setattr(run_launch.launch, "prepare_simple_launcher_cmd_env", lambda _: (command, dict(os.environ)))
+    monkeypatch.setattr(run_launch.launch, "simple_launcher", run_launch.one_process)
+    monkeypatch.setattr("sys.argv", ["run_launch.py", "--quiet", "--cpu", "train.py"])
+    with pytest.raises(SystemExit) as ends:
+        run_launch.launch.main()
+    assert ends.value.code == status
 
 
 LAUNCHER = "import subprocess, sys; sys.exit(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).wait())"

@@ -1,9 +1,14 @@
 """How a script is left: what its training ends by stands, whatever the script makes of it."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from autofit.system.errors import InputError
+from autofit.system.files import helper_environment
 from autofit.training.scripts import leave
 from autofit.training.scripts.leave import Enough, ended, ending, run_until_left
 from autofit.training.scripts.plain_loop.patches import _tell_of_memory
@@ -67,3 +72,35 @@ def test_a_script_that_ends_without_training_is_told_so(tmp_path):
     path.write_text("pass")
     with pytest.raises(InputError, match="ended without training"):
         run_until_left(str(path), [])
+
+
+def test_a_script_that_is_a_link_finds_what_lies_beside_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.argv", [*sys.argv])
+    for name in ("real", "bin"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "real" / "beside_the_file.py").write_text("FOUND = 7")
+    (tmp_path / "real" / "train.py").write_text("import beside_the_file\nraise SystemExit(beside_the_file.FOUND)")
+    (tmp_path / "bin" / "train.py").symlink_to("../real/train.py")
+    with pytest.raises(SystemExit) as ends:
+        leave.run(str(tmp_path / "bin" / "train.py"), [])
+    assert ends.value.code == 7
+
+
+STARTS = """
+import subprocess, sys
+from pathlib import Path
+print(subprocess.run([sys.executable, str(Path(__file__).with_name("evaluate.py"))], text=True, capture_output=True))
+"""
+
+
+@pytest.mark.parametrize("own", [None, "elsewhere"])
+def test_a_program_that_a_script_starts_finds_its_modules(tmp_path, own):
+    (tmp_path / "train.py").write_text(STARTS)
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "evaluate.py").write_text("import beside, os\nprint('found, and', os.environ.get('PYTHONPATH'))")
+    before = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = f"from autofit.training.scripts import leave; leave.run({str(tmp_path / 'train.py')!r}, [])"
+    environment = helper_environment(before if own is None else {**before, "PYTHONPATH": own})
+    done = subprocess.run([sys.executable, "-c", run], env=environment, text=True, capture_output=True, check=True)
+    assert f"found, and {own}" in done.stdout, done.stdout

@@ -50,7 +50,7 @@ def run(
         say: Called with a line of text where this is not the training that was tuned.
 
     Returns:
-        The launch's exit status; a signal's number above 128 where one ended it.
+        The script's exit status, of several processes the launch's; a signal's number above 128 where one ended it.
 
     Raises:
         InputError: There is no such folder or script, or the plan can't be put into a script.
@@ -72,7 +72,7 @@ def run(
     for words in (*differences(document, train), *changed):
         say(words)
     command = (
-        sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch",
+        sys.executable, "-m", "autofit.commands.scripts.run_launch",
         "--quiet",  # what the script says of its end is all there is to tell
         "--config_file", str(folder.absolute() / YAML), *place, *_threads(document),
         str(_SCRIPT), str(folder.absolute()), str(train.path), *train.arguments,

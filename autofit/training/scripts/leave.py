@@ -15,6 +15,7 @@ from typing import Any
 
 from autofit.contract.technique import replacing
 from autofit.system.errors import InputError
+from autofit.system.files import search_as_before
 from autofit.system.job import error_words
 
 AS_TUNED = "tune it with these arguments, or run it with those that it was tuned with"
@@ -143,7 +144,8 @@ def name_of(path: str, arguments: Sequence[str]) -> str:
 def run(path: str, arguments: Sequence[str]) -> None:
     """Run a script as ``python path arguments`` would."""
     sys.argv = [path, *arguments]
-    folder = str(Path(path).parent)
+    search_as_before()
+    folder = str(Path(path).resolve().parent)  # Python, too, follows a link
     if sys.path[0] != folder:
         sys.path.insert(0, folder)
     global _running  # noqa: PLW0603 - the script asks by autofit.load, and nothing of it is handed over
