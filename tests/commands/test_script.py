@@ -172,6 +172,27 @@ def test_an_optimizer_that_is_said_after_the_trainer_is_made_is_the_scripts_own(
     assert (script["own_optimizer"], script["own_split"]) == (True, None)
 
 
+@pytest.mark.parametrize(
+    ("searched", "refused"),
+    [
+        ("'learning_rate': t.suggest_float('learning_rate', 1e-4, 1e-3)", None),
+        (
+            "'per_device_train_batch_size': t.suggest_categorical('per_device_train_batch_size', [8])",
+            "the script's hyperparameter search sets per_device_train_batch_size, and so does a plan",
+        ),
+    ],
+)
+def test_a_search_for_the_batch_is_no_training_of_a_plan(described, searched, refused):
+    """What it sets would go with the plan's accumulation, whether or not it is what there was."""
+    text = HEAD + "def init(trial): return Model(BertConfig(num_hidden_layers=1, hidden_size=24))\n"
+    text += "rows = [{'input_ids': [1, 2], 'labels': 0}] * 32\n"
+    text += "trainer = Trainer(None, TrainingArguments('x'), model_init=init, train_dataset=rows, eval_dataset=rows)\n"
+    text += f"trainer.hyperparameter_search(lambda t: {{{searched}}}, backend='optuna', n_trials=2)"
+    answer = described(text)
+    assert answer.get("error") == refused
+    assert refused or answer["script"]["micro_batch"] == 8
+
+
 def test_a_loader_of_its_own_says_whether_an_epoch_leaves_out_rows(described):
     text = (
         HEAD

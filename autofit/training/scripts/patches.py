@@ -277,6 +277,8 @@ class Patches:
                 kwargs.pop("resume_from_checkpoint", None)
             if not meant:
                 return original(trainer, *args, **kwargs)
+            if self.random_weights:  # else it is not left before that
+                self.asked.search(trainer, *args, **kwargs)
             made = self.made.get(id(trainer))
             if made is not None and (since := self.asked.since(trainer)):
                 self.made[id(trainer)] = dataclasses.replace(made, arguments={**made.arguments, **since})
