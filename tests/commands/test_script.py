@@ -382,6 +382,39 @@ def test_a_loop_that_ends_early_is_measured_by_what_it_did_and_writes_nothing(se
     assert not [*trained.iterdir()]
 
 
+TRACKED = """
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from torch.utils.data import DataLoader
+
+class Own(GeneralTracker):
+    name, requires_logging_directory, tracker = "own", False, property(lambda self: self)
+
+    def __init__(self):
+        super().__init__()
+        self.run = type("Run", (), {"dir": "x", "log": lambda *_: None})()
+
+accelerator = Accelerator(cpu=True, log_with=Own())
+accelerator.init_trackers("run")
+model = torch.nn.Linear(4, 1)
+model, loader, optimizer = accelerator.prepare(
+    model, DataLoader([torch.ones(4)] * 8, batch_size=2), torch.optim.SGD(model.parameters(), lr=0.1)
+)
+own = accelerator.get_tracker("own", unwrap=True)
+accelerator.trackers[0].tracker.run.log({"begun": len(accelerator.trackers)})
+own.run.log({"directory": own.run.dir})
+for batch in loader:
+    accelerator.backward(model(batch).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_loop_that_asks_for_its_trackers_gets_idle_ones(described):
+    assert described(TRACKED)["script"]["micro_batch"] == 2
+
+
 @pytest.mark.slow
 def test_a_loop_that_resumes_is_measured_from_the_longest_rows_on(server, folder, tmp_path):
     """What it skips would else be the rows that a measurement puts first, or all of them."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, LoggerType
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
@@ -28,6 +28,7 @@ from autofit.training.scripts.plain_loop.autocast import autocast_of_gpus
 from autofit.training.scripts.plain_loop.by_number import _TAKES as TAKES
 from autofit.training.scripts.plain_loop.loader import own_length
 from autofit.training.scripts.plain_loop.losses import COMBINED, Judged, judged, sums_rows, takes_rows_together
+from autofit.training.scripts.plain_loop.trackers import init_trackers
 from autofit.training.timing import Clock, Effort
 from autofit.training.world import World
 from tests.support.synthetic import cpu_facts
@@ -564,3 +565,15 @@ def test_how_a_loss_is_made_of_its_rows_is_told_by_parts_of_them(loss, found):
 def test_a_loss_that_is_another_one_each_time_tells_nothing():
     counted = iter(range(1, 9))
     assert judged(of_parts(lambda _: 1 / next(counted)), 1e-5) is None
+
+
+def test_an_idle_tracker_takes_whatever_a_script_does_with_one():
+    accelerator = SimpleNamespace(log_with=[LoggerType.TENSORBOARD])
+    init_trackers(accelerator, "run", config={})
+    (tracker,) = accelerator.trackers
+    assert tracker.name == "tensorboard"
+    with tracker.tracker.start_run() as run:
+        run.config["rows"] = 8
+        assert [*run.log({"rows": run.config["rows"]})] == []
+    assert os.path.join("out", run.id) == f"out/{run.id}"
+    assert not hasattr(run, "__array__")

@@ -28,6 +28,7 @@ from autofit.system.errors import InputError
 from autofit.training.scripts.leave import Refused, ended, ending
 from autofit.training.scripts.patches import keep_files, keep_what_was_there
 from autofit.training.scripts.plain_loop.loader import Numbers, begins_at, own_length
+from autofit.training.scripts.plain_loop.trackers import init_trackers
 
 if TYPE_CHECKING:
     from autofit.contract.recipe import Recipe
@@ -37,7 +38,7 @@ COUNTS = (
     "plan's; what it does at a certain one of them may be left out, or come at another row"
 )
 _STEPS, _PLUGIN = "gradient_accumulation_steps", "gradient_accumulation_plugin"
-_SILENT, _SAVES = ("init_trackers", "log"), ("save", "save_state", "save_model")
+_SILENT, _SAVES = ("log",), ("save", "save_state", "save_model")
 _AFTER = {
     "wait_for_everyone": False, "gather": False, "gather_for_metrics": False, "reduce": False, "unwrap_model": False,
     "get_state_dict": False, "free_memory": False, "print": False, "end_training": True,
@@ -238,6 +239,7 @@ class LoopPatches:
         """Have nothing written over what the script has trained before: the weights here are random."""
         for name in (*_SILENT, *_SAVES):
             setattr(owner, name, lambda *_, **__: None)
+        owner.init_trackers = init_trackers
         for name in _SAVES:
             setattr(owner, name, self._told_of(getattr(owner, name), True))
         keep_files(lambda nothing: self._told_of(nothing, True))
