@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -575,5 +576,5 @@ def test_an_idle_tracker_takes_whatever_a_script_does_with_one():
     with tracker.tracker.start_run() as run:
         run.config["rows"] = 8
         assert [*run.log({"rows": run.config["rows"]})] == []
-    assert os.path.join("out", run.id) == f"out/{run.id}"
+    assert Path("out", run.id) == Path("out") / str(run.id)
     assert not hasattr(run, "__array__")

@@ -65,7 +65,7 @@ class Asked:
         Raises:
             Refused: It sets what a plan does.
         """
-        if trial is not None:
+        if trial is not None and getattr(trainer, "hp_search_backend", None) is not None:
             trainer._hp_search_setup(trial)  # noqa: SLF001 - train() does so later
 
     def taken(self, arguments: Any) -> Mapping[str, Any]:

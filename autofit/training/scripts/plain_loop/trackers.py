@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 
 class Idle:
@@ -22,6 +22,7 @@ class Idle:
         return Idle()
 
     def __call__(self, *_: Any, **__: Any) -> Idle:
+        """Take a call of whatever was asked for."""
         return Idle()
 
     def __getitem__(self, _: Any) -> Idle:
@@ -33,7 +34,7 @@ class Idle:
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
-    def __enter__(self) -> Idle:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
