@@ -239,7 +239,11 @@ class Workload:
     @property
     def besides(self) -> str:
         """What a script's own training does that is not counted in the seconds of its steps, in words."""
-        return f"{'generating, ' * bool(self.script and self.script.generated)}evaluating and saving"
+        script = self.script
+        if script is None:
+            return "evaluating and saving"
+        before = "its reference's log-probabilities, " * bool(script.own.get("precompute_ref_log_probs"))
+        return f"{before}{'generating, ' * bool(script.generated)}evaluating and saving"
 
 
 def _version(text: str) -> Version:

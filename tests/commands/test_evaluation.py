@@ -158,6 +158,29 @@ def test_what_metrics_read_of_all_rows_is_held_as_an_evaluation_does(tmp_path, m
     assert evaluated.evaluate()["eval_rows"] == 5, "it evaluates by itself again"
 
 
+def test_rows_are_evaluated_as_a_trainer_does_it_while_it_trains(tmp_path):
+    """TRL's prepare a data set that they are handed then anew, or refuse to (``precompute_ref_log_probs``)."""
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    seen = []
+
+    class Prepares(Trainer):
+        def evaluate(self, eval_dataset=None, *args, **kwargs):
+            assert eval_dataset is None or isinstance(eval_dataset, str), "rows that are prepared already"
+            return super().evaluate(eval_dataset, *args, **kwargs)
+
+        def prediction_step(self, model, inputs, *_, **__):
+            seen.append(len(inputs["x"]))
+            return torch.zeros(()), None, None
+
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", remove_unused_columns=False)
+    rows = [{"x": torch.ones(1)}] * 3
+    for given in (rows, {"one": rows, "other": rows * 2}):
+        evaluate_longest(Prepares(torch.nn.Linear(1, 1), arguments, eval_dataset=given), 2)
+    assert seen == [2, 2] * 3
+
+
 @pytest.mark.slow
 def test_an_evaluation_generates_as_long_a_text_as_it_will(tmp_path, monkeypatch):
     import torch

@@ -1,5 +1,6 @@
 """What is told of the model that a script trains."""
 
+import copy
 import importlib
 import json
 import os
@@ -19,9 +20,10 @@ from autofit.machine.model import describe_module
 from autofit.training.scripts.described import _makes_its_optimizer
 from autofit.training.scripts.leave import Refused
 from autofit.training.scripts.loading import ignores_workers
-from autofit.training.scripts.random_weights import cache_tables_apart, random_model
+from autofit.training.scripts.random_weights import cache_tables_apart, random_model, take_reference_of_few
 from autofit.training.scripts.traits import changes_since, loss_takes_rows_together, own_split, traits
 from autofit.training.scripts.written import Written
+from tests.support.scripted import SCRIPTS
 
 
 def test_tables_that_a_script_computes_with_random_weights_are_none_of_its_trainings(tmp_path, monkeypatch):
@@ -30,14 +32,46 @@ def test_tables_that_a_script_computes_with_random_weights_are_none_of_its_train
     datasets.Dataset.from_dict({"x": [1, 2]}).save_to_disk(tmp_path / "rows")
     rows = datasets.load_from_disk(tmp_path / "rows")
     names = {"new_fingerprint": "of_arguments"}, {"cache_file_name": str(tmp_path / "named.arrow")}
-    monkeypatch.setattr(datasets.Dataset, "map", datasets.Dataset.map)
+    for one in ("map", "from_file"):
+        monkeypatch.setattr(datasets.Dataset, one, vars(datasets.Dataset)[one])
     cache_tables_apart()
     for name in names:
         assert rows.map(lambda _: {"y": 0}, **name)["y"][:] == [0, 0]
         assert rows.map(lambda _: {"y": 2}, **name)["y"][:] == [0, 0], "a trial makes it once"
+    assert datasets.Dataset.from_file(str(tmp_path / "named.arrow"))["y"][:] == [0, 0], "TRL reads it by its name"
     monkeypatch.undo()
     for name in names:
         assert rows.map(lambda _: {"y": 1}, **name)["y"][:] == [1, 1]
+
+
+@pytest.mark.parametrize("rows", [12, 100])
+def test_a_reference_is_asked_of_few_rows_before_a_measured_training(monkeypatch, rows):
+    """Of all of them it takes longer than the trials: each makes its Trainer, and the description on the CPU."""
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    model, tokenizer = importlib.import_module("word_llama").word_llama(20)
+    asked: list[int] = []
+    kind, told = trl.DPOTrainer, trl.DPOTrainer.compute_ref_log_probs
+    monkeypatch.setattr(
+        kind, "compute_ref_log_probs", lambda *given: asked.append(len(given[2]["input_ids"]) // 2) or told(*given)
+    )
+    monkeypatch.setattr(kind, "_precompute_ref_logps", kind._precompute_ref_logps)
+    for _ in range(2):
+        take_reference_of_few(kind)
+    table = [{"prompt": "w1 ", "chosen": " ".join(["w2"] * (1 + n % 9)), "rejected": "w3 w4"} for n in range(rows)]
+    args = trl.DPOConfig(
+        output_dir="out", report_to="none", use_cpu=True, bf16=False, max_length=8, per_device_train_batch_size=4,
+        precompute_ref_log_probs=True,
+    )  # fmt: skip
+    table = datasets.Dataset.from_list(table)
+    trainer = kind(model, copy.deepcopy(model), args, train_dataset=table, processing_class=tokenizer)
+    found = trainer.train_dataset
+    assert sum(asked) == min(rows, 16)
+    assert len(found) == rows
+    tokens = [min(7, len(one)) for one in found["chosen_ids"]]  # of 8, one is the prompt
+    each = [one / count for one, count in zip(found["ref_chosen_logps"], tokens, strict=True)]
+    assert all(-5 < one < -2 for one in each)
+    assert (max(each) - min(each) < 1e-6) == (rows > 16), "the mean of each token, where not all were asked"
 
 
 @pytest.mark.parametrize("said_in", ["its own file", "the model's config", "an argument"])

@@ -50,6 +50,7 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
             **handed_on(made.given),
             **splitting(trainer.args.accelerator_config),
             "dataloader_drop_last": drops_last(loader),
+            **({_BEFOREHAND: True} if made.arguments.get(_BEFOREHAND) else {}),
         },
         "own_optimizer": _makes_its_optimizer(trainer, made.given) or any(name in since for name in OPTIMIZER),
         "evaluated_rows": 0 if generates or trainer.eval_dataset is None else evaluated,
@@ -69,6 +70,7 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
 
 
 _COMPLETION = "max_completion_length"
+_BEFOREHAND = "precompute_ref_log_probs"
 _ITSELF = "the model itself"
 BATCH = "rows a step on each device of"
 _DECIDED_ON = (

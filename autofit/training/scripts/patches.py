@@ -26,7 +26,12 @@ from autofit.contract.recipe import Recipe, keep_flags_alike, large_weights_left
 from autofit.training.rollouts import check_generation, split_of_generation
 from autofit.training.scripts.asked import Asked
 from autofit.training.scripts.leave import Refused, ending
-from autofit.training.scripts.random_weights import cache_tables_apart, made_quantized, random_model
+from autofit.training.scripts.random_weights import (
+    cache_tables_apart,
+    made_quantized,
+    random_model,
+    take_reference_of_few,
+)
 from autofit.training.scripts.written import Written
 from autofit.training.tasks.loss_scale import of_a_library
 
@@ -306,6 +311,8 @@ class Patches:
                 "leave that out: autofit tune train.py --processes N tries the ways to spread a model",
             )
         check_generation(type(trainer), arguments, given, measured=self.random_weights)
+        if self.random_weights:
+            take_reference_of_few(type(trainer))
         _accumulate_by_arguments(arguments)
         own = self.asked.taken(arguments)
         made_with = Made(arguments=own, given=given)

@@ -14,6 +14,7 @@ from typing import Any
 from autofit.registry import techniques
 from autofit.system.errors import InputError
 from autofit.training.scripts.leave import Refused
+from autofit.training.tasks.loss_scale import of_a_library
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 _OF_WEIGHTS = (
@@ -71,23 +72,73 @@ def cache_tables_apart() -> None:
     """Have ``datasets`` cache the tables that a script names itself under other names than those of its training.
 
     Whatever it computes for them by its models, such as embeddings of its texts, is of random weights here. A table
-    that has no name has that of what made it, weights included.
+    that has no name has that of what made it, weights included. One that was cached so is read by its name, too.
     """
     if "datasets" not in sys.modules:  # a Trainer imports it where it is installed
         return
     owner = sys.modules["datasets"].Dataset
-    own = owner.map
+    own, read = owner.map, owner.from_file.__func__
+
+    def apart(path: Any) -> str:
+        return str(Path(path).with_name(f"random-weights-{Path(path).name}"))
 
     @functools.wraps(own)
     def mapped(table: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("new_fingerprint"):
             kwargs["new_fingerprint"] = hashlib.sha256(f"random {kwargs['new_fingerprint']}".encode()).hexdigest()[:16]
         if kwargs.get("cache_file_name"):
-            path = Path(kwargs["cache_file_name"])
-            kwargs["cache_file_name"] = str(path.with_name(f"random-weights-{path.name}"))
+            kwargs["cache_file_name"] = apart(kwargs["cache_file_name"])
         return own(table, *args, **kwargs)
 
-    owner.map = mapped
+    @functools.wraps(read)
+    def from_file(cls: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
+        return read(cls, apart(filename) if Path(apart(filename)).exists() else filename, *args, **kwargs)
+
+    owner.map, owner.from_file = mapped, classmethod(from_file)
+
+
+_BEFOREHAND = "_precompute_ref_logps"
+_FEW = 16
+
+
+def take_reference_of_few(kind: type) -> None:
+    """Have a class of Trainer of TRL's run its reference over few rows before it trains, whatever its micro-batch.
+
+    Weights are random here, and so is what a reference says: each token of the other rows has the mean. Read in
+    TRL 1.16 (``precompute_ref_log_probs`` of DPO and KTO).
+    """
+    owner: Any = next((one for one in kind.__mro__ if _BEFOREHAND in vars(one) and of_a_library(one)), None)
+    if owner is None or hasattr(vars(owner)[_BEFOREHAND], "__wrapped__"):
+        return
+    own = vars(owner)[_BEFOREHAND]
+
+    @functools.wraps(own)
+    def of_few(trainer: Any, dataset: Any, name: str, batch_size: int) -> Any:
+        if not hasattr(dataset, "select") or len(dataset) <= _FEW:
+            return own(trainer, dataset, name, batch_size)
+        count = max(_FEW, batch_size * trainer.accelerator.num_processes)
+        told = own(trainer, dataset.select(range(min(count, len(dataset)))), name, batch_size)
+        for column in sorted({*told.column_names} - {*dataset.column_names}):
+            tokens = _tokens(dataset, column, trainer.args.max_length)
+            mean = sum(told[column][:_FEW]) / max(1, tokens[:_FEW].sum())
+            dataset = dataset.add_column(column, mean * tokens)
+        return dataset
+
+    setattr(owner, _BEFOREHAND, of_few)
+
+
+def _tokens(dataset: Any, column: str, longest: int | None) -> Any:
+    """Tokens of each row that a column tells the log-probability of; one where they are not known yet."""
+    import numpy as np
+    import pyarrow.compute
+
+    part = column.removeprefix("ref_").removesuffix("logps")
+    names = [one for one in (f"{part}ids", f"{part}completion_ids") if one in dataset.column_names]
+    if not names or "prompt_ids" not in dataset.column_names:
+        return np.ones(len(dataset))
+    table = dataset.select_columns([names[0], "prompt_ids"]).with_format("arrow")[:]
+    tokens, before = (np.asarray(pyarrow.compute.list_value_length(table[one])) for one in (names[0], "prompt_ids"))
+    return tokens if longest is None else np.minimum(tokens, np.maximum(longest - before, 0))
 
 
 def made_quantized(said: Any) -> Callable[[Callable[[], Any], bool], Any]:

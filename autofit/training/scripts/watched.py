@@ -236,9 +236,9 @@ def evaluate_longest(trainer: Any, rows: int) -> None:
     given, own = trainer.eval_dataset, vars(trainer).get("evaluation_loop")
     trainer.evaluation_loop = loop
     with replacing([(trainer.args, "per_device_eval_batch_size", rows)]), between_steps(trainer.model):
-        for dataset in given.values() if isinstance(given, dict) else (given,):
+        for names in [(name,) for name in given] if isinstance(given, dict) else [()]:  # as it does while it trains
             with contextlib.suppress(Enough):
-                trainer.evaluate(dataset)
+                trainer.evaluate(*names)
     del trainer.evaluation_loop
     if own is not None:
         trainer.evaluation_loop = own
