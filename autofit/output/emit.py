@@ -32,6 +32,8 @@ YAML = "accelerate.yaml"
 ARGUMENTS = "training_args.json"
 REPORT = "report.html"
 ASIDE = ".emitting"
+_TOLD = 4
+"""Settings that are told of those which are gone."""
 _ASK_THE_CARD = {"bf16", "tf32"}
 """Fields that ``TrainingArguments`` refuses where this machine's card, not the answer's, can't compute so."""
 
@@ -82,7 +84,9 @@ def edited_settings(document: Document, folder: Path) -> list[str]:
             continue
         both = sorted(written.keys() & ours.keys())
         changed = [f"{one} is {written[one]!r}, not {ours[one]!r}" for one in both if written[one] != ours[one]]
-        changed += [f"{one} is gone, and was {ours[one]!r}" for one in sorted(ours.keys() - written.keys())]
+        if gone := [f"{one}={ours[one]!r}" for one in sorted(ours.keys() - written.keys())]:
+            more = f" and {len(gone) - _TOLD} more" if len(gone) > _TOLD else ""
+            changed.append(f"without {', '.join(gone[:_TOLD])}{more}")
         if document.autofit == __version__ and changed:  # another one may have written others
             said.append(f"{folder / name} is not as the plan in {DOCUMENT_FILE}: {'; '.join(changed)}")
     return said

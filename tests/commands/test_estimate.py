@@ -650,6 +650,7 @@ def test_a_way_holds_what_tells_it_apart_and_leaves_the_rest():
     assert held_by_way(facts, {"adapter": ("none",)}) == {"as asked": {"adapter": ("none",)}}
     without = held_by_way(replace(facts, packages={}), {})
     assert "peft is not installed" in without["LoRA"]
-    mamba = held_by_way(replace(facts, model=replace(facts.model, model_type="mamba")), {})
-    assert "PEFT puts no LoRA on the output projections of mamba" in mamba["LoRA"]
-    assert mamba["QLoRA"] == mamba["LoRA"]
+    bare = replace(facts.model, products=((8, 2, 1),), new_modules=("classifier",))
+    withheld = held_by_way(replace(facts, model=bare), {})
+    assert "no linear layers but those that are learned anew" in withheld["LoRA"]
+    assert withheld["QLoRA"] == withheld["LoRA"]
