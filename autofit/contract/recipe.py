@@ -164,7 +164,9 @@ class Recipe:
             )
         return TrainingArguments(**{**tuned, **others})
 
-    def model(self, source: str | Path | None, *, config: Path, device: str | None = None) -> PreTrainedModel:
+    def model(
+        self, source: str | Path | None, *, config: Path, device: str | None = None, others: Mapping[str, Any] = {}
+    ) -> PreTrainedModel:
         """The model, wrapped as the plan says.
 
         Args:
@@ -172,6 +174,7 @@ class Recipe:
             config: Folder that holds the ``config.json``.
             device: Where random weights are made, such as ``cuda:0``; pretrained ones are loaded to the host,
                 as a script does.
+            others: Arguments of ``from_pretrained`` that no plan sets.
         """
         import torch
         import transformers
@@ -190,7 +193,7 @@ class Recipe:
                 built = self.spread(built)
         else:
             given |= {name: value for arguments in self.load_arguments for name, value in arguments().items()}
-            built = auto.from_pretrained(source, **given)
+            built = auto.from_pretrained(source, **others, **given)
         built.config.use_cache = False  # keys and values of past tokens are for generation
         for wrap in self.model_wraps:
             built = wrap(built)

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 
 
 _WEIGHTS = "it is to be a hub id, or a folder with trained weights; without it the weights are random"
+_OTHERS = "setup.model(SOURCE, num_labels=7) takes what no plan sets; tune again with --fix to hold a value of a plan"
+_PLANNED = {
+    "dtype", "torch_dtype", "attn_implementation", "trust_remote_code", "quantization_config", "distributed_config",
+    "tp_plan", "device_map", "output_loading_info",
+}  # fmt: skip
+"""Arguments of ``from_pretrained`` that a plan sets or rules out, or after which no model alone comes back."""
 _SIZES = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size")
 
 
@@ -76,19 +82,21 @@ class Setup:
         """Whether a Trainer has to be given ``setup.optimizer(model)``, since no argument can name it."""
         return bool(self.recipe.optimizer_wraps)
 
-    def model(self, source: str | Path | None = None) -> PreTrainedModel:
+    def model(self, source: str | Path | None = None, **others: Any) -> PreTrainedModel:
         """The model with everything that no argument can carry: weights' dtype, offload, wrappers.
 
         Warns where it has other sizes than the one that was tuned.
 
         Args:
             source: A pretrained model's id or folder; without it, random weights of the tuned config.
+            others: Arguments of ``from_pretrained`` that no plan sets, such as ``num_labels`` of a head that is learned
+                anew, ``revision`` or ``token``.
 
         Raises:
             ModelError: No weights can be loaded from there, or the answer is of a script, which builds its own
                 model.
-            InputError: The config was changed since, or this training runs on another number of processes than the
-                answer is for.
+            InputError: The config was changed since, one of ``others`` is what the plan says, or this training runs on
+                another number of processes than the answer is for.
             MachineError: It runs on another kind of device, or on another card.
         """
         from safetensors import SafetensorError
@@ -102,10 +110,13 @@ class Setup:
             )
         if source is not None and Path(source).is_file():
             raise ModelError(f"{str(source)!r} is a file, not a folder with trained weights", hint=_WEIGHTS)
+        if clash := sorted(others if source is None else _PLANNED & others.keys()):
+            why = "for a pretrained model, and none is named" if source is None else "set by autofit"
+            raise InputError(f"{', '.join(clash)}: {why}, so it can't be given", hint=_OTHERS)
         if source is None:
             check_config(self.document, self.folder)
         try:
-            built = self.recipe.model(source, config=self.folder / MODEL_FOLDER)
+            built = self.recipe.model(source, config=self.folder / MODEL_FOLDER, others=others)
         except (OSError, ValueError, SafetensorError) as error:
             if source is None:
                 raise

@@ -73,7 +73,15 @@ def adapt(
         layers: list[Any] = [one for one in adapted.modules() if hasattr(one, "lora_A")]
         for layer in layers:
             layer._cast_input_dtype = functools.partial(_outside_autocast, layer._cast_input_dtype)  # noqa: SLF001
+    try:
+        model.get_input_embeddings()
+    except NotImplementedError:  # PEFT asks again where it saves an adapter beside an own vocabulary (Wav2Vec2's CTC)
+        model.get_input_embeddings = _none  # type: ignore[assignment, method-assign]
     return adapted
+
+
+def _none() -> None:
+    """The table of tokens of a model that reads sounds or images."""
 
 
 def _routers(model: nn.Module) -> list[str]:

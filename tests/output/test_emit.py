@@ -492,6 +492,21 @@ def test_weights_of_another_size_than_what_was_tuned_are_told(tmp_path):
     assert f"(intermediate_size {tuned.config.intermediate_size + 64}, not {tuned.config.intermediate_size})" in words
 
 
+def test_a_model_is_loaded_with_what_no_plan_sets(tmp_path):
+    """``from_pretrained`` takes the classes of one's own data; ``setup.model`` took none."""
+    folder = output_folder(tmp_path / "out")
+    write_config(folder / MODEL_FOLDER)
+    written(folder)
+    setup = autofit.load(folder, any_hardware=True)
+    setup.model().save_pretrained(tmp_path / "trained")
+    assert setup.model(tmp_path / "trained", id2label={0: "no", 1: "yes", 2: "perhaps"}).config.num_labels == 3
+    for others, words in (({"dtype": "auto"}, "dtype: set"), ({"attn_implementation": "eager"}, "attn_impl")):
+        with pytest.raises(InputError, match=words):
+            setup.model(tmp_path / "trained", **others)
+    with pytest.raises(InputError, match="num_labels: for a pretrained model"):
+        setup.model(num_labels=3)
+
+
 def test_the_result_is_copied_without_its_trials(tmp_path):
     folder = output_folder(tmp_path / "out")
     found = written(folder)
