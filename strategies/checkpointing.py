@@ -197,9 +197,9 @@ class Checkpointing(Technique):
         layers, again = seen.get("layers"), seen.get("layers_recomputed")
         if layers is None or again is None:
             return self._inside_a_graph(value, seen)
-        kept, moved = seen.get("kept_outputs", 0), seen.get("moved_bytes", 0)
-        every = self.period(value)
-        wanted = again == 0 if value == "off" else _as_many(again, layers, every, seen.get("layers_inside", 0))
+        kept, moved, every = seen.get("kept_outputs", 0), seen.get("moved_bytes", 0), self.period(value)
+        own = not facts.model.supports_checkpointing  # Reformer's layers are reversible: they always run again
+        wanted = own or again == 0 if value == "off" else _as_many(again, layers, every, seen.get("layers_inside", 0))
         if _by_script_alone(facts):
             wanted = (again == 0) == (value == "off")  # which of its parts it recomputes is the model's to say
         if not wanted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import importlib.util
 from collections import Counter
@@ -135,11 +136,33 @@ def depends_on_rows(model: Any) -> str | None:
     # a number that is trained (CLIP's, ALIGN's); Cohere's models, too, scale their logits, by one of the config
     if any(name.startswith(_CONTRASTIVE) and one.numel() == 1 for name, one in model.named_parameters(recurse=False)):
         return "its contrastive loss compares the rows of a micro-batch with each other"
+    if _fills_together(model):
+        return "the tokens of a micro-batch share the places of its experts"
     text = model.config.get_text_config()
     weighs = any(getattr(one, name, 0) for one in (model, text) for name in _BALANCE)
     if getattr(text, "output_router_logits", False) and weighs:
         return "the loss that balances its experts is taken of each micro-batch"
     return None
+
+
+def _fills_together(model: Any) -> bool:
+    """Whether an expert has room for so many tokens of a micro-batch (NLLB-MoE), and not of each row (Switch).
+
+    Seen by having a copy of the router send two like tokens, each a row, where there is room for one.
+    """
+    import torch
+
+    router = next((one for one in model.modules() if hasattr(one, "expert_capacity")), None)
+    if router is None:
+        return False
+    copied = copy.deepcopy(router).to_empty(device="cpu").train()
+    weight = next(copied.parameters())
+    copied.expert_capacity = 1
+    with torch.no_grad():
+        for one in copied.parameters():
+            one.zero_()
+        sent = copied(weight.new_zeros(2, 1, weight.shape[-1]))[0]
+    return not torch.equal(sent[0], sent[1])
 
 
 def _products(model: Any) -> list[tuple[int, int, int]]:

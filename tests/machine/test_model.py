@@ -76,6 +76,22 @@ def test_the_loss_that_balances_experts_is_told_whatever_its_weight_is_called(na
     assert bool(depends_on_rows(model)) is told
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "told"),
+    [
+        ("NllbMoe", {"encoder_layers": 1, "decoder_layers": 1, "encoder_sparse_step": 1}, True),
+        ("SwitchTransformers", {"num_layers": 1, "num_sparse_encoder_layers": 1}, False),
+    ],
+)
+def test_experts_that_a_micro_batch_fills_are_told(name, sizes, told):
+    """NLLB-MoE's have room for 64 tokens of all rows, Switch's for 64 of each: nothing was said of either."""
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    with torch.device("meta"):
+        model = kind(kind.config_class(num_experts=4, vocab_size=64, **sizes))
+    assert any(hasattr(one, "expert_capacity") for one in model.modules())
+    assert bool(depends_on_rows(model)) is told
+
+
 def test_a_scale_for_each_head_makes_no_loss_contrastive():
     model = nn.Linear(4, 4)
     model.config = transformers.LlamaConfig()

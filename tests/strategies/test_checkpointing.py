@@ -151,6 +151,15 @@ def test_what_is_offered_depends_on_the_number_of_layers(layers, few):
     assert {value for value, status in statuses(facts).items() if status == "withheld"} == few
 
 
+@pytest.mark.parametrize("able", [True, False])
+def test_layers_that_always_run_again_are_no_checkpointing(able):
+    """Reformer's are reversible, and it knows no checkpointing: no plan of it took effect."""
+    facts = cpu_facts()
+    facts = dataclasses.replace(facts, model=dataclasses.replace(facts.model, supports_checkpointing=able))
+    said = technique("checkpointing").in_effect("off", {"layers": 3, "layers_recomputed": 3}, facts)
+    assert (said is None) is not able
+
+
 def test_a_cpu_has_no_other_memory():
     assert statuses(cpu_facts())["full_offload"] == "withheld"
 

@@ -21,6 +21,8 @@ from autofit.training.tasks.table import TASKS
 _FIRST = ("causal-lm", "seq2seq-lm")
 """Looked for first: what a class does that is in several lists of transformers."""
 _SHORT_TOKENS = 8
+_PATCHES = "spatial_shapes"
+"""What a class is told the rows and columns of an image's patches by, which its processor has cut (SigLIP 2)."""
 _BESIDE_TEXTS = {
     "get_image_features": ("images", ("pixel_values",)),
     "get_audio_features": ("sounds", ("input_features", "input_values")),
@@ -186,6 +188,12 @@ def check_arguments(name: str, model: Any, kind: Kind, main: str) -> None:
                 f"which --task {kind.name} hands it",
                 hint=hint,
             )
+    if _PATCHES in taken and _PATCHES not in asked:
+        raise ModelError(
+            f"{name!r}: {type(model).__name__} reads patches of images, and their rows and columns ({_PATCHES}), "
+            f"which --task {kind.name} can't make",
+            hint=hint,
+        )
     made = {*kind.makers, *INPUTS}
     for argument in (main, *asked):
         if argument not in made and argument not in {"labels", *kind.constants}:

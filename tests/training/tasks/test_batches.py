@@ -13,6 +13,7 @@ from autofit.contract.facts import Model, Task
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
 from autofit.registry import recipe_of, technique, techniques
+from autofit.system.errors import ModelError
 from autofit.training.guard.loss_curve import CURVE
 from autofit.training.jobs import CurveJob
 from autofit.training.tasks.choose import describe_model
@@ -63,6 +64,14 @@ def test_what_is_learned_anew_is_no_part_of_what_is_pretrained(task, config, hea
     """These have no base model, but parts of one: an adapter was kept off them, and found no layer."""
     (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
     assert describe_model("its", tmp_path, trust_remote_code=False, task=task)["new_modules"] == heads
+
+
+@pytest.mark.parametrize("task", ["image-classification", "contrastive"])
+def test_a_class_that_reads_patches_is_refused(task, tmp_path):
+    """SigLIP 2 was handed images, and each trial crashed."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip2", "vision_config": _VISION}), "utf-8")
+    with pytest.raises(ModelError, match=r"reads patches of images, and their rows and columns \(spatial_shapes\)"):
+        describe_model("its", tmp_path, trust_remote_code=False, task=task)
 
 
 def test_frames_of_a_sound_are_told_where_the_loss_counts_them(tmp_path):
