@@ -20,7 +20,8 @@ from autofit.output.document import MODEL_FOLDER, Document
 from autofit.output.emit import YAML
 from autofit.system import strict_json
 from autofit.system.errors import InputError, MachineError
-from autofit.system.files import helper_environment
+from autofit.system.files import helper_environment, put_back
+from autofit.system.fork_server_process import LEDGER
 from autofit.system.locks import scratch_folder
 from autofit.system.processes import bound_to_this, end_group
 from autofit.system.redact import redacted
@@ -107,7 +108,8 @@ def launch_here(
             "--config_file", str(folder.absolute() / YAML),  # what begins with - were an option
             str(_SCRIPT), str(folder.absolute()), str(result), str(steps),
         )  # fmt: skip
-        environment = helper_environment({**os.environ, **shown})
+        ledger = scratch / ".ledger"
+        environment = helper_environment({**os.environ, **shown, LEDGER: str(ledger)})
         log = scratch / "log"
         try:
             with log.open("wb") as output:
@@ -127,6 +129,7 @@ def launch_here(
                 status = process.wait(limit_seconds)
         finally:
             end_group(process)
+            put_back(ledger)
         tail = redacted(log.read_text("utf-8", "replace").strip()[-4000:])
         return command, _outcome(scratch, document, status, tail, limit_seconds)
 

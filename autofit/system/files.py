@@ -177,6 +177,35 @@ def added_environment(told: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def put_back(ledger: Path) -> None:
+    """Undo what a process that has ended has done to the files of others.
+
+    Args:
+        ledger: A JSON list in each line, in the order in which it was done: a path that was made, or one that was moved
+            aside and the name that it was given. Gone afterwards.
+    """
+    with contextlib.suppress(OSError):
+        lines = ledger.read_text("utf-8").splitlines()
+        ledger.unlink()
+        for line in reversed(lines):
+            with contextlib.suppress(OSError, ValueError):  # a line may be torn; a folder may hold more by now
+                path, *aside = map(Path, json.loads(line))
+                if not aside:
+                    _remove(path)
+                elif os.path.lexists(aside[0]):
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    aside[0].replace(path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a file or an empty folder."""
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    else:
+        path.unlink()
+
+
 def last_words(log: Path) -> str:
     """The last line of a log, to be put behind what is said of its process."""
     with contextlib.suppress(OSError):

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from autofit.system.files import put_back
 from autofit.system.other_kernels import packages_of
 from autofit.system.processes import die_with_parent
 
@@ -35,6 +36,8 @@ _ALWAYS = ("torch._dynamo", "accelerate.commands.launch")
 _WORKER = "autofit.worker"
 """The module whose ``main`` does a job, and whose ``snapshot`` makes one; known by name, since it knows every kind of
 job and this one none."""
+LEDGER = "AUTOFIT_LEDGER"
+"""The variable that tells a job where it notes what :func:`autofit.system.files.put_back` undoes when it has ended."""
 # peft and bitsandbytes, which Trainer's module imports, ask for the device at import; a forked child can't use CUDA
 # once its parent has touched it; so do torchao, which transformers imports where it is installed, and what a model's
 # module takes its kernels from
@@ -108,6 +111,7 @@ class _Server:
         self.loading = True
         self.waiting: list[Callable[[], None]] = []
         self.snapshots: set[int] = set()
+        self.ledgers: dict[int, Path] = {}
 
     def say(self, message: dict[str, Any]) -> None:
         """Tell the parent, or end where it is gone."""
@@ -120,6 +124,8 @@ class _Server:
         """Kill the job, the snapshots and all that they have started, and go."""
         self.snapshots.clear()
         self.sweep()
+        for ledger in reversed(self.ledgers.values()):
+            put_back(ledger)
         os._exit(0)
 
     def sweep(self) -> None:
@@ -192,11 +198,13 @@ class _Server:
         if pid == self.child:
             _, status = os.waitpid(pid, 0)
             self.sweep()
+            put_back(self.ledgers.pop(pid))
             self.child = 0
             self.say({"exit": status})
         elif pid in self.snapshots:  # else it was waited for already
             os.waitpid(pid, 0)
             self.snapshots.discard(pid)
+            put_back(self.ledgers.pop(pid))
             if not self.child:  # else its end is near
                 self.sweep()
 
@@ -232,6 +240,7 @@ class _Server:
         if self.child == 0:
             self.control.close()
             _job(folder, server, self.device)
+        self.ledgers[self.child] = _ledger(folder)
         self.say({"pid": self.child})
 
     def fork_snapshot(self, folder: Path, control: socket.socket) -> None:
@@ -242,6 +251,7 @@ class _Server:
             self.control.close()
             _job(folder, server, self.device, _Snapshot(control, self.device).make)
         control.close()
+        self.ledgers[child] = _ledger(folder)
         self.snapshots.add(child)
 
 
@@ -278,6 +288,7 @@ class _Snapshot(_Server):
             _begin(folder, snapshot)
             self.forked = folder
         else:
+            self.ledgers[self.child] = _ledger(folder)
             self.say({"pid": self.child})
 
 
@@ -337,6 +348,10 @@ def device_is_spoilt() -> bool:
     return cuda is not None and bool(cuda._is_in_bad_fork())  # noqa: SLF001 - PyTorch's own question before it begins
 
 
+def _ledger(folder: Path) -> Path:
+    return folder.absolute() / ".ledger"
+
+
 def _begin(folder: Path, parent: int) -> None:
     """What a child does first: a session of its own that dies with its parent, its output in the folder."""
     os.setsid()
@@ -347,6 +362,7 @@ def _begin(folder: Path, parent: int) -> None:
         handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(handle, stream)
         os.close(handle)
+    os.environ[LEDGER] = str(_ledger(folder))
 
 
 def _job(folder: Path, server: int, device: str, work: Callable[[Path], None] | None = None) -> NoReturn:

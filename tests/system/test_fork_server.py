@@ -754,3 +754,21 @@ print("torch._inductor.compile_fx" in sys.modules, float(made.min()))
 def test_bitsandbytes_loads_the_compiler_when_it_first_needs_it():
     ended = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True, timeout=120)
     assert ended.stdout.split() == ["False", "True", "1.0"]
+
+
+def test_what_a_job_notes_is_undone_when_it_has_ended_or_is_killed(own_server, tmp_path):
+    there = tmp_path / "log.csv"
+    note = f"""
+        import json, os
+        path, aside = {str(there)!r}, {str(there)!r} + ".aside"
+        os.rename(path, aside)
+        open(path, "w").write("new")
+        with open(os.environ["AUTOFIT_LEDGER"], "a") as ledger:
+            ledger.write(json.dumps([path, aside]) + chr(10))
+    """
+    for name, ends in {"ends": "", "killed": "os.kill(os.getpid(), 9)"}.items():
+        there.write_text("old")
+        folder = job(tmp_path / name, textwrap.dedent(note) + ends)
+        own_server.run(folder, kill_after_seconds=PATIENT)
+        assert there.read_text() == "old", name
+        assert not list(folder.glob(".*"))

@@ -107,7 +107,7 @@ def describe(path: str, arguments: tuple[str, ...], *, call: int, folder: Path, 
     autocasts = note_autocast()
     failed = describe_loops(path, patches, lambda: time.monotonic() - began, autocasts)
     try:
-        run_until_left(path, arguments)
+        run_until_left(path, arguments, new_files_stay=True)
     except Enough as enough:
         found: dict[str, Any] = enough.found
         return found

@@ -17,6 +17,7 @@ from autofit.contract.technique import replacing
 from autofit.system.errors import InputError
 from autofit.system.files import search_as_before
 from autofit.system.job import error_words
+from autofit.training.scripts.written import keep_as_it_was
 
 AS_TUNED = "tune it with these arguments, or run it with those that it was tuned with"
 """What to do where a script asks for what was not asked for when it was tuned."""
@@ -180,13 +181,16 @@ def run_to_its_end(path: str, arguments: Sequence[str], trained: Callable[[], bo
         )
 
 
-def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = False) -> None:
+def run_until_left(
+    path: str, arguments: Sequence[str], *, measured: bool = False, new_files_stay: bool = False
+) -> None:
     """Run a script until something inside it leaves it.
 
     Args:
         path: Of the script.
         arguments: What stands behind it on its command line.
         measured: Let an error through as it is: it may be memory that ran out, or a loss that is not finite.
+        new_files_stay: Let stay what it makes: later runs may read it. What it changes is as before in any case.
 
     Raises:
         Left: It was left, as it should be.
@@ -196,6 +200,7 @@ def run_until_left(path: str, arguments: Sequence[str], *, measured: bool = Fals
     name = name_of(path, arguments)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     sys.stdin = io.TextIOWrapper(io.BufferedReader(_Nothing()))
+    keep_as_it_was(Path(path), new_files_stay=new_files_stay)
     try:
         _run_until_ended(path, arguments)
     except Left:
