@@ -45,7 +45,8 @@ def files(folder):
 
 def ran(tmp_path, *arguments, stays=False):
     """The files beside a script, before it was run, after it, and when that was undone."""
-    user, ledger = tmp_path / "user", tmp_path / "ledger"
+    user, ledger = tmp_path / "user", tmp_path / "user/answer/.ask-1/ledger"
+    ledger.parent.mkdir(parents=True)
     for name in (*OLD, "other/log", "cache/old"):
         (user / name).parent.mkdir(parents=True, exist_ok=True)
         (user / name).write_text("old")

@@ -156,7 +156,8 @@ class _Kept:
         for folder in self._folders:
             if path.is_relative_to(folder) and path != folder:
                 within = folder / path.relative_to(folder).parts[0]
-                return None if own.is_relative_to(within) or folder in own.parents[:2] else path
+                answers = own.parents[: 1 if own.name.startswith(".ask-") else 2]  # DIR/.ask-1, DIR/trials/0001
+                return None if own.is_relative_to(within) or folder in answers else path
         return None
 
     def _new(self, path: Path) -> None:
