@@ -61,7 +61,7 @@ def tried(server, tmp_path, model):
 
     class Tried:
         def __init__(self, more="", ballast=1, gone=1, memory_limit="8GiB"):
-            self.made = tmp_path / "made"
+            self.made = tmp_path.with_name(f"{tmp_path.name}-made")  # beside the script it would be undone
             script = tmp_path / "train.py"
             set_there = f"os.environ['MADE'] = {str(self.made)!r}"
             text = SCRIPT.format(model=model, more=more, ballast=ballast, gone=gone)
