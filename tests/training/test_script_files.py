@@ -31,6 +31,9 @@ SCRIPT = """
     os.symlink("outputs/today", "latest")
     memory = open("big.dat", "r+b")
     Path(os.environ["HF_HOME"], "table").write_text("kept")
+    Path(".cache").mkdir()
+    Path(".cache/table").write_text("kept")
+    Path("rows.lock").write_text("kept")
     Path(__file__).with_name("other").joinpath("log").write_text("new")
     if "dies" in sys.argv:
         os.kill(os.getpid(), 9)
@@ -71,7 +74,7 @@ def test_what_a_trial_writes_over_is_put_back_and_what_it_makes_is_deleted(tmp_p
     assert meanwhile["final/weights"] == "random"
     assert meanwhile["runs/best.txt"] == "new"
     after = files(user)
-    assert after.pop("cache/table") == "kept"
+    assert [after.pop(name) for name in ("cache/table", ".cache/table", "rows.lock")] == ["kept"] * 3
     assert after == before
     assert not (user / "outputs").exists()
     assert not os.path.lexists(user / "latest")

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -87,7 +88,8 @@ class _Kept:
     """An audit hook: hears of what this process does to files, before it is done."""
 
     def __init__(self, folders: set[Path], ledger: str, *, new_files_stay: bool) -> None:
-        self._folders = {one.resolve() for one in folders}
+        temporary = Path(tempfile.gettempdir()).resolve()  # of every program, PyTorch's compiler among them
+        self._folders = {one for one in (one.resolve() for one in folders) if not temporary.is_relative_to(one)}
         caches = (value for name, value in os.environ.items() if name.endswith(_CACHES) and value)
         self._not = {Path(one).absolute() for one in caches}
         self._ledger = ledger
@@ -147,15 +149,18 @@ class _Kept:
             self._keep(path, copies=False)
 
     def _found(self, name: Any) -> Path | None:
-        """A path where what is done to it is undone: beside the script, no cache, and nothing of autofit's own."""
+        """A path where what is done to it is undone: beside the script, in no hidden folder or cache, none of ours."""
         path = Path(os.path.abspath(os.fsdecode(name)))  # noqa: PTH100 - a link is itself
         path = Path(os.path.realpath(path.parent)) / path.name
-        if any(path.is_relative_to(one) for one in self._not) or "__pycache__" in path.parts:
+        if any(path.is_relative_to(one) for one in self._not) or path.suffix == ".lock":  # another program may hold it
             return None
         own = Path(os.environ[self._ledger]).resolve().parent
         for folder in self._folders:
             if path.is_relative_to(folder) and path != folder:
-                within = folder / path.relative_to(folder).parts[0]
+                parts = path.relative_to(folder).parts
+                if "__pycache__" in parts or (parts[1:] and parts[0].startswith(".")):  # ~/.cache, ~/.triton
+                    return None
+                within = folder / parts[0]
                 answers = own.parents[: 1 if own.name.startswith(".ask-") else 2]  # DIR/.ask-1, DIR/trials/0001
                 return None if own.is_relative_to(within) or folder in answers else path
         return None
