@@ -20,7 +20,7 @@ from autofit.output.document import MODEL_FOLDER, Document
 from autofit.output.emit import YAML
 from autofit.system import strict_json
 from autofit.system.errors import InputError, MachineError
-from autofit.system.files import helper_environment, put_back
+from autofit.system.files import LEDGER_FILE, helper_environment, put_back
 from autofit.system.fork_server_process import LEDGER
 from autofit.system.locks import scratch_folder
 from autofit.system.processes import bound_to_this, end_group
@@ -108,7 +108,7 @@ def launch_here(
             "--config_file", str(folder.absolute() / YAML),  # what begins with - were an option
             str(_SCRIPT), str(folder.absolute()), str(result), str(steps),
         )  # fmt: skip
-        ledger = scratch / ".ledger"
+        ledger = scratch / LEDGER_FILE
         environment = helper_environment({**os.environ, **shown, LEDGER: str(ledger)})
         log = scratch / "log"
         try:

@@ -177,12 +177,27 @@ def added_environment(told: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def put_back(ledger: Path) -> None:
-    """Undo what a process that has ended has done to the files of others.
+LEDGER_FILE = ".autofit-ledger"
+"""In the folder of a job: what :func:`put_back` undoes when it has ended."""
+
+
+def note(ledger: Path, *paths: Path) -> None:
+    """Add to a ledger what :func:`put_back` is to undo, before it is done.
 
     Args:
-        ledger: A JSON list in each line, in the order in which it was done: a path that was made, or one that was moved
-            aside and the name that it was given. Gone afterwards.
+        ledger: The file.
+        paths: One that is made; or one that is moved aside, and the name that it is given; or the ledger of another
+            process, which does not outlive this one.
+    """
+    with ledger.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps([str(one) for one in paths]) + "\n")
+
+
+def put_back(ledger: Path) -> None:
+    """Undo what a process that has ended has done to the files of others, as :func:`note` was told.
+
+    Args:
+        ledger: The file; gone afterwards.
     """
     with contextlib.suppress(OSError):
         lines = ledger.read_text("utf-8").splitlines()
@@ -190,7 +205,9 @@ def put_back(ledger: Path) -> None:
         for line in reversed(lines):
             with contextlib.suppress(OSError, ValueError):  # a line may be torn; a folder may hold more by now
                 path, *aside = map(Path, json.loads(line))
-                if not aside:
+                if path.name == LEDGER_FILE:
+                    put_back(path)
+                elif not aside:
                     _remove(path)
                 elif os.path.lexists(aside[0]):
                     if path.is_dir() and not path.is_symlink():

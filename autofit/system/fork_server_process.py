@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from autofit.system.files import put_back
+from autofit.system.files import LEDGER_FILE, note, put_back
 from autofit.system.other_kernels import packages_of
 from autofit.system.processes import die_with_parent
 
@@ -289,6 +289,8 @@ class _Snapshot(_Server):
             self.forked = folder
         else:
             self.ledgers[self.child] = _ledger(folder)
+            with contextlib.suppress(OSError):  # who ends this process, and the job with it, knows this ledger alone
+                note(Path(os.environ[LEDGER]), _ledger(folder))
             self.say({"pid": self.child})
 
 
@@ -349,7 +351,7 @@ def device_is_spoilt() -> bool:
 
 
 def _ledger(folder: Path) -> Path:
-    return folder.absolute() / ".ledger"
+    return folder.absolute() / LEDGER_FILE
 
 
 def _begin(folder: Path, parent: int) -> None:

@@ -756,19 +756,35 @@ def test_bitsandbytes_loads_the_compiler_when_it_first_needs_it():
     assert ended.stdout.split() == ["False", "True", "1.0"]
 
 
-def test_what_a_job_notes_is_undone_when_it_has_ended_or_is_killed(own_server, tmp_path):
+NOTES = """
+    import json, os
+    path = {path!r}
+    os.rename(path, path + ".aside")
+    open(path, "w").write("new")
+    with open(os.environ["AUTOFIT_LEDGER"], "a") as ledger:
+        ledger.write(json.dumps([path, path + ".aside"]) + chr(10))
+"""
+
+
+@pytest.mark.parametrize("ends", ["", "os.kill(os.getpid(), 9)"])
+def test_what_a_job_notes_is_undone_when_it_has_ended_or_is_killed(own_server, tmp_path, ends):
     there = tmp_path / "log.csv"
-    note = f"""
-        import json, os
-        path, aside = {str(there)!r}, {str(there)!r} + ".aside"
-        os.rename(path, aside)
-        open(path, "w").write("new")
-        with open(os.environ["AUTOFIT_LEDGER"], "a") as ledger:
-            ledger.write(json.dumps([path, aside]) + chr(10))
-    """
-    for name, ends in {"ends": "", "killed": "os.kill(os.getpid(), 9)"}.items():
-        there.write_text("old")
-        folder = job(tmp_path / name, textwrap.dedent(note) + ends)
-        own_server.run(folder, kill_after_seconds=PATIENT)
-        assert there.read_text() == "old", name
-        assert not list(folder.glob(".*"))
+    there.write_text("old")
+    folder = job(tmp_path / "job", textwrap.dedent(NOTES).format(path=str(there)) + ends)
+    own_server.run(folder, kill_after_seconds=PATIENT)
+    assert there.read_text() == "old"
+    assert not list(folder.glob(".*"))
+
+
+def test_what_a_snapshot_and_its_job_note_is_undone_when_both_are_killed(server, tmp_path):
+    early, late = tmp_path / "early", tmp_path / "late"
+    for one in (early, late):
+        one.write_text("old")
+    made = server.snapshot(
+        job(tmp_path / "snapshot", NOTES.format(path=str(early)) + SNAPSHOT), kill_after_seconds=PATIENT
+    )
+    kills = forked(tmp_path / "job", NOTES.format(path=str(late)) + "    os.kill(os.getppid(), 9); os.abort()\n")
+    with pytest.raises(ServerLost):
+        made.run(kills, kill_after_seconds=PATIENT)
+    assert server.run(job(tmp_path / "next", ""), kill_after_seconds=PATIENT) == 0
+    assert [one.read_text() for one in (early, late)] == ["old", "old"]

@@ -8,7 +8,6 @@ where weights were random, are named: its training would take them for its own m
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -18,6 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from autofit.system.files import note
 
 _ARRAYS = {
     ".arrow", ".bin", ".feather", ".joblib", ".mmap", ".npy", ".npz", ".parquet", ".pickle", ".pkl", ".pt", ".pth",
@@ -189,5 +190,4 @@ class _Kept:
             aside.replace(path)
 
     def _note(self, *paths: Path) -> None:
-        with Path(os.environ[self._ledger]).open("a", encoding="utf-8") as ledger:
-            ledger.write(json.dumps([str(one) for one in paths]) + "\n")
+        note(Path(os.environ[self._ledger]), *paths)
