@@ -177,6 +177,8 @@ def added_environment(told: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+ASIDE = ".before-autofit"
+"""A folder into which files are moved that :func:`put_back` is to put back."""
 LEDGER_FILE = ".autofit-ledger"
 """In the folder of a job: what :func:`put_back` undoes when it has ended."""
 
@@ -186,11 +188,12 @@ def note(ledger: Path, *paths: Path) -> None:
 
     Args:
         ledger: The file.
-        paths: One that is made; or one that is moved aside, and the name that it is given; or the ledger of another
-            process, which does not outlive this one.
+        paths: One that is made; or one that is moved, and the name that it is given, in a folder :data:`ASIDE` where
+            it is to stand over all that stands in its place by then; or the ledger of another process, which does not
+            outlive this one.
     """
     with ledger.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps([str(one) for one in paths]) + "\n")
+        lines.write("\n" + json.dumps([str(one) for one in paths]) + "\n")  # the line before it may be torn
 
 
 def put_back(ledger: Path) -> None:
@@ -209,10 +212,21 @@ def put_back(ledger: Path) -> None:
                     put_back(path)
                 elif not aside:
                     _remove(path)
-                elif os.path.lexists(aside[0]):
-                    if path.is_dir() and not path.is_symlink():
-                        shutil.rmtree(path)
-                    aside[0].replace(path)
+                else:
+                    _move_back(path, aside[0])
+
+
+def _move_back(path: Path, aside: Path) -> None:
+    if not os.path.lexists(aside):
+        return
+    if aside.parent.name == ASIDE:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.replace(path)
+        aside.parent.rmdir()  # the last one
+    elif not os.path.lexists(path):  # else it is what a process beside this one has put back, or keeps
+        aside.replace(path)
 
 
 def _remove(path: Path) -> None:

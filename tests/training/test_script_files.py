@@ -1,6 +1,7 @@
 """What a run of a script that is described, traced or measured leaves in the user's folders: nothing is lost there."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -111,3 +112,198 @@ def test_a_torn_ledger_and_a_folder_that_holds_more_by_now_are_no_trouble(tmp_pa
     put_back(tmp_path / "ledger")
     put_back(tmp_path / "none")
     assert (tmp_path / "made/more").exists()
+
+
+def begun(user, ledger, script, *, stays=False):
+    """A run of a script that has begun; each line that it is sent lets it go on."""
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    path = user / f"{ledger.parent.name}.py"
+    path.write_text(textwrap.dedent(script))
+    os.utime(path, (1e9, 1e9))
+    return subprocess.Popen(
+        (sys.executable, "-c", f"{RUN}new_files_stay={stays})", str(path), "end"),
+        cwd=user,
+        env=helper_environment({**os.environ, LEDGER: str(ledger)}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process, ledger, *, said=True):
+    _, words = process.communicate("\n\n", timeout=60)
+    assert "ended without training" in words or not said, words
+    put_back(ledger)
+
+
+def old_files(user, **contents):
+    for name, text in contents.items():
+        path = user / name.replace("_", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        os.utime(path, (1e9, 1e9))
+
+
+def after(tmp_path, script, *, stays=False, **contents):
+    """The files that are there after a run of a script that was undone, but for the script itself."""
+    user, ledger = tmp_path / "user", tmp_path / "jobs/trials/one/ledger"
+    old_files(user, **contents)
+    ended(begun(user, ledger, script, stays=stays), ledger)
+    left = files(user)
+    del left["one.py"]
+    return left
+
+
+BY_TURNS = """
+    import os, shutil, sys
+    from pathlib import Path
+
+    shutil.rmtree("runs")
+    Path("runs").mkdir()
+    Path("runs/log.csv").write_text("new")
+    Path("notes").unlink(missing_ok=True)
+    Path("notes").write_text("new")
+    os.replace("notes", "best")
+    print("written", flush=True)
+    sys.stdin.readline()
+    Path("runs/log.csv").write_text("newer")
+    Path("best").write_text("newer")
+"""
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_processes_beside_each_other_lose_nothing_of_the_user(tmp_path, first):
+    user = tmp_path / "user"
+    old_files(user, runs_log="old", runs_log2="old", notes="old", best="old")
+    (user / "runs/log").rename(user / "runs/log.csv")
+    before = files(user)
+    ledgers = [tmp_path / f"jobs/trials/{name}/ledger" for name in ("one", "two")]
+    processes = []
+    for ledger in ledgers:
+        processes.append(begun(user, ledger, BY_TURNS))
+        assert processes[-1].stdout.readline()
+    for number in (first, 1 - first):
+        ended(processes[number], ledgers[number], said=False)
+    assert before.items() <= files(user).items()
+    assert "old" in (user / "runs/log.csv").read_text()
+
+
+RACE = """
+    import os, sys
+
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for number in range(300):
+        open(f"log{number}", "w").write("new")
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_that_open_the_same_files_at_the_same_time_lose_none(tmp_path):
+    user, ledger = tmp_path / "user", tmp_path / "jobs/trials/one/ledger"
+    old_files(user, **{f"log{number}": "old" for number in range(300)})
+    before = files(user)
+    ranks = [begun(user, ledger, RACE) for _ in range(4)]
+    for rank in ranks:
+        assert rank.stdout.readline()
+    for rank in ranks:
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+    for rank in ranks:
+        rank.communicate(timeout=60)
+    put_back(ledger)
+    left = files(user)
+    del left["one.py"]
+    assert left == before
+
+
+def test_a_listing_shows_nothing_that_was_moved_aside(tmp_path):
+    script = """
+        import os
+        from pathlib import Path
+        for number in range(2):
+            open(f"data/{number}", "w").write("new")
+        assert sorted(os.listdir("data")) == ["0", "1"], os.listdir("data")
+        assert len(list(Path("data").rglob("*"))) == 2
+    """
+    assert after(tmp_path, script, data_0="old", data_1="old") == {"data/0": "old", "data/1": "old"}
+    assert not (tmp_path / "user/.before-autofit").exists()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_folder_that_is_given_another_name_gets_its_own_back(tmp_path, stays):
+    script = """
+        import os
+        from pathlib import Path
+        os.rename("runs", "runs.1")
+        Path("tmp/deep").mkdir(parents=True)
+        Path("tmp/deep/x").write_text("new")
+        os.rename("tmp", "done")
+        open("runs.1/log", "a").write("new")
+    """
+    left = after(tmp_path, script, stays=stays, runs_log="old")
+    assert left.pop("done/deep/x", "gone") == ("new" if stays else "gone")
+    assert left == {"runs/log": "old"}
+    assert stays or sorted(one.name for one in (tmp_path / "user").iterdir()) == ["one.py", "runs"]
+
+
+def test_a_script_finds_what_it_would_find_by_itself(tmp_path):
+    script = """
+        import os, shutil
+        from pathlib import Path
+        shutil.rmtree("file", ignore_errors=True)
+        assert Path("file").read_text() == "old"
+        try:
+            os.remove("data")
+        except OSError:
+            pass
+        assert Path("data/x").read_text() == "old"
+        Path("made").mkdir()
+        try:
+            os.rename("made", "data")
+        except OSError:
+            assert Path("data/x").exists()
+        else:
+            raise AssertionError
+        open("secret", "w").write("new")
+        assert os.stat("secret").st_mode & 0o777 == 0o600
+        Path("touched").touch()
+        open("touched", "w").write("new")
+        open("later", "w").write("new")
+        os.truncate("file", 1)
+        os.link("linked", "second")
+        open("second", "a").write("new")
+        os.environ.clear()
+        assert open("fresh", "w").write("new")
+    """
+    user = tmp_path / "user"
+    old_files(user, secret="old", later="old")
+    (user / "secret").chmod(0o600)
+    os.utime(user / "later", (4e9, 4e9))
+    left = after(tmp_path, script, file="old", data_x="old", touched="old", linked="old")
+    assert left.pop("fresh") == "new"
+    del left["later"]  # old_files of it came before
+    assert set(left.values()) == {"old"}
+    assert set(left) == {"file", "data/x", "touched", "linked", "secret"}
+    assert (user / "later").read_text() == "old"
+    assert (user / "secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_very_large_log_is_not_copied(tmp_path):
+    (tmp_path / "user").mkdir()
+    for name in ("log", "model"):
+        with (tmp_path / "user" / name).open("wb") as large:
+            large.truncate(1 << 30)
+        os.utime(tmp_path / "user" / name, (1e9, 1e9))
+    script = """
+        import os, shutil
+        free = shutil.disk_usage(".").free
+        open("log", "a").write("new")
+        os.rename("model", "model.old")
+        assert free - shutil.disk_usage(".").free < 500 << 20
+    """
+    ledger = tmp_path / "jobs/trials/one/ledger"
+    ended(begun(tmp_path / "user", ledger, script), ledger)
+    assert sorted(one.name for one in (tmp_path / "user").iterdir()) == ["log", "model", "one.py"]
+    shutil.rmtree(tmp_path / "user")

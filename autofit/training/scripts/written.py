@@ -8,17 +8,20 @@ where weights were random, are named: its training would take them for its own m
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import hashlib
 import os
 import shutil
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from autofit.system.files import note
+from autofit.system.files import ASIDE, note
 
 _ARRAYS = {
     ".arrow", ".bin", ".feather", ".joblib", ".mmap", ".npy", ".npz", ".parquet", ".pickle", ".pkl", ".pt", ".pth",
@@ -26,7 +29,11 @@ _ARRAYS = {
 _WRITES = os.O_WRONLY | os.O_RDWR
 _NAMED_BY_WEIGHTS = "cache-"
 """How ``datasets`` calls a table that it names by what has made it, weights included."""
-_ASIDE = ".before-autofit"
+_LARGE = 256 << 20
+"""Bytes of a file that is not copied: added to, it is left alone; given another name, it gets its own back."""
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_PATIENCE_SECONDS = 5.0
+"""For another process that moves files of the same folder aside."""
 _CACHES = ("CACHE", "CACHE_DIR", "HF_HOME", "TORCH_HOME")
 """How the names of variables end that tell where a library keeps what all programs share."""
 
@@ -54,7 +61,7 @@ class Written:
 
     def arrays(self) -> tuple[str, ...]:
         """Those of arrays that are there and will be, by their paths."""
-        return tuple(str(one) for one in self._paths if _stays(one) and not os.path.lexists(_aside(one)))
+        return tuple(str(one) for one in self._paths if _stays(one) and not _is_aside(Path(os.path.realpath(one))))
 
 
 def _stays(path: Path) -> bool:
@@ -78,19 +85,61 @@ def keep_as_it_was(script: Path, *, new_files_stay: bool) -> None:
     from autofit.system.fork_server_process import LEDGER
 
     if LEDGER in os.environ:
-        sys.addaudithook(_Kept({Path.cwd(), script.resolve().parent}, LEDGER, new_files_stay=new_files_stay))
+        temporary = Path(tempfile.gettempdir()).resolve()  # of every program, PyTorch's compiler among them
+        folders = {one.resolve() for one in (Path.cwd(), script.resolve().parent)}
+        _tops.extend(sorted(one for one in folders if not temporary.is_relative_to(one)))
+        sys.addaudithook(_Kept(LEDGER, new_files_stay=new_files_stay))
 
 
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_ASIDE}")
+_tops: list[Path] = []
+"""The folders in which this process notes what it changes, the outer one first: each process takes the same."""
+
+
+def _asides(path: Path) -> list[Path]:
+    """Where something may be moved to: at the top, or beside it where that is another file system."""
+    top = next((one for one in _tops if path.is_relative_to(one)), path.parent)
+    name = f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}-{path.name[:40]}{ASIDE}"
+    return [folder / ASIDE / name for folder in dict.fromkeys((top, path.parent))]
+
+
+def _is_aside(path: Path) -> bool:
+    """Whether a process, this one or one beside it, has moved aside what was there before, and will put it back."""
+    return any(map(os.path.lexists, _asides(path)))
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Have no other process, nor thread, move files of a folder aside meanwhile."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.002)
+            except OSError:  # a file system without
+                break
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile holds it, too
+        os.close(handle)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+class _DiskFullError(OSError):
+    """What the script would write over can't be moved aside, and it could write nothing there: let it be told so."""
 
 
 class _Kept:
     """An audit hook: hears of what this process does to files, before it is done."""
 
-    def __init__(self, folders: set[Path], ledger: str, *, new_files_stay: bool) -> None:
-        temporary = Path(tempfile.gettempdir()).resolve()  # of every program, PyTorch's compiler among them
-        self._folders = {one for one in (one.resolve() for one in folders) if not temporary.is_relative_to(one)}
+    def __init__(self, ledger: str, *, new_files_stay: bool) -> None:
         caches = (value for name, value in os.environ.items() if name.endswith(_CACHES) and value)
         self._not = {Path(one).absolute() for one in caches}
         self._ledger = ledger
@@ -102,9 +151,12 @@ class _Kept:
             "open": self._open,
             "os.mkdir": self._make,
             "os.symlink": lambda _, made, folder=-1: self._make(made, None, folder),
+            "os.link": self._link,
             "os.rename": self._rename,
-            "os.remove": self._delete,
-            "shutil.rmtree": self._delete,
+            "os.remove": lambda name, folder=-1: self._delete(name, folder, folders=False),
+            "os.truncate": lambda name, _: self._open(name, None, os.O_WRONLY | os.O_APPEND),
+            "os.utime": self._touch,
+            "shutil.rmtree": lambda name, folder=None: self._delete(name, folder, folders=True),
         }
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
@@ -112,8 +164,11 @@ class _Kept:
             return
         self._inside.it = True
         try:
-            with contextlib.suppress(OSError, TypeError, ValueError):  # else the script would be told of its file
-                hears(*args)
+            hears(*args)
+        except _DiskFullError:
+            raise
+        except Exception:  # noqa: BLE001, S110 - the script would be told of its file
+            pass
         finally:
             self._inside.it = False
 
@@ -125,28 +180,52 @@ class _Kept:
             return
         if not os.path.lexists(path):
             self._new(path)
-        elif flags & (os.O_TRUNC | os.O_APPEND) and path.is_file():
+        elif flags & (os.O_TRUNC | os.O_APPEND) and path.is_file() and os.access(path, os.W_OK):
             self._keep(path, copies=not flags & os.O_TRUNC)
 
     def _make(self, name: Any, _: Any = None, folder: int | None = -1) -> None:
         if folder in {-1, None} and (path := self._found(name)) and not os.path.lexists(path):
             self._new(path)
 
+    def _link(self, _: Any, target: Any, *folders: int) -> None:
+        """A second name is made; what it names may be the user's, and stays to be kept."""
+        path = None if any(one != -1 for one in folders) else self._found(target)
+        if path is not None and not os.path.lexists(path) and not self._new_files_stay:
+            self._note(path)
+
+    def _touch(self, name: Any, _: Any, __: Any, folder: int | None = -1) -> None:
+        """Its time is set: it would look as if it had been made since."""
+        if folder in {-1, None} and not isinstance(name, int):
+            self._open(name, None, os.O_WRONLY | os.O_APPEND)
+
     def _rename(self, source: Any, target: Any, *folders: int) -> None:
         if any(one != -1 for one in folders):
             return
         moved, path = self._found(source), self._found(target)
-        ours = moved in self._made
-        if moved is not None and not ours and moved.is_file():
-            self._keep(moved, copies=True)
-            ours = os.path.lexists(_aside(moved))
-        if path is not None and os.path.lexists(path):
-            self._keep(path, copies=False)
-        elif path is not None and ours:
-            self._new(path)
+        ours, whole = False, False
+        if moved is not None:
+            ours = moved in self._made or self._goes(moved)
+            whole = _is_folder(moved) or (not ours and moved.stat().st_size > _LARGE)
+            if moved.is_file() and not ours and not whole:
+                self._keep(moved, copies=True)
+                ours = _is_aside(moved)
+        self._replace(path, ours=ours and not whole)
+        if moved is not None and whole and not (ours and self._new_files_stay):
+            self._note(moved, Path(os.path.abspath(os.fsdecode(target))))  # noqa: PTH100 - a link is itself
 
-    def _delete(self, name: Any, folder: int | None = None) -> None:
-        if folder in {-1, None} and (path := self._found(name)) and os.path.lexists(path):
+    def _replace(self, path: Path | None, *, ours: bool) -> None:
+        """Something is given another's name."""
+        if path is None:
+            return
+        if not os.path.lexists(path):
+            if ours:
+                self._new(path)
+        elif not _is_folder(path):  # an empty one alone can be replaced, by another
+            self._keep(path, copies=False)
+
+    def _delete(self, name: Any, folder: int | None, *, folders: bool) -> None:
+        path = self._found(name) if folder in {-1, None} else None
+        if path is not None and os.path.lexists(path) and _is_folder(path) == folders:
             self._keep(path, copies=False)
 
     def _found(self, name: Any) -> Path | None:
@@ -156,7 +235,7 @@ class _Kept:
         if any(path.is_relative_to(one) for one in self._not) or path.suffix == ".lock":  # another program may hold it
             return None
         own = Path(os.environ[self._ledger]).resolve().parent
-        for folder in self._folders:
+        for folder in _tops:
             if path.is_relative_to(folder) and path != folder:
                 parts = path.relative_to(folder).parts
                 if "__pycache__" in parts or (parts[1:] and parts[0].startswith(".")):  # ~/.cache, ~/.triton
@@ -166,28 +245,54 @@ class _Kept:
                 return None if own.is_relative_to(within) or folder in answers else path
         return None
 
+    def _goes(self, path: Path) -> bool:
+        """Whether it goes by itself when what stood in its place, or in that of its folder, is put back."""
+        tops = {up for one in _tops for up in (one, *one.parents)}
+        return any(_is_aside(one) for one in (path, *path.parents) if one not in tops)
+
     def _new(self, path: Path) -> None:
+        if self._goes(path):  # when that was put back by a process beside this one, it would be deleted in its place
+            return
         self._made.add(path)
         if not self._new_files_stay:
             self._note(path)
 
     def _keep(self, path: Path, *, copies: bool) -> None:
         """Move aside what was there before the script began, once."""
-        aside, before = _aside(path), path.lstat()
-        folder = path.is_dir() and not path.is_symlink()
-        if path in self._made or os.path.lexists(aside) or (before.st_mtime > self._began and not folder):
-            return
-        self._note(path, aside)
-        path.rename(aside)
+        with _alone(path.parent):
+            before, now = path.lstat(), time.time()
+            since = self._began < before.st_mtime < now + 1.0 and not _is_folder(path)
+            if path in self._made or since or _is_aside(path) or (copies and before.st_size > _LARGE):
+                return
+            why = None
+            for aside in _asides(path) * 2:  # a process beside this one may have deleted their empty folder
+                try:
+                    self._note(path, aside)
+                    aside.parent.mkdir(exist_ok=True)
+                    path.rename(aside)
+                    self._stand_in(path, aside, copies=copies)
+                except OSError as error:
+                    why = error
+                else:
+                    return
+            if why is not None and why.errno in _FULL and not copies:
+                raise _DiskFullError(why.errno, why.strerror, str(path)) from why
+
+    @staticmethod
+    def _stand_in(path: Path, aside: Path, *, copies: bool) -> None:
+        """Have the script find something in the place of what was moved aside."""
         try:
-            if folder:
+            if _is_folder(aside):
                 path.mkdir()
+                shutil.copymode(aside, path)
             elif copies:
                 shutil.copy2(aside, path)
             else:
                 path.touch()
-        except OSError:  # the disk is full
+                shutil.copymode(aside, path)
+        except OSError:
             aside.replace(path)
+            raise
 
     def _note(self, *paths: Path) -> None:
         note(Path(os.environ[self._ledger]), *paths)
