@@ -199,21 +199,29 @@ def note(ledger: Path, *paths: Path) -> None:
 def put_back(ledger: Path) -> None:
     """Undo what a process that has ended has done to the files of others, as :func:`note` was told.
 
+    What is undone goes from the ledger's end: whoever is stopped in the midst of it is followed by another call.
+
     Args:
         ledger: The file; gone afterwards.
     """
     with contextlib.suppress(OSError):
-        lines = ledger.read_text("utf-8").splitlines()
-        ledger.unlink()
+        lines = ledger.read_bytes().splitlines(keepends=True)
+        left = sum(map(len, lines))
         for line in reversed(lines):
             with contextlib.suppress(OSError, ValueError):  # a line may be torn; a folder may hold more by now
-                path, *aside = map(Path, json.loads(line))
-                if path.name == LEDGER_FILE:
-                    put_back(path)
-                elif not aside:
-                    _remove(path)
-                else:
-                    _move_back(path, aside[0])
+                _undo(*map(Path, json.loads(line)))
+            left -= len(line)
+            os.truncate(ledger, left)
+        ledger.unlink()
+
+
+def _undo(path: Path, aside: Path | None = None) -> None:
+    if path.name == LEDGER_FILE:
+        put_back(path)
+    elif aside is None:
+        _remove(path)
+    else:
+        _move_back(path, aside)
 
 
 def _move_back(path: Path, aside: Path) -> None:

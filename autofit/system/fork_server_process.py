@@ -198,13 +198,15 @@ class _Server:
         if pid == self.child:
             _, status = os.waitpid(pid, 0)
             self.sweep()
-            put_back(self.ledgers.pop(pid))
+            put_back(self.ledgers[pid])
+            del self.ledgers[pid]  # not before: :meth:`end` may break in
             self.child = 0
             self.say({"exit": status})
         elif pid in self.snapshots:  # else it was waited for already
             os.waitpid(pid, 0)
             self.snapshots.discard(pid)
-            put_back(self.ledgers.pop(pid))
+            put_back(self.ledgers[pid])
+            del self.ledgers[pid]
             if not self.child:  # else its end is near
                 self.sweep()
 

@@ -307,3 +307,34 @@ def test_a_very_large_log_is_not_copied(tmp_path):
     ended(begun(tmp_path / "user", ledger, script), ledger)
     assert sorted(one.name for one in (tmp_path / "user").iterdir()) == ["log", "model", "one.py"]
     shutil.rmtree(tmp_path / "user")
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_who_is_stopped_while_files_are_put_back_is_followed_by_another(tmp_path, goes_on):
+    aside, ledger = tmp_path / "user/.before-autofit", tmp_path / "ledger"
+    aside.mkdir(parents=True)
+    with ledger.open("w") as lines:
+        for number in range(2000):
+            (tmp_path / f"user/{number}").write_text("new")
+            (aside / f"{number}").write_text("old")
+            lines.write(f'["{tmp_path}/user/{number}", "{aside}/{number}"]\n')
+    stopped = f"""
+import os, signal
+from pathlib import Path
+from autofit.system.files import put_back
+ledger = Path({str(ledger)!r})
+def end(*_):
+    assert ledger.stat().st_size > 1000
+    if {goes_on}:
+        put_back(ledger)
+    os._exit(3)
+signal.signal(signal.SIGALRM, end)
+signal.setitimer(signal.ITIMER_REAL, 0.01)
+put_back(ledger)
+"""
+    done = subprocess.run([sys.executable, "-c", stopped], capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    if not goes_on:
+        put_back(ledger)
+    assert set(files(tmp_path / "user").values()) == {"old"}
+    assert len(files(tmp_path)) == 2000

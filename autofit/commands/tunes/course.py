@@ -126,7 +126,7 @@ class Course:
             modules = modeling_module(config)
         server = self.backend.server(self.folder / FORKSERVER_LOG, device, modules)
         cache = TensorCache(self.trials_folder / CACHE_FOLDER)
-        with contextlib.closing(server), cache, self._in_time(server):
+        with cache, contextlib.closing(server), self._in_time(server):  # what a snapshot has noted is undone first
             if before is not None:
                 facts = self.backend.same_hardware(self.folder, before.facts, server)
                 check_same_training(self.folder, self.request, facts, server, self.events.note)

@@ -15,6 +15,7 @@ from autofit.output.document import DOCUMENT_FILE, MODEL_FOLDER, REQUEST
 from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML
 from autofit.search.journal import JOURNAL_FILE
 from autofit.system.errors import InputError
+from autofit.system.files import LEDGER_FILE, put_back
 from autofit.system.fork_server import FAILED_JOB_LOG
 
 LOCK = ".lock"
@@ -29,7 +30,9 @@ CONFIG_FILES = {MODEL_FOLDER, DOCUMENT_FILE, YAML, ARGUMENTS, REPORT}
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the temporary files of a tune that was killed. The caller holds the folder's lock."""
+    """Undo and delete what a tune that was killed has left. The caller holds the folder's lock."""
+    for ledger in sorted(folder.rglob(LEDGER_FILE), key=lambda one: one.stat().st_mtime, reverse=True):
+        put_back(ledger)
     for left in (*folder.glob(".ask-*"), folder / ASIDE):
         shutil.rmtree(left, ignore_errors=True)
     for left in (*folder.glob(".*.tmp"), *(folder / TRIALS).glob("*/.*.tmp")):

@@ -190,7 +190,7 @@ class _Kept:
     def _link(self, _: Any, target: Any, *folders: int) -> None:
         """A second name is made; what it names may be the user's, and stays to be kept."""
         path = None if any(one != -1 for one in folders) else self._found(target)
-        if path is not None and not os.path.lexists(path) and not self._new_files_stay:
+        if path is not None and not os.path.lexists(path) and not self._new_files_stay and not self._goes(path):
             self._note(path)
 
     def _touch(self, name: Any, _: Any, __: Any, folder: int | None = -1) -> None:
