@@ -98,8 +98,7 @@ class _Forking:
     def _kill(self) -> None:
         """TERM to the job's group, and KILL if it is still there three seconds later."""
         self._send({"kill": int(signal.SIGTERM)})
-        readable, _, _ = select.select([self._socket], [], [], 3.0) if self._socket else ([], [], [])
-        if not readable:
+        if not (self._socket and select.select([self._socket], [], [], 3.0)[0]):
             self._send({"kill": int(signal.SIGKILL)})
 
     def stop_job(self) -> None:
@@ -169,9 +168,7 @@ class ForkServer(_Forking):
     def __init__(self, log: Path, device: str, modules: tuple[str, ...] = (), *, trains: bool = True) -> None:
         super().__init__()
         self.log = self._printed = log
-        self.trains = trains
-        self.device = device
-        self.modules = modules
+        self.device, self.modules, self.trains = device, modules, trains
         self.ends, self.late = math.inf, False
         self._process: subprocess.Popen[bytes] | None = None
         self._snapshots: list[Snapshot] = []
@@ -179,15 +176,18 @@ class ForkServer(_Forking):
     def start(self) -> None:
         """Start the server without waiting for it, or take over one alike that was begun ahead."""
         begun = _AHEAD.pop((self.device, self.trains), None) or _begin(self.log, self.device, trains=self.trains)
-        self._process, self._socket, self._printed = begun
-        self._buffer = b""
+        self._process, self._socket, self._printed, self._buffer = *begun, b""
         if self.modules:
             self._send({"load": list(self.modules)})
 
     def run(self, folder: Path, *, kill_after_seconds: float, early: bool = False) -> int | None:
         """Run the job in a folder and wait for its end; the server is started where there is none."""
         self._started()
-        return super().run(folder, kill_after_seconds=kill_after_seconds, early=early)
+        try:
+            return super().run(folder, kill_after_seconds=kill_after_seconds, early=early)
+        except BaseException:  # interrupted: what the job has noted there is undone before its folder goes
+            self.close()
+            raise
 
     def snapshot(self, folder: Path, *, kill_after_seconds: float) -> Snapshot:
         """Have the job in a folder run up to where it asks for others, and wait until they can be forked there.

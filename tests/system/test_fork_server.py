@@ -788,3 +788,20 @@ def test_what_a_snapshot_and_its_job_note_is_undone_when_both_are_killed(server,
         made.run(kills, kill_after_seconds=PATIENT)
     assert server.run(job(tmp_path / "next", ""), kill_after_seconds=PATIENT) == 0
     assert [one.read_text() for one in (early, late)] == ["old", "old"]
+
+
+def test_what_a_job_notes_is_undone_before_who_is_interrupted_goes_on(own_server, tmp_path, monkeypatch):
+    there = tmp_path / "log.csv"
+    there.write_text("old")
+    receive = own_server._receive
+
+    def interrupted(_):
+        if there.exists() and there.read_text() == "new":
+            raise KeyboardInterrupt
+        return receive(0.05)
+
+    monkeypatch.setattr(own_server, "_receive", interrupted)
+    folder = job(tmp_path / "job", textwrap.dedent(NOTES).format(path=str(there)) + "import time; time.sleep(99)")
+    with pytest.raises(KeyboardInterrupt):
+        own_server.run(folder, kill_after_seconds=PATIENT)
+    assert there.read_text() == "old"
