@@ -759,10 +759,12 @@ def test_bitsandbytes_loads_the_compiler_when_it_first_needs_it():
 NOTES = """
     import json, os
     path = {path!r}
-    os.rename(path, path + ".aside")
-    open(path, "w").write("new")
+    aside = os.path.join(os.path.dirname(path), ".before-autofit", os.path.basename(path))
+    os.makedirs(os.path.dirname(aside), exist_ok=True)
     with open(os.environ["AUTOFIT_LEDGER"], "a") as ledger:
-        ledger.write(json.dumps([path, path + ".aside"]) + chr(10))
+        ledger.write(json.dumps([path, aside]) + chr(10))
+    os.rename(path, aside)
+    open(path, "w").write("new")
 """
 
 
