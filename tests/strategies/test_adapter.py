@@ -90,7 +90,7 @@ _MAMBA = ("mamba", {"vocab_size": 32, "state_size": 4, **_SMALL}, AutoModelForCa
 _WAVLM = (
     "wavlm",
     {"num_attention_heads": 2, "intermediate_size": 32, "conv_dim": [8] * 7, "num_conv_pos_embeddings": 4,
-     "num_conv_pos_embedding_groups": 2, **_SMALL},
+     "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, **_SMALL},
     AutoModelForAudioClassification,
 )  # fmt: skip
 

@@ -175,7 +175,7 @@ def test_a_layer_that_is_never_called_is_not_watched():
 
     config = AutoConfig.for_model(
         "wavlm", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, conv_dim=[8] * 7,
-        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, layerdrop=0.0,
     )  # fmt: skip
     model = AutoModelForAudioClassification.from_config(config)
     direct = describe_built("m", config, model)["read_directly"]
