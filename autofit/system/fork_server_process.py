@@ -324,11 +324,18 @@ def serve(descriptor: int, device: str, *, trains: bool = True) -> NoReturn:
 
 
 def _import_transformers() -> None:
-    """Import transformers, which reads its 1600 files of models twice: what it keeps of them are 128 folders of 550."""
+    """Import transformers, which reads its 1600 files of models twice, and each of their lines, for what they give."""
     bounded: Any = functools.lru_cache
-    functools.lru_cache = lambda maxsize=128, typed=False: (
-        bounded(None)(maxsize) if callable(maxsize) else bounded(maxsize, typed)
-    )
+
+    def unbounded(maxsize: Any = 128, typed: bool = False) -> Any:
+        if not callable(maxsize):
+            return bounded(maxsize, typed)
+        if "fetch__all__" in maxsize.__globals__:  # it looks for the last line that begins so
+            fetch = maxsize.__globals__["fetch__all__"]
+            maxsize.__globals__["fetch__all__"] = lambda text: fetch(text[text.rfind("\n__all__") + 1 :])
+        return bounded(None)(maxsize)  # what it keeps are 128 folders of 550
+
+    functools.lru_cache = unbounded
     try:
         with contextlib.suppress(ImportError):
             importlib.import_module("transformers")

@@ -66,7 +66,7 @@ def both(test):
 
 def starts(pools):
     """Where in the range of its pool each live block begins, in bytes."""
-    return {block: start % RANGE * UNIT for block, (start, _) in pools.live.items()}
+    return {block: start % RANGE * UNIT for block, (start, _) in pools.places().items()}
 
 
 # one block, asked for and freed: (bytes, expandable) -> allocated, reserved
@@ -125,11 +125,11 @@ def test_of_equals_that_of_the_oldest_segment_is_taken_or_the_one_at_the_lowest_
     monkeypatch.setattr(Segments, "by_address", by_address)
     pools = Segments([48 * KIB * 2] * 3, [1] * 3, None)
     for block in (0, 1):
-        assert pools.allocate(block)
+        assert pools.follow([block]) is None
     where = pools.live[by_address]
-    pools.free(1)
-    pools.free(0)
-    assert pools.allocate(2)
+    pools.follow([~1])
+    pools.follow([~0])
+    assert pools.follow([2]) is None
     assert pools.live[2] == where
 
 
@@ -139,12 +139,12 @@ def test_a_segment_lies_below_the_others_or_in_the_highest_gap_that_large_ones_l
     sizes = [1, *(size * MIB // UNIT for size in (20, 500, 12, 10, 40, 22))]
     pools = Segments(sizes, [0] + [1] * 6, None)
     for block in range(len(sizes)):
-        assert pools.allocate(block)
+        assert pools.follow([block]) is None
     assert [(_TOP - start // 2) * UNIT // MIB for start in pools.segments] == [2, 32, 544, 44, 12, 608, 640]
-    pools.free(2)
+    pools.follow([~2])
     pools._give_back()
-    assert pools.allocate(2)
-    assert (_TOP - pools.live[2][0] // 2) * UNIT // MIB == 544
+    assert pools.follow([2]) is None
+    assert (_TOP - pools.places()[2][0] // 2) * UNIT // MIB == 544
 
 
 def test_freed_neighbours_join():
@@ -183,6 +183,11 @@ def test_split_segments_are_not_given_back():
     assert replay(events, sizes, expandable=True).peak_reserved_bytes == 60 * MIB
 
 
+def test_the_event_that_fails_is_counted_with_those_of_blocks_of_no_bytes():
+    result = replay([0, 1, ~0, 2], [0, MIB, 40 * MIB], capacity_bytes=20 * MIB)
+    assert (result.fits, result.failed_at, result.rounded_bytes) == (False, 3, MIB)
+
+
 def test_a_range_grows_from_the_free_block_at_its_end():
     # 20 mapped, 12 live, 8 free; 18 needs one more page, not two
     result = replay([0, 1], [12 * MIB, 18 * MIB], expandable=True)
@@ -194,9 +199,9 @@ def test_the_free_block_at_the_end_counts_as_what_it_can_grow_to():
     sizes = [10 * MIB, 6 * MIB, 19 * MIB, 4 * MIB]
     pools = Expandable([size // UNIT for size in sizes], [1] * 4, None)
     for block in (0, 1, 2):
-        assert pools.allocate(block)
-    pools.free(1)
-    assert pools.allocate(3)
+        assert pools.follow([block]) is None
+    pools.follow([~1])
+    assert pools.follow([3]) is None
     assert starts(pools)[3] == 10 * MIB
 
 
@@ -205,18 +210,18 @@ def test_whole_pages_are_unmapped_and_mapped_again_from_the_lowest_hole():
     sizes = [30 * MIB, 30 * MIB, 40 * MIB, 25 * MIB]
     pools = Expandable([size // UNIT for size in sizes], [1] * 4, 80 * MIB // UNIT)
     for block in (0, 1):
-        assert pools.allocate(block)
-    pools.free(0)
-    assert pools.allocate(2)  # 60 + 40 > 80: gives back 20, then maps behind 1
+        assert pools.follow([block]) is None
+    pools.follow([~0])
+    assert pools.follow([2]) is None  # 60 + 40 > 80: gives back 20, then maps behind 1
     assert pools.reserved * UNIT == 80 * MIB
     assert starts(pools)[2] == 60 * MIB
-    pools.free(2)
-    assert pools.allocate(3)  # fits into what 2 left: nothing is mapped
+    pools.follow([~2])
+    assert pools.follow([3]) is None  # fits into what 2 left: nothing is mapped
     assert starts(pools)[3] == 60 * MIB
-    pools.free(3)
+    pools.follow([~3])
     pools._give_back()
     assert pools.reserved * UNIT == 40 * MIB
-    assert pools.allocate(3)  # the hole at 0 and the rest behind it are 30 MiB
+    assert pools.follow([3]) is None  # the hole at 0 and the rest behind it are 30 MiB
     assert starts(pools)[3] == 0
 
 
@@ -319,12 +324,12 @@ def check(pools, expandable):
     assert all(spare == sorted(spare) for spare in pools.spare)
     assert dict(free) == pools.size_at
     assert {start + size: start for start, size in free} == pools.start_before
-    spans = sorted([*free, *pools.live.values()])
+    spans = sorted([*free, *pools.places().values()])
     for (start, size), (after, _) in itertools.pairwise(spans):
         assert start + size <= after, "blocks overlap"
     assert all(start + size not in pools.size_at for start, size in free), "free neighbours that did not join"
     assert sum(size for _, size in spans) == pools.reserved
-    assert sum(size for _, size in pools.live.values()) == pools.allocated
+    assert sum(size for _, size in pools.places().values()) == pools.allocated
     assert pools.allocated <= pools.reserved <= pools.peak_reserved
     if expandable:
         every = sorted(spans + [hole for holes in pools.holes for hole in holes.items()])
@@ -341,17 +346,15 @@ def check(pools, expandable):
 def test_after_every_event(expandable, sequence, capacity):
     """No overlap, no byte lost, never above the capacity; and a block is as large as asked, or just above."""
     events, sizes = sequence
-    checked = _Sequence(events, sizes, [index % 3 for index in range(len(sizes))])
+    checked = _Sequence(events, sizes, [index % 3 for index in range(len(sizes))])  # without blocks of no bytes
     needs = checked.needs
     pools = (Expandable if expandable else Segments)(needs, checked.pools, capacity * MIB // UNIT)
-    for event in events:
-        if event < 0:
-            pools.free(~event)
-        elif not pools.allocate(event):
+    for event in checked.events:
+        if pools.follow([event]) is not None:
             assert pools.retries
             return
-        elif needs[event]:
-            slack = pools.live[event][1] - needs[event]
+        if event >= 0:
+            slack = pools.places()[event][1] - needs[event]
             assert 0 <= slack <= (MIB // UNIT if needs[event] > MIB // UNIT and not expandable else 0)
         check(pools, expandable)
     assert pools.allocated == 0

@@ -146,6 +146,28 @@ def test_the_models_of_transformers_are_read_once():
     assert ended.stdout.split() == ["0", "transformers.models.llama"]
 
 
+GIVES = """
+from autofit.system.fork_server_process import _import_transformers
+
+{first}
+import transformers
+from transformers.utils.import_utils import define_import_structure
+
+found = define_import_structure(transformers.models.__path__[0])
+print(sorted((sorted(wants), sorted((file, sorted(names)) for file, names in files.items())) for wants, files in found.items()))
+"""
+
+
+def test_the_models_of_transformers_give_what_they_give_elsewhere():
+    codes = [GIVES.format(first=first) for first in ("_import_transformers()", "")]
+    ours, theirs = (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+        for code in codes
+    )
+    assert ours.stdout == theirs.stdout
+    assert "LlamaForCausalLM" in ours.stdout
+
+
 def test_a_job_that_raises_ends_with_status_one_and_leaves_its_traceback(server, tmp_path):
     raises = job(tmp_path / "job", "raise LookupError('of its own making')")
     assert os.waitstatus_to_exitcode(server.run(raises, kill_after_seconds=PATIENT)) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import io
 import os
 import signal
@@ -52,6 +53,10 @@ def _several(value: object) -> tuple[object, ...]:
     return value if isinstance(value, tuple) else ()
 
 
+_GARBAGE = 100_000
+"""Objects after which garbage is looked for: an answer makes half a million, and hardly any of it is."""
+
+
 class Commands(click.Group):
     """Turns errors into one line, a hint and an exit code."""
 
@@ -59,6 +64,7 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **how: Any) -> Any:
         """Run the command line."""
+        gc.set_threshold(_GARBAGE)
         try:
             return super().main(*args, **how)
         except OSError as error:  # of --help and --version, which are printed before anything is invoked

@@ -107,7 +107,7 @@ def replay(
     pools, failed_at = sequence.run(None if capacity_bytes is None else capacity_bytes // UNIT, expandable=expandable)
     return Replay(
         fits=failed_at is None,
-        failed_at=failed_at,
+        failed_at=None if failed_at is None else int(sequence.places[failed_at]),
         rounded_bytes=sequence.peak(failed_at) * UNIT,
         peak_allocated_bytes=pools.peak_allocated * UNIT,
         peak_reserved_bytes=pools.peak_reserved * UNIT,
@@ -188,6 +188,8 @@ class _Sequence:
         if on.shape != asked.shape or (on.size and on.min() < 0):
             raise ValueError(f"streams of shape {on.shape} from {on.min(initial=0)} on, for {asked.size} blocks")
         needs = -(-asked // UNIT)
+        self.places = np.flatnonzero(needs[blocks])  # nothing is done for a block of no bytes
+        steps, blocks = steps[self.places], blocks[self.places]
         self.events: list[int] = steps.tolist()
         self.needs: list[int] = needs.tolist()
         self.pools: list[int] = (2 * on + (needs > SMALL_SIZE)).tolist()
@@ -208,13 +210,10 @@ class _Sequence:
         alike = [one for one in self._begun if type(one[1]) is kind and one[1].granted <= room < one[1].refused]
         begin, begun = max(alike, key=lambda one: one[0], default=(0, None))
         pools = kind(self.needs, self.pools, capacity) if begun is None else begun.copied(capacity)
-        allocate, free = pools.allocate, pools.free
         for start in range(begin, len(self.events), _KEPT_EVERY):
-            for index, event in enumerate(self.events[start : start + _KEPT_EVERY], start):
-                if event < 0:
-                    free(~event)
-                elif not allocate(event):
-                    return pools, index
+            failed = pools.follow(self.events[start : start + _KEPT_EVERY])
+            if failed is not None:
+                return pools, start + failed
             self._begun.append((start + _KEPT_EVERY, pools.copied(capacity)))
         return pools, None
 

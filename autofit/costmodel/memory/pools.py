@@ -58,7 +58,8 @@ class Pools(ABC):
     Attributes:
         pool_of: The pool of each block.
         spare: The free blocks of each pool, sorted.
-        live: Start and size by block.
+        live: Size and start by block, as one number; see :meth:`places`.
+        keeps: Of each pool: a rest is split off where it is larger than this.
         granted: The replay would have gone the same way on every capacity from this one up to its own ...
         refused: ... and from its own up to, but without, this one.
     """
@@ -71,9 +72,10 @@ class Pools(ABC):
         self.pool_of = pool_of
         self.capacity = sys.maxsize if capacity is None else capacity
         self.spare: list[list[int]] = [[] for _ in range((max(pool_of, default=0) | 1) + 1)]
+        self.keeps = [0, self.large_rest] * (len(self.spare) // 2)
         self.size_at: dict[int, int] = {}
         self.start_before: dict[int, int] = {}
-        self.live: dict[int, tuple[int, int]] = {}
+        self.live: dict[int, int] = {}
         self.allocated = self.peak_allocated = 0
         self.reserved = self.peak_reserved = 0
         self.retries = self.mallocs = 0
@@ -88,38 +90,59 @@ class Pools(ABC):
         other.size_at, other.start_before, other.live = dict(self.size_at), dict(self.start_before), dict(self.live)
         return other
 
-    def allocate(self, block: int) -> bool:
-        """Whether there was room."""
-        need = self.needs[block]
-        if need == 0:
-            return True
-        pool = self.pool_of[block]
-        spare, keep = self.spare[pool], self.large_rest if pool % 2 else 0
-        index = bisect_left(spare, need << _SHIFT)
-        if index == len(spare):
-            if not self._granted(_segment(need)):
-                return False
-            start, size = self._grow(pool, need)
-        else:
-            key = spare.pop(self._choose(pool, index) if self.chooses else index)
-            start, size = key & _START, key >> _SHIFT
-            del self.size_at[start], self.start_before[start + size]
-        if size - need > keep:
-            self._put(pool, start + need, size - need)
-            size = need
-        self.live[block] = start, size
-        self.allocated += size
-        if self.allocated > self.peak_allocated:  # noqa: PLR1730 - two million times
-            self.peak_allocated = self.allocated
-        return True
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Start and size of each live block."""
+        return {block: (key & _START, key >> _SHIFT) for block, key in self.live.items()}
 
-    def free(self, block: int) -> None:
-        """Back into its pool, joined with its free neighbours."""
-        if self.needs[block] == 0:
-            return
-        start, size = self.live.pop(block)
-        self.allocated -= size
-        self._join(self.pool_of[block], start, size)
+    def follow(self, events: Sequence[int]) -> int | None:
+        """Allocate and free; where there is no room, the index of the event that finds none.
+
+        Args:
+            events: As for :func:`autofit.costmodel.memory.allocator.replay`, of blocks that have bytes.
+        """
+        # a hundred thousand events a replay: what _take and _put do is written out, with what is read in local names
+        needs, pool_of, spare_of, keeps, chooses = self.needs, self.pool_of, self.spare, self.keeps, self.chooses
+        sizes, starts, live = self.size_at, self.start_before, self.live
+        allocated, peak, failed = self.allocated, self.peak_allocated, None
+        for index, event in enumerate(events):
+            if event < 0:
+                key = live.pop(~event)
+                start, size = key & _START, key >> _SHIFT
+                allocated -= size
+                spare, end = spare_of[pool_of[~event]], start + size
+                before = starts.pop(start, None)
+                if before is not None:  # it joins its free neighbours
+                    start = before
+                    del spare[bisect_left(spare, sizes[start] << _SHIFT | start)]
+                after = sizes.pop(end, None)
+                if after is not None:
+                    del spare[bisect_left(spare, after << _SHIFT | end)]
+                    end += after
+                insort(spare, (end - start) << _SHIFT | start)
+                sizes[start] = end - start
+                starts[end] = start
+                continue
+            need, pool = needs[event], pool_of[event]
+            spare = spare_of[pool]
+            place = bisect_left(spare, need << _SHIFT)
+            if place == len(spare):
+                if not self._granted(_segment(need)):
+                    failed = index
+                    break
+                start, size = self._grow(pool, need)
+            else:
+                key = spare.pop(self._choose(pool, place) if chooses else place)
+                start, size = key & _START, key >> _SHIFT
+                del sizes[start], starts[start + size]
+            if size - need > keeps[pool]:
+                self._put(pool, start + need, size - need)
+                size = need
+            live[event] = size << _SHIFT | start
+            allocated += size
+            if allocated > peak:  # noqa: PLR1730 - two million times
+                peak = allocated
+        self.allocated, self.peak_allocated = allocated, peak
+        return failed
 
     def _granted(self, segment: int) -> bool:
         """Whether a segment may be had, if need be after giving back what is free."""
@@ -152,7 +175,6 @@ class Pools(ABC):
         return size
 
     def _join(self, pool: int, start: int, size: int) -> None:
-        # called a hundred thousand times a replay: what _take and _put do is written out
         sizes, starts, spare = self.size_at, self.start_before, self.spare[pool]
         end = start + size
         before = starts.pop(start, None)
