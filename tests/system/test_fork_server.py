@@ -154,7 +154,8 @@ import transformers
 from transformers.utils.import_utils import define_import_structure
 
 found = define_import_structure(transformers.models.__path__[0])
-print(sorted((sorted(wants), sorted((file, sorted(names)) for file, names in files.items())) for wants, files in found.items()))
+for wants, files in sorted((sorted(wants), files) for wants, files in found.items()):
+    print(wants, sorted((file, sorted(names)) for file, names in files.items()))
 """
 
 
