@@ -20,8 +20,7 @@ from autofit.output.document import MODEL_FOLDER, Document
 from autofit.output.emit import YAML
 from autofit.system import strict_json
 from autofit.system.errors import InputError, MachineError
-from autofit.system.files import LEDGER_FILE, helper_environment, put_back
-from autofit.system.fork_server_process import LEDGER
+from autofit.system.files import LEDGER, LEDGER_FILE, helper_environment, put_back
 from autofit.system.locks import scratch_folder
 from autofit.system.processes import bound_to_this, end_group
 from autofit.system.redact import redacted

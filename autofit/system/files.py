@@ -177,6 +177,8 @@ def added_environment(told: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+LEDGER = "AUTOFIT_LEDGER"
+"""The variable that tells a process where it notes what :func:`put_back` undoes when it has ended."""
 ASIDE = ".before-autofit"
 """A folder into which files are moved that :func:`put_back` is to put back."""
 LEDGER_FILE = ".autofit-ledger"
@@ -225,15 +227,15 @@ def _undo(path: Path, aside: Path | None = None) -> None:
 
 
 def _move_back(path: Path, aside: Path) -> None:
-    if not os.path.lexists(aside):
-        return
+    there = os.path.lexists(aside)
     if aside.parent.name == ASIDE:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.replace(path)
-        aside.parent.rmdir()  # the last one
-    elif not os.path.lexists(path):  # else it is what a process beside this one has put back, or keeps
+        if there:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside.replace(path)
+        aside.parent.rmdir()  # the last one; or whoever put that back was stopped
+    elif there and not os.path.lexists(path):  # else it is what a process beside this one has put back, or keeps
         aside.replace(path)
 
 

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from autofit.system.files import LEDGER_FILE, note, put_back
+from autofit.system.files import LEDGER, LEDGER_FILE, note, put_back
 from autofit.system.other_kernels import packages_of
 from autofit.system.processes import die_with_parent
 
@@ -36,8 +36,6 @@ _ALWAYS = ("torch._dynamo", "accelerate.commands.launch")
 _WORKER = "autofit.worker"
 """The module whose ``main`` does a job, and whose ``snapshot`` makes one; known by name, since it knows every kind of
 job and this one none."""
-LEDGER = "AUTOFIT_LEDGER"
-"""The variable that tells a job where it notes what :func:`autofit.system.files.put_back` undoes when it has ended."""
 # peft and bitsandbytes, which Trainer's module imports, ask for the device at import; a forked child can't use CUDA
 # once its parent has touched it; so do torchao, which transformers imports where it is installed, and what a model's
 # module takes its kernels from

@@ -1,6 +1,8 @@
 """What a run of a script that is described, traced or measured leaves in the user's folders: nothing is lost there."""
 
 import contextlib
+import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -9,8 +11,7 @@ import textwrap
 
 import pytest
 
-from autofit.system.files import helper_environment, put_back
-from autofit.system.fork_server_process import LEDGER
+from autofit.system.files import ASIDE, LEDGER, helper_environment, note, put_back
 
 SCRIPT = """
     import os, shutil, sys
@@ -311,33 +312,88 @@ def test_a_very_large_log_is_not_copied(tmp_path):
     shutil.rmtree(tmp_path / "user")
 
 
-@pytest.mark.serial  # a timer stops it in the midst
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_who_is_stopped_while_files_are_put_back_is_followed_by_another(tmp_path, goes_on):
-    aside, ledger = tmp_path / "user/.before-autofit", tmp_path / "ledger"
+class Stopped(BaseException):
+    """As a signal's handler ends a process; no error, which would be passed over."""
+
+
+def noted(tmp_path):
+    """Files that a process has written over, deleted and made, and the ledger that tells of it."""
+    user, ledger = tmp_path / "user", tmp_path / "ledger"
+    aside = user / ASIDE
     aside.mkdir(parents=True)
-    with ledger.open("w") as lines:
-        for number in range(2000):
-            (tmp_path / f"user/{number}").write_text("new")
-            (aside / f"{number}").write_text("old")
-            lines.write(f'["{tmp_path}/user/{number}", "{aside}/{number}"]\n')
-    stopped = f"""
-import os, signal
-from pathlib import Path
-from autofit.system.files import put_back
-ledger = Path({str(ledger)!r})
-def end(*_):
-    assert ledger.stat().st_size > 1000
-    if {goes_on}:
+    for number in range(3):
+        note(ledger, user / f"{number}", aside / f"{number}")
+        (user / f"{number}").write_text("new")
+        (aside / f"{number}").write_text("old")
+    note(ledger, user / "folder", aside / "folder")
+    (user / "folder").mkdir()
+    (user / "folder/new").write_text("new")
+    (aside / "folder").mkdir()
+    (aside / "folder/file").write_text("old")
+    note(ledger, user / "moved", user / "away")
+    (user / "away").write_text("old")
+    note(ledger, user / "made")
+    note(ledger, user / "made/inside")
+    (user / "made").mkdir()
+    (user / "made/inside").write_text("new")
+    return user, ledger
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("done", [True, False])
+def test_who_is_stopped_while_files_are_put_back_is_followed_by_another(tmp_path, monkeypatch, goes_on, done):
+    """Stopped before, or after, each change that is made to the file system; what follows is its handler, or later."""
+    changes = {name: getattr(os, name) for name in ("replace", "truncate", "unlink", "rmdir", "mkdir")}
+    for stop in itertools.count(1):
+        user, ledger = noted(tmp_path / f"{stop}")
+        left = iter(range(stop - 1, -1, -1))
+
+        def change(act, *args, left=left, ledger=ledger, **how):
+            last = next(left, None) == 0
+            try:
+                if done or not last:
+                    act(*args, **how)
+            finally:
+                if last:
+                    if goes_on:
+                        put_back(ledger)
+                    raise Stopped
+
+        with monkeypatch.context() as patches:
+            for name, act in changes.items():
+                patches.setattr(os, name, functools.partial(change, act))
+            stopped = False
+            try:
+                put_back(ledger)
+            except Stopped:
+                stopped = True
         put_back(ledger)
-    os._exit(3)
-signal.signal(signal.SIGALRM, end)
-signal.setitimer(signal.ITIMER_REAL, 0.01)
-put_back(ledger)
-"""
-    done = subprocess.run([sys.executable, "-c", stopped], capture_output=True, text=True, check=False)
-    assert done.returncode == 3, done.stderr
-    if not goes_on:
-        put_back(ledger)
-    assert set(files(tmp_path / "user").values()) == {"old"}
-    assert len(files(tmp_path)) == 2000
+        assert files(user) == {"0": "old", "1": "old", "2": "old", "folder/file": "old", "moved": "old"}
+        assert sorted(one.name for one in user.iterdir()) == ["0", "1", "2", "folder", "moved"]
+        assert not ledger.exists()
+        if not stopped:
+            break
+    assert stop > 20
+
+
+@pytest.mark.parametrize("how", ["w", "a"])
+def test_what_can_not_be_moved_aside_on_a_full_disk_is_not_written_over(tmp_path, how):
+    """There is no room for a line of the ledger; nor is there for what the script writes."""
+    (tmp_path / "user").mkdir()
+    log = tmp_path / "user/log"
+    log.write_text("old")
+    os.utime(log, (1e9, 1e9))
+    ledger = tmp_path / "jobs/trials/one/ledger"
+    ledger.parent.mkdir(parents=True)
+    ledger.symlink_to("/dev/full")
+    script = f"""
+        try:
+            with open("log", "{how}") as log:
+                log.write("new")
+        except OSError as error:
+            open("/dev/stderr", "w").write(f"told: {{error}}")
+    """
+    process = begun(tmp_path / "user", ledger, script)
+    _, words = process.communicate("\n\n", timeout=60)
+    assert "told: [Errno 28]" in words or how == "a"
+    assert log.read_text() == ("old" if how == "w" else "oldnew")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from autofit.system.files import ASIDE, note
+from autofit.system.files import ASIDE, LEDGER, note
 
 _ARRAYS = {
     ".arrow", ".bin", ".feather", ".joblib", ".mmap", ".npy", ".npz", ".parquet", ".pickle", ".pkl", ".pt", ".pth",
@@ -82,8 +82,6 @@ def keep_as_it_was(script: Path, *, new_files_stay: bool) -> None:
         script: The script.
         new_files_stay: Whether what it makes anew stays.
     """
-    from autofit.system.fork_server_process import LEDGER
-
     if LEDGER in os.environ:
         temporary = Path(tempfile.gettempdir()).resolve()  # of every program, PyTorch's compiler among them
         folders = {one.resolve() for one in (Path.cwd(), script.resolve().parent)}
