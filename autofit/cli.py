@@ -79,7 +79,7 @@ def estimate(model: str, as_json: bool, every: bool, **options: Any) -> None:
     MODEL is a hub id (only its config.json is fetched), a folder or file with a config.json, or demo; or the path of
     your own training script, whose arguments stand behind --: autofit estimate train.py --gpu 4090 -- --epochs 3
     """
-    from autofit.system.fork_server import begun_ahead
+    from autofit.system.forking.begun import begun_ahead
 
     with contextlib.ExitStack() as stack:
         if (options["gpu"] or options["memory"]) and not model.endswith(".py"):

@@ -1,6 +1,6 @@
 """The process of one job: it reads ``job.json`` in its folder and leaves one result file there.
 
-It is forked by :mod:`autofit.system.fork_server_process`, which has torch and transformers loaded; it may also be
+It is forked by :mod:`autofit.system.forking.process`, which has torch and transformers loaded; it may also be
 run by itself, as ``python -m autofit.worker FOLDER``.
 """
 

@@ -35,7 +35,7 @@ from autofit.machine.other_processes import warnings
 from autofit.machine.packages import installed
 from autofit.machine.select import hardware_lock
 from autofit.system.errors import LockHeld, MachineError, ServerLost
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.job import JOB
 from autofit.system.strict_json import dump_json
 from autofit.training.ranks import Share, free_port

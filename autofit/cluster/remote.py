@@ -19,7 +19,7 @@ from autofit.contract.plan import Plan
 from autofit.system import strict_json
 from autofit.system.errors import MachineError
 from autofit.system.files import write_atomically, writing
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.job import JOB
 from autofit.system.strict_json import dump_json
 from autofit.training.guard.loss_curve import CURVE, of_ranks

@@ -20,7 +20,7 @@ from autofit.machine.packages import installed, packages, unsupported
 from autofit.machine.select import choose_device, missing_cuda
 from autofit.output.document import Offer
 from autofit.system.errors import MachineError
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.locks import scratch_folder
 from autofit.training.tasks.jobs import DescribeJob
 

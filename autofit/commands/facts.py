@@ -22,7 +22,7 @@ from autofit.output.document import MODEL_FOLDER
 from autofit.output.text import plural
 from autofit.system import units
 from autofit.system.errors import InputError, MachineError, ModelError
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.training.tasks.jobs import DescribeJob
 
 DEFAULT_CEILING = 0.92

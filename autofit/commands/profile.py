@@ -22,7 +22,7 @@ from autofit.output.plan_words import outcome_words
 from autofit.system import strict_json
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import added_environment, usable_folder, write_atomically, writing
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.job import JOB, job_text
 from autofit.system.locks import scratch_folder
 from autofit.system.strict_json import dump_json

@@ -19,7 +19,7 @@ from typing import Any
 
 def main(folder: Path, result: Path, steps: int) -> None:
     """Train some optimizer steps and write their outcome to ``result``."""
-    from autofit.system.fork_server_process import load_bitsandbytes
+    from autofit.system.forking.imports import load_bitsandbytes
 
     load_bitsandbytes()
     from transformers import HfArgumentParser, Trainer, TrainingArguments, utils

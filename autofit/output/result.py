@@ -21,7 +21,7 @@ from autofit.output.wording import uncertain
 from autofit.search.tradeoffs import Contribution, Point
 from autofit.system.errors import EmissionError
 from autofit.system.files import copy_folder, usable_folder, writing
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.statistics import median
 from autofit.system.units import size
 from autofit.training.guard.equivalence import Guard

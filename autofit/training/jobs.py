@@ -29,7 +29,7 @@ from autofit.registry import recipe_of
 from autofit.system import strict_json
 from autofit.system.errors import InputError
 from autofit.system.files import write_atomically
-from autofit.system.fork_server_process import load_bitsandbytes
+from autofit.system.forking.imports import load_bitsandbytes
 from autofit.system.job import JOB, error_words
 from autofit.system.strict_json import dump_json
 from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache

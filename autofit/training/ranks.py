@@ -32,7 +32,7 @@ from typing import NoReturn
 
 import psutil
 
-from autofit.system.fork_server_process import device_is_spoilt
+from autofit.system.forking.imports import device_is_spoilt
 from autofit.system.processes import die_with_parent
 
 RANK = "AUTOFIT_RANK"

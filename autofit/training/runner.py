@@ -39,7 +39,7 @@ from autofit.registry import converted
 from autofit.system import strict_json
 from autofit.system.errors import InputError, MachineError, ServerLost
 from autofit.system.files import write_atomically, writing
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.job import JOB, job_text
 from autofit.system.strict_json import dump_json
 from autofit.system.units import MIB, size
@@ -50,7 +50,7 @@ from autofit.training.timing import Effort
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
-    from autofit.system.fork_server import Snapshot
+    from autofit.system.forking.snapshot import Snapshot
     from autofit.training.scripts.snapshots import Snapshots
 
 TRIAL_FILE = "trial.json"

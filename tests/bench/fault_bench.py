@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from tests.faults import ranks
 from tests.faults.injection import FAULTS, Impossible, Place, survives
 from tests.support.rank_cases import MODULES

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autofit.contract.outcome import Unsupported
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from tests.support import guard_cases, rank_cases
 from tests.support.guard_cases import Bench, Case
 from tests.support.tiny import REPOSITORY, SUPPORT, hear_signals

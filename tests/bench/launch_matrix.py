@@ -37,7 +37,7 @@ from autofit.registry import technique, techniques
 from autofit.search.decision import changed_values
 from autofit.system.errors import AutofitError
 from autofit.system.files import write_atomically
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 
 BATCH, SEQ_LEN = 4, 64
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2048, "num_hidden_layers": 8}

@@ -34,7 +34,7 @@ from autofit.registry import techniques
 from autofit.search.recordings.landscape import Landscape
 from autofit.search.recordings.writer import Writer, pack, traced
 from autofit.system import units
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort
 

@@ -43,7 +43,7 @@ from autofit.machine import gpu_catalogue
 from autofit.registry import technique
 from autofit.search.recordings.writer import Writer
 from autofit.space import Space
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from tests.support.synthetic import measured
 
 RATE, VALUE, PAIR, PLAN = 0.3, 0.1, 0.04, 0.01

@@ -32,7 +32,7 @@ from autofit.search import loop
 from autofit.search.loop import Campaign
 from autofit.search.searcher import open_searcher
 from autofit.search.trial_log import TrialLog
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.training.runner import ProcessRunner, finished
 from tests.faults.injection import DEATHS, HANGS, midst
 from tests.support.synthetic import GIB, Landscape, cpu_facts

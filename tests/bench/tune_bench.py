@@ -26,7 +26,7 @@ from autofit.output.document import MODEL_FOLDER
 from autofit.output.result import Result
 from autofit.search.loop import FINAL
 from autofit.system import units
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.statistics import median, spread
 from autofit.training.runner import ProcessRunner
 

@@ -278,7 +278,7 @@ def predict(wanted, path, scratch, say=print):
 def server_for(scratch, configs):
     """A server that forks the processes which trace."""
     from autofit.commands.model_source import modeling_module
-    from autofit.system.fork_server import ForkServer
+    from autofit.system.forking.server import ForkServer
 
     modules = tuple(dict.fromkeys(module for config in configs for module in modeling_module(config)))
     server = ForkServer(Path(scratch) / "trace-server.log", "cpu", modules)

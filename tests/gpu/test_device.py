@@ -13,7 +13,7 @@ from autofit.contract.outcome import Measured, OutOfMemory, Unsupported
 from autofit.contract.plan import Plan
 from autofit.machine.nvml import device_used_bytes
 from autofit.registry import technique
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.units import MIB
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort

@@ -15,7 +15,7 @@ from autofit.machine.nvml import device_used_bytes
 from autofit.search.loop import MOST_REPEATS, Campaign
 from autofit.search.trial_log import TrialLog
 from autofit.space import build
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.units import MIB
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort

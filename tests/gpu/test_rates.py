@@ -9,7 +9,7 @@ import pytest
 from autofit.commands import facts as facts_of
 from autofit.commands.model_source import fetch, modeling_module
 from autofit.machine import gpu_catalogue
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from tests.gpu.card import facts_on_card
 from tests.gpu.models import LLAMA_1B
 

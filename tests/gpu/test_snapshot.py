@@ -8,7 +8,7 @@ from autofit import space
 from autofit.commands.request import Request
 from autofit.commands.scripts.request import script_facts
 from autofit.contract.outcome import Measured
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.units import MIB
 from autofit.training.runner import ProcessRunner
 from autofit.training.scripts.snapshots import Snapshots

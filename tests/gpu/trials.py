@@ -13,7 +13,7 @@ from autofit.costmodel.forecast import workspaces
 from autofit.costmodel.memory import allocator
 from autofit.costmodel.memory.requests import requests
 from autofit.costmodel.tracing.trace_store import Traces, evaluated_rows
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.units import GIB
 from autofit.training.runner import ProcessRunner
 from autofit.training.timing import Effort

@@ -15,7 +15,7 @@ from autofit.contract.facts import Facts
 from autofit.contract.outcome import Crashed
 from autofit.contract.plan import Plan
 from autofit.contract.technique import Kind
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.training.guard.equivalence import Guards, judge, kind_of, references, rounding_of
 from autofit.training.guard.loss_curve import Curve
 from autofit.training.guard.tolerance import compare, ranks_apart

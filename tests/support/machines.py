@@ -47,7 +47,7 @@ def hosts():
         with contextlib.suppress(psutil.Error):
             words, held = " ".join(process.cmdline()), process.environ()
             ours = held.get("TMPDIR") == os.environ.get("TMPDIR") and any(name.startswith("RAY_") for name in held)
-            if ours and (any(name in words for name in ("ray::Host", "ray::Launcher", "fork_server_process"))):
+            if ours and (any(name in words for name in ("ray::Host", "ray::Launcher", "forking.process"))):
                 found.add(process.pid)
     return found
 

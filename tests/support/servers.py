@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from tests.support.tiny import SUPPORT
 
 

@@ -110,10 +110,10 @@ class Forked:
 
 
 def fork_a_server(log, device, *, trains):
-    """In place of :func:`autofit.system.fork_server._begin`; what stands for faults is imported here already."""
+    """In place of :func:`autofit.system.forking.begun.begin`; what stands for faults is imported here already."""
     from autofit.system.files import writing
-    from autofit.system.fork_server import _Begun
-    from autofit.system.fork_server_process import serve
+    from autofit.system.forking.begun import Begun
+    from autofit.system.forking.process import serve
 
     ours, theirs = socket.socketpair()
     with writing(log):
@@ -136,7 +136,7 @@ def fork_a_server(log, device, *, trains):
             os._exit(1)
     os.close(printed)
     theirs.close()
-    return _Begun(Forked(pid), ours, log)
+    return Begun(Forked(pid), ours, log)
 
 
 def take_streams(command):
@@ -160,7 +160,7 @@ def become(command):
 
     from autofit import cli
     from autofit.search import loop
-    from autofit.system import fork_server
+    from autofit.system.forking import begun
 
     os.setsid()
     os.chdir(command["folder"])
@@ -171,7 +171,7 @@ def become(command):
         signal.signal(command["ignored"], signal.SIG_IGN)
     if command.get("group"):
         Path(command["group"], "cgroup.procs").write_text("0")
-    fork_server._begin = fork_a_server
+    begun.begin = fork_a_server
     for name, value in command.get("constants", {}).items():
         assert hasattr(loop, name)
         setattr(loop, name, value)
@@ -199,7 +199,7 @@ def main():
 
     import autofit.cli
     import autofit.commands.tune
-    from autofit.system.fork_server_process import _ALWAYS, _ON_CPU
+    from autofit.system.forking.process import _ALWAYS, _ON_CPU
 
     _ = autofit, faulty
     for name in (

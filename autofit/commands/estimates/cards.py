@@ -35,7 +35,7 @@ from autofit.machine.gpu_catalogue import Card
 from autofit.output.document import MODEL_FOLDER, TOKENS
 from autofit.system import units
 from autofit.system.errors import InputError, ModelError, NothingFits
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.locks import scratch_folder
 from autofit.training.expected_rows import mean_tokens
 

@@ -44,7 +44,7 @@ from autofit.output.document import MODEL_FOLDER
 from autofit.registry import techniques
 from autofit.system import units
 from autofit.system.errors import ModelError, NothingFits
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.locks import scratch_folder
 
 

@@ -19,7 +19,7 @@ from autofit.output.result import compose_estimate, write_result
 from autofit.system import units
 from autofit.system.errors import InputError
 from autofit.system.files import copy_folder, usable_folder
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.locks import held
 
 LOCK = ".estimate.lock"

@@ -22,7 +22,7 @@ from autofit.machine.packages import installed
 from autofit.system import units
 from autofit.system.errors import InputError, MachineError, of_option
 from autofit.system.files import write_atomically
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.strict_json import dump_json
 
 HOST_BYTES = 1 << 50

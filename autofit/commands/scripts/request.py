@@ -23,7 +23,7 @@ from autofit.output.document import MODEL_FOLDER
 from autofit.output.text import parameters, plural
 from autofit.system.errors import InputError, MachineError
 from autofit.system.files import write_atomically, writing
-from autofit.system.fork_server import FAILED_JOB_LOG, ForkServer
+from autofit.system.forking.server import FAILED_JOB_LOG, ForkServer
 from autofit.system.units import duration, size
 from autofit.training.jobs import DescribeScriptJob
 from autofit.training.scripts.leave import name_of

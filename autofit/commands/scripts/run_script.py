@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def main(folder: str, script: str, arguments: tuple[str, ...]) -> None:
     """Run a script with the plan of an output folder; at its end, tell which knobs took no effect."""
-    from autofit.system.fork_server_process import load_bitsandbytes
+    from autofit.system.forking.imports import load_bitsandbytes
 
     load_bitsandbytes()
     import transformers

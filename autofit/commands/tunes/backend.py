@@ -27,7 +27,7 @@ from autofit.machine.select import choose_device, hardware_lock, left_unused
 from autofit.search.workers import OneByOne, Workers
 from autofit.space import Space
 from autofit.system.errors import AutofitError
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.units import size
 from autofit.training.guard.equivalence import Guards, Look
 from autofit.training.runner import ProcessRunner, Rated, Runner, unrated

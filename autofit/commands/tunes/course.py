@@ -33,7 +33,7 @@ from autofit.search.recordings.writer import Writer
 from autofit.search.searcher import open_searcher
 from autofit.search.trial_log import TrialLog
 from autofit.system.errors import AutofitError, InputError, Interrupted, MachineError, Stopped
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.locks import waited_for
 from autofit.system.tensor_cache import CACHE_FOLDER, TensorCache
 from autofit.system.units import duration

@@ -17,7 +17,7 @@ from autofit.costmodel.tracing.trace_store import evaluated_rows
 from autofit.output.plan_words import outcome_words
 from autofit.output.text import plural
 from autofit.system.errors import MachineError
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.system.units import size
 from autofit.training.jobs import TrialJob
 from autofit.training.timing import Effort

@@ -16,7 +16,7 @@ from autofit.contract.facts import Facts
 from autofit.contract.outcome import PredictedSpeed, Trial
 from autofit.contract.plan import Plan
 from autofit.search.workers import Threads, Workers
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 from autofit.training.runner import Rated, Runner
 
 

@@ -16,7 +16,7 @@ from autofit.output.emit import ARGUMENTS, ASIDE, REPORT, YAML
 from autofit.search.journal import JOURNAL_FILE
 from autofit.system.errors import InputError
 from autofit.system.files import LEDGER_FILE, put_back
-from autofit.system.fork_server import FAILED_JOB_LOG
+from autofit.system.forking.server import FAILED_JOB_LOG
 
 LOCK = ".lock"
 FORKSERVER_LOG = "forkserver.log"

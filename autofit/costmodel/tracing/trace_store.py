@@ -36,7 +36,7 @@ from autofit.registry import loaded_rows, recipe_of, source_folders, technique
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
     from autofit.contract.script import Script
-    from autofit.system.fork_server import ForkServer
+    from autofit.system.forking.server import ForkServer
 
 PARTS: tuple[Part, ...] = ("micro_steps", "optimizer")
 MANY = 2

@@ -37,7 +37,7 @@ from autofit.training.jobs import CurveJob
 
 if TYPE_CHECKING:
     from autofit.contract.facts import Facts
-    from autofit.system.fork_server import ForkServer
+    from autofit.system.forking.server import ForkServer
 
 MOST_STEPS, LEAST_STEPS = 8, 3
 SHARE = 0.1

@@ -26,7 +26,7 @@ import tqdm  # type: ignore[import-untyped]
 from autofit.contract.technique import replacing
 from autofit.machine.meters import Inheritance, warm_up_threads
 from autofit.system.errors import AutofitError
-from autofit.system.fork_server_process import load_bitsandbytes
+from autofit.system.forking.imports import load_bitsandbytes
 from autofit.system.job import error_words
 from autofit.training.measure import concluded
 from autofit.training.scripts.entry import construct, measured_at, put_in, quiet, rows_words

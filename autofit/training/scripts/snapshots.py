@@ -11,7 +11,8 @@ from autofit.machine.describe import host_memory
 from autofit.registry import recipe_of
 from autofit.system.errors import MachineError
 from autofit.system.files import write_atomically, writing
-from autofit.system.fork_server import ForkServer, Snapshot, Unforkable
+from autofit.system.forking.server import ForkServer
+from autofit.system.forking.snapshot import Snapshot, Unforkable
 from autofit.system.job import JOB
 from autofit.system.strict_json import dump_json
 from autofit.system.tensor_cache import CACHE_FOLDER

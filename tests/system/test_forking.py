@@ -17,10 +17,12 @@ import psutil
 import pytest
 
 from autofit.output.jobs import CheckJob
-from autofit.system import fork_server
 from autofit.system.errors import InputError, MachineError, ServerLost
-from autofit.system.fork_server import ForkServer, Unforkable, begun_ahead
-from autofit.system.fork_server_process import own_threads
+from autofit.system.forking import begun as servers
+from autofit.system.forking.begun import begun_ahead
+from autofit.system.forking.imports import own_threads
+from autofit.system.forking.server import ForkServer
+from autofit.system.forking.snapshot import Unforkable
 from autofit.system.job import job_text
 from tests.support.tiny import REPOSITORY, SUPPORT, alive, gone, offspring, wait_until
 
@@ -128,10 +130,10 @@ READS = """
 import builtins
 import functools
 
-from autofit.system.fork_server_process import _import_transformers
+from autofit.system.forking.imports import import_transformers
 
 bounded = functools.lru_cache
-_import_transformers()
+import_transformers()
 assert functools.lru_cache is bounded
 read, real = [], builtins.open
 builtins.open = lambda file, *args, **kwargs: (read.append(str(file)), real(file, *args, **kwargs))[1]
@@ -147,7 +149,7 @@ def test_the_models_of_transformers_are_read_once():
 
 
 GIVES = """
-from autofit.system.fork_server_process import _import_transformers
+from autofit.system.forking.imports import import_transformers
 
 {first}
 import transformers
@@ -160,7 +162,7 @@ for wants, files in sorted((sorted(wants), files) for wants, files in found.item
 
 
 def test_the_models_of_transformers_give_what_they_give_elsewhere():
-    codes = [GIVES.format(first=first) for first in ("_import_transformers()", "")]
+    codes = [GIVES.format(first=first) for first in ("import_transformers()", "")]
     ours, theirs = (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
         for code in codes
@@ -393,8 +395,8 @@ def test_a_server_that_can_not_start_says_why(tmp_path, monkeypatch):
 def test_a_server_that_was_begun_ahead_is_taken_by_the_first_that_is_alike(tmp_path, monkeypatch, quick_path):
     monkeypatch.setenv("PYTHONPATH", quick_path)
     begun = []
-    start = fork_server._begin
-    monkeypatch.setattr(fork_server, "_begin", lambda *log, **how: begun.append(start(*log, **how)) or begun[-1])
+    start = servers.begin
+    monkeypatch.setattr(servers, "begin", lambda *log, **how: begun.append(start(*log, **how)) or begun[-1])
     asks = job(tmp_path / "job", "import sys; (folder / 'found').write_text(str('faulty' in sys.modules))")
     with begun_ahead("cpu", trains=True):
         (ahead,) = begun
@@ -408,7 +410,7 @@ def test_a_server_that_was_begun_ahead_is_taken_by_the_first_that_is_alike(tmp_p
             assert (alike._process, alike.log) == (ahead.process, tmp_path / "server.log")
             assert len(begun) == 2
         assert ahead.process.poll() is not None
-    assert not fork_server._AHEAD
+    assert not servers.AHEAD
 
 
 def test_a_server_that_was_begun_ahead_and_is_not_wanted_ends(tmp_path, monkeypatch, quick_path):
@@ -419,7 +421,7 @@ def test_a_server_that_was_begun_ahead_and_is_not_wanted_ends(tmp_path, monkeypa
 
     def refuse():
         with begun_ahead("cpu", trains=False):
-            begun.extend(fork_server._AHEAD.values())
+            begun.extend(servers.AHEAD.values())
             raise InputError("a wrong card")
 
     begun = []
@@ -432,11 +434,11 @@ def test_a_server_that_was_begun_ahead_and_is_not_wanted_ends(tmp_path, monkeypa
 def test_a_server_that_rests_has_no_process_until_it_is_asked_again(tmp_path, monkeypatch, quick_path):
     monkeypatch.setenv("PYTHONPATH", quick_path)
     with begun_ahead("cpu", trains=True):
-        (ahead,) = fork_server._AHEAD.values()
+        (ahead,) = servers.AHEAD.values()
         with contextlib.closing(ForkServer(tmp_path / "server.log", "cpu", ("faulty",))) as server:
             server.rest()
             assert ahead.process.poll() is not None
-            assert not fork_server._AHEAD
+            assert not servers.AHEAD
             assert server.run(job(tmp_path / "one", ""), kill_after_seconds=PATIENT) == 0
             begun = server._process
             server.rest()
@@ -448,7 +450,7 @@ def test_a_server_that_ended_before_it_was_taken_says_why(tmp_path, monkeypatch)
     (tmp_path / "torch.py").write_text("raise SystemError('torn library')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with begun_ahead("cpu", trains=True):
-        (ahead,) = fork_server._AHEAD.values()
+        (ahead,) = servers.AHEAD.values()
         ahead.process.wait()
         with (
             contextlib.closing(ForkServer(tmp_path / "server.log", "cpu", ("faulty",))) as taken,
@@ -494,7 +496,7 @@ def test_stop_job_kills_at_once(own_server, tmp_path):
 PARENT = """
 import os, sys, time
 from pathlib import Path
-from autofit.system.fork_server import ForkServer
+from autofit.system.forking.server import ForkServer
 server = ForkServer(Path(sys.argv[1]) / "server.log", "cpu", ("faulty",))
 server.start()
 if sys.argv[2] == "shared" and os.fork() == 0:  # somebody else holds our end of the socket
@@ -757,7 +759,7 @@ import sys
 
 import torch
 
-from autofit.system.fork_server_process import load_bitsandbytes
+from autofit.system.forking.imports import load_bitsandbytes
 
 load_bitsandbytes()
 import transformers.trainer

@@ -1,7 +1,7 @@
 """The process of the fork server: loads torch and transformers, then forks one child for each job.
 
-Run by :class:`autofit.system.fork_server.ForkServer`, which tells why it is there and what the messages are, as
-``python -m autofit.system.fork_server_process FD DEVICE train|trace``.
+Run by :func:`autofit.system.forking.begun.begin` as ``python -m autofit.system.forking.process FD DEVICE train|trace``;
+:mod:`autofit.system.forking` tells why it is there and what the messages are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 import gc
 import importlib
 import json
-import logging
 import os
 import select
 import signal
@@ -27,6 +26,13 @@ from typing import Any, NoReturn
 import psutil
 
 from autofit.system.files import LEDGER, LEDGER_FILE, note, put_back
+from autofit.system.forking.imports import (
+    device_is_spoilt,
+    import_transformers,
+    leave_out,
+    load_bitsandbytes,
+    own_threads,
+)
 from autofit.system.other_kernels import packages_of
 from autofit.system.processes import die_with_parent
 
@@ -45,57 +51,6 @@ _ON_CPU = ("transformers.trainer", "torch.utils.data")
 def _adopt_orphans() -> None:
     """Have the kernel make children of this process of those whose parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def load_bitsandbytes() -> None:
-    """Import bitsandbytes where it is installed, and have it compile its functions when they are first called.
-
-    It compiles them when it is imported (0.50), for which PyTorch loads Inductor: a second and 40 MB of each process
-    that imports Trainer, and hardly any calls them. Where it or torch can't be imported nothing is said: who needs them
-    is told.
-    """
-    if "bitsandbytes" in sys.modules or not find_spec("bitsandbytes"):
-        return
-    try:
-        import torch
-    except ImportError:
-        return
-
-    at_once = torch.compile
-
-    def at_first_call(function: Any = None, **options: Any) -> Any:
-        if function is None:
-            return functools.partial(at_first_call, **options)
-        compiled: Any = functools.cache(lambda: at_once(function, **options))
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return compiled()(*args, **kwargs)
-
-        return call
-
-    torch.compile = at_first_call  # type: ignore[assignment]
-    teller = logging.getLogger("bitsandbytes")
-    level = teller.level
-    teller.setLevel(logging.ERROR)  # on a CPU with AVX-512 for bfloat16 it warns of a kernel that hardly anybody calls
-    try:
-        importlib.import_module("bitsandbytes")
-    except Exception:  # noqa: BLE001, S110 - as said above
-        pass
-    finally:
-        torch.compile = at_once
-        teller.setLevel(level)
-
-
-def own_threads() -> None:
-    """Make PyTorch's pool of threads anew in a process that was just forked, while it has a single thread.
-
-    The first call after a fork does that, and nothing guards it: where autograd's threads of several devices begin at
-    once, all but one find no pool, and abort ("Invalid thread pool!", ``caffe2/utils/threadpool``, torch 2.13).
-    """
-    torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "set_num_threads"):
-        torch.set_num_threads(torch.get_num_threads())
 
 
 class _Server:
@@ -295,7 +250,7 @@ class _Snapshot(_Server):
 
 
 def serve(descriptor: int, device: str, *, trains: bool = True) -> NoReturn:
-    """The server's process: load, then serve; see :class:`autofit.system.fork_server.ForkServer` for the arguments."""
+    """The server's process: load, then serve; the arguments are those of ``ForkServer``."""
     began = time.monotonic()
     control = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
@@ -305,9 +260,9 @@ def serve(descriptor: int, device: str, *, trains: bool = True) -> NoReturn:
     die_with_parent(os.getppid(), signal.SIGTERM)
     _adopt_orphans()
     os.register_at_fork(after_in_child=own_threads)
-    _import_transformers()
+    import_transformers()
     if not trains:
-        _leave_out("datasets", "scipy")
+        leave_out("datasets", "scipy")
     first = [*((_WORKER,) if device == "cpu" else ()), *_FIRST]
     if device == "cuda" and find_spec("torchao"):
         first = [name for name in first if not name.startswith("transformers.")]
@@ -319,42 +274,6 @@ def serve(descriptor: int, device: str, *, trains: bool = True) -> NoReturn:
     server.loaded()
     while True:
         server.turn()
-
-
-def _import_transformers() -> None:
-    """Import transformers, which reads its 1600 files of models twice, and each of their lines, for what they give."""
-    bounded: Any = functools.lru_cache
-
-    def unbounded(maxsize: Any = 128, typed: bool = False) -> Any:
-        if not callable(maxsize):
-            return bounded(maxsize, typed)
-        if "fetch__all__" in maxsize.__globals__:  # it looks for the last line that begins so
-            fetch = maxsize.__globals__["fetch__all__"]
-            maxsize.__globals__["fetch__all__"] = lambda text: fetch(text[text.rfind("\n__all__") + 1 :])
-        return bounded(None)(maxsize)  # what it keeps are 128 folders of 550
-
-    functools.lru_cache = unbounded
-    try:
-        with contextlib.suppress(ImportError):
-            importlib.import_module("transformers")
-    finally:
-        functools.lru_cache = bounded
-
-
-def _leave_out(*packages: str) -> None:
-    """Have transformers go without some packages, which it loads wherever they are: seconds, and a trace uses none."""
-    with contextlib.suppress(ImportError):
-        from transformers import utils
-
-        for name in packages:
-            if hasattr(utils, f"is_{name}_available"):
-                setattr(utils, f"is_{name}_available", lambda: False)
-
-
-def device_is_spoilt() -> bool:
-    """Whether something that the server has imported has touched the device, so that a forked child can't use it."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    return cuda is not None and bool(cuda._is_in_bad_fork())  # noqa: SLF001 - PyTorch's own question before it begins
 
 
 def _ledger(folder: Path) -> Path:
