@@ -13,13 +13,14 @@ from autofit.commands.estimates.cards import (
     CARDS_ESTIMATE,
     asked_cards,
     asked_prices,
+    check_any_fits,
     estimate_cards,
 )
 from autofit.commands.estimates.cards_table import cards_table
 from autofit.commands.shell.terminal import data_console
 from autofit.machine import gpu_catalogue
 from autofit.system.errors import InputError
-from autofit.system.units import parse_tokens
+from autofit.system.units import MIB, parse_tokens
 from tests.support.replay import Lent
 
 BOTH = ("H100", "4090")
@@ -171,6 +172,45 @@ def test_cards_that_train_together_are_told_and_paid_for_together(told):
     assert "hours and costs are of all of them" in shown
     assert "how far the link between cards is off is not known" in shown
     assert "fastest" not in shown, "of one kind"
+
+
+@pytest.mark.slow
+def test_a_plan_without_the_margin_is_told_as_tight_and_not_ranked(server, monkeypatch):
+    monkeypatch.setattr(cards, "ForkServer", lambda *_, **__: Lent(server))
+    asked = {"gpu": "4090,H100", "price": ["1/h"], "tokens": 1e9, "seq_len": 32, "global_batch": 8}
+    held = {"micro_batch": 8, "precision": "bf16", "optimizer": "adamw", "checkpointing": "off", "kernels": "none"}
+    held |= {"offload": "none", "compile": "off"}
+    roomy, other = estimate_cards("demo", fix=held, **asked).cards
+
+    def small(gpu, *, need=roomy.device_bytes + MIB):
+        return tuple(dataclasses.replace(one, usable_bytes=need) for one in asked_cards(gpu))
+
+    monkeypatch.setattr(cards, "asked_cards", small)
+    found = estimate_cards("demo", fix=held, **asked)
+    assert [one.verdict for one in found.cards] == ["tight", "too large"]
+    assert found.cards[0].hours == roomy.hours
+    assert (found.fastest, found.cheapest) == (None, None)
+    check_any_fits(found)
+    shown = " ".join(_shown(found).split())
+    assert "iB, tight ~" in shown
+    assert "tight: the card has not 5% more than the plan needs, so that it is not ranked" in shown
+    assert other.device_bytes > roomy.device_bytes
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_the_plan_that_needs_the_least_is_told(told, monkeypatch):
+    needs, real = [], cards.estimated_plans
+
+    def largest_first(*given):
+        found, count, _ = real(*given)
+        needs.append(sorted(one.device_bytes for one in found))
+        large = [dataclasses.replace(one, verdict="too large") for one in found]
+        return sorted(large, key=lambda one: -one.device_bytes), count, None
+
+    monkeypatch.setattr(cards, "estimated_plans", largest_first)
+    (one,) = told("4090").cards
+    assert needs[0][0] < needs[0][-1]
+    assert one.device_bytes == needs[0][0]
 
 
 @pytest.mark.slow

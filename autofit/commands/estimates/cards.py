@@ -28,7 +28,7 @@ from autofit.commands.scripts.request import script_facts, script_notes
 from autofit.contract.facts import Facts, LaunchPath, Task
 from autofit.contract.plan import Plan
 from autofit.costmodel.families import speed_range, without_checkpointing
-from autofit.costmodel.forecast import Forecast, forecast, plans_to_trace
+from autofit.costmodel.forecast import MARGIN, Forecast, forecast, plans_to_trace
 from autofit.costmodel.seconds.utilisation import model_flops, peak_flops
 from autofit.costmodel.tracing.trace_store import Traces, cache_folder
 from autofit.machine.gpu_catalogue import Card
@@ -52,7 +52,7 @@ class OnCard:
         plan: The recommended one: of those that fit and are as fast as the fastest the simplest, else the one that
             needs the least.
         device_bytes: What it needs.
-        samples_per_second, tokens_per_second: Predicted, where it fits.
+        samples_per_second, tokens_per_second: Predicted, where it fits or is tight.
         low, high: The factors on both that four trainings of five lie within; ``low`` is 0 where the plan steps on the
             host or several cards train together: that host's speed, or their link's, is not known.
         slow_host: How many times as long it takes beside a slow host, for which ``low`` allows.
@@ -89,7 +89,7 @@ class CardsEstimate:
         tokens: That hours and cost are of; samples, where these are no text; rows of a script's own training.
         unit: What is counted, in words: ``tokens``, ``images`` or ``rows``.
         cards: In the order in which they were asked for.
-        fastest, cheapest: Names of cards; ``None`` where nothing fits, or no price was given.
+        fastest, cheapest: Names of cards that a plan fits; ``None`` where nothing fits, or no price was given.
         notes: What was assumed.
     """
 
@@ -206,7 +206,7 @@ def estimate_cards(
                 _on_card(card, facts[card], spaces[card], traces, wanted=wanted, price=prices.get(card.name), say=say)
                 for card in asked
             ]
-    fitting = [row for row in rows if row.hours is not None]
+    fitting = [row for row in rows if row.verdict == "fits" and row.hours is not None]
     priced = [row for row in fitting if row.cost is not None]
     work, about = first.workload, first.model
     return CardsEstimate(
@@ -232,11 +232,11 @@ def check_any_fits(found: CardsEstimate) -> None:
 
     Raises:
         ModelError: Nothing could be traced.
-        NothingFits: No plan fits on any of the cards.
+        NothingFits: No plan fits on any of the cards, not even without the margin.
     """
     if not any(row.plan for row in found.cards):
         raise ModelError("nothing can be estimated", hint="`autofit tune` measures what can't be traced")
-    if found.fastest is None:
+    if all(row.hours is None for row in found.cards):
         raise NothingFits("no plan fits", hint="a shorter --seq-len, --allow exact,numeric,method, or larger cards")
 
 
@@ -291,7 +291,7 @@ def _on_card(
     found, _, recommended = estimated_plans(plans, cast, traces, facts, MOST_KINDS, say)
     if not found:
         return OnCard(card=card.name, memory_bytes=facts.workload.limit_bytes, price=price)
-    best = next((one for one in found if one.plan == recommended), found[0])
+    best = next((one for one in found if one.plan == recommended), min(found, key=lambda one: one.device_bytes))
     if best.verdict == "too large" or best.samples_per_second is None:
         return OnCard(
             card=card.name,
@@ -344,6 +344,8 @@ def _notes(
         said.append(f"{world.words()}; hours and costs are of all of them, a price is of one card")
     if smaller and any(row.verdict == "too large" for row in rows):
         said.append(smaller)
+    if any(row.verdict == "tight" for row in rows):
+        said.append(f"tight: the card has not {MARGIN:.0%} more than the plan needs, so that it is not ranked")
     if spread := max((row.high for row in rows if row.high), default=None):
         on_host = not together and any(row.low == 0 for row in rows)
         slow = max(row.slow_host for row in rows)

@@ -51,7 +51,7 @@ def _cells(row: OnCard, name: str, *, priced: bool, text: bool) -> list[Renderab
         name,
         Text(chosen_words(row.plan)),
         size,
-        needs,
+        Text(f"{needs}, tight", style="yellow") if row.verdict == "tight" else needs,
         f"~{_three(row.samples_per_second)}",
         *([f"~{_three(row.tokens_per_second)}"] if text else []),
         _mfu(row),
