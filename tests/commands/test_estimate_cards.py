@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from autofit import cli
 from autofit.commands.estimates import cards
 from autofit.commands.estimates import estimate as estimates
+from autofit.commands.estimates.answer import amount
 from autofit.commands.estimates.cards import (
     CARDS_ESTIMATE,
     asked_cards,
@@ -72,6 +73,12 @@ def test_a_price_is_for_every_card_or_for_one():
 def test_a_price_that_is_none_is_refused(prices, words):
     with pytest.raises(InputError, match=words):
         asked_prices(prices, asked_cards(",".join(BOTH)))
+
+
+def test_a_large_amount_is_written_out():
+    assert [amount(one) for one in (1_234_567.0, 1e6, 987_654.0, 61.342, 0.35412)] == [
+        "1,230,000", "1,000,000", "988,000", "61.3", "0.354",
+    ]  # fmt: skip
 
 
 def test_tokens_are_a_number_above_zero():

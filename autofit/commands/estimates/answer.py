@@ -168,8 +168,12 @@ def heading(found: Estimate) -> str:
 
 
 def amount(value: float) -> str:
-    """Three digits that count, as an estimate has no more."""
-    return f"{float(f'{value:.3g}'):,g}"
+    """Three digits that count, as an estimate has no more.
+
+    >>> amount(6134.2), amount(1_234_567.0), amount(0.35412)
+    ('6,130', '1,230,000', '0.354')
+    """
+    return f"{float(f'{value:.3g}'):,.15g}"
 
 
 def _recommended(found: Estimate) -> list[Text]:

@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autofit.commands.estimates.answer import amount
 from autofit.commands.estimates.cards import CardsEstimate, OnCard
 from autofit.output.plan_words import chosen_words
 from autofit.output.text import count, plural
@@ -73,4 +74,4 @@ def _mfu(row: OnCard) -> str:
 def _three(value: float | None) -> str:
     """Three digits."""
     assert value is not None
-    return f"{float(f'{value:.3g}'):,g}"
+    return amount(value)
