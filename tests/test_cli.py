@@ -26,6 +26,7 @@ from autofit import cli
 from autofit.commands.request import Request, Search
 from autofit.commands.shell import terminal
 from autofit.commands.shell.doctor_table import SCREEN_LINES
+from autofit.commands.shell.tune_config import read_config as read_options
 from autofit.commands.shell.tune_config import write_config as write_options
 from autofit.commands.verify import TOLERANCE, VERIFICATION, Verification, judge
 from autofit.contract.outcome import Crashed
@@ -234,7 +235,9 @@ def test_a_tune_is_repeated_from_its_own_file_and_the_command_line_wins(tune, ru
         ("fix: [[precision, bf16]]", "a list"),
         ("trials: 3.5", "a whole number"),
         ("seed: true", "a whole number"),
-        ("task: on", "a text or a number"),
+        ("seed: ten", "a whole number"),
+        ("guard: yes", "true or false"),
+        ("task: true", "a text or a number"),
     ],
 )
 def test_a_value_of_another_kind_in_a_file_of_options_is_refused(run, tmp_path, line, wanted):
@@ -244,6 +247,33 @@ def test_a_value_of_another_kind_in_a_file_of_options_is_refused(run, tmp_path, 
     message, hint = one_line(done.stderr)
     assert f"odd.yaml': {line.partition(':')[0]} is " in message
     assert hint == f"hint: {wanted} is wanted, as in a tune.yaml"
+
+
+def test_values_in_a_file_of_options_are_taken_as_they_are_written(tmp_path):
+    lines = ("seq-len: 010", "on: local", "timeout: 1:30", "arguments: [--bf16, yes, --run, 1.10, 010, true, null]")
+    (tmp_path / "odd.yaml").write_text("\n".join(lines))
+    context = click.Context(cli.main.commands["tune"])
+    read_options(context, click.Option(["--config"]), str(tmp_path / "odd.yaml"))
+    arguments = ["--bf16", "yes", "--run", "1.10", "010", "true", "null"]
+    assert context.default_map == {"seq_len": "010", "on": "local", "timeout": "1:30", "arguments": arguments}
+
+
+def test_arguments_come_back_from_a_file_of_options_as_they_were(tmp_path):
+    arguments = ("--bf16", "yes", "1.10", "010", "", "~", "null", "on", "a: b", "[1]", "é", "\n", "x " * 99)
+    write_options(tmp_path, Request(model="train.py", arguments=arguments), Search(on="auto"))
+    context = click.Context(cli.main.commands["tune"])
+    read_options(context, click.Option(["--config"]), str(tmp_path / "tune.yaml"))
+    assert context.default_map["arguments"] == list(arguments)
+    assert context.default_map["on"] == "auto"
+
+
+@pytest.mark.parametrize("lines", ["trials: 3\ntrials: 0\n", "seq-len: 8\ntrials: 0\nseq_len: 16\n"])
+def test_an_option_that_a_file_of_options_gives_twice_is_refused(run, tmp_path, lines):
+    (tmp_path / "odd.yaml").write_text(lines)
+    done = run("tune", "demo", "--config", tmp_path / "odd.yaml")
+    assert done.exit_code == 2
+    message, _ = one_line(done.stderr)
+    assert message.endswith(f"{lines.partition(':')[0].replace('-', '_')} is given twice")
 
 
 def test_an_option_without_a_value_in_a_file_of_options_is_not_given(run, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -52,18 +53,20 @@ def read_config(context: click.Context, _parameter: click.Parameter, path: str |
     """
     if path is None:
         return
-    from yaml import YAMLError, safe_load
+    from yaml import YAMLError
+
+    from autofit.commands.shell.options_file import parse
 
     try:
-        found = safe_load(Path(path).read_text("utf-8"))
+        found = parse(Path(path).read_text("utf-8"))
     except (OSError, ValueError, YAMLError) as error:
         first = str(error).splitlines()[0]
         raise InputError(f"--config {path!r} can't be read: {first}", hint=f"give a {CONFIG} of a tune") from None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    if not isinstance(found, dict):
         raise InputError(f"--config {path!r} holds no options", hint=f"write it like {CONFIG}: trials: 20")
     params = sorted(context.command.params, key=lambda one: str(one.name))
     known = {one.name: one for one in params if one.name and one.name not in _NOT_KEPT}
-    options = {name.replace("-", "_"): value for name, value in found.items() if value is not None}
+    options = {name: value for name, value in found.items() if value is not None}
     for name, value in options.items():
         if name not in known:
             raise InputError(f"--config {path!r}: {name!r} is no option of {context.info_name}", hint=near(name, known))
@@ -83,7 +86,7 @@ def _wanted(option: click.Parameter, value: object) -> str | None:
         return None if isinstance(value, bool) else "true or false"
     if isinstance(value, list):
         return "one value"
-    if option.type is click.INT and (isinstance(value, bool) or (isinstance(value, float) and value % 1)):
+    if option.type is click.INT and not re.fullmatch(r"[-+]?[0-9]+", str(value)):
         return "a whole number"
     return "a text or a number" if isinstance(value, bool) else None
 
