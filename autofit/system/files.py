@@ -46,6 +46,11 @@ def machine_error(error: OSError, path: Path) -> MachineError:
             f"{path} can't be written any more: it is read-only",
             hint="make it writable and try again, a tune by --resume",
         )
+    if error.errno == errno.EFBIG:
+        return MachineError(
+            f"{path} can't be written: no file may grow that large here",
+            hint="raise the limit (`ulimit -f unlimited`) and try again, a tune by --resume",
+        )
     if error.errno == errno.ENOENT:
         return MachineError(
             f"{path} can't be written: its folder is gone",
@@ -56,12 +61,14 @@ def machine_error(error: OSError, path: Path) -> MachineError:
     )
 
 
-def refuse_a_full_disk(folder: Path) -> None:
-    """Say that the disk is full where it is: what failed there seldom says so itself.
+def refuse_a_lost_place(folder: Path) -> None:
+    """Say that a folder is gone, or its disk full: what failed there seldom says so itself.
 
     Raises:
-        MachineError: Nothing more can be written.
+        MachineError: Nothing more can be written there.
     """
+    if not folder.exists():
+        raise MachineError(f"{folder} is gone: it was deleted or moved meanwhile", hint="begin again")
     with contextlib.suppress(OSError):
         if shutil.disk_usage(folder).free == 0:
             raise machine_error(OSError(errno.ENOSPC, ""), folder)

@@ -95,6 +95,12 @@ def test_a_missing_folder_is_a_machine_error(tmp_path):
         files.write_atomically(tmp_path / "none" / "file", "text")
 
 
+def test_a_limit_of_a_file_s_size_is_named(tmp_path):
+    with pytest.raises(MachineError, match="no file may grow that large here") as caught, files.writing(tmp_path):
+        raise OSError(errno.EFBIG, "File too large")
+    assert "ulimit -f" in caught.value.hint
+
+
 def test_writing_turns_only_system_errors_into_words(tmp_path):
     with pytest.raises(MachineError, match=re.escape(str(tmp_path))), files.writing(tmp_path):
         raise PermissionError(errno.EACCES, "Permission denied")

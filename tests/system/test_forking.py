@@ -730,6 +730,17 @@ def test_ask_without_an_answer_on_a_full_disk_says_that_it_is_full(server, tmp_p
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+def test_ask_says_that_its_folder_was_deleted_meanwhile(server, tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    (tmp_path / "fault.py").write_text(f"import shutil; shutil.rmtree({str(folder)!r})")
+    with (
+        pytest.raises(MachineError, match=f"^{folder} is gone: it was deleted or moved meanwhile"),
+        server.ask(folder, Question(config=str(tmp_path))),
+    ):
+        pass
+
+
 def test_ask_without_an_answer_is_an_error_that_names_the_log(server, tmp_path):
     (tmp_path / "fault.py").write_text("import sys; print('its last words', file=sys.stderr); sys.exit(3)")
     with (

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.system.errors import MachineError, ServerLost
-from autofit.system.files import last_words, refuse_a_full_disk, write_atomically, writing
+from autofit.system.files import last_words, refuse_a_lost_place, write_atomically, writing
 from autofit.system.forking import begun
 from autofit.system.forking.link import Link
 from autofit.system.forking.snapshot import Snapshot
@@ -133,7 +133,7 @@ class ForkServer(Link):
             try:
                 text = (scratch / job.RESULT).read_text("utf-8")
             except FileNotFoundError:
-                refuse_a_full_disk(folder)
+                refuse_a_lost_place(folder)
                 log = scratch / "stderr.log"
                 with contextlib.suppress(OSError):
                     shutil.copyfile(log, folder / FAILED_JOB_LOG)
