@@ -11,6 +11,7 @@ from autofit.training.scripts.asked import OPTIMIZER
 from autofit.training.scripts.loading import drops_last, ignores_workers, length_of, loading_of, splitting
 from autofit.training.scripts.patches import Made, Patches
 from autofit.training.scripts.plain_loop.autocast import autocast_of
+from autofit.training.scripts.plain_loop.trainer_loss import ROWS, loss_of_rows, told
 from autofit.training.scripts.rows import of_one_batch, sample_of, why_ungrouped
 from autofit.training.scripts.traits import (
     inner_of,
@@ -64,8 +65,12 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
         "depends_on_rows": found["script"]["depends_on_rows"] or loss_takes_rows_together(trainer),
         "own_split": own_split(trainer, loader, since.keys() - OPTIMIZER, untold=undivided is None)
         or (rollouts.own_split(trainer) if generates else None),
-        "autocast": {} if generates else autocast_of(trainer, batch, autocasts),
     }
+    held = ("own_split", "depends_on_rows", "quantization")
+    if not (generates or any(found["script"].get(name) for name in held)):
+        several = longest_batch(trained, rows, ROWS) if rows.longest else batch
+        told(found["script"], *loss_of_rows(trainer, several))
+    found["script"]["autocast"] = {} if generates else autocast_of(trainer, batch, autocasts)
     return found
 
 

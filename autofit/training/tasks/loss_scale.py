@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autofit.training.tasks.kind import Kind, Spec
 
 _ITEMS = "num_items_in_batch"
-_FEW_LAYERS = 2
+FEW_LAYERS = 2
 """Of the longest list of layers, each of which hands on what the last one does."""
 _ASKED = {"__bool__": False, "__int__": 1, "__float__": 1.0, "__index__": 1, "item": 1}
 """The value that a tensor without values is said to have, by how it is asked."""
@@ -47,15 +47,15 @@ def leaves_undivided(model: Any, kind: Kind, spec: Spec) -> bool:
     batch = {**make_batch(kind, spec, 2, torch.Generator()), **kind.constants}
     kind.prepare(model)
     # tensors of the meta device take a tenth of the time, and say less of themselves; a model may need all its layers
-    for fake, layers in ((False, _FEW_LAYERS), (False, None), (True, None)):
+    for fake, layers in ((False, FEW_LAYERS), (False, None), (True, None)):
         # a model may ask for values, which there are none of
-        with contextlib.suppress(Exception), _cut(model, layers):
+        with contextlib.suppress(Exception), cut(model, layers):
             return not _divides(lambda items, of: model(**of(batch), **{_ITEMS: items}), model, fake=fake)
     return not _hands_items_on(model)
 
 
 @contextlib.contextmanager
-def _cut(model: Any, count: int | None) -> Iterator[None]:
+def cut(model: Any, count: int | None) -> Iterator[None]:
     """A model with the first layers of its longest list of them alone; with all where no ``count`` is given."""
     from torch import nn
 

@@ -26,3 +26,7 @@ BUFFERS = "its model changes its {} with each micro-batch"
 TOGETHER = (
     "its loss of several rows is neither the sum nor a mean of theirs: it takes the rows of a micro-batch together"
 )
+SUMS_OF_TRAINER = (
+    "its loss is a sum over the rows of a micro-batch, and its Trainer divides it by the number of micro-batches "
+    "alone: its gradients would grow with the micro-batch"
+)

@@ -156,6 +156,10 @@ class SomeRows:
             return reasons.WRITES
         if self._averages():
             return reasons.KEEPS_AVERAGES
+        return self.unsteady()
+
+    def unsteady(self) -> str | None:
+        """That the loss of the same rows is another one each time, in words."""
         changed = len(self._losses) == len(COMBINED) and unsteady(self._losses, self._rounded)
         return reasons.UNSTEADY if changed else None
 
