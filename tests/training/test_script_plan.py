@@ -430,6 +430,8 @@ def test_a_model_that_a_script_makes_to_train_it_gets_the_weights_that_it_gets_w
                 module.weight.data.normal_()
 
     def run():
+        torch.set_num_threads(1)  # a fork of a process that has computed has none of its threads
+
         def made():
             torch.manual_seed(0)
             return Own._from_config(transformers.PreTrainedConfig()).table.weight

@@ -83,6 +83,12 @@ def test_a_function_for_the_loss_is_asked_too(tmp_path):
     assert of_rows(trainer) == (Judged.TOGETHER, None)
 
 
+def test_a_model_of_packed_weights_is_not_asked(tmp_path):
+    trainer = made(lambda *_: pytest.fail("it was asked"), tmp_path)
+    trainer.model.linear.weight = torch.nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    assert of_rows(trainer) == (None, None)
+
+
 def llama(layers):
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=layers, **shape))

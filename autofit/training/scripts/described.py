@@ -66,8 +66,7 @@ def described(patches: Patches, trainer: Any, seconds: float, autocasts: list[Ma
         "own_split": own_split(trainer, loader, since.keys() - OPTIMIZER, untold=undivided is None)
         or (rollouts.own_split(trainer) if generates else None),
     }
-    held = ("own_split", "depends_on_rows", "quantization")
-    if not (generates or any(found["script"].get(name) for name in held)):
+    if not (generates or found["script"]["own_split"] or found["script"]["depends_on_rows"]):
         several = longest_batch(trained, rows, ROWS) if rows.longest else batch
         told(found["script"], *loss_of_rows(trainer, several))
     found["script"]["autocast"] = {} if generates else autocast_of(trainer, batch, autocasts)

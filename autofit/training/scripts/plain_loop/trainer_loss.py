@@ -31,7 +31,8 @@ def loss_of_rows(trainer: Any, batch: Any) -> tuple[Judged | None, str | None]:
         batch: Some of its rows, as its collator makes them.
 
     Returns:
-        Neither where both its loss and its model are a library's, where asking takes too long, and where it fails.
+        Neither where both its loss and its model are a library's, where weights are packed, where asking takes too
+        long, and where it fails.
 
     Raises:
         Refused: A model generates for the loss.
@@ -42,7 +43,8 @@ def loss_of_rows(trainer: Any, batch: Any) -> tuple[Judged | None, str | None]:
     inner = trainer.accelerator.unwrap_model(model)
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     libraries = all(map(of_a_library, (trainer.compute_loss, type(inner).forward)))
-    if (libraries and trainer.compute_loss_func is None) or not rows:
+    packed = not all(one.is_floating_point() for one in inner.parameters())
+    if (libraries and trainer.compute_loss_func is None) or packed or not rows:
         return None, None
     some, together, half = SomeRows(), False, any(one.element_size() < 4 for one in model.parameters())
 
