@@ -293,6 +293,27 @@ def test_a_script_finds_what_it_would_find_by_itself(tmp_path):
     assert (user / "secret").stat().st_mode & 0o777 == 0o600
 
 
+def test_what_a_script_saves_once_it_is_left_does_not_stay(tmp_path):
+    """``finally: save()``: nothing was trained."""
+    (tmp_path / "user").mkdir()
+    script = """
+        import os
+        from autofit.training.scripts.leave import Enough
+        open("rows", "w").write("made")
+        try:
+            raise Enough("what it trains")
+        finally:
+            os.makedirs("final/best")
+            open("final/best/weights", "w").write("random")
+            open("done", "w").write("trained")
+            open("rows", "a").write(", read")
+    """
+    ledger = tmp_path / "jobs/trials/one/ledger"
+    ended(begun(tmp_path / "user", ledger, script, stays=True), ledger, said=False)
+    assert sorted(one.name for one in (tmp_path / "user").iterdir()) == ["one.py", "rows"]
+    assert (tmp_path / "user/rows").read_text() == "made, read"
+
+
 def test_a_very_large_log_is_not_copied(tmp_path):
     (tmp_path / "user").mkdir()
     for name in ("log", "model"):

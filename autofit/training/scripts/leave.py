@@ -17,7 +17,7 @@ from autofit.contract.technique import replacing
 from autofit.system.errors import InputError
 from autofit.system.files import search_as_before
 from autofit.system.job import error_words
-from autofit.training.scripts.written import keep_as_it_was
+from autofit.training.scripts.written import keep_as_it_was, nothing_more_stays
 
 AS_TUNED = "tune it with these arguments, or run it with those that it was tuned with"
 """What to do where a script asks for what was not asked for when it was tuned."""
@@ -42,6 +42,10 @@ _LAUNCHER = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "LOCAL_RANK", "RANK", "MASTER_ADD
 
 class Left(BaseException):
     """Raised inside a script to leave it: no ``except Exception`` of the script's stops it."""
+
+    def __init__(self, *words: Any) -> None:
+        super().__init__(*words)
+        nothing_more_stays()
 
 
 class Refused(Left):

@@ -86,9 +86,19 @@ def keep_as_it_was(script: Path, *, new_files_stay: bool) -> None:
         temporary = Path(tempfile.gettempdir()).resolve()  # of every program, PyTorch's compiler among them
         folders = {one.resolve() for one in (Path.cwd(), script.resolve().parent)}
         _tops.extend(sorted(one for one in folders if not temporary.is_relative_to(one)))
-        sys.addaudithook(_Kept(LEDGER, new_files_stay=new_files_stay))
+        kept = _Kept(LEDGER, new_files_stay=new_files_stay)
+        _kept.append(kept)
+        sys.addaudithook(kept)
 
 
+def nothing_more_stays() -> None:
+    """Have what is made from now on go at the end: the script is left, and saves what has not been trained."""
+    for one in _kept:
+        one.new_files_stay = False
+
+
+_kept: list[_Kept] = []
+"""What hears of this process's changes."""
 _tops: list[Path] = []
 """The folders in which this process notes what it changes, the outer one first: each process takes the same."""
 
@@ -141,7 +151,7 @@ class _Kept:
         caches = (value for name, value in os.environ.items() if name.endswith(_CACHES) and value)
         self._not = {Path(one).absolute() for one in caches}
         self._ledger = ledger
-        self._new_files_stay = new_files_stay
+        self.new_files_stay = new_files_stay
         self._began = time.time() - 1.0  # a file system's clock lies some hundredths of a second behind
         self._made: set[Path] = set()
         self._inside = threading.local()
@@ -188,7 +198,7 @@ class _Kept:
     def _link(self, _: Any, target: Any, *folders: int) -> None:
         """A second name is made; what it names may be the user's, and stays to be kept."""
         path = None if any(one != -1 for one in folders) else self._found(target)
-        if path is not None and not os.path.lexists(path) and not self._new_files_stay and not self._goes(path):
+        if path is not None and not os.path.lexists(path) and not self.new_files_stay and not self._goes(path):
             self._note(path)
 
     def _touch(self, name: Any, _: Any, __: Any, folder: int | None = -1) -> None:
@@ -208,7 +218,7 @@ class _Kept:
                 self._keep(moved, copies=True)
                 ours = _is_aside(moved)
         self._replace(path, ours=ours and not whole)
-        if moved is not None and whole and not (ours and self._new_files_stay):
+        if moved is not None and whole and not (ours and self.new_files_stay):
             self._note(moved, Path(os.path.abspath(os.fsdecode(target))))  # noqa: PTH100 - a link is itself
 
     def _replace(self, path: Path | None, *, ours: bool) -> None:
@@ -252,7 +262,7 @@ class _Kept:
         if self._goes(path):  # when that was put back by a process beside this one, it would be deleted in its place
             return
         self._made.add(path)
-        if not self._new_files_stay:
+        if not self.new_files_stay:
             self._note(path)
 
     def _keep(self, path: Path, *, copies: bool) -> None:
