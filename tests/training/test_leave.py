@@ -10,7 +10,7 @@ import torch
 from autofit.system.errors import InputError
 from autofit.system.files import helper_environment
 from autofit.training.scripts import leave
-from autofit.training.scripts.leave import Enough, ended, ending, run_until_left
+from autofit.training.scripts.leave import Enough, Refused, ended, ending, run_until_left
 from autofit.training.scripts.plain_loop.patches import _tell_of_memory
 
 TRAINS = "from autofit.training.scripts.leave import ending\nfrom tests.training import test_leave\n"
@@ -104,3 +104,58 @@ def test_a_program_that_a_script_starts_finds_its_modules(tmp_path, own):
     environment = helper_environment(before if own is None else {**before, "PYTHONPATH": own})
     done = subprocess.run([sys.executable, "-c", run], env=environment, text=True, capture_output=True, check=True)
     assert f"found, and {own}" in done.stdout, done.stdout
+
+
+_BACKWARD = "torch.zeros(1, requires_grad=True).sum().backward()"
+_CHILD = f"""
+import pathlib, sys, torch
+def train():
+    try:
+        {_BACKWARD}
+    finally:
+        pathlib.Path(__file__).with_name("trained").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        "import subprocess\nif sys.argv[1:]: train()\nelse: sys.exit(subprocess.call([sys.executable, __file__, '']))",
+        pytest.param(
+            "import multiprocessing\n"
+            "if __name__ == '__main__':\n"
+            "    child = multiprocessing.get_context('spawn').Process(target=train)\n"
+            "    child.start()\n    child.join()\n    sys.exit(child.exitcode)",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_process_that_a_described_script_starts_does_not_train(tmp_path, monkeypatch, starts):
+    path = tmp_path / "train.py"
+    path.write_text(_CHILD + starts)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
+    with pytest.raises(Refused, match=r"train\.py trains in a process that it starts itself"):
+        run_until_left(str(path), [], new_files_stay=True)
+    assert not (tmp_path / "trained").exists()
+    assert os.environ["PYTHONPATH"] == str(tmp_path / "own")
+
+
+def test_a_described_script_that_trains_in_a_fork_is_told_so(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, sys\nfrom autofit.training.scripts.leave import Enough, ending\n"
+        "if not (child := os.fork()):\n    try:\n        with ending():\n            raise Enough('it')\n"
+        "    finally:\n        os._exit(1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    with pytest.raises(Refused, match="trains in a process that it starts itself"):
+        run_until_left(str(path), [], new_files_stay=True)
+
+
+def test_a_process_that_a_described_script_starts_runs_what_the_user_has_it_begin_with(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.begun = 'own'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    path = tmp_path / "train.py"
+    path.write_text("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(begun)'], check=True)\n")
+    with pytest.raises(InputError, match="ended without training"):
+        run_until_left(str(path), [], new_files_stay=True)

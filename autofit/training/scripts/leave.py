@@ -17,6 +17,7 @@ from autofit.contract.technique import replacing
 from autofit.system.errors import InputError
 from autofit.system.files import search_as_before
 from autofit.system.job import error_words
+from autofit.training.scripts.children import no_child_trains, note_if_child
 from autofit.training.scripts.written import keep_as_it_was, nothing_more_stays
 
 AS_TUNED = "tune it with these arguments, or run it with those that it was tuned with"
@@ -36,6 +37,10 @@ _OF_A_LAUNCHER = (
 _OF_A_PACKAGE = (
     "it is a module of a package, which python -m runs: tune a script that lies beside that package's folder and holds "
     "this line: import runpy; runpy.run_module('{0}', run_name='__main__')"
+)
+_OF_A_CHILD = (
+    "tune what trains in its own process, without a launcher: call the training itself, not by multiprocessing, "
+    "subprocess or accelerate launch; autofit starts the processes of a training, by --processes N"
 )
 _LAUNCHER = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "LOCAL_RANK", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -122,6 +127,7 @@ def ended(error: BaseException) -> None:
     """Have it stand that the training of a script that is to be left is ended by an error."""
     if _ended_by is not None:
         _ended_by.append(error)
+        note_if_child()
 
 
 _running = False
@@ -198,9 +204,27 @@ def run_until_left(
 
     Raises:
         Left: It was left, as it should be.
+        Refused: Something in it can't be tuned; where it is described, a process that it starts would have trained.
         InputError: It ended before, by itself or by an error.
         Exception: The script's own, where it is measured.
     """
+    if not new_files_stay:
+        _run_until_left(path, arguments, measured=measured, new_files_stay=False)
+        return
+    search_as_before()
+    with no_child_trains() as child_trained:
+        try:
+            _run_until_left(path, arguments, measured=measured, new_files_stay=True)
+        except InputError as error:
+            if not child_trained():
+                raise
+            raise Refused(
+                f"{name_of(path, arguments)} trains in a process that it starts itself", _OF_A_CHILD
+            ) from error
+
+
+def _run_until_left(path: str, arguments: Sequence[str], *, measured: bool, new_files_stay: bool) -> None:
+    """The same, whoever trains."""
     name = name_of(path, arguments)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     sys.stdin = io.TextIOWrapper(io.BufferedReader(_Nothing()))
